@@ -1,0 +1,158 @@
+"""The contract between rollout and trainer: what a prompt is, what was generated, and under which weights.
+
+Every type is frozen, slotted and keyword-only. Arrays are ragged numpy arrays (one per sequence, never padded).
+Shape legend: `T` tokens of one turn or sequence.
+
+This module imports without torch, Ray or vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+FinishReason = Literal["stop", "length", "abort"]
+"""Why generation ended: an end token, the token budget, or the engine gave the request back."""
+
+TrajectoryStatus = Literal["completed", "truncated", "failed"]
+"""`truncated` ran into a token budget; `failed` has no usable reward. Neither is ever trained as if complete."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One task for the policy.
+
+    `prompt_id` names the row of the data set and is the same in every epoch; it also seeds sampling.
+
+    Example:
+        Prompt(prompt_id="train/17", token_ids=np.array([3, 1, 4], np.int32), text="12+7=", answer="19")
+    """
+
+    prompt_id: str
+    token_ids: np.ndarray
+    """int32[T]: what the engine receives, special tokens included."""
+    text: str
+    """The prompt as a person reads it (after the chat template, if any)."""
+    answer: str
+    """Ground truth for the reward; empty if the reward needs none."""
+    reward: str = ""
+    """Name of the reward function for this prompt; empty means the one of the task."""
+    metadata: Mapping[str, object] = field(default_factory=dict)
+    """Further columns of the data set, untouched."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to sample one completion. `temperature=0` is greedy."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps the whole vocabulary."""
+    seed: int | None = None
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """`num_tokens` consecutive generated tokens, all sampled under policy `version`."""
+
+    version: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What an engine generated for one request (or one chunk of it).
+
+    `logprobs[t]` is the log-probability of `token_ids[t]` under the distribution it was sampled from
+    (after temperature), at the moment it was sampled. `segments` sum up to `len(token_ids)`.
+    """
+
+    token_ids: np.ndarray
+    """int32[T]"""
+    logprobs: np.ndarray
+    """float32[T]"""
+    segments: tuple[Segment, ...]
+    finish_reason: FinishReason | None
+    """None on a chunk that is not the last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """A stretch of a trajectory: context tokens, generated tokens, or both in order.
+
+    `logprobs` is NaN wherever `is_generated` is False. `segments` cover the generated tokens, in order.
+    """
+
+    token_ids: np.ndarray
+    """int32[T]"""
+    is_generated: np.ndarray
+    """bool[T]"""
+    logprobs: np.ndarray
+    """float32[T]"""
+    segments: tuple[Segment, ...]
+
+    def __post_init__(self) -> None:
+        num_tokens = len(self.token_ids)
+        if len(self.is_generated) != num_tokens or len(self.logprobs) != num_tokens:
+            raise ValueError(
+                f"Turn arrays differ in length: token_ids {num_tokens}, is_generated {len(self.is_generated)}, "
+                f"logprobs {len(self.logprobs)}; give one entry per token"
+            )
+        labelled, generated = sum(s.num_tokens for s in self.segments), int(np.sum(self.is_generated))
+        if labelled != generated:
+            raise ValueError(f"Turn has {generated} generated tokens but its segments label {labelled}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """One sampled answer to a prompt, with its reward."""
+
+    prompt_id: str
+    sample_index: int
+    turns: tuple[Turn, ...]
+    reward: float
+    """NaN only when status is "failed"."""
+    reward_parts: Mapping[str, float]
+    status: TrajectoryStatus
+    timings: Mapping[str, float]
+    """Seconds per phase, e.g. "generate_s", "reward_s"."""
+    text: str = ""
+    """The generated text, decoded once for rewards and for people."""
+    error: str = ""
+    """Why status is "failed"; empty otherwise."""
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return sum(s.num_tokens for turn in self.turns for s in turn.segments)
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """The policy versions that sampled any token, ascending."""
+        return tuple(sorted({s.version for turn in self.turns for s in turn.segments if s.num_tokens}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """All samples of one prompt; the unit of admission, filtering and advantage estimation."""
+
+    group_id: int
+    """Counts admissions from 0; unique within a run, resumes included."""
+    prompt: Prompt
+    trajectories: Sequence[Trajectory]
+    start_version: int
+    """The policy version that was live when the group was admitted."""
+
+    @property
+    def rewards(self) -> np.ndarray:
+        """float64[len(trajectories)]"""
+        return np.array([t.reward for t in self.trajectories], np.float64)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return sum(t.num_generated_tokens for t in self.trajectories)

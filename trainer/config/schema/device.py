@@ -1,0 +1,21 @@
+"""`device`: which accelerator, and how the processes on it are set up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from trainer.config.schema.field import key
+
+DeviceName = Literal["auto", "cpu", "cuda", "rocm", "npu"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceConfig:
+    name: DeviceName = key("auto", "Accelerator; `auto` takes the first that is present: cuda, rocm, npu, cpu.")
+    env: dict[str, str] = key(
+        factory=dict, doc="Extra environment variables for every learner and engine process; they win over ours."
+    )
+    cpu_threads: int = key(
+        1, "Compute threads per learner rank and per engine on `cpu`; ignored on accelerators.", ge=1
+    )

@@ -1,0 +1,19 @@
+"""`mode`: how far generation may run ahead of learning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from trainer.config.schema.field import key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModeConfig:
+    name: Literal["async", "one_step_off", "sync"] = key("async", "Shown in logs; `max_staleness` decides.")
+    max_staleness: int = key(
+        1, "S: policy versions a trained group may be old. 0 is synchronous on-policy training.", ge=0
+    )
+    in_flight: Literal["keep"] = key(
+        "keep", "What happens to running requests when new weights are committed: `keep` lets them go on."
+    )

@@ -1,0 +1,23 @@
+"""`model`: the policy, and how it is computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from trainer.config.schema.field import key
+
+DType = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    path: str = key(
+        "builtin:tiny",
+        "Hugging Face model directory or hub name. `builtin:tiny` is a small Qwen2 that is made and warm-started "
+        "on first use and cached in the user cache directory.",
+    )
+    tokenizer_path: str = key("", "Directory or hub name of the tokenizer; empty means `model.path`.")
+    trust_remote_code: bool = key(False, "Run Python code that comes with the model or tokenizer.")
+    rollout_dtype: DType = key("bfloat16", "Type of the weights in the engine, and of what weight sync moves.")
+    compute_dtype: DType = key("bfloat16", "Type of the learner's forward and backward; masters stay float32.")

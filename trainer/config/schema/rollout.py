@@ -1,0 +1,31 @@
+"""`rollout`: engines, sampling and the workers that drive them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.config.schema.field import key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutConfig:
+    group_size: int = key(8, "Samples per prompt.", ge=1)
+    num_replicas: int = key(1, "Independent engines.", ge=1)
+    tensor_parallel_size: int = key(1, "Devices per engine.", ge=1)
+    num_workers: int = key(1, "Rollout worker processes (CPU) that drive the engines and run rewards.", ge=1)
+    temperature: float = key(1.0, "Sampling temperature of training rollouts.", gt=0)
+    top_p: float = key(1.0, "Nucleus sampling of training rollouts.", gt=0, le=1)
+    top_k: int = key(0, "Top-k sampling of training rollouts; 0 keeps the whole vocabulary.", ge=0)
+    max_response_tokens: int = key(1024, "Longest answer, in tokens.", ge=1)
+    max_model_len: int = key(0, "Engine context length; 0 means prompt plus response limits.", ge=0)
+    max_num_seqs: int = key(256, "Most sequences an engine runs at once.", ge=1)
+    gpu_memory_utilization: float = key(0.85, "Share of device memory for an engine (accelerators).", gt=0, le=1)
+    kv_cache_gib: float = key(1.0, "KV cache of an engine on `cpu`, GiB.", gt=0)
+    enforce_eager: bool = key(False, "Never capture device graphs.")
+    stream_tokens: int = key(64, "Tokens per streamed chunk; a dead engine loses at most one chunk.", ge=1)
+    request_timeout_s: float = key(600.0, "Longest time one sequence may take to generate.", gt=0)
+    max_retries: int = key(2, "Retries of a prompt whose group failed, before it is dropped and counted.", ge=0)
+    engine_args: dict[str, Any] = key(
+        factory=dict, doc="Further vLLM engine arguments, passed as they are; they win over ours."
+    )

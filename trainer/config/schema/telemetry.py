@@ -1,0 +1,19 @@
+"""`telemetry`: logs, metrics and what is drawn on the screen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from trainer.config.schema.field import key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TelemetryConfig:
+    log_level: Literal["debug", "info", "warning", "error"] = key("info", "Level of log.txt and the screen.")
+    progress: Literal["auto", "rich", "plain", "off"] = key(
+        "auto", "Display: a live panel on a terminal, one line per step elsewhere."
+    )
+    tensorboard: bool = key(True, "Write TensorBoard events to `run_dir/tb`.")
+    trace: bool = key(True, "Write `run_dir/trace.json` for Perfetto.")
+    record_trajectories: bool = key(True, "Write every group to `run_dir/trajectories`, before any filter.")

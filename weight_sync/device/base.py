@@ -1,0 +1,163 @@
+"""The device layer's contract: everything the rest of Tandem may ask of an accelerator.
+
+One `Backend` per kind of device. Nobody outside this package knows a vendor's words: callers hold a `Backend` and ask
+for a capability. Importing this module touches no driver and no environment; `Backend` objects are cheap to build.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+Role = Literal["driver", "learner", "engine"]
+"""Which kind of process an environment is meant for."""
+
+
+class DeviceError(Exception):
+    """A device is missing, misconfigured or refused a call. The message says what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What this backend can do here. A missing capability is a fact to plan around, never an error by itself."""
+
+    ipc: bool
+    """Another process of this host can map a persistent block without a copy."""
+    streams: bool
+    """Copies can run beside compute."""
+    sleep_mode: bool
+    """vLLM can give its device memory back and take it again."""
+    graphs: bool
+    """The engine captures device graphs, so parameter addresses must never change."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvVar:
+    """An environment variable a role needs. A value the user has set wins over ours."""
+
+    name: str
+    value: str
+    why: str
+    before_ray_start: bool = False
+    """True if it only works when set before the Ray daemon (`ray start`) came up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IpcHandle:
+    """A persistent block as another process can open it. Plain values, travels as msgpack."""
+
+    backend: str
+    nbytes: int
+    payload: bytes
+    """Opaque: driver IPC handle, or (pid, fd, inode) for shared memory."""
+    device_index: int = 0
+    attributes: dict[str, str] = field(default_factory=dict)
+
+
+class PersistentBlock(Protocol):
+    """One raw driver allocation, seen as a torch tensor. Never moves, never passes through torch's caching allocator."""
+
+    nbytes: int
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """uint8[nbytes] on the backend's device, sharing the block's memory."""
+        ...
+
+    def close(self) -> None:
+        """Free (owner) or unmap (importer). Idempotent. Views of `tensor` are invalid afterwards."""
+        ...
+
+
+class Backend(ABC):
+    """One kind of device."""
+
+    name: str
+    """cpu | cuda | rocm | npu"""
+    torch_device: str
+    """The device type torch knows it by."""
+    ray_resource: str | None
+    """Ray resource that one device is counted as; None if the device is not a Ray resource."""
+    visible_devices_var: str | None
+    collective: str
+    """torch.distributed backend for the learner."""
+
+    @abstractmethod
+    def is_available(self) -> bool:
+        """Whether driver and torch support are both present. Never raises."""
+
+    @abstractmethod
+    def num_devices(self) -> int:
+        """Devices visible to this process. For cpu: a generous number, CPUs are counted by Ray."""
+
+    @abstractmethod
+    def capabilities(self) -> Capabilities: ...
+
+    @abstractmethod
+    def process_env(self, role: Role) -> tuple[EnvVar, ...]:
+        """Variables a process of this role needs, each with its reason."""
+
+    @abstractmethod
+    def check_env(self, role: Role, environ: dict[str, str]) -> list[str]:
+        """Problems with `environ` as a process of this role finds it; empty if all is well."""
+
+    @abstractmethod
+    def engine_defaults(self) -> dict[str, Any]:
+        """vLLM engine arguments this backend needs or is better with."""
+
+    @abstractmethod
+    def set_device(self, index: int) -> torch.device:
+        """Make `index` this process's current device and return it."""
+
+    @abstractmethod
+    def alloc_persistent(self, nbytes: int) -> PersistentBlock:
+        """One raw driver allocation.
+
+        Raises:
+            DeviceError: out of memory, with requested and free bytes.
+        """
+
+    @abstractmethod
+    def ipc_export(self, block: PersistentBlock) -> IpcHandle:
+        """Make a block openable by other processes of this host.
+
+        Raises:
+            DeviceError: the block was not made by `alloc_persistent` (a torch tensor is refused by type).
+        """
+
+    @abstractmethod
+    def ipc_open(self, handle: IpcHandle) -> PersistentBlock:
+        """Map another process's block.
+
+        Raises:
+            DeviceError: the exporter is gone, the handle is foreign, or the driver refused.
+        """
+
+    @abstractmethod
+    def copy_async(self, dst: torch.Tensor, src: torch.Tensor, stream: Any | None = None) -> None:
+        """Copy contiguous bytes of equal size, on `stream` where there are streams (else at once)."""
+
+    @abstractmethod
+    def new_stream(self) -> Any | None:
+        """A stream beside compute; None where the backend has none."""
+
+    @abstractmethod
+    def use_stream(self, stream: Any | None) -> AbstractContextManager[None]:
+        """Run torch operations of this block on `stream`; no-op for None."""
+
+    @abstractmethod
+    def synchronize(self, stream: Any | None = None) -> None:
+        """Wait for a stream, or for the whole device."""
+
+    @abstractmethod
+    def digest(self, data: torch.Tensor) -> int:
+        """64-bit digest of a contiguous tensor's bytes; equal bytes give equal digests on every backend."""
+
+    @abstractmethod
+    def memory_info(self) -> tuple[int, int]:
+        """(free, total) bytes of the current device."""

@@ -1,0 +1,35 @@
+"""What can go wrong while weights travel. Each error names the party, what was found, what was expected and what to do."""
+
+from __future__ import annotations
+
+
+class WeightSyncError(Exception):
+    """Base of all weight-sync failures."""
+
+
+class PlanMismatch(WeightSyncError):
+    """Learner and engine do not agree on names, shapes, dtypes or the plan digest. Raised before a byte moves."""
+
+
+class LeaseExpired(WeightSyncError):
+    """A receiver read from a slot longer than its lease allowed; what it read must not be committed."""
+
+
+class PullTimeout(WeightSyncError):
+    """A receiver did not finish pulling, or a publisher did not answer, within the deadline of the sync."""
+
+
+class DigestMismatch(WeightSyncError):
+    """Bytes that arrived differ from the bytes that were packed."""
+
+
+class ReplicaDirty(WeightSyncError):
+    """A replica failed in the middle of an in-place commit: its weights are a mixture and it must not generate."""
+
+
+class PublisherLost(WeightSyncError):
+    """A learner rank died or stopped answering."""
+
+
+class StaleEpoch(WeightSyncError):
+    """A message belongs to an earlier membership of the sync group, or to another run."""
