@@ -1,0 +1,15 @@
+"""Errors of the rollout side that callers tell apart."""
+
+from __future__ import annotations
+
+
+class DataError(Exception):
+    """A data set, column, prompt or reward function cannot be used as configured. The process exits with code 2."""
+
+
+class EngineDead(Exception):
+    """An engine replica stopped answering; its requests continue elsewhere from the tokens they have."""
+
+
+class RewardError(Exception):
+    """A reward call raised, hung, or returned something that is not a finite number. Marks one trajectory."""
