@@ -13,3 +13,11 @@ class EngineDead(Exception):
 
 class RewardError(Exception):
     """A reward call raised, hung, or returned something that is not a finite number. Marks one trajectory."""
+
+
+class BufferClosed(Exception):
+    """The work buffer was closed: the normal end of a loop, unless `__cause__` carries the error that closed it."""
+
+
+class NoProgress(Exception):
+    """Generation keeps producing nothing that can be trained: every group is filtered, or every group fails."""

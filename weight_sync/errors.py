@@ -33,3 +33,11 @@ class PublisherLost(WeightSyncError):
 
 class StaleEpoch(WeightSyncError):
     """A message belongs to an earlier membership of the sync group, or to another run."""
+
+
+class VersionUnavailable(WeightSyncError):
+    """A publisher does not hold the version asked for: not published yet, or superseded before it was leased."""
+
+
+class TransportUnusable(WeightSyncError):
+    """A probe showed that a transport does not work between two processes; the message names both and says why."""

@@ -1,0 +1,1 @@
+"""Configuration: schema, composition, conversion, checks. Imports without torch; only `load` imports Hydra."""

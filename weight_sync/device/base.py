@@ -7,11 +7,12 @@ for a capability. Importing this module touches no driver and no environment; `B
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     import torch
 
 Role = Literal["driver", "learner", "engine"]
@@ -60,7 +61,7 @@ class IpcHandle:
 
 
 class PersistentBlock(Protocol):
-    """One raw driver allocation, seen as a torch tensor. Never moves, never passes through torch's caching allocator."""
+    """One raw driver allocation, seen as a torch tensor. Never moves, never meets torch's caching allocator."""
 
     nbytes: int
 
@@ -91,12 +92,23 @@ class Backend(ABC):
     def is_available(self) -> bool:
         """Whether driver and torch support are both present. Never raises."""
 
+    def why_unavailable(self) -> str | None:
+        """What is missing and what to do about it; None if the backend is available. Never raises."""
+        return None if self.is_available() else f"device {self.name!r} is not available"
+
     @abstractmethod
     def num_devices(self) -> int:
         """Devices visible to this process. For cpu: a generous number, CPUs are counted by Ray."""
 
     @abstractmethod
     def capabilities(self) -> Capabilities: ...
+
+    def visible_devices(self, own: tuple[int, ...], num_devices: int) -> str:
+        """Value of `visible_devices_var` for a process that computes on the devices `own` of a host with `num_devices`.
+
+        Only needed where Ray does not set the variable itself; a backend may have to show the other devices too.
+        """
+        return ",".join(str(index) for index in own)
 
     @abstractmethod
     def process_env(self, role: Role) -> tuple[EnvVar, ...]:

@@ -26,8 +26,10 @@ class AlgorithmConfig:
         False, "Dynamic sampling (DAPO): drop groups whose rewards are all equal, and refill them."
     )
     max_refills_per_step: int = key(
-        64, "Refills of filtered groups, in multiples of `trainer.groups_per_step`, without one step trained "
-        "before the run stops with the reason.", ge=1
+        64,
+        "Refills of filtered groups, in multiples of `trainer.groups_per_step`, without one step trained "
+        "before the run stops with the reason.",
+        ge=1,
     )
     overlong_buffer_tokens: int = key(
         0, "DAPO overlong reward shaping: penalty grows over the last so many response tokens; 0 turns it off.", ge=0

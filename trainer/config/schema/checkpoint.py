@@ -12,8 +12,10 @@ class CheckpointConfig:
     every_steps: int = key(50, "Save after every so many steps; 0 saves at the end only.", ge=0)
     keep_last: int = key(2, "Complete checkpoints to keep.", ge=1)
     resume: str = key(
-        "auto", "`auto` goes on from the newest complete checkpoint in `run_dir` if there is one, `never` refuses a "
-        "run directory that has one, a path resumes from that checkpoint."
+        "auto",
+        "`auto` goes on from the newest complete checkpoint in `run_dir` if there is one, `never` refuses a "
+        "run directory that has one, a path resumes from that checkpoint.",
+        is_path=True,
     )
     save_at_end: bool = key(True, "Save a checkpoint after the last step.")
     export_hf: bool = key(True, "At the end, write the policy as a Hugging Face model to `run_dir/export`.")

@@ -14,10 +14,15 @@ def key(
     ge: float | None = None,
     gt: float | None = None,
     le: float | None = None,
+    lt: float | None = None,
+    is_path: bool = False,
     factory: Callable[[], Any] | None = None,
 ) -> Any:
-    """A dataclass field with its documentation and inclusive (`ge`, `le`) or exclusive (`gt`) bounds as metadata."""
-    metadata = {"doc": doc, "ge": ge, "gt": gt, "le": le}
+    """A dataclass field with its documentation and inclusive (`ge`, `le`) or exclusive (`gt`, `lt`) bounds as metadata.
+
+    `is_path` marks text that may name a file of the user; a leading `~` in it is expanded.
+    """
+    metadata = {"doc": doc, "ge": ge, "gt": gt, "le": le, "lt": lt, "is_path": is_path}
     if factory is not None:
         return field(default_factory=factory, metadata=metadata)
     if default is ...:

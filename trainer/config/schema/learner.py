@@ -13,11 +13,13 @@ class LearnerConfig:
     num_ranks: int = key(2, "Learner processes, one per device (FSDP2 shards over all of them).", ge=1)
     lr: float = key(1e-6, "Peak learning rate (AdamW).", gt=0)
     lr_schedule: Literal["constant", "cosine", "linear"] = key("constant", "Schedule after the warm-up.")
-    min_lr_frac: float = key(0.0, "Learning rate at the end of a cosine or linear schedule, as a share of `lr`.", ge=0, le=1)
+    min_lr_frac: float = key(
+        0.0, "Learning rate at the end of a cosine or linear schedule, as a share of `lr`.", ge=0, le=1
+    )
     warmup_steps: int = key(0, "Steps of linear warm-up.", ge=0)
     weight_decay: float = key(0.01, "AdamW weight decay (not on norms and biases).", ge=0)
-    beta1: float = key(0.9, "AdamW beta1.", ge=0, le=1)
-    beta2: float = key(0.999, "AdamW beta2.", ge=0, le=1)
+    beta1: float = key(0.9, "AdamW beta1.", ge=0, lt=1)
+    beta2: float = key(0.999, "AdamW beta2.", ge=0, lt=1)
     eps: float = key(1e-8, "AdamW epsilon.", gt=0)
     max_grad_norm: float = key(1.0, "Gradient norm is clipped to this.", gt=0)
     max_tokens_per_micro_batch: int = key(16384, "Packed tokens per micro-batch and rank.", ge=1)

@@ -16,8 +16,9 @@ class ModelConfig:
         "builtin:tiny",
         "Hugging Face model directory or hub name. `builtin:tiny` is a small Qwen2 that is made and warm-started "
         "on first use and cached in the user cache directory.",
+        is_path=True,
     )
-    tokenizer_path: str = key("", "Directory or hub name of the tokenizer; empty means `model.path`.")
+    tokenizer_path: str = key("", "Directory or hub name of the tokenizer; empty means `model.path`.", is_path=True)
     trust_remote_code: bool = key(False, "Run Python code that comes with the model or tokenizer.")
     rollout_dtype: DType = key("bfloat16", "Type of the weights in the engine, and of what weight sync moves.")
     compute_dtype: DType = key("bfloat16", "Type of the learner's forward and backward; masters stay float32.")

@@ -24,7 +24,7 @@ class RunConfig:
     """Typed, sealed and complete: built once by `trainer.config.load`, then only read."""
 
     name: str = key("tiny", "Name of the run; part of the default run directory.")
-    run_dir: str = key("", "Directory of this run; empty means `runs/<name>/<time>`.")
+    run_dir: str = key("", "Directory of this run; empty means `runs/<name>/<time>`.", is_path=True)
     seed: int = key(0, "Seeds every random choice of the run.", ge=0)
     device: DeviceConfig = key(factory=DeviceConfig, doc="Accelerator.")
     model: ModelConfig = key(factory=ModelConfig, doc="The policy.")

@@ -14,6 +14,7 @@ class RewardConfig:
         "arithmetic",
         "A registered reward (`arithmetic`, `math`), or your own function as `path/to/file.py:name` or "
         "`package.module:name`.",
+        is_path=True,
     )
     timeout_s: float = key(10.0, "Wall-clock limit of one reward call; past it the process is killed.", gt=0)
     num_processes: int = key(2, "Killable reward processes per rollout worker.", ge=1)
@@ -26,9 +27,11 @@ class TaskConfig:
         "auto", "How `train_path` is read; `auto` goes by its suffix, else a Hugging Face data set."
     )
     train_path: str = key(
-        "builtin:arithmetic", "Training prompts: a file, a directory, a hub name, or `builtin:arithmetic`."
+        "builtin:arithmetic",
+        "Training prompts: a file, a directory, a hub name, or `builtin:arithmetic`.",
+        is_path=True,
     )
-    eval_path: str = key("builtin:arithmetic", "Held-out prompts, likewise; empty turns evaluation off.")
+    eval_path: str = key("builtin:arithmetic", "Held-out prompts, likewise; empty turns evaluation off.", is_path=True)
     train_split: str = key("train", "Split of a Hugging Face data set for training.")
     eval_split: str = key("test", "Split of a Hugging Face data set for evaluation.")
     prompt_column: str = key("prompt", "Column with the prompt: a string, or a list of chat messages.")
@@ -41,7 +44,5 @@ class TaskConfig:
     )
     shuffle: bool = key(True, "Shuffle training prompts with the run's seed, anew each epoch.")
     eval_size: int = key(256, "Prompts per evaluation; 0 means all held-out prompts.", ge=0)
-    max_operand: int = key(
-        49, "builtin:arithmetic only: largest operand of the additions.", ge=9
-    )
+    max_operand: int = key(49, "builtin:arithmetic only: largest operand of the additions.", ge=9)
     reward: RewardConfig = key(factory=RewardConfig, doc="How answers are judged.")

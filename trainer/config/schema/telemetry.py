@@ -16,4 +16,6 @@ class TelemetryConfig:
     )
     tensorboard: bool = key(True, "Write TensorBoard events to `run_dir/tb`.")
     trace: bool = key(True, "Write `run_dir/trace.json` for Perfetto.")
+    wandb: bool = key(False, "Send metrics to Weights & Biases too; needs the extra `wandb`.")
+    wandb_project: str = key("tandem", "Project in Weights & Biases.")
     record_trajectories: bool = key(True, "Write every group to `run_dir/trajectories`, before any filter.")

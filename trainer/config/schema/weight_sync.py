@@ -11,12 +11,14 @@ from trainer.config.schema.field import key
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSyncConfig:
     transport: Literal["auto", "ipc", "shm"] = key(
-        "auto", "Data plane: `ipc` maps device memory of the same host, `shm` goes through host shared memory; "
-        "`auto` takes the fastest that a probe proves to work."
+        "auto",
+        "Data plane: `ipc` maps device memory of the same host, `shm` goes through host shared memory; "
+        "`auto` takes the fastest that a probe proves to work.",
     )
     commit: Literal["auto", "staged", "inplace"] = key(
-        "auto", "`staged` pulls beside generation and stops it for a local copy; `inplace` pulls while stopped and "
-        "needs no memory; `auto` takes `staged` when the shadow fits."
+        "auto",
+        "`staged` pulls beside generation and stops it for a local copy; `inplace` pulls while stopped and "
+        "needs no memory; `auto` takes `staged` when the shadow fits.",
     )
     num_slots: int = key(2, "Arena slots per learner rank.", ge=1, le=4)
     timeout_s: float = key(120.0, "Deadline of one sync, shared by all parties.", gt=0)

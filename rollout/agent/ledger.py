@@ -1,0 +1,113 @@
+"""Exact token accounting of one trajectory, over chunks, resubmissions and turns.
+
+Tokens are only ever appended, never decoded and encoded again: what the policy saw is what is trained.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rollout.types import Completion, FinishReason, Segment, Turn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+
+def coalesce(segments: Iterable[Segment]) -> tuple[Segment, ...]:
+    """Joins neighbours of the same version and drops empty segments. `[3:2, 3:1, 4:5] -> [3:3, 4:5]`."""
+    joined: list[Segment] = []
+    for segment in segments:
+        if segment.num_tokens == 0:
+            continue
+        if joined and joined[-1].version == segment.version:
+            joined[-1] = Segment(version=segment.version, num_tokens=joined[-1].num_tokens + segment.num_tokens)
+        else:
+            joined.append(segment)
+    return tuple(joined)
+
+
+def join_chunks(chunks: Sequence[Completion], finish_reason: FinishReason | None) -> Completion:
+    """One completion out of consecutive chunks of one generation, whichever replicas they came from."""
+    return Completion(
+        token_ids=_concatenate([chunk.token_ids for chunk in chunks], np.int32),
+        logprobs=_concatenate([chunk.logprobs for chunk in chunks], np.float32),
+        segments=coalesce(segment for chunk in chunks for segment in chunk.segments),
+        finish_reason=finish_reason,
+    )
+
+
+def check_chunk(chunk: Completion) -> None:
+    """Refuses a chunk whose arrays and segments disagree, before it spoils an account.
+
+    Raises:
+        ValueError: with all three counts.
+    """
+    num_tokens, labelled = len(chunk.token_ids), sum(segment.num_tokens for segment in chunk.segments)
+    if not num_tokens == len(chunk.logprobs) == labelled:
+        raise ValueError(
+            f"an engine returned {num_tokens} tokens with {len(chunk.logprobs)} logprobs and version labels for "
+            f"{labelled}; every sampled token needs one of each"
+        )
+
+
+class TokenLedger:
+    """The tokens of one trajectory so far: context and generated stretches, in order.
+
+    A turn is a stretch of context followed by a stretch that was generated; a new turn begins where context follows
+    generated tokens. The first turn begins with the prompt.
+
+    Example:
+        ledger = TokenLedger(prompt.token_ids)
+        ledger.add_generated(completion)
+        ledger.add_context(tool_result_ids)
+        ledger.turns()  # (Turn(prompt + completion), Turn(tool result))
+    """
+
+    def __init__(self, prompt_token_ids: np.ndarray) -> None:
+        self._closed_turns: list[Turn] = []
+        self._context = [np.asarray(prompt_token_ids, np.int32)]
+        self._generated: list[Completion] = []
+        self._num_prompt_tokens = len(prompt_token_ids)
+
+    def add_context(self, token_ids: np.ndarray) -> None:
+        """Appends tokens that the policy did not sample, e.g. the result of a tool."""
+        if self._generated:
+            self._closed_turns.append(self._open_turn())
+            self._context, self._generated = [], []
+        self._context.append(np.asarray(token_ids, np.int32))
+
+    def add_generated(self, completion: Completion) -> None:
+        """Appends sampled tokens with their log-probabilities and versions."""
+        check_chunk(completion)
+        if len(completion.token_ids):
+            self._generated.append(completion)
+
+    def token_ids(self) -> np.ndarray:
+        """int32[T]: the whole sequence so far, as an engine should continue it."""
+        tokens = [turn.token_ids for turn in self._closed_turns] + self._context
+        return _concatenate(tokens + [completion.token_ids for completion in self._generated], np.int32)
+
+    @property
+    def num_response_tokens(self) -> int:
+        """Tokens after the prompt, generated and context."""
+        return len(self.token_ids()) - self._num_prompt_tokens
+
+    def turns(self) -> tuple[Turn, ...]:
+        """All turns, joined they are the whole sequence."""
+        return (*self._closed_turns, self._open_turn())
+
+    def _open_turn(self) -> Turn:
+        context = _concatenate(self._context, np.int32)
+        generated = join_chunks(self._generated, None)
+        return Turn(
+            token_ids=np.concatenate([context, generated.token_ids]),
+            is_generated=np.repeat([False, True], [len(context), len(generated.token_ids)]),
+            logprobs=np.concatenate([np.full(len(context), np.nan, np.float32), generated.logprobs]),
+            segments=generated.segments,
+        )
+
+
+def _concatenate(arrays: Sequence[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
+    return np.concatenate([np.empty(0, dtype), *arrays], dtype=dtype, casting="same_kind")

@@ -1,0 +1,55 @@
+"""Notices that generation works and works, but produces nothing that can be trained."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from rollout.errors import NoProgress
+
+
+class ProgressGuard:
+    """Counts groups that led nowhere; pure policy, the buffer acts on it.
+
+    Args:
+        groups_per_step: B.
+        max_refills_per_step: more than this many times B filtered groups since the last step was taken, or this many
+            dropped prompts in a row without a group that worked, mean that there is no progress.
+    """
+
+    def __init__(self, *, groups_per_step: int, max_refills_per_step: int) -> None:
+        self._groups_per_step = groups_per_step
+        self._max_refills_per_step = max_refills_per_step
+        self._filtered: Counter[str] = Counter()
+        self._dropped: list[Exception] = []
+
+    def on_finished(self) -> None:
+        """A group worked, so dropped ones are not in a row."""
+        self._dropped.clear()
+
+    def on_step_taken(self) -> None:
+        self._filtered.clear()
+
+    def on_filtered(self, reason: str) -> NoProgress | None:
+        self._dropped.clear()
+        self._filtered[reason] += 1
+        total = self._filtered.total()
+        if total <= self._max_refills_per_step * self._groups_per_step:
+            return None
+        reasons = ", ".join(f"{name}: {count}" for name, count in self._filtered.most_common())
+        return NoProgress(
+            f"{total} groups were filtered ({reasons}) without one step of {self._groups_per_step} groups; at most "
+            f"max_refills_per_step={self._max_refills_per_step} times {self._groups_per_step} are allowed. Look at the "
+            "recorded trajectories: the reward may not tell answers apart, or the task be far too easy or too hard"
+        )
+
+    def on_dropped(self, error: Exception) -> NoProgress | None:
+        self._dropped.append(error)
+        if len(self._dropped) < self._max_refills_per_step:
+            return None
+        first = self._dropped[0]
+        no_progress = NoProgress(
+            f"{len(self._dropped)} prompts in a row were given up after all their retries, without one group that "
+            f"worked between them; the first failed with {type(first).__name__}: {first}"
+        )
+        no_progress.__cause__ = first
+        return no_progress

@@ -1,0 +1,408 @@
+r"""The work buffer: every prompt between admission and the weights it led to, and who waits for whom.
+
+    prompt_loop   wait_for_slot -> readmit | admit      waits for a free slot          woken by release, filter, fail
+    rollout_loop  claim -> finish | filter | fail       waits for an admitted prompt   woken by admit, fail (retry)
+    batch_loop    take(step)                            waits for finished groups      woken by finish, filter, ...
+    train_loop    release(step, version=step + 1)       never waits
+
+    queued --claim--> running --finish--> ready --take--> taken --release--> (gone: slot free)
+       ^                 | \--filter-----------------------------------------> (gone: slot free, counted)
+       \--fail (retry)---/ \--fail (no retry left)---------------------------> (gone: slot free, counted)
+
+A group holds one of the (S+1)*B slots in each of the four states. `staleness.py` has the rule of `take` and its proof.
+One event loop, no threads: every method that is not `async` is atomic.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, deque
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from rollout.buffer.items import WorkItem, dump_prompt, load_prompt
+from rollout.buffer.progress import ProgressGuard
+from rollout.buffer.staleness import Outstanding, Wait, select
+from rollout.buffer.stats import BufferStats
+from rollout.errors import BufferClosed, NoProgress
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from rollout.types import Group, Prompt
+
+
+class WorkBuffer:
+    """Admits prompts, hands them out, and gives finished groups to the learner in time.
+
+    Args:
+        groups_per_step: B, groups per optimizer step.
+        max_staleness: S, the largest age in policy versions at which a group may be trained.
+        max_retries: how often a failed group is tried again before its prompt is dropped.
+        max_refills_per_step: when to give up with `NoProgress`, see `ProgressGuard`.
+        version: the policy version that is live now; the first step to be taken.
+        next_group_id: the first group id to hand out.
+        clock: seconds, for waiting times only; no decision depends on it.
+    """
+
+    def __init__(
+        self,
+        *,
+        groups_per_step: int,
+        max_staleness: int,
+        max_retries: int,
+        max_refills_per_step: int,
+        version: int = 0,
+        next_group_id: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        _check("groups_per_step", groups_per_step, 1)
+        _check("max_staleness", max_staleness, 0)
+        _check("max_retries", max_retries, 0)
+        _check("max_refills_per_step", max_refills_per_step, 1)
+        self._groups_per_step = groups_per_step
+        self._max_staleness = max_staleness
+        self._max_retries = max_retries
+        self._num_slots = (max_staleness + 1) * groups_per_step
+        self._version = version
+        self._next_step = version
+        self._next_group_id = next_group_id
+        self._clock = clock
+
+        self._returning: deque[tuple[int, Prompt]] = deque()
+        self._queued: deque[WorkItem] = deque()
+        self._running: dict[int, WorkItem] = {}
+        self._ready: dict[int, tuple[WorkItem, Group]] = {}
+        self._taken: dict[int, tuple[WorkItem, ...]] = {}
+
+        self._counts: Counter[str] = Counter()
+        self._filtered: Counter[str] = Counter()
+        self._dropped: Counter[str] = Counter()
+        self._tokens: Counter[str] = Counter()
+        self._wait_s = {"take": 0.0, "forced": 0.0, "slot": 0.0}
+        self._progress = ProgressGuard(groups_per_step=groups_per_step, max_refills_per_step=max_refills_per_step)
+
+        self._waiting_for: Wait | None = None
+        self._closed: BufferClosed | None = None
+        # The first two are level-triggered: set exactly while there is a free slot / a queued item (or the buffer is
+        # closed), so that no wake-up is lost when a waiter is cancelled. `_changed` wakes the one taker to look again.
+        self._has_slot = asyncio.Event()
+        self._has_queued = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._notify()
+
+    # --- prompt_loop -------------------------------------------------------------------------------------------------
+
+    async def wait_for_slot(self) -> None:
+        """Returns when a slot is free. With several callers, each must look again: `admit` refuses without a slot."""
+        started = self._clock()
+        try:
+            await self._has_slot.wait()
+        finally:
+            self._wait_s["slot"] += self._clock() - started
+        self._raise_if_closed()
+
+    def readmit(self) -> WorkItem | None:
+        """Admits the next prompt that a resumed run owes (under its old group id), or returns None if there is none.
+
+        Prompts that were in flight at the checkpoint come back before any new one, so that none is lost.
+        """
+        if not self._returning:
+            return None
+        self._require_slot()
+        group_id, prompt = self._returning.popleft()
+        return self._enqueue(group_id, prompt)
+
+    def admit(self, prompt: Prompt) -> WorkItem:
+        """Takes a slot for `prompt`, stamps it with the live version and queues it.
+
+        Raises:
+            RuntimeError: no slot is free, or `readmit` still has prompts to admit first.
+        """
+        self._require_slot()
+        if self._returning:
+            raise RuntimeError(f"{len(self._returning)} prompts of the resumed run come first; call readmit()")
+        group_id = self._next_group_id
+        self._next_group_id += 1
+        self._counts["admitted"] += 1
+        return self._enqueue(group_id, prompt)
+
+    # --- rollout_loop ------------------------------------------------------------------------------------------------
+
+    async def claim(self) -> WorkItem:
+        """The next queued prompt, first in first out, retries first. Whoever claims must finish, filter or fail it."""
+        while True:
+            await self._has_queued.wait()
+            self._raise_if_closed()
+            if self._queued:  # another claimer may have been woken first
+                item = self._queued.popleft()
+                self._running[item.group_id] = item
+                self._notify()
+                return item
+
+    def finish(self, group: Group) -> None:
+        """Puts a claimed group where `take` finds it.
+
+        Raises:
+            ValueError: the group is not running, or carries another start version than it was claimed with.
+        """
+        item = self._end_running(group.group_id, "finish")
+        if group.start_version != item.start_version:
+            self._running[group.group_id] = item
+            raise ValueError(
+                f"group {group.group_id} was claimed with start_version {item.start_version} but finished with "
+                f"{group.start_version}; copy it from the WorkItem"
+            )
+        self._ready[group.group_id] = (item, group)
+        self._counts["finished"] += 1
+        self._tokens["finished"] += group.num_generated_tokens
+        self._progress.on_finished()
+        self._notify()
+
+    def filter(self, group_id: int, reason: str) -> None:
+        """Ends a claimed group that is not worth a training slot (e.g. all rewards equal); its slot is refilled.
+
+        Raises:
+            NoProgress: too many were filtered since the last step was taken. The buffer is closed with this error.
+        """
+        self._end_running(group_id, "filter")
+        self._filtered[reason] += 1
+        self._notify()
+        self._stop_if(self._progress.on_filtered(reason))
+
+    def fail(self, group_id: int, error: Exception) -> Literal["retried", "dropped"]:
+        """Ends a claimed attempt that produced nothing: retried with the live version as its start, or dropped.
+
+        Raises:
+            NoProgress: many prompts in a row were dropped. Carries the first error; the buffer is closed with it.
+        """
+        item = self._end_running(group_id, "fail")
+        self._counts["failed"] += 1
+        if item.attempt < self._max_retries:
+            self._counts["retried"] += 1
+            self._queued.appendleft(replace(item, start_version=self._version, attempt=item.attempt + 1))
+            self._notify()
+            return "retried"
+        self._dropped[type(error).__name__] += 1
+        self._notify()
+        self._stop_if(self._progress.on_dropped(error))
+        return "dropped"
+
+    # --- batch_loop --------------------------------------------------------------------------------------------------
+
+    async def take(self, step: int) -> list[Group]:
+        """The B groups that `step` trains, by ascending group id. One caller at a time; steps in order.
+
+        Waits while fewer than B groups are ready, or while an old group must come first (see `staleness.select`).
+
+        Raises:
+            ValueError: `step` is not the next one.
+            StalenessViolation: the promise cannot be kept; only a bug can cause it.
+        """
+        if step != self._next_step:
+            raise ValueError(f"step {step} was taken out of order; the next one is {self._next_step}")
+        while True:
+            self._raise_if_closed()
+            started = self._clock()
+            choice = select(
+                step,
+                [_outstanding(item) for item, _ in self._ready.values()],
+                [_outstanding(item) for item in (*self._queued, *self._running.values())],
+                groups_per_step=self._groups_per_step,
+                max_staleness=self._max_staleness,
+            )
+            if not isinstance(choice, Wait):
+                return self._hand_over(step, choice.group_ids)
+            self._waiting_for = choice
+            self._changed.clear()
+            try:
+                await self._changed.wait()
+            finally:
+                self._waiting_for = None
+                waited_s = self._clock() - started
+                self._wait_s["take"] += waited_s
+                self._wait_s["forced"] += waited_s if choice.is_forced else 0.0
+
+    def _hand_over(self, step: int, group_ids: tuple[int, ...]) -> list[Group]:
+        taken = [self._ready.pop(group_id) for group_id in group_ids]
+        self._taken[step] = tuple(item for item, _ in taken)
+        self._tokens["taken"] += sum(group.num_generated_tokens for _, group in taken)
+        self._progress.on_step_taken()
+        self._next_step = step + 1
+        self._notify()
+        return [group for _, group in taken]
+
+    # --- train_loop --------------------------------------------------------------------------------------------------
+
+    def release(self, step: int, *, version: int) -> None:
+        """The weights that `step` made (`version == step + 1`) are live on the engines: its slots are free.
+
+        Steps before it that were not released (their weights were superseded on the way) are released with it.
+        """
+        if step not in self._taken:
+            raise ValueError(f"step {step} was released but not taken, or released twice; taken: {sorted(self._taken)}")
+        if version != step + 1:
+            raise ValueError(f"step {step} makes policy version {step + 1}, but was released with {version}")
+        for earlier in [s for s in self._taken if s <= step]:
+            self._counts["trained"] += len(self._taken.pop(earlier))
+        self._version = max(self._version, version)
+        self._notify()
+
+    def set_version(self, version: int) -> None:
+        """`version` is live from now on, although the slots of its step are not free yet. Never goes back."""
+        if not self._version <= version <= self._next_step:
+            raise ValueError(
+                f"version {version} cannot be live: {self._version} already was, and steps before {self._next_step} "
+                "are all that were taken"
+            )
+        self._version = version
+
+    # --- shutdown, statistics, resume --------------------------------------------------------------------------------
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Wakes every waiter with `BufferClosed`, now and for ever; `error` is its cause. The first call counts."""
+        if self._closed is None:
+            self._closed = BufferClosed(f"closed by {type(error).__name__}: {error}" if error else "closed")
+            self._closed.__cause__ = error
+            self._notify()
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed is not None
+
+    @property
+    def waiting_for(self) -> str:
+        """What `take` waits for, in words for a person or a stall message; empty if it does not wait."""
+        if self._waiting_for is None:
+            return ""
+        wait = self._waiting_for
+        old = f" that are due, although {len(self._ready)} are ready" if wait.is_forced else ""
+        names = ", ".join(str(group_id) for group_id in wait.group_ids[:8]) or "none admitted"
+        more = f" and {len(wait.group_ids) - 8} more" if len(wait.group_ids) > 8 else ""
+        return f"step {self._next_step} waits for {wait.num_needed} of the unfinished groups{old} ({names}{more})"
+
+    def stats(self) -> BufferStats:
+        start_versions = [item.start_version for item in self._outstanding_items()]
+        ready_tokens = sum(group.num_generated_tokens for _, group in self._ready.values())
+        return BufferStats(
+            num_slots=self._num_slots,
+            num_slots_used=self._num_slots_used,
+            num_queued=len(self._queued),
+            num_running=len(self._running),
+            num_ready=len(self._ready),
+            num_taken=sum(len(items) for items in self._taken.values()),
+            oldest_age=self._next_step - min(start_versions, default=self._next_step),
+            version=self._version,
+            admitted=self._counts["admitted"],
+            finished=self._counts["finished"],
+            trained=self._counts["trained"],
+            filtered=dict(self._filtered),
+            failed=self._counts["failed"],
+            retried=self._counts["retried"],
+            dropped=dict(self._dropped),
+            refilled=self._filtered.total() + self._dropped.total(),
+            discarded_tokens=self._tokens["finished"] - self._tokens["taken"] - ready_tokens,
+            take_wait_s=self._wait_s["take"],
+            forced_wait_s=self._wait_s["forced"],
+            slot_wait_s=self._wait_s["slot"],
+        )
+
+    def state_dict(self, step: int) -> dict[str, Any]:
+        """What a checkpoint of policy version `step` must remember, as plain JSON values.
+
+        Steps before `step` count as trained; every other prompt in the buffer, those taken for `step` and later
+        included, is written down, to be admitted anew. Take it in the same event-loop turn as the state of the prompt
+        source, or a prompt between the two is lost.
+        """
+        if step < self._next_step - len(self._taken) or step > self._next_step:
+            raise ValueError(
+                f"no checkpoint of step {step} can be made: taken and not released are {sorted(self._taken)}"
+            )
+        untrained = list(self._outstanding_items())
+        untrained += [item for taken_by, items in self._taken.items() if taken_by >= step for item in items]
+        owed = sorted([(item.group_id, item.prompt) for item in untrained] + list(self._returning), key=lambda o: o[0])
+        trained = self._counts["trained"] + sum(len(items) for s, items in self._taken.items() if s < step)
+        return {
+            "step": step,
+            "next_group_id": self._next_group_id,
+            "prompts": [{"group_id": group_id, "prompt": dump_prompt(prompt)} for group_id, prompt in owed],
+            "counts": {**self._counts, "finished": trained, "trained": trained},
+            "filtered": dict(self._filtered),
+            "dropped": dict(self._dropped),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Makes this new buffer, built with `version` = the checkpoint's step, owe the prompts of the checkpoint.
+
+        Raises:
+            ValueError: the buffer is in use, or starts at another version than the checkpoint.
+        """
+        if self._num_slots_used or self._counts or self._returning:
+            raise ValueError("load_state_dict needs a buffer that was not used yet")
+        if state["step"] != self._version:
+            raise ValueError(f"the checkpoint is of step {state['step']}, but this buffer starts at {self._version}")
+        self._next_group_id = state["next_group_id"]
+        self._returning.extend((entry["group_id"], load_prompt(entry["prompt"])) for entry in state["prompts"])
+        self._counts.update(state["counts"])
+        self._filtered.update(state["filtered"])
+        self._dropped.update(state["dropped"])
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _num_slots_used(self) -> int:
+        taken = sum(len(items) for items in self._taken.values())
+        return len(self._queued) + len(self._running) + len(self._ready) + taken
+
+    def _outstanding_items(self) -> tuple[WorkItem, ...]:
+        return (*self._queued, *self._running.values(), *(item for item, _ in self._ready.values()))
+
+    def _enqueue(self, group_id: int, prompt: Prompt) -> WorkItem:
+        item = WorkItem(group_id=group_id, prompt=prompt, start_version=self._version)
+        self._queued.append(item)
+        self._notify()
+        return item
+
+    def _end_running(self, group_id: int, verb: str) -> WorkItem:
+        self._raise_if_closed()
+        if group_id not in self._running:
+            raise ValueError(f"cannot {verb} group {group_id}: it is not running; claim it first, and end it once")
+        return self._running.pop(group_id)
+
+    def _require_slot(self) -> None:
+        self._raise_if_closed()
+        if self._num_slots_used >= self._num_slots:
+            raise RuntimeError(f"all {self._num_slots} slots are in use; await wait_for_slot() first")
+
+    def _raise_if_closed(self) -> None:
+        if self._closed is not None:
+            raise BufferClosed(*self._closed.args) from self._closed.__cause__
+
+    def _stop_if(self, error: NoProgress | None) -> None:
+        if error is not None:
+            self.close(error)
+            raise error
+
+    def _notify(self) -> None:
+        """Brings the events up to date after any change, and lets the taker look again."""
+        is_closed = self._closed is not None
+        _set(self._has_slot, is_closed or self._num_slots_used < self._num_slots)
+        _set(self._has_queued, is_closed or bool(self._queued))
+        self._changed.set()
+
+
+def _outstanding(item: WorkItem) -> Outstanding:
+    return Outstanding(start_version=item.start_version, group_id=item.group_id)
+
+
+def _set(event: asyncio.Event, value: bool) -> None:
+    if value:
+        event.set()
+    else:
+        event.clear()
+
+
+def _check(name: str, value: int, smallest: int) -> None:
+    if value < smallest:
+        raise ValueError(f"{name} must be >= {smallest}, got {value}")

@@ -1,0 +1,237 @@
+"""Gets the samples of one group generated, whatever happens to the replicas.
+
+    agent loop (one per sample) --generate--> GroupGenerator --one streaming call per flush--> EngineClient
+                                                   |  replica dies, or gives requests back
+                                                   +--prompt + tokens so far, what is left of the budget--> another one
+
+Requests made in the same turn of the event loop travel in one call: the samples of a group share it, and the later
+turns of an agent do not wait for each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from rollout.agent.ledger import check_chunk, join_chunks
+from rollout.errors import EngineDead
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+
+    from rollout.engine.router import Router
+    from rollout.types import Completion, FinishReason, SamplingParams
+
+MAX_FRUITLESS_SUBMISSIONS = 8
+"""Calls in a row that end in order and bring no token for any request; then the group fails instead of spinning."""
+
+
+class EngineClient(Protocol):
+    """One engine replica, as seen from a rollout worker."""
+
+    @property
+    def name(self) -> str: ...
+
+    def stream_group(
+        self, request_ids: Sequence[str], token_ids: Sequence[np.ndarray], params: Sequence[SamplingParams]
+    ) -> AsyncGenerator[tuple[int, Completion], None]:
+        """Generates for all requests at once; yields (index of the request, next chunk) in any order.
+
+        A chunk holds only new tokens. The last one of a request has a finish reason; "abort" means that the engine
+        gave the request back and it goes on elsewhere. Closing the generator aborts what still runs.
+
+        Raises:
+            EngineDead: the replica stopped answering.
+        """
+        ...
+
+
+class _Request:
+    """One generation in progress: what the engine gets, and what came back so far."""
+
+    def __init__(self, sample_index: int, context: np.ndarray, max_tokens: int) -> None:
+        self.sample_index = sample_index
+        self.max_tokens = max_tokens
+        self.answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._context = context
+        self._chunks: list[Completion] = []
+        self._num_tokens = 0
+
+    @property
+    def is_open(self) -> bool:
+        return not self.answer.done()
+
+    @property
+    def num_tokens(self) -> int:
+        return self._num_tokens
+
+    @property
+    def budget(self) -> int:
+        return self.max_tokens - self._num_tokens
+
+    @property
+    def load(self) -> int:
+        """Tokens that a replica has to hold for it at most."""
+        return len(self._context) + self.max_tokens
+
+    def token_ids(self) -> np.ndarray:
+        return np.concatenate([self._context, *(chunk.token_ids for chunk in self._chunks)])
+
+    def add(self, chunk: Completion) -> None:
+        check_chunk(chunk)
+        self._num_tokens += len(chunk.token_ids)
+        if self.budget < 0:
+            raise ValueError(f"an engine returned {self._num_tokens} tokens where at most {self.max_tokens} were asked")
+        self._chunks.append(chunk)
+        if chunk.finish_reason in ("stop", "length"):
+            self.answer.set_result(join_chunks(self._chunks, chunk.finish_reason))
+
+    def settle(self, finish_reason: FinishReason) -> None:
+        """Ends with what there is."""
+        if self.is_open:
+            self.answer.set_result(join_chunks(self._chunks, finish_reason))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupContext:
+    """What all requests of a group have in common."""
+
+    key: str
+    """Unique among the groups that are generated now; prefixes the request ids and makes routing sticky."""
+    sampling: SamplingParams
+    min_version: int
+    """Weights older than this must not sample a token of this group."""
+    timeout_s: float
+    """Longest time one generation may take, resubmissions included."""
+    seed_of: Callable[[int, int], int | None]
+    """(sample_index, number of the submission of that sample) -> seed of the request."""
+
+
+class GroupGenerator:
+    """Generates for the samples of one group; an async context manager that leaves no task behind.
+
+    Example:
+        async with GroupGenerator(context, engines, router) as generator:
+            completion = await generator.generate(0, prompt.token_ids, 1024)
+    """
+
+    def __init__(self, context: GroupContext, engines: Mapping[str, EngineClient], router: Router) -> None:
+        self._context = context
+        self._engines = engines
+        self._router = router
+        self._batch: list[_Request] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._num_calls = 0
+        self._num_submissions: dict[int, int] = {}
+
+    async def __aenter__(self) -> GroupGenerator:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._router.forget(self._context.key)
+
+    async def generate(self, sample_index: int, token_ids: np.ndarray, max_tokens: int) -> Completion:
+        """Continues `token_ids` (int32[T]) by up to `max_tokens` tokens.
+
+        The finish reason is "stop", "length", or "abort" if `timeout_s` passed first (with the tokens until then).
+
+        Raises:
+            NoReplica: all replicas are quarantined.
+        """
+        if max_tokens < 1:
+            raise ValueError(f"max_tokens must be >= 1, got {max_tokens}")
+        request = _Request(sample_index, token_ids, max_tokens)
+        if not self._batch:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._batch.append(request)
+        return await request.answer
+
+    def _flush(self) -> None:
+        batch, self._batch = self._batch, []
+        task = asyncio.create_task(self._drive(batch), name=f"generate {self._context.key}")
+        self._tasks.add(task)
+        task.add_done_callback(lambda done: self._settle(done, batch))
+
+    def _settle(self, task: asyncio.Task[None], batch: list[_Request]) -> None:
+        """Whoever still waits for an answer learns how the task ended."""
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        for request in batch:
+            if request.is_open:
+                if error is None:
+                    request.answer.cancel()
+                else:
+                    request.answer.set_exception(error)
+
+    async def _drive(self, batch: list[_Request]) -> None:
+        """Submits a batch, and what is left of it again, until every request is answered or time is up."""
+        deadline = asyncio.get_running_loop().time() + self._context.timeout_s
+        num_fruitless = 0
+        while unanswered := [request for request in batch if request.is_open]:
+            if num_fruitless == MAX_FRUITLESS_SUBMISSIONS:
+                raise RuntimeError(
+                    f"engines gave the requests of {self._context.key} back {num_fruitless} times in a row without a "
+                    f"token; {self._router.quarantined or 'no replica is quarantined'}"
+                )
+            tokens_before = sum(request.num_tokens for request in unanswered)
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._submit(unanswered)
+            except TimeoutError:
+                for request in unanswered:
+                    request.settle("abort")
+            for request in unanswered:
+                if request.budget == 0:  # the replica went away between the last token and saying so
+                    request.settle("length")
+            made_progress = sum(request.num_tokens for request in unanswered) > tokens_before
+            num_fruitless = 0 if made_progress else num_fruitless + 1
+
+    async def _submit(self, requests: Sequence[_Request]) -> None:
+        """One streaming call to one replica. A replica that dies, or has old weights, is quarantined."""
+        loads = [request.load for request in requests]
+        name = self._router.route(self._context.key, sum(loads))
+        is_outstanding = [True] * len(requests)
+        stream = self._engines[name].stream_group(
+            self._request_ids(requests),
+            [request.token_ids() for request in requests],
+            [self._params_of(request) for request in requests],
+        )
+        try:
+            async with aclosing(stream):
+                async for index, chunk in stream:
+                    self._check_version(name, chunk)
+                    requests[index].add(chunk)
+                    if chunk.finish_reason is not None:
+                        is_outstanding[index] = False
+                        self._router.done(name, loads[index])
+        except EngineDead as error:
+            self._router.quarantine(name, str(error))
+        finally:
+            self._router.done(name, sum(load for load, left in zip(loads, is_outstanding, strict=True) if left))
+
+    def _request_ids(self, requests: Sequence[_Request]) -> list[str]:
+        self._num_calls += 1
+        return [f"{self._context.key}/{request.sample_index}/{self._num_calls}" for request in requests]
+
+    def _params_of(self, request: _Request) -> SamplingParams:
+        """Every submission has its own seed: a continuation must not replay the random numbers of its beginning."""
+        submission = self._num_submissions.get(request.sample_index, 0)
+        self._num_submissions[request.sample_index] = submission + 1
+        seed = self._context.seed_of(request.sample_index, submission)
+        return replace(self._context.sampling, max_tokens=request.budget, seed=seed)
+
+    def _check_version(self, name: str, chunk: Completion) -> None:
+        oldest = min((segment.version for segment in chunk.segments), default=self._context.min_version)
+        if oldest < self._context.min_version:
+            raise EngineDead(
+                f"{name} samples with policy version {oldest} although {self._context.min_version} is live; it "
+                "missed a weight sync"
+            )

@@ -1,0 +1,163 @@
+"""The Ray shell around one engine, and the watchdog that never lets an engine stay paused."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any
+
+from rollout.engine.vllm_engine import VllmEngine
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+
+    import numpy as np
+
+    from rollout.engine.base import Engine, EngineInfo, EngineSpec, EngineStats
+    from rollout.types import Completion, SamplingParams
+    from weight_sync.wire import CommitResult
+
+_END = object()
+
+
+class PauseWatchdog:
+    """Ends a pause that lasts longer than any commit may take.
+
+    A commit ends its own pause, whatever happens to its caller. What is left is a replica whose weights are a mixture
+    and whose coordinator never came back: it cannot generate, so its requests must be told that it is dead.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        limit_s: float,
+        interval_s: float = 1.0,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._engine = engine
+        self._limit_s = limit_s
+        self._interval_s = interval_s
+        self._sleep = sleep
+        self.num_interventions = 0
+
+    async def run(self) -> None:
+        """Consumes: the engine's stats. Waits for: its interval. Unblocked by: cancellation."""
+        while True:
+            await self._sleep(self._interval_s)
+            paused_s = self._engine.stats().paused_s
+            if paused_s > self._limit_s:
+                self.num_interventions += 1
+                await self._engine.end_pause(f"paused for {paused_s:.1f} s, allowed are {self._limit_s:.1f} s")
+
+
+class EngineActor:
+    """Builds one engine and forwards calls to it. Plain class: `engine_actor()` is the same under Ray.
+
+    All methods run in the actor's event loop. `generate_group` is the way rollout workers generate: one stream per
+    group of samples, because an item of a Ray stream costs about a millisecond.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        *,
+        pause_limit_s: float = 300.0,
+        build: Callable[[EngineSpec], Engine] = VllmEngine,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine = build(spec)
+        self._clock = clock
+        self._watchdog = PauseWatchdog(self._engine, limit_s=pause_limit_s)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> EngineInfo:
+        info = await self._engine.start()
+        self._tasks.add(asyncio.create_task(self._watchdog.run(), name="pause-watchdog"))
+        return info
+
+    async def generate(
+        self, request_id: str, token_ids: np.ndarray, params: SamplingParams
+    ) -> AsyncGenerator[Completion, None]:
+        """One request; see `Engine.generate`."""
+        async for chunk in self._engine.generate(request_id, token_ids, params):
+            yield chunk
+
+    async def generate_group(
+        self, request_ids: Sequence[str], token_ids: np.ndarray, params: Sequence[SamplingParams]
+    ) -> AsyncGenerator[list[tuple[int, Completion]], None]:
+        """Several samples of one prompt: lists of (index into `request_ids`, chunk) as they come.
+
+        Chunks that are ready together travel together. Each sample's chunks keep their order, and its last one has a
+        finish reason. Closing the stream aborts what still runs.
+
+        Raises:
+            EngineDead: after every chunk that was ready has been yielded.
+        """
+        queue: asyncio.Queue[tuple[int, Completion] | BaseException | object] = asyncio.Queue()
+
+        async def pump(index: int, request_id: str, sampling: SamplingParams) -> None:
+            try:
+                async for chunk in self._engine.generate(request_id, token_ids, sampling):
+                    queue.put_nowait((index, chunk))
+            except BaseException as error:
+                queue.put_nowait(error)
+                raise
+            queue.put_nowait(_END)
+
+        requests = enumerate(zip(request_ids, params, strict=True))
+        pumps = [asyncio.create_task(pump(index, request_id, one)) for index, (request_id, one) in requests]
+        try:
+            num_open = len(pumps)
+            while num_open:
+                items = [await queue.get()]
+                while not queue.empty():
+                    items.append(queue.get_nowait())
+                chunks: list[Any] = [item for item in items if isinstance(item, tuple)]
+                if chunks:
+                    yield chunks
+                num_open -= sum(item is _END for item in items)
+                for item in items:
+                    if isinstance(item, BaseException):
+                        raise item
+        finally:
+            for task in pumps:
+                task.cancel()
+            await asyncio.gather(*pumps, return_exceptions=True)
+
+    async def abort(self, request_id: str) -> None:
+        await self._engine.abort(request_id)
+
+    async def call_workers(self, method: str, args: Sequence[object], timeout_s: float) -> list[Any]:
+        return await self._engine.call_workers(method, *args, timeout_s=timeout_s)
+
+    async def commit(self, version: int, method: str, args: Sequence[object], timeout_s: float) -> CommitResult:
+        return await self._engine.commit(version, method, *args, timeout_s=timeout_s)
+
+    async def version(self) -> int:
+        return self._engine.version
+
+    async def stats(self) -> EngineStats:
+        return self._engine.stats()
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()
+        await self._engine.close()
+
+
+def engine_actor() -> Any:
+    """`EngineActor` as a Ray actor class, for the caller to give resources to.
+
+    Example:
+        actor = engine_actor().options(num_cpus=1).remote(spec)
+        info = ray.get(actor.start.remote())
+        async for ref in actor.generate_group.remote(ids, tokens, params):
+            for index, chunk in await ref: ...
+    """
+    import ray
+
+    # Every stream, worker call and commit is a coroutine of one event loop; none may wait for another's slot.
+    return ray.remote(max_concurrency=10_000)(EngineActor)  # pyright: ignore[reportCallIssue]

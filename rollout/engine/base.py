@@ -1,0 +1,188 @@
+"""What the rest of Tandem may ask of an inference engine.
+
+An `Engine` is one replica: it takes token ids, gives tokens with log-probabilities back in chunks, and swaps its
+weights between two steps when told to. Importing this module needs neither torch nor vLLM nor Ray.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Mapping
+
+    import numpy as np
+
+    from rollout.types import Completion, SamplingParams
+    from weight_sync.wire import CommitResult
+
+InFlight = Literal["keep", "recompute", "abort"]
+"""What a commit does to running requests: go on with their KV, rebuild their KV under the new weights, or end them with
+finish reason "abort" (the caller resubmits prompt plus tokens so far)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """Everything needed to start one engine replica, as plain values (it travels to a Ray actor).
+
+    Example:
+        EngineSpec(model="/data/qwen2-7b", device="cuda", dtype="bfloat16", max_model_len=4096)
+    """
+
+    model: str
+    """Directory with config and weights (or any name the engine can resolve)."""
+    tokenizer: str = ""
+    """Where the tokenizer's end token is read from; empty asks `model`'s generation config alone. The engine itself
+    never tokenises: it is token-in, token-out."""
+    device: str = "cpu"
+    """Name of the device backend. "cpu" starts one process less and sizes the KV cache by `kv_cache_gib`."""
+    dtype: str = "bfloat16"
+    tensor_parallel_size: int = 1
+    max_model_len: int = 4096
+    max_num_seqs: int = 256
+    gpu_memory_utilization: float = 0.85
+    kv_cache_gib: float = 1.0
+    num_threads: int = 1
+    """Compute threads per worker, on "cpu"."""
+    enforce_eager: bool = False
+    stream_tokens: int = 64
+    """Most tokens of one chunk: what a caller loses if the engine dies."""
+    seed: int = 0
+    in_flight: InFlight = "keep"
+    initial_version: int = 0
+    """The policy version of the weights the engine starts with."""
+    stop_token_ids: tuple[int, ...] = ()
+    """End tokens beside those of the model's generation config and the tokenizer."""
+    extension: str = ""
+    """Dotted path of the class whose methods `call_workers` reaches; empty for none."""
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
+    """Further vLLM engine arguments; they win over ours."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Environment of the engine's processes; wins over ours and over the inherited one."""
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_parallel_size", "max_model_len", "max_num_seqs", "num_threads", "stream_tokens"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ValueError(f"EngineSpec.{name} must be >= 1, got {value}; fix it in the `rollout` section")
+
+    def check_prompt(self, num_tokens: int) -> None:
+        """Raises ValueError unless a prompt of `num_tokens` leaves room for at least one generated token."""
+        if not 1 <= num_tokens < self.max_model_len:
+            raise ValueError(
+                f"prompt has {num_tokens} tokens, must be >= 1 and < max_model_len={self.max_model_len}; "
+                "drop overlong prompts (task.max_prompt_tokens) or raise rollout.max_model_len"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """Facts about a started engine."""
+
+    engine: str
+    """"vllm" or "scripted"."""
+    engine_version: str
+    max_model_len: int
+    num_workers: int
+    """Length of the list that `call_workers` returns."""
+    kv_cache_tokens: int
+    """Tokens that fit into the KV cache; 0 if unknown."""
+    stop_token_ids: tuple[int, ...]
+    load_s: float
+    warm_up_s: float
+    """The first generation, with its one-time compilations."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """A snapshot of one engine."""
+
+    version: int
+    running: int
+    """Requests that have generated at least one token and are not finished."""
+    waiting: int
+    """Requests that wait for admission, a slot, or their prefill."""
+    generated_tokens: int
+    """Since start, warm-up excluded."""
+    prompt_tokens: int
+    finished_requests: int
+    kv_usage_frac: float | None
+    """None where the engine does not say."""
+    paused_s: float
+    """How long generation has been paused by now; 0 while it runs."""
+    is_dead: bool
+
+
+class Engine(ABC):
+    """One engine replica.
+
+    Promises that every implementation keeps (tests/contract/engine):
+    - every sampled token is labelled with the policy version that sampled it, commits in mid-answer included;
+    - an end token that was sampled is part of the completion (`finish_reason="stop"`);
+    - a commit never loses a request, and generation runs again when `commit` returns or raises, unless the workers
+      report that their weights are a mixture;
+    - after the engine died every call raises `EngineDead`; no call waits for ever.
+    """
+
+    @abstractmethod
+    async def start(self) -> EngineInfo:
+        """Load the model and generate once, so that the first real request is not slow. Call once."""
+
+    @abstractmethod
+    def generate(
+        self, request_id: str, token_ids: np.ndarray, params: SamplingParams
+    ) -> AsyncGenerator[Completion, None]:
+        """Stream one completion of `token_ids` (int32[T]) in chunks of at most `stream_tokens` tokens.
+
+        The last chunk, and only it, has a `finish_reason`. Closing the generator early aborts the request.
+
+        Raises:
+            EngineDead: the engine is dead or died meanwhile; tokens already yielded are good.
+            ValueError: the prompt does not fit, or `request_id` is already running.
+        """
+
+    @abstractmethod
+    async def abort(self, request_id: str) -> None:
+        """End a request: its stream yields what it has, with finish reason "abort". Unknown ids are ignored."""
+
+    @abstractmethod
+    async def call_workers(self, method: str, *args: object, timeout_s: float) -> list[Any]:
+        """Call `method` of the extension in every worker; one result per worker, in rank order.
+
+        Generation stands still while a worker runs it, so a long method must start a thread and return.
+
+        Raises:
+            TimeoutError: no answer within `timeout_s` seconds. The workers are in an unknown state, so the engine is
+                declared dead; a method that can take long bounds its own time below `timeout_s` and answers.
+            EngineDead: the engine is dead.
+        """
+
+    @abstractmethod
+    async def commit(self, version: int, method: str, *args: object, timeout_s: float) -> CommitResult:
+        """Pause, call `method` in every worker, and go on as `version` if all of them say it worked.
+
+        Requests are treated as `EngineSpec.in_flight` says. Workers answer with `weight_sync.wire.Reply` bytes; if one
+        reports a mixture of versions, the engine stays paused until a later commit works or `end_pause` is called.
+        The commit runs to its end even if the caller goes away.
+
+        Raises:
+            TimeoutError, EngineDead: as `call_workers`.
+        """
+
+    @abstractmethod
+    async def end_pause(self, reason: str) -> None:
+        """Last resort of a watchdog: resume a paused engine if its weights are whole, else declare it dead."""
+
+    @property
+    @abstractmethod
+    def version(self) -> int:
+        """The policy version that samples now."""
+
+    @abstractmethod
+    def stats(self) -> EngineStats: ...
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Stop the engine and its processes. Idempotent; running streams raise `EngineDead`."""

@@ -1,0 +1,67 @@
+"""How an `EngineSpec` becomes vLLM engine arguments and process environment. Pure: nothing is imported or set here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollout.engine.base import EngineSpec
+
+_GIB = 1 << 30
+
+
+def engine_args(spec: EngineSpec) -> dict[str, Any]:
+    """Keyword arguments for vLLM's `AsyncEngineArgs`; `spec.engine_args` wins."""
+    args: dict[str, Any] = {
+        "model": spec.model,
+        "dtype": spec.dtype,
+        "tensor_parallel_size": spec.tensor_parallel_size,
+        "max_model_len": spec.max_model_len,
+        "max_num_seqs": spec.max_num_seqs,
+        "enforce_eager": spec.enforce_eager,
+        "seed": spec.seed,
+        # Token-in, token-out: no tokenizer is loaded, stop tokens are given with each request.
+        "skip_tokenizer_init": True,
+        # Log-probs of the distribution that was sampled from, after temperature.
+        "logprobs_mode": "processed_logprobs",
+        # One output per chunk instead of one per step: the event loop wakes stream_tokens times less often.
+        "stream_interval": spec.stream_tokens,
+        "disable_log_stats": True,
+    }
+    if spec.device == "cpu":
+        args["kv_cache_memory_bytes"] = int(spec.kv_cache_gib * _GIB)
+        if spec.tensor_parallel_size == 1:
+            # The worker lives in the engine's own process: one interpreter, one import and one hop per step less.
+            args["distributed_executor_backend"] = "uni"
+    else:
+        args["gpu_memory_utilization"] = spec.gpu_memory_utilization
+    if spec.extension:
+        args["worker_extension_cls"] = spec.extension
+    return {**args, **spec.engine_args}
+
+
+def process_env(spec: EngineSpec) -> dict[str, str]:
+    """Environment an engine wants. A variable that is already set wins, except over `spec.env`."""
+    env = {
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+    }
+    if spec.device == "cpu":
+        # No third-party plugin is imported in every process. (Elsewhere the platform itself may be a plugin.)
+        env["VLLM_PLUGINS"] = ""
+        env["OMP_NUM_THREADS"] = str(spec.num_threads)
+        if spec.tensor_parallel_size == 1:
+            # The CPU platform turns "uni" back into a worker process unless this is off (it manages OpenMP per
+            # process); AsyncLLM's engine process does not depend on it. OMP_NUM_THREADS above does that job.
+            env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        else:
+            first = range(0, spec.tensor_parallel_size * spec.num_threads, spec.num_threads)
+            env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(
+                str(core) if spec.num_threads == 1 else f"{core}-{core + spec.num_threads - 1}" for core in first
+            )
+        if spec.enforce_eager:
+            # In eager mode vLLM still compiles one tiny function of the sampler, with a C++ compiler, at the first
+            # request: 2-16 s for a comparison and a sum.
+            env["TORCHDYNAMO_DISABLE"] = "1"
+    return env

@@ -1,0 +1,413 @@
+"""vLLM's AsyncLLM as an `Engine`.
+
+How every token gets the right version label, on vLLM versions with and without labels of their own:
+1. A commit shuts the admission gate, so no request is half-way into the engine.
+2. vLLM answers the pause only when no step is in flight, those of asynchronous scheduling included.
+3. That answer leaves the engine process through the same ordered socket as the tokens. When we hold it, every token
+   sampled so far is in AsyncLLM's output queue or beyond, and none sampled later can be.
+4. A fence put into that queue is reached when all of them have been counted. The counts are the label boundaries.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import numpy as np
+
+from rollout.engine.base import Engine, EngineInfo, EngineSpec, EngineStats
+from rollout.engine.chunks import ChunkBuilder, VersionLabels
+from rollout.engine.gate import AdmissionGate
+from rollout.engine.settings import engine_args, process_env
+from rollout.errors import EngineDead
+from rollout.types import Completion, FinishReason, SamplingParams
+from weight_sync import vllm_compat
+from weight_sync.wire import CommitResult, reply_state
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.output_processor import RequestOutputCollector
+
+T = TypeVar("T")
+ReplyState = Literal["ok", "failed", "dirty"]
+
+_POLL_S = 0.25
+"""How often a wait looks whether the engine process died; vLLM leaves such a wait hanging."""
+_ABORT_TIMEOUT_S = 5.0
+_RESUME_TIMEOUT_S = 30.0
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request inside the engine."""
+
+    queue: RequestOutputCollector
+    chunks: ChunkBuilder
+
+
+class _Fence:
+    """Looks like one (empty) engine output to AsyncLLM's output handler, and tells when the handler came to it."""
+
+    engine_index = 0
+    scheduler_stats = None
+    timestamp = 0.0
+    weight_version = None
+
+    def __init__(self) -> None:
+        self.reached = asyncio.Event()
+
+    @property
+    def outputs(self) -> list[Any]:
+        self.reached.set()
+        return []
+
+
+class VllmEngine(Engine):
+    """One vLLM replica (tensor and pipeline parallel inside). See `Engine` for the promises.
+
+    Use it in one event loop. `vllm` is imported by `start`, under the environment of the spec.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        read_replies: Callable[[Sequence[Any]], ReplyState] = reply_state,
+    ) -> None:
+        self._spec = spec
+        self._clock = clock
+        self._read_replies = read_replies
+        self._version = spec.initial_version
+        self._gate = AdmissionGate()
+        self._live: dict[str, _Live] = {}
+        self._entering: set[str] = set()
+        self._cancelled: set[str] = set()
+        self._llm: AsyncLLM | None = None
+        self._dead_reason = ""
+        self._stopping: list[asyncio.Future[None]] = []
+        self._is_dirty = False
+        self._paused_at: float | None = None
+        self._stop_token_ids: list[int] = []
+        self._generated_tokens = self._prompt_tokens = self._finished_requests = 0
+
+    # ---------------------------------------------------------------- life
+
+    async def start(self) -> EngineInfo:
+        begin = self._clock()
+        with _environment(process_env(self._spec), self._spec.env):
+            # In a thread: loading blocks for seconds, and whoever waits for other engines shares this event loop.
+            llm, stop_token_ids = await asyncio.to_thread(_launch, self._spec)
+        self._llm, self._stop_token_ids = llm, stop_token_ids
+        load_s = self._clock() - begin
+        try:
+            warm_up_s = await self.warm_up()
+        except BaseException:
+            await self.close()
+            raise
+        config = llm.vllm_config
+        num_blocks, block_size = config.cache_config.num_gpu_blocks, config.cache_config.block_size
+        return EngineInfo(
+            engine="vllm",
+            engine_version=vllm_compat.check_vllm_version(),
+            max_model_len=config.model_config.max_model_len,
+            num_workers=config.parallel_config.world_size,
+            kv_cache_tokens=0 if num_blocks is None or block_size is None else num_blocks * block_size,
+            stop_token_ids=tuple(stop_token_ids),
+            load_s=load_s,
+            warm_up_s=warm_up_s,
+        )
+
+    async def warm_up(self) -> float:
+        """Generate once on every sampling path, so that one-time compilation is paid here. Seconds it took."""
+        begin = self._clock()
+        prompt = np.zeros(1, np.int32)
+        paths = (
+            SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True),
+            SamplingParams(max_tokens=2, temperature=1.0, seed=0, ignore_eos=True),
+            SamplingParams(max_tokens=2, temperature=1.0, top_p=0.9, top_k=2, ignore_eos=True),
+        )
+        for index, params in enumerate(paths):
+            async for _ in self.generate(f"warm-up-{index}", prompt, params):
+                pass
+        self._generated_tokens = self._prompt_tokens = self._finished_requests = 0
+        return self._clock() - begin
+
+    async def close(self) -> None:
+        self._die("it was closed")
+        await asyncio.gather(*self._stopping)
+
+    # ---------------------------------------------------------------- generation
+
+    async def generate(
+        self, request_id: str, token_ids: np.ndarray, params: SamplingParams
+    ) -> AsyncGenerator[Completion, None]:
+        live = await self._admit(request_id, token_ids, params)
+        if live is None:
+            chunks = ChunkBuilder(VersionLabels(self._version), self._spec.stream_tokens)
+            for chunk in chunks.cut("abort"):
+                yield chunk
+            return
+        is_finished = False
+        try:
+            while not is_finished:
+                output = await self._next_output(live)
+                completion = output.outputs[0]
+                live.chunks.add(completion.token_ids, _sampled_logprobs(completion.logprobs))
+                self._generated_tokens += len(completion.token_ids)
+                is_finished = output.finished
+                for chunk in live.chunks.cut(_finish_reason(completion.finish_reason) if is_finished else None):
+                    yield chunk
+            self._finished_requests += 1
+        finally:
+            self._live.pop(request_id, None)
+            if not is_finished and not self._is_dead:
+                await self._within(self._engine.abort(live.queue.request_id, internal=True), _ABORT_TIMEOUT_S, "abort")
+
+    async def _admit(self, request_id: str, token_ids: np.ndarray, params: SamplingParams) -> _Live | None:
+        """Put the request into the engine under the version that is live then; None if it was aborted before."""
+        self._spec.check_prompt(len(token_ids))
+        if request_id in self._live or request_id in self._entering:
+            raise ValueError(f"request {request_id!r} is already running; request ids must be unique per engine")
+        self._engine  # noqa: B018 - raises EngineDead before we queue at the gate
+        self._entering.add(request_id)
+        try:
+            async with self._gate.passage():
+                engine = self._engine
+                if request_id in self._cancelled:
+                    return None
+                # The salt keeps the prefix cache of one version from serving another.
+                prompt: Any = {
+                    "type": "token",
+                    "prompt_token_ids": token_ids.tolist(),
+                    "cache_salt": f"v{self._version}",
+                }
+                queue = await self._guard(engine.add_request(request_id, prompt, self._sampling(params)))
+                labels = VersionLabels(self._version)
+                live = _Live(queue=queue, chunks=ChunkBuilder(labels, self._spec.stream_tokens))
+                self._live[request_id] = live
+                self._prompt_tokens += len(token_ids)
+                return live
+        finally:
+            self._entering.discard(request_id)
+            self._cancelled.discard(request_id)
+
+    async def _next_output(self, live: _Live) -> Any:
+        return live.queue.get_nowait() or await self._guard(live.queue.get())
+
+    def _sampling(self, params: SamplingParams) -> Any:
+        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import SamplingParams as VllmParams
+
+        return VllmParams(
+            max_tokens=params.max_tokens,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            seed=params.seed,
+            ignore_eos=params.ignore_eos,
+            stop_token_ids=None if params.ignore_eos else self._stop_token_ids,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+
+    async def abort(self, request_id: str) -> None:
+        if request_id in self._entering:
+            self._cancelled.add(request_id)
+        if request_id in self._live and not self._is_dead:
+            await self._within(self._engine.abort(request_id), _ABORT_TIMEOUT_S, "abort")
+
+    # ---------------------------------------------------------------- weights
+
+    async def call_workers(self, method: str, *args: object, timeout_s: float) -> list[Any]:
+        # collective_rpc's own timeout leaves the worker's late answer in the pipe, where the next call would read it.
+        return await self._within(self._engine.collective_rpc(method, args=args), timeout_s, f"worker call {method}")
+
+    async def commit(self, version: int, method: str, *args: object, timeout_s: float) -> CommitResult:
+        # A task of its own: a caller that is cancelled half-way must not leave the engine paused or mislabelled.
+        return await asyncio.shield(asyncio.ensure_future(self._commit(version, method, args, timeout_s)))
+
+    async def _commit(self, version: int, method: str, args: tuple[object, ...], timeout_s: float) -> CommitResult:
+        async with self._gate.closed():
+            engine, begin = self._engine, self._clock()
+            self._paused_at = begin if self._paused_at is None else self._paused_at
+
+            def left_s() -> float:
+                return timeout_s - (self._clock() - begin)
+
+            state: ReplyState = "dirty" if self._is_dirty else "failed"
+            try:
+                await self._within(vllm_compat.pause_engine(engine, mode=self._spec.in_flight), left_s(), "pause")
+                boundaries = await self._count_tokens(engine, left_s())
+                results = await self.call_workers(method, *args, timeout_s=left_s())
+                state = self._read_replies(results)
+                if state == "ok":
+                    await self._within(vllm_compat.set_engine_version(engine, version), left_s(), "set version")
+                    for chunks, num_tokens in boundaries:
+                        chunks.labels.switch(num_tokens, version)
+                    self._version = version
+            finally:
+                self._is_dirty = state == "dirty"
+                if not self._is_dirty and not self._is_dead:
+                    await self._resume(engine)
+            return CommitResult(results=results, pause_s=self._clock() - begin)
+
+    async def _count_tokens(self, engine: AsyncLLM, timeout_s: float) -> list[tuple[ChunkBuilder, int]]:
+        """Per request that can go on: how many tokens it has been given so far. The engine must be paused."""
+        fence: Any = _Fence()
+        engine.engine_core.outputs_queue.put_nowait(fence)
+        await self._within(fence.reached.wait(), timeout_s, "drain of outputs")
+        counts = []
+        for live in self._live.values():
+            # Finished requests have left the output processor; they get no more tokens.
+            state = engine.output_processor.request_states.get(live.queue.request_id)
+            if state is not None and state.detokenizer is not None:
+                counts.append((live.chunks, state.detokenizer.num_output_tokens()))
+        return counts
+
+    async def _resume(self, engine: AsyncLLM) -> None:
+        await self._within(vllm_compat.resume_engine(engine), _RESUME_TIMEOUT_S, "resume")
+        self._paused_at = None
+
+    async def end_pause(self, reason: str) -> None:
+        if self._paused_at is None or self._is_dead:
+            return
+        if self._is_dirty:
+            self._die(f"its weights are a mixture of versions and no commit repaired them: {reason}")
+        else:
+            await self._resume(self._engine)
+
+    # ---------------------------------------------------------------- state
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    def stats(self) -> EngineStats:
+        states = [] if self._llm is None else list(self._llm.output_processor.request_states.values())
+        prefilling = sum(state.is_prefilling for state in states)
+        return EngineStats(
+            version=self._version,
+            running=len(states) - prefilling,
+            waiting=prefilling + self._gate.num_waiting,
+            generated_tokens=self._generated_tokens,
+            prompt_tokens=self._prompt_tokens,
+            finished_requests=self._finished_requests,
+            kv_usage_frac=None,
+            paused_s=0.0 if self._paused_at is None else self._clock() - self._paused_at,
+            is_dead=self._is_dead,
+        )
+
+    @property
+    def _is_dead(self) -> bool:
+        return bool(self._dead_reason) or (self._llm is not None and self._llm.errored)
+
+    @property
+    def _engine(self) -> AsyncLLM:
+        if self._llm is None:
+            raise EngineDead("engine is not started; await start() first")
+        if self._is_dead:
+            raise EngineDead(f"engine is dead: {self._dead_reason or 'its process ended'}; use another replica")
+        return self._llm
+
+    def _die(self, reason: str) -> None:
+        """Declare the engine dead: wake every stream with `EngineDead` and stop its processes in the background."""
+        if self._dead_reason or self._llm is None:
+            return
+        self._dead_reason = reason
+        self._wake_streams()
+        self._stopping.append(asyncio.ensure_future(asyncio.to_thread(self._llm.shutdown)))
+
+    def _wake_streams(self) -> None:
+        for live in self._live.values():
+            live.queue.put(EngineDead(f"engine is dead: {self._dead_reason}"))
+
+    async def _guard(self, awaitable: Awaitable[T]) -> T:
+        """Await with vLLM's errors of a dead engine turned into ours."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            return await awaitable
+        except EngineDeadError as error:
+            raise EngineDead(f"engine is dead: {self._dead_reason or 'its process ended'}") from error
+
+    async def _within(self, awaitable: Awaitable[T], timeout_s: float, what: str) -> T:
+        """Await at most `timeout_s`, and not beyond the death of the engine process.
+
+        Raises:
+            TimeoutError: time is up; the engine is declared dead, because a call it never answered may still happen.
+            EngineDead: the engine process ended meanwhile.
+        """
+        task = asyncio.ensure_future(self._guard(awaitable))
+        deadline = self._clock() + timeout_s
+        try:
+            while not task.done():
+                await asyncio.wait({task}, timeout=max(0.0, min(_POLL_S, deadline - self._clock())))
+                if task.done():
+                    break
+                if self._is_dead:
+                    raise EngineDead(f"engine died during {what}: {self._dead_reason or 'its process ended'}")
+                if self._clock() >= deadline:
+                    self._die(f"{what} did not end within {timeout_s:.1f} s")
+                    raise TimeoutError(f"{what} did not end within {timeout_s:.1f} s; the engine is declared dead")
+            return task.result()
+        finally:
+            task.cancel()
+
+
+def _launch(spec: EngineSpec) -> tuple[AsyncLLM, list[int]]:
+    """Import vLLM and start its processes (blocking). The engine and the tokens that end an answer."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    vllm_compat.check_vllm_version()
+    config = AsyncEngineArgs(**engine_args(spec)).create_engine_config(UsageContext.ENGINE_CONTEXT)
+    stop = set(spec.stop_token_ids)
+    found = config.model_config.try_get_generation_config().get("eos_token_id")
+    if found is not None:
+        stop.update([found] if isinstance(found, int) else found)
+    if spec.tokenizer:
+        from transformers import AutoTokenizer
+
+        end = AutoTokenizer.from_pretrained(spec.tokenizer).eos_token_id
+        stop.update(set() if end is None else {end})
+    llm = AsyncLLM.from_vllm_config(config, usage_context=UsageContext.ENGINE_CONTEXT, disable_log_stats=True)
+    return llm, sorted(stop)
+
+
+@contextmanager
+def _environment(defaults: Mapping[str, str], overrides: Mapping[str, str]) -> Iterator[None]:
+    """Processes started inside see `defaults` (where nothing is set yet) and `overrides`; restored at the end."""
+    changed = {name: value for name, value in defaults.items() if name not in os.environ} | dict(overrides)
+    before = {name: os.environ.get(name) for name in changed}
+    os.environ.update(changed)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _sampled_logprobs(logprobs: Any) -> list[float]:
+    """The sampled token's log-prob per position: vLLM puts it first."""
+    return [] if logprobs is None else [logprobs.logprobs[start] for start in logprobs.start_indices]
+
+
+def _finish_reason(reason: str | None) -> FinishReason:
+    match reason:
+        case "stop" | "length" | "abort":
+            return reason
+        case _:
+            raise RuntimeError(f"engine ended a request with {reason!r}; known are stop, length and abort")

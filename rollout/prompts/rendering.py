@@ -1,0 +1,154 @@
+"""Turns one raw row into a `Prompt`: picks the columns, applies the chat template, tokenizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from rollout.errors import DataError
+from rollout.types import Prompt
+
+if TYPE_CHECKING:
+    from rollout.prompts.readers import Row, SourceSpec
+
+_MISSING = object()
+
+
+class Tokenizer(Protocol):
+    """What we use of a Hugging Face tokenizer."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    def apply_chat_template(
+        self, conversation: list[dict[str, Any]], *, tokenize: bool, add_generation_prompt: bool
+    ) -> str: ...
+
+
+def render(row: Row, *, spec: SourceSpec, tokenizer: Tokenizer) -> Prompt:
+    """One row as a prompt.
+
+    A list of chat messages always goes through the chat template; a string does if `spec.apply_chat_template`. A
+    templated text carries its own special tokens; a bare string gets the tokenizer's (such as a BOS).
+
+    Raises:
+        DataError: a column is missing or has the wrong type, the prompt is empty, or there is no chat template.
+    """
+    text, is_templated = _text(row, spec, tokenizer)
+    token_ids = tokenizer.encode(text, add_special_tokens=not is_templated)
+    if len(token_ids) == 0:
+        raise DataError(f"{row.where}: the prompt has no tokens; remove the row or fill column {spec.prompt_column!r}")
+    used = {spec.prompt_column, spec.answer_column}
+    return Prompt(
+        prompt_id=row.row_id,
+        token_ids=np.asarray(token_ids, np.int32),
+        text=text,
+        answer=_answer(row, spec),
+        metadata={name: value for name, value in row.columns.items() if name not in used},
+    )
+
+
+def column(row: Row, name: str) -> Any:
+    """The value of a column, `a.b` reaching into a struct; the private sentinel `_MISSING` if there is none."""
+    if name in row.columns:
+        return row.columns[name]
+    value: Any = row.columns
+    for part in name.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return _MISSING
+        value = value[part]
+    return value
+
+
+def has_column(row: Row, name: str) -> bool:
+    return column(row, name) is not _MISSING
+
+
+def _text(row: Row, spec: SourceSpec, tokenizer: Tokenizer) -> tuple[str, bool]:
+    """The prompt as text, and whether it went through the chat template."""
+    value = column(row, spec.prompt_column)
+    match value:
+        case str() if not spec.apply_chat_template:
+            if spec.system_prompt:
+                raise DataError(
+                    f"{row.where}: task.system_prompt is set, but this prompt is a plain string that goes through no "
+                    "chat template; set task.apply_chat_template=true or clear task.system_prompt"
+                )
+            return value, False
+        case str():
+            messages: list[dict[str, Any]] = [{"role": "user", "content": value}]
+        case list():
+            messages = _checked_messages(value, row, spec)
+        case _ if value is _MISSING:
+            raise _missing_column(row, spec.prompt_column, "task.prompt_column")
+        case _:
+            raise DataError(
+                f"{row.where}: column {spec.prompt_column!r} holds a {type(value).__name__}; a prompt is a string or a "
+                "list of {'role', 'content'} messages"
+            )
+    if spec.system_prompt:
+        if messages[0]["role"] == "system":
+            raise DataError(
+                f"{row.where}: the messages bring their own system message, and task.system_prompt is set too; "
+                "clear one of them"
+            )
+        messages = [{"role": "system", "content": spec.system_prompt}, *messages]
+    return _apply_template(messages, row, tokenizer), True
+
+
+def _checked_messages(value: Sequence[Any], row: Row, spec: SourceSpec) -> list[dict[str, Any]]:
+    if not value:
+        raise DataError(f"{row.where}: column {spec.prompt_column!r} holds no message; give at least one")
+    for position, message in enumerate(value):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise DataError(
+                f"{row.where}: message {position} of column {spec.prompt_column!r} is {message!r}; "
+                "each message is {'role': ..., 'content': ...}"
+            )
+    return [dict(message) for message in value]
+
+
+def _apply_template(messages: list[dict[str, Any]], row: Row, tokenizer: Tokenizer) -> str:
+    if getattr(tokenizer, "chat_template", _MISSING) is None:
+        raise DataError(
+            f"{row.where}: the prompt needs a chat template, but the model's tokenizer has none; use an instruction-"
+            "tuned model's tokenizer, or plain string prompts with task.apply_chat_template=false"
+        )
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except (ValueError, TypeError, _template_error()) as error:
+        roles = ", ".join(str(m["role"]) for m in messages)
+        raise DataError(
+            f"{row.where}: the tokenizer's chat template refused the messages (roles: {roles}): {error}"
+        ) from error
+
+
+def _template_error() -> type[Exception]:
+    from jinja2.exceptions import TemplateError  # what a chat template's raise_exception() becomes
+
+    return TemplateError
+
+
+def _answer(row: Row, spec: SourceSpec) -> str:
+    value = column(row, spec.answer_column)
+    match value:
+        case str():
+            return value
+        case bool():
+            pass
+        case int() | float():
+            return str(value)
+        case _ if value is _MISSING and spec.answer_required:
+            raise _missing_column(row, spec.answer_column, "task.answer_column")
+        case _ if (value is _MISSING or value is None) and not spec.answer_required:
+            return ""
+    raise DataError(
+        f"{row.where}: column {spec.answer_column!r} holds {type(value).__name__} {value!r:.80}; an answer is a string "
+        "or a number; convert the column, or point task.answer_column at another (`a.b` reaches into a struct)"
+    )
+
+
+def _missing_column(row: Row, name: str, setting: str) -> DataError:
+    existing = ", ".join(row.columns) if row.columns else "none"
+    return DataError(f"{row.where}: no column {name!r}; the columns are: {existing}; set {setting}")

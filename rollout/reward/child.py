@@ -1,0 +1,90 @@
+"""The inside of a reward process: reads requests, calls reward functions, answers one line per item.
+
+Wire, over two pipes that belong to the protocol alone (what user code prints goes to stderr):
+  in    8 bytes length, then pickle of `Request`       (the parent's own objects; metadata may be anything)
+  out   one JSON line "loaded" or "load_error", then one JSON line per item, in order
+The process never outlives its parent: the kernel kills it with the parent, and a closed pipe ends it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import pickle
+import signal
+import struct
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, BinaryIO
+
+from rollout.errors import DataError, RewardError
+from rollout.reward.call import Item, call, clip
+from rollout.reward.registry import RewardFn, load
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+LENGTH = struct.Struct("<Q")
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    target: str
+    items: tuple[Item, ...]
+
+
+def main(parent_pid: int) -> None:
+    """Serves requests until the parent closes the pipe or is gone."""
+    _die_with_parent(parent_pid)
+    requests, answers = _take_protocol_pipes()
+    functions: dict[str, RewardFn] = {}
+    while header := requests.read(LENGTH.size):
+        request: Request = pickle.loads(requests.read(LENGTH.unpack(header)[0]))
+        try:
+            if request.target not in functions:
+                functions[request.target] = load(request.target)
+        except DataError as error:
+            _answer(answers, {"load_error": clip(str(error))})
+            continue
+        _answer(answers, {"loaded": True})
+        for item in request.items:
+            outcome = call(functions[request.target], item)
+            if isinstance(outcome, RewardError):
+                _answer(answers, {"error": str(outcome)})
+            else:
+                _answer(answers, {"reward": outcome.reward, "parts": dict(outcome.parts)})
+
+
+def _answer(answers: BinaryIO, message: Mapping[str, object]) -> None:
+    answers.write(json.dumps(message).encode() + b"\n")
+    answers.flush()
+
+
+def _take_protocol_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """Moves the pipes away from stdin and stdout, so that a `print` in a reward cannot break the protocol."""
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    return requests, answers
+
+
+def _die_with_parent(parent_pid: int) -> None:
+    if sys.platform == "linux":
+        # "Parent" is the thread that started us. That is the thread of the event loop, which lives as long as the pool.
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    else:
+        threading.Thread(target=_watch_parent, args=(parent_pid,), daemon=True).start()
+    if os.getppid() != parent_pid:  # it died before the line above
+        os._exit(1)
+
+
+def _watch_parent(parent_pid: int) -> None:
+    while os.getppid() == parent_pid:
+        time.sleep(1.0)
+    os._exit(1)

@@ -1,0 +1,191 @@
+"""Scores responses in killable processes, with a wall-clock limit for each call.
+
+A reward that raises, hangs, kills its process or returns nonsense costs its own item, never the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Self
+
+from rollout.errors import DataError, RewardError
+from rollout.reward.call import Item, call
+from rollout.reward.child import Request
+from rollout.reward.process import ProcessLost, RewardProcess
+from rollout.reward.registry import RewardEntry, RewardFn, load, lookup
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import TracebackType
+
+    from rollout.reward.result import RewardResult
+    from rollout.types import Prompt
+
+_CLOSED = "the reward pipeline was closed"
+
+
+class RewardPipeline:
+    """A pool of reward processes that belongs to one event loop.
+
+    Processes start on first use (or in `start`) and are replaced when they are killed. Rewards marked `inline` in the
+    registry run in the caller's process and start none.
+
+    Example:
+        async with RewardPipeline("math", timeout_s=10.0, num_processes=2) as rewards:
+            outcomes = await rewards.score_batch(prompt, ["\\boxed{4}", "no idea"])
+    """
+
+    def __init__(self, name: str, *, timeout_s: float, num_processes: int) -> None:
+        """Raises DataError if there is no such reward; nothing is imported or started yet."""
+        if timeout_s <= 0 or num_processes < 1:
+            raise ValueError(
+                f"RewardPipeline needs timeout_s > 0 and num_processes >= 1, got {timeout_s} and {num_processes}; "
+                "set task.reward"
+            )
+        self._name, self._timeout_s = name, timeout_s
+        self._entries: dict[str, RewardEntry] = {name: lookup(name)}
+        self._inline: dict[str, RewardFn] = {}
+        # A slot is None while it has no process. The last slot freed is the first taken: a warm one.
+        self._slots: asyncio.LifoQueue[RewardProcess | None] = asyncio.LifoQueue()
+        for _ in range(num_processes):
+            self._slots.put_nowait(None)
+        self._num_processes = num_processes
+        self._processes: set[RewardProcess] = set()
+        self._is_closed = False
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def start(self) -> None:
+        """Imports the task's reward function wherever it will run, so that no call pays for it.
+
+        Raises:
+            DataError: it does not import, or not within `process.LOAD_TIMEOUT_S`.
+        """
+        entry = self._entries[self._name]
+        if entry.inline:
+            self._inline[entry.target] = load(entry.target)
+            return
+        warm_ups = [self._warm_up(entry) for _ in range(self._num_processes)]
+        errors = [e for e in await asyncio.gather(*warm_ups, return_exceptions=True) if e is not None]
+        if errors:
+            await self.close()
+            raise errors[0]
+
+    async def score(self, prompt: Prompt, response: str) -> RewardResult:
+        """The reward of one response.
+
+        Raises:
+            RewardError: the call raised, hung, or returned something that is not a finite number.
+        """
+        (outcome,) = await self.score_batch(prompt, [response])
+        if isinstance(outcome, RewardError):
+            raise outcome
+        return outcome
+
+    async def score_batch(self, prompt: Prompt, responses: Sequence[str]) -> list[RewardResult | RewardError]:
+        """The rewards of several responses to one prompt, in one process and one message; one outcome per response.
+
+        Each call has the time limit to itself. A call that hangs costs its process; the calls after it run in a new
+        one. Waits for a free process, at most as long as the batches before it may take.
+        """
+        name = prompt.reward if prompt.reward else self._name
+        try:
+            entry = self._entry(name)
+            items = tuple(
+                Item(prompt=prompt.text, response=r, answer=prompt.answer, metadata=prompt.metadata) for r in responses
+            )
+            outcomes = self._call_inline(entry, items) if entry.inline else await self._call_in_process(entry, items)
+        except DataError as error:
+            outcomes = [RewardError(str(error)) for _ in responses]
+        return [_named(name, prompt, o) if isinstance(o, RewardError) else o for o in outcomes]
+
+    async def close(self) -> None:
+        """Kills every process and waits until they are gone. Calls that are under way end with a RewardError."""
+        self._is_closed = True
+        processes = tuple(self._processes)
+        for process in processes:
+            process.kill()
+        await asyncio.gather(*(process.wait() for process in processes))
+        self._processes.clear()
+
+    def _entry(self, name: str) -> RewardEntry:
+        if name not in self._entries:
+            self._entries[name] = lookup(name)
+        return self._entries[name]
+
+    def _call_inline(self, entry: RewardEntry, items: tuple[Item, ...]) -> list[RewardResult | RewardError]:
+        if entry.target not in self._inline:
+            self._inline[entry.target] = load(entry.target)
+        return [call(self._inline[entry.target], item) for item in items]
+
+    async def _call_in_process(self, entry: RewardEntry, items: tuple[Item, ...]) -> list[RewardResult | RewardError]:
+        outcomes: list[RewardResult | RewardError] = []
+        process = await self._slots.get()
+        try:
+            while len(outcomes) < len(items):
+                process = await self._alive(process)
+                try:
+                    await self._call_until_lost(process, entry, items, outcomes)
+                except ProcessLost as lost:
+                    outcomes.append(RewardError(_CLOSED if self._is_closed else str(lost)))
+                    process = self._killed(process)
+        except BaseException:
+            # Cancelled, or the function does not import. Answers may still be under way, so the process is of no use.
+            process = self._killed(process)
+            raise
+        finally:
+            self._slots.put_nowait(process)
+        return outcomes
+
+    async def _call_until_lost(
+        self,
+        process: RewardProcess,
+        entry: RewardEntry,
+        items: tuple[Item, ...],
+        outcomes: list[RewardResult | RewardError],
+    ) -> None:
+        """Scores the items that have no outcome yet, appending each outcome as it comes."""
+        try:
+            await process.begin(Request(target=entry.target, items=items[len(outcomes) :]))
+        except ProcessLost as lost:
+            raise DataError(f"reward {entry.target!r} does not import: {lost}") from lost
+        while len(outcomes) < len(items):
+            outcomes.append(await process.receive(self._timeout_s))
+
+    async def _warm_up(self, entry: RewardEntry) -> None:
+        process = await self._slots.get()
+        try:
+            process = await self._alive(process)
+            await process.begin(Request(target=entry.target, items=()))
+        except ProcessLost as lost:
+            process = self._killed(process)
+            raise DataError(f"reward {entry.name!r} does not import: {lost}") from lost
+        finally:
+            self._slots.put_nowait(process)
+
+    async def _alive(self, process: RewardProcess | None) -> RewardProcess:
+        if process is not None and process.is_alive:
+            return process
+        if self._is_closed:
+            raise DataError(_CLOSED)
+        started = await RewardProcess.start()
+        if self._is_closed:  # while it started
+            started.kill()
+        self._processes = {p for p in self._processes if p.is_alive} | {started}
+        return started
+
+    def _killed(self, process: RewardProcess | None) -> None:
+        """What is left in the slot of a process that is of no further use: nothing. `close` waits until it is gone."""
+        if process is not None:
+            process.kill()
+
+
+def _named(name: str, prompt: Prompt, error: RewardError) -> RewardError:
+    return RewardError(f"reward {name!r}, prompt {prompt.prompt_id!r}: {error}")

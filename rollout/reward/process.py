@@ -1,0 +1,132 @@
+"""One killable reward process, seen from the parent.
+
+Not a `multiprocessing` process: its spawn re-imports the parent's `__main__` (in a Ray worker that is Ray itself),
+its fork is unsafe in a process with threads, and its pools time a whole task, where we need a limit for each item
+of a batch. `child.py` describes the wire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from typing import Any
+
+from rollout.errors import DataError, RewardError
+from rollout.reward.child import LENGTH, Request
+from rollout.reward.result import RewardResult
+
+LOAD_TIMEOUT_S = 60.0
+"""Start of the process and import of the reward function."""
+_GRACE_S = 0.05
+_MAX_ANSWER_BYTES = 1 << 22
+_BOOT = "import sys; sys.path[:] = {path!r}; from rollout.reward.child import main; main({pid})"
+
+
+class ProcessLost(Exception):
+    """The process hung or died; it must be killed and replaced. The message says which, for the item at fault."""
+
+
+class RewardProcess:
+    """A child that scores requests one after the other. Use `start`; after `ProcessLost`, `kill` it."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+
+    @classmethod
+    async def start(cls) -> RewardProcess:
+        """Starts a bare interpreter with our `sys.path`; nothing but the standard library is imported yet."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-c",
+            _BOOT.format(path=sys.path, pid=os.getpid()),
+            stdin=PIPE,
+            stdout=PIPE,
+            limit=_MAX_ANSWER_BYTES,
+            # Its own group: Ctrl-C on the terminal is ours to handle, and `kill` reaches what a reward started.
+            start_new_session=True,
+            # Several of these share the host with engines; a reward is one thread unless the user says otherwise.
+            env={"OMP_NUM_THREADS": "1", **os.environ},
+        )
+        return cls(process)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.returncode is None
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def begin(self, request: Request) -> None:
+        """Sends a request and waits until its function is imported; then call `receive` once per item.
+
+        Raises:
+            DataError: the function does not import. The process is fine.
+            ProcessLost: it hung or died over the import.
+        """
+        payload = pickle.dumps(request)
+        writer = self._process.stdin
+        assert writer is not None, "started with a pipe"
+        try:
+            writer.write(LENGTH.pack(len(payload)) + payload)
+            await writer.drain()
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise ProcessLost(await self._describe_death()) from error
+        answer = await self._read_line(LOAD_TIMEOUT_S, f"the import of {request.target} took")
+        if "load_error" in answer:
+            raise DataError(answer["load_error"])
+
+    async def receive(self, timeout_s: float) -> RewardResult | RewardError:
+        """The outcome of the next item, or its error if the function raised or returned no finite number.
+
+        Raises:
+            ProcessLost: no answer within `timeout_s`, or the process died.
+        """
+        answer = await self._read_line(timeout_s, "the call took")
+        if "error" in answer:
+            return RewardError(answer["error"])
+        return RewardResult(reward=answer["reward"], parts=answer["parts"])
+
+    def kill(self) -> None:
+        """Kills the process and everything in its group; harmless if it is gone."""
+        if not self.is_alive:
+            return
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return  # it ended by itself since
+
+    async def wait(self) -> None:
+        """Returns once the process is gone and reaped."""
+        await self._process.wait()
+
+    async def _read_line(self, timeout_s: float, what: str) -> dict[str, Any]:
+        reader = self._process.stdout
+        assert reader is not None, "started with a pipe"
+        try:
+            line = await asyncio.wait_for(reader.readline(), timeout_s)
+        except TimeoutError:
+            try:
+                # If our own loop was blocked, the deadline and the answer arrive together, and from Python 3.12 on the
+                # deadline wins: look once more.
+                line = await asyncio.wait_for(reader.readline(), _GRACE_S)
+            except TimeoutError:
+                raise ProcessLost(f"{what} longer than {timeout_s:g} s; its process was killed") from None
+        except ValueError as error:
+            raise ProcessLost(f"answered with more than {_MAX_ANSWER_BYTES} bytes") from error
+        if not line.endswith(b"\n"):
+            raise ProcessLost(await self._describe_death())
+        return json.loads(line)
+
+    async def _describe_death(self) -> str:
+        try:
+            code = await asyncio.wait_for(self._process.wait(), _GRACE_S * 20)
+        except TimeoutError:
+            return "its process closed the pipe"
+        cause = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        return f"its process ended {cause} in mid-call"

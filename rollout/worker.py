@@ -1,0 +1,351 @@
+"""The rollout worker: turns an admitted prompt into a group of rewarded trajectories.
+
+`RolloutWorker` is plain asyncio and knows engines, tokenizer and rewards only by what they do. `rollout_worker_actor`
+wraps it for Ray, and is the only place here that imports Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from rollout.agent.loop import AgentLoop, SingleTurnLoop
+from rollout.dispatch import EngineClient, GroupContext, GroupGenerator
+from rollout.engine.router import Router
+from rollout.errors import EngineDead, RewardError
+from rollout.reward.pipeline import RewardPipeline
+from rollout.reward.result import RewardResult
+from rollout.types import Completion, Group, Prompt, SamplingParams, Trajectory
+
+if TYPE_CHECKING:
+    from rollout.buffer.items import WorkItem
+
+
+class Decoder(Protocol):
+    """The part of a Hugging Face tokenizer that a worker needs."""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
+
+
+Score = Callable[[Prompt, str], Awaitable[RewardResult]]
+"""(prompt, generated text) -> reward; raises RewardError."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    """Everything a rollout worker is built from, besides engines; plain values that pickle."""
+
+    group_size: int
+    sampling: SamplingParams
+    """Of training rollouts. `max_tokens` bounds everything after the prompt; `seed` is ignored."""
+    request_timeout_s: float
+    """Longest time one generation may take, resubmissions included."""
+    seed: int
+    """Of the run."""
+    seed_requests: bool = True
+    """Give every request its own seed, so that a synchronous run repeats itself bit for bit. Costs an engine some
+    speed, because it samples seeded requests one by one."""
+    tokenizer_path: str = ""
+    reward: str = ""
+    reward_timeout_s: float = 10.0
+    reward_processes: int = 2
+
+
+class RolloutWorker:
+    """Generates and rewards groups; any number at the same time.
+
+    Args:
+        spec: sizes, limits and seed.
+        engines: the replicas, each with its own name.
+        tokenizer: decodes generated tokens, once per trajectory.
+        score: rewards one text.
+        loop: how a trajectory comes about.
+        clock: seconds, for `Trajectory.timings`.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        engines: Sequence[EngineClient],
+        *,
+        tokenizer: Decoder,
+        score: Score,
+        loop: AgentLoop | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._spec = spec
+        self._engines: Mapping[str, EngineClient] = {engine.name: engine for engine in engines}
+        self._router = Router(self._engines)
+        self._tokenizer = tokenizer
+        self._score = score
+        self._loop = SingleTurnLoop() if loop is None else loop
+        self._clock = clock
+        self._num_evaluations = 0
+        self._timeout_error = f"generation took longer than request_timeout_s={spec.request_timeout_s:g}"
+
+    async def run_group(self, item: WorkItem) -> Group:
+        """All samples of one prompt, in order of sample index, each with its reward.
+
+        A sample that ran out of time, or whose reward failed, is `failed` with the reason; the others count.
+
+        Raises:
+            NoReplica: all replicas are quarantined.
+            TimeoutError: every sample ran out of time.
+        """
+        context = GroupContext(
+            key=f"g{item.group_id}.{item.attempt}",
+            sampling=self._spec.sampling,
+            min_version=item.start_version,
+            timeout_s=self._spec.request_timeout_s,
+            seed_of=lambda sample, submission: self._seed(item.prompt.prompt_id, item.group_id, sample, submission),
+        )
+        async with GroupGenerator(context, self._engines, self._router) as generator:
+            max_tokens = self._spec.sampling.max_tokens
+            trajectories = await _gather(
+                [self._run_sample(item.prompt, i, max_tokens, generator) for i in range(self._spec.group_size)]
+            )
+        if all(trajectory.error == self._timeout_error for trajectory in trajectories):
+            raise TimeoutError(f"no sample of prompt {item.prompt.prompt_id} ended: {self._timeout_error}")
+        return Group(
+            group_id=item.group_id, prompt=item.prompt, trajectories=trajectories, start_version=item.start_version
+        )
+
+    async def evaluate(self, prompts: Sequence[Prompt], params: SamplingParams, *, engine: str) -> list[Trajectory]:
+        """One trajectory per prompt, in order, all generated by the replica `engine` in one streaming call.
+
+        With `params.temperature=0` it is greedy. Rewards as in training; `params.seed` is used as it is.
+
+        Raises:
+            NoReplica: `engine` died. An evaluation does not move: it judges the version that this replica has.
+        """
+        self._num_evaluations += 1
+        context = GroupContext(
+            key=f"eval{self._num_evaluations}",
+            sampling=params,
+            min_version=0,
+            timeout_s=self._spec.request_timeout_s,
+            seed_of=lambda _sample, _submission: params.seed,
+        )
+        async with GroupGenerator(context, {engine: self._engines[engine]}, Router([engine])) as generator:
+            return await _gather(
+                [self._run_sample(prompt, i, params.max_tokens, generator) for i, prompt in enumerate(prompts)]
+            )
+
+    def quarantine(self, name: str, reason: str) -> None:
+        """Sends nothing new to this replica. What runs there goes on until it ends or the replica dies."""
+        self._router.quarantine(name, reason)
+
+    def restore(self, name: str) -> None:
+        """This replica answers again and has the live weights."""
+        self._router.restore(name)
+
+    @property
+    def quarantined(self) -> dict[str, str]:
+        """Replica to reason."""
+        return self._router.quarantined
+
+    @property
+    def outstanding_tokens(self) -> dict[str, int]:
+        """Replica to tokens that this worker has sent there and that have not come back."""
+        return self._router.outstanding_tokens
+
+    async def _run_sample(
+        self, prompt: Prompt, sample_index: int, max_tokens: int, generator: GroupGenerator
+    ) -> Trajectory:
+        started = self._clock()
+        episode = await self._loop.run(prompt, max_tokens, partial(generator.generate, sample_index))
+        generated = self._clock()
+        generated_ids = np.concatenate([turn.token_ids[turn.is_generated] for turn in episode.turns]).tolist()
+        trajectory = Trajectory(
+            prompt_id=prompt.prompt_id,
+            sample_index=sample_index,
+            turns=episode.turns,
+            reward=math.nan,
+            reward_parts={},
+            status=episode.status,
+            timings={"generate_s": generated - started},
+            text=self._tokenizer.decode(generated_ids, skip_special_tokens=True),
+            error=self._timeout_error if episode.status == "failed" else "",
+        )
+        return trajectory if episode.status == "failed" else await self._reward(prompt, trajectory)
+
+    async def _reward(self, prompt: Prompt, trajectory: Trajectory) -> Trajectory:
+        started = self._clock()
+        try:
+            result = await self._score(prompt, trajectory.text)
+        except RewardError as error:
+            timings = {**trajectory.timings, "reward_s": self._clock() - started}
+            return replace(trajectory, status="failed", error=str(error), timings=timings)
+        timings = {**trajectory.timings, "reward_s": self._clock() - started}
+        return replace(trajectory, reward=result.reward, reward_parts=result.parts, timings=timings)
+
+    def _seed(self, prompt_id: str, group_id: int, sample_index: int, submission: int) -> int | None:
+        if not self._spec.seed_requests:
+            return None
+        return derive_seed(self._spec.seed, prompt_id, group_id, sample_index, submission)
+
+
+def derive_seed(run_seed: int, *parts: str | int) -> int:
+    """A seed in [0, 2**31) that depends on every part, the same in every process and on every machine.
+
+    31 bits fit the seed type of every engine.
+    """
+    text = "\0".join(str(part) for part in (run_seed, *parts))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") % 2**31
+
+
+async def _gather(coroutines: Sequence[Coroutine[Any, Any, Trajectory]]) -> list[Trajectory]:
+    """All results in order. The first error ends the others, and is the one that is raised."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class RayEngine:
+    """An `EngineActor` behind a Ray handle, as an `EngineClient`.
+
+    One Ray stream carries all requests with the same tokens, because an item of a stream costs about a millisecond.
+    """
+
+    def __init__(self, name: str, handle: Any) -> None:
+        self._name = name
+        self._handle = handle
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    async def stream_group(
+        self, request_ids: Sequence[str], token_ids: Sequence[np.ndarray], params: Sequence[SamplingParams]
+    ) -> AsyncGenerator[tuple[int, Completion], None]:
+        """See `EngineClient`."""
+        from ray.exceptions import ObjectLostError, RayActorError
+
+        same_tokens: dict[bytes, list[int]] = {}
+        for index, tokens in enumerate(token_ids):
+            same_tokens.setdefault(tokens.tobytes(), []).append(index)
+        running = dict(enumerate(request_ids))
+        try:
+            streams = [self._stream(indices, request_ids, token_ids, params) for indices in same_tokens.values()]
+            async with aclosing(_merge(streams)) as chunks:
+                async for index, chunk in chunks:
+                    if chunk.finish_reason is not None:
+                        del running[index]
+                    yield index, chunk
+        except (RayActorError, ObjectLostError) as error:
+            running.clear()
+            raise EngineDead(f"{self._name}: {str(error).splitlines()[0]}") from error
+        except EngineDead:
+            running.clear()
+            raise
+        finally:
+            for request_id in running.values():
+                self._handle.abort.remote(request_id)
+
+    async def _stream(
+        self,
+        indices: Sequence[int],
+        request_ids: Sequence[str],
+        token_ids: Sequence[np.ndarray],
+        params: Sequence[SamplingParams],
+    ) -> AsyncGenerator[tuple[int, Completion], None]:
+        ids, sampling = [request_ids[index] for index in indices], [params[index] for index in indices]
+        async for ref in self._handle.generate_group.remote(ids, token_ids[indices[0]], sampling):
+            for position, chunk in await ref:
+                yield indices[position], chunk
+
+
+async def _merge(
+    streams: Sequence[AsyncGenerator[tuple[int, Completion], None]],
+) -> AsyncGenerator[tuple[int, Completion], None]:
+    """The items of all streams as they come. The first stream that fails ends it."""
+    queue: asyncio.Queue[tuple[int, Completion] | asyncio.Task[None]] = asyncio.Queue()
+
+    async def pump(stream: AsyncGenerator[tuple[int, Completion], None]) -> None:
+        async with aclosing(stream):
+            async for one in stream:
+                queue.put_nowait(one)
+
+    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
+    for task in tasks:
+        task.add_done_callback(queue.put_nowait)
+    try:
+        num_open = len(tasks)
+        while num_open:
+            item = await queue.get()
+            if isinstance(item, tuple):
+                yield item
+            else:
+                item.result()
+                num_open -= 1
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class RolloutWorkerActor:
+    """Builds one rollout worker with its tokenizer and reward processes, and forwards calls to it."""
+
+    def __init__(self, spec: WorkerSpec, engines: Mapping[str, Any]) -> None:
+        from transformers import AutoTokenizer
+
+        self._rewards = RewardPipeline(
+            spec.reward, timeout_s=spec.reward_timeout_s, num_processes=spec.reward_processes
+        )
+        self._worker = RolloutWorker(
+            spec,
+            [RayEngine(name, handle) for name, handle in engines.items()],
+            tokenizer=AutoTokenizer.from_pretrained(spec.tokenizer_path),
+            score=self._rewards.score,
+        )
+
+    async def start(self) -> None:
+        """Starts the reward processes. DataError if the reward does not import."""
+        await self._rewards.start()
+
+    async def run_group(self, item: WorkItem) -> Group:
+        return await self._worker.run_group(item)
+
+    async def evaluate(self, prompts: Sequence[Prompt], params: SamplingParams, engine: str) -> list[Trajectory]:
+        return await self._worker.evaluate(prompts, params, engine=engine)
+
+    async def quarantine(self, name: str, reason: str) -> None:
+        self._worker.quarantine(name, reason)
+
+    async def restore(self, name: str) -> None:
+        self._worker.restore(name)
+
+    async def quarantined(self) -> dict[str, str]:
+        return self._worker.quarantined
+
+    async def close(self) -> None:
+        """Ends the reward processes."""
+        await self._rewards.close()
+
+
+def rollout_worker_actor() -> Any:
+    """`RolloutWorkerActor` as a Ray actor class, for the caller to give resources to.
+
+    Example:
+        worker = rollout_worker_actor().options(num_cpus=1).remote(spec, {"engine-0": handle})
+        await worker.start.remote()
+        group = await worker.run_group.remote(item)
+    """
+    import ray
+
+    # A group waits for its engine most of the time; none may wait for another's turn.
+    return ray.remote(max_concurrency=10_000)(RolloutWorkerActor)  # pyright: ignore[reportCallIssue]

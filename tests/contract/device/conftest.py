@@ -1,0 +1,89 @@
+"""The four backends, side by side: cpu for real, the others on fake driver libraries compiled here."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.fakes.drivers.build import HostBinding, compile_fakes, compiler, make_backend
+from tests.fakes.drivers.peer import Peer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from weight_sync.device.base import Backend, IpcHandle
+
+ACCELERATORS = ("cuda", "rocm", "npu")
+
+
+@dataclass
+class Harness:
+    """One backend and, for an accelerator, its fake library and torch binding."""
+
+    name: str
+    library: str | None
+    backend: Backend
+    binding: HostBinding
+    peer: Peer
+
+    def counter(self, name: str) -> int:
+        function = self._fake().fake_counter
+        function.restype = ctypes.c_long
+        return function(name.encode())
+
+    def fail(self, function: str, code: int, times: int = 1) -> None:
+        self._fake().fake_fail(function.encode(), code, times)
+
+    def set_total(self, nbytes: int) -> None:
+        self._fake().fake_set_total(ctypes.c_size_t(nbytes))
+
+    def call(self, op: str, **arguments: object) -> object:
+        """A call on this backend in the second process."""
+        return self.peer.call(op, name=self.name, library=self.library, **arguments)
+
+    def open_in_peer(self, handle: IpcHandle) -> int:
+        return self.peer.open(self.name, self.library, handle)
+
+    def function(self, cuda: str, acl: str) -> str:
+        """The vendor's name of a call, given as cudart and as ACL have it."""
+        return {"cuda": "cuda" + cuda, "rocm": "hip" + cuda, "npu": acl}[self.name]
+
+    def _fake(self) -> ctypes.CDLL:
+        assert self.library is not None
+        return ctypes.CDLL(self.library)
+
+
+@pytest.fixture(scope="session")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    if compiler() is None:
+        pytest.skip("no C compiler `cc` to build the fake driver libraries with")
+    return compile_fakes(tmp_path_factory.mktemp("drivers"))
+
+
+@pytest.fixture(scope="session")
+def peer() -> Iterator[Peer]:
+    process = Peer()
+    yield process
+    process.stop()
+
+
+def _harness(request: pytest.FixtureRequest, peer: Peer) -> Harness:
+    name = request.param
+    library = None if name == "cpu" else request.getfixturevalue("libraries")[name]
+    binding = HostBinding()
+    if library is not None:
+        ctypes.CDLL(library).fake_reset()
+    return Harness(name, library, make_backend(name, library, binding), binding, peer)
+
+
+@pytest.fixture(params=("cpu", *ACCELERATORS))
+def every(request: pytest.FixtureRequest, peer: Peer) -> Harness:
+    return _harness(request, peer)
+
+
+@pytest.fixture(params=ACCELERATORS)
+def accelerator(request: pytest.FixtureRequest, peer: Peer) -> Harness:
+    return _harness(request, peer)

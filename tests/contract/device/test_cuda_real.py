@@ -1,0 +1,155 @@
+"""The cuda backend on a real device: two processes on one device, or on two if there are two (each sees its own only).
+
+Everything runs in child processes: the allocator's settings must be in the environment before torch starts.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from tests.fakes.drivers.peer import Peer
+from weight_sync.device import DeviceError
+from weight_sync.device.digest import digest_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        torch.version.cuda is None or not torch.cuda.is_available(),
+        reason="no CUDA device, or torch built without CUDA",
+    ),
+]
+
+NBYTES = 64 * 2**20 + 12345
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[tuple[Peer, Peer]]:
+    """(exporter, importer), each seeing one device, both with expandable segments."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(str(i) for i in range(torch.cuda.device_count()))).split(
+        ","
+    )
+    settings = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    exporter = Peer({**settings, "CUDA_VISIBLE_DEVICES": visible[0]})
+    importer = Peer({**settings, "CUDA_VISIBLE_DEVICES": visible[-1]})
+    yield exporter, importer
+    exporter.stop()
+    importer.stop()
+
+
+def expected() -> torch.Tensor:
+    return ((torch.arange(NBYTES) * 131 + 5) % 251).to(torch.uint8)
+
+
+def test_a_block_is_seen_by_a_second_process_and_digests_as_on_cpu(pair: tuple[Peer, Peer]) -> None:
+    exporter, importer = pair
+    theirs = exporter.call("alloc", name="cuda", library=None, nbytes=NBYTES)
+    exporter.call("fill", block=theirs, seed=5)
+    cpu_digest = digest_bytes(expected())
+    assert exporter.call("digest", block=theirs) == cpu_digest
+
+    mapped = importer.open("cuda", None, exporter.export(theirs))
+    assert importer.call("read", block=mapped, offset=NBYTES - 40, nbytes=40) == bytes(expected()[-40:].numpy()).hex()
+    assert importer.call("digest", block=mapped) == cpu_digest
+
+    own = importer.call("alloc", name="cuda", library=None, nbytes=NBYTES)
+    importer.call("copy", dst=own, src=mapped)
+    assert importer.call("digest", block=own) == cpu_digest
+
+    importer.call("write", block=mapped, offset=1000, data="deadbeef")
+    assert exporter.call("read", block=theirs, offset=1000, nbytes=4) == "deadbeef"
+    for peer, block in ((importer, mapped), (importer, own), (exporter, theirs)):
+        peer.call("close", block=block)
+
+
+def test_memory_comes_back_when_a_block_is_closed(pair: tuple[Peer, Peer]) -> None:
+    exporter, _ = pair
+    source = """
+backend = self.backend("cuda", None)
+before = backend.memory_info()[0]
+block = backend.alloc_persistent(1 << 30)
+during = backend.memory_info()[0]
+block.close()
+result = [before, during, backend.memory_info()[0]]
+"""
+    before, during, after = exporter.call("call", source=source)
+    assert before - during >= 1 << 30
+    assert after >= before
+
+
+def test_a_block_is_no_torch_memory_and_a_torch_tensor_is_no_block(pair: tuple[Peer, Peer]) -> None:
+    exporter, _ = pair
+    source = """
+import torch
+backend = self.backend("cuda", None)
+before = torch.cuda.memory_reserved()
+block = backend.alloc_persistent(1 << 28)
+result = torch.cuda.memory_reserved() - before
+block.close()
+"""
+    assert exporter.call("call", source=source) == 0
+    with pytest.raises(DeviceError, match="expandable_segments"):
+        exporter.call(
+            "call", source="import torch\nself.backend('cuda', None).ipc_export(torch.zeros(9, device='cuda'))"
+        )
+
+
+def test_out_of_memory_is_a_clear_error_and_torch_goes_on_working(pair: tuple[Peer, Peer]) -> None:
+    exporter, _ = pair
+    with pytest.raises(DeviceError, match=r"block of 1099511627776000 bytes: \d+ of \d+ bytes are free"):
+        exporter.call("alloc", name="cuda", library=None, nbytes=1000 << 40)
+    assert exporter.call("call", source="import torch\nresult = float(torch.ones(8, device='cuda').sum())") == 8.0
+
+
+def test_work_on_a_driver_stream_is_ordered_with_copies_on_it(pair: tuple[Peer, Peer]) -> None:
+    exporter, _ = pair
+    source = """
+import torch
+backend = self.backend("cuda", None)
+block = backend.alloc_persistent(1 << 26)
+stream = backend.new_stream()
+source = torch.empty(1 << 26, dtype=torch.uint8, device="cuda")
+backend.synchronize()
+bad = 0
+for value in range(1, 21):
+    with backend.use_stream(stream):
+        source.fill_(value)
+        backend.copy_async(block.tensor, source, stream)
+    backend.synchronize(stream)
+    bad += int((block.tensor != value).sum())
+block.close()
+result = bad
+"""
+    assert exporter.call("call", source=source) == 0
+
+
+def test_handle_of_a_killed_exporter_is_refused(pair: tuple[Peer, Peer]) -> None:
+    _, importer = pair
+    victim = Peer({"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]})
+    theirs = victim.call("alloc", name="cuda", library=None, nbytes=NBYTES)
+    handle = victim.export(theirs)
+    victim.kill()
+    with pytest.raises(DeviceError, match="has ended"):
+        importer.open("cuda", None, handle)
+
+
+def test_digest_runs_at_device_speed(pair: tuple[Peer, Peer]) -> None:
+    exporter, _ = pair
+    source = """
+import time, torch
+backend = self.backend("cuda", None)
+data = torch.zeros(1 << 30, dtype=torch.uint8, device="cuda")
+backend.digest(data)
+start = time.perf_counter()
+backend.digest(data)
+result = data.numel() / (time.perf_counter() - start) / 1e9
+"""
+    rate = exporter.call("call", source=source)
+    print(f"digest on cuda: {rate:.0f} GB/s")
+    assert rate > 20, "slower than host memory: the digest does not run on the device"

@@ -1,0 +1,249 @@
+"""Environment, engine arguments and selection: pure values, checked on every backend."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weight_sync.device import Backend, DeviceError, EnvVar, get_backend, merge_env
+from weight_sync.device.host_memory import host_memory
+from weight_sync.device.library import load_library, mapped_libraries
+from weight_sync.device.select import AUTO_ORDER, build
+
+if TYPE_CHECKING:
+    from weight_sync.device.base import Role
+
+ROLES: tuple[Role, ...] = ("driver", "learner", "engine")
+DOCS = Path(__file__).parents[3] / "docs" / "backends.md"
+
+
+@pytest.fixture(params=AUTO_ORDER)
+def backend(request: pytest.FixtureRequest) -> Backend:
+    return build(request.param)
+
+
+@pytest.fixture(params=ROLES)
+def role(request: pytest.FixtureRequest) -> Role:
+    return request.param
+
+
+names = st.sampled_from(["A", "B", "C", "D", "E"])
+settings = st.dictionaries(names, st.sampled_from(["0", "1", "2"]))
+
+
+@given(defaults=settings, user=settings, inherited=settings)
+def test_user_wins_over_inherited_wins_over_ours(
+    defaults: dict[str, str], user: dict[str, str], inherited: dict[str, str]
+) -> None:
+    variables = tuple(EnvVar(name=name, value=value, why="test") for name, value in defaults.items())
+    merged = merge_env(variables, user, inherited)
+    assert set(merged) == set(defaults) | set(user)
+    for name, value in merged.items():
+        assert value == next(source[name] for source in (user, inherited, defaults) if name in source)
+
+
+def test_a_process_started_with_our_environment_has_no_problems(backend: Backend, role: Role) -> None:
+    assert backend.check_env(role, merge_env(backend.process_env(role), {}, {})) == []
+
+
+def test_every_missing_variable_is_one_problem_that_names_it_and_its_reason(backend: Backend, role: Role) -> None:
+    variables = backend.process_env(role)
+    problems = backend.check_env(role, {})
+    assert len(problems) == len(variables)
+    for variable, problem in zip(variables, problems, strict=True):
+        assert variable.name in problem
+        assert variable.why in problem
+
+
+def test_every_variable_is_documented_with_its_value(backend: Backend, role: Role) -> None:
+    text = DOCS.read_text()
+    for variable in backend.process_env(role):
+        assert f"`{variable.name}={variable.value}`" in text, variable
+
+
+def test_a_users_own_value_is_no_problem(backend: Backend) -> None:
+    environ = merge_env(backend.process_env("learner"), {"HSA_NO_SCRATCH_RECLAIM": "0", "OMP_NUM_THREADS": "7"}, {})
+    assert backend.check_env("learner", environ) == []
+
+
+def test_collectives_take_host_tensors_too(backend: Backend) -> None:
+    assert "gloo" in backend.collective
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("value", [None, "0"])
+def test_rocm_wants_ray_to_leave_visibility_alone_before_it_starts(role: Role, value: str | None) -> None:
+    rocm = build("rocm")
+    environ = merge_env(rocm.process_env(role), {}, {})
+    name = "RAY_EXPERIMENTAL_NOSET_HIP_VISIBLE_DEVICES"
+    if value is None:
+        del environ[name]
+    else:
+        environ[name] = value
+    (problem,) = rocm.check_env(role, environ)
+    assert f"{name} must be '1' before Ray starts" in problem
+    assert "ray stop" in problem
+
+
+def test_rocm_refuses_visibility_that_ray_or_hip_trip_over() -> None:
+    rocm = build("rocm")
+    base = merge_env(rocm.process_env("learner"), {}, {})
+    (problem,) = rocm.check_env("learner", {**base, "ROCR_VISIBLE_DEVICES": "0,1"})
+    assert "set HIP_VISIBLE_DEVICES=0,1" in problem
+    (problem,) = rocm.check_env("learner", {**base, "HIP_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "1"})
+    assert "disagree" in problem
+
+
+def test_rocm_shows_all_devices_with_its_own_first() -> None:
+    assert build("rocm").visible_devices((2, 3), 5) == "2,3,0,1,4"
+    assert build("cuda").visible_devices((2, 3), 5) == "2,3"
+
+
+@pytest.mark.parametrize("name", ["cuda", "rocm", "npu"])
+def test_a_process_that_sees_no_device_is_a_problem(name: str) -> None:
+    backend = build(name)
+    assert backend.visible_devices_var is not None
+    environ = {**merge_env(backend.process_env("engine"), {}, {}), backend.visible_devices_var: ""}
+    (problem,) = backend.check_env("engine", environ)
+    assert "sees no device" in problem
+
+
+@pytest.mark.parametrize("name", ["cuda", "npu"])
+def test_ray_must_narrow_visibility_where_handles_do_not_need_it_wide(name: str) -> None:
+    backend = build(name)
+    noset = f"RAY_EXPERIMENTAL_NOSET_{backend.visible_devices_var}"
+    (problem,) = backend.check_env("driver", {noset: "1"})
+    assert "take device 0" in problem
+
+
+@pytest.mark.parametrize("value", ["60", "forever", "100000"])
+def test_npu_connect_timeout_must_be_one_hccl_accepts(value: str) -> None:
+    npu = build("npu")
+    environ = merge_env(npu.process_env("learner"), {"HCCL_CONNECT_TIMEOUT": value}, {})
+    (problem,) = npu.check_env("learner", environ)
+    assert f"in 120..7200, got {value!r}" in problem
+
+
+def test_npu_weights_in_a_blocked_layout_are_a_problem_even_if_the_user_wants_them() -> None:
+    npu = build("npu")
+    (problem,) = npu.check_env("engine", merge_env(npu.process_env("engine"), {"VLLM_ASCEND_ENABLE_NZ": "1"}, {}))
+    assert "must be '0'" in problem
+
+
+def test_cpu_threads_reach_the_environment() -> None:
+    (threads,) = get_backend("cpu", cpu_threads=3).process_env("learner")
+    assert (threads.name, threads.value) == ("OMP_NUM_THREADS", "3")
+    with pytest.raises(DeviceError, match="cpu_threads must be >= 1, got 0"):
+        get_backend("cpu", cpu_threads=0)
+
+
+def test_engine_defaults_are_arguments_that_vllm_has(backend: Backend) -> None:
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        pytest.skip("vLLM is not installed")
+    # Read, not imported: importing vLLM takes many seconds.
+    source = ast.parse((Path(spec.origin).parent / "engine" / "arg_utils.py").read_text())
+    (engine_args,) = (n for n in source.body if isinstance(n, ast.ClassDef) and n.name == "EngineArgs")
+    fields = {n.target.id for n in engine_args.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
+    assert set(backend.engine_defaults()) <= fields
+
+
+def test_auto_takes_the_first_backend_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = next(name for name in AUTO_ORDER if build(name).is_available())
+    assert get_backend().name == first
+    monkeypatch.setattr("weight_sync.device.rocm.RocmBackend.why_unavailable", lambda self: None)
+    assert get_backend("auto").name == ("cuda" if first == "cuda" else "rocm")
+
+
+@pytest.mark.parametrize("name", ["cuda", "rocm", "npu"])
+def test_a_backend_that_is_asked_for_but_missing_says_what_to_install(name: str) -> None:
+    if build(name).is_available():
+        pytest.skip(f"{name} is present on this machine")
+    with pytest.raises(DeviceError, match=f"device '{name}' was asked for but cannot be used: .*"):
+        get_backend(name)
+
+
+def test_a_torch_build_for_rocm_is_rocm_and_not_cuda(
+    monkeypatch: pytest.MonkeyPatch, libraries: dict[str, str]
+) -> None:
+    from weight_sync.device.cuda import CudaBackend
+    from weight_sync.device.rocm import RocmBackend
+
+    monkeypatch.setattr(torch.version, "hip", "6.4.43482-0f2d60242")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    rocm = RocmBackend(library=libraries["rocm"])
+    assert rocm.is_available()
+    assert rocm.torch_device == "cuda"
+    assert rocm.capabilities().sleep_mode
+    reason = CudaBackend(library=libraries["cuda"]).why_unavailable()
+    assert reason is not None
+    assert "built for rocm, not for cuda" in reason
+    monkeypatch.setattr(torch.version, "hip", "6.3.42134-a9a80e791")
+    assert not rocm.capabilities().sleep_mode
+
+
+def test_an_unknown_device_is_refused_with_the_choices() -> None:
+    with pytest.raises(DeviceError, match="one of auto, cpu, cuda, npu, rocm, got 'tpu'"):
+        get_backend("tpu")
+
+
+def test_the_library_that_is_already_loaded_is_found_under_its_wheels_name() -> None:
+    maps = """\
+7f00-7f01 r-xp 00000000 08:01 11 /venv/lib/python3.12/site-packages/nvidia/cu13/lib/libcudart.so.13.0.48
+7f01-7f02 rw-p 00001000 08:01 11 /venv/lib/python3.12/site-packages/nvidia/cu13/lib/libcudart.so.13.0.48
+7f02-7f03 r-xp 00000000 08:01 12 /venv/lib/torch lib/libcudart-9335f6a2.so.12
+7f03-7f04 r-xp 00000000 08:01 13 /usr/lib/libcudart_static_thing.so
+7f04-7f05 rw-p 00000000 00:00 0
+7f05-7f06 rw-p 00000000 00:00 0 [heap]
+"""
+    assert mapped_libraries("libcudart", maps) == [
+        "/venv/lib/python3.12/site-packages/nvidia/cu13/lib/libcudart.so.13.0.48",
+        "/venv/lib/torch lib/libcudart-9335f6a2.so.12",
+    ]
+
+
+def test_a_missing_library_lists_what_was_tried(tmp_path: Path) -> None:
+    broken = tmp_path / "libnothere.so"
+    broken.write_text("not a library")
+    with pytest.raises(DeviceError, match=r"cannot load libnothere \(.*libnothere\.so: .*"):
+        load_library("libnothere", installed=[broken])
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+MEMINFO = {"proc/meminfo": "MemTotal:       1000 kB\nMemFree: 10 kB\nMemAvailable:    800 kB\n"}
+
+
+def test_host_memory_without_a_limit_is_the_kernels(tmp_path: Path) -> None:
+    files = {"sys/fs/cgroup/memory.max": "max\n", "sys/fs/cgroup/memory.current": "5\n"}
+    assert host_memory(write(tmp_path, {**MEMINFO, **files})) == (800 * 1024, 1000 * 1024)
+
+
+def test_host_memory_in_a_container_is_what_its_limit_leaves(tmp_path: Path) -> None:
+    files = {
+        "sys/fs/cgroup/memory.max": "500000\n",
+        "sys/fs/cgroup/memory.current": "300000\n",
+        "sys/fs/cgroup/memory.stat": "anon 200000\ninactive_file 50000\n",
+    }
+    assert host_memory(write(tmp_path, {**MEMINFO, **files})) == (250_000, 500_000)
+
+
+def test_host_memory_reads_version_one_control_groups(tmp_path: Path) -> None:
+    files = {
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "500000\n",
+        "sys/fs/cgroup/memory/memory.usage_in_bytes": "100000\n",
+    }
+    assert host_memory(write(tmp_path, {**MEMINFO, **files})) == (400_000, 500_000)

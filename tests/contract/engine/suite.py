@@ -1,0 +1,230 @@
+"""What every `Engine` must do. A subclass gives a fixture `engine` and says how its weights change.
+
+The engines under test emit letters: under version `v` every sampled token lies in `letters(v)`, and the letters of
+neighbouring versions are disjoint. So a token itself proves which version sampled it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from rollout.errors import EngineDead
+from rollout.types import Completion, SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Container
+
+    from rollout.engine.base import Engine
+
+PROMPT = np.array([3, 4, 5], np.int32)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """All chunks of one completion, joined."""
+
+    chunks: list[Completion]
+
+    @property
+    def tokens(self) -> list[int]:
+        return [int(token) for chunk in self.chunks for token in chunk.token_ids]
+
+    @property
+    def logprobs(self) -> np.ndarray:
+        return np.concatenate([chunk.logprobs for chunk in self.chunks])
+
+    @property
+    def labels(self) -> list[int]:
+        """The version of every token."""
+        return [s.version for chunk in self.chunks for s in chunk.segments for _ in range(s.num_tokens)]
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.chunks[-1].finish_reason
+
+
+async def collect(engine: Engine, request_id: str, params: SamplingParams, prompt: np.ndarray = PROMPT) -> Answer:
+    return Answer([chunk async for chunk in engine.generate(request_id, prompt, params)])
+
+
+class EngineContract:
+    stream_tokens: int
+    max_model_len: int
+    stop_token: int
+    long_tokens: int = 300
+    """Length of an answer that is long enough to commit in its middle."""
+    num_commits: int = 10
+
+    def letters(self, version: int) -> Container[int]:
+        """Tokens that the weights of `version` can sample. Disjoint for neighbouring versions."""
+        raise NotImplementedError
+
+    async def commit(self, engine: Engine, version: int, *, outcome: str = "ok") -> None:
+        """Commit the weights of `version`; `outcome` is what the workers answer: ok, failed, dirty, or ends."""
+        raise NotImplementedError
+
+    async def kill(self, engine: Engine) -> None:
+        raise NotImplementedError
+
+    def assert_labels(self, answer: Answer) -> None:
+        tokens, labels = answer.tokens, answer.labels
+        assert len(tokens) == len(labels)
+        wrong = [(i, t, v) for i, (t, v) in enumerate(zip(tokens, labels, strict=True)) if t not in self.letters(v)]
+        assert not wrong, f"{len(wrong)} tokens carry the wrong version, first (index, token, label): {wrong[:5]}"
+
+    async def test_chunks_are_bounded_and_only_the_last_has_a_reason(self, engine: Engine) -> None:
+        num_tokens = 2 * self.stream_tokens + 3
+        answer = await collect(engine, "chunks", SamplingParams(max_tokens=num_tokens, seed=1))
+        sizes = [len(chunk.token_ids) for chunk in answer.chunks]
+        assert sizes == [self.stream_tokens, self.stream_tokens, 3]
+        assert [chunk.finish_reason for chunk in answer.chunks] == [None, None, "length"]
+        for chunk in answer.chunks:
+            assert chunk.token_ids.dtype == np.int32
+            assert chunk.logprobs.dtype == np.float32
+            assert len(chunk.logprobs) == len(chunk.token_ids) == sum(s.num_tokens for s in chunk.segments)
+        assert (answer.logprobs <= 0).all()
+
+    async def test_every_token_carries_the_version_that_sampled_it(self, engine: Engine) -> None:
+        first = engine.version
+        requests = [
+            collect(
+                engine, f"label-{i}", SamplingParams(max_tokens=self.long_tokens + i, temperature=float(i % 2), seed=i)
+            )
+            for i in range(32)
+        ]
+        running = asyncio.gather(*requests)
+        for version in range(first + 1, first + 1 + self.num_commits):
+            await self.wait_for_tokens(engine, 32 * self.long_tokens // (2 * self.num_commits))
+            await self.commit(engine, version)
+            assert engine.version == version
+        answers = await asyncio.wait_for(running, 60)
+        for i, answer in enumerate(answers):
+            assert len(answer.tokens) == self.long_tokens + i, "a commit lost or added tokens"
+            assert answer.finish_reason == "length"
+            self.assert_labels(answer)
+        assert len({v for a in answers for v in a.labels}) > 3, "the commits did not fall into the answers"
+
+    async def wait_for_tokens(self, engine: Engine, num_tokens: int) -> None:
+        """Until the running requests generated `num_tokens` more, or nothing runs."""
+        target = engine.stats().generated_tokens + num_tokens
+        for _ in range(2000):
+            if engine.stats().generated_tokens >= target:
+                return
+            await asyncio.sleep(0.001)
+
+    async def wait_for_pause(self, engine: Engine) -> None:
+        async with asyncio.timeout(10):
+            while not engine.stats().paused_s:
+                await asyncio.sleep(0)
+
+    async def test_requests_that_wait_at_the_gate_start_under_the_new_version(self, engine: Engine) -> None:
+        version = engine.version + 1
+        committing = asyncio.ensure_future(self.commit(engine, version))
+        await self.wait_for_pause(engine)
+        answer = await collect(engine, "at-the-gate", SamplingParams(max_tokens=5, seed=1))
+        await committing
+        assert set(answer.labels) == {version}
+        self.assert_labels(answer)
+
+    async def test_the_end_token_is_part_of_the_completion(self, engine: Engine) -> None:
+        await self.commit(engine, engine.version + 1, outcome="ends")
+        answer = await collect(engine, "stop", SamplingParams(max_tokens=50, seed=1))
+        assert answer.finish_reason == "stop"
+        assert answer.tokens[-1] == self.stop_token
+        assert answer.tokens.count(self.stop_token) == 1
+        assert len(answer.labels) == len(answer.logprobs) == len(answer.tokens)
+        onward = await collect(engine, "no-stop", SamplingParams(max_tokens=50, seed=1, ignore_eos=True))
+        assert onward.finish_reason == "length"
+        assert len(onward.tokens) == 50
+        await self.commit(engine, engine.version + 1)
+
+    async def test_abort_ends_the_stream_with_what_it_has(self, engine: Engine) -> None:
+        chunks = []
+        async with aclosing(engine.generate("abort-me", PROMPT, SamplingParams(max_tokens=10_000, seed=1))) as stream:
+            async for chunk in stream:
+                chunks.append(chunk)
+                await engine.abort("abort-me")
+        answer = Answer(chunks)
+        assert answer.finish_reason == "abort"
+        assert self.stream_tokens <= len(answer.tokens) < 10_000
+        self.assert_labels(answer)
+        await engine.abort("never-heard-of")
+
+    async def test_a_closed_stream_frees_its_request(self, engine: Engine) -> None:
+        stream = engine.generate("closed-early", PROMPT, SamplingParams(max_tokens=10_000, seed=1))
+        await anext(stream)
+        assert engine.stats().running == 1
+        await stream.aclose()
+        assert engine.stats().running == engine.stats().waiting == 0
+        again = await collect(engine, "closed-early", SamplingParams(max_tokens=3, seed=1))
+        assert len(again.tokens) == 3
+
+    async def test_a_running_id_and_an_overlong_prompt_are_refused(self, engine: Engine) -> None:
+        async with aclosing(engine.generate("twice", PROMPT, SamplingParams(max_tokens=10_000, seed=1))) as stream:
+            await anext(stream)
+            with pytest.raises(ValueError, match="already running"):
+                await collect(engine, "twice", SamplingParams(max_tokens=3))
+        with pytest.raises(ValueError, match=str(self.max_model_len)):
+            overlong = np.full(self.max_model_len + 1, 5, np.int32)
+            await collect(engine, "overlong", SamplingParams(max_tokens=3), overlong)
+        assert engine.stats().running == engine.stats().waiting == 0
+
+    async def test_a_refused_commit_keeps_the_version_and_generation(self, engine: Engine) -> None:
+        before = engine.version
+        running = asyncio.ensure_future(collect(engine, "refused", SamplingParams(max_tokens=self.long_tokens, seed=1)))
+        await self.wait_for_tokens(engine, 1)
+        await self.commit(engine, before + 1, outcome="failed")
+        answer = await asyncio.wait_for(running, 30)
+        assert engine.version == before
+        assert set(answer.labels) == {before}
+        self.assert_labels(answer)
+        assert engine.stats().paused_s == 0
+
+    async def test_a_mixture_stays_paused_until_a_commit_repairs_it(self, engine: Engine) -> None:
+        before = engine.version
+        running = asyncio.ensure_future(collect(engine, "mixture", SamplingParams(max_tokens=self.long_tokens, seed=1)))
+        await self.wait_for_tokens(engine, 1)
+        await self.commit(engine, before + 1, outcome="dirty")
+        await asyncio.sleep(0.05)
+        settled = engine.stats().generated_tokens
+        await asyncio.sleep(0.05)
+        assert engine.stats().paused_s > 0
+        assert engine.stats().generated_tokens == settled
+        assert not running.done()
+        await self.commit(engine, before + 1)
+        answer = await asyncio.wait_for(running, 30)
+        assert answer.labels == sorted(answer.labels)
+        assert set(answer.labels) <= {before, before + 1}
+        self.assert_labels(answer)
+
+    async def test_a_commit_ends_well_when_its_caller_goes_away(self, engine: Engine) -> None:
+        version = engine.version + 1
+        running = asyncio.ensure_future(collect(engine, "caller", SamplingParams(max_tokens=self.long_tokens, seed=1)))
+        await self.wait_for_tokens(engine, 1)
+        committing = asyncio.ensure_future(self.commit(engine, version))
+        await self.wait_for_pause(engine)
+        committing.cancel()
+        self.assert_labels(await asyncio.wait_for(running, 30))
+        assert engine.version == version
+        assert engine.stats().paused_s == 0
+
+    async def test_zz_a_dead_engine_tells_everyone(self, engine: Engine) -> None:
+        """Last on purpose: the engine may be shared by the whole module."""
+        running = [collect(engine, f"dying-{i}", SamplingParams(max_tokens=10_000)) for i in range(3)]
+        ends = asyncio.gather(*running, return_exceptions=True)
+        await self.wait_for_tokens(engine, 1)
+        await self.kill(engine)
+        assert [type(end) for end in await asyncio.wait_for(ends, 30)] == [EngineDead] * 3
+        with pytest.raises(EngineDead):
+            await collect(engine, "too-late", SamplingParams(max_tokens=3))
+        with pytest.raises(EngineDead):
+            await engine.call_workers("anything", timeout_s=1.0)
+        with pytest.raises(EngineDead):
+            await engine.commit(99, "anything", timeout_s=1.0)
+        assert engine.stats().is_dead

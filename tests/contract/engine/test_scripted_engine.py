@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from rollout.engine.base import Engine, EngineSpec
+from rollout.engine.scripted_engine import ScriptedEngine
+from tests.contract.engine.suite import EngineContract
+from weight_sync.wire import Reply, encode
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Container
+
+STOP = 7
+ENDING: set[int] = set()
+
+
+def script(prompt: object, position: int, version: int) -> tuple[int, float]:
+    return (STOP if version in ENDING else 10 + 10 * (version % 2) + position % 10), -0.25
+
+
+def workers(method: str, args: tuple[object, ...]) -> list[bytes]:
+    version, outcome = args
+    if outcome == "ends":
+        assert isinstance(version, int)
+        ENDING.add(version)
+    reply = Reply(ok=outcome in ("ok", "ends"), dirty=outcome == "dirty")
+    return [encode(reply)]
+
+
+class TestScriptedEngine(EngineContract):
+    stream_tokens = 16
+    max_model_len = 20_000
+    stop_token = STOP
+
+    @pytest.fixture
+    async def engine(self) -> AsyncIterator[Engine]:
+        ENDING.clear()
+        spec = EngineSpec(
+            model="scripted", stream_tokens=self.stream_tokens, max_model_len=self.max_model_len, stop_token_ids=(STOP,)
+        )
+        engine = ScriptedEngine(spec, script=script, workers=workers, worker_s=0.005)
+        await engine.start()
+        yield engine
+        await engine.close()
+
+    def letters(self, version: int) -> Container[int]:
+        return {STOP} if version in ENDING else range(10 + 10 * (version % 2), 20 + 10 * (version % 2))
+
+    async def commit(self, engine: Engine, version: int, *, outcome: str = "ok") -> None:
+        await asyncio.sleep(0)
+        await engine.commit(version, "set_letters", version, outcome, timeout_s=5.0)
+
+    async def kill(self, engine: Engine) -> None:
+        assert isinstance(engine, ScriptedEngine)
+        await engine.die("killed by the test")

@@ -1,0 +1,92 @@
+"""Compiles the fake driver libraries and builds backends on them."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+import threading
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from weight_sync.device.cpu import CpuBackend
+from weight_sync.device.cuda import CudaBackend
+from weight_sync.device.npu import NpuBackend
+from weight_sync.device.rocm import RocmBackend
+
+if TYPE_CHECKING:
+    from weight_sync.device.base import Backend
+
+SOURCES = {"cuda": "fake_cudart.c", "rocm": "fake_hip.c", "npu": "fake_acl.c"}
+
+
+def compiler() -> str | None:
+    return shutil.which("cc")
+
+
+def compile_fakes(directory: Path) -> dict[str, str]:
+    """Backend name to the path of its fake library in `directory`."""
+    libraries = {}
+    for name, source in SOURCES.items():
+        output = directory / f"lib{name}_fake.so"
+        command = ["cc", "-std=gnu11", "-Wall", "-Wextra", "-Werror", "-O1", "-shared", "-fPIC", "-o", str(output)]
+        subprocess.run([*command, str(Path(__file__).parent / source)], check=True)
+        libraries[name] = str(output)
+    return libraries
+
+
+class HostBinding:
+    """torch's side of a fake accelerator: its "device memory" is host memory, seen as a cpu tensor."""
+
+    def __init__(self) -> None:
+        # torch too keeps the current device per thread, 0 at first.
+        self._local = threading.local()
+        self.num_released = 0
+        self.entered: list[int] = []
+
+    def why_unavailable(self) -> str | None:
+        return None
+
+    def set_device(self, index: int) -> torch.device:
+        self._local.index = index
+        return torch.device("cpu")
+
+    def current_device(self) -> int:
+        return getattr(self._local, "index", 0)
+
+    def tensor_at(self, pointer: int, nbytes: int, index: int) -> torch.Tensor:
+        return torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(pointer), dtype=torch.uint8)
+
+    def current_stream(self) -> int:
+        return 0
+
+    def stream_context(self, stream: int, index: int) -> AbstractContextManager[Any]:
+        self.entered.append(stream)
+        return nullcontext()
+
+    def release_cached(self) -> None:
+        self.num_released += 1
+
+
+def make_backend(name: str, library: str | None, binding: HostBinding | None = None) -> Backend:
+    """The backend called `name`: on the fake `library`, or the real thing if that is None."""
+    match name:
+        case "cpu":
+            return CpuBackend()
+        case "cuda":
+            return CudaBackend(library=library, binding=_binding(library, binding))
+        case "rocm":
+            return RocmBackend(library=library, binding=_binding(library, binding))
+        case "npu":
+            return NpuBackend(library=library, binding=_binding(library, binding))
+        case _:
+            raise ValueError(f"no backend {name!r}")
+
+
+def _binding(library: str | None, binding: HostBinding | None) -> HostBinding | None:
+    if library is None:
+        return None
+    return HostBinding() if binding is None else binding

@@ -1,0 +1,89 @@
+/* libascendcl: other names, other argument orders, keys as text of 65 bytes. */
+#include "fake_driver.h"
+
+#define KEY_BYTES 65
+static const int codes[] = {0, 107000 /* invalid parameter */, 207001 /* out of memory */, 507899 /* driver error */};
+static char message[128] = "";
+
+static int done(const char *name, int status) {
+  int injected = fake_injected(name);
+  int code = injected ? injected : codes[status];
+  if (code) {
+    fake_last_error = code;
+    snprintf(message, sizeof message, "E%d: %s", code, code == 207001 ? "out of memory" : "call refused");
+  }
+  return code;
+}
+#define GUARD(name) \
+  do { if (fake_fail_times > 0 && strcmp(name, fake_fail_name) == 0) return done(name, FAKE_OK); } while (0)
+
+int aclrtGetDeviceCount(uint32_t *count) { *count = FAKE_NUM_DEVICES; return done("aclrtGetDeviceCount", FAKE_OK); }
+int aclrtSetDevice(int32_t index) {
+  fake_device = index;
+  return done("aclrtSetDevice", index < FAKE_NUM_DEVICES ? FAKE_OK : FAKE_INVALID);
+}
+int aclrtMalloc(void **pointer, size_t size, int policy) {
+  GUARD("aclrtMalloc");
+  return done("aclrtMalloc", policy == 0 ? fake_malloc(pointer, size) : FAKE_INVALID);
+}
+int aclrtFree(void *pointer) { return done("aclrtFree", fake_release(pointer, 0)); }
+int aclrtGetMemInfo(int attribute, size_t *available, size_t *total) {
+  *available = fake_total - fake_used;
+  *total = fake_total;
+  return done("aclrtGetMemInfo", attribute == 1 ? FAKE_OK : FAKE_INVALID);
+}
+int aclrtIpcMemGetExportKey(void *pointer, size_t size, char *key, size_t length, uint64_t flags) {
+  fake_handle inner;
+  fake_block *block = fake_find(pointer);
+  GUARD("aclrtIpcMemGetExportKey");
+  if (length != KEY_BYTES || flags != 1 || block == NULL || size > block->size || fake_export(pointer, &inner) != FAKE_OK)
+    return done("aclrtIpcMemGetExportKey", FAKE_INVALID);
+  snprintf(key, length, "%d:%d:%llu:%llu", inner.pid, inner.fd, (unsigned long long)inner.inode,
+           (unsigned long long)inner.size);
+  return done("aclrtIpcMemGetExportKey", FAKE_OK);
+}
+static int parse(const char *key, fake_handle *inner) {
+  unsigned long long inode, size;
+  if (sscanf(key, "%d:%d:%llu:%llu", &inner->pid, &inner->fd, &inode, &size) != 4) return FAKE_INVALID;
+  inner->inode = inode, inner->size = size;
+  return FAKE_OK;
+}
+int aclrtIpcMemImportByKey(void **pointer, const char *key, uint64_t flags) {
+  fake_handle inner;
+  GUARD("aclrtIpcMemImportByKey");
+  fake_open_flags = (long)flags;
+  if (parse(key, &inner) != FAKE_OK) return done("aclrtIpcMemImportByKey", FAKE_INVALID);
+  return done("aclrtIpcMemImportByKey", fake_open(&inner, pointer));
+}
+/* Both sides close by key: the exporter before it frees, an importer to unmap. */
+int aclrtIpcMemClose(const char *key) {
+  fake_handle inner;
+  struct stat status;
+  if (parse(key, &inner) != FAKE_OK) return done("aclrtIpcMemClose", FAKE_INVALID);
+  if (inner.pid == getpid()) {
+    fake_unexports++;
+    return done("aclrtIpcMemClose", FAKE_OK);
+  }
+  for (int i = 0; i < FAKE_MAX_BLOCKS; i++)
+    if (fake_blocks[i].pointer && fake_blocks[i].imported && fstat(fake_blocks[i].fd, &status) == 0 &&
+        status.st_ino == inner.inode)
+      return done("aclrtIpcMemClose", fake_release(fake_blocks[i].pointer, 1));
+  return done("aclrtIpcMemClose", FAKE_INVALID);
+}
+int aclrtMemcpyAsync(void *dst, size_t room, const void *src, size_t size, int kind, void *stream) {
+  GUARD("aclrtMemcpyAsync");
+  (void)stream;
+  return done("aclrtMemcpyAsync", room >= size ? fake_copy(dst, src, size, kind) : FAKE_INVALID);
+}
+int aclrtCreateStream(void **stream) {
+  *stream = (void *)(intptr_t)(0x1000 + ++fake_streams_created);
+  return done("aclrtCreateStream", FAKE_OK);
+}
+int aclrtDestroyStream(void *stream) { (void)stream; fake_streams_destroyed++; return done("aclrtDestroyStream", FAKE_OK); }
+int aclrtSynchronizeStream(void *stream) {
+  (void)stream;
+  fake_stream_syncs++;
+  return done("aclrtSynchronizeStream", FAKE_OK);
+}
+int aclrtSynchronizeDevice(void) { fake_device_syncs++; return done("aclrtSynchronizeDevice", FAKE_OK); }
+const char *aclGetRecentErrMsg(void) { fake_last_error = 0; return message; }

@@ -1,0 +1,71 @@
+/* libcudart and libamdhip64 have the same calls under two prefixes: define API(name) before including this. */
+#include "fake_driver.h"
+
+typedef struct {
+  char reserved[64];
+} ipc_handle;
+
+static const int codes[] = {0, 1 /* invalid value */, 2 /* out of memory */, 400 /* invalid resource handle */};
+
+static int done(const char *name, int status) {
+  int injected = fake_injected(name);
+  int code = injected ? injected : codes[status];
+  if (code) fake_last_error = code;
+  return code;
+}
+#define STRING(x) #x
+#define NAME(x) STRING(x)
+#define DONE(name, status) return done(NAME(API(name)), status)
+/* An injected failure must come before the side effect. */
+#define GUARD(name)                                                          \
+  do {                                                                       \
+    if (fake_fail_times > 0 && strcmp(NAME(API(name)), fake_fail_name) == 0) \
+      DONE(name, FAKE_OK);                                                   \
+  } while (0)
+
+int API(GetDeviceCount)(int *count) { *count = FAKE_NUM_DEVICES; DONE(GetDeviceCount, FAKE_OK); }
+int API(SetDevice)(int index) { fake_device = index; DONE(SetDevice, index < FAKE_NUM_DEVICES ? FAKE_OK : FAKE_INVALID); }
+int API(Malloc)(void **pointer, size_t size) { GUARD(Malloc); DONE(Malloc, fake_malloc(pointer, size)); }
+int API(Free)(void *pointer) { DONE(Free, fake_release(pointer, 0)); }
+int API(MemGetInfo)(size_t *available, size_t *total) {
+  *available = fake_total - fake_used;
+  *total = fake_total;
+  DONE(MemGetInfo, FAKE_OK);
+}
+int API(IpcGetMemHandle)(ipc_handle *handle, void *pointer) {
+  fake_handle inner;
+  GUARD(IpcGetMemHandle);
+  int status = fake_export(pointer, &inner);
+  memset(handle, 0, sizeof *handle);
+  if (status == FAKE_OK) memcpy(handle->reserved, &inner, sizeof inner);
+  DONE(IpcGetMemHandle, status);
+}
+int API(IpcOpenMemHandle)(void **pointer, ipc_handle handle, unsigned flags) {
+  fake_handle inner;
+  GUARD(IpcOpenMemHandle);
+  memcpy(&inner, handle.reserved, sizeof inner);
+  fake_open_flags = flags;
+  DONE(IpcOpenMemHandle, fake_open(&inner, pointer));
+}
+int API(IpcCloseMemHandle)(void *pointer) { DONE(IpcCloseMemHandle, fake_release(pointer, 1)); }
+int API(MemcpyAsync)(void *dst, const void *src, size_t size, int kind, void *stream) {
+  GUARD(MemcpyAsync);
+  (void)stream;
+  DONE(MemcpyAsync, fake_copy(dst, src, size, kind));
+}
+int API(StreamCreateWithFlags)(void **stream, unsigned flags) {
+  *stream = (void *)(intptr_t)(0x1000 + ++fake_streams_created);
+  DONE(StreamCreateWithFlags, flags == 1 ? FAKE_OK : FAKE_INVALID);
+}
+int API(StreamDestroy)(void *stream) { (void)stream; fake_streams_destroyed++; DONE(StreamDestroy, FAKE_OK); }
+int API(StreamSynchronize)(void *stream) { (void)stream; fake_stream_syncs++; DONE(StreamSynchronize, FAKE_OK); }
+int API(DeviceSynchronize)(void) { fake_device_syncs++; DONE(DeviceSynchronize, FAKE_OK); }
+int API(GetLastError)(void) { int code = (int)fake_last_error; fake_last_error = 0; return code; }
+const char *API(GetErrorString)(int code) {
+  switch (code) {
+    case 1: return "invalid argument";
+    case 2: return "out of memory";
+    case 400: return "invalid resource handle";
+    default: return "unspecified launch failure";
+  }
+}

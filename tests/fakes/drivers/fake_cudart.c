@@ -1,0 +1,2 @@
+#define API(name) cuda##name
+#include "fake_cudalike.h"

@@ -1,0 +1,156 @@
+/* A vendor runtime library in miniature: device memory is an anonymous shared file, so that a second process can map it
+ * by (pid, fd, inode), like a driver's IPC handle. The vendor files give these functions their real names and types. */
+#ifndef FAKE_DRIVER_H
+#define FAKE_DRIVER_H
+#define _GNU_SOURCE
+#include <fcntl.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#define FAKE_MAX_BLOCKS 256
+#define FAKE_NUM_DEVICES 2
+
+enum { FAKE_OK, FAKE_INVALID, FAKE_OOM, FAKE_GONE };
+
+typedef struct {
+  void *pointer;
+  size_t size;
+  int fd;
+  int imported;
+} fake_block;
+
+typedef struct {
+  int32_t pid, fd;
+  uint64_t inode, size;
+} fake_handle;
+
+static fake_block fake_blocks[FAKE_MAX_BLOCKS];
+static size_t fake_total = (size_t)1 << 30, fake_used;
+static long fake_mallocs, fake_frees, fake_exports, fake_unexports, fake_opens, fake_closes, fake_copies, fake_last_kind;
+static long fake_streams_created, fake_streams_destroyed, fake_stream_syncs, fake_device_syncs, fake_open_flags;
+static long fake_last_error;
+static _Thread_local int fake_device;
+static char fake_fail_name[64];
+static int fake_fail_code, fake_fail_times;
+
+/* --- what tests use ---------------------------------------------------------------------------------------------- */
+
+void fake_set_total(size_t total) { fake_total = total; }
+
+/* The next `times` calls of the function called `name` return `code`. */
+void fake_fail(const char *name, int code, int times) {
+  snprintf(fake_fail_name, sizeof fake_fail_name, "%s", name);
+  fake_fail_code = code;
+  fake_fail_times = times;
+}
+
+long fake_counter(const char *name) {
+  const struct { const char *name; long value; } all[] = {
+      {"mallocs", fake_mallocs}, {"frees", fake_frees}, {"exports", fake_exports}, {"unexports", fake_unexports},
+      {"opens", fake_opens}, {"closes", fake_closes}, {"copies", fake_copies}, {"last_kind", fake_last_kind},
+      {"streams_created", fake_streams_created}, {"streams_destroyed", fake_streams_destroyed},
+      {"stream_syncs", fake_stream_syncs}, {"device_syncs", fake_device_syncs}, {"last_error", fake_last_error},
+      {"open_flags", fake_open_flags}, {"device", fake_device}, {"used", (long)fake_used}};
+  for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+    if (strcmp(all[i].name, name) == 0) return all[i].value;
+  return -1;
+}
+
+void fake_reset(void) {
+  for (int i = 0; i < FAKE_MAX_BLOCKS; i++)
+    if (fake_blocks[i].pointer) {
+      munmap(fake_blocks[i].pointer, fake_blocks[i].size);
+      close(fake_blocks[i].fd);
+      fake_blocks[i].pointer = NULL;
+    }
+  fake_total = (size_t)1 << 30;
+  fake_used = 0;
+  fake_mallocs = fake_frees = fake_exports = fake_unexports = fake_opens = fake_closes = fake_copies = 0;
+  fake_streams_created = fake_streams_destroyed = fake_stream_syncs = fake_device_syncs = fake_open_flags = 0;
+  fake_last_error = fake_last_kind = fake_fail_times = fake_device = 0;
+}
+
+/* --- what the vendor files use ----------------------------------------------------------------------------------- */
+
+static int fake_injected(const char *name) {
+  if (fake_fail_times <= 0 || strcmp(name, fake_fail_name) != 0) return 0;
+  fake_fail_times--;
+  return fake_fail_code;
+}
+
+static fake_block *fake_find(const void *pointer) {
+  for (int i = 0; i < FAKE_MAX_BLOCKS; i++)
+    if (fake_blocks[i].pointer != NULL && fake_blocks[i].pointer == pointer) return &fake_blocks[i];
+  return NULL;
+}
+
+static int fake_map(int fd, size_t size, int imported, void **pointer) {
+  for (int i = 0; i < FAKE_MAX_BLOCKS; i++) {
+    if (fake_blocks[i].pointer != NULL) continue;
+    void *mapped = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (mapped == MAP_FAILED) return FAKE_INVALID;
+    fake_blocks[i] = (fake_block){mapped, size, fd, imported};
+    *pointer = mapped;
+    return FAKE_OK;
+  }
+  return FAKE_INVALID;
+}
+
+static int fake_malloc(void **pointer, size_t size) {
+  if (size > fake_total - fake_used) return FAKE_OOM;
+  int fd = memfd_create("fake-device", MFD_CLOEXEC);
+  if (fd < 0 || ftruncate(fd, (off_t)size) != 0) return FAKE_INVALID;
+  int status = fake_map(fd, size, 0, pointer);
+  if (status == FAKE_OK) fake_used += size, fake_mallocs++;
+  return status;
+}
+
+static int fake_release(void *pointer, int imported) {
+  fake_block *block = fake_find(pointer);
+  if (block == NULL || block->imported != imported) return FAKE_INVALID;
+  munmap(block->pointer, block->size);
+  close(block->fd);
+  block->pointer = NULL;
+  if (imported)
+    fake_closes++;
+  else
+    fake_used -= block->size, fake_frees++;
+  return FAKE_OK;
+}
+
+/* Like the real ones: only the base of an allocation of this process has a handle. */
+static int fake_export(void *pointer, fake_handle *handle) {
+  fake_block *block = fake_find(pointer);
+  struct stat status;
+  if (block == NULL || block->imported || fstat(block->fd, &status) != 0) return FAKE_INVALID;
+  *handle = (fake_handle){getpid(), block->fd, status.st_ino, block->size};
+  fake_exports++;
+  return FAKE_OK;
+}
+
+static int fake_open(const fake_handle *handle, void **pointer) {
+  char path[64];
+  struct stat status;
+  snprintf(path, sizeof path, "/proc/%d/fd/%d", handle->pid, handle->fd);
+  int fd = open(path, O_RDWR | O_CLOEXEC);
+  if (fd < 0) return FAKE_GONE;
+  if (fstat(fd, &status) != 0 || status.st_ino != handle->inode || (uint64_t)status.st_size != handle->size) {
+    close(fd);
+    return FAKE_GONE;
+  }
+  int result = fake_map(fd, handle->size, 1, pointer);
+  if (result == FAKE_OK) fake_opens++;
+  return result;
+}
+
+static int fake_copy(void *dst, const void *src, size_t size, int kind) {
+  memcpy(dst, src, size);
+  fake_copies++;
+  fake_last_kind = kind;
+  return FAKE_OK;
+}
+#endif

@@ -1,0 +1,2 @@
+#define API(name) hip##name
+#include "fake_cudalike.h"

@@ -1,0 +1,167 @@
+"""Tiny models, packed batches and process groups for tests of the learner."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+
+from trainer.config.schema import RunConfig
+from trainer.config.schema.algorithm import AlgorithmConfig
+from trainer.config.schema.learner import LearnerConfig
+from trainer.config.schema.model import ModelConfig
+from trainer.config.schema.rollout import RolloutConfig
+from trainer.data.batch import MicroBatch
+from trainer.learner.policy import PolicyLearner
+from weight_sync.device.select import get_backend
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+VOCAB = 61
+TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+KINDS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "qwen2": lambda: Qwen2Config(**TINY, tie_word_embeddings=True),
+    "qwen3": lambda: Qwen3Config(**TINY, head_dim=12),
+    "llama": lambda: LlamaConfig(**TINY),
+    "mistral": lambda: MistralConfig(**TINY, sliding_window=5),
+}
+
+
+def save_tiny(directory: Path, kind: str = "qwen2", *, seed: int = 0) -> Path:
+    """A random model with weights large enough that attention matters; returns its directory."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(KINDS[kind](), dtype=torch.float32)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            param.copy_(torch.randn(param.shape) * 0.2 + (1.0 if "norm" in name else 0.0))
+    model.save_pretrained(directory)
+    return directory
+
+
+def run_config(model_dir: Path, **learner: Any) -> RunConfig:
+    """float32 throughout, plain token mean, a learning rate that shows."""
+    return RunConfig(
+        model=ModelConfig(path=str(model_dir), compute_dtype="float32", rollout_dtype="float32"),
+        learner=LearnerConfig(**{"lr": 1e-3, "max_grad_norm": 1e9, "logprob_chunk_tokens": 7, **learner}),
+        algorithm=AlgorithmConfig(),
+        rollout=RolloutConfig(temperature=0.8),
+    )
+
+
+def sequences(num: int, *, seed: int = 0, longest: int = 23) -> list[MicroBatch]:
+    """`num` single-sequence batches whose weights are those of one step over all of them."""
+    rng = np.random.default_rng(seed)
+    parts = []
+    for _ in range(num):
+        length = int(rng.integers(3, longest + 1))
+        mask = np.zeros(length, bool)
+        mask[int(rng.integers(1, length - 1)) :] = True
+        parts.append(
+            MicroBatch(
+                cu_seqlens=np.array([0, length], np.int32),
+                token_ids=rng.integers(0, VOCAB, length).astype(np.int32),
+                loss_mask=mask,
+                behaviour_logprobs=np.where(mask, rng.normal(-4, 0.3, length), 0).astype(np.float32),
+                advantages=np.where(mask, rng.normal(), 0).astype(np.float32),
+                loss_weights=mask.astype(np.float32),
+            )
+        )
+    total = sum(int(p.loss_mask.sum()) for p in parts)
+    return [replace(p, loss_weights=p.loss_weights / np.float32(total)) for p in parts]
+
+
+def pack(parts: Sequence[MicroBatch]) -> MicroBatch:
+    lengths = [len(p.token_ids) for p in parts]
+    arrays = {
+        name: np.concatenate([getattr(p, name) for p in parts])
+        for name in ("token_ids", "loss_mask", "behaviour_logprobs", "advantages", "loss_weights")
+    }
+    return MicroBatch(cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32), **arrays)
+
+
+def without_loss() -> MicroBatch:
+    """What a rank that ran out of samples gets."""
+    zeros = np.zeros(2, np.float32)
+    return MicroBatch(
+        cu_seqlens=np.array([0, 2], np.int32),
+        token_ids=np.zeros(2, np.int32),
+        loss_mask=np.zeros(2, bool),
+        behaviour_logprobs=zeros,
+        advantages=zeros,
+        loss_weights=zeros,
+    )
+
+
+@contextlib.contextmanager
+def process_group(store_file: Path, *, rank: int = 0, world_size: int = 1) -> Iterator[None]:
+    """A gloo group that meets in a file."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(store_file), world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def make_learner(cfg: RunConfig) -> PolicyLearner:
+    """A learner in the open process group."""
+    return PolicyLearner(
+        cfg,
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        device=torch.device("cpu"),
+        backend=get_backend("cpu"),
+    )
+
+
+def gradients(learner: PolicyLearner, micro_batches: Sequence[MicroBatch]) -> dict[str, torch.Tensor]:
+    """Whole gradients of one step, which is then not taken."""
+    captured: dict[str, torch.Tensor] = {}
+    optimizer = learner._optimizer
+
+    def capture(**_: float) -> None:
+        for name, param in learner.model.named_parameters():
+            assert param.grad is not None, name
+            captured[name] = param.grad.full_tensor().clone()
+        optimizer.zero_grad()
+
+    original, optimizer.step = optimizer.step, capture
+    try:
+        learner.train_step(micro_batches, step=0)
+    finally:
+        optimizer.step = original
+    return captured
+
+
+def weights(learner: PolicyLearner) -> dict[str, torch.Tensor]:
+    return {name: param.detach().full_tensor().clone() for name, param in learner.model.named_parameters()}
+
+
+def run_ranks(job: Callable[[Path], Any], directory: Path, *, world_size: int) -> list[Any]:
+    """Run `job(directory)` in `world_size` new processes with a process group; returns what each rank returned."""
+    mp.spawn(_rank_main, args=(world_size, job, directory), nprocs=world_size)
+    return [torch.load(directory / f"result_{rank}.pt", weights_only=False) for rank in range(world_size)]
+
+
+def _rank_main(rank: int, world_size: int, job: Callable[[Path], Any], directory: Path) -> None:
+    with process_group(directory / "store", rank=rank, world_size=world_size):
+        torch.save(job(directory), directory / f"result_{rank}.pt")

@@ -1,0 +1,47 @@
+"""A vLLM worker extension for tests: weights whose every output token tells which commit wrote them.
+
+With embeddings of one and blocks that add nothing, the last hidden state is the same for every input, so the rows of
+the output head alone decide what is sampled: rows `[low, high)` share all the probability, greedy takes the first.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import torch
+
+from weight_sync.vllm_compat import keep_weights_addressable
+from weight_sync.wire import Reply, encode
+
+keep_weights_addressable()
+
+_LOGIT = 40.0
+"""e**-40 of the probability is left for all other tokens."""
+
+
+class LetterExtension:
+    model_runner: Any
+
+    @torch.no_grad()
+    def te_commit(self, low: int, high: int, outcome: str) -> bytes:
+        if outcome in ("ok", "dirty"):
+            for name, param in self.model_runner.model.named_parameters():
+                if "embed_tokens" in name or "norm" in name:
+                    param.fill_(1.0)
+                elif "o_proj" in name or "down_proj" in name:
+                    param.zero_()
+                elif "lm_head" in name:
+                    param.zero_()
+                    param[low:high] = _LOGIT / param.shape[1]
+        return encode(Reply(ok=outcome == "ok", dirty=outcome == "dirty"))
+
+    def te_sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def te_pid(self) -> int:
+        return os.getpid()
+
+    def te_raise(self) -> None:
+        raise ValueError("raised in the worker")

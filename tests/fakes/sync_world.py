@@ -1,0 +1,149 @@
+"""A small weight-sync world in one process: learner ranks with row shards, and replicas with a model that fuses and splits.
+
+Real publishers, receivers, sockets and shared memory; only the model and the hosts (Ray, vLLM) are small stand-ins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from weight_sync.device.cpu import CpuBackend
+from weight_sync.layout import shard_descs
+from weight_sync.publisher import WeightPublisher
+from weight_sync.receiver import WeightReceiver
+from weight_sync.types import ParamMeta
+from weight_sync.wire import CommitResult, reply_state
+from weight_sync.worker_service import WorkerService
+
+SHAPES = {
+    "embed.weight": (10, 4),
+    "q.weight": (6, 4),
+    "k.weight": (4, 4),
+    "v.weight": (4, 4),
+    "down.weight": (5, 8),
+    "norm.weight": (4,),
+}
+DTYPE = torch.bfloat16
+PARAMS = tuple(ParamMeta(name=name, shape=shape, dtype="bfloat16") for name, shape in SHAPES.items())
+
+
+class FusedModel(torch.nn.Module):
+    """Like an engine's model: q, k, v fused; q, k, v, down split over `num_workers`; embedding and norm replicated."""
+
+    def __init__(self, worker: int = 0, num_workers: int = 1) -> None:
+        super().__init__()
+        self.worker, self.num_workers = worker, num_workers
+        rows = (6 + 4 + 4) // num_workers
+        self.embed = torch.nn.Parameter(torch.zeros(10, 4, dtype=DTYPE), requires_grad=False)
+        self.qkv = torch.nn.Parameter(torch.zeros(rows, 4, dtype=DTYPE), requires_grad=False)
+        self.down = torch.nn.Parameter(torch.zeros(5, 8 // num_workers, dtype=DTYPE), requires_grad=False)
+        self.norm = torch.nn.Parameter(torch.zeros(4, dtype=DTYPE), requires_grad=False)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        part = {"q.weight": (0, 6), "k.weight": (6, 4), "v.weight": (10, 4)}
+        for name, tensor in weights:
+            if name in part:
+                start, rows = (n // self.num_workers for n in part[name])
+                self.qkv.data[start : start + rows].copy_(tensor.narrow(0, self.worker * rows, rows))
+            elif name == "down.weight":
+                columns = 8 // self.num_workers
+                self.down.data.copy_(tensor.narrow(1, self.worker * columns, columns))
+            else:
+                {"embed.weight": self.embed, "norm.weight": self.norm}[name].data.copy_(tensor)
+
+
+def full_weights(seed: int) -> dict[str, torch.Tensor]:
+    """float32 masters of the whole model."""
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def local_tensors(full: dict[str, torch.Tensor], *, rank: int, num_ranks: int) -> dict[str, torch.Tensor]:
+    """The rows that FSDP2 would leave on a rank; parameters without any are missing."""
+    shards = [shard for shard in shard_descs(PARAMS, num_ranks=num_ranks) if shard.rank == rank]
+    return {s.param: full[s.param][s.row_start : s.row_stop] for s in shards if s.row_stop > s.row_start}
+
+
+def expected_engine(full: dict[str, torch.Tensor], *, worker: int, num_workers: int) -> dict[str, torch.Tensor]:
+    """What an engine worker must hold: the model's own loader, fed with the cast checkpoint."""
+    model = FusedModel(worker, num_workers)
+    model.load_weights((name, tensor.to(DTYPE)) for name, tensor in full.items())
+    return dict(model.named_parameters())
+
+
+class LocalPublisher:
+    """A learner rank in this process. `full` is what it trains; replace it to train."""
+
+    def __init__(self, rank: int, num_ranks: int, full: dict[str, torch.Tensor]) -> None:
+        self.rank, self.num_ranks, self.full = rank, num_ranks, full
+        self.publisher = WeightPublisher(CpuBackend(), rank=rank)
+
+    def ws_describe(self) -> bytes:
+        shards = [shard for shard in shard_descs(PARAMS, num_ranks=self.num_ranks) if shard.rank == self.rank]
+        return self.publisher.describe(PARAMS, shards)
+
+    def ws_open(self, request: bytes) -> bytes:
+        return self.publisher.open(request)
+
+    def ws_publish(self, version: int, deadline_s: float) -> bytes:
+        tensors = local_tensors(self.full, rank=self.rank, num_ranks=self.num_ranks)
+        return self.publisher.publish(version, tensors, deadline_s=deadline_s)
+
+    def ws_digests(self, version: int) -> bytes:
+        return self.publisher.digests(version)
+
+    def ws_close(self) -> None:
+        self.publisher.close()
+
+    async def call(self, method: str, *args: object, timeout_s: float) -> Any:
+        return await asyncio.wait_for(asyncio.to_thread(getattr(self, method), *args), timeout_s)
+
+
+class LocalReplica:
+    """An engine replica in this process; `paused` and `max_paused` let tests watch the rolling order."""
+
+    def __init__(self, name: str, num_workers: int = 1, *, board: list[str] | None = None) -> None:
+        self.name = name
+        self.models = [FusedModel(worker, num_workers) for worker in range(num_workers)]
+        self.receivers = [
+            WeightReceiver(model, CpuBackend(), worker=worker) for worker, model in enumerate(self.models)
+        ]
+        self.services = [WorkerService(lambda receiver=receiver: receiver) for receiver in self.receivers]
+        self.board = [] if board is None else board
+        self.versions: list[int] = []
+        self.is_paused = False
+        self.before_commit: Callable[[], None] = lambda: None
+        self.commit_delay_s = 0.0
+
+    async def call(self, method: str, *args: object, timeout_s: float) -> list[Any]:
+        name = method.removeprefix("ws_")
+        calls = (asyncio.to_thread(getattr(service, name), *args) for service in self.services)
+        return list(await asyncio.wait_for(asyncio.gather(*calls), timeout_s))
+
+    async def commit(self, version: int, method: str, *args: object, timeout_s: float) -> CommitResult:
+        started = time.monotonic()
+        self.is_paused = True
+        self.board.append(f"pause {self.name}")
+        results: list[bytes] = []
+        try:
+            self.before_commit()
+            await asyncio.sleep(self.commit_delay_s)
+            results = await self.call(method, *args, timeout_s=timeout_s)
+            if reply_state(results) == "ok":
+                self.versions.append(version)
+        finally:
+            if not results or reply_state(results) != "dirty":
+                self.is_paused = False
+            self.board.append(f"resume {self.name}")
+        return CommitResult(results=results, pause_s=time.monotonic() - started)
+
+    def assert_holds(self, full: dict[str, torch.Tensor]) -> None:
+        for worker, model in enumerate(self.models):
+            expected = expected_engine(full, worker=worker, num_workers=len(self.models))
+            for name, parameter in model.named_parameters():
+                assert torch.equal(parameter, expected[name]), f"{self.name}/{worker} {name} differs"

@@ -1,0 +1,102 @@
+"""Documentation is current: generated pages, metric names, and the commands it tells people to run."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shlex
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.house.source import ROOT, docstrings, modules
+from trainer.config.command_line import parse
+from trainer.config.document import configuration_markdown
+from trainer.config.load import resolve
+from trainer.telemetry.catalog import METRICS, find_row, metrics_markdown
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+REFRESH = "run: python scripts/generate_docs.py"
+_FAMILIES = sorted({metric.name.partition("/")[0] for metric in METRICS if "/" in metric.name})
+_METRIC = re.compile(rf"({'|'.join(_FAMILIES)})/[a-z0-9_]+(/[a-z0-9_]+)?")
+
+
+def documents() -> list[Path]:
+    return [path for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md"] if path.exists()] + sorted(
+        (ROOT / "docs").glob("*.md")
+    )
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    """(document, line) of every line in a code block that starts a program."""
+    for document in documents():
+        for block in re.findall(r"^```\w*\n(.*?)^```", document.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
+            for line in block.replace("\\\n", " ").splitlines():
+                yield document.name, line.strip().removeprefix("$ ")
+
+
+def trainer_commands() -> list[str]:
+    found: set[str] = set()
+    for _, line in commands():
+        match = re.search(r"python -m trainer(?!\.)([^#&|;>]*)", line)
+        # Capitals stand for what the reader puts in: KEY=VALUE, --config-name NAME.
+        if match and not re.search(r"\.\.\.|[=\s][A-Z_]{3,}\b", match[1]):
+            found.add(match[1].strip())
+    return sorted(found)
+
+
+def test_the_configuration_page_is_current() -> None:
+    assert (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8") == configuration_markdown(), REFRESH
+
+
+def test_the_metrics_page_is_current() -> None:
+    assert (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8") == metrics_markdown(), REFRESH
+
+
+def metric_names() -> Iterator[tuple[str, str]]:
+    """(where, name) of every string in the trainer's code that looks like a metric."""
+    for module in modules():
+        if not module.path.startswith("trainer/"):
+            continue
+        documenting = docstrings(module.tree)
+        for node in ast.walk(module.tree):
+            is_text = isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in documenting
+            if is_text and _METRIC.fullmatch(node.value):
+                yield f"{module.path}:{node.lineno}", node.value
+
+
+def test_every_metric_named_in_the_code_has_a_row() -> None:
+    unknown = sorted(f"{where} {name}" for where, name in metric_names() if find_row(name) is None)
+    assert not unknown, "add a row to trainer/telemetry/catalog.py for:\n" + "\n".join(unknown)
+
+
+def test_there_is_a_readme() -> None:
+    assert (ROOT / "README.md").is_file()
+
+
+def test_scripts_that_documents_name_exist_and_can_be_run() -> None:
+    named = {
+        (document.name, script)
+        for document in documents()
+        for script in re.findall(r"\bscripts/[\w./-]+\.(?:sh|py)\b", document.read_text(encoding="utf-8"))
+    }
+    missing = [f"{document} names {script}" for document, script in named if not (ROOT / script).is_file()]
+    assert not missing, "\n".join(missing)
+    shell = sorted({script for _, script in named if script.endswith(".sh")})
+    assert all(os.access(ROOT / script, os.X_OK) for script in shell), f"chmod +x one of {shell}"
+
+
+@pytest.mark.parametrize("command", trainer_commands())
+def test_a_training_command_in_a_document_composes(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    line = parse(shlex.split(command))
+    if line.action != "run" or line.config_dir is not None:
+        return
+    # Raises if a key, a type or a group is wrong. Files and ports of the reader's machine may be missing here.
+    resolve(line)

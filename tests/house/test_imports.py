@@ -1,0 +1,84 @@
+"""Imports go one way, heavy libraries stay in their places, and light modules stay light."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.house.source import ROOT, modules, runtime_imports, words_of_code
+
+# Regular expressions of the files that may import a library, by library.
+PLACES = {
+    "ray": r".*/worker\.py|.*/actor\.py|trainer/pipeline/(cluster|compose)\.py",
+    "vllm": r"rollout/engine/vllm_engine\.py|weight_sync/(vllm_extension|vllm_compat|fallback)\.py",
+    "hydra": r"trainer/config/load\.py|trainer/__main__\.py",
+    "omegaconf": r"trainer/config/load\.py|trainer/__main__\.py",
+}
+
+VENDORS = re.compile(r"(?<![a-z])(cuda|hip|rocm|npu|nccl|hccl)(?![a-z])", re.IGNORECASE)
+EXTRAS = re.compile(r"\[(cpu|cuda|rocm|npu)\]")
+"""What people install, as in `pip install "tandem-rl[cuda]"`: a name of ours that messages have to say."""
+VENDOR_PLACES = (
+    r"weight_sync/device/.*|weight_sync/transports/(ipc|nccl|hccl|rccl)\.py|trainer/config/schema/device\.py"
+)
+
+LIGHT = (
+    "rollout.types", "rollout.errors", "rollout.prompts", "rollout.agent", "rollout.reward", "rollout.buffer",
+    "trainer.config", "trainer.data", "trainer.telemetry", "trainer.__main__",
+)  # fmt: skip
+
+IMPORT_ALL = """
+import importlib, pkgutil, sys
+for name in sys.argv[1:]:
+    module = importlib.import_module(name)
+    if hasattr(module, "__path__"):
+        for info in pkgutil.walk_packages(module.__path__, name + "."):
+            importlib.import_module(info.name)
+found = sorted({"torch", "ray", "vllm", "transformers"} & set(sys.modules))
+print(",".join(found))
+"""
+
+
+def test_import_contracts_hold() -> None:
+    code = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
+
+
+@pytest.mark.parametrize("library", PLACES)
+def test_a_heavy_library_is_imported_only_in_its_places(library: str) -> None:
+    wrong = [
+        f"{module.path}:{line} imports {name}"
+        for module in modules()
+        if not re.fullmatch(PLACES[library], module.path)
+        for name, line in runtime_imports(module.tree)
+        if name.split(".")[0] == library
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_words_of_vendors_stay_in_the_device_layer() -> None:
+    wrong = sorted(
+        {
+            f"{module.path}:{line} says {found[0]}"
+            for module in modules()
+            if not re.fullmatch(VENDOR_PLACES, module.path)
+            for text, line in words_of_code(module.tree)
+            if (found := VENDORS.search(EXTRAS.sub("", text)))
+        }
+    )
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("package", LIGHT)
+def test_a_light_module_imports_without_torch(package: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", IMPORT_ALL, package], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert result.stdout.strip() == "", f"{package} imports {result.stdout.strip()}"

@@ -1,0 +1,91 @@
+"""The learner as users run it: two Ray actors and a `LearnerGroup`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import ray
+
+from tests.fakes.learner import pack, run_config, save_tiny, sequences
+from trainer.data.batch import TrainBatch
+from trainer.learner.checkpoint import begin, commit
+from trainer.learner.errors import LearnerError, TrainingDiverged
+from trainer.learner.worker import LearnerGroup, learner_actor
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """A private cluster that ends with this module."""
+    ray.init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=100 << 20,
+        runtime_env={"env_vars": {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}},
+    )
+    yield
+    ray.shutdown()
+
+
+def _batch(step: int) -> TrainBatch:
+    parts = sequences(8, seed=step)
+    return TrainBatch(
+        step=step,
+        micro_batches=((pack(parts[:3]), pack(parts[3:4])), (pack(parts[4:6]), pack(parts[6:]))),
+        num_samples=8,
+        num_tokens=sum(len(p.token_ids) for p in parts),
+        num_loss_tokens=sum(int(p.loss_mask.sum()) for p in parts),
+    )
+
+
+@pytest.fixture
+async def group(cluster: None, tmp_path: Path) -> AsyncIterator[LearnerGroup]:
+    cfg = run_config(save_tiny(tmp_path / "model"), timeout_s=60.0)
+    cfg = replace(cfg, device=replace(cfg.device, name="cpu"))
+    actor = learner_actor().options(num_cpus=1)
+    group = LearnerGroup([actor.remote(cfg, rank=rank, world_size=2) for rank in range(2)], timeout_s=90.0)
+    try:
+        await group.setup()
+        yield group
+    finally:
+        await group.close()
+
+
+async def test_group_trains_saves_and_resumes_through_ray(group: LearnerGroup, tmp_path: Path) -> None:
+    first = await group.train_step(_batch(0))
+    batch = _batch(0)
+    assert first.metrics["num_tokens"].mean == batch.num_tokens
+    assert first.metrics["num_loss_tokens"].mean == batch.num_loss_tokens
+    tmp = begin(tmp_path / "checkpoints", 1)
+    await group.save(tmp, step=1)
+    path = commit(tmp, {})
+    second = await group.train_step(_batch(1))
+    assert await group.load(path) == 1
+    again = await group.train_step(_batch(1))
+    assert again.metrics == second.metrics
+    described = [await rank.call("ws_describe", timeout_s=30.0) for rank in group.ranks]
+    assert all(isinstance(info, bytes) and b"model.norm.weight" in info for info in described)
+    await group.export_hf(tmp_path / "export")
+    assert (tmp_path / "export" / "model.safetensors").is_file()
+
+
+async def test_errors_keep_their_type_and_a_killed_rank_is_named_at_once(group: LearnerGroup) -> None:
+    good = _batch(0)
+    part = good.micro_batches[1][0]
+    bad_part = replace(part, advantages=np.where(part.loss_mask, np.inf, 0).astype(np.float32))
+    with pytest.raises(TrainingDiverged, match="learner rank 0: gradient norm of step 0"):
+        await group.train_step(replace(good, micro_batches=(good.micro_batches[0], (bad_part, bad_part))))
+    await group.train_step(good)
+    ray.kill(group.ranks[1].actor)
+    with pytest.raises(LearnerError, match=r"learner rank [01] failed"):
+        await group.train_step(good)

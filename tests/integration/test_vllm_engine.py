@@ -1,0 +1,203 @@
+"""The real vLLM engine on CPU: the engine contract, log-probs against Hugging Face, reproducibility, and Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import psutil
+import pytest
+import pytest_asyncio
+import ray
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from rollout.engine.actor import engine_actor
+from rollout.engine.base import Engine, EngineSpec
+from rollout.engine.vllm_engine import VllmEngine
+from rollout.errors import EngineDead
+from rollout.types import SamplingParams
+from tests.contract.engine.suite import Answer, EngineContract, collect
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Container
+
+STOP = 1
+ENDING: set[int] = set()
+ONE_LOOP = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen2 with random float32 weights, flat enough that sampling visits many tokens."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=128,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        eos_token_id=STOP,
+        bos_token_id=0,
+        tie_word_embeddings=False,
+        initializer_range=0.1,
+    )
+    path = tmp_path_factory.mktemp("model")
+    Qwen2ForCausalLM(config).float().save_pretrained(path)
+    return path
+
+
+def make_spec(model_dir: Path, **changes: object) -> EngineSpec:
+    values: dict[str, object] = {
+        "model": str(model_dir),
+        "dtype": "float32",
+        "max_model_len": 4096,
+        "max_num_seqs": 64,
+        "kv_cache_gib": 0.125,
+        "enforce_eager": True,
+        "stream_tokens": 16,
+        "extension": "tests.fakes.letter_extension.LetterExtension",
+    }
+    return EngineSpec(**{**values, **changes})  # type: ignore[arg-type]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(model_dir: Path) -> AsyncIterator[Engine]:
+    ENDING.clear()
+    engine = VllmEngine(make_spec(model_dir))
+    info = await engine.start()
+    print(info)
+    assert info.num_workers == 1
+    assert info.stop_token_ids == (STOP,)
+    yield engine
+    await engine.close()
+    assert not psutil.Process().children(recursive=True) or all(
+        "resource_tracker" in " ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)
+    )
+
+
+def random_prompt(seed: int, num_tokens: int = 12) -> np.ndarray:
+    return np.random.default_rng(seed).integers(2, 128, num_tokens).astype(np.int32)
+
+
+@ONE_LOOP
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+async def test_logprobs_are_those_of_the_distribution_that_was_sampled(
+    engine: Engine, model_dir: Path, temperature: float
+) -> None:
+    """Reference: Hugging Face forward in float32, log-softmax after temperature."""
+    params = [SamplingParams(max_tokens=40, temperature=temperature, seed=i, ignore_eos=True) for i in range(8)]
+    answers = await asyncio.gather(*[collect(engine, f"hf-{i}", p, random_prompt(i)) for i, p in enumerate(params)])
+    model = Qwen2ForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    for i, answer in enumerate(answers):
+        prompt = random_prompt(i)
+        ids = torch.tensor([[*prompt.tolist(), *answer.tokens]])
+        with torch.no_grad():
+            logits = model(ids).logits[0, len(prompt) - 1 : -1]
+        expected = torch.log_softmax(logits / (temperature or 1.0), -1)
+        picked = expected.gather(1, torch.tensor(answer.tokens)[:, None])[:, 0].numpy()
+        np.testing.assert_allclose(answer.logprobs, picked, atol=1e-3)
+        if temperature == 0.0:
+            assert answer.tokens == logits.argmax(-1).tolist()
+    if temperature:
+        assert len({t for a in answers for t in a.tokens}) > 20
+
+
+@ONE_LOOP
+async def test_a_seeded_request_repeats_bit_for_bit_under_any_load(engine: Engine) -> None:
+    """Same seed alone, and among 40 others that come and go: same tokens, and log-probs equal in every bit."""
+
+    async def ask(name: str) -> Answer:
+        params = SamplingParams(max_tokens=60, temperature=1.0, seed=7, ignore_eos=True)
+        return await collect(engine, name, params, random_prompt(7))
+
+    async def load(i: int) -> None:
+        params = SamplingParams(max_tokens=5 + 7 * (i % 9), temperature=float(i % 3), seed=100 + i, ignore_eos=True)
+        await asyncio.sleep(0.002 * i)
+        await collect(engine, f"load-{i}", params, random_prompt(100 + i, 3 + i))
+
+    alone = await ask("alone")
+    for repeat in range(3):
+        others = [asyncio.ensure_future(load(i)) for i in range(40)]
+        await asyncio.sleep(0.02)
+        busy = await ask(f"busy-{repeat}")
+        await asyncio.gather(*others)
+        assert busy.tokens == alone.tokens
+        assert busy.logprobs.tobytes() == alone.logprobs.tobytes()
+
+
+@ONE_LOOP
+async def test_an_error_in_a_worker_reaches_the_caller_and_leaves_the_engine_alive(engine: Engine) -> None:
+    with pytest.raises(Exception, match="raised in the worker"):
+        await engine.call_workers("te_raise", timeout_s=10.0)
+    assert await engine.call_workers("te_pid", timeout_s=10.0)
+    assert engine.stats().paused_s == 0
+
+
+@ONE_LOOP
+class TestVllmEngine(EngineContract):
+    stream_tokens = 16
+    max_model_len = 4096
+    stop_token = STOP
+    long_tokens = 1000
+    num_commits = 25
+
+    @pytest_asyncio.fixture(loop_scope="module", autouse=True)
+    async def letters_first(self, engine: Engine) -> None:
+        """The random weights of the checkpoint have no letters."""
+        if engine.version == 0:
+            await self.commit(engine, 1)
+
+    def letters(self, version: int) -> Container[int]:
+        low = 20 + 30 * (version % 2)
+        return {STOP} if version in ENDING else range(low, low + 30)
+
+    async def commit(self, engine: Engine, version: int, *, outcome: str = "ok") -> None:
+        low = 20 + 30 * (version % 2)
+        low, high = (STOP, STOP + 1) if outcome == "ends" else (low, low + 30)
+        if outcome == "ends":
+            ENDING.add(version)
+        reply = "ok" if outcome == "ends" else outcome
+        result = await engine.commit(version, "te_commit", low, high, reply, timeout_s=20.0)
+        assert len(result.results) == 1
+        assert 0 < result.pause_s < 20
+
+    async def kill(self, engine: Engine) -> None:
+        with pytest.raises(TimeoutError, match="te_sleep"):
+            await engine.call_workers("te_sleep", 30.0, timeout_s=0.5)
+
+
+@ONE_LOOP
+async def test_under_ray_a_group_streams_and_a_killed_engine_process_is_reported(model_dir: Path) -> None:
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    try:
+        actor = engine_actor().options(num_cpus=1).remote(make_spec(model_dir, env={"PYTHONPATH": str(Path.cwd())}))
+        await actor.start.remote()
+        params = [SamplingParams(max_tokens=20 + i, seed=i, ignore_eos=True) for i in range(4)]
+        received = [0] * 4
+        async for ref in actor.generate_group.remote([f"r{i}" for i in range(4)], random_prompt(0), params):
+            for index, chunk in await ref:
+                received[index] += len(chunk.token_ids)
+        assert received == [20, 21, 22, 23]
+
+        (pid,) = await actor.call_workers.remote("te_pid", [], 10.0)
+        endless = [SamplingParams(max_tokens=4000, seed=i, ignore_eos=True) for i in range(4)]
+        received = [0] * 4
+        with pytest.raises(EngineDead):
+            async for ref in actor.generate_group.remote([f"k{i}" for i in range(4)], random_prompt(0), endless):
+                for index, chunk in await ref:
+                    received[index] += len(chunk.token_ids)
+                if pid and sum(received) > 200:
+                    os.kill(pid, signal.SIGKILL)
+                    pid = 0
+        assert sum(received) > 200
+        assert (await actor.stats.remote()).is_dead
+        await actor.close.remote()
+    finally:
+        ray.shutdown()

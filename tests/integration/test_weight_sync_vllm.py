@@ -1,0 +1,205 @@
+"""Two real FSDP2 ranks (gloo) bring their weights into a live vLLM engine while it generates, at TP 1 and TP 2."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import torch
+
+from tests.fakes.fsdp_rank import TINY, RankProcess
+from weight_sync.coordinator import SyncCoordinator, SyncOptions
+from weight_sync.errors import VersionUnavailable, WeightSyncError
+from weight_sync.vllm_compat import EXTENSION, pause_engine, resume_engine, set_engine_version
+from weight_sync.wire import CommitResult, ReadBack, WorkerStatus, open_reply, reply_state
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(280)]
+
+
+class VllmReplica:
+    """A replica handle without Ray: the engine lives in this process's child."""
+
+    def __init__(self, engine: Any, num_workers: int) -> None:
+        self.name, self.engine, self.num_workers = "r0", engine, num_workers
+
+    async def call(self, method: str, *args: object, timeout_s: float) -> list[Any]:
+        return await asyncio.wait_for(self.engine.collective_rpc(method, args=args), timeout_s)
+
+    async def commit(self, version: int, method: str, *args: object, timeout_s: float) -> CommitResult:
+        started = time.monotonic()
+        results: list[bytes] = []
+        await pause_engine(self.engine)
+        try:
+            results = await self.call(method, *args, timeout_s=timeout_s)
+            if reply_state(results) == "ok":
+                await set_engine_version(self.engine, version)
+        finally:
+            if not results or reply_state(results) != "dirty":
+                await resume_engine(self.engine)
+        return CommitResult(results=results, pause_s=time.monotonic() - started)
+
+    async def generate(self, prompt: list[int], *, max_tokens: int, name: str) -> list[int]:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+        salt = {"prompt_token_ids": prompt, "cache_salt": name}
+        last = None
+        async for output in self.engine.generate(salt, sampling, request_id=name):
+            last = output
+        assert last is not None
+        return list(last.outputs[0].token_ids)
+
+    async def parameters(self) -> list[dict[str, torch.Tensor]]:
+        """Every worker's live parameters, flat, as the engine itself would read them."""
+        names = engine_names()
+        replies = await self.call("ws_read_back", names, timeout_s=30.0)
+        found = [open_reply(reply, ReadBack, party="r0") for reply in replies]
+        return [{n: torch.frombuffer(bytearray(b), dtype=torch.bfloat16) for n, b in f.params.items()} for f in found]
+
+
+class Rig:
+    def __init__(self, ranks: list[RankProcess], replica: VllmReplica) -> None:
+        self.ranks, self.replica = ranks, replica
+
+    async def everyone(self, method: str, *args: object) -> list[Any]:
+        """Collectives need all ranks at once."""
+        return await asyncio.gather(*(rank.call(method, *args, timeout_s=60.0) for rank in self.ranks))
+
+    async def assert_equal(self) -> None:
+        full = (await self.everyone("full_state"))[0]
+        for worker, held in enumerate(await self.replica.parameters()):
+            expected = expected_worker(full, worker, self.replica.num_workers)
+            assert held.keys() == expected.keys()
+            for name, tensor in expected.items():
+                assert torch.equal(held[name], tensor.reshape(-1)), f"worker {worker}: {name} differs"
+
+
+def engine_names() -> list[str]:
+    per_layer = ["self_attn.qkv_proj.weight", "self_attn.qkv_proj.bias", "self_attn.o_proj.weight",
+                 "mlp.gate_up_proj.weight", "mlp.down_proj.weight", "input_layernorm.weight",
+                 "post_attention_layernorm.weight"]  # fmt: skip
+    layers = [f"model.layers.{i}.{name}" for i in range(TINY["num_hidden_layers"]) for name in per_layer]
+    return ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", *layers]
+
+
+def expected_worker(full: dict[str, torch.Tensor], worker: int, num_workers: int) -> dict[str, torch.Tensor]:
+    """What Megatron-style tensor parallelism puts on a worker, written down independently of vLLM's loaders."""
+
+    def rows(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.chunk(num_workers, dim=0)[worker]
+
+    def columns(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.chunk(num_workers, dim=1)[worker].contiguous()
+
+    out = {"model.norm.weight": full["model.norm.weight"]}
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        out[name] = rows(full[name])
+    for i in range(TINY["num_hidden_layers"]):
+        p = f"model.layers.{i}."
+        for kind in ("weight", "bias"):
+            out[f"{p}self_attn.qkv_proj.{kind}"] = torch.cat(
+                [rows(full[f"{p}self_attn.{x}_proj.{kind}"]) for x in "qkv"]
+            )
+        out[f"{p}mlp.gate_up_proj.weight"] = torch.cat([rows(full[f"{p}mlp.{x}_proj.weight"]) for x in ("gate", "up")])
+        for x in ("self_attn.o_proj", "mlp.down_proj"):
+            out[f"{p}{x}.weight"] = columns(full[f"{p}{x}.weight"])
+        for x in ("input_layernorm", "post_attention_layernorm"):
+            out[f"{p}{x}.weight"] = full[f"{p}{x}.weight"]
+    return out
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[1, 2], ids=["tp1", "tp2"])
+async def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1",
+                            "VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_LOGGING_LEVEL": "WARNING",
+                            "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}.items():  # fmt: skip
+            patch.setenv(name, value)
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        folder: Path = tmp_path_factory.mktemp("model")
+        config = {**TINY, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "torch_dtype": "bfloat16"}
+        (folder / "config.json").write_text(json.dumps(config))
+        ranks = [RankProcess(rank, 2, folder / "store") for rank in range(2)]
+        args = AsyncEngineArgs(
+            model=str(folder), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True,
+            max_model_len=512, max_num_seqs=16, tensor_parallel_size=request.param, worker_extension_cls=EXTENSION,
+            disable_log_stats=True,
+        )  # fmt: skip
+        engine = await asyncio.to_thread(AsyncLLM.from_engine_args, args)
+        try:
+            yield Rig(ranks, VllmReplica(engine, request.param))
+        finally:
+            engine.shutdown()
+            for rank in ranks:
+                rank.close()
+
+
+def coordinator_of(rig: Rig, **options: Any) -> SyncCoordinator:
+    return SyncCoordinator(rig.ranks, [rig.replica], options=SyncOptions(timeout_s=60.0, **options))
+
+
+@pytest.mark.parametrize("commit", ["staged", "inplace"])
+async def test_live_engine_follows_the_learner_bit_for_bit_while_it_generates(rig: Rig, commit: str) -> None:
+    coordinator = coordinator_of(rig, commit=commit)
+    await coordinator.open()
+    try:
+        await rig.everyone("train", 1)
+        await coordinator.publish(1)
+        first = await coordinator.sync(1)
+        await rig.assert_equal()
+        await coordinator.self_test()
+        prompt = list(range(5, 21))
+        before = await rig.replica.generate(prompt, max_tokens=12, name=f"{commit}-before")
+        running = [
+            asyncio.create_task(rig.replica.generate([i + 1, *prompt], max_tokens=250, name=f"{commit}-{i}"))
+            for i in range(8)
+        ]
+        num_while_running = 0
+        for version in range(2, 6):
+            await rig.everyone("train", version)
+            await coordinator.publish(version)
+            report = await coordinator.sync(version)
+            num_while_running += not all(task.done() for task in running)
+            await rig.assert_equal()
+        assert num_while_running >= 2, "requests ended before two syncs were through; make them longer"
+        assert [len(tokens) for tokens in await asyncio.gather(*running)] == [250] * 8, "a request was lost"
+        names = ("allocations", "registrations", "sockets", "control_sessions")
+        assert {n: report.counters[n] for n in names} == {n: first.counters[n] for n in names}
+        other = await rig.replica.generate(prompt, max_tokens=12, name=f"{commit}-after")
+        await rig.everyone("train", 1)
+        await coordinator.publish(6)
+        await coordinator.sync(6)
+        again = await rig.replica.generate(prompt, max_tokens=12, name=f"{commit}-again")
+        assert other != before, "new weights are not used"
+        assert again == before, "the same weights must give the same greedy tokens"
+    finally:
+        await coordinator.close()
+
+
+async def test_worker_errors_reach_the_caller_with_their_type(rig: Rig) -> None:
+    coordinator = coordinator_of(rig, commit="inplace")
+    await coordinator.open()
+    try:
+        await coordinator.publish(1)
+        await coordinator.sync(1)
+        reply = (await rig.replica.call("ws_commit", 77, 5.0, timeout_s=20.0))[0]
+        with pytest.raises(VersionUnavailable, match="version 77 is not held here"):
+            open_reply(reply, WorkerStatus, party="r0/0")
+        with pytest.raises(WeightSyncError, match="no prefetch"):
+            open_reply((await rig.replica.call("ws_abort", timeout_s=5.0))[0], bool, party="r0/0")
+            open_reply((await rig.replica.call("ws_poll", timeout_s=5.0))[0], bool, party="r0/0")
+        await coordinator.publish(2)
+        await coordinator.sync(2)
+        status = open_reply((await rig.replica.call("ws_status", timeout_s=5.0))[0], WorkerStatus, party="r0/0")
+        assert (status.live_version, status.dirty) == (2, False)
+        await rig.assert_equal()
+    finally:
+        await coordinator.close()

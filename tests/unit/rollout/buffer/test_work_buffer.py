@@ -1,0 +1,427 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from rollout.buffer.items import WorkItem, dump_prompt, load_prompt
+from rollout.buffer.work_buffer import WorkBuffer
+from rollout.errors import BufferClosed, NoProgress
+from rollout.types import Group, Prompt, Segment, Trajectory, Turn
+from tests.fakes.virtual_time import run_virtual
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+
+def prompt(name: str) -> Prompt:
+    return Prompt(
+        prompt_id=name, token_ids=np.array([5, 6], np.int32), text=f"<{name}>", answer="4", metadata={"level": 2}
+    )
+
+
+def new_buffer(**changes: Any) -> WorkBuffer:
+    settings = {"groups_per_step": 2, "max_staleness": 1, "max_retries": 1, "max_refills_per_step": 3}
+    return WorkBuffer(**(settings | changes))
+
+
+def group_of(item: WorkItem, *, num_tokens: int = 3, start_version: int | None = None) -> Group:
+    turn = Turn(
+        token_ids=np.zeros(num_tokens, np.int32),
+        is_generated=np.ones(num_tokens, bool),
+        logprobs=np.zeros(num_tokens, np.float32),
+        segments=(Segment(version=item.start_version, num_tokens=num_tokens),),
+    )
+    trajectory = Trajectory(
+        prompt_id=item.prompt.prompt_id,
+        sample_index=0,
+        turns=(turn,),
+        reward=1.0,
+        reward_parts={},
+        status="completed",
+        timings={},
+    )
+    version = item.start_version if start_version is None else start_version
+    return Group(group_id=item.group_id, prompt=item.prompt, trajectories=[trajectory], start_version=version)
+
+
+async def admit_and_claim(buffer: WorkBuffer, *names: str) -> list[WorkItem]:
+    for name in names:
+        buffer.admit(prompt(name))
+    return [await buffer.claim() for _ in names]
+
+
+async def train_one(buffer: WorkBuffer, step: int, *names: str) -> None:
+    for item in await admit_and_claim(buffer, *names):
+        buffer.finish(group_of(item))
+    await buffer.take(step)
+
+
+async def blocks(waiting: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    """Starts it and asserts that it waits although an hour goes by."""
+    task = asyncio.create_task(waiting)
+    await asyncio.sleep(3600)
+    assert not task.done()
+    return task
+
+
+def test_slots_run_out_after_s_plus_1_steps_of_groups() -> None:
+    async def main() -> None:
+        buffer = new_buffer(groups_per_step=2, max_staleness=1)
+        for index in range(4):
+            await buffer.wait_for_slot()
+            buffer.admit(prompt(str(index)))
+        waiting = await blocks(buffer.wait_for_slot())
+        with pytest.raises(RuntimeError, match="all 4 slots are in use"):
+            buffer.admit(prompt("one too many"))
+        waiting.cancel()
+
+    run_virtual(main())
+
+
+def test_slot_is_not_freed_before_weights_land() -> None:
+    async def main() -> None:
+        buffer = new_buffer(max_staleness=0)
+        await train_one(buffer, 0, "a", "b")
+        waiting = await blocks(buffer.wait_for_slot())
+        assert buffer.stats().num_taken == 2
+        buffer.release(0, version=1)
+        await waiting
+        assert buffer.admit(prompt("c")).start_version == 1
+        assert buffer.stats().trained == 2
+
+    run_virtual(main())
+
+
+def test_releasing_a_later_step_releases_the_ones_it_overtook() -> None:
+    async def main() -> None:
+        buffer = new_buffer(groups_per_step=1, max_staleness=2)
+        await train_one(buffer, 0, "a")
+        await train_one(buffer, 1, "b")
+        buffer.release(1, version=2)
+        assert (buffer.stats().num_slots_used, buffer.stats().version) == (0, 2)
+        with pytest.raises(ValueError, match="step 0 was released but not taken, or released twice"):
+            buffer.release(0, version=1)
+
+    run_virtual(main())
+
+
+def test_release_refuses_a_version_that_the_step_does_not_make() -> None:
+    async def main() -> None:
+        buffer = new_buffer()
+        await train_one(buffer, 0, "a", "b")
+        with pytest.raises(ValueError, match="step 0 makes policy version 1, but was released with 2"):
+            buffer.release(0, version=2)
+
+    run_virtual(main())
+
+
+def test_version_cannot_be_set_back_or_beyond_what_was_taken() -> None:
+    async def main() -> None:
+        buffer = new_buffer(version=3)
+        with pytest.raises(ValueError, match="version 2 cannot be live"):
+            buffer.set_version(2)
+        with pytest.raises(ValueError, match="version 4 cannot be live"):
+            buffer.set_version(4)
+        await train_one(buffer, 3, "a", "b")
+        buffer.set_version(4)
+        assert buffer.admit(prompt("c")).start_version == 4
+
+    run_virtual(main())
+
+
+def test_take_returns_groups_by_id_whatever_order_they_finish_in() -> None:
+    async def main() -> None:
+        buffer = new_buffer(groups_per_step=3)
+        items = await admit_and_claim(buffer, "a", "b", "c")
+        for item in reversed(items):
+            buffer.finish(group_of(item))
+        assert [group.group_id for group in await buffer.take(0)] == [0, 1, 2]
+
+    run_virtual(main())
+
+
+def test_steps_are_taken_in_order() -> None:
+    async def main() -> None:
+        with pytest.raises(ValueError, match="step 5 was taken out of order; the next one is 4"):
+            await new_buffer(version=4).take(5)
+
+    run_virtual(main())
+
+
+def test_take_says_which_old_group_it_waits_for_and_counts_the_time() -> None:
+    async def main() -> None:
+        buffer = new_buffer(groups_per_step=1, clock=asyncio.get_running_loop().time)
+        (old,) = await admit_and_claim(buffer, "old")
+        await train_one(buffer, 0, "a")
+        buffer.release(0, version=1)
+        (young,) = await admit_and_claim(buffer, "young")
+        buffer.finish(group_of(young))
+        taking = await blocks(buffer.take(1))
+        assert (
+            buffer.waiting_for == "step 1 waits for 1 of the unfinished groups that are due, although 1 are ready (0)"
+        )
+        assert buffer.stats().oldest_age == 1
+        buffer.finish(group_of(old))
+        assert [group.group_id for group in await taking] == [0]
+        assert buffer.waiting_for == ""
+        assert buffer.stats().forced_wait_s == buffer.stats().take_wait_s == 3600
+
+    run_virtual(main())
+
+
+def test_a_filtered_group_makes_room_and_its_refill_starts_at_the_live_version() -> None:
+    async def main() -> None:
+        buffer = new_buffer(groups_per_step=1, max_staleness=1)
+        (straggler,) = await admit_and_claim(buffer, "straggler")
+        await train_one(buffer, 0, "a")
+        buffer.release(0, version=1)
+        buffer.filter(straggler.group_id, "zero_variance")
+        buffer.admit(prompt("b"))
+        assert buffer.admit(prompt("c")).start_version == 1
+        stats = buffer.stats()
+        assert (stats.filtered, stats.refilled, stats.discarded_tokens) == ({"zero_variance": 1}, 1, 0)
+
+    run_virtual(main())
+
+
+def test_a_failed_group_comes_back_first_and_as_young_as_a_new_one() -> None:
+    async def main() -> None:
+        buffer = new_buffer(groups_per_step=1, max_staleness=2)
+        (item,) = await admit_and_claim(buffer, "a")
+        await train_one(buffer, 0, "b")
+        buffer.release(0, version=1)
+        buffer.admit(prompt("c"))
+        assert buffer.fail(item.group_id, RuntimeError("lost")) == "retried"
+        retried = await buffer.claim()
+        assert (retried.group_id, retried.attempt, retried.start_version) == (0, 1, 1)
+        with pytest.raises(ValueError, match="claimed with start_version 1 but finished with 0"):
+            buffer.finish(group_of(item))
+        buffer.finish(group_of(retried))
+
+    run_virtual(main())
+
+
+def test_a_group_that_fails_too_often_is_dropped_and_counted() -> None:
+    async def main() -> None:
+        buffer = new_buffer(max_retries=1)
+        (item,) = await admit_and_claim(buffer, "a")
+        buffer.fail(item.group_id, RuntimeError("first"))
+        assert buffer.fail((await buffer.claim()).group_id, TimeoutError("second")) == "dropped"
+        stats = buffer.stats()
+        assert (stats.failed, stats.retried, stats.dropped, stats.refilled) == (2, 1, {"TimeoutError": 1}, 1)
+        assert stats.num_slots_used == 0
+
+    run_virtual(main())
+
+
+def test_a_run_that_filters_everything_stops_with_the_reasons() -> None:
+    async def main() -> None:
+        buffer = new_buffer(groups_per_step=2, max_refills_per_step=3)
+        waiting = await blocks(buffer.take(0))
+        for index in range(6):
+            (item,) = await admit_and_claim(buffer, str(index))
+            buffer.filter(item.group_id, "zero_variance" if index else "rewards_failed")
+        (item,) = await admit_and_claim(buffer, "last")
+        with pytest.raises(NoProgress, match=r"7 groups were filtered \(zero_variance: 6, rewards_failed: 1\)"):
+            buffer.filter(item.group_id, "zero_variance")
+        with pytest.raises(BufferClosed) as caught:
+            await waiting
+        assert isinstance(caught.value.__cause__, NoProgress)
+
+    run_virtual(main())
+
+
+def test_a_step_taken_starts_the_count_of_filtered_groups_anew() -> None:
+    async def main() -> None:
+        buffer = new_buffer(groups_per_step=1, max_refills_per_step=3)
+        for step in range(3):
+            for _ in range(3):
+                (item,) = await admit_and_claim(buffer, "x")
+                buffer.filter(item.group_id, "zero_variance")
+            await train_one(buffer, step, "y")
+            buffer.release(step, version=step + 1)
+        assert buffer.stats().filtered == {"zero_variance": 9}
+
+    run_virtual(main())
+
+
+def test_a_run_in_which_everything_fails_stops_with_the_first_cause() -> None:
+    async def main() -> None:
+        buffer = new_buffer(max_retries=0, max_refills_per_step=3)
+        first = ConnectionError("no route to engine")
+        for error in (first, RuntimeError("later")):
+            (item,) = await admit_and_claim(buffer, "x")
+            buffer.fail(item.group_id, error)
+        (item,) = await admit_and_claim(buffer, "x")
+        with pytest.raises(NoProgress, match="ConnectionError: no route to engine") as caught:
+            buffer.fail(item.group_id, RuntimeError("latest"))
+        assert caught.value.__cause__ is first
+
+    run_virtual(main())
+
+
+def test_one_success_between_failures_keeps_the_run_going() -> None:
+    async def main() -> None:
+        buffer = new_buffer(max_retries=0, max_refills_per_step=2, groups_per_step=8)
+        for index in range(10):
+            (item,) = await admit_and_claim(buffer, "x")
+            if index % 2:
+                buffer.finish(group_of(item))
+            else:
+                buffer.fail(item.group_id, RuntimeError("lost"))
+        assert buffer.stats().dropped == {"RuntimeError": 5}
+
+    run_virtual(main())
+
+
+WAITS: dict[str, Callable[[WorkBuffer], Coroutine[Any, Any, Any]]] = {
+    "slot": lambda buffer: buffer.wait_for_slot(),
+    "claim": lambda buffer: buffer.claim(),
+    "take": lambda buffer: buffer.take(0),
+}
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_close_wakes_every_waiter_with_the_cause(wait: str) -> None:
+    async def main() -> None:
+        buffer = new_buffer(groups_per_step=1, max_staleness=0)
+        await admit_and_claim(buffer, "a")
+        waiting = [await blocks(WAITS[wait](buffer)) for _ in range(3 if wait != "take" else 1)]
+        cause = OSError("disk full")
+        buffer.close(cause)
+        buffer.close()
+        for task in waiting:
+            with pytest.raises(BufferClosed, match="OSError: disk full") as caught:
+                await task
+            assert caught.value.__cause__ is cause
+        with pytest.raises(BufferClosed):
+            await WAITS[wait](buffer)
+
+    run_virtual(main())
+
+
+def test_a_cancelled_claimer_does_not_take_a_prompt_with_it() -> None:
+    async def main() -> None:
+        buffer = new_buffer()
+        first, second = await blocks(buffer.claim()), await blocks(buffer.claim())
+        buffer.admit(prompt("a"))
+        first.cancel()
+        assert (await second).prompt.prompt_id == "a"
+
+    run_virtual(main())
+
+
+def test_many_claimers_share_prompts_without_loss_or_repetition() -> None:
+    async def main() -> None:
+        buffer = new_buffer(groups_per_step=50)
+        claims = [asyncio.create_task(buffer.claim()) for _ in range(100)]
+        await asyncio.sleep(0)
+        for index in range(100):
+            buffer.admit(prompt(str(index)))
+        assert sorted(item.group_id for item in await asyncio.gather(*claims)) == list(range(100))
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("verb", ["finish", "filter", "fail"])
+def test_a_group_ends_once_and_only_after_it_was_claimed(verb: str) -> None:
+    async def main() -> None:
+        buffer = new_buffer(max_retries=0)
+
+        def end(item: WorkItem) -> None:
+            match verb:
+                case "finish":
+                    buffer.finish(group_of(item))
+                case "filter":
+                    buffer.filter(item.group_id, "x")
+                case _:
+                    buffer.fail(item.group_id, RuntimeError("x"))
+
+        item = buffer.admit(prompt("a"))
+        with pytest.raises(ValueError, match=f"cannot {verb} group 0: it is not running"):
+            end(item)
+        end(await buffer.claim())
+        with pytest.raises(ValueError, match=f"cannot {verb} group 0: it is not running"):
+            end(item)
+
+    run_virtual(main())
+
+
+def test_a_prompt_survives_json() -> None:
+    before = prompt("a")
+    after = load_prompt(json.loads(json.dumps(dump_prompt(before))))
+    np.testing.assert_array_equal(after.token_ids, before.token_ids)
+    assert after.token_ids.dtype == np.int32
+    assert dump_prompt(after) == dump_prompt(before)
+
+
+def test_a_checkpoint_owes_every_prompt_that_its_steps_did_not_train() -> None:
+    """Step 0 is trained, step 1 is taken but not trained; one group each is ready, running, queued and filtered."""
+
+    async def main() -> None:
+        buffer = new_buffer(groups_per_step=1, max_staleness=6)
+        await train_one(buffer, 0, "trained")
+        await train_one(buffer, 1, "taken")
+        ready, _running, filtered = await admit_and_claim(buffer, "ready", "running", "filtered")
+        buffer.finish(group_of(ready))
+        buffer.filter(filtered.group_id, "zero_variance")
+        buffer.admit(prompt("queued"))
+        state = json.loads(json.dumps(buffer.state_dict(1)))
+
+        resumed = new_buffer(groups_per_step=1, max_staleness=1, version=1)
+        resumed.load_state_dict(state)
+        with pytest.raises(RuntimeError, match="4 prompts of the resumed run come first"):
+            resumed.admit(prompt("new"))
+        back: list[tuple[int, str, int]] = []
+        for _ in range(2):
+            item = resumed.readmit()
+            assert item is not None
+            back.append((item.group_id, item.prompt.prompt_id, item.start_version))
+        assert back == [(1, "taken", 1), (2, "ready", 1)]
+        with pytest.raises(RuntimeError, match="all 2 slots are in use"):
+            resumed.readmit()
+        owed = [entry["prompt"]["prompt_id"] for entry in resumed.state_dict(1)["prompts"]]
+        assert owed == ["taken", "ready", "running", "queued"]
+        stats = resumed.stats()
+        assert (stats.trained, stats.filtered, stats.discarded_tokens) == (1, {"zero_variance": 1}, 0)
+
+    run_virtual(main())
+
+
+def test_group_ids_go_on_after_a_resume() -> None:
+    async def main() -> None:
+        buffer = new_buffer()
+        await train_one(buffer, 0, "a", "b")
+        resumed = new_buffer(version=1)
+        resumed.load_state_dict(buffer.state_dict(1))
+        assert resumed.readmit() is None
+        assert resumed.admit(prompt("c")).group_id == 2
+
+    run_virtual(main())
+
+
+def test_a_checkpoint_of_another_step_is_refused() -> None:
+    async def main() -> None:
+        buffer = new_buffer()
+        with pytest.raises(ValueError, match="no checkpoint of step 1 can be made"):
+            buffer.state_dict(1)
+        await train_one(buffer, 0, "a", "b")
+        with pytest.raises(ValueError, match="the checkpoint is of step 1, but this buffer starts at 0"):
+            new_buffer().load_state_dict(buffer.state_dict(1))
+        with pytest.raises(ValueError, match="not used yet"):
+            buffer.load_state_dict(buffer.state_dict(1))
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("groups_per_step", 0), ("max_staleness", -1), ("max_retries", -1), ("max_refills_per_step", 0)],
+)
+def test_a_size_out_of_range_is_refused_by_name(name: str, value: int) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be >= {value + 1}, got {value}"):
+        new_buffer(**{name: value})

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing, suppress
+
+import numpy as np
+import pytest
+
+from rollout.engine.actor import EngineActor, PauseWatchdog
+from rollout.engine.base import Engine, EngineSpec
+from rollout.engine.scripted_engine import ScriptedEngine
+from rollout.errors import EngineDead
+from rollout.types import Completion, SamplingParams
+from weight_sync.wire import Reply, encode
+
+PROMPT = np.array([1, 2], np.int32)
+
+
+def make_actor(**faults: object) -> tuple[EngineActor, ScriptedEngine]:
+    built: list[ScriptedEngine] = []
+
+    def build(spec: EngineSpec) -> Engine:
+        built.append(ScriptedEngine(spec, script=lambda prompt, position, version: (position, -1.0)))
+        return built[0]
+
+    actor = EngineActor(EngineSpec(model="scripted", stream_tokens=4), build=build)
+    for name, value in faults.items():
+        setattr(built[0].faults, name, value)
+    return actor, built[0]
+
+
+def group_params(*lengths: int) -> list[SamplingParams]:
+    return [SamplingParams(max_tokens=length, seed=i) for i, length in enumerate(lengths)]
+
+
+async def test_a_group_stream_gives_every_sample_whole_and_in_order() -> None:
+    actor, engine = make_actor()
+    await actor.start()
+    by_index: dict[int, list[Completion]] = {0: [], 1: [], 2: []}
+    num_items = 0
+    async for items in actor.generate_group(["a", "b", "c"], PROMPT, group_params(3, 10, 17)):
+        num_items += 1
+        for index, chunk in items:
+            by_index[index].append(chunk)
+    for index, length in enumerate((3, 10, 17)):
+        assert np.concatenate([c.token_ids for c in by_index[index]]).tolist() == list(range(length))
+        assert [c.finish_reason for c in by_index[index]][-1] == "length"
+    assert num_items < sum(len(chunks) for chunks in by_index.values()), "chunks that are ready travel together"
+    assert engine.stats().finished_requests == 3
+    await actor.close()
+
+
+async def test_a_dead_engine_ends_the_group_after_the_chunks_it_gave() -> None:
+    actor, _ = make_actor(die_after_tokens=9)
+    await actor.start()
+    received = 0
+    with pytest.raises(EngineDead):
+        async for items in actor.generate_group(["a"], PROMPT, group_params(100)):
+            received += sum(len(chunk.token_ids) for _, chunk in items)
+    assert received == 8, "two whole chunks of 4 before the ninth token"
+    await actor.close()
+
+
+async def test_closing_a_group_stream_aborts_its_requests() -> None:
+    actor, engine = make_actor()
+    await actor.start()
+    async with aclosing(actor.generate_group(["a", "b"], PROMPT, group_params(4000, 4000))) as stream:
+        await anext(stream)
+    assert engine.stats().running == engine.stats().waiting == 0
+    await actor.close()
+
+
+async def test_the_watchdog_declares_a_mixture_dead_that_nobody_repairs() -> None:
+    now = 0.0
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        await asyncio.sleep(0)
+
+    engine = ScriptedEngine(
+        EngineSpec(model="scripted"), workers=lambda *_: [encode(Reply(ok=False, dirty=True))], clock=lambda: now
+    )
+    await engine.start()
+    await engine.commit(1, "ws_commit", timeout_s=5.0)
+    watchdog = PauseWatchdog(engine, limit_s=30.0, sleep=sleep)
+    task = asyncio.create_task(watchdog.run())
+    while not engine.stats().is_dead:
+        await asyncio.sleep(0)
+    assert 30.0 < now < 33.0
+    assert watchdog.num_interventions == 1
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+
+
+async def test_the_watchdog_leaves_a_running_engine_alone() -> None:
+    engine = ScriptedEngine(EngineSpec(model="scripted"))
+    await engine.start()
+    watchdog = PauseWatchdog(engine, limit_s=0.0, sleep=lambda _: asyncio.sleep(0))
+    task = asyncio.create_task(watchdog.run())
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert watchdog.num_interventions == 0
+    assert not engine.stats().is_dead
+    task.cancel()
+
+
+async def test_a_worker_call_that_never_answers_kills_the_engine() -> None:
+    actor, engine = make_actor(hang_workers=True)
+    await actor.start()
+    with pytest.raises(TimeoutError, match="ws_poll"):
+        await actor.call_workers("ws_poll", [1], 0.01)
+    with pytest.raises(EngineDead):
+        await actor.commit(1, "ws_commit", [], 0.01)
+    assert engine.faults.worker_calls == [("ws_poll", (1,))]
+    await actor.close()

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import pytest
+
+from rollout.engine.router import NoReplica, Router
+
+
+def test_a_new_group_goes_to_the_replica_with_fewest_outstanding_tokens() -> None:
+    router = Router(["a", "b"])
+    assert router.route("g1", 100) == "a"
+    assert router.route("g2", 30) == "b"
+    assert router.route("g3", 30) == "b"
+    assert router.route("g4", 30) == "b"
+    router.done("a", 100)
+    assert router.route("g5", 1) == "a"
+    assert router.outstanding_tokens == {"a": 1, "b": 90}
+
+
+def test_a_group_stays_where_it_is_until_it_is_forgotten() -> None:
+    router = Router(["a", "b"])
+    router.route("g", 100)
+    assert router.route("g", 100) == "a"
+    router.forget("g")
+    assert router.route("g", 1) == "b"
+
+
+def test_a_quarantined_replica_gets_nothing_and_its_groups_move() -> None:
+    router = Router(["a", "b"])
+    assert router.route("g", 10) == "a"
+    router.quarantine("a", "died")
+    assert router.route("g", 10) == "b"
+    assert router.route("other", 1) == "b"
+    router.restore("a")
+    assert router.route("new", 1) == "a"
+    assert router.route("g", 10) == "b", "it has moved, with its prefix cache"
+
+
+def test_no_replica_left_is_an_error_with_every_first_reason() -> None:
+    router = Router(["a", "b"])
+    router.quarantine("a", "out of memory")
+    router.quarantine("a", "does not answer")
+    router.quarantine("b", "missed a sync")
+    with pytest.raises(NoReplica, match=r"all 2 .*a: out of memory; b: missed a sync"):
+        router.route("g", 1)
+
+
+def test_more_tokens_back_than_sent_are_refused() -> None:
+    router = Router(["a"])
+    router.route("g", 10)
+    with pytest.raises(ValueError, match="11 tokens came back from 'a', but only 10 were outstanding"):
+        router.done("a", 11)
+
+
+def test_unknown_and_missing_replicas_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least one replica"):
+        Router([])
+    with pytest.raises(ValueError, match="unknown replica 'c'; known are"):
+        Router(["a"]).quarantine("c", "x")

@@ -1,0 +1,56 @@
+"""A character tokenizer with a chat template that shows its structure, and a spec with everything set."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from rollout.prompts.readers import SourceSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+BOS = 1
+
+
+class CharTokenizer:
+    """One token per character, a BOS in front, `<role>content` per message and `<assistant>` at the end."""
+
+    chat_template: str | None = "roles"
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return ([BOS] if add_special_tokens else []) + [ord(c) for c in text]
+
+    def apply_chat_template(
+        self, conversation: list[dict[str, Any]], *, tokenize: bool, add_generation_prompt: bool
+    ) -> str:
+        assert not tokenize
+        if any(m["role"] not in ("system", "user", "assistant") for m in conversation):
+            raise ValueError("unexpected role")
+        turns = "".join(f"<{m['role']}>{m['content']}" for m in conversation)
+        return turns + ("<assistant>" if add_generation_prompt else "")
+
+
+@pytest.fixture
+def tokenizer() -> CharTokenizer:
+    return CharTokenizer()
+
+
+@pytest.fixture
+def make_spec() -> Callable[..., SourceSpec]:
+    base = SourceSpec(
+        path="builtin:arithmetic",
+        reader="auto",
+        split="train",
+        prompt_column="prompt",
+        answer_column="answer",
+        answer_required=True,
+        apply_chat_template=False,
+        system_prompt="",
+        max_prompt_tokens=64,
+        overlong_prompts="filter",
+        max_operand=9,
+    )
+    return lambda **changes: replace(base, **changes)

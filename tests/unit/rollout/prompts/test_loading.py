@@ -1,0 +1,270 @@
+"""Data sets become prompts: every format gives the same prompts, and every defect a message that helps."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from rollout.errors import DataError
+from rollout.prompts.source import load_prompts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from rollout.prompts.readers import SourceSpec
+
+    MakeSpec = Callable[..., SourceSpec]
+
+ROWS: list[dict[str, Any]] = [
+    {"prompt": "1+1=", "answer": "2", "level": 1, "extra": {"truth": "two"}},
+    {"prompt": "2+2=", "answer": "4", "level": 2, "extra": {"truth": "four"}},
+    {"prompt": "30+3=", "answer": "33", "level": 3, "extra": {"truth": "more"}},
+]
+
+
+def write_jsonl(path: Path, rows: Sequence[Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def write_parquet(path: Path, rows: list[dict[str, Any]]) -> str:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return str(path)
+
+
+def write_saved(path: Path, rows: list[dict[str, Any]]) -> str:
+    import datasets
+
+    splits = {"train": datasets.Dataset.from_list(rows), "validation": datasets.Dataset.from_list(rows[:1])}
+    datasets.DatasetDict(splits).save_to_disk(str(path))
+    return str(path)
+
+
+WRITERS = {"a.jsonl": write_jsonl, "a.parquet": write_parquet, "saved": write_saved}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_format_gives_the_same_prompts(tmp_path: Path, make_spec: MakeSpec, tokenizer: Any, name: str) -> None:
+    loaded = load_prompts(make_spec(path=WRITERS[name](tmp_path / name, ROWS)), tokenizer)
+    assert [p.text for p in loaded.prompts] == ["1+1=", "2+2=", "30+3="]
+    assert [p.answer for p in loaded.prompts] == ["2", "4", "33"]
+    assert loaded.prompts[2].token_ids.tolist() == [1, *map(ord, "30+3=")]
+    assert loaded.prompts[2].token_ids.dtype == "int32"
+    assert loaded.prompts[2].metadata == {"level": 3, "extra": {"truth": "more"}}
+    assert len({p.prompt_id for p in loaded.prompts}) == 3
+
+
+def test_a_directory_of_files_is_read_in_order_of_names(tmp_path: Path, make_spec: MakeSpec, tokenizer: Any) -> None:
+    write_jsonl(tmp_path / "part-1.jsonl", ROWS[1:])
+    write_jsonl(tmp_path / "part-0.jsonl", ROWS[:1])
+    loaded = load_prompts(make_spec(path=str(tmp_path)), tokenizer)
+    assert [(p.prompt_id, p.answer) for p in loaded.prompts] == [
+        ("part-0/1", "2"),
+        ("part-1/1", "4"),
+        ("part-1/2", "33"),
+    ]
+
+
+def test_a_hub_style_directory_is_read_through_datasets(
+    tmp_path: Path, make_spec: MakeSpec, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "repo" / "data").mkdir(parents=True)
+    write_parquet(tmp_path / "repo" / "data" / "train-00000-of-00001.parquet", ROWS)
+    write_parquet(tmp_path / "repo" / "data" / "test-00000-of-00001.parquet", ROWS[:1])
+    loaded = load_prompts(make_spec(path=str(tmp_path / "repo"), split="test"), tokenizer)
+    assert [p.answer for p in loaded.prompts] == ["2"]
+    with pytest.raises(DataError, match="no split 'dev'; its splits are test, train"):
+        load_prompts(make_spec(path=str(tmp_path / "repo"), split="dev"), tokenizer)
+
+
+def test_builtin_arithmetic_is_a_data_set_like_any_other(make_spec: MakeSpec, tokenizer: Any) -> None:
+    train, test = (load_prompts(make_spec(split=split), tokenizer).prompts for split in ("train", "test"))
+    assert len(train) + len(test) == 100
+    assert not {p.text for p in train} & {p.text for p in test}
+    for prompt in (*train, *test):
+        a, b = prompt.text.removesuffix("=").split("+")
+        assert int(prompt.answer) == int(a) + int(b)
+
+
+MESSAGES = [{"role": "user", "content": "1+1?"}]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "changes", "text", "has_bos"),
+    [
+        ("1+1?", {}, "1+1?", True),
+        ("1+1?", {"apply_chat_template": True}, "<user>1+1?<assistant>", False),
+        (
+            "1+1?",
+            {"apply_chat_template": True, "system_prompt": "Be brief."},
+            "<system>Be brief.<user>1+1?<assistant>",
+            False,
+        ),
+        (MESSAGES, {}, "<user>1+1?<assistant>", False),
+        (MESSAGES, {"system_prompt": "Be brief."}, "<system>Be brief.<user>1+1?<assistant>", False),
+    ],
+)
+def test_chat_templates_bring_their_own_special_tokens(
+    tmp_path: Path, make_spec: MakeSpec, tokenizer: Any, prompt: Any, changes: Any, text: str, has_bos: bool
+) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": prompt, "answer": 2}])
+    (loaded,) = load_prompts(make_spec(path=path, **changes), tokenizer).prompts
+    assert loaded.text == text
+    assert loaded.token_ids.tolist() == ([1] if has_bos else []) + [ord(c) for c in text]
+
+
+def test_a_dotted_column_reaches_into_a_struct(tmp_path: Path, make_spec: MakeSpec, tokenizer: Any) -> None:
+    path = write_parquet(tmp_path / "a.parquet", ROWS)
+    loaded = load_prompts(make_spec(path=path, answer_column="extra.truth"), tokenizer)
+    assert [p.answer for p in loaded.prompts] == ["two", "four", "more"]
+
+
+def test_overlong_prompts_are_dropped_and_counted(
+    tmp_path: Path, make_spec: MakeSpec, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ROWS)
+    with caplog.at_level(logging.WARNING):
+        loaded = load_prompts(make_spec(path=path, max_prompt_tokens=5), tokenizer)
+    assert (len(loaded.prompts), loaded.num_overlong) == (2, 1)
+    assert "dropped 1 of 3 prompts over task.max_prompt_tokens=5" in caplog.text
+
+
+def test_missing_answers_are_fine_only_where_none_is_needed(
+    tmp_path: Path, make_spec: MakeSpec, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "say hello"}])
+    loaded = load_prompts(make_spec(path=path, answer_required=False), tokenizer)
+    assert loaded.prompts[0].answer == ""
+    assert "every answer is empty" in caplog.text
+
+
+def bad_message(role: object) -> dict[str, object]:
+    return {"prompt": [{"role": role, "content": "x"}], "answer": "1"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes", "message"),
+    [
+        ([], {}, "has no rows"),
+        (
+            [{"question": "1+1", "answer": "2"}],
+            {},
+            "line 1: no column 'prompt'; the columns are: question, answer; set",
+        ),
+        ([ROWS[0], {"prompt": "3"}], {}, "line 2: no column 'answer'; the columns are: prompt; set task.answer_column"),
+        ([{"prompt": 7, "answer": "2"}], {}, "line 1: column 'prompt' holds a int; a prompt is a string or a list"),
+        ([{"prompt": None, "answer": "2"}], {}, "column 'prompt' holds a NoneType"),
+        ([{"prompt": [], "answer": "2"}], {}, "holds no message"),
+        ([{"prompt": ["hi"], "answer": "2"}], {}, "message 0 of column 'prompt' is 'hi'; each message is"),
+        ([bad_message(3)], {}, "message 0 .*each message is"),
+        ([bad_message("narrator")], {}, r"template refused the messages \(roles: narrator\): unexpected role"),
+        ([bad_message("system")], {"system_prompt": "x"}, "bring their own system message"),
+        ([ROWS[0]], {"system_prompt": "x"}, "task.system_prompt is set, but this prompt is a plain string"),
+        ([{"prompt": "1", "answer": [2]}], {}, "column 'answer' holds list .*an answer is a string or a number"),
+        ([{"prompt": "1", "answer": True}], {}, "column 'answer' holds bool True"),
+        ([{"prompt": "1", "answer": None}], {}, "column 'answer' holds NoneType"),
+        (["text"], {}, "line 1: got a JSON str; each line must be one JSON object"),
+        (ROWS, {"max_prompt_tokens": 3}, r"all 3 prompts are longer than .*=3 \(the shortest has 5 tokens\)"),
+        (ROWS, {"max_prompt_tokens": 5, "overlong_prompts": "error"}, r"1 of 3 prompts .* a/3 \(6 tokens\); raise the"),
+        (ROWS, {"reader": "parquet"}, "is not a readable Parquet file"),
+        (ROWS, {"reader": "csv"}, "unknown reader 'csv'; allowed: auto, arithmetic, jsonl, parquet, hf"),
+        (ROWS, {"reader": "arithmetic"}, "makes its own data and cannot read"),
+        (ROWS, {"path": "builtin:arithmetic", "split": "dev"}, "its splits are 'train' and 'test'"),
+        (ROWS, {"path": "builtin:arithmetics"}, "no data set 'builtin:arithmetics'; the only built-in one is"),
+    ],
+)
+def test_defects_are_refused_with_a_message_that_helps(
+    tmp_path: Path, make_spec: MakeSpec, tokenizer: Any, rows: Any, changes: Any, message: str
+) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    with pytest.raises(DataError, match=message):
+        load_prompts(make_spec(**({"path": path} | changes)), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"prompt": "1", "answer": "2"}\n\n{"prompt": \n', "a.jsonl, line 3: not valid JSON"),
+        (b'{"prompt": "1", "answer": "2"}\n{"prompt": "\xff"}\n', "a.jsonl, line 2: not UTF-8"),
+    ],
+)
+def test_damaged_files_are_refused_with_the_line(
+    tmp_path: Path, make_spec: MakeSpec, tokenizer: Any, content: bytes, message: str
+) -> None:
+    (tmp_path / "a.jsonl").write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        load_prompts(make_spec(path=str(tmp_path / "a.jsonl")), tokenizer)
+
+
+def test_a_byte_order_mark_and_blank_lines_do_no_harm(tmp_path: Path, make_spec: MakeSpec, tokenizer: Any) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "1", "answer": "2"}\r\n\r\n')
+    assert load_prompts(make_spec(path=str(tmp_path / "a.jsonl")), tokenizer).prompts[0].text == "1"
+
+
+def test_a_missing_file_suggests_names_that_are_near(tmp_path: Path, make_spec: MakeSpec, tokenizer: Any) -> None:
+    write_jsonl(tmp_path / "train.jsonl", ROWS)
+    with pytest.raises(DataError, match=r"tran\.jsonl' does not exist; did you mean .*/train\.jsonl\?"):
+        load_prompts(make_spec(path=str(tmp_path / "tran.jsonl")), tokenizer)
+    with pytest.raises(DataError, match=r"its directory .*/no does not exist either"):
+        load_prompts(make_spec(path=str(tmp_path / "no" / "a.parquet")), tokenizer)
+    for reader in ("jsonl", "parquet", "hf"):
+        with pytest.raises(DataError, match="does not exist"):
+            load_prompts(make_spec(path=str(tmp_path / "nothing"), reader=reader), tokenizer)
+
+
+def test_directories_and_suffixes_that_are_unclear_are_refused(
+    tmp_path: Path, make_spec: MakeSpec, tokenizer: Any
+) -> None:
+    write_jsonl(tmp_path / "a.jsonl", ROWS)
+    write_parquet(tmp_path / "a.parquet", ROWS)
+    (tmp_path / "a.txt").write_text("1+1=")
+    with pytest.raises(DataError, match="mixes JSONL and Parquet"):
+        load_prompts(make_spec(path=str(tmp_path)), tokenizer)
+    with pytest.raises(DataError, match=r"cannot tell how to read .*'\.txt'; known: \.jsonl"):
+        load_prompts(make_spec(path=str(tmp_path / "a.txt")), tokenizer)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"holds no \.jsonl"):
+        load_prompts(make_spec(path=str(tmp_path / "empty"), reader="jsonl"), tokenizer)
+
+
+def test_a_hub_name_that_cannot_be_reached_is_a_data_error(tmp_path: Path) -> None:
+    """In a process of its own: `datasets` reads its offline switch and cache directory when it is imported."""
+    code = (
+        "from rollout.errors import DataError\n"
+        "from tests.unit.rollout.prompts.conftest import CharTokenizer, make_spec\n"
+        "from rollout.prompts.source import load_prompts\n"
+        "try: load_prompts(make_spec.__wrapped__()(path='nobody/nothing:main'), CharTokenizer())\n"
+        "except DataError as error: print(error)\n"
+    )
+    env = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=env,
+        cwd=Path(__file__).parents[4],
+        timeout=120,
+    )
+    assert "cannot load Hugging Face data set 'nobody/nothing:main'" in done.stdout, done.stderr
+    assert "check the name (owner/name, or owner/name:config), the network" in done.stdout
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused_for_chat_prompts(
+    tmp_path: Path, make_spec: MakeSpec, tokenizer: Any
+) -> None:
+    tokenizer.chat_template = None
+    path = write_jsonl(tmp_path / "a.jsonl", ROWS)
+    with pytest.raises(DataError, match="the model's tokenizer has none"):
+        load_prompts(make_spec(path=path, apply_chat_template=True), tokenizer)

@@ -1,0 +1,259 @@
+"""Reward processes: every way a user's function can misbehave costs its own item, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from rollout.errors import DataError, RewardError
+from rollout.reward.pipeline import RewardPipeline
+from rollout.reward.result import RewardResult
+from rollout.types import Prompt
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+BEHAVIOUR = """
+import os, sys, time, json
+
+def reward(*, prompt, response, answer, metadata):
+    print("user code may print")
+    match response.split():
+        case ["value", number]: return float(number)
+        case ["dict"]: return {"reward": 0.5, "format": 1, "length": 2.0}
+        case ["dict_without_reward"]: return {"score": 1.0}
+        case ["raise"]: raise KeyError("missing thing")
+        case ["exit"]: sys.exit(3)
+        case ["die"]: os._exit(7)
+        case ["spin"]:
+            while True: pass
+        case ["sleep", seconds]: time.sleep(float(seconds)); return 1.0
+        case ["text"]: return "1.0"
+        case ["none"]: return None
+        case ["pid"]: return float(os.getpid())
+        case ["torch"]: return float("torch" in sys.modules or "ray" in sys.modules)
+        case ["main"]: return float(any(name.startswith("pytest") for name in sys.modules))
+        case ["metadata"]: return float(metadata["level"]) + len(prompt) + len(answer)
+        case ["grandchild", path]:
+            import subprocess
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+            open(path, "w").write(str(child.pid))
+            while True: pass
+
+def other(*, prompt, response, answer, metadata):
+    return -5.0
+"""
+
+
+@pytest.fixture
+def function(tmp_path: Path) -> str:
+    path = tmp_path / "behaviour.py"
+    path.write_text(BEHAVIOUR)
+    return f"{path}:reward"
+
+
+def a_prompt(**changes: object) -> Prompt:
+    values: dict[str, object] = {
+        "prompt_id": "train/17",
+        "token_ids": np.array([1, 2], np.int32),
+        "text": "12+7=",
+        "answer": "19",
+        "metadata": {"level": 3},
+    }
+    return Prompt(**(values | changes))  # type: ignore[arg-type]
+
+
+def values(outcomes: Sequence[RewardResult | RewardError]) -> list[object]:
+    return [o.reward if isinstance(o, RewardResult) else type(o) for o in outcomes]
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process runs; a zombie that waits for its parent does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(pids: Sequence[int], *, timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while running := [pid for pid in pids if is_running(pid)]:
+        assert time.monotonic() < deadline, f"still running: {running}"
+        time.sleep(0.02)
+
+
+async def test_user_function_gets_prompt_answer_and_metadata(function: str) -> None:
+    async with RewardPipeline(function, timeout_s=10.0, num_processes=1) as rewards:
+        assert await rewards.score(a_prompt(), "value 0.1") == RewardResult(reward=0.1)
+        assert (await rewards.score(a_prompt(), "metadata")).reward == 3 + len("12+7=") + len("19")
+        assert await rewards.score(a_prompt(), "dict") == RewardResult(reward=0.5, parts={"format": 1.0, "length": 2.0})
+
+
+@pytest.mark.parametrize(
+    ("response", "message"),
+    [
+        ("raise", r"raised KeyError: 'missing thing'\n.*behaviour\.py.*line \d+, in reward"),
+        ("exit", "raised SystemExit: 3"),
+        ("die", "exit code 7"),
+        ("value nan", "returned nan"),
+        ("value inf", "returned inf"),
+        ("text", r"returned str '1\.0'"),
+        ("none", "returned NoneType None"),
+        ("dict_without_reward", "without the key"),
+    ],
+)
+async def test_a_bad_call_is_an_error_that_names_reward_prompt_and_cause(
+    function: str, response: str, message: str
+) -> None:
+    async with RewardPipeline(function, timeout_s=10.0, num_processes=1) as rewards:
+        with pytest.raises(RewardError, match=f"(?s)behaviour.*train/17.*{message}"):
+            await rewards.score(a_prompt(), response)
+        assert (await rewards.score(a_prompt(), "value 1")).reward == 1.0
+
+
+async def test_a_hang_in_a_batch_marks_only_its_own_item(function: str) -> None:
+    batch = ["value 1", "spin", "value 2", "die", "raise", "value 3"]
+    async with RewardPipeline(function, timeout_s=0.6, num_processes=1) as rewards:
+        outcomes = await rewards.score_batch(a_prompt(), batch)
+    assert values(outcomes) == [1.0, RewardError, 2.0, RewardError, RewardError, 3.0]
+    assert "longer than 0.6 s" in str(outcomes[1])
+
+
+async def test_the_limit_holds_for_each_item_not_for_the_batch(function: str) -> None:
+    async with RewardPipeline(function, timeout_s=0.6, num_processes=1) as rewards:
+        outcomes = await rewards.score_batch(a_prompt(), ["sleep 0.3"] * 4)
+    assert values(outcomes) == [1.0] * 4
+
+
+async def test_a_batch_runs_in_one_process_and_batches_run_side_by_side(function: str) -> None:
+    async with RewardPipeline(function, timeout_s=10.0, num_processes=2) as rewards:
+        batches = await asyncio.gather(
+            *(rewards.score_batch(a_prompt(), ["sleep 0.3", "pid", "pid"]) for _ in range(2))
+        )
+    pids = [values(batch)[1:] for batch in batches]
+    assert all(first == second for first, second in pids)
+    assert pids[0] != pids[1]
+
+
+async def test_a_blocked_event_loop_does_not_turn_an_answer_into_a_hang(function: str) -> None:
+    async with RewardPipeline(function, timeout_s=0.3, num_processes=1) as rewards:
+        call = asyncio.create_task(rewards.score(a_prompt(), "value 4"))
+        await asyncio.sleep(0.01)
+        time.sleep(0.6)
+        assert (await call).reward == 4.0
+
+
+async def test_reward_processes_import_neither_torch_nor_the_parents_main_module(function: str) -> None:
+    async with RewardPipeline(function, timeout_s=10.0, num_processes=1) as rewards:
+        assert values(await rewards.score_batch(a_prompt(), ["torch", "main"])) == [0.0, 0.0]
+
+
+async def test_prompt_may_name_its_own_reward(function: str) -> None:
+    other = function.replace(":reward", ":other")
+    async with RewardPipeline(function, timeout_s=10.0, num_processes=1) as rewards:
+        assert (await rewards.score(a_prompt(reward=other), "value 1")).reward == -5.0
+        assert (await rewards.score(a_prompt(reward="arithmetic"), " 19\n")).reward == 1.0
+        outcomes = await rewards.score_batch(a_prompt(reward="arithmetics"), ["a", "b"])
+        assert values(outcomes) == [RewardError, RewardError]
+        assert "did you mean 'arithmetic'" in str(outcomes[0])
+
+
+async def test_cancelled_call_does_not_leak_its_answer_into_the_next(function: str) -> None:
+    async with RewardPipeline(function, timeout_s=10.0, num_processes=1) as rewards:
+        call = asyncio.create_task(rewards.score_batch(a_prompt(), ["sleep 0.2", "value 8", "value 9"]))
+        await asyncio.sleep(0.05)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert (await rewards.score(a_prompt(), "value 1")).reward == 1.0
+
+
+async def test_close_kills_busy_processes_and_answers_their_callers(function: str) -> None:
+    rewards = RewardPipeline(function, timeout_s=60.0, num_processes=2)
+    await rewards.start()
+    pids = [int((await rewards.score(a_prompt(), "pid")).reward)]
+    calls = [asyncio.create_task(rewards.score_batch(a_prompt(), ["spin", "value 1"])) for _ in range(4)]
+    await asyncio.sleep(0.2)
+    await rewards.close()
+    wait_until_gone(pids, timeout_s=1.0)
+    for outcome in [o for batch in await asyncio.gather(*calls) for o in batch]:
+        assert isinstance(outcome, RewardError)
+        assert "was closed" in str(outcome)
+    assert "was closed" in str((await rewards.score_batch(a_prompt(), ["value 1"]))[0])
+
+
+async def test_a_hang_takes_what_the_reward_started_with_it(function: str, tmp_path: Path) -> None:
+    pid_file = tmp_path / "grandchild.pid"
+    async with RewardPipeline(function, timeout_s=1.0, num_processes=1) as rewards:
+        with pytest.raises(RewardError, match="longer than"):
+            await rewards.score(a_prompt(), f"grandchild {pid_file}")
+    wait_until_gone([int(pid_file.read_text())])
+
+
+async def test_a_function_that_does_not_import_stops_the_start_and_leaves_no_process(tmp_path: Path) -> None:
+    path, pid_file = tmp_path / "broken.py", tmp_path / "pid"
+    path.write_text(f"import os\nopen({str(pid_file)!r}, 'w').write(str(os.getpid()))\nimport no_such_module\n")
+    rewards = RewardPipeline(f"{path}:reward", timeout_s=5.0, num_processes=1)
+    with pytest.raises(DataError, match="ModuleNotFoundError: No module named 'no_such_module'"):
+        await rewards.start()
+    wait_until_gone([int(pid_file.read_text())])
+
+
+async def test_an_import_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "slow.py"
+    path.write_text("import time\ntime.sleep(600)\n")
+    monkeypatch.setattr("rollout.reward.process.LOAD_TIMEOUT_S", 1.0)
+    with pytest.raises(DataError, match=r"the import of .*slow\.py:reward took longer than 1 s"):
+        await RewardPipeline(f"{path}:reward", timeout_s=5.0, num_processes=1).start()
+
+
+async def test_inline_reward_starts_no_process() -> None:
+    async with RewardPipeline("arithmetic", timeout_s=1.0, num_processes=2) as rewards:
+        assert values(await rewards.score_batch(a_prompt(), ["19", " 19 ", "1 9", "20", ""])) == [1, 1, 0, 0, 0]
+        children = subprocess.run(
+            ["ps", "-o", "args=", "--ppid", str(os.getpid())], capture_output=True, text=True
+        ).stdout
+        assert "rollout.reward.child" not in children
+
+
+PARENT = """
+import asyncio, sys
+import numpy as np
+from rollout.reward.pipeline import RewardPipeline
+from rollout.types import Prompt
+
+async def main():
+    prompt = Prompt(prompt_id="p", token_ids=np.zeros(1, np.int32), text="", answer="")
+    rewards = RewardPipeline(sys.argv[1], timeout_s=600.0, num_processes=2)
+    await rewards.start()
+    busy = asyncio.create_task(rewards.score(prompt, "spin"))
+    pids = [p.pid for p in rewards._processes]
+    await asyncio.sleep(0.2)
+    print(*pids, flush=True)
+    await busy
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("deadly", [signal.SIGKILL, signal.SIGTERM])
+def test_reward_processes_die_with_a_killed_parent(function: str, deadly: signal.Signals) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT, function], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[4]
+    ) as parent:
+        assert parent.stdout is not None
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 2
+        assert all(is_running(pid) for pid in pids)
+        parent.send_signal(deadly)
+        parent.wait(10)
+        wait_until_gone(pids)

@@ -1,0 +1,92 @@
+"""The rewards that come with Tandem."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from rollout.errors import RewardError
+from rollout.reward.length import overlong_penalty
+from rollout.reward.math import score
+from rollout.reward.result import RewardResult, to_result
+
+
+def judged(response: str, answer: str) -> float:
+    return score(prompt="", response=response, answer=answer, metadata={})
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "expected"),
+    [
+        (r"It is \boxed{42}.", "42", 1.0),
+        (r"First \boxed{41}, no: \boxed{42}", "42", 1.0),
+        (r"\boxed{42} is what I first thought, but \boxed{41}", "42", 0.0),
+        (r"\boxed{1} and \boxed{2}", "1, 2", 1.0),
+        (r"\boxed{1} and \boxed{3}", "1, 2", 0.0),
+        ("so the answer is 42", "42", 1.0),
+        ("17 apples and 25 pears make 42", "42", 1.0),
+        ("42 apples, of which 25 are green", "42", 0.0),
+        (r"\boxed{0.5}", r"\frac{1}{2}", 1.0),
+        (r"$x = \frac{2}{4}$", r"\frac12", 1.0),
+        (r"\boxed{(1, 2)}", "(1,2)", 1.0),
+        (r"\boxed{(2, 1)}", "(1,2)", 0.0),
+        (r"\boxed{2\sqrt{2}}", r"\sqrt{8}", 1.0),
+        (r"\boxed{1,000}", "1000", 1.0),
+        (r"\boxed{72}", "She sold 48/2 = 24 clips.\n#### 72", 1.0),
+        (r"\boxed{24}", "She sold 48/2 = 24 clips.\n#### 72", 0.0),
+        (r"\boxed{42}", r"\boxed{42}", 1.0),
+        (r"\boxed{-3}", "-3", 1.0),
+        (r"\boxed{3}", "-3", 0.0),
+        ("", "42", 0.0),
+        ("no idea", "42", 0.0),
+        (r"\boxed{", "42", 0.0),
+    ],
+)
+def test_math_compares_the_last_answer_as_mathematics(response: str, answer: str, expected: float) -> None:
+    assert judged(response, answer) == expected
+
+
+@pytest.mark.parametrize("answer", ["", "   ", "####"])
+def test_math_refuses_an_answer_that_is_no_mathematics(answer: str) -> None:
+    with pytest.raises(ValueError, match=r"task\.answer_column"):
+        judged(r"\boxed{1}", answer)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "expected"),
+    [
+        (0, 0.0),
+        (15_000, 0.0),
+        (16_384, 0.0),
+        (17_000, -0.150390625),
+        (18_432, -0.5),
+        (20_480, -1.0),
+        (30_000, -1.0),
+    ],
+)
+def test_overlong_penalty_is_the_one_of_dapo(num_tokens: int, expected: float) -> None:
+    assert overlong_penalty(num_tokens, max_tokens=20_480, buffer_tokens=4_096, penalty=1.0) == expected
+    assert overlong_penalty(num_tokens, max_tokens=20_480, buffer_tokens=4_096, penalty=0.5) == expected / 2
+
+
+def test_overlong_penalty_without_a_buffer_is_off_and_a_buffer_beyond_the_limit_is_refused() -> None:
+    assert overlong_penalty(99, max_tokens=10, buffer_tokens=0, penalty=1.0) == 0.0
+    with pytest.raises(ValueError, match="got 11"):
+        overlong_penalty(5, max_tokens=10, buffer_tokens=11, penalty=1.0)
+
+
+@pytest.mark.parametrize("value", [1, 1.0, True, np.float32(1), np.int64(1), Fraction(1), {"reward": np.float64(1)}])
+def test_any_finite_real_number_is_a_reward(value: object) -> None:
+    assert to_result(value) == RewardResult(reward=1.0)
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["1", None, [1.0], 1j, math.nan, -math.inf, np.array([1.0]), {"reward": "1"}, {"reward": 1, "part": math.nan}, {}],
+)
+def test_anything_else_is_refused(value: object) -> None:
+    with pytest.raises(RewardError, match="returned"):
+        to_result(value)

@@ -1,0 +1,308 @@
+from __future__ import annotations
+
+import asyncio
+import math
+import pickle
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from rollout.buffer.items import WorkItem
+from rollout.engine.router import NoReplica
+from rollout.errors import RewardError
+from rollout.reward.result import RewardResult
+from rollout.types import Prompt, SamplingParams, Segment, Trajectory
+from rollout.worker import RolloutWorker, WorkerSpec, derive_seed
+from tests.fakes.engine_client import FakeEngine, expected_answer
+from tests.fakes.virtual_time import run_virtual
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+MAX_TOKENS = 20
+
+
+class Numbers:
+    """A tokenizer whose text is the token numbers."""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return " ".join(str(token) for token in token_ids if token or not skip_special_tokens)
+
+
+async def length_score(prompt: Prompt, text: str) -> RewardResult:
+    return RewardResult(reward=float(len(text.split())), parts={"length": 1.0})
+
+
+def spec(**changes: Any) -> WorkerSpec:
+    sampling = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.7)
+    settings = {"group_size": 4, "sampling": sampling, "request_timeout_s": 60.0, "seed": 3}
+    return WorkerSpec(**(settings | changes))
+
+
+def item(*, group_id: int = 5, start_version: int = 0, prompt_id: str = "train/1") -> WorkItem:
+    prompt = Prompt(prompt_id=prompt_id, token_ids=np.array([7, 8, 9], np.int32), text="", answer="")
+    return WorkItem(group_id=group_id, prompt=prompt, start_version=start_version)
+
+
+def worker(*engines: FakeEngine, score: Any = length_score, **changes: Any) -> RolloutWorker:
+    clock = asyncio.get_running_loop().time
+    return RolloutWorker(spec(**changes), engines, tokenizer=Numbers(), score=score, clock=clock)
+
+
+def generated(trajectory: Trajectory) -> list[int]:
+    (turn,) = trajectory.turns
+    return turn.token_ids[turn.is_generated].tolist()
+
+
+def segments(trajectory: Trajectory) -> list[tuple[int, int]]:
+    return [(segment.version, segment.num_tokens) for turn in trajectory.turns for segment in turn.segments]
+
+
+ANSWER = expected_answer(item().prompt.token_ids, MAX_TOKENS)
+
+
+def test_a_group_has_every_sample_in_order_with_exact_tokens_and_rewards() -> None:
+    async def main() -> None:
+        engine = FakeEngine("e0", version=2)
+        group = await worker(engine).run_group(item(start_version=2))
+        assert (group.group_id, group.start_version) == (5, 2)
+        assert [trajectory.sample_index for trajectory in group.trajectories] == [0, 1, 2, 3]
+        for trajectory in group.trajectories:
+            assert generated(trajectory) == ANSWER
+            (turn,) = trajectory.turns
+            assert turn.token_ids[:3].tolist() == [7, 8, 9]
+            np.testing.assert_array_equal(turn.logprobs[3:], -np.array(ANSWER, np.float32))
+            assert segments(trajectory) == [(2, MAX_TOKENS)]
+            assert trajectory.status == "truncated"
+            assert trajectory.text == " ".join(map(str, ANSWER))
+            assert (trajectory.reward, trajectory.reward_parts) == (20.0, {"length": 1.0})
+            assert trajectory.timings["generate_s"] == pytest.approx(0.07)
+        assert len(engine.calls) == 1, "one streaming call per group"
+
+    run_virtual(main())
+
+
+def test_an_answer_that_ends_is_completed_and_its_end_token_is_trained_but_not_in_the_text() -> None:
+    async def main() -> None:
+        group = await worker(FakeEngine("e0", stop_one_in=5)).run_group(item())
+        answer = expected_answer(item().prompt.token_ids, MAX_TOKENS, stop_one_in=5)
+        assert answer[-1] == 0
+        assert len(answer) < MAX_TOKENS
+        assert group.trajectories[0].status == "completed"
+        assert generated(group.trajectories[0]) == answer
+        assert group.trajectories[0].text == " ".join(map(str, answer[:-1]))
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("chunks_before_death", range(0, 28, 3))
+def test_a_replica_that_dies_loses_at_most_what_it_had_not_yet_streamed(chunks_before_death: int) -> None:
+    async def main() -> None:
+        dying = FakeEngine("e0", version=1, die_after_chunks=chunks_before_death)
+        other = FakeEngine("e1", version=2)
+        busy = worker(dying, other)
+        group = await busy.run_group(item(start_version=1))
+        for index, trajectory in enumerate(group.trajectories):
+            assert generated(trajectory) == ANSWER
+            # Round-robin over 4 samples, 3 tokens per chunk: this many were streamed before the end.
+            kept = min(3 * ((chunks_before_death - index + 3) // 4), MAX_TOKENS)
+            assert segments(trajectory) == [(v, n) for v, n in ((1, kept), (2, MAX_TOKENS - kept)) if n]
+        assert busy.quarantined == {"e0": "e0 was killed"}
+        assert all(
+            budget + len(tokens) == 3 + MAX_TOKENS
+            for call in other.calls
+            for budget, tokens in zip([one.max_tokens for one in call.params], call.token_ids, strict=True)
+        )
+
+    run_virtual(main())
+
+
+def test_requests_given_back_go_on_until_done_and_cost_no_replica() -> None:
+    async def main() -> None:
+        engine = FakeEngine("e0", give_back_after_chunks=2)
+        busy = worker(engine)
+        group = await busy.run_group(item())
+        assert all(generated(trajectory) == ANSWER for trajectory in group.trajectories)
+        assert len(engine.calls) == 4  # 6 + 6 + 6 + 2 tokens
+        assert busy.quarantined == {}
+
+    run_virtual(main())
+
+
+def test_requests_given_back_without_any_token_fail_the_group_instead_of_spinning() -> None:
+    async def main() -> None:
+        with pytest.raises(RuntimeError, match="back 8 times in a row without a token"):
+            await worker(FakeEngine("e0", give_back_after_chunks=0)).run_group(item())
+
+    run_virtual(main())
+
+
+def test_all_replicas_dead_fails_the_group_with_every_reason() -> None:
+    async def main() -> None:
+        busy = worker(FakeEngine("e0", die_after_chunks=1), FakeEngine("e1", die_after_chunks=0))
+        with pytest.raises(NoReplica, match="e0: e0 was killed; e1: e1 was killed"):
+            await busy.run_group(item())
+        assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []
+
+    run_virtual(main())
+
+
+def test_a_replica_with_older_weights_than_the_group_may_have_is_quarantined() -> None:
+    async def main() -> None:
+        busy = worker(FakeEngine("e0", version=3), FakeEngine("e1", version=4))
+        group = await busy.run_group(item(start_version=4))
+        assert all(trajectory.versions == (4,) for trajectory in group.trajectories)
+        assert "policy version 3 although 4 is live" in busy.quarantined["e0"]
+
+    run_virtual(main())
+
+
+def test_versions_that_change_in_mid_answer_are_labelled_exactly() -> None:
+    async def main() -> None:
+        engine = FakeEngine("e0")
+
+        async def commit() -> None:
+            await asyncio.sleep(0.035)  # after three chunks
+            engine.version = 1
+
+        group, _ = await asyncio.gather(worker(engine).run_group(item()), commit())
+        assert [segments(trajectory) for trajectory in group.trajectories] == [[(0, 9), (1, 11)]] * 4
+        assert group.trajectories[0].turns[0].segments[0] == Segment(version=0, num_tokens=9)
+
+    run_virtual(main())
+
+
+def test_a_sample_that_runs_out_of_time_fails_alone_and_is_aborted() -> None:
+    async def main() -> None:
+        engine = FakeEngine("e0", step_s=1.0)
+
+        async def slow_for_one(prompt: Prompt, text: str) -> RewardResult:
+            return RewardResult(reward=1.0)
+
+        busy = worker(engine, score=slow_for_one, request_timeout_s=4.5)
+        with pytest.raises(TimeoutError, match=r"no sample of prompt train/1 ended: .*request_timeout_s=4\.5"):
+            await busy.run_group(item())
+        assert engine.calls[0].is_closed
+        assert busy.quarantined == {}
+        assert asyncio.get_running_loop().time() == pytest.approx(4.5)
+
+    run_virtual(main())
+
+
+def test_a_hanging_replica_does_not_hang_the_group() -> None:
+    async def main() -> None:
+        with pytest.raises(TimeoutError):
+            await worker(FakeEngine("e0", hangs=True), request_timeout_s=30.0).run_group(item())
+        assert asyncio.get_running_loop().time() == pytest.approx(30.0)
+
+    run_virtual(main())
+
+
+def test_a_failed_reward_marks_its_trajectory_and_nothing_else() -> None:
+    async def main() -> None:
+        num_calls = 0
+
+        async def fails_once(prompt: Prompt, text: str) -> RewardResult:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls == 2:
+                raise RewardError("took longer than 10 s")
+            return RewardResult(reward=1.0)
+
+        group = await worker(FakeEngine("e0"), score=fails_once).run_group(item())
+        assert sorted(trajectory.status for trajectory in group.trajectories) == ["failed"] + ["truncated"] * 3
+        (failed,) = [trajectory for trajectory in group.trajectories if trajectory.status == "failed"]
+        assert math.isnan(failed.reward)
+        assert failed.error == "took longer than 10 s"
+        assert failed.text
+
+    run_virtual(main())
+
+
+def test_a_cancelled_group_aborts_its_requests_and_gives_the_load_back() -> None:
+    async def main() -> None:
+        engine = FakeEngine("e0", step_s=1.0)
+        busy = worker(engine)
+        task = asyncio.create_task(busy.run_group(item()))
+        await asyncio.sleep(2.5)
+        assert busy.outstanding_tokens == {"e0": 4 * (3 + MAX_TOKENS)}
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert task.cancelled()
+        assert engine.calls[0].is_closed
+        assert busy.outstanding_tokens == {"e0": 0}
+
+    run_virtual(main())
+
+
+def test_groups_spread_over_replicas_by_load() -> None:
+    async def main() -> None:
+        engines = [FakeEngine("e0"), FakeEngine("e1")]
+        busy = worker(*engines)
+        await asyncio.gather(*(busy.run_group(item(group_id=index)) for index in range(6)))
+        assert [len(engine.calls) for engine in engines] == [3, 3]
+        assert busy.outstanding_tokens == {"e0": 0, "e1": 0}
+
+    run_virtual(main())
+
+
+def test_every_submission_of_every_sample_has_its_own_seed_and_it_repeats() -> None:
+    async def seeds() -> list[int | None]:
+        engine = FakeEngine("e0", give_back_after_chunks=3)
+        busy = worker(engine)
+        await busy.run_group(item(group_id=1))
+        await busy.run_group(item(group_id=2))
+        return [one.seed for call in engine.calls for one in call.params]
+
+    first, second = run_virtual(seeds()), run_virtual(seeds())
+    assert first == second
+    assert len(set(first)) == len(first) == 2 * 4 * 3
+
+
+def test_seeds_can_be_left_to_the_engine() -> None:
+    async def main() -> None:
+        engine = FakeEngine("e0")
+        await worker(engine, seed_requests=False).run_group(item())
+        assert {one.seed for one in engine.calls[0].params} == {None}
+        assert {one.temperature for one in engine.calls[0].params} == {0.7}
+
+    run_virtual(main())
+
+
+def test_a_seed_is_the_same_in_another_process() -> None:
+    """Python's own hash of a string changes from process to process."""
+    code = "from rollout.worker import derive_seed; print(derive_seed(1, 'train/17', 3, 0))"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert int(printed) == derive_seed(1, "train/17", 3, 0)
+    assert derive_seed(1, "a", 12) != derive_seed(1, "a1", 2)
+
+
+def test_evaluation_runs_on_the_given_replica_in_one_call_and_in_order() -> None:
+    async def main() -> None:
+        engines = [FakeEngine("e0"), FakeEngine("e1", version=6)]
+        prompts = [item(prompt_id=f"test/{index}").prompt for index in range(10)]
+        greedy = SamplingParams(max_tokens=8, temperature=0.0)
+        trajectories = await worker(*engines).evaluate(prompts, greedy, engine="e1")
+        assert [trajectory.prompt_id for trajectory in trajectories] == [prompt.prompt_id for prompt in prompts]
+        assert all(generated(trajectory) == ANSWER[:8] for trajectory in trajectories)
+        assert all(trajectory.versions == (6,) and trajectory.reward == 8.0 for trajectory in trajectories)
+        assert (len(engines[0].calls), len(engines[1].calls)) == (0, 1)
+        assert {(one.temperature, one.seed) for one in engines[1].calls[0].params} == {(0.0, None)}
+
+    run_virtual(main())
+
+
+def test_an_evaluation_does_not_move_to_another_replica() -> None:
+    async def main() -> None:
+        busy = worker(FakeEngine("e0", die_after_chunks=1), FakeEngine("e1"))
+        with pytest.raises(NoReplica, match="e0 was killed"):
+            await busy.evaluate([item().prompt], SamplingParams(max_tokens=8), engine="e0")
+
+    run_virtual(main())
+
+
+def test_the_spec_pickles() -> None:
+    assert pickle.loads(pickle.dumps(spec())) == spec()

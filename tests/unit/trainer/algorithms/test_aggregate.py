@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.algorithms.aggregate import loss_weights
+
+COUNTS = [1, 3, 0, 4]
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("token_mean", [1 / 8, 1 / 8, 0, 1 / 8]),
+        ("seq_mean_token_mean", [1 / 3, 1 / 9, 0, 1 / 12]),
+        ("seq_mean_token_sum", [1 / 3, 1 / 3, 0, 1 / 3]),
+    ],
+)
+def test_weights_equal_the_closed_form(kind: str, expected: list[float]) -> None:
+    np.testing.assert_allclose(loss_weights(COUNTS, kind), expected, rtol=1e-12)
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=20), st.integers(0, 10_000))
+def test_weighted_sum_equals_the_textbook_mean(counts: list[int], seed: int) -> None:
+    if sum(counts) == 0:
+        return
+    rng = np.random.default_rng(seed)
+    losses = [rng.normal(size=n) for n in counts]
+    nonempty = [x for x in losses if len(x)]
+    expected = {
+        "token_mean": np.concatenate(losses).mean(),
+        "seq_mean_token_mean": np.mean([x.mean() for x in nonempty]),
+        "seq_mean_token_sum": np.mean([x.sum() for x in nonempty]),
+    }
+    for kind, value in expected.items():
+        weights = loss_weights(counts, kind)
+        assert sum(w * x.sum() for w, x in zip(weights, losses, strict=True)) == pytest.approx(value)
+
+
+def test_a_step_without_a_loss_token_has_no_loss() -> None:
+    np.testing.assert_array_equal(loss_weights([0, 0], "token_mean"), [0, 0])
+
+
+def test_unknown_kind_is_refused_with_the_choices() -> None:
+    with pytest.raises(ValueError, match="seq_mean_token_sum, got 'mean'"):
+        loss_weights([1], "mean")

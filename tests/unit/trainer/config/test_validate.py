@@ -1,0 +1,202 @@
+"""Combinations that cannot work or do nothing, and what lies outside of the configuration."""
+
+from __future__ import annotations
+
+import json
+import socket
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.config.convert import to_run_config
+from trainer.config.environment import check_environment, looks_local
+from trainer.config.schema.run import RunConfig
+from trainer.config.validate import check_combinations
+
+
+def config_with(**keys: Any) -> RunConfig:
+    """`section__key=value` for a nested key."""
+    data: dict[str, Any] = {}
+    for path, value in keys.items():
+        *sections, name = path.split("__")
+        node = data
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[name] = value
+    config, problems = to_run_config(data)
+    assert problems == []
+    return config
+
+
+def keys_refused(config: RunConfig) -> list[str]:
+    return [problem.key for problem in check_combinations(config)]
+
+
+def keys_unusable(config: RunConfig) -> list[str]:
+    return [problem.key for problem in check_environment(config)]
+
+
+def test_the_defaults_have_no_problem() -> None:
+    assert check_combinations(RunConfig()) == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "refused"),
+    [
+        ({"name": "a/b"}, "name"),
+        ({"device__env": {"NOT A NAME": "1"}}, "device.env"),
+        ({"task__train_path": "", "task__eval_path": "builtin:arithmetic"}, "task.train_path"),
+        ({"task__reader": "arithmetic", "task__train_path": "a.jsonl"}, "task.reader"),
+        ({"task__reader": "jsonl", "task__train_path": "a.jsonl"}, "task.reader"),
+        ({"task__reader": "jsonl", "task__eval_path": ""}, "task.reader"),
+        ({"task__train_path": "a/b", "task__eval_path": "a/b", "task__max_operand": 20}, "task.max_operand"),
+        ({"task__eval_path": "", "task__eval_size": 5}, "task.eval_size"),
+        ({"rollout__group_size": 1}, "rollout.group_size"),
+        ({"rollout__group_size": 1, "algorithm__advantage": "rloo"}, "rollout.group_size"),
+        (
+            {"rollout__group_size": 1, "algorithm__advantage": "reinforce", "algorithm__filter_zero_variance": True},
+            "algorithm.filter_zero_variance",
+        ),
+        ({"algorithm__advantage": "rloo", "algorithm__normalize_by_std": False}, "algorithm.normalize_by_std"),
+        ({"algorithm__loss": "reinforce", "algorithm__clip_low": 0.1}, "algorithm.clip_low"),
+        ({"algorithm__loss": "reinforce", "algorithm__clip_high": 0.1}, "algorithm.clip_high"),
+        ({"algorithm__loss": "reinforce", "algorithm__clip_dual": 3.0}, "algorithm.clip_dual"),
+        ({"algorithm__max_refills_per_step": 3}, "algorithm.max_refills_per_step"),
+        ({"algorithm__overlong_penalty": 0.5}, "algorithm.overlong_penalty"),
+        ({"algorithm__overlong_buffer_tokens": 2000}, "algorithm.overlong_buffer_tokens"),
+        ({"mode__name": "sync"}, "mode.max_staleness"),
+        ({"mode__name": "one_step_off", "mode__max_staleness": 2}, "mode.max_staleness"),
+        ({"rollout__max_model_len": 1535}, "rollout.max_model_len"),
+        ({"learner__max_tokens_per_micro_batch": 1535}, "learner.max_tokens_per_micro_batch"),
+        ({"learner__num_ranks": 257}, "learner.num_ranks"),
+        ({"learner__min_lr_frac": 0.1}, "learner.min_lr_frac"),
+        ({"learner__lr_schedule": "cosine", "learner__warmup_steps": 100}, "learner.warmup_steps"),
+        ({"trainer__stop_at_accuracy": 0.9, "task__eval_path": ""}, "trainer.stop_at_accuracy"),
+        (
+            {
+                "trainer__stop_at_accuracy": 0.9,
+                "trainer__eval_every": 0,
+                "trainer__eval_at_start": False,
+                "trainer__eval_at_end": False,
+            },
+            "trainer.stop_at_accuracy",
+        ),
+        ({"ray__address": "auto", "ray__port": 6379}, "ray.port"),
+        ({"ray__address": ""}, "ray.address"),
+        ({"telemetry__wandb_project": "mine"}, "telemetry.wandb_project"),
+    ],
+)
+def test_an_impossible_or_ineffective_combination_is_refused(keys: dict[str, Any], refused: str) -> None:
+    assert keys_refused(config_with(**keys)) == [refused]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"rollout__group_size": 1, "algorithm__advantage": "reinforce"},
+        {"mode__max_staleness": 0},
+        {"rollout__max_model_len": 1536},
+        {"learner__max_tokens_per_micro_batch": 1536},
+        {"learner__num_ranks": 256},
+        {"learner__lr_schedule": "cosine", "learner__warmup_steps": 99, "learner__min_lr_frac": 0.1},
+        {"algorithm__overlong_buffer_tokens": 1024, "algorithm__overlong_penalty": 0.5},
+        {"ray__address": "auto"},
+    ],
+)
+def test_the_nearest_possible_combination_is_allowed(keys: dict[str, Any]) -> None:
+    assert keys_refused(config_with(**keys)) == []
+
+
+def test_what_is_named_and_missing_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    missing = str(tmp_path / "missing")
+    config = config_with(
+        run_dir=str(tmp_path / "file"),
+        model__path=missing,
+        model__tokenizer_path=missing,
+        task__train_path=missing + ".jsonl",
+        task__eval_path="also_missing.parquet",
+        task__reward__name=f"{missing}.py:score",
+        checkpoint__resume=missing,
+    )
+    assert keys_unusable(config) == [
+        "run_dir", "model.path", "model.tokenizer_path", "task.train_path", "task.eval_path", "task.reward.name",
+        "checkpoint.resume",
+    ]  # fmt: skip
+
+
+def test_hub_names_need_no_network() -> None:
+    config = config_with(
+        model__path="Qwen/Qwen2.5-7B", task__train_path="openai/gsm8k:main", task__eval_path="owner/name"
+    )
+    assert keys_unusable(config) == []
+    assert not looks_local("gpt2")
+    assert looks_local("a/b/c")
+    assert looks_local("./b")
+
+
+def test_unknown_builtins_are_refused() -> None:
+    config = config_with(model__path="builtin:huge", task__train_path="builtin:poems")
+    assert keys_unusable(config) == ["model.path", "task.train_path"]
+
+
+def test_a_run_dir_below_a_file_is_refused_and_nothing_is_left_behind(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    assert keys_unusable(config_with(run_dir=str(tmp_path / "file" / "run"))) == ["run_dir"]
+    assert keys_unusable(config_with(run_dir="/proc/run")) == ["run_dir"]
+    assert keys_unusable(config_with(run_dir=str(tmp_path / "new" / "run"))) == []
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def model_directory(path: Path, **described: Any) -> str:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(described))
+    (path / "tokenizer.json").write_text("{}")
+    return str(path)
+
+
+def test_a_model_directory_must_be_whole_and_must_fit(tmp_path: Path) -> None:
+    good = model_directory(tmp_path / "good", num_attention_heads=4, max_position_embeddings=1536)
+    assert keys_unusable(config_with(model__path=good)) == []
+    assert keys_unusable(config_with(model__path=good, rollout__tensor_parallel_size=3)) == [
+        "rollout.tensor_parallel_size"
+    ]
+    assert keys_unusable(config_with(model__path=good, rollout__max_response_tokens=1025)) == [
+        "rollout.max_response_tokens"
+    ]
+    (Path(good) / "tokenizer.json").unlink()
+    assert keys_unusable(config_with(model__path=good)) == ["model.path"]
+    (Path(good) / "tokenizer.json").write_text("{}")
+    (Path(good) / "config.json").write_text("{broken")
+    assert keys_unusable(config_with(model__path=good)) == ["model.path"]
+    (Path(good) / "config.json").unlink()
+    assert keys_unusable(config_with(model__path=good)) == ["model.path"]
+
+
+@pytest.mark.parametrize(
+    ("described", "refused"),
+    [
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, ["rollout.max_response_tokens"]),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, []),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, []),
+        ({"rope_scaling": None}, ["rollout.max_response_tokens"]),
+    ],
+)
+def test_a_context_is_a_limit_unless_it_is_stretched(
+    tmp_path: Path, described: dict[str, Any], refused: list[str]
+) -> None:
+    path = model_directory(tmp_path / "model", max_position_embeddings=1000, **described)
+    assert keys_unusable(config_with(model__path=path)) == refused
+
+
+def test_a_port_in_use_is_refused_only_for_a_private_cluster() -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        config = config_with(ray__port=port)
+        assert keys_unusable(config) == ["ray.port"]
+        assert keys_unusable(replace(config, ray=replace(config.ray, address="auto"))) == []
+    assert keys_unusable(config) == []

@@ -1,0 +1,75 @@
+"""Groups of trajectories, small and exact."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from rollout.types import Group, Prompt, Segment, Trajectory, Turn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+NUM_PROMPT_TOKENS = 3
+
+
+def make_turn(num_context: int, segments: Sequence[tuple[int, int]], *, first_token: int = 10) -> Turn:
+    """Context tokens, then generated ones; `segments` are (version, num_tokens). Token i has logprob -i / 64."""
+    num_generated = sum(n for _, n in segments)
+    num_tokens = num_context + num_generated
+    logprobs = -np.arange(num_tokens, dtype=np.float32) / 64
+    logprobs[:num_context] = np.nan
+    return Turn(
+        token_ids=np.arange(first_token, first_token + num_tokens, dtype=np.int32),
+        is_generated=np.arange(num_tokens) >= num_context,
+        logprobs=logprobs,
+        segments=tuple(Segment(version=v, num_tokens=n) for v, n in segments),
+    )
+
+
+def make_trajectory(sample_index: int, *, num_tokens: int = 4, version: int = 0, **changes: Any) -> Trajectory:
+    """One turn: the prompt, and `num_tokens` generated under one version."""
+    values: dict[str, Any] = {
+        "prompt_id": "train/0",
+        "sample_index": sample_index,
+        "turns": (make_turn(NUM_PROMPT_TOKENS, [(version, num_tokens)], first_token=10 + 100 * sample_index),),
+        "reward": float(sample_index % 2),
+        "reward_parts": {},
+        "status": "completed",
+        "timings": {},
+    }
+    return Trajectory(**(values | changes))
+
+
+def make_group(trajectories: Sequence[Trajectory], *, group_id: int = 0, start_version: int = 0) -> Group:
+    prompt = Prompt(
+        prompt_id="train/0", token_ids=np.arange(10, 10 + NUM_PROMPT_TOKENS, dtype=np.int32), text="", answer=""
+    )
+    return Group(group_id=group_id, prompt=prompt, trajectories=tuple(trajectories), start_version=start_version)
+
+
+def random_groups(seed: int, *, num_groups: int, group_size: int, max_tokens: int) -> list[Group]:
+    rng = np.random.Generator(np.random.PCG64(seed))
+    return [
+        make_group(
+            [
+                make_trajectory(
+                    i,
+                    num_tokens=int(rng.integers(1, max_tokens + 1)),
+                    version=int(rng.integers(0, 3)),
+                    reward=float(rng.normal()),
+                    status=("completed", "truncated", "failed")[int(rng.choice(3, p=[0.7, 0.2, 0.1]))],
+                )
+                for i in range(group_size)
+            ],
+            group_id=g,
+        )
+        for g in range(num_groups)
+    ]
+
+
+@pytest.fixture
+def many_groups() -> Callable[..., list[Group]]:
+    return random_groups

@@ -1,0 +1,88 @@
+"""The plan of samples over ranks and micro-batches, by its invariants."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.data.packing import balance, first_fit_decreasing, plan_micro_batches
+
+LENGTHS = st.lists(st.integers(1, 60), max_size=60)
+FEW_LENGTHS = st.lists(st.integers(1, 20), max_size=6)
+
+
+def flat(plan: list[list[list[int]]]) -> list[int]:
+    return [i for rank in plan for members in rank for i in members]
+
+
+def fits(lengths: list[int], bins: tuple[int, ...], max_tokens: int) -> bool:
+    return all(sum(n for n, b in zip(lengths, bins, strict=True) if b == chosen) <= max_tokens for chosen in bins)
+
+
+@given(lengths=LENGTHS, num_ranks=st.integers(1, 6), max_tokens=st.integers(1, 100))
+def test_plan_loses_nothing_and_keeps_every_promise(lengths: list[int], num_ranks: int, max_tokens: int) -> None:
+    plan = plan_micro_batches(lengths, num_ranks=num_ranks, max_tokens=max_tokens)
+    assert sorted(flat(plan)) == list(range(len(lengths)))
+    assert len(plan) == num_ranks
+    assert len({len(rank) for rank in plan}) == 1
+    assert all(sum(lengths[i] for i in m) <= max_tokens or len(m) == 1 for rank in plan for m in rank)
+    for rank in plan:
+        totals = [sum(lengths[i] for i in m) for m in rank]
+        assert totals == sorted(totals, reverse=True)
+    assert plan == plan_micro_batches(list(lengths), num_ranks=num_ranks, max_tokens=max_tokens)
+
+
+@given(lengths=LENGTHS, num_ranks=st.integers(1, 6))
+def test_ranks_differ_by_at_most_the_longest_sample(lengths: list[int], num_ranks: int) -> None:
+    loads = [sum(lengths[i] for i in members) for members in balance(lengths, num_ranks=num_ranks)]
+    assert sum(loads) == sum(lengths)
+    assert max(loads) - min(loads) <= max(lengths, default=0)
+
+
+@given(lengths=FEW_LENGTHS, num_ranks=st.integers(1, 3))
+def test_the_fullest_rank_is_within_four_thirds_of_the_best_assignment(lengths: list[int], num_ranks: int) -> None:
+    best = min(
+        max(sum(n for n, rank in zip(lengths, ranks, strict=True) if rank == r) for r in range(num_ranks))
+        for ranks in product(range(num_ranks), repeat=len(lengths))
+    )
+    fullest = max(sum(lengths[i] for i in m) for m in balance(lengths, num_ranks=num_ranks))
+    assert 3 * fullest <= 4 * best
+
+
+@given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=5), max_tokens=st.integers(20, 40))
+def test_there_are_hardly_more_micro_batches_than_needed(lengths: list[int], max_tokens: int) -> None:
+    num_bins = len(first_fit_decreasing(lengths, range(len(lengths)), max_tokens=max_tokens))
+    assignments = product(range(len(lengths)), repeat=len(lengths))
+    fewest = min(len(set(bins)) for bins in assignments if fits(lengths, bins, max_tokens))
+    assert 9 * num_bins <= 11 * fewest + 6
+
+
+def test_micro_batches_of_a_rank_are_even_and_line_up_between_ranks() -> None:
+    plan = plan_micro_batches([5] * 12, num_ranks=2, max_tokens=20)
+    assert [[len(members) for members in rank] for rank in plan] == [[3, 3], [3, 3]]
+
+
+def test_evenness_never_costs_the_limit() -> None:
+    """Spreading evenly would give 7 and 5 tokens where 6 are allowed."""
+    assert plan_micro_batches([3, 3, 2, 2, 2], num_ranks=1, max_tokens=6) == [[[0, 1], [2, 3, 4]]]
+
+
+def test_a_sample_over_the_limit_sits_alone_and_the_other_rank_gets_fillers() -> None:
+    plan = plan_micro_batches([100, 30, 30, 30], num_ranks=2, max_tokens=30)
+    assert plan == [[[0], [], []], [[1], [2], [3]]]
+
+
+def test_no_sample_at_all_still_gives_every_rank_one_forward_pass() -> None:
+    assert plan_micro_batches([], num_ranks=3, max_tokens=10) == [[[]], [[]], [[]]]
+
+
+def test_impossible_requests_are_refused() -> None:
+    with pytest.raises(ValueError, match="num_ranks must be >= 1, got 0"):
+        balance([1], num_ranks=0)
+    with pytest.raises(ValueError, match="got a length of 0"):
+        balance([1, 0], num_ranks=1)
+    with pytest.raises(ValueError, match="must be >= 1, got 0"):
+        plan_micro_batches([1], num_ranks=1, max_tokens=0)

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from trainer.learner.checkpoint import begin, commit, find_latest, prune, read_state, step_of, verify
+from trainer.learner.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def _save(directory: Path, step: int, content: bytes = b"weights") -> Path:
+    tmp = begin(directory, step)
+    (tmp / "learner").mkdir()
+    (tmp / "learner" / "shard_0").write_bytes(content)
+    return commit(tmp, {"step": step, "rng": [1, 2]})
+
+
+def test_driver_state_comes_back(tmp_path: Path) -> None:
+    path = _save(tmp_path, 7)
+    assert path == tmp_path / "step_7" and step_of(path) == 7
+    assert read_state(path) == {"step": 7, "rng": [1, 2]}
+
+
+def test_latest_is_the_highest_complete_step_by_number_not_by_name(tmp_path: Path) -> None:
+    assert find_latest(tmp_path / "absent") is None
+    for step in (9, 100, 20):
+        _save(tmp_path, step)
+    (begin(tmp_path, 300) / "half").write_bytes(b"x")
+    (tmp_path / "step_400").mkdir()
+    assert find_latest(tmp_path) == tmp_path / "step_100"
+
+
+def test_an_interrupted_save_leaves_no_trace_in_the_next_one(tmp_path: Path) -> None:
+    (begin(tmp_path, 3) / "stale").write_bytes(b"x")
+    assert not (_save(tmp_path, 3) / "stale").exists()
+    assert [p.name for p in tmp_path.iterdir()] == ["step_3"]
+
+
+def test_a_resumed_run_may_save_the_same_step_again(tmp_path: Path) -> None:
+    _save(tmp_path, 3, b"old")
+    path = _save(tmp_path, 3, b"new")
+    assert (path / "learner" / "shard_0").read_bytes() == b"new"
+    assert [p.name for p in tmp_path.iterdir()] == ["step_3"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda f: f.write_bytes(f.read_bytes()[:-1]), "is truncated: 6 bytes, expected 7"),
+        (lambda f: f.write_bytes(b"WEIGHTS"), "is altered"),
+        (lambda f: f.unlink(), "is missing"),
+    ],
+    ids=["truncated", "altered", "missing"],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, damage: object, words: str) -> None:
+    path = _save(tmp_path, 1)
+    damage(path / "learner" / "shard_0")
+    with pytest.raises(CheckpointError, match=rf"learner/shard_0 {words}"):
+        read_state(path)
+
+
+def test_a_damaged_manifest_is_named(tmp_path: Path) -> None:
+    path = _save(tmp_path, 1)
+    manifest = path / "complete.json"
+    manifest.write_text(manifest.read_text()[:-5])
+    with pytest.raises(CheckpointError, match=r"complete\.json is damaged"):
+        verify(path)
+    manifest.unlink()
+    with pytest.raises(CheckpointError, match="is not complete"):
+        verify(path)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        verify(tmp_path / "step_2")
+
+
+def test_pruning_keeps_the_newest_complete_ones_and_saves_in_progress(tmp_path: Path) -> None:
+    for step in (1, 2, 10):
+        _save(tmp_path, step)
+    begin(tmp_path, 11)
+    assert prune(tmp_path, keep_last=1) == [tmp_path / "step_1", tmp_path / "step_2"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_10", "step_11.tmp"]
+    assert prune(tmp_path, keep_last=1) == []
+    with pytest.raises(ValueError, match="keep_last must be >= 1, got 0"):
+        prune(tmp_path, keep_last=0)
+
+
+def test_state_that_is_not_jsonable_is_refused_before_anything_is_renamed(tmp_path: Path) -> None:
+    tmp = begin(tmp_path, 1)
+    with pytest.raises(CheckpointError, match="not JSON-able"):
+        commit(tmp, {"x": object()})
+    assert find_latest(tmp_path) is None
+    with pytest.raises(CheckpointError, match="not a started checkpoint"):
+        commit(tmp_path / "elsewhere", {})
+
+
+def test_the_manifest_lists_sizes_of_all_files(tmp_path: Path) -> None:
+    files = json.loads((_save(tmp_path, 1) / "complete.json").read_text())["files"]
+    assert files.keys() == {"learner/shard_0", "driver.json"}
+    assert files["learner/shard_0"]["bytes"] == 7

@@ -1,0 +1,83 @@
+"""`LearnerGroup` against actors that answer by hand."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.data.batch import TrainBatch
+from trainer.learner.errors import CheckpointError, LearnerError
+from trainer.learner.worker import LearnerGroup
+
+
+class _Ref:
+    def __init__(self, future: Future[Any]) -> None:
+        self._future = future
+
+    def future(self) -> Future[Any]:
+        return self._future
+
+
+class _Method:
+    def __init__(self, actor: HandActor, name: str) -> None:
+        self._actor, self._name = actor, name
+
+    def remote(self, *args: object) -> _Ref:
+        future: Future[Any] = Future()
+        self._actor.calls.append((self._name, args))
+        answer = self._actor.answers.get(self._name, None)
+        if isinstance(answer, BaseException):
+            future.set_exception(answer)
+        elif answer != "hang":
+            future.set_result(answer)
+        return _Ref(future)
+
+
+class HandActor:
+    """Answers each method with a value, an exception, or never ("hang")."""
+
+    def __init__(self, **answers: object) -> None:
+        self.answers = answers
+        self.calls: list[tuple[str, tuple[object, ...]]] = []
+
+    def __getattr__(self, name: str) -> _Method:
+        return _Method(self, name)
+
+
+async def test_all_ranks_meet_at_the_address_of_rank_0() -> None:
+    actors = [HandActor(node_address=("10.0.0.1", 77)), HandActor()]
+    await LearnerGroup(actors, timeout_s=1.0).setup()
+    assert actors[0].calls == [("node_address", ()), ("setup", (("10.0.0.1", 77),))]
+    assert actors[1].calls == [("setup", (("10.0.0.1", 77),))]
+
+
+async def test_first_failure_ends_the_call_and_names_the_rank() -> None:
+    group = LearnerGroup([HandActor(save="hang"), HandActor(save=RuntimeError("disk full"))], timeout_s=30.0)
+    async with asyncio.timeout(2.0):
+        with pytest.raises(LearnerError, match=r"learner rank 1 failed: RuntimeError\('disk full'\) in save"):
+            await group.save(Path("/x"), step=1)
+
+
+async def test_our_own_errors_keep_their_type_and_win_over_broken_connections() -> None:
+    group = LearnerGroup(
+        [HandActor(load=RuntimeError("connection closed by peer")), HandActor(load=CheckpointError("shard is gone"))],
+        timeout_s=1.0,
+    )
+    with pytest.raises(CheckpointError, match="learner rank 1: shard is gone"):
+        await group.load(Path("/x"))
+
+
+async def test_a_rank_that_does_not_answer_is_named_at_the_deadline() -> None:
+    group = LearnerGroup([HandActor(), HandActor(export_hf="hang")], timeout_s=0.05)
+    with pytest.raises(LearnerError, match=r"learner rank 1 gave no answer for 0\.05 s in export_hf"):
+        await group.export_hf(Path("/x"))
+
+
+async def test_a_batch_for_another_number_of_ranks_is_refused() -> None:
+    batch = TrainBatch(step=3, micro_batches=((), ()), num_samples=0, num_tokens=0, num_loss_tokens=0)
+    with pytest.raises(LearnerError, match="split for 2 ranks, the group has 1"):
+        await LearnerGroup([HandActor()], timeout_s=1.0).train_step(batch)

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trainer.learner.logprobs import selected_logprobs
+
+
+def _reference(
+    hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    logp = torch.log_softmax((hidden @ weight.T) / temperature, dim=-1)
+    return logp.gather(1, target[:, None]).squeeze(1), -(logp.exp() * logp).sum(-1)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("chunk_tokens", [1, 4, 100])
+def test_chunks_equal_the_full_softmax_with_gradients(temperature: float, chunk_tokens: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    hidden, weight = (torch.randn(n, 8, generator=generator) for n in (11, 19))
+    target, direction = torch.randint(0, 19, (11,), generator=generator), torch.randn(11, generator=generator)
+    results = []
+    for chunked in (True, False):
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        if chunked:
+            logp, entropy = selected_logprobs(h, w, target, temperature=temperature, chunk_tokens=chunk_tokens)
+        else:
+            logp, entropy = _reference(h, w, target, temperature)
+        (logp * direction).sum().backward()
+        results.append((logp.detach(), entropy.detach(), h.grad, w.grad))
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_bfloat16_products_are_reduced_in_float32() -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 16, generator=generator).bfloat16() for n in (5, 3000))
+    target = torch.arange(5)
+    logp, entropy = selected_logprobs(hidden, weight, target, temperature=1.0, chunk_tokens=2)
+    logits = (hidden @ weight.T).double()
+    expected = torch.log_softmax(logits, -1)
+    torch.testing.assert_close(logp.double(), expected[torch.arange(5), target], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy.double(), -(expected.exp() * expected).sum(-1), rtol=1e-4, atol=1e-5)
+
+
+def test_no_loss_token_still_joins_the_graph() -> None:
+    hidden, weight = torch.zeros(0, 8, requires_grad=True), torch.ones(5, 8, requires_grad=True)
+    logp, _ = selected_logprobs(hidden, weight, torch.zeros(0, dtype=torch.long), temperature=1.0, chunk_tokens=4)
+    logp.sum().backward()
+    assert weight.grad is not None and weight.grad.eq(0).all()

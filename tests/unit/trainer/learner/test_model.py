@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, Qwen2Config
+
+from tests.fakes.learner import KINDS, TINY, make_learner, run_config, save_tiny, sequences, weights
+from trainer.learner.errors import ModelError
+from trainer.learner.model import resolve_model_dir, torch_dtype
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_loaded_weights_equal_the_files(kind: str, tmp_path: Path) -> None:
+    directory = save_tiny(tmp_path, kind)
+    expected = dict(AutoModelForCausalLM.from_pretrained(directory).named_parameters())
+    loaded = weights(make_learner(run_config(directory)))
+    assert loaded.keys() == expected.keys()
+    for name, tensor in loaded.items():
+        assert tensor.equal(expected[name]), name
+
+
+def test_bfloat16_files_become_float32_masters(tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(KINDS["llama"](), dtype=torch.bfloat16).save_pretrained(tmp_path)
+    loaded = weights(make_learner(run_config(tmp_path)))
+    files = load_file(tmp_path / "model.safetensors")
+    assert all(t.dtype == torch.float32 and t.equal(files[n].float()) for n, t in loaded.items())
+
+
+def test_sharded_files_are_found_through_their_index(tmp_path: Path, tiny_dir: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_dir)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    loaded = weights(make_learner(run_config(tmp_path)))
+    assert all(t.equal(dict(model.named_parameters())[n]) for n, t in loaded.items())
+    victim = sorted(tmp_path.glob("*.safetensors"))[0]
+    victim.unlink()
+    with pytest.raises(ModelError, match=f"names {victim.name}"):
+        make_learner(run_config(tmp_path))
+
+
+def test_names_transformers_must_convert_take_the_slow_way(tmp_path: Path, tiny_dir: Path) -> None:
+    for name in ("config.json",):
+        (tmp_path / name).write_text((tiny_dir / name).read_text())
+    tensors = load_file(tiny_dir / "model.safetensors")
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    loaded = weights(make_learner(run_config(tmp_path)))
+    assert all(t.equal(tensors[n]) for n, t in loaded.items())
+
+
+def test_tied_embeddings_stay_one_parameter(tiny_dir: Path) -> None:
+    learner = make_learner(run_config(tiny_dir))
+    assert "lm_head.weight" not in dict(learner.model.named_parameters())
+    learner.train_step(sequences(2), step=0)
+    assert learner.model.lm_head.weight is learner.model.model.embed_tokens.weight
+
+
+def test_config_without_weights_is_initialised_from_the_seed(tmp_path: Path) -> None:
+    Qwen2Config(**TINY | {"hidden_size": 256}, architectures=["Qwen2ForCausalLM"]).save_pretrained(tmp_path)
+    first, second = (weights(make_learner(run_config(tmp_path))) for _ in range(2))
+    assert all(t.equal(second[n]) for n, t in first.items())
+    assert first["model.layers.0.mlp.up_proj.weight"].std().item() == pytest.approx(0.02, rel=0.05)
+    assert first["model.norm.weight"].eq(1).all() and first["model.layers.1.self_attn.q_proj.bias"].eq(0).all()
+    assert not first["model.layers.0.mlp.up_proj.weight"].equal(first["model.layers.1.mlp.up_proj.weight"])
+
+
+def test_missing_directory_says_what_to_give(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"'/.*/absent' is not a directory; give a Hugging Face model directory"):
+        resolve_model_dir(str(tmp_path / "absent"))
+    with pytest.raises(ModelError, match=r"has no config\.json \(found \[\]\)"):
+        resolve_model_dir(str(tmp_path))
+
+
+def test_damaged_files_are_named(tmp_path: Path, tiny_dir: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text((tiny_dir / "config.json").read_text())
+    data = (tiny_dir / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(data[: len(data) // 2])
+    with pytest.raises(ModelError, match=r"model\.safetensors cannot be read .* damaged or truncated"):
+        make_learner(run_config(tmp_path))
+    config.write_text(json.dumps({"model_type": "no_such_model"}))
+    with pytest.raises(ModelError, match=r"config\.json cannot be used"):
+        make_learner(run_config(tmp_path))
+
+
+def test_weights_of_another_shape_are_refused(tmp_path: Path, tiny_dir: Path) -> None:
+    (tmp_path / "config.json").write_text((tiny_dir / "config.json").read_text())
+    tensors = load_file(tiny_dir / "model.safetensors")
+    tensors["model.norm.weight"] = torch.ones(5)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ModelError, match=r"model\.norm\.weight has shape \(5,\), the model's config.json asks for \(32,\)"
+    ):
+        make_learner(run_config(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=11), "no decoder blocks"),
+        (Gemma2Config(**TINY, head_dim=8), "final_logit_softcapping=30.0"),
+    ],
+    ids=["gpt2", "gemma2"],
+)
+def test_models_that_do_more_than_we_compute_are_refused(config: object, words: str, tmp_path: Path) -> None:
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=words):
+        make_learner(run_config(tmp_path))
+
+
+def test_float16_training_is_refused() -> None:
+    with pytest.raises(ModelError, match="must be float32 or bfloat16 for training, got 'float16'"):
+        torch_dtype("float16")

@@ -1,0 +1,101 @@
+"""The display: what a person reads, on a terminal and elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from trainer.config.convert import to_run_config
+from trainer.telemetry.progress import Progress
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make(kind: str, *, terminal: bool = False, clock: Clock | None = None) -> tuple[Progress, io.StringIO]:
+    out = io.StringIO()
+    config, _ = to_run_config({"telemetry": {"progress": kind}, "trainer": {"total_steps": 10}})
+    console = Console(file=out, force_terminal=terminal, width=110, _environ={"TERM": "xterm"})
+    return Progress(config, console=console, clock=clock or Clock()), out
+
+
+def record(step: int, **more: Any) -> dict[str, object]:
+    return {
+        "step": step, "reward/mean": 0.5, "staleness/mean": 0.25, "staleness/max": 1,
+        "perf/rollout_tokens_per_s": 15000.0, "perf/train_tokens_per_s": 800.0, **more,
+    }  # fmt: skip
+
+
+def test_elsewhere_each_step_is_one_line_with_the_numbers_and_time_left() -> None:
+    clock = Clock()
+    progress, out = make("auto", clock=clock)
+    for step in (1, 2, 3):
+        clock.now += 3.0
+        progress.step(record(step))
+    assert out.getvalue().splitlines()[-1] == (
+        "step 3/10  reward 0.500  staleness 0.25 max 1  rollout 15.0k tok/s, train 800 tok/s  0m21s left"
+    )
+    assert progress.eta_s() == pytest.approx(21.0)
+
+
+def test_fast_steps_share_a_line_but_evaluations_and_the_last_step_are_always_shown() -> None:
+    clock = Clock()
+    progress, out = make("plain", clock=clock)
+    for step in range(1, 11):
+        clock.now += 0.1
+        extra = {"eval/accuracy": 0.75, "eval/version": 5} if step == 6 else {}
+        progress.step(record(step, **extra))
+    shown = out.getvalue().splitlines()
+    assert [line.split()[1] for line in shown] == ["1/10", "6/10", "10/10"]
+    assert "accuracy 0.750 (v5)" in shown[1]
+
+
+def test_phases_are_timed_and_failures_are_said() -> None:
+    clock = Clock()
+    progress, out = make("plain", clock=clock)
+    with progress.phase("starting Ray"):
+        assert progress.state.waiting_for == "starting Ray"
+        clock.now += 4.1
+    with contextlib.suppress(RuntimeError), progress.phase("starting engines"):
+        raise RuntimeError
+    assert out.getvalue().splitlines() == [
+        "starting Ray ...", "starting Ray ... 4.1 s", "starting engines ...", "starting engines ... failed after 0.0 s",
+    ]  # fmt: skip
+
+
+def test_a_terminal_gets_a_panel_with_everything() -> None:
+    progress, out = make("auto", terminal=True)
+    progress.update(waiting_for="groups [32]", buffer_ready=3, buffer_running=5, buffer_slots=64, replicas_live=1)
+    progress.step(record(2, **{"eval/accuracy": 0.75, "eval/version": 1}))
+    progress.note("a note with [brackets]")
+    progress.close()
+    progress.close()
+    shown = out.getvalue()
+    for words in (
+        "step 2/10", "0.500", "0.750 (v1)", "0.25, max 1", "15.0k tok/s", "800 tok/s", "3 ready, 5 running, 64 slots",
+        "waits for groups [32]", "1/1 live", "a note with [brackets]",
+    ):  # fmt: skip
+        assert words in shown
+
+
+def test_off_is_silent() -> None:
+    progress, out = make("off", terminal=True)
+    with progress.phase("starting"):
+        progress.step(record(1))
+    progress.close()
+    assert out.getvalue() == ""
+
+
+def test_an_unknown_field_is_refused() -> None:
+    progress, _ = make("off")
+    with pytest.raises(TypeError, match="has no field rewrd"):
+        progress.update(rewrd=1)

@@ -1,0 +1,121 @@
+"""The run directory, its lock, summary and log."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from trainer.config.errors import ConfigurationError
+from trainer.config.schema.run import RunConfig
+from trainer.telemetry.log import logging_to
+from trainer.telemetry.run_dir import open_run_dir
+from trainer.telemetry.summary import Summary, write_summary
+
+ROOT = Path(__file__).resolve().parents[4]
+HOLD_LOCK = """
+import sys, time
+from trainer.config.schema.run import RunConfig
+from trainer.telemetry.run_dir import open_run_dir
+run_dir = open_run_dir(RunConfig(run_dir=sys.argv[1]))
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def test_the_default_directory_is_named_by_run_and_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TZ", "UTC")
+    first = open_run_dir(RunConfig(name="abc"), clock=lambda: 0.0)
+    second = open_run_dir(RunConfig(name="abc"), clock=lambda: 0.0)
+    assert first.path.parent == tmp_path / "runs" / "abc"
+    assert second.path.name == f"{first.path.name}-2"
+    assert first.trajectories.is_dir()
+    first.close()
+    second.close()
+
+
+def test_a_directory_that_cannot_be_made_is_a_configuration_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigurationError, match="cannot be written"):
+        open_run_dir(RunConfig(run_dir=str(tmp_path / "file" / "run")))
+
+
+def test_a_second_owner_is_refused_with_pid_and_host_and_kill_frees_the_directory(tmp_path: Path) -> None:
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD_LOCK, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(ConfigurationError, match=f"in use by process {holder.pid} on host {os.uname().nodename}"):
+            open_run_dir(RunConfig(run_dir=str(tmp_path)))
+    finally:
+        holder.send_signal(signal.SIGKILL)
+        holder.communicate()
+    run_dir = open_run_dir(RunConfig(run_dir=str(tmp_path)))
+    run_dir.close()
+    run_dir.close()
+    assert not (tmp_path / "owner.lock").exists()
+
+
+def test_the_lock_also_holds_inside_one_process(tmp_path: Path) -> None:
+    config = RunConfig(run_dir=str(tmp_path))
+    run_dir = open_run_dir(config)
+    with pytest.raises(ConfigurationError, match="in use"):
+        open_run_dir(config)
+    run_dir.close()
+    open_run_dir(config).close()
+
+
+def test_an_earlier_configuration_is_kept_if_it_was_another(tmp_path: Path) -> None:
+    config = RunConfig(run_dir=str(tmp_path))
+    run_dir = open_run_dir(config)
+    run_dir.write_config(config)
+    run_dir.write_config(config)
+    assert not (tmp_path / "config.1.yaml").exists()
+    run_dir.write_config(replace(config, seed=7))
+    assert "seed: 0" in (tmp_path / "config.1.yaml").read_text()
+    assert "seed: 7" in run_dir.config.read_text()
+    run_dir.close()
+
+
+def test_the_summary_is_one_json_object_that_replaces_the_old_one(tmp_path: Path) -> None:
+    summary = Summary(
+        exit_reason="completed", steps=10, version=10, wall_s=3.5, startup_s=None, first_accuracy=0.25,
+        last_accuracy=float("nan"), seed=0, extra={"groups": 3},
+    )  # fmt: skip
+    path = tmp_path / "summary.json"
+    path.write_text("old")
+    write_summary(path, summary)
+    written = json.loads(path.read_text())
+    assert written["exit_reason"] == "completed"
+    assert (written["first_accuracy"], written["last_accuracy"], written["startup_s"]) == (0.25, None, None)
+    assert written["groups"] == 3
+    assert "extra" not in written
+    assert [entry.name for entry in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_third_parties_are_quiet_on_the_screen_and_kept_in_the_file(tmp_path: Path) -> None:
+    root = logging.getLogger()
+    before = (root.level, list(root.handlers))
+    screen = io.StringIO()
+    with logging_to(tmp_path / "log.txt", level="info", console=Console(file=screen)):
+        logging.getLogger("trainer.pipeline").info("step done")
+        logging.getLogger("trainer.pipeline").debug("detail")
+        logging.getLogger("some_library").info("chatter")
+        logging.getLogger("some_library").warning("trouble")
+        logging.getLogger("urllib3").info("connection")
+    assert (root.level, root.handlers) == before
+    shown, kept = screen.getvalue(), (tmp_path / "log.txt").read_text()
+    assert "step done" in shown and "trouble" in shown and "chatter" not in shown
+    assert "step done" in kept and "chatter" in kept and "detail" not in kept and "connection" not in kept

@@ -1,0 +1,186 @@
+"""Metric sinks: what is on disk, after crashes and resumes too, and that a broken sink stops nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import types
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from trainer.config.convert import to_run_config
+from trainer.telemetry.catalog import METRICS, REQUIRED, check_complete, check_known
+from trainer.telemetry.run_dir import open_run_dir
+from trainer.telemetry.sinks.build import MetricWriter, build_writer
+from trainer.telemetry.sinks.jsonl import JsonlSink, truncate_after
+from trainer.telemetry.sinks.tensorboard import TensorBoardSink
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from trainer.config.schema.run import RunConfig
+
+
+class Broken:
+    name = "broken"
+
+    def write(self, record: Mapping[str, object]) -> None:
+        raise ConnectionError("no route")
+
+    def close(self) -> None:
+        raise ConnectionError("no route")
+
+
+class Kept:
+    name = "kept"
+
+    def __init__(self) -> None:
+        self.records: list[Mapping[str, object]] = []
+
+    def write(self, record: Mapping[str, object]) -> None:
+        self.records.append(record)
+
+    def close(self) -> None:
+        pass
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def config_for(path: Path, **telemetry: object) -> RunConfig:
+    config, problems = to_run_config({"run_dir": str(path), "telemetry": telemetry})
+    assert problems == []
+    return config
+
+
+def test_a_line_is_on_disk_when_write_returns(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "m.jsonl")
+    sink.write({"step": 1, "a": 0.5})
+    assert lines(tmp_path / "m.jsonl") == [{"step": 1, "a": 0.5}]
+    sink.close()
+
+
+def test_a_torn_line_is_cut_and_whole_ones_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"st')
+    sink = JsonlSink(path)
+    sink.write({"step": 3})
+    sink.close()
+    assert [line["step"] for line in lines(path)] == [1, 2, 3]
+
+
+def test_lines_after_the_checkpoint_are_cut(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\nnoise\n{"step": 4}\n{"step": 2')
+    assert truncate_after(path, 2) == 4
+    assert [line["step"] for line in lines(path)] == [1, 2]
+    assert truncate_after(path, 2) == 0
+    assert truncate_after(tmp_path / "missing.jsonl", 2) == 0
+    assert [entry.name for entry in tmp_path.iterdir()] == ["m.jsonl"]
+
+
+def test_a_broken_sink_is_counted_and_the_others_get_every_record(caplog: pytest.LogCaptureFixture) -> None:
+    kept = Kept()
+    writer = MetricWriter([Broken(), kept])
+    with caplog.at_level(logging.ERROR):
+        for step in range(1, 4):
+            writer.write({"step": step})
+        writer.close()
+    assert [record["telemetry/sink_errors"] for record in kept.records] == [0, 1, 2]
+    assert writer.num_errors == 4
+    assert len(caplog.records) == 1
+    assert "broken" in caplog.text
+
+
+def test_a_nan_is_written_as_null_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    kept = Kept()
+    writer = MetricWriter([kept])
+    writer.write({"step": 1, "learner/loss": np.float32("nan"), "eval/accuracy": None})
+    writer.write({"step": 2, "learner/loss": float("inf")})
+    assert [record["learner/loss"] for record in kept.records] == [None, None]
+    assert caplog.text.count("learner/loss is nan at step 1") == 1
+    assert "eval/accuracy" not in caplog.text
+
+
+def test_tensorboard_reads_back_the_numbers_and_a_resume_hides_later_steps(tmp_path: Path) -> None:
+    first = TensorBoardSink(tmp_path, clock=lambda: 100.0)
+    for step in (1, 2, 3):
+        first.write({"step": step, "reward/mean": step / 10, "staleness/histogram": {"0": 1}, "x": None})
+    first.close()
+    second = TensorBoardSink(tmp_path, resume_step=1, clock=lambda: 200.0)
+    second.write({"step": 2, "reward/mean": 0.7})
+    second.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert events.Tags()["scalars"] == ["reward/mean"]
+    assert [(e.step, round(e.value, 3)) for e in events.Scalars("reward/mean")] == [(1, 0.1), (2, 0.7)]
+
+
+def test_the_configured_sinks_are_built_and_a_resume_cuts(tmp_path: Path) -> None:
+    config = config_for(tmp_path / "run")
+    run_dir = open_run_dir(config)
+    writer = build_writer(config, run_dir)
+    for step in (1, 2, 3):
+        writer.write({"step": step})
+    writer.close()
+    again = build_writer(config, run_dir, resume_step=1)
+    again.write({"step": 2, "version": 2})
+    again.close()
+    assert [line["step"] for line in lines(run_dir.metrics)] == [1, 2]
+    assert list(run_dir.tensorboard.glob("events*"))
+    run_dir.close()
+
+
+def test_a_sink_that_cannot_be_made_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = config_for(tmp_path / "run")
+    run_dir = open_run_dir(config)
+    run_dir.tensorboard.write_text("a file where a directory should be")
+    writer = build_writer(config, run_dir)
+    writer.write({"step": 1})
+    assert [line["step"] for line in lines(run_dir.metrics)] == [1]
+    assert "tensorboard" in caplog.text
+    run_dir.close()
+
+
+def test_wandb_gets_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, object]] = []
+
+    class Run:
+        def log(self, numbers: dict[str, float], step: int) -> None:
+            calls.append(("log", (step, numbers)))
+
+        def finish(self) -> None:
+            calls.append(("finish", None))
+
+    fake: Any = types.ModuleType("wandb")
+    fake.init = lambda **settings: calls.append(("init", settings["project"])) or Run()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    config = config_for(tmp_path / "run", tensorboard=False, wandb=True, wandb_project="mine")
+    run_dir = open_run_dir(config)
+    writer = build_writer(config, run_dir)
+    writer.write({"step": 4, "reward/mean": 0.5, "staleness/histogram": {"0": 1}})
+    writer.close()
+    run_dir.close()
+    numbers = {"step": 4, "reward/mean": 0.5, "telemetry/sink_errors": 0}
+    assert calls == [("init", "mine"), ("log", (4, numbers)), ("finish", None)]
+
+
+def test_the_catalog_knows_required_names_and_families_and_refuses_others() -> None:
+    check_known({*REQUIRED, "eval/accuracy", "reward/part/format", "buffer/filtered/zero_variance"})
+    with pytest.raises(ValueError, match=r"reward/meen \(close: reward/mean\)"):
+        check_known({"step": 1, "reward/meen": 1})
+    check_complete(dict.fromkeys(REQUIRED, 0))
+    with pytest.raises(ValueError, match="lacks eval/version"):
+        check_complete({**dict.fromkeys(REQUIRED, 0), "eval/accuracy": 1})
+
+
+def test_every_metric_has_one_full_row() -> None:
+    names = [metric.name for metric in METRICS]
+    assert len(names) == len(set(names))
+    assert all(metric.unit and metric.meaning and metric.healthy and "|" not in metric.meaning for metric in METRICS)

@@ -1,0 +1,133 @@
+"""The trace: valid JSON at any time, across crashes and resumes, with bounded memory."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import TYPE_CHECKING, Any
+
+from trainer.telemetry.spans import Tracer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def events(path: Path, phase: str = "X") -> list[dict[str, Any]]:
+    return [event for event in json.loads(path.read_text()) if event["ph"] == phase]
+
+
+def test_spans_have_start_duration_and_one_track_each(tmp_path: Path) -> None:
+    clock, path = Clock(), tmp_path / "trace.json"
+    tracer = Tracer(path, clock=clock)
+    with tracer.span("learner", "step", step=3):
+        clock.now += 0.25
+        with tracer.span("sync", "pack"):
+            clock.now += 0.5
+    tracer.close()
+    pack, step = events(path)
+    assert (step["ts"], step["dur"], step["args"]) == (1000.0e6, 0.75e6, {"step": 3})
+    assert (pack["ts"], pack["dur"]) == (1000.25e6, 0.5e6)
+    names = {event["tid"]: event["args"]["name"] for event in events(path, "M")}
+    assert (names[step["tid"]], names[pack["tid"]]) == ("learner", "sync")
+
+
+def test_a_span_is_written_even_if_its_block_raises(tmp_path: Path) -> None:
+    tracer = Tracer(tmp_path / "trace.json")
+    try:
+        with tracer.span("learner", "step"):
+            raise RuntimeError
+    except RuntimeError:
+        pass
+    tracer.close()
+    assert [event["name"] for event in events(tmp_path / "trace.json")] == ["step"]
+
+
+def test_overlapping_spans_counters_and_instants(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    tracer = Tracer(path, clock=Clock())
+    tracer.add_span("rollout", "group 1", start_s=1.0, end_s=3.0, overlapping=True)
+    tracer.add_span("rollout", "group 2", start_s=2.0, end_s=4.0, overlapping=True)
+    tracer.counter("buffer", ready=3, running=5)
+    tracer.instant("sync", "live", version=2)
+    tracer.close()
+    assert [(e["id"], e["ts"]) for e in events(path, "b")] == [(1, 1e6), (2, 2e6)]
+    assert [(e["id"], e["ts"]) for e in events(path, "e")] == [(1, 3e6), (2, 4e6)]
+    assert events(path, "C")[0]["args"] == {"ready": 3, "running": 5}
+    assert events(path, "i")[0]["args"] == {"version": 2}
+
+
+def test_the_file_is_valid_json_after_every_flush_and_memory_is_bounded(tmp_path: Path) -> None:
+    path, clock = tmp_path / "trace.json", Clock()
+    tracer = Tracer(path, clock=clock)
+    assert json.loads(path.read_text()) == []
+    most = 0
+    for n in range(1000):
+        tracer.add_span("a", f"n{n}", start_s=n, end_s=n)
+        most = max(most, len(tracer._pending))
+        if n % 100 == 0:
+            assert len(events(path)) >= n - 256
+    assert most <= 257
+    clock.now += 2.0
+    tracer.instant("a", "late")
+    assert len(events(path)) == 1000
+    tracer.close()
+
+
+def test_a_later_process_continues_a_whole_and_a_torn_file(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    for n in range(3):
+        tracer = Tracer(path)
+        tracer.add_span("a", f"run{n}", start_s=0, end_s=1)
+        tracer.close()
+    assert [event["name"] for event in events(path)] == ["run0", "run1", "run2"]
+    whole = path.read_bytes()
+    for cut in range(len(whole)):
+        path.write_bytes(whole[:cut])
+        tracer = Tracer(path)
+        tracer.add_span("a", "again", start_s=0, end_s=1)
+        tracer.close()
+        names = [event["name"] for event in events(path)]
+        assert names[-1] == "again"
+        assert names[:-1] == [f"run{n}" for n in range(len(names) - 1)]
+
+
+def test_events_over_the_limit_and_after_close_are_counted(tmp_path: Path) -> None:
+    tracer = Tracer(tmp_path / "trace.json", max_events=5)
+    for n in range(10):
+        tracer.instant("a", str(n))
+    tracer.close()
+    tracer.instant("a", "late")
+    assert len(json.loads((tmp_path / "trace.json").read_text())) == 5
+    assert tracer.num_dropped == 7
+
+
+def test_without_a_path_nothing_happens() -> None:
+    tracer = Tracer(None)
+    with tracer.span("a", "b"):
+        tracer.counter("c", x=1)
+    tracer.close()
+    assert tracer.num_dropped == 0
+
+
+def test_threads_do_not_tear_each_others_events(tmp_path: Path) -> None:
+    tracer = Tracer(tmp_path / "trace.json")
+
+    def work(name: str) -> None:
+        for n in range(500):
+            tracer.instant(name, str(n))
+
+    threads = [threading.Thread(target=work, args=(f"t{n}",)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    tracer.close()
+    assert len(events(tmp_path / "trace.json", "i")) == 2000

@@ -1,0 +1,90 @@
+"""Recorded groups can be read back token for token."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rollout.types import Group, Prompt, Segment, Trajectory, Turn
+from trainer.telemetry.trajectories import TrajectoryRecorder
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def make_group(group_id: int, *, text: str = "19", metadata: dict[str, object] | None = None) -> Group:
+    is_generated = np.array([False, True, True, False, True])
+    turn = Turn(
+        token_ids=np.array([5, 6, 7, 8, 9], np.int32),
+        is_generated=is_generated,
+        logprobs=np.where(is_generated, np.float32(-0.5), np.nan).astype(np.float32),
+        segments=(Segment(version=2, num_tokens=1), Segment(version=3, num_tokens=2)),
+    )
+    trajectories = [
+        Trajectory(
+            prompt_id="train/1", sample_index=0, turns=(turn,), reward=1.0, reward_parts={"exact": 1.0},
+            status="completed", timings={"generate_s": 0.5}, text=text,
+        ),
+        Trajectory(
+            prompt_id="train/1", sample_index=1, turns=(), reward=float("nan"), reward_parts={}, status="failed",
+            timings={}, error="reward hung",
+        ),
+    ]  # fmt: skip
+    prompt = Prompt(
+        prompt_id="train/1", token_ids=np.array([5], np.int32), text="12+7=", answer="19", metadata=metadata or {}
+    )
+    return Group(group_id=group_id, prompt=prompt, trajectories=trajectories, start_version=2)
+
+
+def recorded(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for path in sorted(folder.iterdir()) for line in path.read_text().splitlines()]
+
+
+def test_a_group_is_recorded_in_full(tmp_path: Path) -> None:
+    recorder = TrajectoryRecorder(tmp_path, clock=lambda: 12.5)
+    recorder.write(make_group(7, metadata={"level": np.int64(3)}), "filtered", reason="zero_variance")
+    (line,) = recorded(tmp_path)
+    assert (line["group_id"], line["status"], line["reason"], line["start_version"]) == (
+        7,
+        "filtered",
+        "zero_variance",
+        2,
+    )
+    assert line["time_s"] == 12.5
+    assert line["rewards"] == [1.0, None]
+    assert line["prompt"]["text"] == "12+7="
+    assert line["prompt"]["metadata"] == {"level": 3}
+    good, failed = line["trajectories"]
+    assert (failed["status"], failed["reward"], failed["error"]) == ("failed", None, "reward hung")
+    assert (good["text"], good["versions"], good["reward_parts"]) == ("19", [2, 3], {"exact": 1.0})
+    assert good["turns"] == [
+        {
+            "token_ids": [5, 6, 7, 8, 9], "generated": [[1, 3], [4, 5]], "logprobs": [-0.5, -0.5, -0.5],
+            "segments": [[2, 1], [3, 2]],
+        }
+    ]  # fmt: skip
+
+
+def test_files_rotate_by_size_and_a_new_process_begins_a_new_file(tmp_path: Path) -> None:
+    recorder = TrajectoryRecorder(tmp_path, max_file_bytes=2000)
+    for group_id in range(5):
+        recorder.write(make_group(group_id, text="x" * 900), "ready")
+    TrajectoryRecorder(tmp_path).write(make_group(5), "ready")
+    assert [line["group_id"] for line in recorded(tmp_path)] == list(range(6))
+    sizes = [path.stat().st_size for path in sorted(tmp_path.iterdir())]
+    assert all(size <= 2000 for size in sizes)
+    assert sorted(path.name for path in tmp_path.iterdir())[-1] == f"groups_{len(sizes) - 1:05d}.jsonl"
+
+
+def test_metadata_that_json_cannot_say_is_kept_as_text(tmp_path: Path) -> None:
+    TrajectoryRecorder(tmp_path).write(make_group(0, metadata={"image": b"\x00"}), "ready")
+    assert "image" in recorded(tmp_path)[0]["prompt"]["metadata"]["repr"]
+
+
+def test_a_disk_that_refuses_is_counted_and_stops_nothing(tmp_path: Path) -> None:
+    recorder = TrajectoryRecorder(tmp_path / "missing")
+    recorder.write(make_group(0), "ready")
+    recorder.write(make_group(1), "ready")
+    assert (recorder.num_groups, recorder.num_errors) == (0, 2)

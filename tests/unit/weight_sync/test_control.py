@@ -1,0 +1,242 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import zmq
+
+from weight_sync.control import (
+    MAX_REQUEST_BYTES,
+    QUESTION,
+    ControlClient,
+    ControlServer,
+    Envelope,
+    Hello,
+    LeaseGranted,
+    LeaseRequest,
+    Membership,
+    Released,
+    ReleaseRequest,
+    Request,
+    Response,
+)
+from weight_sync.errors import PublisherLost, StaleEpoch, VersionUnavailable
+
+MEMBER = Membership(run_id="run", epoch=3, secret=b"s" * 32)
+LEASE = LeaseRequest(version=7, worker=0, ttl_s=1.0)
+
+
+class Desk:
+    """A handler that remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, Request]] = []
+        self.block_first = threading.Event()
+        self.block_first.set()
+
+    def __call__(self, sender: str, request: Request) -> Response:
+        self.seen.append((sender, request))
+        if len(self.seen) == 1:
+            self.block_first.wait(5.0)
+        match request:
+            case LeaseRequest(version=7):
+                return LeaseGranted(lease_id=len(self.seen), slot=1, generation=2, digests=(2**64 - 1, 0))
+            case LeaseRequest():
+                raise VersionUnavailable(f"version {request.version} is not held here")
+            case _:
+                return Released(is_intact=True)
+
+
+@pytest.fixture
+def desk() -> Desk:
+    return Desk()
+
+
+@pytest.fixture
+def server(desk: Desk) -> Iterator[ControlServer]:
+    server = ControlServer(desk, MEMBER)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context]:
+    context = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+def client_of(context: zmq.Context, server: ControlServer, member: Membership = MEMBER) -> ControlClient:
+    return ControlClient(context, server.endpoint, membership=member, sender="r0/0")
+
+
+def raw_socket(context: zmq.Context, server: ControlServer) -> zmq.Socket:
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.connect(server.endpoint)
+    return socket
+
+
+def wait_for(server: ControlServer, name: str, count: int) -> None:
+    until = time.monotonic() + 5.0
+    while server.counters().get(name, 0) < count:
+        assert time.monotonic() < until, f"{name} is {server.counters()}, expected {count}"
+        time.sleep(0.005)
+
+
+def test_answers_come_back_with_64_bit_digests(context: zmq.Context, server: ControlServer, desk: Desk) -> None:
+    granted = client_of(context, server).ask(LEASE, LeaseGranted, deadline_s=5.0)
+    assert granted.digests == (2**64 - 1, 0)
+    assert desk.seen == [("r0/0", LEASE)]
+
+
+def test_refusal_keeps_its_type_and_message(context: zmq.Context, server: ControlServer) -> None:
+    with pytest.raises(VersionUnavailable, match="version 9 is not held here"):
+        client_of(context, server).ask(LeaseRequest(version=9, worker=0, ttl_s=1.0), LeaseGranted, deadline_s=5.0)
+
+
+def test_frame_under_another_secret_gets_no_answer(context: zmq.Context, server: ControlServer, desk: Desk) -> None:
+    stranger = Membership(run_id="run", epoch=3, secret=b"x" * 32)
+    with pytest.raises(PublisherLost, match="did not answer Hello within 0.3 s"):
+        client_of(context, server, stranger).ask(LEASE, LeaseGranted, deadline_s=0.3)
+    assert server.counters()["control_unauthentic"] >= 1
+    assert desk.seen == []
+
+
+@pytest.mark.parametrize("member", [Membership(run_id="run", epoch=2, secret=MEMBER.secret),
+                                    Membership(run_id="other", epoch=3, secret=MEMBER.secret)])  # fmt: skip
+def test_other_epoch_or_run_is_told_so(
+    context: zmq.Context, server: ControlServer, desk: Desk, member: Membership
+) -> None:
+    with pytest.raises(StaleEpoch, match="open the receiver again"):
+        client_of(context, server, member).ask(LEASE, LeaseGranted, deadline_s=5.0)
+    assert desk.seen == []
+
+
+def test_malformed_frames_are_counted_and_do_no_harm(context: zmq.Context, server: ControlServer) -> None:
+    socket = raw_socket(context, server)
+    bad = b"\xc1 not msgpack"
+    shape = msgspec.msgpack.encode({"run_id": 5, "unknown": True})
+    frames = [
+        [b""],
+        [b"only one frame"],
+        [bad, b"short mac"],
+        [bad, MEMBER.sign(QUESTION, bad)],
+        [shape, MEMBER.sign(QUESTION, shape)],
+        [b"a", b"b", b"c"],
+    ]
+    for frame in frames:
+        socket.send_multipart(frame)
+    wait_for(server, "control_malformed", len(frames))
+    assert client_of(context, server).ask(LEASE, LeaseGranted, deadline_s=5.0).slot == 1
+
+
+def test_too_large_frame_is_dropped_with_its_connection(
+    context: zmq.Context, server: ControlServer, desk: Desk
+) -> None:
+    socket = raw_socket(context, server)
+    big = b"x" * (MAX_REQUEST_BYTES + 1)
+    socket.send_multipart([big, MEMBER.sign(QUESTION, big)])
+    assert client_of(context, server).ask(LEASE, LeaseGranted, deadline_s=5.0).slot == 1
+    assert len(desk.seen) == 1
+
+
+def test_replayed_frame_is_refused(context: zmq.Context, server: ControlServer, desk: Desk) -> None:
+    recorded: list[list[bytes]] = []
+    client = client_of(context, server)
+    send = client._dealer.send_multipart
+    client._dealer = Recorder(client._dealer, recorded)
+    client.ask(LEASE, LeaseGranted, deadline_s=5.0)
+    assert len(recorded) == 2  # hello and lease
+    attacker = raw_socket(context, server)
+    for frames in recorded:
+        attacker.send_multipart(frames)
+    wait_for(server, "control_replayed", 2)
+    assert not attacker.poll(100), "a replayed frame must not be answered"
+    assert len(desk.seen) == 1
+    assert send is not None
+
+
+class Recorder:
+    """A socket that lets someone listen on the line."""
+
+    def __init__(self, socket: zmq.Socket, record: list[list[bytes]]) -> None:
+        self._socket, self._record = socket, record
+
+    def send_multipart(self, frames: list[bytes], flags: int) -> None:
+        self._record.append(frames)
+        self._socket.send_multipart(frames, flags)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._socket, name)
+
+
+def test_retried_request_is_executed_once(
+    context: zmq.Context, server: ControlServer, desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weight_sync.control.RETRY_S", 0.05)
+    client = client_of(context, server)
+    client.hello(deadline_s=5.0)
+    desk.block_first.clear()
+    threading.Timer(0.4, desk.block_first.set).start()
+    granted = client.ask(LEASE, LeaseGranted, deadline_s=5.0)
+    assert granted.lease_id == 1
+    wait_for(server, "control_retried", 1)
+    assert len(desk.seen) == 1
+    released = client.ask(ReleaseRequest(lease_id=1, slot=1, generation=2), Released, deadline_s=5.0)
+    assert released.is_intact, "a late answer to the retried question must not answer this one"
+
+
+def test_reflected_question_is_no_answer() -> None:
+    payload = b"anything"
+    assert not MEMBER.is_authentic(b"A", payload, MEMBER.sign(QUESTION, payload))
+
+
+def test_two_servers_never_share_an_endpoint(desk: Desk) -> None:
+    first, second = ControlServer(desk, MEMBER), ControlServer(desk, MEMBER)
+    assert first.endpoint != second.endpoint
+    first.close()
+    second.close()
+
+
+def test_close_ends_the_thread_and_the_client_finds_out_in_time(context: zmq.Context, desk: Desk) -> None:
+    server = ControlServer(desk, MEMBER)
+    client = client_of(context, server)
+    client.hello(deadline_s=5.0)
+    before = threading.active_count()
+    server.close()
+    server.close()
+    assert threading.active_count() == before - 1
+    started = time.monotonic()
+    with pytest.raises(PublisherLost, match="dead, stopped or unreachable"):
+        client.ask(LEASE, LeaseGranted, deadline_s=0.3)
+    assert time.monotonic() - started < 1.0
+
+
+def test_secret_is_not_printed() -> None:
+    assert "ssss" not in repr(MEMBER)
+
+
+def test_ipv6_endpoint_works(context: zmq.Context, desk: Desk) -> None:
+    try:
+        server = ControlServer(desk, MEMBER, host="::1")
+    except zmq.ZMQError:
+        pytest.skip("this host has no IPv6 loopback")
+    assert "[::1]" in server.endpoint
+    assert client_of(context, server).ask(LEASE, LeaseGranted, deadline_s=5.0).slot == 1
+    server.close()
+
+
+def test_hello_flood_is_bounded(context: zmq.Context, server: ControlServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weight_sync.control.MAX_SESSIONS", 2)
+    socket = raw_socket(context, server)
+    for i in range(5):
+        hello = Envelope(run_id="run", epoch=3, sender="x", session=b"", seq=1, request_id=1,
+                         request=Hello(nonce=bytes([i]) * 16))  # fmt: skip
+        payload = msgspec.msgpack.encode(hello)
+        socket.send_multipart([payload, MEMBER.sign(QUESTION, payload)])
+    wait_for(server, "control_replayed", 3)
+    assert server.counters()["control_sessions"] == 2

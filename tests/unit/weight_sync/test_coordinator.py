@@ -1,0 +1,261 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+import torch
+
+from tests.fakes.sync_world import LocalPublisher, LocalReplica, full_weights
+from weight_sync.coordinator import SyncCoordinator, SyncOptions
+from weight_sync.errors import DigestMismatch, PlanMismatch, PullTimeout, TransportUnusable, WeightSyncError
+from weight_sync.transports import ipc
+
+
+class World:
+    def __init__(self, num_ranks: int, replicas: list[LocalReplica], **options: object) -> None:
+        self.full = full_weights(0)
+        self.publishers = [LocalPublisher(rank, num_ranks, self.full) for rank in range(num_ranks)]
+        self.replicas = replicas
+        merged = {"timeout_s": 20.0, **options}
+        self.coordinator = SyncCoordinator(self.publishers, replicas, options=SyncOptions(**merged))
+
+    def train(self, seed: int) -> None:
+        self.full = full_weights(seed)
+        for publisher in self.publishers:
+            publisher.full = self.full
+
+    async def step(self, version: int) -> object:
+        self.train(version)
+        await self.coordinator.publish(version)
+        return await self.coordinator.sync(version)
+
+
+@contextlib.asynccontextmanager
+async def opened(num_ranks: int, replicas: list[LocalReplica], **options: object) -> AsyncIterator[World]:
+    world = World(num_ranks, replicas, **options)
+    try:
+        await world.coordinator.open()
+        yield world
+    finally:
+        await world.coordinator.close()
+
+
+@pytest.mark.parametrize("commit", ["staged", "inplace"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_workers", [1, 2])
+async def test_engines_hold_the_learners_weights_bit_for_bit(commit: str, num_ranks: int, num_workers: int) -> None:
+    replica = LocalReplica("r0", num_workers)
+    async with opened(num_ranks, [replica], commit=commit) as world:
+        for version in range(3):
+            await world.step(version)
+            replica.assert_holds(world.full)
+            await world.coordinator.self_test()
+        assert replica.versions == [0, 1, 2]
+        assert world.coordinator.live_versions == {"r0": 2}
+
+
+@pytest.mark.parametrize("commit", ["staged", "inplace"])
+async def test_nothing_is_allocated_after_the_first_sync(commit: str) -> None:
+    async with opened(2, [LocalReplica("r0", 2)], commit=commit) as world:
+        first = await world.step(1)
+        for version in range(2, 31):
+            report = await world.step(version)
+        names = ("allocations", "registrations", "sockets", "control_sessions")
+        assert {n: report.counters[n] for n in names} == {n: first.counters[n] for n in names}
+        assert report.counters["control_malformed"] == 0 if "control_malformed" in report.counters else True
+
+
+async def test_parameter_addresses_never_change() -> None:
+    replica = LocalReplica("r0")
+    addresses = [p.data_ptr() for p in replica.models[0].parameters()]
+    async with opened(2, [replica]) as world:
+        await world.step(1)
+        await world.step(2)
+    assert [p.data_ptr() for p in replica.models[0].parameters()] == addresses
+
+
+async def test_rebound_parameter_is_noticed_before_anything_is_written() -> None:
+    replica = LocalReplica("r0")
+    async with opened(1, [replica]) as world:
+        await world.step(1)
+        model = replica.models[0]
+        model.norm = torch.nn.Parameter(model.norm.clone(), requires_grad=False)
+        with pytest.raises(WeightSyncError, match="norm"):
+            await world.step(2)
+        assert replica.receivers[0].live_version == 1
+
+
+async def test_replicas_are_never_all_paused_at_once() -> None:
+    board: list[str] = []
+    replicas = [LocalReplica(f"r{i}", board=board) for i in range(3)]
+    for replica in replicas:
+        replica.commit_delay_s = 0.02
+    async with opened(2, replicas) as world:
+        await world.step(1)
+        for replica in replicas:
+            replica.assert_holds(world.full)
+    paused: set[str] = set()
+    for entry in board:
+        word, name = entry.split()
+        (paused.add if word == "pause" else paused.remove)(name)
+        assert len(paused) <= 1
+
+
+async def test_frozen_replica_keeps_its_version_until_released() -> None:
+    replicas = [LocalReplica("r0"), LocalReplica("r1")]
+    async with opened(1, replicas, timeout_s=2.0) as world:
+        await world.step(1)
+        async with world.coordinator.freeze("r0") as version:
+            assert version == 1
+            task = asyncio.create_task(world.step(2))
+            await asyncio.sleep(2.5)  # longer than the deadline: a freeze is nobody's failure
+            assert replicas[0].versions == [1]
+            assert replicas[1].versions == [1, 2]
+            assert not task.done()
+        report = await task
+        assert report.replicas_live == 2
+        assert replicas[0].versions == [1, 2]
+
+
+async def test_failing_replica_is_left_out_and_the_others_go_on() -> None:
+    replicas = [LocalReplica("r0"), LocalReplica("r1")]
+
+    def die() -> None:
+        raise ConnectionError("engine process is gone")
+
+    async with opened(2, replicas) as world:
+        await world.step(1)
+        replicas[0].before_commit = die
+        report = await world.step(2)
+        assert (report.replicas_live, report.replicas_skipped) == (1, 1)
+        assert world.coordinator.members == {"r0": "dead", "r1": "live"}
+        replicas[1].assert_holds(world.full)
+        assert not replicas[0].is_paused
+        replicas[0].before_commit = lambda: None
+        await world.coordinator.open()  # a new epoch takes it in again
+        report = await world.step(3)
+        assert report.replicas_live == 2
+        replicas[0].assert_holds(world.full)
+
+
+async def test_commit_that_fails_once_is_tried_again() -> None:
+    replica = LocalReplica("r0")
+    failures = iter([TimeoutError("engine was busy")])
+
+    def fail_once() -> None:
+        for failure in failures:
+            raise failure
+
+    async with opened(1, [replica]) as world:
+        replica.before_commit = fail_once
+        report = await world.step(1)
+        assert report.num_retries == 1
+        replica.assert_holds(world.full)
+
+
+async def test_self_test_names_the_parameter_that_differs() -> None:
+    replica = LocalReplica("r0", 2)
+    async with opened(2, [replica]) as world:
+        await world.step(1)
+        await world.coordinator.self_test()
+        replica.models[1].down.data[0, 0] += 1
+        with pytest.raises(DigestMismatch, match=r"r0/1 differs from the learner in down at version 1"):
+            await world.coordinator.self_test()
+
+
+async def test_flipped_byte_is_pulled_again_and_committed_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    replica = LocalReplica("r0")
+    async with opened(2, [replica]) as world:
+        flip_after_pull(replica, times=1)
+        report = await world.step(1)
+        assert report.num_retries == 1
+        replica.assert_holds(world.full)
+
+
+@pytest.mark.parametrize(("commit", "state"), [("staged", "dead"), ("inplace", "dirty")])
+async def test_byte_that_stays_flipped_is_never_committed(commit: str, state: str) -> None:
+    replica = LocalReplica("r0")
+    async with opened(1, [replica], commit=commit) as world:
+        await world.step(1)
+        old = world.full
+        flip_after_pull(replica, times=100)
+        with pytest.raises(WeightSyncError, match="differ from what was packed, twice"):
+            await world.step(2)
+        assert world.coordinator.members == {"r0": state}
+        assert replica.receivers[0].is_dirty == (state == "dirty")
+        assert replica.is_paused == (state == "dirty"), "a dirty engine must not generate"
+        if state == "dead":
+            replica.assert_holds(old)
+
+
+def flip_after_pull(replica: LocalReplica, *, times: int) -> None:
+    """Damage the first byte that arrives, `times` times, between the copy and the digest."""
+    end = replica.receivers[0]._epoch._end
+    original, left = end.pull, [times]
+
+    def pull(rank: int, slot: int, pieces: tuple, *, check: object) -> None:
+        original(rank, slot, pieces, check=check)
+        if left[0] > 0:
+            left[0] -= 1
+            pieces[0].dst[0] ^= 1
+
+    end.pull = pull
+
+
+async def test_drift_is_refused_before_a_byte_moves() -> None:
+    replica = LocalReplica("r0")
+    world = World(1, [replica])
+    replica.models[0].norm = torch.nn.Parameter(torch.zeros(5, dtype=torch.bfloat16), requires_grad=False)
+    with pytest.raises(PlanMismatch, match="norm"):
+        await world.coordinator.open()
+    assert all(not bool(p.any()) for p in replica.models[0].parameters())
+    await world.coordinator.close()
+
+
+async def test_auto_falls_back_to_shared_memory_when_ipc_cannot_be_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> object:
+        raise TransportUnusable("no peer access")
+
+    monkeypatch.setattr(ipc, "open_receiver", refuse)
+    replica = LocalReplica("r0")
+    async with opened(2, [replica], transport="auto") as world:
+        assert world.coordinator.transport == "shm"
+        await world.step(1)
+        replica.assert_holds(world.full)
+
+
+async def test_transport_that_does_not_work_is_an_error_when_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> object:
+        raise TransportUnusable("no peer access")
+
+    monkeypatch.setattr(ipc, "open_receiver", refuse)
+    world = World(1, [LocalReplica("r0")], transport="ipc")
+    with pytest.raises(TransportUnusable, match="no peer access"):
+        await world.coordinator.open()
+    await world.coordinator.close()
+
+
+async def test_version_must_be_published_before_it_is_synced() -> None:
+    async with opened(1, [LocalReplica("r0")]) as world:
+        with pytest.raises(WeightSyncError, match="version 3 is not published"):
+            await world.coordinator.sync(3)
+
+
+async def test_silent_replica_ends_the_sync_at_its_deadline() -> None:
+    replica = LocalReplica("r0")
+    async with opened(1, [replica], timeout_s=1.0) as world:
+        replica.commit_delay_s = 0.0
+
+        async def hang(*_: object, timeout_s: float) -> list[bytes]:
+            await asyncio.wait_for(asyncio.Event().wait(), timeout_s)
+            raise AssertionError
+
+        replica.call = hang
+        started = asyncio.get_running_loop().time()
+        with pytest.raises((TimeoutError, PullTimeout)):
+            await world.step(1)
+        assert asyncio.get_running_loop().time() - started < 3.0
+        assert world.coordinator.members == {"r0": "dead"}
+        del replica.call

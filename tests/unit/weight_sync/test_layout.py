@@ -1,0 +1,218 @@
+"""What a rank holds, checked against FSDP2 itself. A fake process group plays any rank of any mesh in this process."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from weight_sync.errors import PlanMismatch
+from weight_sync.layout import chunk_rows, local_shards, shard_descs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from weight_sync.types import ParamMeta, ShardDesc
+
+_TINY: dict[str, Any] = {
+    "hidden_size": 24,
+    "intermediate_size": 14,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "vocab_size": 11,
+}
+
+
+@contextmanager
+def _rank(rank: int, world: int) -> Iterator[None]:
+    """Be `rank` of `world`; collectives succeed and move nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+_fresh = count()
+
+
+def _mesh(*shape: int) -> DeviceMesh:
+    """A mesh under names never used before: DTensor caches meshes by value, and with them the rank they belong to."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=tuple(f"dim{next(_fresh)}" for _ in shape))
+
+
+def _model(config: PretrainedConfig | None = None) -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(Qwen2Config(**_TINY) if config is None else config)
+
+
+def _sharded(mesh: Any, model: Any | None = None) -> Any:
+    model = _model() if model is None else model
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+@given(rows=st.integers(0, 200), ranks=st.integers(1, 40))
+def test_chunk_rows_equals_torch_chunk(rows: int, ranks: int) -> None:
+    chunks = list(torch.arange(rows).chunk(ranks)) if rows else []
+    got = [chunk_rows(rows, ranks, rank) for rank in range(ranks)]
+    want = [(int(c[0]), int(c[-1]) + 1) for c in chunks if len(c)]
+    assert [span for span in got if span[0] < span[1]] == want
+    assert all(start == stop == rows for start, stop in got[len(want) :])
+
+
+def test_rank_outside_the_group_is_refused() -> None:
+    with pytest.raises(ValueError, match="rank 4 of 4"):
+        chunk_rows(3, 4, 4)
+
+
+@pytest.mark.parametrize("world", [1, 3, 4])
+def test_local_shards_are_the_rows_that_fsdp_holds(world: int) -> None:
+    """Together the ranks rebuild every tensor, and each agrees with the shard table that `shard_descs` predicts."""
+    full = dict(_model().named_parameters())
+    rebuilt: dict[str, list[torch.Tensor]] = {name: [] for name in full}
+    described: list[ShardDesc] = []
+    params: tuple[ParamMeta, ...] = ()
+    for rank in range(world):
+        with _rank(rank, world):
+            params, shards, tensors = local_shards(_sharded(_mesh(world)), rollout_dtype="bfloat16")
+        described.extend(shards)
+        for shard in shards:
+            if shard.row_start == shard.row_stop:
+                assert shard.param not in tensors
+            else:
+                assert torch.equal(tensors[shard.param], full[shard.param][shard.row_start : shard.row_stop])
+                rebuilt[shard.param].append(tensors[shard.param])
+    assert [(p.name, p.shape, p.dtype) for p in params] == [(n, tuple(p.shape), "bfloat16") for n, p in full.items()]
+    assert tuple(described) == shard_descs(params, num_ranks=world)
+    assert all(torch.equal(torch.cat(parts), full[name]) for name, parts in rebuilt.items())
+
+
+def test_only_the_first_replica_serves() -> None:
+    full = dict(_model().named_parameters())
+    rows = dict.fromkeys(full, 0)
+    for rank in range(4):
+        with _rank(rank, 4):
+            mesh = _mesh(2, 2)
+            params, shards, tensors = local_shards(_sharded(mesh), rollout_dtype="bfloat16")
+        assert [s.param for s in shards] == [p.name for p in params] == list(full)
+        assert all(s.rank == rank for s in shards)
+        assert bool(tensors) == (rank < 2)
+        for shard in shards:
+            rows[shard.param] += shard.row_stop - shard.row_start
+            if shard.param in tensors:
+                assert torch.equal(tensors[shard.param], full[shard.param][shard.row_start : shard.row_stop])
+    assert rows == {name: p.shape[0] for name, p in full.items()}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_plain_model_is_served_whole_by_rank_zero(rank: int) -> None:
+    model = _model()
+    with _rank(rank, 2):
+        _, shards, tensors = local_shards(model, rollout_dtype="float32")
+    assert set(tensors) == (set(dict(model.named_parameters())) if rank == 0 else set())
+    assert all((s.row_stop > s.row_start) == (rank == 0) for s in shards)
+
+
+def test_tensors_are_live_views_of_the_parameters() -> None:
+    with _rank(1, 2):
+        model = _sharded(_mesh(2))
+        _, _, tensors = local_shards(model, rollout_dtype="bfloat16")
+        with torch.no_grad():
+            for param in model.parameters():
+                param.fill_(3.0)
+        assert all((tensor == 3.0).all() and not tensor.requires_grad for tensor in tensors.values())
+
+
+def test_gathered_root_is_resharded_before_it_is_described() -> None:
+    """After a forward without backward FSDP2 leaves the root group gathered, as plain full tensors."""
+    with _rank(1, 2):
+        model = _sharded(_mesh(2))
+        before = local_shards(model, rollout_dtype="bfloat16")[1]
+        model.set_reshard_after_forward(False)
+        with torch.no_grad():
+            model(torch.zeros(1, 3, dtype=torch.long))
+        assert any(type(p) is torch.nn.Parameter for p in model.parameters())
+        assert local_shards(model, rollout_dtype="bfloat16")[1] == before
+
+
+@pytest.mark.parametrize("placement", [[Shard(1)], [Shard(0), Shard(0)], [Shard(0), Shard(1)]])
+def test_other_placements_are_refused_with_every_name(placement: list[Any]) -> None:
+    with _rank(0, 4):
+        mesh = _mesh(4) if len(placement) == 1 else _mesh(2, 2)
+        module = torch.nn.ParameterDict(
+            {
+                "good": torch.nn.Parameter(distribute_tensor(torch.ones(8, 4), mesh, [Replicate()] * mesh.ndim)),
+                "bad": torch.nn.Parameter(distribute_tensor(torch.ones(8, 4), mesh, placement)),
+                "worse": torch.nn.Parameter(distribute_tensor(torch.ones(8, 4), mesh, placement)),
+            }
+        )
+        with pytest.raises(PlanMismatch, match=r"bad \(8, 4\): placements .*; worse \(8, 4\): placements") as caught:
+            local_shards(module, rollout_dtype="bfloat16")
+        assert "good" not in str(caught.value)
+
+
+def test_unknown_dtype_is_refused() -> None:
+    with pytest.raises(PlanMismatch, match="got 'bf16'"):
+        local_shards(torch.nn.Linear(2, 2), rollout_dtype="bf16")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("config", [Qwen2Config, Qwen3Config, LlamaConfig, MistralConfig])
+def test_names_and_shapes_are_those_of_a_saved_checkpoint(
+    config: type[PretrainedConfig], tied: bool, tmp_path: Path
+) -> None:
+    model = _model(config(**_TINY, tie_word_embeddings=tied))
+    model.save_pretrained(tmp_path / "first")
+    for source in (model, AutoModelForCausalLM.from_pretrained(tmp_path / "first")):
+        params, _, tensors = local_shards(source, rollout_dtype="bfloat16")
+        with safe_open(tmp_path / "first" / "model.safetensors", "pt") as saved:
+            assert {p.name: p.shape for p in params} == {
+                name: tuple(saved.get_slice(name).get_shape())
+                for name in saved.keys()  # noqa: SIM118
+            }
+            assert all(torch.equal(saved.get_tensor(name), tensor) for name, tensor in tensors.items())
+        assert tied == ("lm_head.weight" not in tensors)
+
+
+def test_wrapper_names_are_stripped() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = _model()
+    names = [p.name for p in local_shards(model, rollout_dtype="bfloat16")[0]]
+    for i, layer in enumerate(model.model.layers):
+        model.model.layers[i] = torch.compile(checkpoint_wrapper(layer), backend="eager")
+    wrapped = torch.compile(model, backend="eager")
+    assert any("_checkpoint_wrapped_module" in name for name, _ in wrapped.named_parameters())
+    assert [p.name for p in local_shards(wrapped, rollout_dtype="bfloat16")[0]] == names
+
+
+def test_parameter_that_is_saved_in_another_form_is_refused() -> None:
+    """transformers 5 trains Mixtral's experts as one tensor and saves them one by one."""
+    model = _model(MixtralConfig(**_TINY, num_local_experts=2))
+    with pytest.raises(PlanMismatch, match=r"saves 4 parameters in another form.*experts"):
+        local_shards(model, rollout_dtype="bfloat16")

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.fakes.sync_world import DTYPE, PARAMS, FusedModel, LocalPublisher, full_weights, local_tensors
+from weight_sync.device.cpu import CpuBackend
+from weight_sync.errors import PlanMismatch, PullTimeout, WeightSyncError
+from weight_sync.layout import shard_descs
+from weight_sync.plan import build_manifest, manifest_to_bytes
+from weight_sync.publisher import WeightPublisher, probe_pattern, segments_of
+from weight_sync.recorder import record_layout
+from weight_sync.types import Manifest
+from weight_sync.wire import OpenPublisher, PackReport, PublishedDigests, PublisherInfo, decode, encode
+
+
+def manifest_of(num_ranks: int, num_workers: int) -> Manifest:
+    layouts = [record_layout(FusedModel(w, num_workers), PARAMS, worker=w) for w in range(num_workers)]
+    return build_manifest(epoch=1, params=PARAMS, shards=shard_descs(PARAMS, num_ranks=num_ranks), workers=layouts)
+
+
+def opening(manifest: Manifest, **changes: object) -> bytes:
+    fields = {"run_id": "run", "secret": b"s" * 32, "epoch": 1, "manifest": manifest_to_bytes(manifest),
+              "transport": "shm", "num_slots": 2, "verify": True}  # fmt: skip
+    return encode(OpenPublisher(**{**fields, **changes}))
+
+
+@pytest.fixture
+def rank() -> Iterator[LocalPublisher]:
+    rank = LocalPublisher(1, 3, full_weights(0))
+    yield rank
+    rank.ws_close()
+
+
+def test_arena_holds_the_boxes_cast_to_the_rollout_dtype(rank: LocalPublisher) -> None:
+    manifest = manifest_of(3, 2)
+    rank.ws_open(opening(manifest))
+    report = decode(rank.ws_publish(1, 5.0), PackReport)
+    arena = rank.publisher._epoch.end.slot(report.slot)
+    shards = local_tensors(rank.full, rank=1, num_ranks=3)
+    for item in manifest.pack[1].items:
+        box = shards[item.param][tuple(slice(a, a + n) for a, n in zip(item.start, item.size, strict=True))]
+        packed = arena[item.arena_off : item.arena_off + item.nbytes].view(DTYPE).view(item.size)
+        assert torch.equal(packed, box.to(DTYPE))
+    assert report.nbytes == sum(item.nbytes for item in manifest.pack[1].items)
+
+
+def test_digests_are_those_of_the_bytes_each_worker_pulls(rank: LocalPublisher) -> None:
+    manifest = manifest_of(3, 2)
+    rank.ws_open(opening(manifest))
+    slot = decode(rank.ws_publish(1, 5.0), PackReport).slot
+    arena, digest = rank.publisher._epoch.end.slot(slot), CpuBackend().digest
+    found = decode(rank.ws_digests(1), PublishedDigests).by_worker
+    for plan in manifest.pull:
+        runs = [run for run in plan.runs if run.src_rank == 1]
+        assert list(found[plan.worker]) == [digest(arena[r.src_off : r.src_off + r.nbytes].clone()) for r in runs]
+
+
+def test_range_that_two_workers_pull_is_digested_once() -> None:
+    segments = segments_of(manifest_of(1, 2), 0)
+    assert len(set(segments.ranges)) == len(segments.ranges)
+    assert set(segments.of_worker[0]) & set(segments.of_worker[1]), "embedding and norm go to both"
+
+
+def test_publishing_a_held_version_again_changes_nothing(rank: LocalPublisher) -> None:
+    rank.ws_open(opening(manifest_of(3, 1)))
+    first = rank.ws_publish(1, 5.0)
+    before = decode(rank.ws_digests(1), PublishedDigests)
+    rank.full = full_weights(9)
+    assert decode(rank.ws_publish(1, 5.0), PackReport) == decode(first, PackReport)
+    assert decode(rank.ws_digests(1), PublishedDigests) == before
+
+
+def test_wrong_shape_is_refused_and_the_slot_stays_usable(rank: LocalPublisher) -> None:
+    rank.ws_open(opening(manifest_of(3, 1), num_slots=1))
+    good = rank.full
+    rank.full = {**good, "down.weight": torch.zeros(5, 7)}
+    with pytest.raises(PlanMismatch, match=r"down.weight.*the model changed"):
+        rank.ws_publish(1, 5.0)
+    rank.full = good
+    assert decode(rank.ws_publish(1, 5.0), PackReport).version == 1
+
+
+def test_missing_tensor_is_named(rank: LocalPublisher) -> None:
+    rank.ws_open(opening(manifest_of(3, 1)))
+    with pytest.raises(PlanMismatch, match=r"weight: .*gave no local shard"):
+        rank.publisher.publish(1, {}, deadline_s=1.0)
+
+
+def test_reader_that_never_leaves_is_named(rank: LocalPublisher) -> None:
+    rank.ws_open(opening(manifest_of(3, 1), num_slots=1))
+    rank.ws_publish(1, 5.0)
+    rank.publisher._epoch.arena.lease(1, holder="r5/0", ttl_s=1000.0)
+    with pytest.raises(PullTimeout, match="r5/0 reads version 1 in slot 0"):
+        rank.ws_publish(2, 0.2)
+
+
+def test_tampered_manifest_is_refused(rank: LocalPublisher) -> None:
+    manifest = manifest_of(3, 1)
+    wrong = Manifest(epoch=2, params=manifest.params, pack=manifest.pack, pull=manifest.pull, digest=manifest.digest)
+    with pytest.raises(PlanMismatch):
+        rank.ws_open(opening(wrong))
+
+
+def test_rank_that_was_not_planned_is_refused() -> None:
+    stranger = WeightPublisher(CpuBackend(), rank=7)
+    with pytest.raises(PlanMismatch, match=r"packs ranks \[0, 1, 2\], this is rank 7"):
+        stranger.open(opening(manifest_of(3, 1)))
+
+
+def test_publish_needs_an_open_epoch(rank: LocalPublisher) -> None:
+    with pytest.raises(WeightSyncError, match="no open epoch"):
+        rank.ws_publish(1, 1.0)
+
+
+def test_probe_differs_between_ranks_and_is_written_before_anything_is_served(rank: LocalPublisher) -> None:
+    info = decode(rank.ws_open(opening(manifest_of(3, 1))), PublisherInfo)
+    head = rank.publisher._epoch.end.slot(0)[: info.probe_bytes]
+    assert CpuBackend().digest(head.clone()) == info.probe_digest
+    assert not torch.equal(probe_pattern(4096, rank=0), probe_pattern(4096, rank=1))

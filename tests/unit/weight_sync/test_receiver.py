@@ -1,0 +1,317 @@
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fakes.publisher_process import PublisherProcess
+from tests.fakes.sync_world import PARAMS, LocalPublisher, LocalReplica, full_weights
+from weight_sync.errors import (
+    LeaseExpired,
+    PlanMismatch,
+    PublisherLost,
+    PullTimeout,
+    ReplicaDirty,
+    TransportUnusable,
+    VersionUnavailable,
+    WeightSyncError,
+)
+from weight_sync.layout import shard_descs
+from weight_sync.plan import build_manifest, manifest_to_bytes
+from weight_sync.publisher import WeightPublisher
+from weight_sync.receiver import WeightReceiver
+from weight_sync.device.cpu import CpuBackend
+from weight_sync.wire import OpenPublisher, OpenReceiver, PublisherInfo, decode, encode
+
+OLD, NEW = full_weights(0), full_weights(1)
+
+
+class Pair:
+    """One replica with one worker, fed by any publishers, without a coordinator in between."""
+
+    def __init__(self, publishers: list[Any], ask: Callable[..., Any], *, commit: str, **changes: object) -> None:
+        self.replica = LocalReplica("r0")
+        self.receiver: WeightReceiver = self.replica.receivers[0]
+        shards = shard_descs(PARAMS, num_ranks=len(publishers))
+        manifest = build_manifest(epoch=1, params=PARAMS, shards=shards, workers=[self.receiver.bake(PARAMS)])
+        shared = {"run_id": "run", "secret": b"s" * 32, "epoch": 1, "manifest": manifest_to_bytes(manifest),
+                  "verify": True}  # fmt: skip
+        request = encode(OpenPublisher(**shared, transport="shm", num_slots=2))
+        self.infos = tuple(decode(ask(p, "ws_open", request), PublisherInfo) for p in publishers)
+        fields = {**shared, "replica": "r0", "stagger": 0, "commit": commit, "publishers": self.infos,
+                  "deadline_s": 10.0, **changes}  # fmt: skip
+        self.receiver.open(OpenReceiver(**fields))
+
+    def fetch(self, version: int, deadline_s: float = 10.0) -> None:
+        self.receiver.prefetch(version, deadline_s=deadline_s)
+        while not self.receiver.poll().is_done:
+            time.sleep(0.002)
+
+    def after_pull(self, action: Callable[[], None]) -> None:
+        """Run `action` once, after the bytes of the first source were copied and before they are checked."""
+        end = self.receiver._epoch._end
+        original, left = end.pull, [action]
+
+        def pull(*args: Any, **kwargs: Any) -> None:
+            original(*args, **kwargs)
+            if left:
+                left.pop()()
+
+        end.pull = pull
+
+
+def ask_local(publisher: LocalPublisher, method: str, *args: object) -> Any:
+    return getattr(publisher, method)(*args)
+
+
+def ask_process(publisher: PublisherProcess, method: str, *args: object) -> Any:
+    return publisher.ask(method, *args)
+
+
+@pytest.fixture
+def local() -> Iterator[LocalPublisher]:
+    publisher = LocalPublisher(0, 1, OLD)
+    yield publisher
+    publisher.ws_close()
+
+
+@pytest.fixture
+def closing() -> Iterator[list[Any]]:
+    things: list[Any] = []
+    yield things
+    for thing in things:
+        thing.close()
+
+
+def open_pair(publisher: LocalPublisher, closing: list[Any], commit: str, **changes: object) -> Pair:
+    pair = Pair([publisher], ask_local, commit=commit, **changes)
+    closing.append(pair.receiver)
+    publisher.ws_publish(1, 5.0)
+    pair.fetch(1)
+    pair.receiver.commit(1, deadline_s=5.0)
+    publisher.full = NEW
+    publisher.ws_publish(2, 5.0)
+    return pair
+
+
+def test_staged_weights_are_untouched_until_the_commit(local: LocalPublisher, closing: list[Any]) -> None:
+    pair = open_pair(local, closing, "staged")
+    pair.fetch(2)
+    pair.replica.assert_holds(OLD)
+    report = pair.receiver.commit(2, deadline_s=5.0)
+    pair.replica.assert_holds(NEW)
+    assert report.nbytes == sum(run.nbytes for run in pair.receiver._epoch.plan.runs)
+
+
+def test_staged_commit_needs_a_prefetch(local: LocalPublisher, closing: list[Any]) -> None:
+    pair = open_pair(local, closing, "staged")
+    with pytest.raises(WeightSyncError, match="version 2 was not prefetched"):
+        pair.receiver.commit(2, deadline_s=5.0)
+    pair.replica.assert_holds(OLD)
+
+
+def test_commit_of_the_live_version_does_nothing(local: LocalPublisher, closing: list[Any]) -> None:
+    pair = open_pair(local, closing, "staged")
+    assert pair.receiver.commit(1, deadline_s=5.0).nbytes == 0
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("commit", ["staged", "inplace"])
+def test_torn_read_is_never_committed(closing: list[Any], commit: str, verify: bool) -> None:
+    """The reader is so slow that its lease runs out and the learner packs the slot again."""
+    now = [0.0]
+    publisher = LocalPublisher(0, 1, OLD)
+    publisher.publisher = WeightPublisher(CpuBackend(), rank=0, clock=lambda: now[0])
+    closing.append(publisher.publisher)
+    pair = open_pair(publisher, closing, commit, verify=verify)
+
+    def pack_twice_more() -> None:
+        now[0] += 1000.0
+        for version in (3, 4):
+            publisher.ws_publish(version, 5.0)
+
+    pair.after_pull(pack_twice_more)
+    with pytest.raises(LeaseExpired, match="torn and is not committed"):
+        pair.fetch(2)
+        pair.receiver.commit(2, deadline_s=5.0)
+    assert pair.receiver.is_dirty == (commit == "inplace")
+    if commit == "staged":
+        pair.replica.assert_holds(OLD)
+        assert pair.receiver.live_version == 1
+
+
+def test_superseded_version_says_so(local: LocalPublisher, closing: list[Any]) -> None:
+    pair = open_pair(local, closing, "staged")
+    for version in (3, 4):
+        local.ws_publish(version, 5.0)
+    with pytest.raises(VersionUnavailable, match=r"version 2 is not held here, held: \[3, 4\]"):
+        pair.fetch(2)
+
+
+def test_in_place_prefetch_keeps_the_version_from_being_superseded(local: LocalPublisher, closing: list[Any]) -> None:
+    pair = open_pair(local, closing, "inplace")
+    pair.fetch(2)
+    for version in (3, 4):
+        local.ws_publish(version, 5.0)
+    pair.receiver.commit(2, deadline_s=5.0)
+    pair.replica.assert_holds(NEW)
+
+
+def test_dirty_worker_becomes_clean_with_a_full_commit(local: LocalPublisher, closing: list[Any]) -> None:
+    pair = open_pair(local, closing, "inplace")
+
+    def break_off() -> None:
+        raise PullTimeout("cut here")
+
+    pair.after_pull(break_off)
+    with pytest.raises(PullTimeout):
+        pair.receiver.commit(2, deadline_s=5.0)
+    assert pair.receiver.is_dirty
+    assert pair.receiver.live_version is None
+    with pytest.raises(ReplicaDirty, match="commit a version again"):
+        pair.receiver.parameter_digests()
+    pair.receiver.commit(2, deadline_s=5.0)
+    assert not pair.receiver.is_dirty
+    pair.replica.assert_holds(NEW)
+
+
+def test_aborted_prefetch_leaves_the_weights_and_can_be_repeated(local: LocalPublisher, closing: list[Any]) -> None:
+    pair = open_pair(local, closing, "staged")
+    pair.receiver.prefetch(2, deadline_s=5.0)
+    assert pair.receiver.abort()
+    pair.replica.assert_holds(OLD)
+    pair.fetch(2)
+    pair.receiver.commit(2, deadline_s=5.0)
+    pair.replica.assert_holds(NEW)
+
+
+def test_long_pull_renews_its_lease(closing: list[Any], local: LocalPublisher) -> None:
+    pair = open_pair(local, closing, "staged", lease_s=0.2)
+    end = pair.receiver._epoch._end
+    original = end.pull
+
+    def slow(*args: Any, check: Callable[[], None]) -> None:
+        for _ in range(8):
+            time.sleep(0.06)
+            check()
+        original(*args, check=check)
+
+    end.pull = slow
+    pair.receiver.prefetch(2, deadline_s=10.0)
+    time.sleep(0.35)
+    for version in (3, 4, 5):
+        local.ws_publish(version, 5.0)
+    while not pair.receiver.poll().is_done:
+        time.sleep(0.01)
+    pair.receiver.commit(2, deadline_s=5.0)
+    pair.replica.assert_holds(NEW)
+
+
+def test_pull_over_its_deadline_stops(closing: list[Any], local: LocalPublisher) -> None:
+    pair = open_pair(local, closing, "staged")
+    pair.after_pull(lambda: time.sleep(0.4))
+    end = pair.receiver._epoch._end
+    original = end.pull
+
+    def checked(*args: Any, check: Callable[[], None]) -> None:
+        original(*args, check=check)
+        check()
+
+    end.pull = checked
+    with pytest.raises(PullTimeout, match="did not arrive in time"):
+        pair.fetch(2, deadline_s=0.3)
+    pair.replica.assert_holds(OLD)
+
+
+def test_other_manifest_than_the_learners_is_refused(local: LocalPublisher, closing: list[Any]) -> None:
+    pair = open_pair(local, closing, "staged")
+    other = build_manifest(
+        epoch=2, params=PARAMS, shards=shard_descs(PARAMS, num_ranks=1), workers=[pair.receiver.bake(PARAMS)]
+    )
+    request = OpenReceiver(
+        run_id="run", secret=b"s" * 32, epoch=2, manifest=manifest_to_bytes(other), replica="r0", stagger=0,
+        commit="staged", verify=True, publishers=pair.infos, deadline_s=5.0,
+    )  # fmt: skip
+    with pytest.raises(PlanMismatch, match="every party must open the same epoch"):
+        pair.receiver.open(request)
+
+
+@pytest.fixture
+def process() -> Iterator[PublisherProcess]:
+    process = PublisherProcess(0, 1)
+    yield process
+    process.close()
+
+
+def open_process_pair(process: PublisherProcess, closing: list[Any], commit: str) -> Pair:
+    pair = Pair([process], ask_process, commit=commit)
+    closing.append(pair.receiver)
+    process.ask("ws_publish", 1, 5.0)
+    pair.fetch(1)
+    pair.receiver.commit(1, deadline_s=5.0)
+    pair.replica.assert_holds(OLD)
+    process.ask("train", 1)
+    process.ask("ws_publish", 2, 5.0)
+    return pair
+
+
+@pytest.mark.parametrize("commit", ["staged", "inplace"])
+def test_learner_killed_in_mid_pull_is_noticed_in_time(
+    process: PublisherProcess, closing: list[Any], commit: str
+) -> None:
+    pair = open_process_pair(process, closing, commit)
+    names = set(os.listdir("/dev/shm"))
+    pair.after_pull(process.kill)
+    started = time.monotonic()
+    with pytest.raises(PublisherLost, match="dead, stopped or unreachable"):
+        pair.fetch(2, deadline_s=1.5)
+        pair.receiver.commit(2, deadline_s=1.5)
+    assert time.monotonic() - started < 5.0
+    assert pair.receiver.is_dirty == (commit == "inplace")
+    if commit == "staged":
+        pair.replica.assert_holds(OLD)
+        assert pair.receiver.live_version == 1
+    assert not {name for name in set(os.listdir("/dev/shm")) - names if "tandem" in name}
+    host, port = pair.infos[0].endpoint.removeprefix("tcp://").split(":")
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((host, int(port)), timeout=1.0)
+
+
+def test_stopped_learner_is_noticed_in_time_and_works_on_when_it_wakes(
+    process: PublisherProcess, closing: list[Any]
+) -> None:
+    pair = open_process_pair(process, closing, "staged")
+    process.signal(signal.SIGSTOP)
+    try:
+        with pytest.raises(PublisherLost):
+            pair.fetch(2, deadline_s=0.5)
+        pair.replica.assert_holds(OLD)
+    finally:
+        process.signal(signal.SIGCONT)
+    pair.fetch(2)
+    pair.receiver.commit(2, deadline_s=5.0)
+    pair.replica.assert_holds(NEW)
+
+
+def test_arena_of_a_dead_learner_cannot_be_opened(process: PublisherProcess, tmp_path: Path) -> None:
+    pair = Pair([process], ask_process, commit="staged")
+    pair.receiver.close()
+    process.kill()
+    request = OpenReceiver(
+        run_id="run", secret=b"s" * 32, epoch=1, manifest=_manifest_bytes(pair), replica="r0", stagger=0,
+        commit="staged", verify=True, publishers=pair.infos, deadline_s=5.0,
+    )  # fmt: skip
+    with pytest.raises(TransportUnusable, match="cannot map the learners' arenas"):
+        pair.receiver.open(request)
+
+
+def _manifest_bytes(pair: Pair) -> bytes:
+    layout = pair.receiver.bake(PARAMS)
+    shards = shard_descs(PARAMS, num_ranks=1)
+    return manifest_to_bytes(build_manifest(epoch=1, params=PARAMS, shards=shards, workers=[layout]))

@@ -1,0 +1,131 @@
+"""`python -m trainer`: compose the configuration, check it, run. See `python -m trainer --help`."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.config.command_line import parse
+from trainer.config.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import TracebackType
+
+    from trainer.config.command_line import CommandLine
+
+EXIT_DONE, EXIT_FAILED, EXIT_CONFIGURATION, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+_MAX_LIKELY_AGE_S = 600.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code: 0 done, 1 failed, 2 configuration or data error, 130 interrupted.
+
+    An unexpected error leaves this function: Python prints it and exits with 1.
+    """
+    started_at = process_started_at()
+    try:
+        line = parse(sys.argv[1:] if argv is None else argv)
+        match line.action:
+            case "help":
+                from trainer.config.help import help_text
+
+                sys.stdout.write(help_text())
+                return EXIT_DONE
+            case "version":
+                sys.stdout.write(f"tandem-rl {_version()}\n")
+                return EXIT_DONE
+            case "show_config":
+                return _show_config(line)
+            case "run":
+                return _run(line, started_at)
+    except ConfigurationError as error:
+        sys.stderr.write(f"{error}\n")
+        return EXIT_CONFIGURATION
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return EXIT_INTERRUPTED
+
+
+def process_started_at() -> float:
+    """When this process began, as Unix time in seconds; interpreter start and imports count from here.
+
+    Where the kernel does not tell, or tells something impossible, it is now.
+    """
+    now = time.time()
+    try:
+        after_name = Path("/proc/self/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+        started_after_boot_s = int(after_name[19]) / os.sysconf("SC_CLK_TCK")
+        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - started_after_boot_s
+    except (OSError, ValueError, IndexError, AttributeError):
+        return now
+    return now - age_s if 0 <= age_s <= _MAX_LIKELY_AGE_S else now
+
+
+def _show_config(line: CommandLine) -> int:
+    from trainer.config.dump import dump_yaml
+    from trainer.config.load import resolve
+
+    config, problems = resolve(line)
+    sys.stdout.write(dump_yaml(config))
+    if problems:
+        raise ConfigurationError(problems)
+    return EXIT_DONE
+
+
+def _run(line: CommandLine, started_at: float) -> int:
+    from rollout.errors import DataError
+    from trainer.config.load import resolve
+
+    config, problems = resolve(line)
+    if problems:
+        raise ConfigurationError(problems)
+    # The heavy imports (torch, Ray, vLLM) come only after the configuration has been checked.
+    from trainer.pipeline.run import run
+
+    try:
+        return run(config, started_at=started_at)
+    except DataError as error:
+        sys.stderr.write(f"the data cannot be used as configured: {error}\n")
+        return EXIT_CONFIGURATION
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The error that began it: down the causes, and into the first member of a group."""
+    seen: set[int] = set()
+    while id(error) not in seen:
+        seen.add(id(error))
+        inner = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        if isinstance(error, BaseExceptionGroup):
+            inner = error.exceptions[0]
+        if inner is None:
+            break
+        error = inner
+    return error
+
+
+def report_failure(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """`sys.excepthook`: the traceback as usual, then the first cause as the last thing on the screen."""
+    sys.__excepthook__(kind, error, trace)
+    cause = first_cause(error)
+    lines = str(cause).strip().splitlines() or [""]
+    # An error that came from another process carries its traceback as text; what happened is in its last line.
+    text = "\n".join(lines) if len(lines) <= 3 else lines[-1]
+    sys.stderr.write(f"\nfailed: {type(cause).__name__}: {text}\n")
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("tandem-rl")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown (not installed)"
+
+
+if __name__ == "__main__":
+    sys.excepthook = report_failure
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""How token losses become one number: the weight of a token in the loss of the whole step.
+
+The weights are computed once, over all sequences of a step, before the step is split over ranks and micro-batches.
+The loss is then a plain sum of weight x token loss, which no split can change. Numpy only.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"]
+
+
+def loss_weights(num_loss_tokens: Sequence[int] | npt.NDArray[np.int64], kind: Aggregation) -> npt.NDArray[np.float64]:
+    """Weight of every loss token of each sequence of one optimizer step.
+
+    Args:
+        num_loss_tokens: loss tokens of each of the step's N sequences, over all ranks and micro-batches.
+        kind: "token_mean": 1 / all tokens (DAPO, eq. 12). "seq_mean_token_mean": 1 / (sequences x own tokens) (GRPO).
+            "seq_mean_token_sum": 1 / sequences (Dr. GRPO up to its constant).
+
+    Returns:
+        float64[N]: one weight per sequence. Sequences without a loss token count for nothing and get weight 0, so that
+        masking truncated answers does not shrink the others.
+
+    Example:
+        loss_weights([1, 3], "token_mean")  # [.25, .25]
+    """
+    counts = np.asarray(num_loss_tokens, np.float64)
+    if counts.ndim != 1 or (counts < 0).any():
+        raise ValueError(f"num_loss_tokens must be one count >= 0 per sequence, got {counts.tolist()}")
+    has_loss = counts > 0
+    num_sequences, num_tokens = float(np.count_nonzero(has_loss)), float(counts.sum())
+    weights = np.zeros_like(counts)
+    if num_tokens == 0:
+        return weights
+    match kind:
+        case "token_mean":
+            weights[has_loss] = 1.0 / num_tokens
+        case "seq_mean_token_mean":
+            weights[has_loss] = 1.0 / (num_sequences * counts[has_loss])
+        case "seq_mean_token_sum":
+            weights[has_loss] = 1.0 / num_sequences
+        case _:
+            raise ValueError(
+                f"algorithm.aggregation must be token_mean, seq_mean_token_mean or seq_mean_token_sum, got {kind!r}"
+            )
+    return weights

@@ -1,0 +1,200 @@
+"""From plain containers to a sealed `RunConfig`, with every key checked and every problem collected.
+
+A value that is wrong is reported and replaced by its default, so that one pass finds all problems.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import operator
+import os
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, Literal, cast, get_args, get_origin
+
+from trainer.config.describe import (
+    KeyInfo,
+    all_keys,
+    bounds_text,
+    is_optional,
+    own_keys,
+    type_text,
+    value_text,
+    without_none,
+)
+from trainer.config.errors import Problem
+from trainer.config.schema.run import RunConfig
+
+
+class _Refused(Exception):
+    """A value does not fit its key; the message says what is allowed."""
+
+
+def to_run_config(data: Mapping[str, object]) -> tuple[RunConfig, list[Problem]]:
+    """Check `data` against the schema. Keys that are absent take their default."""
+    problems: list[Problem] = []
+    config = _section(RunConfig, data, "", problems)
+    return cast(RunConfig, config), problems
+
+
+def to_plain(config: object) -> dict[str, Any]:
+    """The configuration as nested dictionaries of plain values, the inverse of `to_run_config`."""
+    plain: dict[str, Any] = {}
+    for declared in fields(cast(Any, config)):
+        value = getattr(config, declared.name)
+        if is_dataclass(value):
+            plain[declared.name] = to_plain(value)
+        elif isinstance(value, dict):
+            plain[declared.name] = dict(cast("dict[str, Any]", value))
+        else:
+            plain[declared.name] = value
+    return plain
+
+
+def suggestion(path: str) -> str:
+    """`did you mean ...` for a key that does not exist; empty if nothing is close."""
+    known = list(all_keys())
+    leaf = path.rsplit(".", 1)[-1]
+    same_leaf = [key for key in known if key.rsplit(".", 1)[-1] == leaf and not all_keys()[key].is_section]
+    if len(same_leaf) in (1, 2):
+        return "did you mean " + " or ".join(same_leaf) + "?"
+    # Keys of the same section first, then those of others.
+    section = path.rpartition(".")[0]
+    for candidates in ([key for key in known if key.rpartition(".")[0] == section], known):
+        by_leaf = {key.rsplit(".", 1)[-1]: key for key in reversed(candidates)}
+        close = difflib.get_close_matches(leaf, list(by_leaf), n=1, cutoff=0.7)
+        if close:
+            return f"did you mean {by_leaf[close[0]]}?"
+    return ""
+
+
+def _section(cls: type, data: Mapping[str, object], prefix: str, problems: list[Problem]) -> object:
+    infos = {info.path.removeprefix(prefix): info for info in own_keys(cls, prefix)}
+    for name in data:
+        if name not in infos:
+            problems.append(_unknown(f"{prefix}{name}", data[name], list(infos)))
+    values: dict[str, object] = {}
+    for name, info in infos.items():
+        if info.is_section:
+            values[name] = _subsection(info, data.get(name), problems)
+        elif name in data:
+            values[name] = _checked(info, data[name], problems)
+    return cls(**values)
+
+
+def _subsection(info: KeyInfo, value: object, problems: list[Problem]) -> object:
+    if value is None:
+        value = {}
+    if not isinstance(value, Mapping):
+        names = [key.path for key in own_keys(info.hint)]
+        choose = f"choose the group with {info.path}={value} or in `defaults`, or " if isinstance(value, str) else ""
+        problems.append(
+            Problem(
+                key=info.path,
+                got=value_text(value),
+                allowed=f"expected a section with the keys {', '.join(names)}",
+                do=f"{choose}set its keys one by one: {info.path}.{names[0]}=...",
+            )
+        )
+        value = {}
+    return _section(info.hint, cast("Mapping[str, object]", value), f"{info.path}.", problems)
+
+
+def _unknown(path: str, value: object, siblings: list[str]) -> Problem:
+    do = suggestion(path)
+    if not do:
+        where = path.rpartition(".")[0] or "the top level"
+        do = f"keys of {where}: {', '.join(siblings)}"
+    return Problem(
+        key=path, got="{...}" if isinstance(value, Mapping) else value_text(value), allowed="unknown key", do=do
+    )
+
+
+def _checked(info: KeyInfo, value: object, problems: list[Problem]) -> object:
+    try:
+        checked = _value(info.hint, value)
+        _check_bounds(info.bounds, checked)
+    except _Refused as refused:
+        do = f"default {value_text(info.default)}: {info.doc}"
+        problems.append(Problem(key=info.path, got=value_text(value), allowed=str(refused), do=do))
+        return info.default
+    if info.is_path and isinstance(checked, str) and checked.startswith("~"):
+        return os.path.expanduser(checked)  # noqa: PTH111 - a Path would turn hub names and "" into something else
+    return checked
+
+
+def _value(hint: Any, value: object) -> object:
+    """`value` as the type `hint` asks for. Raises `_Refused`."""
+    if is_optional(hint):
+        return None if value is None else _value(without_none(hint), value)
+    if get_origin(hint) is Literal:
+        return _word(get_args(hint), value)
+    if get_origin(hint) is dict:
+        return _mapping(get_args(hint)[1], value)
+    if hint is Any:
+        return value
+    is_bool = isinstance(value, bool)
+    if hint is bool and is_bool:
+        return value
+    if hint is int and isinstance(value, int) and not is_bool:
+        return value
+    if hint is float and isinstance(value, int | float) and not is_bool:
+        return float(value)
+    if hint is str and isinstance(value, str):
+        return value
+    quote = "; put it in quotes" if hint is str and isinstance(value, int | float) else ""
+    raise _Refused(f"expected {type_text(hint)}, got {_kind(value)}{quote}")
+
+
+def _word(words: tuple[object, ...], value: object) -> object:
+    # YAML 1.1 reads a bare `off` or `on` as a boolean.
+    if isinstance(value, bool):
+        value = {False: "off", True: "on"}[value]
+    if value in words:
+        return value
+    close = difflib.get_close_matches(str(value), [str(word) for word in words], n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    raise _Refused(f"must be one of {', '.join(str(word) for word in words)}{hint}")
+
+
+def _mapping(hint: Any, value: object) -> dict[str, object]:
+    if not isinstance(value, Mapping):
+        raise _Refused(f"expected a map of name to value, got {_kind(value)}")
+    checked: dict[str, object] = {}
+    for name, item in cast("Mapping[object, object]", value).items():
+        # An environment variable such as FOO: 1 reads as a number in YAML and means the text "1".
+        text = str(item) if hint is str and isinstance(item, int) and not isinstance(item, bool) else item
+        try:
+            checked[str(name)] = _value(hint, text)
+        except _Refused as refused:
+            raise _Refused(f"entry {name} {refused}") from None
+    return checked
+
+
+def _check_bounds(bounds: Mapping[str, float], value: object) -> None:
+    if value is None or isinstance(value, bool) or not isinstance(value, int | float):
+        return
+    if not math.isfinite(value):
+        raise _Refused("must be a finite number")
+    inside = {"ge": operator.ge, "gt": operator.gt, "le": operator.le, "lt": operator.lt}
+    if not all(inside[name](value, limit) for name, limit in bounds.items()):
+        raise _Refused(f"must be {bounds_text(bounds)}")
+
+
+def _kind(value: object) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return f"the boolean {value_text(value)}"
+        case str():
+            return f'the text "{value}"'
+        case int() | float():
+            return f"the number {value_text(value)}"
+        case list():
+            return "a list"
+        case Mapping():
+            return "a section"
+        case _:
+            return type(value).__name__

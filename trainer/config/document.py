@@ -1,0 +1,77 @@
+"""Writes docs/configuration.md from the schema: `python -m trainer.config.document > docs/configuration.md`."""
+
+from __future__ import annotations
+
+import sys
+
+from trainer.config.describe import KeyInfo, all_keys, bounds_text, type_text, value_text
+from trainer.config.library import config_names, groups, packaged_configs
+
+_INTRO = """\
+# Configuration
+
+<!-- Generated from trainer/config/schema by `python scripts/generate_docs.py`; do not edit. -->
+
+`python -m trainer` composes one configuration out of YAML files, groups and overrides, checks all of it, and only then
+starts anything:
+
+```
+python -m trainer --config-name grpo_7b algorithm=dapo task=math mode.max_staleness=2 learner.lr=1e-6
+```
+
+- `--config-name NAME` picks where to start from: {names} (default `tiny`).
+- `GROUP=OPTION` swaps a whole group:
+
+{groups}
+
+- `KEY=VALUE` sets one key of the tables below. Text needs no quotes of its own.
+- `+rollout.engine_args.NAME=VALUE` and `+device.env.NAME=VALUE` add to the two open sections.
+- `--config-dir DIR` adds a folder with your own YAML files, laid out like `configs/`; your files come first. Let your
+  file begin with `defaults: [tiny, _self_]` and write down only what differs.
+- `--cfg job` prints the result. The same text is in `config.yaml` in the run directory.
+
+Every problem is reported at once: unknown keys, wrong types, values out of range, combinations that cannot work or
+would do nothing, and files, directories and ports that cannot be used. The exit code is then 2, nothing was started
+and nothing was written.
+
+The defaults below are those of the schema, which hold where no YAML file says otherwise.
+"""
+
+
+def configuration_markdown() -> str:
+    """The whole page."""
+    options = groups([packaged_configs()])
+    parts = [
+        _INTRO.format(
+            names=", ".join(f"`{name}`" for name in config_names(packaged_configs())),
+            groups="\n".join(
+                f"  - `{name}`: {', '.join(f'`{v}`' for v in values)}" for name, values in options.items()
+            ),
+        )
+    ]
+    infos = all_keys()
+    parts.append(_section("Top level", "", [i for i in infos.values() if "." not in i.path and not i.is_section]))
+    for section in infos.values():
+        if section.is_section:
+            inside = [i for i in infos.values() if i.path.rpartition(".")[0] == section.path and not i.is_section]
+            parts.append(_section(f"`{section.path}`", section.doc, inside))
+    return "\n".join(parts)
+
+
+def _section(title: str, doc: str, infos: list[KeyInfo]) -> str:
+    lines = [f"## {title}", ""]
+    if doc:
+        lines += [doc, ""]
+    lines += ["| Key | Type | Default | Meaning |", "|---|---|---|---|", *(_row(info) for info in infos), ""]
+    return "\n".join(lines)
+
+
+def _row(info: KeyInfo) -> str:
+    limits = bounds_text(info.bounds)
+    kind = f"{type_text(info.hint)}, {limits}" if limits else type_text(info.hint)
+    cells = [f"`{info.path}`", kind, f"`{value_text(info.default)}`", info.doc]
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(configuration_markdown())

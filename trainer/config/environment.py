@@ -1,0 +1,179 @@
+"""What a configuration names outside of itself: files, directories, packages and ports. Leaves nothing behind.
+
+Needs no network and no accelerator: names of a hub are taken as they are, and devices are counted when the run starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import socket
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from trainer.config.errors import Problem
+from trainer.config.validate import longest_sequence
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from trainer.config.schema.run import RunConfig
+
+_DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".arrow")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_MODEL_CONFIG = "config.json"
+
+
+def check_environment(config: RunConfig) -> list[Problem]:
+    """Every file, directory, package or port that the run would need and cannot have."""
+    return [problem for check in _CHECKS for problem in check(config)]
+
+
+def looks_local(name: str) -> bool:
+    """Whether `name` can only be a path: a hub name is `name` or `owner/name`."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists()
+
+
+def _run_dir(config: RunConfig) -> Iterator[Problem]:
+    key, wanted = "run_dir", Path(config.run_dir or "runs")
+    if config.run_dir and wanted.exists() and not wanted.is_dir():
+        do = "name a directory, new or of an earlier run"
+        yield Problem(key=key, got=str(wanted), allowed="is a file", do=do)
+        return
+    existing = next(parent for parent in [wanted, *wanted.absolute().parents] if parent.exists())
+    try:
+        # Asking the file system is the only way to know: permissions do not tell about read-only mounts.
+        Path(tempfile.mkdtemp(prefix=".tandem-", dir=existing)).rmdir()
+    except OSError as error:
+        do = "choose another directory with run_dir=PATH"
+        yield Problem(key=key, got=config.run_dir or "runs", allowed=f"cannot be written: {error}", do=do)
+
+
+def _model(config: RunConfig) -> Iterator[Problem]:
+    model = config.model
+    if model.path.startswith("builtin:"):
+        if model.path != "builtin:tiny":
+            yield Problem(key="model.path", got=model.path, allowed="the only built-in model is builtin:tiny")
+    elif not model.path:
+        yield Problem(key="model.path", got='""', allowed="must name a model", do="use builtin:tiny or a directory")
+    elif looks_local(model.path):
+        yield from _model_directory(config, Path(model.path))
+    if model.tokenizer_path and (model.tokenizer_path.startswith("builtin:") or looks_local(model.tokenizer_path)):
+        yield from _tokenizer_directory("model.tokenizer_path", Path(model.tokenizer_path))
+
+
+def _model_directory(config: RunConfig, path: Path) -> Iterator[Problem]:
+    key = "model.path"
+    if not (path / _MODEL_CONFIG).is_file():
+        what = (
+            f"has no {_MODEL_CONFIG}" if path.is_dir() else "is not a directory" if path.exists() else "does not exist"
+        )
+        do = "give the directory of a Hugging Face model, a hub name (owner/name), or builtin:tiny"
+        yield Problem(key=key, got=str(path), allowed=what, do=do)
+        return
+    if not config.model.tokenizer_path:
+        yield from _tokenizer_directory(key, path)
+    try:
+        described = json.loads((path / _MODEL_CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        yield Problem(key=key, got=str(path), allowed=f"its {_MODEL_CONFIG} cannot be read: {error}")
+        return
+    yield from _fits_model(config, path, cast("dict[str, Any]", described) if isinstance(described, dict) else {})
+
+
+def _fits_model(config: RunConfig, path: Path, described: dict[str, Any]) -> Iterator[Problem]:
+    """What the engine would refuse only after it has started."""
+    heads, context = described.get("num_attention_heads"), described.get("max_position_embeddings")
+    parallel = config.rollout.tensor_parallel_size
+    if isinstance(heads, int) and heads % parallel:
+        key = "rollout.tensor_parallel_size"
+        allowed = f"must divide the {heads} attention heads of {path}"
+        yield Problem(key=key, got=str(parallel), allowed=allowed, also=("model.path",))
+    scaled = any(_stretches_context(described.get(name)) for name in ("rope_scaling", "rope_parameters"))
+    longest = max(longest_sequence(config), config.rollout.max_model_len)
+    if isinstance(context, int) and longest > context and not scaled:
+        yield Problem(
+            key="rollout.max_response_tokens",
+            got=str(config.rollout.max_response_tokens),
+            allowed=f"prompt and answer need {longest} tokens, but the context of {path} has {context}",
+            do="lower rollout.max_response_tokens, task.max_prompt_tokens or rollout.max_model_len",
+            also=("task.max_prompt_tokens", "rollout.max_model_len", "model.path"),
+        )
+
+
+def _stretches_context(rope: Any) -> bool:
+    """Whether rotary embeddings are scaled; Transformers 5 writes `rope_parameters` for models without scaling too."""
+    return isinstance(rope, dict) and rope.get("rope_type", rope.get("type", "default")) != "default"  # pyright: ignore
+
+
+def _tokenizer_directory(key: str, path: Path) -> Iterator[Problem]:
+    if any((path / name).is_file() for name in _TOKENIZER_FILES):
+        return
+    what = f"has no tokenizer (none of {', '.join(_TOKENIZER_FILES)})" if path.is_dir() else "does not exist"
+    yield Problem(
+        key=key, got=str(path), allowed=what, do="set model.tokenizer_path to a tokenizer", also=("model.path",)
+    )
+
+
+def _data(config: RunConfig) -> Iterator[Problem]:
+    task = config.task
+    for key, name in (("task.train_path", task.train_path), ("task.eval_path", task.eval_path)):
+        if name.startswith("builtin:"):
+            if name != "builtin:arithmetic":
+                yield Problem(key=key, got=name, allowed="the only built-in task is builtin:arithmetic")
+            continue
+        is_file = name.endswith(_DATA_SUFFIXES) or task.reader in {"jsonl", "parquet"}
+        if name and (is_file or looks_local(name)) and not Path(name).exists():
+            do = "give a file, a directory, a hub name (owner/name) or builtin:arithmetic"
+            yield Problem(key=key, got=name, allowed="does not exist", do=do, also=("task.reader",))
+
+
+def _reward(config: RunConfig) -> Iterator[Problem]:
+    file, colon, function = config.task.reward.name.rpartition(":")
+    if not colon or not file.endswith(".py"):
+        return
+    key, got = "task.reward.name", config.task.reward.name
+    if not Path(file).is_file():
+        yield Problem(key=key, got=got, allowed=f"the file {file} does not exist", do="give path/to/file.py:function")
+    elif not function.isidentifier():
+        yield Problem(key=key, got=got, allowed=f"{function!r} is not the name of a function")
+
+
+def _resume(config: RunConfig) -> Iterator[Problem]:
+    resume = config.checkpoint.resume
+    if resume in {"auto", "never"}:
+        return
+    if not resume or not Path(resume).is_dir():
+        do = "use auto, never, or the directory of a checkpoint (run_dir/checkpoints/step_N)"
+        yield Problem(key="checkpoint.resume", got=resume or '""', allowed="is not a directory", do=do)
+
+
+def _wandb(config: RunConfig) -> Iterator[Problem]:
+    if config.telemetry.wandb and importlib.util.find_spec("wandb") is None:
+        do = 'pip install "tandem-rl[wandb]", or use telemetry.wandb=false'
+        yield Problem(
+            key="telemetry.wandb", got="true", allowed="needs the package wandb, which is not installed", do=do
+        )
+
+
+def _port(config: RunConfig) -> Iterator[Problem]:
+    if config.ray.port == 0 or config.ray.address != "local":
+        return
+    with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as probe:
+        # Without this, a port whose last connection has just ended would count as in use.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", config.ray.port))
+        except OSError as error:
+            allowed = f"cannot be used: {os.strerror(error.errno or 0)}"
+            yield Problem(
+                key="ray.port", got=str(config.ray.port), allowed=allowed, do="use another, or 0 for a free one"
+            )
+
+
+_CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
+    _run_dir, _model, _data, _reward, _resume, _wandb, _port,
+)  # fmt: skip

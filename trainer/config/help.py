@@ -1,0 +1,85 @@
+"""The text of `python -m trainer --help`."""
+
+from __future__ import annotations
+
+import textwrap
+
+from trainer.config.command_line import DEFAULT_CONFIG
+from trainer.config.describe import all_keys, bounds_text, type_text, value_text
+from trainer.config.library import config_names, groups, packaged_configs
+
+_MOST_USED = (
+    "run_dir",
+    "seed",
+    "model.path",
+    "task.train_path",
+    "task.eval_path",
+    "task.reward.name",
+    "mode.max_staleness",
+    "rollout.group_size",
+    "rollout.max_response_tokens",
+    "rollout.num_replicas",
+    "rollout.tensor_parallel_size",
+    "learner.num_ranks",
+    "learner.lr",
+    "weight_sync.transport",
+    "trainer.total_steps",
+    "trainer.groups_per_step",
+    "trainer.eval_every",
+    "checkpoint.every_steps",
+    "checkpoint.resume",
+)
+
+_TEXT = """\
+Tandem trains a language model with reinforcement learning: learners (FSDP2) and engines (vLLM) run at the same time.
+
+Usage:
+  python -m trainer [--config-name NAME] [--config-dir DIR] [GROUP=OPTION ...] [KEY=VALUE ...]
+
+Options:
+  --config-name NAME   configuration to start from (default: {default}); there are: {names}
+  --config-dir DIR     folder with your own YAML files; they come before those of Tandem
+  --cfg job            print the resolved configuration and stop
+  --help               print this text and stop
+  --version            print the version and stop
+
+Groups (GROUP=OPTION):
+{groups}
+
+Most used keys (KEY=VALUE), with the default that holds where the configuration says nothing else:
+{keys}
+All keys: docs/configuration.md. Keys of an open section are added with a plus: +rollout.engine_args.NAME=VALUE
+
+Examples:
+  python -m trainer
+  python -m trainer mode.max_staleness=2 run_dir=/tmp/my_run
+  python -m trainer --config-name grpo_7b algorithm=dapo task=math
+  python -m trainer --config-dir my_configs --config-name my_run learner.lr=3e-6
+  python -m trainer task.train_path=train.jsonl task.eval_path=test.jsonl task.reward.name=my_reward.py:score
+
+Exit codes:
+  0  done
+  1  failed; the first cause is the last thing on the screen
+  2  the configuration or the data cannot be used; nothing was started
+  130  interrupted, after everything was saved
+"""
+
+
+def help_text() -> str:
+    folder = packaged_configs()
+    options = groups([folder])
+    width = max(len(name) for name in options)
+    return _TEXT.format(
+        default=DEFAULT_CONFIG,
+        names=", ".join(config_names(folder)),
+        groups="\n".join(f"  {name:<{width}}  {', '.join(values)}" for name, values in options.items()),
+        keys="\n".join(_key_text(path) for path in _MOST_USED),
+    )
+
+
+def _key_text(path: str) -> str:
+    info = all_keys()[path]
+    limits = bounds_text(info.bounds)
+    kind = f"{type_text(info.hint)} {limits}" if limits else type_text(info.hint)
+    doc = textwrap.fill(info.doc, 110, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return f"  {path}={value_text(info.default)}   ({kind})\n{doc}"

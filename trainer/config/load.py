@@ -1,0 +1,182 @@
+"""Compose the configuration with Hydra, then check and seal it.
+
+Hydra 1.3 cannot compose frozen nested dataclasses and OmegaConf 2.3 does not know `Literal`. So Hydra only composes the
+YAML files and overrides; what comes out becomes plain containers, and `convert.py` makes the typed `RunConfig`.
+Hydra's compose API neither creates directories, nor changes the working directory, nor touches logging.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import re
+from typing import TYPE_CHECKING, cast
+
+import yaml
+from hydra import compose, initialize_config_dir, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from trainer.config.command_line import CommandLine, parse
+from trainer.config.convert import suggestion, to_plain, to_run_config
+from trainer.config.describe import all_keys
+from trainer.config.environment import check_environment
+from trainer.config.errors import ConfigurationError, Problem
+from trainer.config.library import PACKAGE, config_names, groups, search_folders
+from trainer.config.schema.run import RunConfig
+from trainer.config.validate import check_combinations
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Mapping, Sequence
+    from pathlib import Path
+
+_OVERRIDE = re.compile(r"(?P<prefix>\+\+|\+|~)?(?P<key>[^=+~\s][^=\s]*)(?:=(?P<value>.*))?", re.DOTALL)
+
+
+def load_config(argv: Sequence[str]) -> RunConfig:
+    """The configuration that a command line asks for, complete and checked.
+
+    Raises `ConfigurationError` with every problem found: unknown keys, wrong types, values out of range, combinations
+    that cannot work, and files, directories and ports that cannot be used. Starts and creates nothing.
+    """
+    config, problems = resolve(parse(argv))
+    if problems:
+        raise ConfigurationError(problems)
+    return config
+
+
+def resolve(line: CommandLine) -> tuple[RunConfig, list[Problem]]:
+    """The sealed configuration and what is wrong with what it asks for.
+
+    Raises `ConfigurationError` if there is no configuration to speak of: a key, a type or an override is wrong.
+    """
+    data, problems = _compose(line)
+    config, misfits = to_run_config(data)
+    refused = {p.key for p in [*problems, *misfits]}
+    # A refused key stands at its default now: what follows from that default alone is not the user's problem.
+    consequences = [
+        problem
+        for problem in [*check_combinations(config), *check_environment(config)]
+        if refused.isdisjoint({problem.key, *problem.also})
+    ]
+    if problems or misfits:
+        raise ConfigurationError([*problems, *misfits, *consequences])
+    return config, consequences
+
+
+def _compose(line: CommandLine) -> tuple[Mapping[str, object], list[Problem]]:
+    """The YAML files and overrides as plain containers over the defaults; wrong overrides are left out."""
+    folders = search_folders(line.config_dir)
+    known = {name for folder in folders for name in config_names(folder)}
+    if line.config_name not in known:
+        raise ConfigurationError([_no_such_config(line, sorted(known))])
+    overrides, problems = _usable_overrides(line.overrides, groups(folders))
+    with _hydra(line.config_dir) as extra:
+        try:
+            composed = compose(config_name=line.config_name, overrides=[*overrides, *extra])
+            # Defaults below, so that `${learner.lr}` resolves whether or not a YAML file mentions it.
+            merged = OmegaConf.merge(OmegaConf.create(to_plain(RunConfig())), composed)
+            data = OmegaConf.to_container(merged, resolve=True)
+        except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+            raise ConfigurationError([*problems, _hydra_problem(line, error)]) from error
+    return cast("Mapping[str, object]", data), problems
+
+
+@contextlib.contextmanager
+def _hydra(config_dir: Path | None) -> Generator[list[str]]:
+    """Hydra's search path; yields the overrides that belong to it. A folder of the user wins over the package."""
+    GlobalHydra.instance().clear()
+    if config_dir is None:
+        with initialize_config_module(config_module=PACKAGE, version_base="1.3"):
+            yield []
+    else:
+        with initialize_config_dir(config_dir=str(config_dir.resolve()), version_base="1.3"):
+            yield [f"hydra.searchpath=[pkg://{PACKAGE}]"]
+
+
+def _usable_overrides(overrides: Sequence[str], options: Mapping[str, list[str]]) -> tuple[list[str], list[Problem]]:
+    """Overrides as Hydra takes them, and what is wrong with the others."""
+    usable: list[str] = []
+    problems: list[Problem] = []
+    for override in overrides:
+        problem = _override_problem(override, options)
+        if problem is None:
+            usable.append(_as_hydra_takes_it(override, options))
+        else:
+            problems.append(problem)
+    return usable, problems
+
+
+def _override_problem(override: str, options: Mapping[str, list[str]]) -> Problem | None:
+    match = _OVERRIDE.fullmatch(override)
+    if match is None or (match["value"] is None and match["prefix"] != "~"):
+        hint = f"did you mean --config-name {override}?" if re.fullmatch(r"\w+", override) else "see --help"
+        return Problem(key=override, got="", allowed="is not an override; write KEY=VALUE", do=hint)
+    key, value = match["key"], match["value"]
+    if key in options and value is not None:
+        if value in options[key]:
+            return None
+        close = difflib.get_close_matches(value, options[key], n=1)
+        do = f"did you mean {key}={close[0]}?" if close else ""
+        return Problem(key=key, got=value, allowed=f"must be one of {', '.join(options[key])}", do=do)
+    try:
+        parsed = OverridesParser.create().parse_override(_as_hydra_takes_it(override, options))
+        if parsed.is_sweep_override():
+            return Problem(key=key, got=value or "", allowed="is a list of runs; one run takes one value")
+    except HydraException as error:
+        info = all_keys().get(key)
+        if info is None and key.split(".")[0] not in all_keys():
+            return Problem(key=key, got=value or "", allowed="unknown key", do=suggestion(key))
+        reason = str(error).splitlines()[0]
+        do = "put text with special characters in quotes, twice on a shell: KEY='\"VALUE\"'"
+        return Problem(key=key, got=value or "", allowed=f"cannot be read: {reason}", do=do)
+    return None
+
+
+def _as_hydra_takes_it(override: str, options: Mapping[str, list[str]]) -> str:
+    """Text is quoted, so that paths with brackets or commas need no second layer of quotes. Keys are set whether the
+    YAML files mention them or not (`++`): whether a key exists is decided by the schema, for all keys at once."""
+    match = _OVERRIDE.fullmatch(override)
+    assert match is not None, f"checked by the caller: {override}"
+    prefix, key, value = match["prefix"] or "", match["key"], match["value"]
+    if key in options or prefix == "~" or value is None:
+        return override
+    return f"++{key}={_quoted(value) if _takes_text(key) else value}"
+
+
+def _takes_text(key: str) -> bool:
+    info = all_keys().get(key)
+    if info is not None:
+        return info.is_text
+    parent = all_keys().get(key.rpartition(".")[0])
+    return parent is not None and parent.hint == dict[str, str]
+
+
+def _quoted(value: str) -> str:
+    if len(value) >= 2 and value[0] == value[-1] and value[0] in "\"'":
+        return value
+    # In Hydra's grammar a backslash is special only before a quote.
+    escaped = re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), value)
+    return f"'{escaped}'"
+
+
+def _no_such_config(line: CommandLine, known: list[str]) -> Problem:
+    close = difflib.get_close_matches(line.config_name, known, n=1)
+    do = f"did you mean {close[0]}? " if close else ""
+    return Problem(
+        key="--config-name",
+        got=line.config_name,
+        allowed=f"must be one of {', '.join(known)}",
+        do=f"{do}name a folder with your own YAML files with --config-dir",
+    )
+
+
+def _hydra_problem(line: CommandLine, error: Exception) -> Problem:
+    text = " ".join(part.strip() for part in str(error).splitlines() if part.strip())
+    do = "check the YAML files and the overrides; --cfg job shows the result"
+    if "defaults list" in text:
+        do = f"let {line.config_name}.yaml begin with `defaults: [tiny, _self_]` or the like, or write +GROUP=OPTION"
+    return Problem(key=f"--config-name {line.config_name}", got="", allowed=f"cannot be composed: {text}", do=do)

@@ -1,0 +1,156 @@
+"""Builds the batch of one optimizer step, and the numbers that describe the groups it came from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from trainer.algorithms.advantages import group_advantages
+from trainer.algorithms.aggregate import loss_weights
+from trainer.data.batch import MicroBatch, TrainBatch, TrainSample
+from trainer.data.builder import build_samples
+from trainer.data.packing import plan_micro_batches
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from rollout.types import Group, Trajectory
+    from trainer.config.schema.algorithm import AlgorithmConfig
+
+_FILLER_TOKENS = 2
+"""A filler's only sequence: the shortest that still has a next token to predict."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLimits:
+    """The sizes a batch is cut to."""
+
+    num_ranks: int
+    max_tokens_per_micro_batch: int
+    max_response_tokens: int
+    """Response limit of the rollouts; overlong shaping counts back from it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltBatch:
+    """A batch, and how many trajectories are not in it, by reason."""
+
+    batch: TrainBatch
+    excluded: Mapping[str, int]
+    num_fillers: int
+    """Micro-batches without a sample, over all ranks."""
+    packing_frac: float
+    """Tokens of an average rank over those of the fullest: 1 is perfect balance."""
+
+
+def build_train_batch(
+    groups: Sequence[Group], *, step: int, algorithm: AlgorithmConfig, limits: BatchLimits
+) -> BuiltBatch:
+    """Advantages, loss weights and micro-batches for one optimizer step.
+
+    Loss weights come from the counts of the whole step, before anything is split, so the loss does not depend on the
+    number of ranks or micro-batches. A step whose every trajectory is left out has one filler per rank and no loss.
+    """
+    built = build_samples(
+        groups,
+        algorithm=algorithm,
+        max_response_tokens=limits.max_response_tokens,
+        advantage_fn=group_advantages,
+    )
+    samples = built.samples
+    lengths = [s.num_tokens for s in samples]
+    num_loss_tokens = [s.num_loss_tokens for s in samples]
+    weights = loss_weights(num_loss_tokens, algorithm.aggregation).tolist()
+    plan = plan_micro_batches(lengths, num_ranks=limits.num_ranks, max_tokens=limits.max_tokens_per_micro_batch)
+    rank_tokens = [sum(lengths[i] for members in rank for i in members) for rank in plan]
+    batch = TrainBatch(
+        step=step,
+        micro_batches=tuple(
+            tuple(_pack([samples[i] for i in members], [weights[i] for i in members]) for members in rank)
+            for rank in plan
+        ),
+        num_samples=len(samples),
+        num_tokens=sum(lengths),
+        num_loss_tokens=sum(num_loss_tokens),
+    )
+    return BuiltBatch(
+        batch=batch,
+        excluded=built.excluded,
+        num_fillers=sum(not members for rank in plan for members in rank),
+        packing_frac=sum(lengths) / (len(plan) * max(rank_tokens)) if samples else 1.0,
+    )
+
+
+def _pack(samples: Sequence[TrainSample], weights: Sequence[float]) -> MicroBatch:
+    """Samples end to end; a filler if there are none."""
+    if not samples:
+        return _filler()
+    lengths = [s.num_tokens for s in samples]
+    loss_mask = np.concatenate([s.loss_mask for s in samples])
+    return MicroBatch(
+        cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
+        token_ids=np.concatenate([s.token_ids for s in samples]),
+        loss_mask=loss_mask,
+        behaviour_logprobs=np.concatenate([s.behaviour_logprobs for s in samples]),
+        advantages=np.concatenate([s.advantages for s in samples]),
+        loss_weights=np.where(loss_mask, np.repeat(weights, lengths), 0.0).astype(np.float32),
+    )
+
+
+def _filler() -> MicroBatch:
+    return MicroBatch(
+        cu_seqlens=np.array([0, _FILLER_TOKENS], np.int32),
+        token_ids=np.zeros(_FILLER_TOKENS, np.int32),
+        loss_mask=np.zeros(_FILLER_TOKENS, np.bool_),
+        behaviour_logprobs=np.zeros(_FILLER_TOKENS, np.float32),
+        advantages=np.zeros(_FILLER_TOKENS, np.float32),
+        loss_weights=np.zeros(_FILLER_TOKENS, np.float32),
+    )
+
+
+def batch_stats(groups: Sequence[Group], step: int) -> dict[str, float]:
+    """Metrics of the groups of one step, before anything is left out of training.
+
+    Rewards are the raw ones (before overlong shaping) of the trajectories that have one. Staleness is in policy
+    versions: of a token, `step` minus the version that sampled it; of a group, `step` minus its start version.
+    Keys whose value would be undefined (no judged trajectory, no generated token) are absent.
+    """
+    trajectories = [t for g in groups for t in g.trajectories]
+    if not trajectories:
+        return {}
+    judged = [t for t in trajectories if t.status != "failed"]
+    lengths = np.array([t.num_generated_tokens for t in trajectories], np.float64)
+    group_ages = np.array([step - g.start_version for g in groups], np.float64)
+    stats = {
+        "response/tokens_mean": float(lengths.mean()),
+        "response/tokens_max": float(lengths.max()),
+        "response/truncated_frac": sum(t.status == "truncated" for t in trajectories) / len(trajectories),
+        "response/failed_frac": 1 - len(judged) / len(trajectories),
+        "staleness/group_mean": float(group_ages.mean()),
+        "staleness/group_max": float(group_ages.max()),
+        "reward/zero_variance_frac": sum(_has_zero_variance(g) for g in groups) / len(groups),
+    }
+    if judged:
+        rewards = np.array([t.reward for t in judged], np.float64)
+        stats |= {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
+        for name in sorted({name for t in judged for name in t.reward_parts}):
+            parts = [t.reward_parts[name] for t in judged if name in t.reward_parts]
+            stats[f"reward/part/{name}"] = float(np.mean(parts))
+    return stats | _token_staleness(trajectories, step)
+
+
+def _token_staleness(trajectories: Sequence[Trajectory], step: int) -> dict[str, float]:
+    segments = [s for t in trajectories for turn in t.turns for s in turn.segments if s.num_tokens]
+    if not segments:
+        return {}
+    ages = np.array([step - s.version for s in segments], np.float64)
+    counts = np.array([s.num_tokens for s in segments], np.float64)
+    return {"staleness/mean": float(ages @ counts / counts.sum()), "staleness/max": float(ages.max())}
+
+
+def _has_zero_variance(group: Group) -> bool:
+    """Whether all judged answers of the group have the same reward, so that it teaches nothing."""
+    rewards = [t.reward for t in group.trajectories if t.status != "failed"]
+    return len(set(rewards)) <= 1

@@ -1,0 +1,156 @@
+"""Checkpoint directories: atomic, checked, pruned. Pure file work; what is inside comes from `sharded_state.py`.
+
+    checkpoints/step_50.tmp/   begin(): the learner ranks write their shards here
+    checkpoints/step_50/       commit(): driver state and a manifest are added, everything is synced, then renamed
+
+Only a directory named `step_N` that holds a manifest counts. Imports without torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from typing import TYPE_CHECKING, Any
+
+from trainer.learner.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+MANIFEST_FILE = "complete.json"
+STATE_FILE = "driver.json"
+HASHED_BYTES = 16 << 20
+"""Files up to this size are also checked by sha256; larger ones by size alone, which catches truncation for free."""
+
+_STEP_NAME = re.compile(r"step_(\d+)")
+
+
+def begin(directory: Path, step: int) -> Path:
+    """An empty `step_N.tmp` in `directory`; left-overs of an interrupted save of the same step are removed."""
+    tmp = directory / f"step_{step}.tmp"
+    if tmp.exists():
+        shutil.rmtree(tmp)
+    tmp.mkdir(parents=True)
+    return tmp
+
+
+def commit(tmp: Path, extra_state: Mapping[str, Any]) -> Path:
+    """Add the driver's JSON-able state and the manifest, sync, and rename to `step_N`, which from then on is complete.
+
+    An earlier `step_N` (a resumed run that went over the same steps) is replaced.
+
+    Raises:
+        CheckpointError: `tmp` did not come from `begin`, or the state is not JSON-able.
+    """
+    if not tmp.name.endswith(".tmp") or not _STEP_NAME.fullmatch(tmp.name.removesuffix(".tmp")) or not tmp.is_dir():
+        raise CheckpointError(f"{tmp} is not a started checkpoint; commit takes the directory that begin returned")
+    try:
+        state = json.dumps(extra_state, indent=1)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"driver state of {tmp} is not JSON-able: {error}") from error
+    (tmp / STATE_FILE).write_text(state)
+    files = {path.relative_to(tmp).as_posix(): _describe(path) for path in sorted(tmp.rglob("*")) if path.is_file()}
+    (tmp / MANIFEST_FILE).write_text(json.dumps({"files": files}, indent=1))
+    for name in (*files, MANIFEST_FILE):
+        _sync(tmp / name)
+    _sync(tmp)
+    final = tmp.with_name(tmp.name.removesuffix(".tmp"))
+    replaced = final.with_name(f"{final.name}.replaced")
+    if final.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        final.rename(replaced)
+    tmp.rename(final)
+    _sync(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+    return final
+
+
+def find_latest(directory: Path) -> Path | None:
+    """The complete checkpoint with the highest step in `directory` (`run_dir/checkpoints`); None if there is none."""
+    complete = _complete(directory)
+    return complete[-1] if complete else None
+
+
+def step_of(path: Path) -> int:
+    """N of `step_N`. Raises CheckpointError for any other name."""
+    match = _STEP_NAME.fullmatch(path.name)
+    if match is None:
+        raise CheckpointError(f"{path} is not a checkpoint; expected a directory named step_N")
+    return int(match[1])
+
+
+def verify(path: Path) -> None:
+    """Check every file of a checkpoint against its manifest.
+
+    Raises:
+        CheckpointError: names the first file that is missing, truncated or altered.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"checkpoint {path} does not exist; give a directory like run_dir/checkpoints/step_50")
+    manifest = path / MANIFEST_FILE
+    try:
+        files: dict[str, dict[str, Any]] = json.loads(manifest.read_text())["files"]
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"checkpoint {path} is not complete: it has no {MANIFEST_FILE}; use another one"
+        ) from error
+    except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{manifest} is damaged ({error!r}); use another checkpoint") from error
+    for name, expected in files.items():
+        file = path / name
+        if not file.is_file():
+            raise CheckpointError(f"checkpoint file {file} is missing; use another checkpoint")
+        found = _describe(file)
+        if found != expected:
+            what = "truncated" if found["bytes"] < expected["bytes"] else "altered"
+            raise CheckpointError(
+                f"checkpoint file {file} is {what}: {found['bytes']} bytes, expected {expected['bytes']} and the "
+                "digest of its manifest; use another checkpoint, or set checkpoint.resume=never with a new run_dir"
+            )
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The driver state of a complete checkpoint, after `verify`. Raises CheckpointError."""
+    verify(path)
+    return json.loads((path / STATE_FILE).read_text())
+
+
+def prune(directory: Path, *, keep_last: int) -> list[Path]:
+    """Delete all but the newest `keep_last` (>= 1) complete checkpoints; returns what was deleted.
+
+    Directories that are not complete checkpoints are left alone: a save may be going on.
+    """
+    if keep_last < 1:
+        raise ValueError(f"keep_last must be >= 1, got {keep_last}: the newest checkpoint is never deleted")
+    doomed = _complete(directory)[:-keep_last]
+    for path in doomed:
+        (path / MANIFEST_FILE).unlink()  # first: a half-deleted checkpoint must not count as complete
+        shutil.rmtree(path)
+    return doomed
+
+
+def _complete(directory: Path) -> list[Path]:
+    if not directory.is_dir():
+        return []
+    found = [p for p in directory.iterdir() if _STEP_NAME.fullmatch(p.name) and (p / MANIFEST_FILE).is_file()]
+    return sorted(found, key=step_of)
+
+
+def _describe(path: Path) -> dict[str, Any]:
+    size = path.stat().st_size
+    if size > HASHED_BYTES:
+        return {"bytes": size}
+    return {"bytes": size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+
+
+def _sync(path: Path) -> None:
+    """fsync a file or directory, so that a rename never survives a power cut that its contents did not."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

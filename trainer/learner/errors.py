@@ -1,0 +1,19 @@
+"""Errors of the learner that callers tell apart. Imports without torch."""
+
+from __future__ import annotations
+
+
+class ModelError(Exception):
+    """The policy cannot be loaded or is of a kind we cannot train. The process exits with code 2."""
+
+
+class CheckpointError(Exception):
+    """A checkpoint is missing, truncated, or of another model. Names the file. The process exits with code 2."""
+
+
+class LearnerError(Exception):
+    """A learner rank failed or did not answer in time; the whole learner group is unusable then."""
+
+
+class TrainingDiverged(Exception):
+    """A gradient is not finite. Raised on every rank, before the optimizer touches a weight."""

@@ -1,0 +1,62 @@
+"""A `MicroBatch` as tensors on the learner's device.
+
+Shape legend: `T` packed tokens, `L` loss tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from trainer.data.batch import MicroBatch
+    from trainer.learner.attention import PackedLayout
+
+LayoutFn = Callable[[np.ndarray, torch.device], "PackedLayout"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedInputs:
+    """What one forward needs. The logits of token t come from position t - 1, so `source_L = positions_of_loss - 1`."""
+
+    token_ids_1T: Tensor
+    """int64"""
+    position_ids_1T: Tensor
+    """int64, restarts at 0 in every sequence."""
+    layout: PackedLayout
+    source_L: Tensor
+    """int64: packed position whose hidden state predicts the loss token."""
+    target_L: Tensor
+    """int64: the loss token itself."""
+
+    @staticmethod
+    def of(batch: MicroBatch, *, device: torch.device, layout: LayoutFn) -> PackedInputs:
+        """Raises ValueError if a first token of a sequence carries loss: nothing predicts it."""
+        cu_seqlens = batch.cu_seqlens
+        lengths = np.diff(cu_seqlens)
+        if len(lengths) == 0 or lengths.min() < 1 or cu_seqlens[0] != 0 or cu_seqlens[-1] != len(batch.token_ids):
+            raise ValueError(
+                f"cu_seqlens must rise from 0 to the {len(batch.token_ids)} tokens, got {cu_seqlens.tolist()[:20]}"
+            )
+        if batch.loss_mask[cu_seqlens[:-1]].any():
+            raise ValueError("loss_mask is True on the first token of a sequence, which nothing predicts; mask it out")
+        loss_positions = np.flatnonzero(batch.loss_mask)
+        positions = np.arange(len(batch.token_ids)) - np.repeat(cu_seqlens[:-1].astype(np.int64), lengths)
+        return PackedInputs(
+            token_ids_1T=to_device(batch.token_ids.astype(np.int64), device).unsqueeze(0),
+            position_ids_1T=to_device(positions, device).unsqueeze(0),
+            layout=layout(cu_seqlens, device),
+            source_L=to_device(loss_positions - 1, device),
+            target_L=to_device(batch.token_ids[loss_positions].astype(np.int64), device),
+        )
+
+
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """Copy to `device`. The array is made writable first (Ray hands out read-only ones, about which torch warns)."""
+    owned = array if array.flags.writeable else array.copy()
+    return torch.from_numpy(np.ascontiguousarray(owned)).to(device, non_blocking=True)

@@ -1,0 +1,253 @@
+"""The policy as a module: a Hugging Face causal LM whose forward ends in log-probabilities, sharded by FSDP2.
+
+Shape legend: `T` packed tokens, `L` loss tokens, `E` hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from trainer.learner.attention import (
+    ATTENTION_NAME,
+    has_varlen_kernel,
+    padded_layout,
+    register_packed_attention,
+    varlen_layout,
+)
+from trainer.learner.errors import ModelError
+from trainer.learner.logprobs import selected_logprobs
+from trainer.learner.parallel import UNSHARDED_SHARE, ShardingPlan, shard_model
+from trainer.learner.weights import checkpoint_files, copy_rows, init_rows, load_rows
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from trainer.config.schema import RunConfig
+    from trainer.config.schema.model import ModelConfig
+    from trainer.learner.inputs import LayoutFn, PackedInputs
+    from weight_sync.device.base import Backend
+
+LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+"""Config fields of models that do more than one matrix product after the last hidden state."""
+
+TESTED = "Qwen2, Qwen3, Llama or Mistral"
+
+HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
+
+
+class PolicyModel(nn.Module):
+    """Backbone, output matrix and chunked log-probs in one forward.
+
+    One module, because FSDP2 gathers the root's parameters (embedding and output matrix) for the root's forward only.
+    """
+
+    def __init__(self, hf: PreTrainedModel, *, temperature: float, chunk_tokens: int) -> None:
+        super().__init__()
+        self.hf = hf
+        self._temperature = temperature
+        self._chunk_tokens = chunk_tokens
+
+    def forward(self, inputs: PackedInputs) -> tuple[Tensor, Tensor]:
+        """(log-probs float32[L], entropy float32[L]) of the loss tokens, after temperature."""
+        output = self.hf.base_model(
+            input_ids=inputs.token_ids_1T,
+            position_ids=inputs.position_ids_1T,
+            use_cache=False,
+            packed=inputs.layout,
+        )
+        hidden_LE = output.last_hidden_state.squeeze(0).index_select(0, inputs.source_L)
+        return selected_logprobs(
+            hidden_LE,
+            cast("nn.Linear", self.hf.get_output_embeddings()).weight,
+            inputs.target_L,
+            temperature=self._temperature,
+            chunk_tokens=self._chunk_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltPolicy:
+    """A model that is ready to train."""
+
+    policy: PolicyModel
+    """Root of FSDP2; call this one."""
+    layout: LayoutFn
+    """The packed layout this model's attention wants."""
+    source_dir: Path
+    """Where config, tokenizer and (if any) weights came from."""
+
+
+def build_policy(cfg: RunConfig, *, mesh: DeviceMesh, device: torch.device, backend: Backend) -> BuiltPolicy:
+    """Load or initialise the policy, sharded over `mesh`, masters in float32.
+
+    The model is made without memory, sharded, and only then filled: no rank ever holds the whole of it. A directory
+    with a config but no weights is initialised from `cfg.seed`, equally on every number of ranks.
+
+    Raises:
+        ModelError: missing or damaged files, or a kind of model we do not train.
+    """
+    register_packed_attention()
+    source_dir = resolve_model_dir(cfg.model.path)
+    config = load_config(cfg.model, source_dir)
+    compute_dtype = torch_dtype(cfg.model.compute_dtype)
+    with torch.device("meta"):
+        hf = AutoModelForCausalLM.from_config(
+            config,
+            dtype=torch.float32,
+            attn_implementation=ATTENTION_NAME,
+            trust_remote_code=cfg.model.trust_remote_code,
+        )
+    _disable_dropout(hf)
+    blocks = check_architecture(hf)
+    _prepare_blocks(hf, blocks, cfg)
+    policy = PolicyModel(hf, temperature=cfg.rollout.temperature, chunk_tokens=cfg.learner.logprob_chunk_tokens)
+    unsharded_bytes = sum(p.numel() for p in hf.parameters()) * compute_dtype.itemsize
+    plan = ShardingPlan(
+        mesh=mesh,
+        compute_dtype=compute_dtype,
+        keep_unsharded=unsharded_bytes <= UNSHARDED_SHARE * backend.memory_info()[1],
+        cpu_offload=cfg.learner.cpu_offload,
+    )
+    shard_model(policy, list(blocks), plan)
+    _materialise(policy, torch.device("cpu") if cfg.learner.cpu_offload else device, buffers=device)
+    fill(hf, source_dir, cfg)
+    head_dim = getattr(config, "head_dim", None)
+    head_dim = config.hidden_size // config.num_attention_heads if head_dim is None else head_dim
+    layout: LayoutFn = padded_layout
+    if has_varlen_kernel(device, compute_dtype, head_dim=head_dim):
+        layout = varlen_layout
+    policy.train()
+    return BuiltPolicy(policy=policy, layout=layout, source_dir=source_dir)
+
+
+def resolve_model_dir(path: str) -> Path:
+    """A local directory with a config.json; a hub name is downloaded into (or found in) the hub cache.
+
+    Raises:
+        ModelError: there is no such directory or hub model.
+    """
+    local = Path(path).expanduser()
+    if not local.is_dir():
+        if path.startswith((".", "/", "~")) or path.count("/") > 1:
+            raise ModelError(f"model.path {path!r} is not a directory; give a Hugging Face model directory or hub name")
+        local = _download(path)
+    if not (local / "config.json").is_file():
+        found = sorted(p.name for p in local.iterdir())[:8]
+        raise ModelError(
+            f"model.path {path!r} has no config.json (found {found}); give a Hugging Face model directory: "
+            "config.json, tokenizer files and safetensors"
+        )
+    return local
+
+
+def load_config(model: ModelConfig, directory: Path) -> PreTrainedConfig:
+    """Raises ModelError if the config cannot be read, or names an architecture transformers does not know."""
+    try:
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"{directory / 'config.json'} cannot be used: {error}; check model_type, or set "
+            "model.trust_remote_code=true if the model brings its own code"
+        ) from error
+    if type(config) not in AutoModelForCausalLM._model_mapping and not getattr(config, "auto_map", None):
+        raise ModelError(f"model_type {config.model_type!r} is not a causal language model; the policy must be one")
+    return config
+
+
+def check_architecture(hf: PreTrainedModel) -> nn.ModuleList:
+    """The decoder blocks of a model we can train packed and with chunked log-probs.
+
+    Raises:
+        ModelError: the model does more than we compute.
+    """
+    name, config = type(hf).__name__, hf.config.get_text_config()
+    if not hf._supports_attention_backend:
+        raise ModelError(f"{name} has its own attention code, which cannot run packed; use {TESTED}")
+    head = hf.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or head.bias is not None:
+        raise ModelError(f"{name} has output layer {head}; only a matrix without bias is supported")
+    for field in LOGIT_TRANSFORMS:
+        if getattr(config, field, None) not in (None, 1, 1.0):
+            raise ModelError(f"{name} transforms its logits ({field}={getattr(config, field)}), which is not supported")
+    blocks = getattr(hf.base_model, "layers", None)
+    if not isinstance(blocks, nn.ModuleList) or len(blocks) == 0:
+        raise ModelError(f"{name} has no decoder blocks at {hf.base_model_prefix}.layers; use {TESTED}")
+    return blocks
+
+
+def fill(hf: PreTrainedModel, source_dir: Path, cfg: RunConfig) -> None:
+    """Weights from safetensors (own rows only), else through transformers' conversion, else from the seed."""
+    files = checkpoint_files(source_dir)
+    if files is not None and load_rows(hf, files):
+        return
+    if files is None and not any(source_dir.glob("pytorch_model*.bin")):
+        init_rows(hf, seed=cfg.seed)
+        return
+    try:
+        whole = AutoModelForCausalLM.from_pretrained(
+            source_dir, dtype=torch.float32, trust_remote_code=cfg.model.trust_remote_code
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelError(f"weights in {source_dir} cannot be loaded: {error}") from error
+    copy_rows(hf, dict(whole.named_parameters()))
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Raises ModelError for float16, whose small gradients would need loss scaling."""
+    match name:
+        case "float32":
+            return torch.float32
+        case "bfloat16":
+            return torch.bfloat16
+        case _:
+            raise ModelError(f"model.compute_dtype must be float32 or bfloat16 for training, got {name!r}")
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=HUB_PATTERNS))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelError(
+            f"model.path {name!r} is neither a directory here nor a model the hub gives us ({type(error).__name__}: "
+            f"{error}); check the name, or download it and give its directory"
+        ) from error
+
+
+def _prepare_blocks(hf: PreTrainedModel, blocks: nn.ModuleList, cfg: RunConfig) -> None:
+    if cfg.learner.activation_checkpointing:
+        hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if cfg.learner.compile:
+        for block in blocks:
+            # The forward, not the module: FSDP2's hooks then stay outside, and names of parameters stay as they are.
+            block.forward = torch.compile(block.forward, dynamic=True)
+
+
+def _disable_dropout(hf: PreTrainedModel) -> None:
+    """Dropout would make the ratio to the behaviour policy noisy; the packed attention applies none either."""
+    for module in hf.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+
+
+def _materialise(policy: PolicyModel, device: torch.device, *, buffers: torch.device) -> None:
+    """Give the sharded model memory, and let transformers compute the buffers that no checkpoint holds (rotary)."""
+    policy.to_empty(device=device)
+    with torch.no_grad():
+        for module in policy.modules():
+            if any(True for _ in module.buffers(recurse=False)):
+                module._apply(partial(_to, device=buffers), recurse=False)
+                policy.hf._init_weights(module)
+
+
+def _to(tensor: Tensor, *, device: torch.device) -> Tensor:
+    return tensor.to(device)

@@ -1,0 +1,145 @@
+"""Filling a sharded model: every rank reads only its own rows, from safetensors or from the seed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from trainer.learner.errors import ModelError
+from weight_sync.layout import chunk_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from transformers import PreTrainedModel
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalRows:
+    """The part of a parameter that this rank holds."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole parameter."""
+    start: int
+    stop: int
+    tensor: torch.Tensor
+    """[stop - start, ...], shares memory with the model."""
+
+
+def local_rows(model: nn.Module) -> Iterator[LocalRows]:
+    """This rank's rows of every parameter, tied ones once. Raises ModelError for a sharding other than by rows."""
+    for name, param in model.named_parameters():
+        shape, rows = tuple(param.shape), param.shape[0] if param.ndim else 1
+        if not isinstance(param, DTensor):
+            yield LocalRows(name=name, shape=shape, start=0, stop=rows, tensor=param.detach())
+            continue
+        (placement,) = param.placements
+        match placement:
+            case Replicate():
+                start, stop = 0, rows
+            case Shard(dim=0):
+                start, stop = chunk_rows(rows, param.device_mesh.size(), param.device_mesh.get_local_rank())
+            case _:
+                raise ModelError(f"{name} is sharded as {placement}; only rows (dimension 0) are supported")
+        yield LocalRows(name=name, shape=shape, start=start, stop=stop, tensor=param.to_local().detach())
+
+
+def checkpoint_files(directory: Path) -> dict[str, Path] | None:
+    """Tensor name -> safetensors file; None if the directory holds no safetensors.
+
+    Raises:
+        ModelError: the index names a file that is missing, or a file cannot be read.
+    """
+    index_path = directory / INDEX_FILE
+    if index_path.is_file():
+        try:
+            weight_map: dict[str, str] = json.loads(index_path.read_text())["weight_map"]
+        except (json.JSONDecodeError, KeyError) as error:
+            raise ModelError(
+                f"{index_path} is not a safetensors index ({error!r}); download the model again"
+            ) from error
+        missing = sorted({f for f in weight_map.values() if not (directory / f).is_file()})
+        if missing:
+            raise ModelError(
+                f"{index_path} names {missing[0]} ({len(missing)} files missing); download the model again"
+            )
+        return {name: directory / file for name, file in weight_map.items()}
+    single = directory / SINGLE_FILE
+    if not single.is_file():
+        return None
+    with _open(single) as reader:
+        return dict.fromkeys(reader.keys(), single)
+
+
+def load_rows(model: nn.Module, files: dict[str, Path]) -> bool:
+    """Copy this rank's rows out of the files, cast to the parameter's dtype.
+
+    Returns:
+        False, with nothing copied, if the names differ from the model's: such a checkpoint needs transformers' own
+        conversion (fused experts, old names).
+
+    Raises:
+        ModelError: a tensor has another shape, or a file is damaged.
+    """
+    rows = list(local_rows(model))
+    if any(part.name not in files for part in rows):
+        return False
+    by_file: dict[Path, list[LocalRows]] = {}
+    for part in rows:
+        by_file.setdefault(files[part.name], []).append(part)
+    for path, parts in by_file.items():
+        with _open(path) as reader:
+            for part in parts:
+                source = reader.get_slice(part.name)
+                if tuple(source.get_shape()) != part.shape:
+                    raise ModelError(
+                        f"{path}: {part.name} has shape {tuple(source.get_shape())}, the model's config.json asks for "
+                        f"{part.shape}; config and weights belong to different models"
+                    )
+                if part.start < part.stop:
+                    part.tensor.copy_(source[part.start : part.stop])
+    return True
+
+
+def copy_rows(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
+    """Copy this rank's rows out of whole tensors on the CPU (the slow way in, for checkpoints that need conversion)."""
+    for part in local_rows(model):
+        if part.name not in state:
+            raise ModelError(f"the checkpoint has no tensor for {part.name}; config and weights do not belong together")
+        part.tensor.copy_(state[part.name][part.start : part.stop])
+
+
+def init_rows(model: PreTrainedModel, *, seed: int) -> None:
+    """Fill the model from the seed: normal matrices, norms of one, biases of zero.
+
+    Every rank draws the whole parameter, one at a time, and keeps its rows: the result does not depend on the number of
+    ranks, and no rank ever holds more than one whole parameter.
+    """
+    std = getattr(model.config.get_text_config(), "initializer_range", None)
+    std = 0.02 if std is None else float(std)
+    for index, part in enumerate(local_rows(model)):
+        if len(part.shape) == 1:
+            part.tensor.fill_(0.0 if part.name.endswith("bias") else 1.0)
+            continue
+        generator = torch.Generator(device=part.tensor.device).manual_seed(seed * 1_000_003 + index)
+        whole = torch.empty(part.shape, device=part.tensor.device, dtype=torch.float32)
+        whole.normal_(0.0, std, generator=generator)
+        part.tensor.copy_(whole[part.start : part.stop])
+
+
+def _open(path: Path) -> safe_open:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path} cannot be read ({error}); it is damaged or truncated, download it again") from error

@@ -1,0 +1,281 @@
+"""The learner as Ray actors: `LearnerWorker` on every device, `LearnerGroup` in the driver.
+
+Both only forward: the work is in `policy.py` and `weight_sync.publisher`. The only file here that knows Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from trainer.learner.errors import CheckpointError, LearnerError, ModelError, TrainingDiverged
+from weight_sync.device.base import DeviceError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from trainer.config.schema import RunConfig
+    from trainer.data.batch import MicroBatch, TrainBatch
+    from trainer.learner.parallel import Rendezvous
+    from trainer.learner.policy import PolicyLearner
+    from trainer.learner.result import StepResult
+    from weight_sync.device.base import Backend
+    from weight_sync.publisher import WeightPublisher
+
+OWN_ERRORS = (ModelError, CheckpointError, TrainingDiverged, DeviceError)
+"""Pass from a rank to the driver under their own type; anything else becomes a LearnerError."""
+
+CLOSE_TIMEOUT_S = 10.0
+BROKEN_CLOSE_TIMEOUT_S = 1.0
+"""After a failure the other ranks may hang in a collective: do not wait long for them."""
+
+Address = tuple[str, int]
+"""Host and port where the ranks meet."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Ready:
+    """What a rank has once it is set up."""
+
+    learner: PolicyLearner
+    publisher: WeightPublisher
+    tensors: dict[str, torch.Tensor]
+    """Local shards, filled by `ws_describe`."""
+
+
+class LearnerWorker:
+    """One learner rank. Life: `node_address` (rank 0 only), `setup` on all ranks at once, then the rest, `close`.
+
+    Methods other than `node_address`, `ws_*` and `close` are collective.
+    """
+
+    def __init__(self, cfg: RunConfig, *, rank: int, world_size: int) -> None:
+        from weight_sync.device.select import get_backend
+
+        self._cfg, self._rank, self._world_size = cfg, rank, world_size
+        self._backend: Backend = get_backend(cfg.device.name, cpu_threads=cfg.device.cpu_threads)
+        self._rendezvous: Rendezvous | None = None
+        self._ready: _Ready | None = None
+
+    def node_address(self) -> Address:
+        """Open the meeting point on this node: an address other nodes reach, and a port that is bound from now on."""
+        from trainer.learner.parallel import Rendezvous
+
+        host = ray.util.get_node_ip_address()
+        self._rendezvous = Rendezvous.host_at(host, world_size=self._world_size, timeout_s=self._cfg.learner.timeout_s)
+        return self._rendezvous.host, self._rendezvous.port
+
+    def setup(self, address: Address) -> None:
+        """Join the other ranks and build the model.
+
+        Raises:
+            DeviceError: this process lacks a variable its device needs.
+            ModelError: the model cannot be trained.
+        """
+        import torch
+
+        from trainer.learner.parallel import Rendezvous, open_process_group
+        from trainer.learner.policy import PolicyLearner
+        from weight_sync.publisher import WeightPublisher
+
+        problems = self._backend.check_env("learner", dict(os.environ))
+        if problems:
+            raise DeviceError("; ".join(problems))
+        device = self._backend.set_device(0)  # Ray shows an actor only its own device
+        if device.type == "cpu":
+            torch.set_num_threads(self._cfg.device.cpu_threads)
+        timeout_s, world_size = self._cfg.learner.timeout_s, self._world_size
+        if self._rendezvous is None:
+            self._rendezvous = Rendezvous.join(*address, world_size=world_size, timeout_s=timeout_s)
+        open_process_group(
+            self._rendezvous, backend=self._backend, rank=self._rank, world_size=world_size, timeout_s=timeout_s
+        )
+        learner = PolicyLearner(self._cfg, rank=self._rank, world_size=world_size, device=device, backend=self._backend)
+        publisher = WeightPublisher(self._backend, rank=self._rank)
+        self._ready = _Ready(learner=learner, publisher=publisher, tensors={})
+
+    def train_step(self, micro_batches: Sequence[MicroBatch], step: int) -> StepResult:
+        """See `PolicyLearner.train_step`."""
+        return self._parts.learner.train_step(micro_batches, step=step)
+
+    def save(self, path: str, step: int) -> None:
+        """See `PolicyLearner.save`."""
+        self._parts.learner.save(Path(path), step=step)
+
+    def load(self, path: str) -> int:
+        """See `PolicyLearner.load`."""
+        return self._parts.learner.load(Path(path))
+
+    def export_hf(self, path: str) -> None:
+        """See `PolicyLearner.export_hf`."""
+        self._parts.learner.export_hf(Path(path))
+
+    def ws_describe(self) -> bytes:
+        """What this rank can publish; remembers the live local tensors behind it."""
+        from weight_sync.layout import local_shards
+
+        parts = self._parts
+        params, shards, tensors = local_shards(parts.learner.model, rollout_dtype=self._cfg.model.rollout_dtype)
+        parts.tensors = tensors
+        return parts.publisher.describe(params, shards)
+
+    def ws_open(self, request: bytes) -> bytes:
+        return self._parts.publisher.open(request)
+
+    def ws_publish(self, version: int, deadline_s: float) -> bytes:
+        """Pack the current weights as `version`; the optimizer may go on when this returns."""
+        parts = self._parts
+        device = parts.learner.device
+        # With CPU offload the shards live on the host, while arenas are on the device.
+        tensors = {name: tensor.to(device, non_blocking=True) for name, tensor in parts.tensors.items()}
+        return parts.publisher.publish(version, tensors, deadline_s=deadline_s)
+
+    def ws_digests(self, version: int) -> bytes:
+        return self._parts.publisher.digests(version)
+
+    def ws_close(self) -> None:
+        if self._ready is not None:
+            self._ready.publisher.close()
+
+    def close(self) -> None:
+        """Stop publishing and leave the process group. Idempotent."""
+        from trainer.learner.parallel import close_process_group
+
+        self.ws_close()
+        self._ready = None
+        close_process_group()
+
+    @property
+    def _parts(self) -> _Ready:
+        if self._ready is None:
+            raise LearnerError(f"learner rank {self._rank} is not set up (or closed already); call setup first")
+        return self._ready
+
+
+def learner_actor() -> Any:
+    """`LearnerWorker` as a Ray actor class: `.options(...).remote(cfg, rank=0, world_size=2)`."""
+    return ray.remote(LearnerWorker)
+
+
+class RankHandle:
+    """One rank, seen from the driver."""
+
+    def __init__(self, actor: Any, *, rank: int) -> None:
+        self.rank = rank
+        self.actor = actor
+
+    async def call(self, method: str, *args: object, timeout_s: float) -> Any:
+        """Call one method of one rank. Raises TimeoutError, or what the method raised."""
+        future = asyncio.wrap_future(getattr(self.actor, method).remote(*args).future())
+        async with asyncio.timeout(timeout_s):
+            return await future
+
+
+class LearnerGroup:
+    """All ranks together. A call goes to every rank and returns when all have answered.
+
+    The first failure ends the call: it names the rank, the calls to the others are no longer awaited, and the group is
+    of no more use than to be closed, since ranks may hang in a collective until its deadline.
+    """
+
+    def __init__(self, actors: Sequence[Any], *, timeout_s: float) -> None:
+        """`actors[rank]` are handles from `learner_actor()`; `timeout_s` is the deadline of every call."""
+        self._ranks = tuple(RankHandle(actor, rank=rank) for rank, actor in enumerate(actors))
+        self._timeout_s = timeout_s
+        self._close_timeout_s = CLOSE_TIMEOUT_S
+
+    @property
+    def ranks(self) -> tuple[RankHandle, ...]:
+        """For callers that talk to single ranks: weight sync needs no collective."""
+        return self._ranks
+
+    async def setup(self) -> None:
+        """Ranks meet at rank 0's address and build their models. Raises as `LearnerWorker.setup`."""
+        (address,) = await self._gather("node_address", [()], ranks=self._ranks[:1])
+        await self._all("setup", address)
+
+    async def train_step(self, batch: TrainBatch) -> StepResult:
+        """One optimizer step. A rank fetches only its own micro-batches from the object store.
+
+        Returns:
+            The metrics (equal on all ranks), with the seconds of the slowest rank per phase.
+
+        Raises:
+            TrainingDiverged: the gradient is not finite.
+            LearnerError: a rank failed, or did not answer in time.
+        """
+        if len(batch.micro_batches) != len(self._ranks):
+            raise LearnerError(
+                f"batch of step {batch.step} is split for {len(batch.micro_batches)} ranks, the group has "
+                f"{len(self._ranks)}; pack with learner.num_ranks"
+            )
+        refs = await asyncio.gather(*(asyncio.to_thread(ray.put, part) for part in batch.micro_batches))
+        results: list[StepResult] = await self._gather("train_step", [(ref, batch.step) for ref in refs])
+        seconds = {phase: max(r.seconds[phase] for r in results) for phase in results[0].seconds}
+        return replace(results[0], seconds=seconds)
+
+    async def save(self, path: Path, *, step: int) -> None:
+        """Write model and optimizer into a directory from `checkpoint.begin`, seen by all ranks under this path."""
+        await self._all("save", str(path), step)
+
+    async def load(self, path: Path) -> int:
+        """Restore; returns the step of the checkpoint. Raises CheckpointError."""
+        return (await self._all("load", str(path)))[0]
+
+    async def export_hf(self, path: Path) -> None:
+        await self._all("export_hf", str(path))
+
+    async def close(self) -> None:
+        """Let ranks leave in order, for a moment, then end their processes. Never raises; idempotent."""
+        calls = [asyncio.ensure_future(rank.call("close", timeout_s=self._close_timeout_s)) for rank in self._ranks]
+        await asyncio.gather(*calls, return_exceptions=True)
+        for rank in self._ranks:
+            ray.kill(rank.actor)
+
+    async def _all(self, method: str, *args: object) -> list[Any]:
+        return await self._gather(method, [args] * len(self._ranks))
+
+    async def _gather(
+        self, method: str, args: Sequence[tuple[object, ...]], *, ranks: Sequence[RankHandle] | None = None
+    ) -> list[Any]:
+        ranks = self._ranks if ranks is None else ranks
+        calls = {
+            asyncio.ensure_future(rank.call(method, *own, timeout_s=self._timeout_s)): rank.rank
+            for rank, own in zip(ranks, args, strict=True)
+        }
+        try:
+            done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+            failures = {calls[call]: error for call in done if (error := call.exception()) is not None}
+            if failures:
+                self._close_timeout_s = BROKEN_CLOSE_TIMEOUT_S
+                raise _first_cause(method, failures, timeout_s=self._timeout_s)
+            return [call.result() for call in calls]
+        finally:
+            for call in calls:
+                call.cancel()
+
+
+def _first_cause(method: str, failures: dict[int, BaseException], *, timeout_s: float) -> Exception:
+    """The failure to report. When one rank fails, its peers soon do too, with a broken connection: errors that we raise
+    ourselves come first."""
+    causes = {rank: getattr(error, "cause", None) or error for rank, error in sorted(failures.items())}
+    for rank, cause in causes.items():
+        if isinstance(cause, OWN_ERRORS):
+            return _chained(partial(type(cause), f"learner rank {rank}: {cause}"), failures[rank])
+    rank, cause = next(iter(causes.items()))
+    what = f"gave no answer for {timeout_s} s" if isinstance(cause, TimeoutError) else f"failed: {cause!r}"
+    return _chained(partial(LearnerError, f"learner rank {rank} {what} in {method}"), failures[rank])
+
+
+def _chained(make: partial[Exception], origin: BaseException) -> Exception:
+    error = make()
+    error.__cause__ = origin
+    return error

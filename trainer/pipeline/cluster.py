@@ -1,0 +1,122 @@
+"""The Ray cluster of a run: a private one that ends with the driver, or one that exists already."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from trainer.config.errors import ConfigurationError, Problem
+from trainer.pipeline.placement import check_fits
+
+if TYPE_CHECKING:
+    from trainer.config.schema import RunConfig
+    from trainer.pipeline.placement import Placement
+    from weight_sync.device.base import Backend
+
+log = logging.getLogger(__name__)
+
+SCRATCH_PREFIX = "tandem-ray-"
+MAX_LOG_BYTES = 4 * 2**20
+"""Of each actor log that is kept; the end of it."""
+
+
+class Cluster:
+    """A connection to Ray. `start` blocks for some seconds: call it in a thread."""
+
+    def __init__(self, scratch: Path | None) -> None:
+        self._scratch = scratch
+        """Ray's session directory if the cluster is ours; its sockets need a short path, so it is not in the run
+        directory."""
+
+    @property
+    def is_private(self) -> bool:
+        return self._scratch is not None
+
+    @classmethod
+    def start(cls, cfg: RunConfig, placement: Placement, backend: Backend) -> Cluster:
+        """Start the private cluster, or join `ray.address`.
+
+        Raises:
+            ConfigurationError: not enough devices, or no cluster at that address.
+        """
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        if cfg.ray.address != "local":
+            return cls._join(cfg, placement, backend)
+        num_devices = backend.num_devices() if backend.ray_resource else 0
+        check_fits(cfg, placement, backend=backend.name, num_devices=num_devices, where="this host")
+        _sweep_scratch()
+        scratch = Path(tempfile.mkdtemp(prefix=f"{SCRATCH_PREFIX}{os.getpid()}-"))
+        custom = backend.ray_resource not in (None, "GPU")
+        ray.init(
+            address="local",
+            num_cpus=cfg.ray.num_cpus if cfg.ray.num_cpus else int(placement.num_cpus + 1),
+            num_gpus=num_devices if backend.ray_resource == "GPU" else 0,
+            resources={backend.ray_resource: num_devices} if custom and backend.ray_resource else None,
+            object_store_memory=int(cfg.ray.object_store_gib * 2**30),
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+            _temp_dir=str(scratch),
+        )
+        return cls(scratch)
+
+    @classmethod
+    def _join(cls, cfg: RunConfig, placement: Placement, backend: Backend) -> Cluster:
+        try:
+            ray.init(address=cfg.ray.address, log_to_driver=False, logging_level=logging.WARNING)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            problem = Problem(
+                key="ray.address",
+                got=cfg.ray.address,
+                allowed=f"no Ray cluster can be reached there: {error}",
+                do="start one with `ray start --head`, or use ray.address=local",
+            )
+            raise ConfigurationError([problem]) from error
+        resource = backend.ray_resource
+        if resource is not None:
+            num_devices = int(ray.cluster_resources().get(resource, 0))
+            check_fits(cfg, placement, backend=backend.name, num_devices=num_devices, where="the Ray cluster")
+        return cls(None)
+
+    def stop(self, *, keep_logs_in: Path | None) -> None:
+        """Leave the cluster; end it if it is ours, and remove its scratch directory. Idempotent.
+
+        With `keep_logs_in`, what the actors printed is copied there first.
+        """
+        if keep_logs_in is not None and self._scratch is not None:
+            _copy_logs(self._scratch, keep_logs_in)
+        ray.shutdown()
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
+
+def actor_options(resources: dict[str, Any], *, env: dict[str, str], name: str) -> dict[str, Any]:
+    """Keyword arguments for `actor.options`: resources, environment, and a name that people see in `ps` and logs."""
+    return {**resources, "runtime_env": {"env_vars": env}, "name": name, "max_restarts": 0}
+
+
+def _sweep_scratch() -> None:
+    """Remove session directories of runs whose driver was killed before it could."""
+    for path in Path(tempfile.gettempdir()).glob(f"{SCRATCH_PREFIX}*"):
+        owner = path.name.removeprefix(SCRATCH_PREFIX).partition("-")[0]
+        if owner.isdigit() and not Path(f"/proc/{owner}").exists() and path.stat().st_uid == os.getuid():
+            log.info("removing %s, left behind by process %s", path, owner)
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _copy_logs(scratch: Path, target: Path) -> None:
+    logs = scratch / "session_latest" / "logs"
+    for source in sorted(logs.glob("worker-*.err")) + sorted(logs.glob("worker-*.out")):
+        size = source.stat().st_size
+        if not size:
+            continue
+        target.mkdir(parents=True, exist_ok=True)
+        with source.open("rb") as handle:
+            handle.seek(max(0, size - MAX_LOG_BYTES))
+            (target / source.name).write_bytes(handle.read())

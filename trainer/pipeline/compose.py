@@ -1,0 +1,200 @@
+"""Builds the parts of a run: actors on the cluster, weight sync between them, and what the loops work with."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from rollout.buffer.work_buffer import WorkBuffer
+from rollout.engine.actor import engine_actor
+from rollout.engine.base import EngineSpec
+from rollout.prompts.source import PromptSource
+from rollout.types import SamplingParams
+from rollout.worker import WorkerSpec, rollout_worker_actor
+from trainer.learner.worker import LearnerGroup, learner_actor
+from trainer.pipeline.cluster import actor_options
+from trainer.pipeline.handles import EngineReplica, answer
+from trainer.pipeline.inputs import model_path, tokenizer_path
+from trainer.pipeline.workers import WorkerPool
+from weight_sync.coordinator import SyncCoordinator, SyncOptions
+from weight_sync.device.select import merge_env
+from weight_sync.vllm_compat import EXTENSION
+
+if TYPE_CHECKING:
+
+    from trainer.config.schema import RunConfig
+    from trainer.pipeline.inputs import Inputs
+    from trainer.pipeline.placement import Placement
+    from trainer.pipeline.resume import Resumed
+    from weight_sync.device.base import Backend, Role
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Actors:
+    """All actors of a run, created and not yet started."""
+
+    learner: LearnerGroup
+    engines: dict[str, Any]
+    workers: tuple[Any, ...]
+
+    async def close(self, *, timeout_s: float) -> None:
+        """Let everybody end in order for a moment, then end their processes. Never raises."""
+        endings = [self.learner.close()]
+        endings += [_end(actor, timeout_s=timeout_s) for actor in (*self.workers, *self.engines.values())]
+        for result in await asyncio.gather(*endings, return_exceptions=True):
+            if isinstance(result, Exception):
+                log.warning("an actor did not close in order: %s: %s", type(result).__name__, result)
+
+
+async def _end(actor: Any, *, timeout_s: float) -> None:
+    try:
+        await answer(actor.close.remote(), timeout_s=timeout_s)
+    finally:
+        ray.kill(actor)
+
+
+def create_actors(cfg: RunConfig, placement: Placement, backend: Backend, *, version: int) -> Actors:
+    """Create all actors. They begin to import their libraries; nothing is loaded yet."""
+    replicas = [f"replica_{index}" for index in range(cfg.rollout.num_replicas)]
+    spec = engine_spec(cfg, backend, version=version)
+    engine_options = {name: _options(cfg, backend, placement.engine, role="engine", name=name) for name in replicas}
+    engines = {name: engine_actor().options(**engine_options[name]).remote(spec) for name in replicas}
+    world_size = cfg.learner.num_ranks
+    ranks = [
+        learner_actor()
+        .options(**_options(cfg, backend, placement.learner, role="learner", name=f"learner_{rank}"))
+        .remote(cfg, rank=rank, world_size=world_size)
+        for rank in range(world_size)
+    ]
+    workers = tuple(
+        rollout_worker_actor()
+        .options(**placement.rollout_worker, name=f"rollout_worker_{index}", max_restarts=0)
+        .remote(worker_spec(cfg), engines)
+        for index in range(cfg.rollout.num_workers)
+    )
+    return Actors(learner=LearnerGroup(ranks, timeout_s=cfg.learner.timeout_s), engines=engines, workers=workers)
+
+
+async def start_actors(cfg: RunConfig, actors: Actors, resumed: Resumed | None) -> None:
+    """Load models into learner and engines, side by side, and start the reward processes.
+
+    Raises:
+        TimeoutError: not all were ready within `trainer.startup_timeout_s`.
+    """
+    limit_s = cfg.trainer.startup_timeout_s
+
+    async def learner() -> None:
+        await actors.learner.setup()
+        if resumed is not None:
+            await actors.learner.load(resumed.path)
+
+    starts = [learner()]
+    starts += [answer(actor.start.remote(), timeout_s=limit_s) for actor in actors.engines.values()]
+    starts += [answer(worker.start.remote(), timeout_s=limit_s) for worker in actors.workers]
+    tasks = [asyncio.ensure_future(start) for start in starts]
+    try:
+        async with asyncio.timeout(limit_s):
+            await asyncio.gather(*tasks)
+    except TimeoutError as error:
+        raise TimeoutError(f"not all actors were ready within trainer.startup_timeout_s={limit_s:g}") from error
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def make_coordinator(cfg: RunConfig, actors: Actors) -> SyncCoordinator:
+    """Weight sync between all learner ranks and all engines."""
+    options = SyncOptions(
+        transport=cfg.weight_sync.transport,
+        commit=cfg.weight_sync.commit,
+        num_slots=cfg.weight_sync.num_slots,
+        timeout_s=cfg.weight_sync.timeout_s,
+        verify=cfg.weight_sync.verify,
+    )
+    replicas = [EngineReplica(name, actor) for name, actor in actors.engines.items()]
+    return SyncCoordinator(actors.learner.ranks, replicas, options=options)
+
+
+def make_buffer(cfg: RunConfig, resumed: Resumed | None) -> WorkBuffer:
+    buffer = WorkBuffer(
+        groups_per_step=cfg.trainer.groups_per_step,
+        max_staleness=cfg.mode.max_staleness,
+        max_retries=cfg.rollout.max_retries,
+        max_refills_per_step=cfg.algorithm.max_refills_per_step,
+        version=0 if resumed is None else resumed.step,
+    )
+    if resumed is not None:
+        buffer.load_state_dict(resumed.state["buffer"])
+    return buffer
+
+
+def make_source(cfg: RunConfig, inputs: Inputs, resumed: Resumed | None) -> PromptSource:
+    source = PromptSource(inputs.train, seed=cfg.seed, shuffle=cfg.task.shuffle)
+    if resumed is not None:
+        source.load_state_dict(resumed.state["source"])
+    return source
+
+
+def make_pool(cfg: RunConfig, actors: Actors) -> WorkerPool:
+    return WorkerPool(actors.workers, group_timeout_s=cfg.rollout.request_timeout_s + cfg.task.reward.timeout_s)
+
+
+def engine_spec(cfg: RunConfig, backend: Backend, *, version: int) -> EngineSpec:
+    """The engine section of the configuration as the engine takes it."""
+    rollout = cfg.rollout
+    needed = cfg.task.max_prompt_tokens + rollout.max_response_tokens
+    return EngineSpec(
+        model=model_path(cfg),
+        tokenizer=tokenizer_path(cfg),
+        device=backend.name,
+        dtype=cfg.model.rollout_dtype,
+        tensor_parallel_size=rollout.tensor_parallel_size,
+        max_model_len=rollout.max_model_len if rollout.max_model_len else needed,
+        max_num_seqs=rollout.max_num_seqs,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        kv_cache_gib=rollout.kv_cache_gib,
+        num_threads=cfg.device.cpu_threads,
+        enforce_eager=rollout.enforce_eager,
+        stream_tokens=rollout.stream_tokens,
+        seed=cfg.seed,
+        in_flight=cfg.mode.in_flight,
+        initial_version=version,
+        extension=EXTENSION,
+        engine_args={
+            "trust_remote_code": cfg.model.trust_remote_code,
+            **backend.engine_defaults(),
+            **rollout.engine_args,
+        },
+    )
+
+
+def worker_spec(cfg: RunConfig) -> WorkerSpec:
+    rollout, reward = cfg.rollout, cfg.task.reward
+    return WorkerSpec(
+        group_size=rollout.group_size,
+        sampling=SamplingParams(
+            max_tokens=rollout.max_response_tokens,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+        ),
+        request_timeout_s=rollout.request_timeout_s,
+        seed=cfg.seed,
+        tokenizer_path=tokenizer_path(cfg),
+        reward=reward.name,
+        reward_timeout_s=reward.timeout_s,
+        reward_processes=reward.num_processes,
+    )
+
+
+def _options(cfg: RunConfig, backend: Backend, resources: dict[str, Any], *, role: Role, name: str) -> dict[str, Any]:
+    env = merge_env(backend.process_env(role), cfg.device.env, dict(os.environ))
+    return actor_options(resources, env=env, name=name)

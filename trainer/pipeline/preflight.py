@@ -1,0 +1,56 @@
+"""Everything that can be refused before a directory is made or a process is started."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.config.errors import ConfigurationError, Problem
+from trainer.pipeline.inputs import Inputs, check_engine_package, check_torchvision, load_inputs
+from trainer.pipeline.placement import Placement, check_fits, plan_placement
+from trainer.pipeline.resume import Resumed, find_resume
+from weight_sync.device.base import Backend, DeviceError
+from weight_sync.device.select import get_backend
+
+if TYPE_CHECKING:
+    from trainer.config.schema import RunConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """What a run is built from, all of it known to work."""
+
+    backend: Backend
+    placement: Placement
+    inputs: Inputs
+    resumed: Resumed | None
+
+
+def preflight(cfg: RunConfig) -> Checked:
+    """Check devices, packages, checkpoint, data and reward. Blocking; call it in the main thread, outside a loop.
+
+    Raises:
+        ConfigurationError, DataError: with what to do. Nothing is left behind.
+    """
+    check_engine_package()
+    check_torchvision()
+    backend = _backend(cfg)
+    placement = plan_placement(cfg, resource=backend.ray_resource)
+    if cfg.ray.address == "local":
+        num_devices = backend.num_devices() if backend.ray_resource else 0
+        check_fits(cfg, placement, backend=backend.name, num_devices=num_devices, where="this host")
+    resumed = find_resume(cfg, Path(cfg.run_dir) / "checkpoints") if cfg.run_dir else None
+    return Checked(backend=backend, placement=placement, inputs=load_inputs(cfg), resumed=resumed)
+
+
+def _backend(cfg: RunConfig) -> Backend:
+    try:
+        backend = get_backend(cfg.device.name, cpu_threads=cfg.device.cpu_threads)
+        problems = backend.check_env("driver", dict(os.environ))
+    except DeviceError as error:
+        raise ConfigurationError([Problem(key="device", got=cfg.device.name, allowed=str(error))]) from error
+    if problems:
+        raise ConfigurationError([Problem(key="device", got=backend.name, allowed=text) for text in problems])
+    return backend

@@ -1,0 +1,110 @@
+"""Saving a run and going on with it: model and optimizer from the learner, everything else from the driver."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.config.errors import ConfigurationError, Problem
+from trainer.learner import checkpoint
+from trainer.learner.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from rollout.buffer.work_buffer import WorkBuffer
+    from rollout.prompts.source import PromptSource
+    from trainer.config.schema import RunConfig
+    from trainer.learner.worker import LearnerGroup
+    from trainer.pipeline.state import RunState
+    from trainer.pipeline.telemetry import Telemetry
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    """A complete checkpoint to go on from."""
+
+    path: Path
+    state: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        return int(self.state["run"]["step"])
+
+
+def find_resume(cfg: RunConfig, directory: Path) -> Resumed | None:
+    """The checkpoint that `checkpoint.resume` names, verified; None for a fresh start.
+
+    `directory` is `run_dir/checkpoints`, which need not exist.
+
+    Raises:
+        ConfigurationError: it is truncated or missing, or `never` meets a directory that has one.
+    """
+    wanted = cfg.checkpoint.resume
+    latest = checkpoint.find_latest(directory)
+    if wanted == "never":
+        if latest is not None:
+            raise _refused(cfg, f"{directory} already has {latest.name}", "choose another run_dir, or resume=auto")
+        return None
+    path = latest if wanted == "auto" else Path(wanted).absolute()
+    if path is None:
+        return None
+    try:
+        return Resumed(path=path, state=checkpoint.read_state(path))
+    except CheckpointError as error:
+        raise _refused(cfg, str(error), f"delete {path} to go on from an older one, or name another") from error
+
+
+def _refused(cfg: RunConfig, allowed: str, do: str) -> ConfigurationError:
+    return ConfigurationError([Problem(key="checkpoint.resume", got=cfg.checkpoint.resume, allowed=allowed, do=do)])
+
+
+class Checkpointer:
+    """Saves when it is due. The driver's part is taken in one turn of the event loop, so it fits together."""
+
+    def __init__(
+        self,
+        cfg: RunConfig,
+        telemetry: Telemetry,
+        *,
+        learner: LearnerGroup,
+        buffer: WorkBuffer,
+        source: PromptSource,
+        state: RunState,
+    ) -> None:
+        self._cfg, self._telemetry = cfg, telemetry
+        self._learner, self._buffer, self._source, self._state = learner, buffer, source, state
+        self._saved_step = state.step if state.resumed_from_step is not None else -1
+
+    async def after_step(self, step: int) -> None:
+        """Save if `checkpoint.every_steps` says so. The learner stands still meanwhile, the engines do not."""
+        every = self._cfg.checkpoint.every_steps
+        if every and step % every == 0:
+            await self._save(step)
+
+    async def at_end(self, step: int, *, wants_export: bool) -> None:
+        """The last checkpoint, and the model as others load it."""
+        if self._cfg.checkpoint.save_at_end and self._saved_step != step:
+            with self._telemetry.progress.phase(f"saving checkpoint step_{step}"):
+                await self._save(step)
+        if self._cfg.checkpoint.export_hf and wants_export:
+            with self._telemetry.progress.phase("exporting the policy"):
+                await self._learner.export_hf(self._telemetry.run_dir.export)
+
+    async def _save(self, step: int) -> None:
+        directory = self._telemetry.run_dir.checkpoints
+        with self._telemetry.tracer.span("learner", f"checkpoint {step}"):
+            driver_state = {
+                "run": self._state.state_dict(),
+                "buffer": self._buffer.state_dict(step),
+                "source": self._source.state_dict(),
+            }
+            tmp = await asyncio.to_thread(checkpoint.begin, directory, step)
+            await self._learner.save(tmp, step=step)
+            await asyncio.to_thread(checkpoint.commit, tmp, driver_state)
+            await asyncio.to_thread(checkpoint.prune, directory, keep_last=self._cfg.checkpoint.keep_last)
+        self._saved_step = step
+        log.info("saved step_%d", step)

@@ -1,0 +1,248 @@
+"""One run, from a checked configuration to an exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from trainer.pipeline import compose, loops, telemetry
+from trainer.pipeline.cluster import Cluster
+from trainer.pipeline.evaluate import Evaluator
+from trainer.pipeline.inputs import ensure_model
+from trainer.pipeline.preflight import Checked, preflight
+from trainer.pipeline.resume import Checkpointer
+from trainer.pipeline.state import RunState
+from trainer.pipeline.supervise import Supervisor
+from trainer.pipeline.sync_pump import SyncPump
+from trainer.telemetry.summary import ExitReason, Summary, write_summary
+
+if TYPE_CHECKING:
+    from trainer.config.schema import RunConfig
+    from trainer.pipeline.telemetry import Telemetry
+    from trainer.telemetry.run_dir import RunDir
+    from weight_sync.coordinator import SyncCoordinator
+
+log = logging.getLogger(__name__)
+
+EXIT_CODES: dict[ExitReason, int] = {"completed": 0, "accuracy_reached": 0, "failed": 1, "interrupted": 130}
+
+
+def run(cfg: RunConfig, *, started_at: float) -> int:
+    """Run to the end. Returns the exit code: 0 done, 130 interrupted after a clean save.
+
+    `started_at` is the Unix time of the process start.
+
+    Raises:
+        ConfigurationError, DataError: before anything was started or written (exit code 2).
+        Exception: the first cause of a failure (exit code 1); everything is stopped and written by then.
+    """
+    checked = preflight(cfg)
+    console = Console(file=sys.stdout)
+    state = RunState(started_at=started_at, wall_clock=time.time)
+    resume_step = None
+    if checked.resumed is not None:
+        state.load_state_dict(checked.resumed.state["run"])
+        resume_step = state.step
+    with (
+        telemetry.claimed_run_dir(cfg, console) as run_dir,
+        telemetry.opened(cfg, run_dir, console, resume_step=resume_step) as sinks,
+        _summary(cfg, state, run_dir),
+    ):
+        sinks.progress.note(f"run directory: {run_dir.path}")
+        if checked.resumed is not None:
+            log.info("going on from %s", checked.resumed.path)
+        asyncio.run(Driver(cfg, state, sinks, checked).run())
+    _say_goodbye(console, state, run_dir)
+    return EXIT_CODES[_exit_reason(state)]
+
+
+class Driver:
+    """Starts the parts of a run in order, runs the loops, and stops everything, however it ends."""
+
+    def __init__(self, cfg: RunConfig, state: RunState, sinks: Telemetry, checked: Checked) -> None:
+        self._cfg, self._state, self._telemetry, self._checked = cfg, state, sinks, checked
+        self._is_training = False
+
+    async def run(self) -> None:
+        """The whole life; returns when everything is stopped. An interrupted run returns like a finished one."""
+        work = asyncio.create_task(self._work(), name="work")
+        with _on_signals(partial(self._interrupt, work)):
+            try:
+                await work
+            except asyncio.CancelledError:
+                if self._state.stop_reason != "interrupted":
+                    raise
+
+    def _interrupt(self, work: asyncio.Task[None]) -> None:
+        """First Ctrl-C: end after this step, with a checkpoint. Second, or before training: end now."""
+        if self._is_training and self._state.stop_reason is None:
+            log.warning("interrupted: finishing this step and saving; interrupt again to stop at once")
+            self._state.stop("interrupted")
+            return
+        log.warning("interrupted: stopping now")
+        self._state.stop("interrupted")
+        work.cancel()
+
+    async def _work(self) -> None:
+        cfg, progress = self._cfg, self._telemetry.progress
+        model = asyncio.create_task(ensure_model(cfg), name="model")
+        try:
+            with progress.phase("starting Ray"):
+                cluster = await _start_cluster(cfg, self._checked)
+            try:
+                await self._with_cluster(model)
+            finally:
+                failed = self._state.stop_reason not in ("interrupted", "accuracy_reached", "completed")
+                logs = self._telemetry.run_dir.path / "actor_logs" if failed else None
+                await asyncio.to_thread(cluster.stop, keep_logs_in=logs)
+        finally:
+            model.cancel()
+            await asyncio.gather(model, return_exceptions=True)
+
+    async def _with_cluster(self, model: asyncio.Task[None]) -> None:
+        cfg, checked, progress = self._cfg, self._checked, self._telemetry.progress
+        actors = compose.create_actors(cfg, checked.placement, checked.backend, version=self._state.step)
+        coordinator = compose.make_coordinator(cfg, actors)
+        try:
+            with progress.phase("preparing the model"):
+                await model
+            with progress.phase("starting engines and learners"):
+                await compose.start_actors(cfg, actors, checked.resumed)
+            with progress.phase("opening weight sync"):
+                await coordinator.open()
+                await coordinator.publish(self._state.step)
+                await coordinator.sync(self._state.step)
+                if cfg.weight_sync.self_test:
+                    await coordinator.self_test()
+            await self._train(actors, coordinator)
+        finally:
+            with progress.phase("stopping"):
+                await coordinator.close()
+                await actors.close(timeout_s=cfg.trainer.shutdown_timeout_s)
+
+    async def _train(self, actors: compose.Actors, coordinator: SyncCoordinator) -> None:
+        async with Supervisor() as supervisor:
+            parts = self._parts(actors, coordinator, supervisor)
+            self._is_training = True
+            try:
+                if parts.evaluator.is_possible and self._cfg.trainer.eval_at_start:
+                    await loops.begin_evaluation(parts, supervisor)
+                supervisor.spawn(loops.prompt_loop(parts), name="prompt_loop")
+                supervisor.spawn(loops.rollout_loop(parts), name="rollout_loop")
+                supervisor.spawn(loops.batch_loop(parts), name="batch_loop", may_end=True)
+                supervisor.spawn(parts.pump.run(), name="sync_loop")
+                await supervisor.until(loops.train_loop(parts))
+                self._state.stop("completed")
+            finally:
+                self._state.discarded_tokens = parts.buffer.stats().discarded_tokens
+                parts.buffer.close()
+
+    def _parts(
+        self, actors: compose.Actors, coordinator: SyncCoordinator, supervisor: Supervisor
+    ) -> loops.Parts:
+        cfg, state, sinks, resumed = self._cfg, self._state, self._telemetry, self._checked.resumed
+        buffer = compose.make_buffer(cfg, resumed)
+        source = compose.make_source(cfg, self._checked.inputs, resumed)
+        workers = compose.make_pool(cfg, actors)
+
+        async def on_live(report: Any) -> None:
+            for name, member in coordinator.members.items():
+                if member != "live":
+                    await workers.quarantine(name, f"weight sync: {member}")
+            await loops.on_live(parts, supervisor, report)
+
+        parts = loops.Parts(
+            cfg=cfg,
+            state=state,
+            telemetry=sinks,
+            source=source,
+            buffer=buffer,
+            workers=workers,
+            learner=actors.learner,
+            pump=SyncPump(coordinator, on_live=on_live, tracer=sinks.tracer, live_version=state.step),
+            evaluator=Evaluator(
+                cfg,
+                self._checked.inputs.evaluation,
+                freeze=coordinator.freeze,
+                generate=workers.evaluate,
+                replicas=lambda: [name for name, member in coordinator.members.items() if member == "live"],
+            ),
+            checkpointer=Checkpointer(cfg, sinks, learner=actors.learner, buffer=buffer, source=source, state=state),
+        )
+        return parts
+
+
+async def _start_cluster(cfg: RunConfig, checked: Checked) -> Cluster:
+    """Start Ray in a thread. A start that is cancelled is finished first, or nobody would stop it."""
+    start = asyncio.ensure_future(asyncio.to_thread(Cluster.start, cfg, checked.placement, checked.backend))
+    try:
+        return await asyncio.shield(start)
+    except asyncio.CancelledError:
+        cluster = await start
+        await asyncio.to_thread(cluster.stop, keep_logs_in=None)
+        raise
+
+
+@contextlib.contextmanager
+def _on_signals(interrupt: Callable[[], None]) -> Iterator[None]:
+    """SIGINT and SIGTERM call `interrupt` in the event loop while the block runs."""
+    loop = asyncio.get_running_loop()
+    signals = (signal.SIGINT, signal.SIGTERM)
+    for number in signals:
+        loop.add_signal_handler(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)
+
+
+@contextlib.contextmanager
+def _summary(cfg: RunConfig, state: RunState, run_dir: RunDir) -> Iterator[None]:
+    """Write summary.json when the block ends, also when it fails."""
+    error = ""
+    try:
+        yield
+    except BaseException as failure:
+        error = f"{type(failure).__name__}: {failure}"
+        state.stop_reason = "failed"
+        log.exception("the run failed")
+        raise
+    finally:
+        last = state.last_evaluation
+        summary = Summary(
+            exit_reason=_exit_reason(state),
+            steps=state.step,
+            version=state.live_version,
+            wall_s=state.time_s,
+            startup_s=state.startup_s,
+            first_accuracy=state.first_accuracy,
+            last_accuracy=None if last is None else last.accuracy,
+            seed=cfg.seed,
+            resumed_from_step=state.resumed_from_step,
+            discarded_tokens=state.discarded_tokens,
+            error=error,
+        )
+        write_summary(run_dir.summary, summary)
+
+
+def _exit_reason(state: RunState) -> ExitReason:
+    return "failed" if state.stop_reason is None else state.stop_reason
+
+
+def _say_goodbye(console: Console, state: RunState, run_dir: RunDir) -> None:
+    last = state.last_evaluation
+    parts = [f"{_exit_reason(state).replace('_', ' ')}: {state.step} steps in {state.time_s:.0f} s"]
+    if last is not None and state.first_accuracy is not None:
+        parts.append(f"held-out accuracy {state.first_accuracy:.3f} -> {last.accuracy:.3f}")
+    parts.append(f"see {run_dir.path}")
+    console.print("; ".join(parts), highlight=False, soft_wrap=True)

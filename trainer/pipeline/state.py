@@ -1,0 +1,90 @@
+"""What a run knows about itself while it goes on, and what of that survives in a checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainer.telemetry.summary import ExitReason
+
+
+@dataclass(slots=True, kw_only=True)
+class Evaluation:
+    """One held-out evaluation of one policy version."""
+
+    version: int
+    accuracy: float
+    num_prompts: int
+    truncated_frac: float
+    time_s: float
+
+    def record(self) -> dict[str, float]:
+        return {
+            "eval/accuracy": self.accuracy,
+            "eval/version": self.version,
+            "eval/num_prompts": self.num_prompts,
+            "eval/truncated_frac": self.truncated_frac,
+            "eval/time_s": self.time_s,
+        }
+
+
+@dataclass(slots=True, kw_only=True)
+class RunState:
+    """Mutable state of a run; owned by the driver's event loop."""
+
+    started_at: float
+    """Unix time of the process start, in seconds."""
+    wall_clock: Callable[[], float]
+    step: int = 0
+    """Optimizer steps done; the policy's version is the same number."""
+    live_version: int = 0
+    """Newest version that is live on the engines."""
+    resumed_from_step: int | None = None
+    startup_s: float | None = None
+    first_accuracy: float | None = None
+    last_evaluation: Evaluation | None = None
+    unreported: list[Evaluation] = field(default_factory=list)
+    """Evaluations that ended and wait for the next line of metrics."""
+    discarded_tokens: int = 0
+    stop_reason: ExitReason | None = None
+    """Why the run is to end after the step that runs now; None while it goes on."""
+    stop_requested: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def time_s(self) -> float:
+        """Since the process began."""
+        return self.wall_clock() - self.started_at
+
+    def mark_dispatched(self) -> None:
+        """The first prompt went out: start-up is over."""
+        if self.startup_s is None:
+            self.startup_s = self.time_s
+
+    def stop(self, reason: ExitReason) -> None:
+        """Ask the loops to end in order; the first reason counts."""
+        if self.stop_reason is None:
+            self.stop_reason = reason
+        self.stop_requested.set()
+
+    def add_evaluation(self, evaluation: Evaluation) -> None:
+        if self.first_accuracy is None:
+            self.first_accuracy = evaluation.accuracy
+        self.last_evaluation = evaluation
+        self.unreported.append(evaluation)
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        last = self.last_evaluation
+        return {
+            "step": self.step,
+            "first_accuracy": self.first_accuracy,
+            "last_evaluation": None if last is None else {name: getattr(last, name) for name in Evaluation.__slots__},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = self.live_version = self.resumed_from_step = int(state["step"])
+        self.first_accuracy = state["first_accuracy"]
+        last = state["last_evaluation"]
+        self.last_evaluation = None if last is None else Evaluation(**last)

@@ -1,0 +1,98 @@
+"""Brings published versions to the engines, one after the other, beside training."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Protocol
+
+from weight_sync.types import SyncReport
+
+if TYPE_CHECKING:
+    from trainer.telemetry.spans import Tracer
+
+log = logging.getLogger(__name__)
+
+
+class Coordinator(Protocol):
+    """The part of `weight_sync.coordinator.SyncCoordinator` that is used here."""
+
+    async def publish(self, version: int) -> float: ...
+
+    async def sync(self, version: int) -> SyncReport: ...
+
+
+OnLive = Callable[[SyncReport], Awaitable[None]]
+
+
+class SyncPump:
+    """Publishing blocks the learner for the pack only; moving and committing happens in `run`.
+
+    At most one version is on its way and at most one waits. A newer version replaces the one that waits: its steps
+    become live together with the newer one.
+    """
+
+    def __init__(self, coordinator: Coordinator, *, on_live: OnLive, tracer: Tracer, live_version: int) -> None:
+        self._coordinator = coordinator
+        self._on_live = on_live
+        self._tracer = tracer
+        self._waiting: int | None = None
+        self._published = self._live = live_version
+        self._changed = asyncio.Condition()
+        self.num_superseded = 0
+        self.last_report: SyncReport | None = None
+
+    @property
+    def live_version(self) -> int:
+        """Newest version that every healthy engine generates from."""
+        return self._live
+
+    async def publish(self, version: int) -> float:
+        """Pack `version` on all learner ranks; returns the seconds that took.
+
+        Raises:
+            WeightSyncError: a rank could not pack.
+        """
+        if self._waiting is not None:
+            # Nobody has begun to read it, so its slot may be taken; `run` must not begin while it is overwritten.
+            log.debug("version %d supersedes %d before it was moved", version, self._waiting)
+            self._waiting = None
+            self.num_superseded += 1
+        with self._tracer.span("sync", f"pack v{version}"):
+            seconds = await self._coordinator.publish(version)
+        async with self._changed:
+            self._waiting = self._published = version
+            self._changed.notify_all()
+        return seconds
+
+    async def run(self) -> None:
+        """Consumes: the newest published version. Waits for: `publish`, then the engines. Unblocked by: cancellation,
+        or the deadline of the sync."""
+        while True:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._waiting is not None)
+                version, self._waiting = self._waiting, None
+            assert version is not None
+            started_at = time.time()
+            report = await self._coordinator.sync(version)
+            self._trace(report, started_at)
+            self.last_report = report
+            await self._on_live(report)
+            async with self._changed:
+                self._live = version
+                self._changed.notify_all()
+
+    async def drained(self) -> None:
+        """Wait until the newest published version is live. Bounded by the deadline of the sync, which fails the run."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._live >= self._published)
+
+    def _trace(self, report: SyncReport, started_at: float) -> None:
+        ended_at = started_at + report.end_to_end_s
+        self._tracer.add_span(
+            "sync", f"sync v{report.version}", start_s=started_at, end_s=ended_at, overlapping=True, bytes=report.nbytes
+        )
+        paused_from = max(started_at, ended_at - report.pause_s)
+        self._tracer.add_span("engine", f"paused for v{report.version}", start_s=paused_from, end_s=ended_at)

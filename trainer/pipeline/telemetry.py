@@ -1,0 +1,77 @@
+"""Everything a run writes and shows, in one bundle that opens and closes together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rich.console import Console
+
+from trainer.telemetry.log import logging_to
+from trainer.telemetry.progress import Progress
+from trainer.telemetry.run_dir import RunDir, open_run_dir
+from trainer.telemetry.sinks.build import MetricWriter, build_writer
+from trainer.telemetry.spans import Tracer
+from trainer.telemetry.trajectories import TrajectoryRecorder
+
+if TYPE_CHECKING:
+    from rollout.types import Group
+    from trainer.config.schema import RunConfig
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Telemetry:
+    """Sinks of one run. Writing happens in one thread of its own, in order, so the event loop never waits for a disk."""
+
+    run_dir: RunDir
+    progress: Progress
+    writer: MetricWriter
+    tracer: Tracer
+    recorder: TrajectoryRecorder | None
+    """None with `telemetry.record_trajectories=false`."""
+    thread: ThreadPoolExecutor
+
+    async def write_step(self, record: Mapping[str, object]) -> None:
+        """One line of metrics, to all sinks and the display."""
+        self.progress.step(record)
+        await self._in_thread(self.writer.write, record)
+
+    async def record_group(self, group: Group, status: Any, reason: str) -> None:
+        """One finished group, before any filter."""
+        if self.recorder is not None:
+            await self._in_thread(lambda recorder: recorder.write(group, status, reason=reason), self.recorder)
+
+    async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self.thread, function, *args)
+
+
+@contextlib.contextmanager
+def claimed_run_dir(cfg: RunConfig, console: Console) -> Iterator[RunDir]:
+    """The run directory with its lock, its configuration file and its log, until the block ends."""
+    run_dir = open_run_dir(cfg)
+    try:
+        run_dir.write_config(cfg)
+        with logging_to(run_dir.log, level=cfg.telemetry.log_level, console=console):
+            yield run_dir
+    finally:
+        run_dir.close()
+
+
+@contextlib.contextmanager
+def opened(cfg: RunConfig, run_dir: RunDir, console: Console, *, resume_step: int | None) -> Iterator[Telemetry]:
+    """All sinks, until the block ends; then everything is flushed and closed."""
+    with contextlib.ExitStack() as stack:
+        progress = stack.enter_context(contextlib.closing(Progress(cfg, console=console)))
+        writer = stack.enter_context(contextlib.closing(build_writer(cfg, run_dir, resume_step=resume_step)))
+        tracer = stack.enter_context(contextlib.closing(Tracer(run_dir.trace if cfg.telemetry.trace else None)))
+        recorder = TrajectoryRecorder(run_dir.trajectories) if cfg.telemetry.record_trajectories else None
+        thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="telemetry"))
+        yield Telemetry(
+            run_dir=run_dir, progress=progress, writer=writer, tracer=tracer, recorder=recorder, thread=thread
+        )

@@ -1,0 +1,211 @@
+"""Every metric that a line of metrics.jsonl may hold: name, unit, meaning, healthy range. docs/metrics.md shows it."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricInfo:
+    """`name` may end in `/*`: any one word stands there."""
+
+    name: str
+    unit: str
+    meaning: str
+    healthy: str
+
+
+def _row(name: str, unit: str, meaning: str, healthy: str) -> MetricInfo:
+    return MetricInfo(name=name, unit=unit, meaning=meaning, healthy=healthy)
+
+
+METRICS: tuple[MetricInfo, ...] = (
+    _row(
+        "step", "steps", "Optimizer steps done, resumes included; this line is about the last of them.", "+1 per line"
+    ),
+    _row("version", "versions", "Policy version that this step made.", "= step"),
+    _row("time_s", "s", "Since the process began.", "grows"),
+    _row(
+        "reward/mean", "reward", "Mean reward of the step's answers, before shaping and filters of the loss.", "rises"
+    ),
+    _row("reward/std", "reward", "Standard deviation of those rewards over all answers.", "> 0"),
+    _row("reward/part/*", "reward", "Mean of one named part of the reward.", "depends on the reward"),
+    _row(
+        "reward/zero_variance_frac",
+        "fraction",
+        "Groups whose answers all have the same reward; they teach nothing under group-relative advantages.",
+        "< 0.8; 0 with dynamic sampling",
+    ),
+    _row("response/tokens_mean", "tokens", "Mean length of the step's answers.", "no steady drift to the limit"),
+    _row("response/tokens_max", "tokens", "Longest answer of the step.", "<= rollout.max_response_tokens"),
+    _row("response/truncated_frac", "fraction", "Answers that ran into a token limit.", "< 0.1"),
+    _row("response/failed_frac", "fraction", "Answers without a usable reward.", "0"),
+    _row(
+        "eval/accuracy", "fraction", "Greedy held-out accuracy; only on the lines where an evaluation ended.", "rises"
+    ),
+    _row("eval/version", "versions", "Policy version that was evaluated.", "<= version"),
+    _row("eval/num_prompts", "prompts", "Held-out prompts of the evaluation.", "task.eval_size"),
+    _row("eval/truncated_frac", "fraction", "Held-out answers that ran into a token limit.", "< 0.1"),
+    _row("eval/time_s", "s", "Duration of the evaluation.", "short beside eval_every steps"),
+    _row(
+        "staleness/mean", "versions", "Mean age of the trained tokens: step's version minus sampling version.", "<= S"
+    ),
+    _row("staleness/max", "versions", "Largest age of a trained token.", "<= mode.max_staleness, always"),
+    _row("staleness/p50", "versions", "Median age of the trained tokens.", "<= S"),
+    _row("staleness/p90", "versions", "90th percentile of the age of the trained tokens.", "<= S"),
+    _row("staleness/histogram", "tokens", "Trained tokens per age.", "all ages <= S"),
+    _row("staleness/group_mean", "versions", "Mean age of the trained groups, from their admission.", "<= S"),
+    _row("staleness/group_max", "versions", "Largest age of a trained group.", "<= mode.max_staleness, always"),
+    _row("discarded_tokens", "tokens", "Finished tokens thrown away for age since the start of the run.", "0, always"),
+    _row("length_bias/ks", "fraction", "KS distance between the lengths of generated and of trained answers.", "< 0.2"),
+    _row("perf/step_s", "s", "Time between the ends of this step and of the one before.", "steady"),
+    _row(
+        "perf/rollout_tokens_per_s",
+        "tokens/s",
+        "Tokens generated since the last step, per second, all engines.",
+        "steady",
+    ),
+    _row("perf/train_tokens_per_s", "tokens/s", "Tokens trained (prompts included) per second of the step.", "steady"),
+    _row(
+        "perf/tokens_per_s", "tokens/s", "Tokens trained per second since the last step: the pace of the run.", "steady"
+    ),
+    _row("perf/mfu", "fraction", "Model-flops utilisation of the learner while it computes.", "> 0.3 on accelerators"),
+    _row(
+        "wait/learner_for_data_s",
+        "s",
+        "The learner stood still because no batch was ready.",
+        "small beside perf/step_s",
+    ),
+    _row(
+        "wait/learner_for_sync_s",
+        "s",
+        "The learner stood still because weights were on their way.",
+        "< 5% of perf/step_s",
+    ),
+    _row("wait/engine_for_slots_s", "s", "Admission waited because all slots were taken.", "engines busy all the same"),
+    _row("sync/pack_s", "s", "Slowest learner rank: casting and packing its shard into the arena.", "steady"),
+    _row("sync/pull_s", "s", "Slowest engine worker: reading the new weights.", "steady"),
+    _row("sync/attest_s", "s", "Checking digests of what arrived.", "< sync/pull_s"),
+    _row("sync/pause_s", "s", "Longest time that any engine stopped generating.", "< 5% of perf/step_s"),
+    _row("sync/commit_s", "s", "Slowest engine worker: putting the new weights in place.", "< sync/pause_s"),
+    _row("sync/end_to_end_s", "s", "From the request to sync until the last engine was live.", "< perf/step_s"),
+    _row("sync/bytes", "bytes", "Weights moved per version.", "constant"),
+    _row("sync/num_runs", "runs", "Contiguous copies per version.", "constant"),
+    _row("sync/num_retries", "retries", "Repeated pulls.", "0"),
+    _row("sync/replicas_live", "replicas", "Engines with the new version.", "rollout.num_replicas"),
+    _row("sync/replicas_skipped", "replicas", "Engines left out of this sync.", "0"),
+    _row(
+        "sync/version_lag", "versions", "Newest version minus the oldest that an engine still generates with.", "<= 1"
+    ),
+    _row(
+        "sync/counter/*", "count", "Allocations, registrations, sockets since the epoch opened.", "flat after version 1"
+    ),
+    _row("learner/loss", "loss", "Policy loss, over the global number of tokens.", "near 0; finite"),
+    _row("learner/grad_norm", "norm", "Gradient norm before clipping.", "no growth over 10x"),
+    _row("learner/lr", "1", "Learning rate of the step.", "follows the schedule"),
+    _row("learner/ratio_mean", "ratio", "Mean importance ratio, policy over sampling policy.", "0.95 to 1.05"),
+    _row("learner/ratio_max", "ratio", "Largest importance ratio of a token.", "< 10"),
+    _row("learner/clip_low_frac", "fraction", "Tokens whose gradient the lower clip bound cut.", "< 0.1"),
+    _row("learner/clip_high_frac", "fraction", "Tokens whose gradient the upper clip bound cut.", "< 0.1"),
+    _row("learner/clip_dual_frac", "fraction", "Tokens whose gradient the dual clip cut.", "< 0.01"),
+    _row("learner/entropy", "nats/token", "Entropy of the policy on the trained tokens.", "falls slowly, not to 0"),
+    _row("learner/kl_behaviour", "nats/token", "KL of the sampling policy to the trained one (k3).", "< 0.05"),
+    _row("learner/num_tokens", "tokens", "Tokens of the step, prompts included.", "steady"),
+    _row("learner/num_loss_tokens", "tokens", "Tokens with loss.", "steady"),
+    _row("learner/num_samples", "answers", "Answers of the step.", "groups_per_step x group_size"),
+    _row("learner/num_micro_batches", "micro-batches", "Per rank.", "steady"),
+    _row("learner/forward_s", "s", "Forward passes.", "steady"),
+    _row("learner/backward_s", "s", "Backward passes.", "about 2x forward"),
+    _row("learner/optimizer_s", "s", "Gradient reduction, clipping and the optimizer.", "small"),
+    _row("learner/step_s", "s", "The whole optimizer step, as the learner sees it.", "<= perf/step_s"),
+    _row("learner/imbalance", "ratio", "Tokens of the fullest rank over the mean of all ranks.", "< 1.1"),
+    _row("buffer/num_slots", "groups", "Slots: (S+1) x groups_per_step.", "constant"),
+    _row("buffer/num_slots_used", "groups", "Slots taken.", "near num_slots"),
+    _row("buffer/num_queued", "groups", "Admitted, not yet generating.", "small"),
+    _row("buffer/num_running", "groups", "Being generated.", "> 0"),
+    _row("buffer/num_ready", "groups", "Finished, waiting for a step.", "> 0 if the learner must not wait"),
+    _row("buffer/num_taken", "groups", "Taken by a step whose weights are not live yet.", "<= num_slots"),
+    _row("buffer/oldest_age", "versions", "Age at the next step of the oldest group outstanding.", "<= S"),
+    _row("buffer/version", "versions", "Version that is live on the engines, as the buffer sees it.", "grows"),
+    _row("buffer/admitted", "groups", "Prompts admitted since the start of the run.", "grows"),
+    _row("buffer/finished", "groups", "Groups that finished.", "grows"),
+    _row("buffer/trained", "groups", "Groups trained, with weights live.", "grows"),
+    _row("buffer/filtered/*", "groups", "Groups filtered, by reason.", "few"),
+    _row("buffer/failed", "groups", "Failed attempts, retried or not.", "0"),
+    _row("buffer/retried", "groups", "Attempts after a failure.", "0"),
+    _row("buffer/dropped/*", "groups", "Groups given up after their last retry, by error.", "0"),
+    _row("buffer/refilled", "groups", "Filtered and dropped groups, each replaced by one more prompt.", "few"),
+    _row("buffer/discarded_tokens", "tokens", "As discarded_tokens.", "0, always"),
+    _row("buffer/take_wait_s", "s", "Total wait for groups of a step.", "small"),
+    _row("buffer/forced_wait_s", "s", "Part of it spent on old groups while enough others were ready.", "small"),
+    _row("buffer/slot_wait_s", "s", "Total wait for a free slot.", "any"),
+    _row("telemetry/sink_errors", "errors", "Failed writes of metrics so far; log.txt has the reason.", "0"),
+    _row("telemetry/trajectory_errors", "errors", "Groups that could not be recorded.", "0"),
+    _row("telemetry/trace_dropped", "events", "Trace events left out.", "0"),
+)
+
+REQUIRED: tuple[str, ...] = (
+    "step", "version", "time_s", "reward/mean", "staleness/max", "staleness/mean", "discarded_tokens",
+    "perf/rollout_tokens_per_s", "perf/train_tokens_per_s", "wait/learner_for_data_s", "wait/learner_for_sync_s",
+    "sync/pack_s", "sync/pull_s", "sync/pause_s", "sync/version_lag",
+)  # fmt: skip
+"""On every line. `eval/accuracy` and `eval/version` stand on the lines where an evaluation ended."""
+
+_BY_NAME = {metric.name: metric for metric in METRICS}
+
+
+def find_row(name: str) -> MetricInfo | None:
+    """The row of a metric, or None if the catalog does not know it."""
+    return _BY_NAME.get(name) or _BY_NAME.get(f"{name.rpartition('/')[0]}/*")
+
+
+def check_known(record: Mapping[str, object] | Iterable[str]) -> None:
+    """Raises `ValueError` if `record` holds a metric that the catalog does not know."""
+    unknown = sorted(name for name in record if find_row(name) is None)
+    if unknown:
+        close = {name: difflib.get_close_matches(name, _BY_NAME, n=1) for name in unknown}
+        listed = ", ".join(f"{name} (close: {close[name][0]})" if close[name] else name for name in unknown)
+        raise ValueError(f"metrics without a row in trainer/telemetry/catalog.py: {listed}; add one or use its name")
+
+
+def check_complete(record: Mapping[str, object]) -> None:
+    """Raises `ValueError` if a step's record lacks a metric that every line must have."""
+    missing = [name for name in REQUIRED if name not in record]
+    if "eval/accuracy" in record and "eval/version" not in record:
+        missing.append("eval/version")
+    if missing:
+        raise ValueError(f"the record of step {record.get('step')} lacks {', '.join(missing)}")
+
+
+_INTRO = """\
+# Metrics
+
+<!-- Generated from trainer/telemetry/catalog.py by `python scripts/generate_docs.py`; do not edit. -->
+
+`metrics.jsonl` in the run directory holds one JSON object per line and optimizer step; the same numbers go to
+TensorBoard (`tensorboard --logdir RUN_DIR/tb`).
+
+- A metric without data in a step is absent from its line. `null` means that a NaN or an infinity was computed; the
+  first time, log.txt says which.
+- Means are over all ranks and micro-batches of the step, weighted by what they count, and are divided once.
+- A run that is resumed appends. Lines of steps after the checkpoint are cut first, because those steps run again.
+- A line is on disk as soon as it is written. A crash can at most leave one incomplete line at the end, which the next
+  process cuts.
+- S is `mode.max_staleness`. A name that ends in `/*` stands for a family.
+
+"""
+
+
+def metrics_markdown() -> str:
+    """The page docs/metrics.md."""
+    rows = [f"| `{m.name}` | {m.unit} | {m.meaning} | {m.healthy} |" for m in METRICS]
+    required = ", ".join(f"`{name}`" for name in REQUIRED)
+    table = "\n".join(["| Name | Unit | Meaning | Healthy |", "|---|---|---|---|", *rows])
+    return (
+        f"{_INTRO}On every line: {required}. Where an evaluation ended: `eval/accuracy`, `eval/version`.\n\n{table}\n"
+    )

@@ -1,0 +1,65 @@
+"""Logging of the driver: to the screen, and all of it to `log.txt`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from rich.logging import RichHandler
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+    from pathlib import Path
+
+    from rich.console import Console
+
+OWN_LOGGERS = ("trainer", "rollout", "weight_sync", "__main__", "py.warnings")
+"""Everybody else is a third party: warnings and worse on the screen, the rest only in the file."""
+
+_VERY_CHATTY = ("urllib3", "httpx", "httpcore", "filelock", "fsspec", "matplotlib", "numexpr", "markdown_it", "asyncio")
+_FORMAT = "%(asctime)s.%(msecs)03dZ %(levelname)-7s %(name)s: %(message)s"
+
+
+@contextlib.contextmanager
+def logging_to(path: Path, *, level: str, console: Console) -> Generator[None]:
+    """Log to `path` and `console` until the block ends; then everything is as before.
+
+    The same `console` as that of the display, so that log lines go above a live panel and do not tear it.
+    """
+    file = logging.FileHandler(path, encoding="utf-8")
+    formatter = logging.Formatter(_FORMAT, datefmt="%Y-%m-%dT%H:%M:%S")
+    formatter.converter = time.gmtime
+    file.setFormatter(formatter)
+    screen = _screen_handler(console)
+    screen.addFilter(_is_for_the_screen)
+    root = logging.getLogger()
+    before, levels = root.level, {name: logging.getLogger(name).level for name in _VERY_CHATTY}
+    root.setLevel(level.upper())
+    for name in _VERY_CHATTY:
+        logging.getLogger(name).setLevel(logging.WARNING)
+    handlers = (file, screen)
+    for handler in handlers:
+        root.addHandler(handler)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            root.removeHandler(handler)
+            handler.close()
+        root.setLevel(before)
+        for name, old in levels.items():
+            logging.getLogger(name).setLevel(old)
+
+
+def _screen_handler(console: Console) -> logging.Handler:
+    if console.is_terminal:
+        return RichHandler(console=console, show_path=False, log_time_format="%H:%M:%S", omit_repeated_times=False)
+    handler = logging.StreamHandler(console.file)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S"))
+    return handler
+
+
+def _is_for_the_screen(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.WARNING or record.name.split(".")[0] in OWN_LOGGERS

@@ -1,0 +1,206 @@
+"""What a person sees while a run goes on: a live panel on a terminal, one line per step elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.markup import escape
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Mapping
+
+    from rich.console import RenderableType
+
+    from trainer.config.schema.run import RunConfig
+
+_ETA_STEPS = 20
+_PLAIN_EVERY_S = 1.0
+
+
+@dataclass(slots=True, kw_only=True)
+class ProgressState:
+    """The fields that `Progress.update` may set. None is shown as a dash."""
+
+    step: int = 0
+    reward: float | None = None
+    accuracy: float | None = None
+    accuracy_version: int | None = None
+    staleness_mean: float | None = None
+    staleness_max: float | None = None
+    rollout_tokens_per_s: float | None = None
+    train_tokens_per_s: float | None = None
+    waiting_for: str = ""
+    """What the trainer waits for now, e.g. "groups", "weights to be live"; empty while it computes."""
+    buffer_ready: int | None = None
+    buffer_running: int | None = None
+    buffer_slots: int | None = None
+    replicas_live: int | None = None
+    replicas: int | None = None
+
+
+_FIELDS = frozenset(field.name for field in dataclasses.fields(ProgressState))
+
+_FROM_RECORD = {
+    "step": "step",
+    "reward/mean": "reward",
+    "eval/accuracy": "accuracy",
+    "eval/version": "accuracy_version",
+    "staleness/mean": "staleness_mean",
+    "staleness/max": "staleness_max",
+    "perf/rollout_tokens_per_s": "rollout_tokens_per_s",
+    "perf/train_tokens_per_s": "train_tokens_per_s",
+    "buffer/num_ready": "buffer_ready",
+    "buffer/num_running": "buffer_running",
+    "buffer/num_slots": "buffer_slots",
+    "sync/replicas_live": "replicas_live",
+}
+
+
+class Progress:
+    """The display of one run. Methods are quick and may be called from the event loop.
+
+    Example:
+        with contextlib.closing(Progress(config, console=Console())) as progress:
+            with progress.phase("starting Ray"):
+                ...
+            progress.update(waiting_for="groups", buffer_ready=3)
+            progress.step(record)
+    """
+
+    def __init__(self, config: RunConfig, *, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self.state = ProgressState(replicas=config.rollout.num_replicas)
+        parts = (config.task.name, config.algorithm.name, config.mode.name, f"S={config.mode.max_staleness}")
+        self._title = f"{config.name}: {', '.join(parts)}"
+        self._total = config.trainer.total_steps
+        self._console = console
+        self._clock = clock
+        self._step_times: deque[tuple[float, int]] = deque(maxlen=_ETA_STEPS + 1)
+        self._last_plain = float("-inf")
+        mode = config.telemetry.progress
+        if mode == "auto":
+            mode = "rich" if console.is_terminal and not console.is_dumb_terminal else "plain"
+        self._is_plain = mode == "plain"
+        self._live = Live(console=console, get_renderable=self._panel, refresh_per_second=4) if mode == "rich" else None
+        if self._live is not None:
+            self._live.start()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Generator[None]:
+        """A part of the start or the end: says that it begins, and how long it took."""
+        start = self._clock()
+        self.update(waiting_for=name)
+        if self._is_plain:
+            self.note(f"{name} ...")
+        outcome = "failed after "
+        try:
+            yield
+            outcome = ""
+        finally:
+            self.update(waiting_for="")
+            self.note(f"{name} ... {outcome}{self._clock() - start:.1f} s")
+
+    def update(self, **fields: object) -> None:
+        """Set fields of `ProgressState`. Raises `TypeError` for a name that it does not have."""
+        unknown = fields.keys() - _FIELDS
+        if unknown:
+            raise TypeError(f"progress has no field {', '.join(sorted(unknown))}; it has {', '.join(sorted(_FIELDS))}")
+        for name, value in fields.items():
+            setattr(self.state, name, value)
+
+    def step(self, record: Mapping[str, object]) -> None:
+        """One optimizer step is done; `record` is its line of metrics.jsonl."""
+        self.update(**{field: record[name] for name, field in _FROM_RECORD.items() if name in record})
+        now = self._clock()
+        self._step_times.append((now, self.state.step))
+        is_due = now - self._last_plain >= _PLAIN_EVERY_S or "eval/accuracy" in record or self.state.step >= self._total
+        if self._is_plain and is_due:
+            self._last_plain = now
+            self.note(self.line())
+
+    def note(self, text: str) -> None:
+        """One line that stays on the screen."""
+        if self._is_plain or self._live is not None:
+            self._console.print(escape(text), highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Leave the last picture on the screen. Idempotent."""
+        if self._live is not None:
+            self._live.stop()
+
+    def eta_s(self) -> float | None:
+        """Seconds to the last step, by the pace of the last steps; None before the second one."""
+        if len(self._step_times) < 2:
+            return None
+        (first_time, first_step), (last_time, last_step) = self._step_times[0], self._step_times[-1]
+        if last_step <= first_step:
+            return None
+        left = (self._total - last_step) * (last_time - first_time) / (last_step - first_step)
+        return max(0.0, left - (self._clock() - last_time))
+
+    def line(self) -> str:
+        """The state in one line of plain text."""
+        s = self.state
+        parts = [f"step {s.step}/{self._total}", f"reward {_number(s.reward, '.3f')}"]
+        if s.accuracy is not None:
+            parts.append(f"accuracy {_accuracy(s)}")
+        parts.append(f"staleness {_number(s.staleness_mean, '.2f')} max {_number(s.staleness_max, '.0f')}")
+        parts.append(f"rollout {_rate(s.rollout_tokens_per_s)}, train {_rate(s.train_tokens_per_s)}")
+        eta = self.eta_s()
+        if eta is not None:
+            parts.append(f"{_duration(eta)} left")
+        return "  ".join(parts)
+
+    def _panel(self) -> RenderableType:
+        s, eta = self.state, self.eta_s()
+        bar = Table.grid(expand=True, padding=(0, 2, 0, 0))
+        bar.add_column()
+        bar.add_column(ratio=1)
+        bar.add_column(justify="right")
+        left = f"{_duration(eta)} left" if eta is not None else ""
+        bar.add_row(f"step {s.step}/{self._total}", ProgressBar(total=self._total, completed=s.step), left)
+        cells = Table.grid(expand=True, padding=(0, 2, 0, 0))
+        for _ in range(2):
+            cells.add_column(style="dim", no_wrap=True)
+            cells.add_column(ratio=1)
+        staleness = f"{_number(s.staleness_mean, '.2f')}, max {_number(s.staleness_max, '.0f')}"
+        buffer = f"{_number(s.buffer_ready, 'd')} ready, {_number(s.buffer_running, 'd')} running"
+        waiting = f"waits for {s.waiting_for}" if s.waiting_for else "computes"
+        engines = f"{_number(s.replicas_live, 'd')}/{_number(s.replicas, 'd')} live"
+        cells.add_row("reward", _number(s.reward, ".3f"), "accuracy", _accuracy(s))
+        cells.add_row("rollout", _rate(s.rollout_tokens_per_s), "train", _rate(s.train_tokens_per_s))
+        cells.add_row("buffer", f"{buffer}, {_number(s.buffer_slots, 'd')} slots", "staleness", staleness)
+        cells.add_row("engines", engines, "trainer", escape(waiting))
+        return Panel(Group(bar, cells), title=escape(self._title), title_align="left")
+
+
+def _number(value: float | None, spec: str) -> str:
+    if value is None:
+        return "-"
+    return format(int(value) if spec == "d" else value, spec)
+
+
+def _accuracy(state: ProgressState) -> str:
+    version = "" if state.accuracy_version is None else f" (v{state.accuracy_version})"
+    return f"{_number(state.accuracy, '.3f')}{version}"
+
+
+def _rate(tokens_per_s: float | None) -> str:
+    if tokens_per_s is None:
+        return "- tok/s"
+    return f"{tokens_per_s / 1000:.1f}k tok/s" if tokens_per_s >= 10_000 else f"{tokens_per_s:.0f} tok/s"
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s"

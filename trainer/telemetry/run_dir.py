@@ -1,0 +1,134 @@
+"""The run directory: where everything about one run lies, owned by one process at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.config.dump import dump_yaml
+from trainer.config.errors import ConfigurationError, Problem
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from io import TextIOWrapper
+
+    from trainer.config.schema.run import RunConfig
+
+_LOCK = "owner.lock"
+
+
+class RunDir:
+    """Paths inside a run directory, and the lock that makes it ours. Made by `open_run_dir`."""
+
+    def __init__(self, path: Path, lock: TextIOWrapper) -> None:
+        self.path = path
+        self.config = path / "config.yaml"
+        self.metrics = path / "metrics.jsonl"
+        self.trajectories = path / "trajectories"
+        self.trace = path / "trace.json"
+        self.checkpoints = path / "checkpoints"
+        self.tensorboard = path / "tb"
+        self.report = path / "report.html"
+        self.log = path / "log.txt"
+        self.summary = path / "summary.json"
+        self.export = path / "export"
+        self._lock = lock
+
+    def write_config(self, config: RunConfig) -> None:
+        """The resolved configuration. That of an earlier process stays as config.N.yaml if it was another."""
+        text = dump_yaml(config)
+        if self.config.exists() and self.config.read_text(encoding="utf-8") != text:
+            number = next(n for n in range(1, 10_000) if not (self.path / f"config.{n}.yaml").exists())
+            self.config.rename(self.path / f"config.{number}.yaml")
+        write_atomically(self.config, text)
+
+    def close(self) -> None:
+        """Give the directory back. Idempotent; the end of the process does it too, even kill -9."""
+        if self._lock.closed:
+            return
+        # Removed while still locked. Whoever opened it meanwhile finds that the name is gone, and opens it again.
+        (self.path / _LOCK).unlink(missing_ok=True)
+        self._lock.close()
+
+
+def open_run_dir(config: RunConfig, *, clock: Callable[[], float] = time.time) -> RunDir:
+    """Make the directory of this run if it is new, and take its lock.
+
+    Raises `ConfigurationError` if it cannot be written or belongs to a process that still runs.
+    """
+    path = Path(config.run_dir).absolute() if config.run_dir else _free_directory(config.name, clock)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = _take_lock(path, clock)
+        for name in ("trajectories", "checkpoints"):
+            (path / name).mkdir(exist_ok=True)
+    except OSError as error:
+        problem = Problem(
+            key="run_dir",
+            got=str(path),
+            allowed=f"cannot be written: {error.strerror}",
+            do="choose another directory with run_dir=PATH",
+        )
+        raise ConfigurationError([problem]) from error
+    return RunDir(path, lock)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """A reader sees the old file or the new one, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+def _free_directory(name: str, clock: Callable[[], float]) -> Path:
+    """`runs/<name>/<time>`, with a number behind it if two runs start within a second."""
+    base = Path("runs").absolute() / name / time.strftime("%Y%m%d-%H%M%S", time.localtime(clock()))
+    candidates = [base, *(base.with_name(f"{base.name}-{n}") for n in range(2, 100))]
+    return next(path for path in candidates if not path.exists())
+
+
+def _take_lock(path: Path, clock: Callable[[], float]) -> TextIOWrapper:
+    """The kernel frees the lock when its owner dies, so a lock file that is left over never blocks anyone."""
+    while True:
+        lock = (path / _LOCK).open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = _owner_text(path)
+            lock.close()
+            problem = Problem(
+                key="run_dir",
+                got=str(path),
+                allowed=f"is in use by {owner}",
+                do="wait for that run to end, stop it, or choose another directory with run_dir=PATH",
+            )
+            raise ConfigurationError([problem]) from None
+        if _is_at(lock, path / _LOCK):
+            break
+        lock.close()
+    lock.truncate(0)
+    json.dump({"pid": os.getpid(), "host": socket.gethostname(), "since": clock()}, lock)
+    lock.flush()
+    return lock
+
+
+def _is_at(lock: TextIOWrapper, path: Path) -> bool:
+    """Whether the file we have locked is still the one of that name."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(lock.fileno()), path.stat())
+    return False
+
+
+def _owner_text(path: Path) -> str:
+    try:
+        owner = json.loads((path / _LOCK).read_text(encoding="utf-8"))
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(owner["since"]))
+        return f"process {owner['pid']} on host {owner['host']} since {since}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another process"

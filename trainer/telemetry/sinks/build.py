@@ -1,0 +1,98 @@
+"""Which sinks a run has, and the writer that feeds them all."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from trainer.config.convert import to_plain
+from trainer.telemetry.jsonable import to_jsonable
+from trainer.telemetry.sinks.jsonl import JsonlSink, truncate_after
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from trainer.config.schema.run import RunConfig
+    from trainer.telemetry.run_dir import RunDir
+    from trainer.telemetry.sinks.base import MetricSink
+
+logger = logging.getLogger(__name__)
+
+_LOG_EVERY = 100
+
+
+class MetricWriter:
+    """Gives every record to every sink. A sink that fails is logged and counted, and never stops the run.
+
+    The count stands in the next record as `telemetry/sink_errors`.
+    """
+
+    def __init__(self, sinks: Sequence[MetricSink]) -> None:
+        self._sinks = tuple(sinks)
+        self._num_errors = {sink.name: 0 for sink in self._sinks}
+        self._seen_nonfinite: set[str] = set()
+
+    @property
+    def num_errors(self) -> int:
+        return sum(self._num_errors.values())
+
+    def write(self, record: Mapping[str, object]) -> None:
+        """`record` holds `step` and metrics by name. Numbers that are not finite are written as null and logged."""
+        plain = {name: to_jsonable(value) for name, value in record.items()}
+        self._report_nonfinite(record, plain)
+        plain["telemetry/sink_errors"] = self.num_errors
+        for sink in self._sinks:
+            self._guarded(sink, lambda sink=sink: sink.write(plain))
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            self._guarded(sink, sink.close)
+
+    def _guarded(self, sink: MetricSink, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception:
+            count = self._num_errors[sink.name] = self._num_errors[sink.name] + 1
+            if count % _LOG_EVERY == 1:
+                logger.exception("metric sink %s failed (%d times so far); the run goes on", sink.name, count)
+
+    def _report_nonfinite(self, record: Mapping[str, object], plain: Mapping[str, object]) -> None:
+        for name, value in plain.items():
+            if value is None and record[name] is not None and name not in self._seen_nonfinite:
+                self._seen_nonfinite.add(name)
+                logger.warning("metric %s is %s at step %s; it is written as null", name, record[name], record["step"])
+
+
+def build_writer(config: RunConfig, run_dir: RunDir, *, resume_step: int | None = None) -> MetricWriter:
+    """The sinks of the `telemetry` section. `resume_step` cuts what an earlier process wrote after that step.
+
+    metrics.jsonl must work, and raises `OSError` if it does not; any other sink that cannot be made is logged and left
+    out.
+    """
+    if resume_step is not None:
+        removed = truncate_after(run_dir.metrics, resume_step)
+        logger.info("resuming after step %d: %d later lines cut from %s", resume_step, removed, run_dir.metrics)
+    sinks: list[MetricSink] = [JsonlSink(run_dir.metrics)]
+    makers = {"tensorboard": _tensorboard, "wandb": _wandb}
+    wanted = {"tensorboard": config.telemetry.tensorboard, "wandb": config.telemetry.wandb}
+    for name, make in makers.items():
+        if not wanted[name]:
+            continue
+        try:
+            sinks.append(make(config, run_dir, resume_step))
+        except Exception:
+            logger.exception("metric sink %s cannot be made; the run goes on without it", name)
+    return MetricWriter(sinks)
+
+
+def _tensorboard(config: RunConfig, run_dir: RunDir, resume_step: int | None) -> MetricSink:
+    from trainer.telemetry.sinks.tensorboard import TensorBoardSink
+
+    return TensorBoardSink(run_dir.tensorboard, resume_step=resume_step)
+
+
+def _wandb(config: RunConfig, run_dir: RunDir, resume_step: int | None) -> MetricSink:
+    from trainer.telemetry.sinks.wandb import WandbSink
+
+    project, plain = config.telemetry.wandb_project, to_plain(config)
+    return WandbSink(run_dir.path, project=project, run_name=config.name, config=plain)

@@ -1,0 +1,122 @@
+"""Writes every group that was generated, before any filter: what the policy did, in full.
+
+`trajectories/groups_00000.jsonl`, `groups_00001.jsonl`, ...: one JSON object per line and group. A new process begins a
+new file, so a file is never appended to behind a line that a crash has torn. After a resume, groups generated after the
+checkpoint appear again in a later file.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+import numpy as np
+
+from trainer.telemetry.jsonable import to_jsonable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from rollout.types import Group, Trajectory, Turn
+
+logger = logging.getLogger(__name__)
+
+GroupStatus = Literal["ready", "filtered", "failed"]
+
+_MAX_FILE_BYTES = 256 * 2**20
+
+
+class TrajectoryRecorder:
+    """A disk that is full is logged and counted in `num_errors`, and does not stop the run."""
+
+    def __init__(
+        self, folder: Path, *, max_file_bytes: int = _MAX_FILE_BYTES, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._folder = folder
+        self._max_file_bytes = max_file_bytes
+        self._clock = clock
+        taken = [int(path.stem.removeprefix("groups_")) for path in folder.glob("groups_*.jsonl")]
+        self._number = max(taken, default=-1) + 1
+        self._num_bytes = 0
+        self.num_groups = 0
+        self.num_errors = 0
+
+    def write(self, group: Group, status: GroupStatus, *, reason: str = "") -> None:
+        """`reason` says why a group was filtered or failed. Blocking file I/O: call it off the event loop."""
+        line = (
+            msgspec.json.encode({"time_s": self._clock(), "status": status, "reason": reason, **_group(group)}) + b"\n"
+        )
+        if self._num_bytes and self._num_bytes + len(line) > self._max_file_bytes:
+            self._number += 1
+            self._num_bytes = 0
+        try:
+            with (self._folder / f"groups_{self._number:05d}.jsonl").open("ab", buffering=0) as file:
+                file.write(line)
+        except OSError as error:
+            self.num_errors += 1
+            if self.num_errors == 1:
+                logger.warning("trajectories cannot be written (%s); the run goes on without them", error)
+            return
+        self._num_bytes += len(line)
+        self.num_groups += 1
+
+
+def _group(group: Group) -> dict[str, object]:
+    prompt = group.prompt
+    return {
+        "group_id": group.group_id,
+        "start_version": group.start_version,
+        "prompt": {
+            "prompt_id": prompt.prompt_id,
+            "text": prompt.text,
+            "answer": prompt.answer,
+            "reward": prompt.reward,
+            "metadata": _metadata(prompt.metadata),
+            "token_ids": prompt.token_ids.tolist(),
+        },
+        "rewards": to_jsonable(group.rewards),
+        "trajectories": [_trajectory(trajectory) for trajectory in group.trajectories],
+    }
+
+
+def _trajectory(trajectory: Trajectory) -> dict[str, object]:
+    return {
+        "sample_index": trajectory.sample_index,
+        "status": trajectory.status,
+        "reward": to_jsonable(trajectory.reward),
+        "reward_parts": to_jsonable(trajectory.reward_parts),
+        "text": trajectory.text,
+        "error": trajectory.error,
+        "num_generated_tokens": trajectory.num_generated_tokens,
+        "versions": list(trajectory.versions),
+        "timings": to_jsonable(trajectory.timings),
+        "turns": [_turn(turn) for turn in trajectory.turns],
+    }
+
+
+def _turn(turn: Turn) -> dict[str, object]:
+    """`generated` are [start, stop) ranges; `logprobs` those of the generated tokens only, in order."""
+    return {
+        "token_ids": turn.token_ids.tolist(),
+        "generated": _ranges(turn.is_generated),
+        # float32 has 7 digits; 5 behind the point are plenty for people and half the file.
+        "logprobs": np.round(turn.logprobs[turn.is_generated].astype(np.float64), 5).tolist(),
+        "segments": [[segment.version, segment.num_tokens] for segment in turn.segments],
+    }
+
+
+def _ranges(flags: np.ndarray) -> list[list[int]]:
+    """[start, stop) of each run of True."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], flags.astype(bool), [False])).astype(np.int8)))
+    return edges.reshape(-1, 2).tolist()
+
+
+def _metadata(metadata: object) -> object:
+    """Columns of a data set may hold anything; what JSON cannot say is written as text."""
+    try:
+        return to_jsonable(metadata)
+    except TypeError:
+        return {"repr": repr(metadata)[:10_000]}

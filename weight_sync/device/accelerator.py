@@ -1,0 +1,290 @@
+"""What cuda, rocm and npu have in common: raw driver allocations, IPC, copies and streams over a `Driver`."""
+
+from __future__ import annotations
+
+import weakref
+from abc import abstractmethod
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from weight_sync.device.base import Backend, Capabilities, DeviceError, EnvVar, IpcHandle, PersistentBlock, Role
+from weight_sync.device.copying import bytes_to_copy, require_size
+from weight_sync.device.digest import digest_bytes
+from weight_sync.device.driver import CopyKind, Driver, DriverCallError
+from weight_sync.device.environment import missing_variables
+from weight_sync.device.exporter import describe_self, is_self, require_alive
+
+if TYPE_CHECKING:
+    from weight_sync.device.binding import TorchBinding
+
+_GRANULE = 2 * 1024 * 1024
+"""Allocations are rounded up to this: drivers cut smaller ones out of a shared page, and IPC shares whole pages."""
+
+
+class DriverBlock:
+    """A raw allocation of this process, or another process's, mapped. Made by `AcceleratorBackend` only."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        tensor: torch.Tensor,
+        *,
+        pointer: int,
+        device_index: int,
+        imported: bytes | None = None,
+    ) -> None:
+        self.nbytes = tensor.numel()
+        self.pointer = pointer
+        self.device_index = device_index
+        self.imported = imported
+        """The handle it was opened from; None for the owner."""
+        self.exported: bytes | None = None
+        """The handle it was exported as."""
+        self._driver = driver
+        self._tensor: torch.Tensor | None = tensor
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        if self._tensor is None:
+            raise DeviceError("this persistent block is closed; take views of it only while it is open")
+        return self._tensor
+
+    @property
+    def is_closed(self) -> bool:
+        return self._tensor is None
+
+    def close(self) -> None:
+        if self._tensor is None:
+            return
+        self._tensor = None
+        self._driver.set_device(self.device_index)
+        # A copy that still runs must not find its memory unmapped.
+        self._driver.device_synchronize()
+        if self.imported is not None:
+            self._driver.ipc_close(self.pointer, self.imported)
+            return
+        if self.exported is not None:
+            self._driver.ipc_unexport(self.exported)
+        self._driver.free(self.pointer)
+
+
+class DriverStream:
+    """A driver stream beside torch's. Destroyed when nobody holds it; work already on it still finishes."""
+
+    def __init__(self, driver: Driver, device_index: int) -> None:
+        self.device_index = device_index
+        self.handle = driver.stream_create()
+        self._finalizer = weakref.finalize(self, driver.stream_destroy, self.handle)
+        # At interpreter exit the driver may be gone before we are; the process takes its streams with it.
+        self._finalizer.atexit = False
+
+
+class AcceleratorBackend(Backend):
+    """Shared mechanics. A subclass names its words, its library, its environment and its engine arguments."""
+
+    _ipc_hint = ""
+    """What to check when another process's block cannot be opened."""
+
+    def __init__(self, binding: TorchBinding, *, library: str | None = None) -> None:
+        self._binding = binding
+        self._library_path = library
+        self._pinned_index: int | None = None
+
+    @abstractmethod
+    def _load_driver(self, library: str | None) -> Driver:
+        """Load the vendor's library (from `library` if given). Raises DeviceError if it cannot be found."""
+
+    @cached_property
+    def _driver(self) -> Driver:
+        return self._load_driver(self._library_path)
+
+    def why_unavailable(self) -> str | None:
+        reason = self._binding.why_unavailable()
+        if reason is not None:
+            return reason
+        try:
+            _ = self._driver
+        except (DeviceError, OSError) as error:
+            return str(error)
+        return None
+
+    def is_available(self) -> bool:
+        return self.why_unavailable() is None
+
+    def num_devices(self) -> int:
+        return self._driver.device_count()
+
+    def capabilities(self) -> Capabilities:
+        return Capabilities(ipc=True, streams=True, sleep_mode=True, graphs=True)
+
+    def check_env(self, role: Role, environ: dict[str, str]) -> list[str]:
+        problems = missing_variables(self.process_env(role), environ)
+        if role != "driver" and self.visible_devices_var is not None:
+            visible = environ.get(self.visible_devices_var)
+            if visible is not None and visible.strip() in {"", "-1"}:
+                problems.append(
+                    f"{self.visible_devices_var} is {visible!r}, so this {role} sees no device; ask Ray for one "
+                    f"(resource {self.ray_resource!r}) or unset the variable"
+                )
+        return problems
+
+    def engine_defaults(self) -> dict[str, Any]:
+        return {}
+
+    def set_device(self, index: int) -> torch.device:
+        count = self._driver.device_count()
+        if not 0 <= index < count:
+            raise DeviceError(
+                f"{self.name} device index must be in 0..{count - 1} ({count} visible to this process), got {index}; "
+                f"check {self.visible_devices_var}"
+            )
+        device = self._binding.set_device(index)
+        self._pinned_index = index
+        self._driver.set_device(index)
+        return device
+
+    def alloc_persistent(self, nbytes: int) -> DriverBlock:
+        require_size(nbytes)
+        index = self._enter()
+        rounded = -(-nbytes // _GRANULE) * _GRANULE
+        try:
+            pointer = self._driver.malloc(rounded)
+        except DriverCallError as error:
+            if not error.out_of_memory:
+                raise
+            # torch may sit on memory it does not use at the moment.
+            self._binding.release_cached()
+            pointer = self._malloc_or_explain(rounded, nbytes, index)
+        try:
+            tensor = self._binding.tensor_at(pointer, nbytes, index)
+        except (DeviceError, RuntimeError):
+            self._driver.free(pointer)
+            raise
+        return DriverBlock(self._driver, tensor, pointer=pointer, device_index=index)
+
+    def _malloc_or_explain(self, rounded: int, nbytes: int, index: int) -> int:
+        try:
+            return self._driver.malloc(rounded)
+        except DriverCallError as error:
+            if not error.out_of_memory:
+                raise
+            free, total = self._driver.memory_info()
+            raise DeviceError(
+                f"{self.name} device {index}: cannot allocate a persistent block of {nbytes} bytes: {free} of {total} "
+                "bytes are free; lower rollout.gpu_memory_utilization or weight_sync.num_slots, or use more devices"
+            ) from error
+
+    def ipc_export(self, block: PersistentBlock) -> IpcHandle:
+        if isinstance(block, torch.Tensor):
+            raise DeviceError(
+                "a torch tensor cannot be exported: torch's caching allocator may serve it from a virtual-memory "
+                "segment (expandable_segments), which the driver has no handle for, or from a segment that other "
+                "tensors share; use alloc_persistent and copy into it"
+            )
+        if not isinstance(block, DriverBlock):
+            raise DeviceError(f"only blocks from alloc_persistent can be exported, got {type(block).__name__}")
+        if block.is_closed or block.imported is not None:
+            raise DeviceError("only an open block can be exported, and only by the process that allocated it")
+        if block.exported is None:
+            self._driver.set_device(block.device_index)
+            rounded = -(-block.nbytes // _GRANULE) * _GRANULE
+            block.exported = self._driver.ipc_export(block.pointer, rounded)
+        return IpcHandle(
+            backend=self.name,
+            nbytes=block.nbytes,
+            payload=block.exported,
+            device_index=block.device_index,
+            attributes=describe_self(),
+        )
+
+    def ipc_open(self, handle: IpcHandle) -> DriverBlock:
+        if handle.backend != self.name:
+            raise DeviceError(f"a handle of device {handle.backend!r} cannot be opened by {self.name!r}")
+        if is_self(handle.attributes):
+            raise DeviceError("a block cannot be opened by the process that exported it; use the block itself")
+        require_alive(handle.attributes)
+        index = self._enter()
+        try:
+            pointer = self._driver.ipc_open(handle.payload)
+        except DriverCallError as error:
+            raise DeviceError(
+                f"{self.name} device {index} cannot open the block of process {handle.attributes.get('pid', '?')} "
+                f"(its device {handle.device_index}): {error}; {self._ipc_hint}"
+            ) from error
+        try:
+            tensor = self._binding.tensor_at(pointer, handle.nbytes, index)
+        except (DeviceError, RuntimeError):
+            self._driver.ipc_close(pointer, handle.payload)
+            raise
+        return DriverBlock(self._driver, tensor, pointer=pointer, device_index=index, imported=handle.payload)
+
+    def copy_async(self, dst: torch.Tensor, src: torch.Tensor, stream: Any | None = None) -> None:
+        """By the copy engine, on `stream` or torch's current one. The caller keeps both tensors until it is done."""
+        nbytes = bytes_to_copy(dst, src)
+        if nbytes == 0:
+            return
+        self._enter()
+        handle = self._binding.current_stream() if stream is None else _require_stream(stream).handle
+        self._driver.copy_async(dst.data_ptr(), src.data_ptr(), nbytes, kind=_copy_kind(dst, src), stream=handle)
+
+    def new_stream(self) -> DriverStream:
+        return DriverStream(self._driver, self._enter())
+
+    def use_stream(self, stream: Any | None) -> AbstractContextManager[None]:
+        if stream is None:
+            return nullcontext()
+        return self._binding.stream_context(_require_stream(stream).handle, stream.device_index)
+
+    def synchronize(self, stream: Any | None = None) -> None:
+        self._enter()
+        if stream is None:
+            self._driver.device_synchronize()
+        else:
+            self._driver.stream_synchronize(_require_stream(stream).handle)
+
+    def digest(self, data: torch.Tensor) -> int:
+        return digest_bytes(data)
+
+    def memory_info(self) -> tuple[int, int]:
+        self._enter()
+        return self._driver.memory_info()
+
+    def _enter(self) -> int:
+        """Select this backend's device in the calling thread and return its index.
+
+        Drivers keep the current device per thread, so a helper thread would otherwise work on device 0. Where
+        `set_device` was not called (an engine worker chose its own device), torch's choice counts.
+        """
+        index = self._binding.current_device() if self._pinned_index is None else self._pinned_index
+        self._driver.set_device(index)
+        return index
+
+
+def cuda_like_env() -> EnvVar:
+    """The one variable every engine with a device context needs."""
+    return EnvVar(
+        name="VLLM_WORKER_MULTIPROC_METHOD",
+        value="spawn",
+        why="a process forked after the device was initialised cannot use it",
+    )
+
+
+def _copy_kind(dst: torch.Tensor, src: torch.Tensor) -> CopyKind:
+    match (dst.device.type == "cpu", src.device.type == "cpu"):
+        case (True, True):
+            return CopyKind.HOST_TO_HOST
+        case (True, False):
+            return CopyKind.DEVICE_TO_HOST
+        case (False, True):
+            return CopyKind.HOST_TO_DEVICE
+        case _:
+            return CopyKind.DEVICE_TO_DEVICE
+
+
+def _require_stream(stream: Any) -> DriverStream:
+    if not isinstance(stream, DriverStream):
+        raise DeviceError(f"stream must come from new_stream(), got {type(stream).__name__}")
+    return stream

@@ -1,0 +1,174 @@
+"""Where a driver's pointers and streams meet torch: the one step that needs torch built for the device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from weight_sync.device.base import DeviceError
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+
+class TorchBinding(Protocol):
+    """torch's side of an accelerator. Tests pass their own, which views the fake driver's memory as cpu tensors."""
+
+    def why_unavailable(self) -> str | None:
+        """What torch lacks for this device and what to do; None if nothing. Never raises."""
+        ...
+
+    def set_device(self, index: int) -> torch.device:
+        """Make `index` torch's device in this thread, with its context created, and return torch's name for it."""
+        ...
+
+    def current_device(self) -> int:
+        """torch's device in this thread, with its context created."""
+        ...
+
+    def tensor_at(self, pointer: int, nbytes: int, index: int) -> torch.Tensor:
+        """uint8[nbytes] over memory that stays the driver's."""
+        ...
+
+    def current_stream(self) -> int:
+        """Address of torch's current stream."""
+        ...
+
+    def stream_context(self, stream: int, index: int) -> AbstractContextManager[Any]:
+        """torch operations inside run on the driver's `stream`."""
+        ...
+
+    def release_cached(self) -> None:
+        """Give the memory that torch caches but does not use back to the driver."""
+        ...
+
+
+class _ArrayView:
+    """A raw allocation described in the array interface that torch reads without copying."""
+
+    def __init__(self, pointer: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (pointer, False),
+            "strides": None,
+            "version": 2,
+        }
+
+
+class CudaBinding:
+    """torch.cuda, which is also the name of torch's ROCm support; `flavour` is the build that must be there."""
+
+    def __init__(self, flavour: str) -> None:
+        self._flavour = flavour
+
+    def why_unavailable(self) -> str | None:
+        built_for = "rocm" if torch.version.hip is not None else "cuda" if torch.version.cuda is not None else "cpu"
+        if built_for != self._flavour:
+            return (
+                f"torch {torch.__version__} is built for {built_for}, not for {self._flavour}; "
+                f'install a torch build for it, e.g. pip install -e ".[{self._flavour}]"'
+            )
+        if not torch.cuda.is_available():
+            return (
+                "torch finds no device: the kernel driver is not loaded, too old for this torch, or no device is "
+                "visible to this process; check nvidia-smi or rocm-smi and the visible-devices variable"
+            )
+        return None
+
+    def set_device(self, index: int) -> torch.device:
+        torch.cuda.init()
+        torch.cuda.set_device(index)
+        return torch.device("cuda", index)
+
+    def current_device(self) -> int:
+        torch.cuda.init()
+        return torch.cuda.current_device()
+
+    def tensor_at(self, pointer: int, nbytes: int, index: int) -> torch.Tensor:
+        device = torch.device("cuda", index)
+        tensor = torch.as_tensor(_ArrayView(pointer, nbytes), device=device)
+        if tensor.data_ptr() == pointer:
+            return tensor
+        # torch asks the driver where a pointer lives and copies if that is another device. Memory that another device's
+        # process exported is mapped for us all the same; name the device ourselves so that torch leaves it in place.
+        del tensor
+        storage = torch._C._construct_storage_from_data_pointer(pointer, device, nbytes)
+        return _require_in_place(torch.empty(0, dtype=torch.uint8, device=device).set_(storage), pointer)
+
+    def current_stream(self) -> int:
+        return torch.cuda.current_stream().cuda_stream
+
+    def stream_context(self, stream: int, index: int) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(torch.cuda.ExternalStream(stream, device=torch.device("cuda", index)))
+
+    def release_cached(self) -> None:
+        torch.cuda.empty_cache()
+
+
+class NpuBinding:
+    """torch_npu. Never run on hardware.
+
+    There is no array interface for this device; torch_npu's own constructors are used, because a plain torch storage
+    lacks the layout description that its operators look for.
+    """
+
+    def why_unavailable(self) -> str | None:
+        try:
+            import torch_npu  # pyright: ignore[reportMissingImports]
+        except (ImportError, OSError) as error:
+            return f"torch_npu cannot be imported ({error}); install CANN, source its set_env.sh, and install torch-npu"
+        if not torch_npu.npu.is_available():
+            return "torch_npu finds no device; check npu-smi and ASCEND_RT_VISIBLE_DEVICES"
+        return None
+
+    def set_device(self, index: int) -> torch.device:
+        self._npu().set_device(index)
+        return torch.device("npu", index)
+
+    def current_device(self) -> int:
+        return self._npu().current_device()
+
+    def tensor_at(self, pointer: int, nbytes: int, index: int) -> torch.Tensor:
+        import torch_npu  # pyright: ignore[reportMissingImports]
+
+        device = torch.device("npu", index)
+        storage = torch_npu._C._construct_storage_from_data_pointer(pointer, device, nbytes)
+        metadata = {
+            "data_ptr": pointer,
+            "device": device,
+            "nbytes": nbytes,
+            "dtype": torch.uint8,
+            "size": (nbytes,),
+            "stride": (1,),
+            "storage_offset": 0,
+        }
+        return _require_in_place(
+            torch_npu._C._construct_NPU_Tensor_From_Storage_And_Metadata(metadata, storage), pointer
+        )
+
+    def current_stream(self) -> int:
+        return self._npu().current_stream().npu_stream
+
+    def stream_context(self, stream: int, index: int) -> AbstractContextManager[Any]:
+        npu = self._npu()
+        return npu.stream(npu.ExternalStream(stream, device=torch.device("npu", index)))
+
+    def release_cached(self) -> None:
+        self._npu().empty_cache()
+
+    def _npu(self) -> Any:
+        import torch_npu  # pyright: ignore[reportMissingImports]
+
+        torch_npu.npu.init()
+        return torch_npu.npu
+
+
+def _require_in_place(tensor: torch.Tensor, pointer: int) -> torch.Tensor:
+    if tensor.data_ptr() != pointer:
+        raise DeviceError(
+            "torch copied a raw allocation instead of viewing it, so writes would not reach it; "
+            f"report this with the versions of torch ({torch.__version__}) and of the driver"
+        )
+    return tensor

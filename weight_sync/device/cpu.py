@@ -1,0 +1,203 @@
+"""The cpu backend: host memory, shared between processes through anonymous files (memfd).
+
+A memfd has no name in any file system: it lives as long as a process holds it or maps it, so nothing is left behind
+after SIGKILL. Another process of the same user opens it as `/proc/<pid>/fd/<fd>`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import struct
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any
+
+import torch
+
+from weight_sync.device.base import (
+    Backend,
+    Capabilities,
+    DeviceError,
+    EnvVar,
+    IpcHandle,
+    PersistentBlock,
+    Role,
+)
+from weight_sync.device.copying import as_bytes, bytes_to_copy, require_size
+from weight_sync.device.digest import digest_bytes
+from weight_sync.device.environment import missing_variables
+from weight_sync.device.exporter import describe_self, require_alive
+from weight_sync.device.host_memory import host_memory
+
+_PAYLOAD = struct.Struct("<qqQQ")
+"""pid, fd, inode, nbytes."""
+_MEMFD_NAME = "tandem-block"
+
+
+class SharedBlock:
+    """A mapped memfd. After `close`, views that still live stay readable and keep the pages until they are gone."""
+
+    def __init__(self, fd: int, nbytes: int, *, owned: bool) -> None:
+        self.nbytes = nbytes
+        self.owned = owned
+        self.fd = fd
+        self._map = mmap.mmap(fd, nbytes)
+        self._tensor: torch.Tensor | None = torch.frombuffer(self._map, dtype=torch.uint8)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        if self._tensor is None:
+            raise DeviceError("this persistent block is closed; take views of it only while it is open")
+        return self._tensor
+
+    @property
+    def is_closed(self) -> bool:
+        return self._tensor is None
+
+    def close(self) -> None:
+        if self._tensor is None:
+            return
+        self._tensor = None
+        os.close(self.fd)
+        # A view may still point into the mapping. Unmapping under it would crash the process on the next access;
+        # the mapping goes with the last view instead.
+        with suppress(BufferError):
+            self._map.close()
+
+
+class CpuBackend(Backend):
+    """Real everywhere Linux runs: gloo, shared memory, synchronous copies, no streams."""
+
+    name = "cpu"
+    torch_device = "cpu"
+    ray_resource = None
+    visible_devices_var = None
+    collective = "gloo"
+
+    def __init__(self, *, threads: int = 1) -> None:
+        if threads < 1:
+            raise DeviceError(f"device.cpu_threads must be >= 1, got {threads}")
+        self._threads = threads
+
+    def is_available(self) -> bool:
+        return True
+
+    def num_devices(self) -> int:
+        """One "device" per process that may be asked for: CPUs are counted by Ray, not here."""
+        return 1024
+
+    def capabilities(self) -> Capabilities:
+        return Capabilities(ipc=True, streams=False, sleep_mode=False, graphs=False)
+
+    def process_env(self, role: Role) -> tuple[EnvVar, ...]:
+        if role == "driver":
+            return ()
+        threads = EnvVar(
+            name="OMP_NUM_THREADS",
+            value=str(self._threads),
+            why="learner ranks and engines share the cores; without a limit each takes all of them and they stall",
+        )
+        if role == "learner":
+            return (threads,)
+        bind = EnvVar(
+            name="VLLM_CPU_OMP_THREADS_BIND",
+            value="nobind",
+            why="vLLM's `auto` pins an engine to cores that learners use too, and refuses more tensor-parallel ranks "
+            "than NUMA nodes; on a host of its own, name the cores per rank, e.g. '0-7|8-15'",
+        )
+        return (threads, bind)
+
+    def check_env(self, role: Role, environ: dict[str, str]) -> list[str]:
+        problems = missing_variables(self.process_env(role), environ)
+        threads = environ.get("OMP_NUM_THREADS")
+        if role != "driver" and threads is not None and not (threads.isdigit() and int(threads) >= 1):
+            problems.append(f"OMP_NUM_THREADS must be a whole number >= 1, got {threads!r}; unset it or correct it")
+        return problems
+
+    def engine_defaults(self) -> dict[str, Any]:
+        # There are no graphs to capture, and compiling costs minutes that a CPU engine does not earn back.
+        return {"enforce_eager": True}
+
+    def set_device(self, index: int) -> torch.device:
+        return torch.device("cpu")
+
+    def alloc_persistent(self, nbytes: int) -> SharedBlock:
+        require_size(nbytes)
+        free, _ = host_memory()
+        if nbytes > free:
+            raise DeviceError(_out_of_memory(nbytes, free))
+        fd = os.memfd_create(_MEMFD_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            # Take the pages now: a sparse file would fail later, with SIGBUS at some write.
+            os.posix_fallocate(fd, 0, nbytes)
+            # No one may cut the file under another process's mapping.
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            return SharedBlock(fd, nbytes, owned=True)
+        except OSError as error:
+            os.close(fd)
+            raise DeviceError(f"{_out_of_memory(nbytes, host_memory()[0])}: {error}") from error
+
+    def ipc_export(self, block: PersistentBlock) -> IpcHandle:
+        if not isinstance(block, SharedBlock):
+            raise DeviceError(
+                f"only blocks from alloc_persistent can be exported, got {type(block).__name__}; "
+                "ordinary memory is private to its process: allocate a persistent block and copy into it"
+            )
+        if block.is_closed or not block.owned:
+            raise DeviceError("only an open block can be exported, and only by the process that allocated it")
+        status = os.fstat(block.fd)
+        payload = _PAYLOAD.pack(os.getpid(), block.fd, status.st_ino, block.nbytes)
+        return IpcHandle(backend=self.name, nbytes=block.nbytes, payload=payload, attributes=describe_self())
+
+    def ipc_open(self, handle: IpcHandle) -> SharedBlock:
+        if handle.backend != self.name or len(handle.payload) != _PAYLOAD.size:
+            raise DeviceError(f"a handle of device {handle.backend!r} cannot be opened by 'cpu'")
+        require_alive(handle.attributes)
+        pid, fd, inode, nbytes = _PAYLOAD.unpack(handle.payload)
+        path = f"/proc/{pid}/fd/{fd}"
+        try:
+            opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise DeviceError(
+                f"cannot open the block of process {pid}: {error.strerror}; it has been closed or its process has "
+                "ended, or that process runs as another user or in another container"
+            ) from error
+        status = os.fstat(opened)
+        if (status.st_ino, status.st_size) != (inode, nbytes) or nbytes != handle.nbytes:
+            os.close(opened)
+            raise DeviceError(
+                f"{path} is no longer the exported block: expected inode {inode} with {nbytes} bytes, found inode "
+                f"{status.st_ino} with {status.st_size} bytes; fetch a new handle"
+            )
+        try:
+            return SharedBlock(opened, nbytes, owned=False)
+        except OSError as error:
+            os.close(opened)
+            raise DeviceError(f"cannot map {nbytes} bytes of process {pid}: {error.strerror}") from error
+
+    def copy_async(self, dst: torch.Tensor, src: torch.Tensor, stream: Any | None = None) -> None:
+        bytes_to_copy(dst, src)
+        as_bytes(dst).copy_(as_bytes(src))
+
+    def new_stream(self) -> None:
+        return None
+
+    def use_stream(self, stream: Any | None) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def synchronize(self, stream: Any | None = None) -> None:
+        return None
+
+    def digest(self, data: torch.Tensor) -> int:
+        return digest_bytes(data)
+
+    def memory_info(self) -> tuple[int, int]:
+        return host_memory()
+
+
+def _out_of_memory(nbytes: int, free: int) -> str:
+    return (
+        f"cpu: cannot allocate a persistent block of {nbytes} bytes: {free} bytes of host memory are free; "
+        "use a smaller model, fewer arena slots or fewer processes"
+    )

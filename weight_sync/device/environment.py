@@ -1,0 +1,53 @@
+"""Environment variables of a process: what we set, what the user set, and what is wrong with the outcome. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from weight_sync.device.base import EnvVar
+
+
+def merge_env(defaults: tuple[EnvVar, ...], user: Mapping[str, str], inherited: Mapping[str, str]) -> dict[str, str]:
+    """Variables to start a process with: the user's configuration, else what is inherited, else our default.
+
+    Inherited variables that nobody asked for are left out: the child inherits them anyway. Inherited values of our
+    variables are kept in, because a child on another host does not inherit from here.
+
+    Example:
+        >>> merge_env((EnvVar(name="A", value="1", why="..."),), {"B": "2"}, {"A": "3", "C": "4"})
+        {'A': '3', 'B': '2'}
+    """
+    merged = {var.name: inherited.get(var.name, var.value) for var in defaults}
+    return {**merged, **user}
+
+
+def missing_variables(needed: tuple[EnvVar, ...], environ: Mapping[str, str]) -> list[str]:
+    """One message per variable that is not as a process needs it.
+
+    A user's own value is accepted, except for variables that Ray reads when its daemon starts: there a different value
+    means that the whole cluster runs with the behaviour that the variable must turn off.
+    """
+    problems = []
+    for var in needed:
+        found = environ.get(var.name)
+        if found is None or (var.before_ray_start and found != var.value):
+            problems.append(_complaint(var, found))
+    return problems
+
+
+def _complaint(var: EnvVar, found: str | None) -> str:
+    got = "it is not set" if found is None else f"got {found!r}"
+    if var.before_ray_start:
+        return (
+            f"{var.name} must be {var.value!r} before Ray starts, {got} ({var.why}); run `ray stop` on every host, "
+            f"`export {var.name}={var.value}`, then `ray start` again"
+        )
+    return f"{var.name} should be {var.value!r}, {got} ({var.why}); set it in `device.env`"
+
+
+def is_true(value: str | None) -> bool:
+    """How Ray reads a switch from the environment."""
+    return value is not None and value.lower() in {"1", "true"}

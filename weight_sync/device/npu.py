@@ -1,0 +1,92 @@
+"""The npu backend: Ascend NPUs through libascendcl. Never run on hardware: its contract tests use a fake library."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+
+from weight_sync.device.accelerator import AcceleratorBackend, cuda_like_env
+from weight_sync.device.base import Capabilities, DeviceError, EnvVar, Role
+from weight_sync.device.binding import NpuBinding, TorchBinding
+from weight_sync.device.driver import AclDriver
+from weight_sync.device.environment import is_true
+from weight_sync.device.library import load_library
+
+_NOSET = "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES"
+_CONNECT_TIMEOUT_S = (120, 7200)
+"""What HCCL accepts."""
+
+
+class NpuBackend(AcceleratorBackend):
+    """Ascend. `library` replaces libascendcl and `binding` replaces torch_npu; both are for tests."""
+
+    name = "npu"
+    torch_device = "npu"
+    ray_resource = "NPU"
+    visible_devices_var = "ASCEND_RT_VISIBLE_DEVICES"
+    collective = "cpu:gloo,npu:hccl"
+    _ipc_hint = (
+        "driver, firmware and CANN must support memory sharing between processes (CANN 8.3 or later), and both "
+        "processes must run on the same host as the same user"
+    )
+
+    def __init__(self, *, library: str | None = None, binding: TorchBinding | None = None) -> None:
+        super().__init__(NpuBinding() if binding is None else binding, library=library)
+
+    def _load_driver(self, library: str | None) -> AclDriver:
+        if library is not None:
+            return AclDriver(ctypes.CDLL(library))
+        home = Path(os.environ.get("ASCEND_HOME_PATH", "/usr/local/Ascend/ascend-toolkit/latest"))
+        return AclDriver(load_library("libascendcl", installed=[home / "lib64" / "libascendcl.so"]))
+
+    def capabilities(self) -> Capabilities:
+        driver = self._driver
+        if not isinstance(driver, AclDriver):
+            raise DeviceError(f"the npu backend needs libascendcl, got {type(driver).__name__}")
+        return Capabilities(ipc=driver.supports_ipc(), streams=True, sleep_mode=True, graphs=True)
+
+    def process_env(self, role: Role) -> tuple[EnvVar, ...]:
+        if role == "driver":
+            return ()
+        collective = (
+            EnvVar(
+                name="HCCL_CONNECT_TIMEOUT",
+                value="1800",
+                why="seconds a rank waits for its peers; HCCL's 120 are less than a large model needs to load",
+            ),
+            EnvVar(
+                name="HCCL_BUFFSIZE",
+                value="200",
+                why="MiB of HCCL buffer; both ends of a communicator need the same value, so it is set on all",
+            ),
+        )
+        if role == "learner":
+            return collective
+        layout = EnvVar(
+            name="VLLM_ASCEND_ENABLE_NZ",
+            value="0",
+            why="vllm-ascend would keep weights in the FRACTAL_NZ layout, which cannot be written row by row",
+        )
+        return (*collective, layout, cuda_like_env())
+
+    def check_env(self, role: Role, environ: dict[str, str]) -> list[str]:
+        problems = super().check_env(role, environ)
+        if is_true(environ.get(_NOSET)):
+            problems.append(
+                f"{_NOSET} is set, so every learner and engine would see all devices and take device 0; "
+                "unset it before `ray start`"
+            )
+        if role == "driver":
+            return problems
+        timeout = environ.get("HCCL_CONNECT_TIMEOUT")
+        low, high = _CONNECT_TIMEOUT_S
+        if timeout is not None and not (timeout.isdigit() and low <= int(timeout) <= high):
+            problems.append(f"HCCL_CONNECT_TIMEOUT must be a whole number of seconds in {low}..{high}, got {timeout!r}")
+        layout = environ.get("VLLM_ASCEND_ENABLE_NZ")
+        if role == "engine" and layout not in (None, "0"):
+            problems.append(
+                f"VLLM_ASCEND_ENABLE_NZ must be '0': weight sync writes the engine's weights in place, got {layout!r}; "
+                "remove it from `device.env` and from the environment"
+            )
+        return problems

@@ -1,0 +1,101 @@
+"""The rocm backend: AMD GPUs through libamdhip64. Never run on hardware: its contract tests use a fake library."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weight_sync.device.accelerator import AcceleratorBackend, cuda_like_env
+from weight_sync.device.base import Capabilities, EnvVar, Role
+from weight_sync.device.binding import CudaBinding, TorchBinding
+from weight_sync.device.driver import CudaLikeDriver
+from weight_sync.device.library import load_library
+
+_SLEEP_MODE_SINCE = (6, 4)
+"""ROCm 6.3.4 has it too, but torch only knows HIP's version, which does not tell 6.3.4 from 6.3.0."""
+_CAPTURE_SIZES = (1, 2, 4, 8, 16, 32, 64)
+
+
+class RocmBackend(AcceleratorBackend):
+    """AMD. torch calls these devices "cuda". `library` replaces libamdhip64 and `binding` replaces torch.cuda."""
+
+    name = "rocm"
+    torch_device = "cuda"
+    ray_resource = "GPU"
+    visible_devices_var = "HIP_VISIBLE_DEVICES"
+    # RCCL answers to NCCL's name.
+    collective = "cpu:gloo,cuda:nccl"
+    _ipc_hint = (
+        "a HIP handle carries the exporter's device ordinal, so every process must see all devices of the host "
+        "(HIP_VISIBLE_DEVICES with its own device first), run as the same user and share /dev/kfd and /dev/dri"
+    )
+
+    def __init__(self, *, library: str | None = None, binding: TorchBinding | None = None) -> None:
+        super().__init__(CudaBinding("rocm") if binding is None else binding, library=library)
+
+    def _load_driver(self, library: str | None) -> CudaLikeDriver:
+        if library is not None:
+            return CudaLikeDriver(ctypes.CDLL(library), "hip")
+        torch_lib = Path(torch.__file__).parent / "lib"
+        rocm = Path(os.environ.get("ROCM_PATH", "/opt/rocm"))
+        installed = [torch_lib / "libamdhip64.so", *sorted((rocm / "lib").glob("libamdhip64.so*"))]
+        return CudaLikeDriver(load_library("libamdhip64", installed=installed), "hip")
+
+    def capabilities(self) -> Capabilities:
+        sleeps = _version(torch.version.hip) >= _SLEEP_MODE_SINCE
+        return Capabilities(ipc=True, streams=True, sleep_mode=sleeps, graphs=True)
+
+    def visible_devices(self, own: tuple[int, ...], num_devices: int) -> str:
+        """All devices, own ones first: a HIP IPC handle names the exporter's device, which must be visible."""
+        others = (index for index in range(num_devices) if index not in own)
+        return ",".join(str(index) for index in (*own, *others))
+
+    def process_env(self, role: Role) -> tuple[EnvVar, ...]:
+        noset = tuple(
+            EnvVar(
+                name=f"RAY_EXPERIMENTAL_NOSET_{vendor}_VISIBLE_DEVICES",
+                value="1",
+                why="Ray would narrow each process to its own devices, and HIP IPC handles name devices of the host",
+                before_ray_start=True,
+            )
+            for vendor in ("HIP", "ROCR")
+        )
+        if role == "driver":
+            return noset
+        scratch = EnvVar(
+            name="HSA_NO_SCRATCH_RECLAIM",
+            value="1",
+            why="without it the first collective fails with ncclSystemError on MI300X; read when HIP starts",
+        )
+        return (*noset, scratch) if role == "learner" else (*noset, scratch, cuda_like_env())
+
+    def check_env(self, role: Role, environ: dict[str, str]) -> list[str]:
+        problems = super().check_env(role, environ)
+        hip = environ.get("HIP_VISIBLE_DEVICES")
+        if hip is None and "ROCR_VISIBLE_DEVICES" in environ:
+            problems.append(
+                "ROCR_VISIBLE_DEVICES is set without HIP_VISIBLE_DEVICES, which Ray refuses; "
+                f"unset it and set HIP_VISIBLE_DEVICES={environ['ROCR_VISIBLE_DEVICES']} before `ray start`"
+            )
+        cuda = environ.get("CUDA_VISIBLE_DEVICES")
+        if hip is not None and cuda is not None and cuda != hip:
+            problems.append(
+                f"HIP_VISIBLE_DEVICES={hip!r} and CUDA_VISIBLE_DEVICES={cuda!r} disagree, and HIP reads both; "
+                "unset CUDA_VISIBLE_DEVICES"
+            )
+        return problems
+
+    def engine_defaults(self) -> dict[str, Any]:
+        # Capturing graphs of large batches can crash the runtime.
+        return {"cudagraph_capture_sizes": list(_CAPTURE_SIZES)}
+
+
+def _version(hip: str | None) -> tuple[int, ...]:
+    """Major and minor version of e.g. 6.4.43482-0f2d60242; the third number is a build, not ROCm's patch level."""
+    found = re.match(r"(\d+)\.(\d+)", hip) if hip is not None else None
+    return () if found is None else tuple(int(part) for part in found.groups())

@@ -1,0 +1,48 @@
+"""Choosing a backend by name. Vendor modules are imported here only when somebody asks for them."""
+
+from __future__ import annotations
+
+from weight_sync.device.base import Backend, DeviceError
+
+AUTO_ORDER = ("cuda", "rocm", "npu", "cpu")
+"""`auto` takes the first of these that is available."""
+
+
+def get_backend(name: str = "auto", *, cpu_threads: int = 1) -> Backend:
+    """The backend called `name` (auto | cpu | cuda | rocm | npu).
+
+    `cpu_threads` is the number of compute threads per process on `cpu`; accelerators ignore it.
+
+    Raises:
+        DeviceError: unknown name, or the backend cannot run here (the message says what is missing and what to do).
+    """
+    if name == "auto":
+        return next(backend for backend in (build(each, cpu_threads) for each in AUTO_ORDER) if backend.is_available())
+    backend = build(name, cpu_threads)
+    reason = backend.why_unavailable()
+    if reason is not None:
+        raise DeviceError(f"device {name!r} was asked for but cannot be used: {reason}")
+    return backend
+
+
+def build(name: str, cpu_threads: int = 1) -> Backend:
+    """The backend object called `name`, whether or not it can run here (its environment rules always can be read)."""
+    match name:
+        case "cpu":
+            from weight_sync.device.cpu import CpuBackend
+
+            return CpuBackend(threads=cpu_threads)
+        case "cuda":
+            from weight_sync.device.cuda import CudaBackend
+
+            return CudaBackend()
+        case "rocm":
+            from weight_sync.device.rocm import RocmBackend
+
+            return RocmBackend()
+        case "npu":
+            from weight_sync.device.npu import NpuBackend
+
+            return NpuBackend()
+        case _:
+            raise DeviceError(f"device must be one of auto, {', '.join(sorted(AUTO_ORDER))}, got {name!r}")

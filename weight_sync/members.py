@@ -1,0 +1,143 @@
+"""The parties of a sync as the coordinator sees them: learner ranks, and replicas with what is known of each."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import msgspec
+
+from weight_sync.errors import PullTimeout, ReplicaDirty, WeightSyncError
+from weight_sync.wire import CommitResult, PrefetchState, PullReport, open_reply, reply_state
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+log = logging.getLogger(__name__)
+
+FIRST_POLL_S, LAST_POLL_S = 0.002, 0.05
+ATTEMPTS = 2
+ANSWER_S = 5.0
+"""A worker bounds its own time; its host gets this much longer before we stop waiting for the answer."""
+MemberState = Literal["live", "dirty", "dead"]
+
+
+class PublisherHandle(Protocol):
+    """One learner rank, in whatever process it is. `method` is one of its `ws_*` methods."""
+
+    rank: int
+
+    async def call(self, method: str, *args: object, timeout_s: float) -> Any:
+        """The method's result; its exception; or TimeoutError."""
+        ...
+
+
+class ReplicaHandle(Protocol):
+    """One engine replica with all its workers."""
+
+    name: str
+
+    async def call(self, method: str, *args: object, timeout_s: float) -> list[Any]:
+        """One result per worker, in rank order."""
+        ...
+
+    async def commit(self, version: int, method: str, *args: object, timeout_s: float) -> CommitResult:
+        """Pause, call, label tokens with `version` if every worker agreed, resume unless dirty."""
+        ...
+
+
+class Outcome(msgspec.Struct, kw_only=True):
+    """What one sync did to one replica."""
+
+    reports: list[PullReport]
+    pause_s: float
+    num_retries: int
+
+
+class Member:
+    """A replica in the sync group."""
+
+    def __init__(self, handle: ReplicaHandle, clock: Callable[[], float]) -> None:
+        self.handle = handle
+        self.state: MemberState = "live"
+        self.live_version: int | None = None
+        self.num_workers = 0
+        self.commit_lock = asyncio.Lock()
+        self._clock = clock
+
+    async def bring(self, version: int, *, give_up: float, turnstile: asyncio.Semaphore) -> Outcome:
+        """Consumes: a published version.
+        Waits for: the pull, the freeze lock, its turn to pause.
+        Unblocked by: the deadline, of which a first attempt gets half; the end of a freeze.
+
+        Raises:
+            WeightSyncError, TimeoutError: the replica did not take the version and is marked dead or dirty.
+        """
+        error: Exception = WeightSyncError("not tried")
+        is_dirty = False
+        for attempt in range(ATTEMPTS):
+            try:
+                outcome = await self._prefetch_and_commit(version, self._attempt_deadline(attempt, give_up), turnstile)
+            except (WeightSyncError, TimeoutError) as failure:
+                error, is_dirty = failure, is_dirty or isinstance(failure, ReplicaDirty)
+                log.warning(
+                    "%s did not take version %d (attempt %d): %s", self.handle.name, version, attempt + 1, error
+                )
+                if self._clock() >= give_up:
+                    break
+            except Exception as failure:  # noqa: BLE001 - the edge of one replica
+                error = WeightSyncError(f"{self.handle.name} failed: {type(failure).__name__}: {failure}")
+                break
+            else:
+                self.live_version = version
+                outcome.num_retries += attempt
+                return outcome
+        self.state = "dirty" if is_dirty else "dead"
+        log.error("%s is %s and left out until the next epoch: %s", self.handle.name, self.state, error)
+        raise error
+
+    async def _prefetch_and_commit(self, version: int, give_up: float, turnstile: asyncio.Semaphore) -> Outcome:
+        name, handle = self.handle.name, self.handle
+        await self._prefetch(version, give_up)
+        waiting_since = self._clock()
+        async with self.commit_lock, turnstile:
+            # Waiting for an evaluation to end is nobody's failure, so it does not shorten the time to commit.
+            left_s = give_up - waiting_since
+            if left_s <= 0:
+                raise PullTimeout(f"{name}: no time is left to commit version {version}")
+            result = await handle.commit(version, "ws_commit", version, left_s, timeout_s=left_s + ANSWER_S)
+        try:
+            reports = [open_reply(reply, PullReport, party=f"{name}/{i}") for i, reply in enumerate(result.results)]
+        except WeightSyncError as error:
+            if reply_state(result.results) == "dirty":
+                raise ReplicaDirty(
+                    f"{name} failed in the middle of a commit: {type(error).__name__}: {error}"
+                ) from error
+            raise
+        return Outcome(
+            reports=reports, pause_s=result.pause_s, num_retries=sum(report.num_retries for report in reports)
+        )
+
+    async def _prefetch(self, version: int, give_up: float) -> None:
+        name, handle = self.handle.name, self.handle
+        left_s = self._left(version, give_up)
+        replies = await handle.call("ws_prefetch", version, left_s, timeout_s=left_s)
+        pause_s = FIRST_POLL_S
+        while True:
+            states = [open_reply(reply, PrefetchState, party=f"{name}/{i}") for i, reply in enumerate(replies)]
+            if all(state.is_done for state in states):
+                return
+            await asyncio.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, LAST_POLL_S)
+            replies = await handle.call("ws_poll", timeout_s=self._left(version, give_up))
+
+    def _attempt_deadline(self, attempt: int, give_up: float) -> float:
+        now = self._clock()
+        return give_up if attempt == ATTEMPTS - 1 else now + (give_up - now) / 2
+
+    def _left(self, version: int, give_up: float) -> float:
+        left_s = give_up - self._clock()
+        if left_s <= 0:
+            raise PullTimeout(f"{self.handle.name}: version {version} did not arrive within its deadline")
+        return left_s

@@ -1,0 +1,82 @@
+"""A pull beside generation: one thread, one version, one outcome."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from weight_sync.errors import PullTimeout, WeightSyncError
+from weight_sync.receiver_epoch import Host, Pulled, ReceiverEpoch
+
+log = logging.getLogger(__name__)
+
+ABORT_WAIT_S = 30.0
+"""How long an aborted pull may take to notice: one batch of copies, or one question to a publisher."""
+
+
+class Prefetch:
+    """Brings `version` into the shadow block; in place it takes the leases only. Starts at once."""
+
+    def __init__(self, epoch: ReceiverEpoch, host: Host, version: int, *, deadline_s: float) -> None:
+        self.version = version
+        self._epoch = epoch
+        self._host = host
+        self._give_up = host.clock() + deadline_s
+        self._deadline_s = deadline_s
+        self._is_aborted = threading.Event()
+        self._outcome: Pulled | BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=f"weight-sync-prefetch-{version}", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def has_failed(self) -> bool:
+        return isinstance(self._outcome, BaseException)
+
+    def outcome(self) -> Pulled | None:
+        """What it cost; None while it runs.
+
+        Raises:
+            WeightSyncError: what made it fail.
+        """
+        if isinstance(self._outcome, BaseException):
+            raise self._outcome
+        return self._outcome
+
+    def wait(self, timeout_s: float) -> Pulled:
+        """
+        Raises:
+            PullTimeout: it still runs after `timeout_s`.
+        """
+        self._thread.join(max(0.0, timeout_s))
+        outcome = self.outcome()
+        if outcome is None:
+            raise PullTimeout(f"version {self.version} is still being pulled after {timeout_s:.1f} s more")
+        return outcome
+
+    def abort(self) -> bool:
+        """Stop and wait for the thread. False if it does not end, so that what it uses must not be freed."""
+        self._is_aborted.set()
+        self._thread.join(ABORT_WAIT_S)
+        if self._thread.is_alive():
+            log.error("the pull of version %d did not stop within %.0f s", self.version, ABORT_WAIT_S)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            if self._host.device.index is not None:
+                self._host.backend.set_device(self._host.device.index)
+            if self._epoch.landing.is_staged:
+                self._outcome = self._epoch.pull(self.version, give_up=self._give_up, check=self._check)
+            else:
+                self._epoch.lease(self.version, give_up=self._give_up, ttl_s=self._deadline_s)
+                self._outcome = Pulled()
+        except BaseException as error:  # noqa: BLE001 - a thread's edge: `outcome` raises it again in the caller's thread
+            self._outcome = error
+
+    def _check(self) -> None:
+        if self._is_aborted.is_set():
+            raise WeightSyncError(f"the pull of version {self.version} was aborted")

@@ -1,0 +1,324 @@
+"""WeightPublisher: one learner rank's side of weight sync.
+
+    describe ─> open(epoch) ─> publish(v0) ─> publish(v1) ─> ... ─> close
+                  │                └ wait for a slot, pack (one cast-and-copy per box), digest, seal
+                  └ slots, control thread, probe pattern; nothing is allocated after this
+
+There is no collective and no full tensor: a rank packs boxes of its own shards, and ranks may publish in any order.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from weight_sync.arena import Arena
+from weight_sync.control import (
+    ControlServer,
+    LeaseGranted,
+    LeaseRequest,
+    Membership,
+    Released,
+    ReleaseRequest,
+    Renewed,
+    RenewRequest,
+    Request,
+    Response,
+)
+from weight_sync.errors import PlanMismatch, VersionUnavailable, WeightSyncError
+from weight_sync.plan import manifest_from_bytes, verify_manifest
+from weight_sync.transports.select import open_publisher_end
+from weight_sync.wire import (
+    OpenPublisher,
+    PackReport,
+    PublishedDigests,
+    PublisherInfo,
+    PublisherLayout,
+    decode,
+    encode,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from weight_sync.device.base import Backend
+    from weight_sync.transports.base import PublisherEnd
+    from weight_sync.types import Manifest, PackPlan, ParamMeta, ShardDesc
+
+log = logging.getLogger(__name__)
+
+PROBE_BYTES = 1 << 20
+MAX_LEASE_S = 3600.0
+
+
+class PackStep(NamedTuple):
+    """One box of a local shard and its place in every slot."""
+
+    param: str
+    box: tuple[slice, ...]
+    views: tuple[torch.Tensor, ...]
+    """One per slot, of the box's shape and wire dtype."""
+
+
+class Segments(NamedTuple):
+    """The byte ranges of this rank that are digested, and which of them each worker pulls."""
+
+    ranges: tuple[tuple[int, int], ...]
+    """(arena offset, bytes), each once however many workers pull it."""
+    of_worker: Mapping[int, tuple[int, ...]]
+    """Worker -> index into `ranges` per run, in plan order."""
+
+
+def segments_of(manifest: Manifest, rank: int) -> Segments:
+    """What `rank` must digest. Pure."""
+    index: dict[tuple[int, int], int] = {}
+    of_worker: dict[int, tuple[int, ...]] = {}
+    for plan in manifest.pull:
+        runs = [(run.src_off, run.nbytes) for run in plan.runs if run.src_rank == rank]
+        of_worker[plan.worker] = tuple(index.setdefault(run, len(index)) for run in runs)
+    return Segments(tuple(index), of_worker)
+
+
+def probe_pattern(size: int, *, rank: int) -> torch.Tensor:
+    """uint8[size] that differs from rank to rank and is no repetition of a shorter pattern."""
+    counter = torch.arange(size, dtype=torch.int64)
+    return ((counter * 2654435761 + rank * 40503 + (counter >> 8)) % 251).to(torch.uint8)
+
+
+@dataclass(slots=True, kw_only=True)
+class Epoch:
+    """Everything that lives from `open` to `close`."""
+
+    request: OpenPublisher
+    plan: PackPlan
+    segments: Segments
+    arena: Arena
+    end: PublisherEnd
+    steps: tuple[PackStep, ...]
+    digests: dict[int, tuple[int, ...]]
+    """Slot -> digest per range, of the version it holds. Written before the slot is sealed, so readers need no lock."""
+    reports: dict[int, PackReport]
+    """Version -> report, of the versions that are still held."""
+    server: ControlServer | None = None
+
+
+class WeightPublisher:
+    """See the module docstring. Not thread-safe: one thread opens, publishes and closes."""
+
+    def __init__(self, backend: Backend, *, rank: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._backend = backend
+        self._rank = rank
+        self._clock = clock
+        self._epoch: Epoch | None = None
+
+    def describe(self, params: Sequence[ParamMeta], shards: Sequence[ShardDesc]) -> bytes:
+        """This rank's part of the learner's layout, as `weight_sync.layout.local_shards` found it."""
+        return encode(PublisherLayout(rank=self._rank, params=tuple(params), shards=tuple(shards)))
+
+    def open(self, request: bytes) -> bytes:
+        """Allocate slots and serve an epoch; an epoch that is still open is closed first. Returns a `PublisherInfo`.
+
+        Raises:
+            PlanMismatch: the manifest's digest is wrong, or it knows nothing of this rank.
+            TransportUnusable, DeviceError: the slots cannot be made.
+        """
+        opening = decode(request, OpenPublisher)
+        manifest = manifest_from_bytes(opening.manifest)
+        verify_manifest(manifest)
+        plan = next((plan for plan in manifest.pack if plan.rank == self._rank), None)
+        if plan is None:
+            ranks = [plan.rank for plan in manifest.pack]
+            raise PlanMismatch(f"the manifest packs ranks {ranks}, this is rank {self._rank}; describe every rank")
+        self.close()
+        end = open_publisher_end(
+            opening.transport, self._backend, slot_bytes=plan.arena_bytes, num_slots=opening.num_slots
+        )
+        try:
+            epoch = Epoch(
+                request=opening,
+                plan=plan,
+                segments=segments_of(manifest, self._rank),
+                arena=Arena(opening.num_slots, clock=self._clock),
+                end=end,
+                steps=tuple(_pack_steps(manifest, plan, end, opening.num_slots)),
+                digests={},
+                reports={},
+            )
+            probe_bytes, probe_digest = self._write_probe(epoch)
+            membership = Membership(run_id=opening.run_id, epoch=opening.epoch, secret=opening.secret)
+            server = ControlServer(lambda sender, ask: _handle(epoch, sender, ask), membership, host=opening.host)
+        except BaseException:
+            end.close()
+            raise
+        epoch.server = server
+        self._epoch = epoch
+        return encode(
+            PublisherInfo(
+                rank=self._rank,
+                endpoint=server.endpoint,
+                arena=end.handle,
+                manifest_digest=manifest.digest,
+                probe_bytes=probe_bytes,
+                probe_digest=probe_digest,
+            )
+        )
+
+    def publish(self, version: int, tensors: Mapping[str, torch.Tensor], *, deadline_s: float) -> bytes:
+        """Pack `version` from this rank's local shards and offer it. Returns a `PackReport`.
+
+        A version that is still held is not packed again, so a retry is safe. `tensors` are local shards (any float
+        dtype) by parameter name; parameters of which this rank holds nothing may be missing.
+
+        Raises:
+            PullTimeout: no slot became free within `deadline_s`; says which engines hold them.
+            PlanMismatch: a tensor is missing or does not have the planned shape.
+            ValueError: an older version than the newest published.
+        """
+        epoch = self._opened()
+        if epoch.arena.slot_of(version) is not None:
+            return encode(epoch.reports[version])
+        started = self._clock()
+        slot = epoch.arena.begin(version, deadline_s=deadline_s)
+        begun = self._clock()
+        try:
+            _pack(epoch.steps, slot, tensors)
+            self._backend.synchronize()
+            packed = self._clock()
+            epoch.digests[slot] = self._digest_ranges(epoch, slot) if epoch.request.verify else ()
+            digested = self._clock()
+            if epoch.plan.arena_bytes:
+                epoch.end.seal(slot)
+        except BaseException:
+            epoch.arena.abort(slot)
+            raise
+        generation = epoch.arena.seal(slot, version)
+        sealed = self._clock()
+        report = PackReport(
+            rank=self._rank,
+            version=version,
+            slot=slot,
+            generation=generation,
+            nbytes=sum(item.nbytes for item in epoch.plan.items),
+            wait_s=begun - started,
+            pack_s=(packed - begun) + (sealed - digested),
+            digest_s=digested - packed,
+            counters=self.counters(),
+        )
+        held = {v: r for v, r in epoch.reports.items() if epoch.arena.slot_of(v) is not None}
+        epoch.reports = {**held, version: report}
+        return encode(report)
+
+    def digests(self, version: int) -> bytes:
+        """`PublishedDigests` of a held version, computed now from the packed bytes.
+
+        Raises:
+            VersionUnavailable: the version is not held any more.
+        """
+        epoch = self._opened()
+        lease = epoch.arena.lease(version, holder=f"learner {self._rank} self-test", ttl_s=MAX_LEASE_S)
+        try:
+            digests = self._digest_ranges(epoch, lease.slot)
+        finally:
+            epoch.arena.release(lease.lease_id, slot=lease.slot, generation=lease.generation)
+        by_worker = {w: tuple(digests[i] for i in indices) for w, indices in epoch.segments.of_worker.items()}
+        return encode(PublishedDigests(rank=self._rank, version=version, by_worker=by_worker))
+
+    def counters(self) -> dict[str, int]:
+        """What was allocated, registered and opened since the epoch began, and the fate of control frames."""
+        epoch = self._opened()
+        control = {} if epoch.server is None else epoch.server.counters()
+        return {**epoch.end.counters(), "sockets": 1, **epoch.arena.counters(), **control}
+
+    def close(self) -> None:
+        """Stop serving and free the slots. Idempotent."""
+        epoch, self._epoch = self._epoch, None
+        if epoch is None:
+            return
+        if epoch.server is not None:
+            epoch.server.close()
+        epoch.steps = ()
+        epoch.end.close()
+
+    def _opened(self) -> Epoch:
+        if self._epoch is None:
+            raise WeightSyncError(f"learner rank {self._rank} has no open epoch; the coordinator must open it first")
+        return self._epoch
+
+    def _write_probe(self, epoch: Epoch) -> tuple[int, int]:
+        size = min(PROBE_BYTES, epoch.plan.arena_bytes)
+        if size == 0:
+            return 0, 0
+        head = epoch.end.slot(0)[:size]
+        head.copy_(probe_pattern(size, rank=self._rank))
+        epoch.end.seal(0)
+        return size, self._backend.digest(head)
+
+    def _digest_ranges(self, epoch: Epoch, slot: int) -> tuple[int, ...]:
+        if not epoch.segments.ranges:
+            return ()
+        data = epoch.end.slot(slot)
+        return tuple(self._backend.digest(data[start : start + size]) for start, size in epoch.segments.ranges)
+
+
+def _pack_steps(manifest: Manifest, plan: PackPlan, end: PublisherEnd, num_slots: int) -> list[PackStep]:
+    dtypes = {param.name: getattr(torch, param.dtype) for param in manifest.params}
+    steps: list[PackStep] = []
+    for item in plan.items:
+        box = tuple(slice(start, start + size) for start, size in zip(item.start, item.size, strict=True))
+        views = tuple(
+            end.slot(slot)[item.arena_off : item.arena_off + item.nbytes].view(dtypes[item.param]).view(item.size)
+            for slot in range(num_slots)
+        )
+        steps.append(PackStep(item.param, box, views))
+    return steps
+
+
+def _pack(steps: Sequence[PackStep], slot: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for step in steps:
+            tensor = tensors.get(step.param)
+            if tensor is None:
+                raise PlanMismatch(f"{step.param}: the plan packs a box of it but the learner gave no local shard")
+            source, target = tensor[step.box], step.views[slot]
+            if source.shape != target.shape:
+                raise PlanMismatch(
+                    f"{step.param}: the plan packs {step.box} = shape {tuple(target.shape)}, the local shard has shape "
+                    f"{tuple(tensor.shape)}; the model changed after the epoch was opened, open a new one"
+                )
+            target.copy_(source)  # casts float32 masters to the rollout dtype on the way
+
+
+def _handle(epoch: Epoch, sender: str, request: Request) -> Response:
+    """Answer one receiver. Runs in the control thread."""
+    arena = epoch.arena
+    match request:
+        case LeaseRequest():
+            indices = epoch.segments.of_worker.get(request.worker)
+            if indices is None:
+                raise PlanMismatch(f"{sender} asks as worker {request.worker}, the plan has no such worker")
+            lease = arena.lease(request.version, holder=sender, ttl_s=_bounded_ttl(request.ttl_s))
+            digests = epoch.digests.get(lease.slot, ())
+            return LeaseGranted(
+                lease_id=lease.lease_id,
+                slot=lease.slot,
+                generation=lease.generation,
+                digests=tuple(digests[i] for i in indices) if digests else (),
+            )
+        case RenewRequest():
+            arena.renew(request.lease_id, ttl_s=_bounded_ttl(request.ttl_s))
+            return Renewed()
+        case ReleaseRequest():
+            is_intact = arena.release(request.lease_id, slot=request.slot, generation=request.generation)
+            return Released(is_intact=is_intact)
+        case _:
+            raise VersionUnavailable(f"{sender} sent a {type(request).__name__}, which a publisher does not answer")
+
+
+def _bounded_ttl(ttl_s: float) -> float:
+    if not 0 < ttl_s <= MAX_LEASE_S:
+        raise ValueError(f"ttl_s must be in (0, {MAX_LEASE_S}], got {ttl_s}")
+    return ttl_s

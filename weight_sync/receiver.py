@@ -1,0 +1,223 @@
+"""WeightReceiver: one engine worker's side of weight sync.
+
+    bake ─> open(epoch) ─> prefetch(v) ─> commit(v) ─> prefetch(v+1) ─> ... ─> close
+
+    staged:  prefetch pulls into a shadow block in a background thread while the engine generates, and verifies it;
+             commit copies shadow -> parameters on the device. A failure leaves the old weights whole.
+    inplace: prefetch only leases, so that the version stays; commit pulls straight into the parameters and verifies.
+             A failure leaves a mixture: the worker is dirty until a full commit succeeds.
+
+Parameters are written through byte views of their storage: addresses never change (captured graphs hold them), and it
+does not matter whether the engine made them in inference mode.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from weight_sync.errors import PlanMismatch, ReplicaDirty, WeightSyncError
+from weight_sync.landing import parameter_bytes
+from weight_sync.prefetch import Prefetch
+from weight_sync.receiver_epoch import Host, Pulled, ReceiverEpoch, open_epoch
+from weight_sync.recorder import record_layout
+from weight_sync.wire import OpenReceiver, PrefetchState, PullReport, ReceiverInfo, RunDigests, WorkerStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from weight_sync.device.base import Backend
+    from weight_sync.types import ParamMeta, WorkerLayout
+
+
+class WeightReceiver:
+    """See the module docstring. One calling thread (the worker's RPC loop), and at most one prefetch thread."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        backend: Backend,
+        *,
+        worker: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._model = model
+        self._backend = backend
+        self._worker = worker
+        self._clock = clock
+        device = next((p.device for p in model.parameters()), torch.device(backend.torch_device))
+        self._host = Host(model=model, backend=backend, worker=worker, device=device, clock=clock)
+        self._epoch: ReceiverEpoch | None = None
+        self._prefetch: Prefetch | None = None
+        self._live_version: int | None = None
+        self._is_dirty = False
+
+    @property
+    def is_dirty(self) -> bool:
+        """The parameters are a mixture of versions: the engine must not generate from them."""
+        return self._is_dirty
+
+    @property
+    def live_version(self) -> int | None:
+        """The version the parameters hold; None before the first commit and while dirty."""
+        return None if self._is_dirty else self._live_version
+
+    def bake(self, params: Sequence[ParamMeta]) -> WorkerLayout:
+        """Let the engine's own loader show where every checkpoint element lands. Writes nothing."""
+        return record_layout(self._model, params, worker=self._worker)
+
+    def open(self, request: OpenReceiver) -> ReceiverInfo:
+        """Map the arenas, build the copies, say hello and pull every publisher's probe. Closes an earlier epoch.
+
+        Raises:
+            PlanMismatch: a digest of the manifest differs, or a run does not fit the parameters.
+            TransportUnusable: an arena cannot be mapped, or its probe arrives broken.
+            PublisherLost: a publisher does not answer.
+        """
+        self.close()
+        started = self._clock()
+        epoch = open_epoch(request, self._host)
+        try:
+            epoch.probe(deadline_s=request.deadline_s)
+        except BaseException:
+            epoch.close()
+            raise
+        self._epoch = epoch
+        return ReceiverInfo(
+            worker=self._worker,
+            manifest_digest=epoch.manifest_digest,
+            commit="staged" if epoch.landing.is_staged else "inplace",
+            shadow_bytes=0 if epoch.landing.shadow is None else epoch.landing.shadow.nbytes,
+            pull_bytes=epoch.plan.nbytes,
+            probe_s=self._clock() - started,
+        )
+
+    def prefetch(self, version: int, *, deadline_s: float) -> None:
+        """Start to bring `version` here and return at once. `poll` tells when it is done.
+
+        Asking again for a version that is under way or has arrived does nothing, so a retry is safe.
+        """
+        epoch = self._opened()
+        if self._prefetch is not None:
+            if self._prefetch.version == version and not self._prefetch.has_failed:
+                return
+            self.abort()
+        self._prefetch = Prefetch(epoch, self._host, version, deadline_s=deadline_s)
+
+    def poll(self) -> PrefetchState:
+        """Whether the prefetch is done.
+
+        Raises:
+            WeightSyncError: what made it fail. The parameters are untouched.
+        """
+        if self._prefetch is None:
+            raise WeightSyncError(f"worker {self._worker} has no prefetch; call prefetch first")
+        return PrefetchState(version=self._prefetch.version, is_done=self._prefetch.outcome() is not None)
+
+    def commit(self, version: int, *, deadline_s: float) -> PullReport:
+        """Make `version` the live weights; nothing to do if it is. The engine must not step meanwhile.
+
+        Raises:
+            PullTimeout, PublisherLost, DigestMismatch, LeaseExpired, VersionUnavailable: after a failure in place the
+                worker `is_dirty`; after one of a staged prefetch it still holds the old weights.
+        """
+        epoch = self._opened()
+        if self.live_version == version:
+            return PullReport(
+                worker=self._worker, version=version, pull_s=0.0, attest_s=0.0, commit_s=0.0,
+                nbytes=0, num_runs=0, num_retries=0, counters=self.counters(),
+            )  # fmt: skip
+        give_up = self._clock() + deadline_s
+        arrived = self._finish_prefetch(version, give_up)
+        if epoch.landing.is_staged and arrived is None:
+            raise WeightSyncError(f"version {version} was not prefetched by worker {self._worker}; prefetch it first")
+        epoch.check_addresses()
+        # The engine's pause does not wait for the device; kernels of its last step may still read the weights.
+        self._backend.synchronize()
+        started = self._clock()
+        self._is_dirty = True
+        if epoch.landing.is_staged:
+            epoch.copy_from_shadow()
+            pulled = arrived
+        else:
+            pulled = epoch.pull(version, give_up=give_up, check=lambda: None)
+        self._backend.synchronize()
+        self._is_dirty = False
+        self._live_version = version
+        assert pulled is not None
+        return PullReport(
+            worker=self._worker,
+            version=version,
+            pull_s=pulled.pull_s,
+            attest_s=pulled.attest_s,
+            commit_s=self._clock() - started,
+            nbytes=epoch.plan.nbytes,
+            num_runs=len(epoch.plan.runs),
+            num_retries=pulled.num_retries,
+            counters=self.counters(),
+        )
+
+    def abort(self) -> bool:
+        """Stop a prefetch and forget what arrived; parameters are untouched. Idempotent. False if it does not stop."""
+        prefetch, self._prefetch = self._prefetch, None
+        return prefetch is None or prefetch.abort()
+
+    def parameter_digests(self) -> RunDigests:
+        """Digest of every run as the live parameters hold it now.
+
+        Raises:
+            ReplicaDirty: the parameters are a mixture.
+        """
+        epoch = self._opened()
+        if self._is_dirty:
+            raise ReplicaDirty(f"worker {self._worker} failed in the middle of a commit; commit a version again first")
+        return RunDigests(version=self._live_version, by_rank=epoch.live_digests())
+
+    def read_back(self, names: Sequence[str]) -> dict[str, bytes]:
+        """The bytes of engine parameters as they are now.
+
+        Raises:
+            PlanMismatch: the engine has no such parameter.
+        """
+        views = parameter_bytes(self._model)
+        unknown = [name for name in names if name not in views]
+        if unknown:
+            raise PlanMismatch(f"engine has no parameters {unknown}, it has {sorted(views)}")
+        return {name: views[name].cpu().numpy().tobytes() for name in names}
+
+    def status(self) -> WorkerStatus:
+        return WorkerStatus(
+            worker=self._worker,
+            open=self._epoch is not None,
+            live_version=self.live_version,
+            dirty=self._is_dirty,
+            prefetching=self._prefetch is not None and self._prefetch.is_running,
+            counters=self.counters() if self._epoch is not None else {},
+        )
+
+    def counters(self) -> dict[str, int]:
+        """What was allocated, mapped and opened since the epoch began."""
+        return self._opened().counters()
+
+    def close(self) -> None:
+        """Abort, unmap, hang up. The parameters stay as they are. Idempotent."""
+        has_stopped = self.abort()
+        epoch, self._epoch = self._epoch, None
+        if epoch is not None and has_stopped:
+            epoch.close()
+
+    def _opened(self) -> ReceiverEpoch:
+        if self._epoch is None:
+            raise WeightSyncError(f"worker {self._worker} has no open epoch; the coordinator must open it first")
+        return self._epoch
+
+    def _finish_prefetch(self, version: int, give_up: float) -> Pulled | None:
+        """What the prefetch of `version` brought; None if there was none. It is used up."""
+        prefetch = self._prefetch
+        if prefetch is None or prefetch.version != version:
+            return None
+        outcome = prefetch.wait(give_up - self._clock())
+        self._prefetch = None
+        return outcome

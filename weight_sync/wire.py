@@ -1,0 +1,240 @@
+"""What publisher, receiver and coordinator say to each other through their hosts' calls (actor calls, worker RPC).
+
+Hosts pass these as opaque bytes: msgpack of a typed struct, so a host never needs the types, and an error keeps its own
+type on its way through layers that would flatten it into a string (vLLM's RPC does).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+import msgspec
+
+from weight_sync import errors
+from weight_sync.device.base import IpcHandle  # noqa: TC001 - msgspec reads the annotations
+from weight_sync.types import ParamMeta, ShardDesc  # noqa: TC001 - likewise
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+CommitMode = Literal["auto", "staged", "inplace"]
+T = TypeVar("T")
+
+
+class PublisherLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """What one learner rank holds."""
+
+    rank: int
+    params: tuple[ParamMeta, ...]
+    shards: tuple[ShardDesc, ...]
+
+
+class ArenaHandle(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the slots of a publisher lie: slot `i` covers bytes `[i * slot_stride, i * slot_stride + slot_bytes)`."""
+
+    transport: str
+    handle: IpcHandle | None
+    """None if the rank publishes nothing (all its shards are empty)."""
+    slot_bytes: int
+    slot_stride: int
+    num_slots: int
+
+
+class OpenPublisher(msgspec.Struct, frozen=True, kw_only=True):
+    """Opens an epoch on a learner rank. `secret` authenticates every control frame of the run."""
+
+    run_id: str
+    secret: bytes
+    epoch: int
+    manifest: bytes
+    transport: str
+    num_slots: int
+    verify: bool
+    host: str = "127.0.0.1"
+    """Address the control socket binds; the port is ephemeral and returned."""
+
+
+class PublisherInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """How to reach an opened publisher."""
+
+    rank: int
+    endpoint: str
+    arena: ArenaHandle
+    manifest_digest: str
+    probe_bytes: int
+    """The first bytes of slot 0 hold a pattern until the first publish, ..."""
+    probe_digest: int
+    """... with this digest."""
+
+
+class OpenReceiver(msgspec.Struct, frozen=True, kw_only=True):
+    """Opens an epoch on the workers of one replica."""
+
+    run_id: str
+    secret: bytes
+    epoch: int
+    manifest: bytes
+    replica: str
+    stagger: int
+    """Number of workers in the replicas before this one: every worker of the run starts at another source."""
+    commit: CommitMode
+    verify: bool
+    publishers: tuple[PublisherInfo, ...]
+    deadline_s: float
+    """For mapping and probing."""
+    lease_s: float = 10.0
+    """A lease is renewed at half this time while a pull goes on, and frees its slot if the receiver dies."""
+
+
+class ReceiverInfo(msgspec.Struct, frozen=True, kw_only=True):
+    worker: int
+    manifest_digest: str
+    commit: Literal["staged", "inplace"]
+    shadow_bytes: int
+    pull_bytes: int
+    probe_s: float
+    """Seconds to open every arena and pull its probe pattern."""
+
+
+class BakeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    params: tuple[ParamMeta, ...]
+
+
+class PackReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What publishing one version cost a learner rank."""
+
+    rank: int
+    version: int
+    slot: int
+    generation: int
+    nbytes: int
+    wait_s: float
+    """Waiting for a free slot."""
+    pack_s: float
+    digest_s: float
+    counters: dict[str, int]
+
+
+class PullReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What bringing one version into a worker cost. Also the report of a commit; phases that did not run are 0."""
+
+    worker: int
+    version: int
+    pull_s: float
+    attest_s: float
+    commit_s: float
+    nbytes: int
+    num_runs: int
+    num_retries: int
+    """Sources pulled a second time because a digest differed."""
+    counters: dict[str, int]
+
+
+class PrefetchState(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of `ws_prefetch` and `ws_poll`. A failed prefetch is answered as an error reply instead."""
+
+    version: int
+    is_done: bool
+
+
+class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    worker: int
+    open: bool
+    live_version: int | None
+    dirty: bool
+    prefetching: bool
+    counters: dict[str, int]
+
+
+class RunDigests(msgspec.Struct, frozen=True, kw_only=True):
+    """Digests of runs, keyed by source rank, in the order of the worker's plan."""
+
+    version: int | None
+    by_rank: dict[int, tuple[int, ...]]
+
+
+class PublishedDigests(msgspec.Struct, frozen=True, kw_only=True):
+    """A learner rank's digests for every worker's runs, in the order of that worker's plan."""
+
+    rank: int
+    version: int
+    by_worker: dict[int, tuple[int, ...]]
+
+
+class ReadBack(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes of engine parameters as they are now."""
+
+    params: dict[str, bytes]
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker's answer to a worker call."""
+
+    ok: bool
+    value: bytes = b""
+    error: str = ""
+    """Type name of the exception."""
+    message: str = ""
+    dirty: bool = False
+    """The worker's parameters are a mixture of versions: it must not generate."""
+
+
+class CommitResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What a replica's `commit` gives back: one reply per worker, and how long generation stood still."""
+
+    results: list[bytes]
+    pause_s: float
+
+
+def encode(value: object) -> bytes:
+    return msgspec.msgpack.encode(value)
+
+
+def decode(data: bytes, kind: type[T]) -> T:
+    """Typed decode.
+
+    Raises:
+        PlanMismatch: the bytes are not a `kind`; the parties run different versions of this package.
+    """
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except msgspec.DecodeError as error:
+        raise errors.PlanMismatch(
+            f"message is not a {kind.__name__}: {error}; learner and engine must run the same version of weight_sync"
+        ) from error
+
+
+def answer(call: Callable[[], bytes], *, is_dirty: Callable[[], bool]) -> bytes:
+    """Run `call` and wrap its result, or its exception with type and message, as a `Reply`."""
+    try:
+        return encode(Reply(ok=True, value=call(), dirty=is_dirty()))
+    except Exception as error:  # noqa: BLE001 - the edge of the engine's RPC, which would flatten it into a string
+        return encode(Reply(ok=False, error=type(error).__name__, message=str(error), dirty=is_dirty()))
+
+
+def make_error(name: str, message: str) -> Exception:
+    """An exception of the type called `name` if it is one of ours, else `WeightSyncError` naming it."""
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, errors.WeightSyncError):
+        return kind(message)
+    return errors.WeightSyncError(f"{name}: {message}")
+
+
+def open_reply(data: bytes, kind: type[T], *, party: str) -> T:
+    """The value of a worker's reply.
+
+    Raises:
+        WeightSyncError: (or its subclass) what the worker raised, prefixed with `party`.
+    """
+    reply = decode(data, Reply)
+    if not reply.ok:
+        raise make_error(reply.error, f"{party}: {reply.message}")
+    return decode(reply.value, kind)
+
+
+def reply_state(results: Sequence[bytes]) -> Literal["ok", "failed", "dirty"]:
+    """What a replica's host must know of its workers' replies: `dirty` means it must not generate."""
+    replies = [decode(result, Reply) for result in results]
+    if any(reply.dirty for reply in replies):
+        return "dirty"
+    return "ok" if all(reply.ok for reply in replies) else "failed"

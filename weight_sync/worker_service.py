@@ -1,0 +1,76 @@
+"""The calls of one engine worker, in bytes: what its host exposes, whatever that host is.
+
+Every method answers an encoded `Reply`, so an exception keeps its type and message through any RPC.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weight_sync.wire import BakeRequest, OpenReceiver, ReadBack, answer, decode, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from weight_sync.receiver import WeightReceiver
+
+
+class WorkerService:
+    """Forwards to a receiver, which is made with the first call so that a failure to make it is answered too."""
+
+    def __init__(self, make_receiver: Callable[[], WeightReceiver]) -> None:
+        self._make_receiver = make_receiver
+        self._receivers: list[WeightReceiver] = []
+
+    def bake(self, request: bytes) -> bytes:
+        """`BakeRequest` -> `WorkerLayout`."""
+        return self._answer(lambda receiver: receiver.bake(decode(request, BakeRequest).params))
+
+    def open(self, request: bytes) -> bytes:
+        """`OpenReceiver` -> `ReceiverInfo`."""
+        return self._answer(lambda receiver: receiver.open(decode(request, OpenReceiver)))
+
+    def prefetch(self, version: int, deadline_s: float) -> bytes:
+        """Start a pull in the background -> `PrefetchState`."""
+
+        def start(receiver: WeightReceiver) -> object:
+            receiver.prefetch(version, deadline_s=deadline_s)
+            return receiver.poll()
+
+        return self._answer(start)
+
+    def poll(self) -> bytes:
+        """`PrefetchState` of the pull under way; an error if it failed."""
+        return self._answer(lambda receiver: receiver.poll())
+
+    def commit(self, version: int, deadline_s: float) -> bytes:
+        """Make a version live -> `PullReport`. The engine must be paused."""
+        return self._answer(lambda receiver: receiver.commit(version, deadline_s=deadline_s))
+
+    def abort(self) -> bytes:
+        """Stop a prefetch -> whether it stopped."""
+        return self._answer(lambda receiver: receiver.abort())
+
+    def digests(self) -> bytes:
+        """`RunDigests` of the live parameters."""
+        return self._answer(lambda receiver: receiver.parameter_digests())
+
+    def read_back(self, names: list[str]) -> bytes:
+        """Bytes of live parameters -> `ReadBack`."""
+        return self._answer(lambda receiver: ReadBack(params=receiver.read_back(names)))
+
+    def status(self) -> bytes:
+        """`WorkerStatus`."""
+        return self._answer(lambda receiver: receiver.status())
+
+    def close(self) -> bytes:
+        """Unmap and hang up; the weights stay."""
+        return self._answer(lambda receiver: receiver.close())
+
+    def _answer(self, call: Callable[[WeightReceiver], object]) -> bytes:
+        return answer(lambda: encode(call(self._receiver())), is_dirty=lambda: any(r.is_dirty for r in self._receivers))
+
+    def _receiver(self) -> WeightReceiver:
+        if not self._receivers:
+            self._receivers.append(self._make_receiver())
+        return self._receivers[0]
