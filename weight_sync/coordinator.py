@@ -159,6 +159,7 @@ class SyncCoordinator:
         """
         if version not in self._published:
             raise WeightSyncError(f"version {version} is not published (published: {sorted(self._published)})")
+        packs = self._published[version]  # a newer version may be published while this one is on its way
         started = self._clock()
         members = [member for member in self._members.values() if member.state == "live"]
         if not members:
@@ -174,7 +175,7 @@ class SyncCoordinator:
             (outcomes if isinstance(result, Outcome) else failures).append(result)  # pyright: ignore[reportArgumentType]
         if not outcomes:
             raise failures[0]
-        return self._report(version, outcomes, started)
+        return self._report(version, outcomes, packs=packs, started=started)
 
     async def self_test(self) -> None:
         """Compare, run by run, the live parameters of every live replica with the learners' packed bytes.
@@ -282,8 +283,9 @@ class SyncCoordinator:
                     raise PlanMismatch(f"{name}/{worker} agreed to another manifest: {info.manifest_digest[:12]}")
                 log.info("%s/%d: %s, %d bytes per sync", name, worker, info.commit, info.pull_bytes)
 
-    def _report(self, version: int, outcomes: Sequence[Outcome], started: float) -> SyncReport:
-        packs = self._published[version]
+    def _report(
+        self, version: int, outcomes: Sequence[Outcome], *, packs: Sequence[PackReport], started: float
+    ) -> SyncReport:
         pulls = [report for outcome in outcomes for report in outcome.reports]
         counters: Counter[str] = Counter()
         for report in (*packs, *pulls):

@@ -75,10 +75,7 @@ def local_shards(
     """
     if not isinstance(getattr(torch, rollout_dtype, None), torch.dtype):
         raise PlanMismatch(f"rollout dtype must be the name of a torch dtype such as 'bfloat16', got {rollout_dtype!r}")
-    for module in model.modules():
-        # After a forward pass the root group may still be gathered: its parameters would be temporary full tensors.
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    _reshard(model)
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     named = _checkpoint_names(model)
     metas: list[ParamMeta] = []
@@ -98,6 +95,13 @@ def local_shards(
     if problems:
         raise PlanMismatch(f"rank {rank} holds parameters that cannot be served by rows: {'; '.join(problems)}")
     return tuple(metas), tuple(shards), tensors
+
+
+def _reshard(model: torch.nn.Module) -> None:
+    """After a forward pass the root group may still be gathered: its parameters would be temporary full tensors."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

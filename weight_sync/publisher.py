@@ -127,12 +127,7 @@ class WeightPublisher:
             TransportUnusable, DeviceError: the slots cannot be made.
         """
         opening = decode(request, OpenPublisher)
-        manifest = manifest_from_bytes(opening.manifest)
-        verify_manifest(manifest)
-        plan = next((plan for plan in manifest.pack if plan.rank == self._rank), None)
-        if plan is None:
-            ranks = [plan.rank for plan in manifest.pack]
-            raise PlanMismatch(f"the manifest packs ranks {ranks}, this is rank {self._rank}; describe every rank")
+        manifest, plan = self._agree(opening)
         self.close()
         end = open_publisher_end(
             opening.transport, self._backend, slot_bytes=plan.arena_bytes, num_slots=opening.num_slots
@@ -242,6 +237,15 @@ class WeightPublisher:
             epoch.server.close()
         epoch.steps = ()
         epoch.end.close()
+
+    def _agree(self, opening: OpenPublisher) -> tuple[Manifest, PackPlan]:
+        manifest = manifest_from_bytes(opening.manifest)
+        verify_manifest(manifest)
+        for plan in manifest.pack:
+            if plan.rank == self._rank:
+                return manifest, plan
+        ranks = [plan.rank for plan in manifest.pack]
+        raise PlanMismatch(f"the manifest packs ranks {ranks}, this is rank {self._rank}; describe every rank")
 
     def _opened(self) -> Epoch:
         if self._epoch is None:

@@ -53,35 +53,38 @@ def record_layout(model: torch.nn.Module, params: Sequence[ParamMeta], *, worker
         PlanMismatch: the loader refuses a tensor, does something that cannot be followed, or does not fill every
             element of every parameter exactly once. Names the tensor, the engine parameter, the operation, the numbers.
     """
-    load_weights = getattr(model, "load_weights", None)
-    if not callable(load_weights):
-        raise PlanMismatch(f"{type(model).__name__} has no load_weights; the layout is learnt from the engine's loader")
     memory = EngineMemory(model)
     recording = _Recording(memory)
-    device = next((block.tensor.device for block in memory.params()), torch.device("cpu"))
     try:
-        # A worker may call us from inference mode, where composite operations would reach the mode undivided.
-        with torch.inference_mode(False), torch.no_grad(), recording:
-            load_weights(recording.tensors(params, device))
-    except PlanMismatch:
-        raise
-    except _LOADER_ERRORS as error:
-        raise PlanMismatch(
-            f"the loader of {type(model).__name__} refused {recording.current}: {type(error).__name__}: {error}; "
-            "the learner's parameter does not fit, or the engine repacked its own after loading"
-        ) from error
+        _run_loader(model, params, recording)
     finally:
         moved = memory.restore()
-    if moved:
-        raise PlanMismatch(f"the loader moves {', '.join(moved)} to other memory; use the reload path for this model")
     if recording.refusals:
         raise PlanMismatch(recording.refusals[0])
+    if moved:
+        raise PlanMismatch(f"the loader moves {', '.join(moved)} to other memory; use the reload path for this model")
     problems = recording.coverage.problems(memory.params())
     if problems:
         lines = "".join(f"\n  - {problem}" for problem in problems)
         raise PlanMismatch(f"worker {worker}: the loader does not fill every parameter exactly once:{lines}")
     written = {copy.dst_param for copy in recording.copies}
     return WorkerLayout(worker=worker, params=memory.described(written), copies=tuple(recording.copies))
+
+
+def _run_loader(model: torch.nn.Module, params: Sequence[ParamMeta], recording: _Recording) -> None:
+    load_weights = getattr(model, "load_weights", None)
+    if not callable(load_weights):
+        raise PlanMismatch(f"{type(model).__name__} has no load_weights; the layout is learnt from the engine's loader")
+    device = next((param.device for param in model.parameters()), torch.device("cpu"))
+    try:
+        # A worker may call us from inference mode, where composite operations would reach the mode undivided.
+        with torch.inference_mode(False), torch.no_grad(), recording:
+            load_weights(recording.tensors(params, device))
+    except _LOADER_ERRORS as error:
+        raise PlanMismatch(
+            f"the loader of {type(model).__name__} refused {recording.current}: {type(error).__name__}: {error}; "
+            "the learner's parameter does not fit, or the engine repacked its own after loading"
+        ) from error
 
 
 class _Ghost(torch.Tensor):

@@ -142,6 +142,7 @@ class VllmEngine(Engine):
     async def close(self) -> None:
         self._die("it was closed")
         await asyncio.gather(*self._stopping)
+        self._llm = None  # so that it is finalised now and not while the interpreter shuts down
 
     # ---------------------------------------------------------------- generation
 
@@ -312,10 +313,10 @@ class VllmEngine(Engine):
 
     @property
     def _engine(self) -> AsyncLLM:
-        if self._llm is None:
-            raise EngineDead("engine is not started; await start() first")
         if self._is_dead:
             raise EngineDead(f"engine is dead: {self._dead_reason or 'its process ended'}; use another replica")
+        if self._llm is None:
+            raise EngineDead("engine is not started; await start() first")
         return self._llm
 
     def _die(self, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""A learner rank in a process of its own: FSDP2 over gloo, a tiny Qwen2, and a real publisher. Driven through a pipe."""
+"""A learner rank in a process of its own: FSDP2 over gloo, a tiny Qwen2, a real publisher. Driven through a pipe."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import multiprocessing
 import os
 import signal
 import threading
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 TINY = {
     "vocab_size": 128,
@@ -45,7 +47,7 @@ def rank_main(rank: int, num_ranks: int, store: str, pipe: Any) -> None:
             method, args = pipe.recv()
             try:
                 pipe.send((True, getattr(learner, method)(*args)))
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - a process's edge: the parent raises it again
                 pipe.send((False, f"{type(error).__name__}: {error}"))
     except EOFError:
         learner.ws_close()

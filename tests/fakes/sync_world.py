@@ -1,4 +1,4 @@
-"""A small weight-sync world in one process: learner ranks with row shards, and replicas with a model that fuses and splits.
+"""A small weight-sync world in one process: learner ranks with row shards, replicas with a model that fuses and splits.
 
 Real publishers, receivers, sockets and shared memory; only the model and the hosts (Ray, vLLM) are small stand-ins.
 """
@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,6 +18,9 @@ from weight_sync.receiver import WeightReceiver
 from weight_sync.types import ParamMeta
 from weight_sync.wire import CommitResult, reply_state
 from weight_sync.worker_service import WorkerService
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
 
 SHAPES = {
     "embed.weight": (10, 4),

@@ -72,14 +72,14 @@ async def engine(model_dir: Path) -> AsyncIterator[Engine]:
     ENDING.clear()
     engine = VllmEngine(make_spec(model_dir))
     info = await engine.start()
-    print(info)
     assert info.num_workers == 1
     assert info.stop_token_ids == (STOP,)
+    (pid,) = await engine.call_workers("te_pid", timeout_s=10.0)
+    process = psutil.Process(pid)
     yield engine
     await engine.close()
-    assert not psutil.Process().children(recursive=True) or all(
-        "resource_tracker" in " ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)
-    )
+    await engine.close()
+    assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
 def random_prompt(seed: int, num_tokens: int = 12) -> np.ndarray:

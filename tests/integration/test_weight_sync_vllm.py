@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import time
-from collections.abc import AsyncIterator
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import pytest_asyncio
@@ -19,7 +18,20 @@ from weight_sync.errors import VersionUnavailable, WeightSyncError
 from weight_sync.vllm_compat import EXTENSION, pause_engine, resume_engine, set_engine_version
 from weight_sync.wire import CommitResult, ReadBack, WorkerStatus, open_reply, reply_state
 
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(280)]
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
 
 
 class VllmReplica:
@@ -117,9 +129,7 @@ def expected_worker(full: dict[str, torch.Tensor], worker: int, num_workers: int
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=[1, 2], ids=["tp1", "tp2"])
 async def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1",
-                            "VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_LOGGING_LEVEL": "WARNING",
-                            "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}.items():  # fmt: skip
+        for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -138,6 +148,8 @@ async def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
             yield Rig(ranks, VllmReplica(engine, request.param))
         finally:
             engine.shutdown()
+            del engine
+            gc.collect()  # its finalizer must not run after the interpreter has torn vLLM down
             for rank in ranks:
                 rank.close()
 

@@ -18,7 +18,6 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,6 +29,8 @@ from rollout.prompts.arithmetic import operand_pairs, question
 from trainer.builtin.tokenizer import EOS_ID, PAD_ID, VOCABULARY_SIZE, build_tokenizer, encode
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import torch
     from transformers import PreTrainedModel
 

@@ -160,18 +160,17 @@ def _wandb(config: RunConfig) -> Iterator[Problem]:
 
 
 def _port(config: RunConfig) -> Iterator[Problem]:
-    if config.ray.port == 0 or config.ray.address != "local":
-        return
+    port = config.learner.port
+    if port == 0 or config.ray.address != "local":
+        return  # rank 0 may be on another node: it finds out itself
     with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as probe:
         # Without this, a port whose last connection has just ended would count as in use.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("", config.ray.port))
+            probe.bind(("", port))
         except OSError as error:
             allowed = f"cannot be used: {os.strerror(error.errno or 0)}"
-            yield Problem(
-                key="ray.port", got=str(config.ray.port), allowed=allowed, do="use another, or 0 for a free one"
-            )
+            yield Problem(key="learner.port", got=str(port), allowed=allowed, do="use another, or 0 for a free one")
 
 
 _CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (

@@ -154,7 +154,7 @@ def _ray(config: RunConfig) -> Iterator[Problem]:
     if not config.ray.address:
         yield _conflict(config, "ray.address", "must be local, auto or HOST:PORT", "use local for a private cluster")
     elif config.ray.address != "local":
-        for key in ("ray.port", "ray.num_cpus", "ray.object_store_gib"):
+        for key in ("ray.num_cpus", "ray.object_store_gib"):
             why = f"ray.address={config.ray.address} joins a cluster that is already set up"
             yield from _ineffective(config, key, why, "ray.address")
 

@@ -9,9 +9,15 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]  # public, but not declared
+from torch.distributed import (  # pyright: ignore[reportPrivateImportUsage]  # public, but not declared
+    DistNetworkError,
+    Store,
+    TCPStore,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from trainer.learner.errors import LearnerError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,11 +38,20 @@ class Rendezvous:
     port: int
 
     @staticmethod
-    def host_at(host: str, *, world_size: int, timeout_s: float) -> Rendezvous:
-        """Open the store on a free port. The port is taken by binding it, so nobody can take it in between."""
-        store = TCPStore(
-            host, 0, world_size, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
-        )
+    def host_at(host: str, *, port: int, world_size: int, timeout_s: float) -> Rendezvous:
+        """Open the store on `port`; 0 takes a free one, by binding it, so nobody can take it in between.
+
+        Raises:
+            LearnerError: the port cannot be bound.
+        """
+        try:
+            store = TCPStore(
+                host, port, world_size, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
+            )
+        except DistNetworkError as error:
+            raise LearnerError(
+                f"learner.port={port} cannot be bound on {host}: {error}; use another port, or 0 for a free one"
+            ) from error
         return Rendezvous(store=store, host=host, port=store.port)
 
     @staticmethod

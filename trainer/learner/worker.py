@@ -70,7 +70,10 @@ class LearnerWorker:
         from trainer.learner.parallel import Rendezvous
 
         host = ray.util.get_node_ip_address()
-        self._rendezvous = Rendezvous.host_at(host, world_size=self._world_size, timeout_s=self._cfg.learner.timeout_s)
+        learner = self._cfg.learner
+        self._rendezvous = Rendezvous.host_at(
+            host, port=learner.port, world_size=self._world_size, timeout_s=learner.timeout_s
+        )
         return self._rendezvous.host, self._rendezvous.port
 
     def setup(self, address: Address) -> None:

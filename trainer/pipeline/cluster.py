@@ -61,7 +61,7 @@ class Cluster:
             object_store_memory=int(cfg.ray.object_store_gib * 2**30),
             include_dashboard=False,
             log_to_driver=False,
-            logging_level=logging.WARNING,
+            logging_level=logging.ERROR,
             _temp_dir=str(scratch),
         )
         return cls(scratch)
@@ -69,7 +69,7 @@ class Cluster:
     @classmethod
     def _join(cls, cfg: RunConfig, placement: Placement, backend: Backend) -> Cluster:
         try:
-            ray.init(address=cfg.ray.address, log_to_driver=False, logging_level=logging.WARNING)
+            ray.init(address=cfg.ray.address, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, ValueError, RuntimeError) as error:
             problem = Problem(
                 key="ray.address",

@@ -19,14 +19,13 @@ from rollout.worker import WorkerSpec, rollout_worker_actor
 from trainer.learner.worker import LearnerGroup, learner_actor
 from trainer.pipeline.cluster import actor_options
 from trainer.pipeline.handles import EngineReplica, answer
-from trainer.pipeline.inputs import model_path, tokenizer_path
+from trainer.pipeline.inputs import with_model_directory
 from trainer.pipeline.workers import WorkerPool
 from weight_sync.coordinator import SyncCoordinator, SyncOptions
-from weight_sync.device.select import merge_env
+from weight_sync.device import merge_env
 from weight_sync.vllm_compat import EXTENSION
 
 if TYPE_CHECKING:
-
     from trainer.config.schema import RunConfig
     from trainer.pipeline.inputs import Inputs
     from trainer.pipeline.placement import Placement
@@ -62,6 +61,7 @@ async def _end(actor: Any, *, timeout_s: float) -> None:
 
 def create_actors(cfg: RunConfig, placement: Placement, backend: Backend, *, version: int) -> Actors:
     """Create all actors. They begin to import their libraries; nothing is loaded yet."""
+    cfg = with_model_directory(cfg)
     replicas = [f"replica_{index}" for index in range(cfg.rollout.num_replicas)]
     spec = engine_spec(cfg, backend, version=version)
     engine_options = {name: _options(cfg, backend, placement.engine, role="engine", name=name) for name in replicas}
@@ -152,8 +152,8 @@ def engine_spec(cfg: RunConfig, backend: Backend, *, version: int) -> EngineSpec
     rollout = cfg.rollout
     needed = cfg.task.max_prompt_tokens + rollout.max_response_tokens
     return EngineSpec(
-        model=model_path(cfg),
-        tokenizer=tokenizer_path(cfg),
+        model=cfg.model.path,
+        tokenizer=_tokenizer_path(cfg),
         device=backend.name,
         dtype=cfg.model.rollout_dtype,
         tensor_parallel_size=rollout.tensor_parallel_size,
@@ -188,7 +188,7 @@ def worker_spec(cfg: RunConfig) -> WorkerSpec:
         ),
         request_timeout_s=rollout.request_timeout_s,
         seed=cfg.seed,
-        tokenizer_path=tokenizer_path(cfg),
+        tokenizer_path=_tokenizer_path(cfg),
         reward=reward.name,
         reward_timeout_s=reward.timeout_s,
         reward_processes=reward.num_processes,
@@ -198,3 +198,7 @@ def worker_spec(cfg: RunConfig) -> WorkerSpec:
 def _options(cfg: RunConfig, backend: Backend, resources: dict[str, Any], *, role: Role, name: str) -> dict[str, Any]:
     env = merge_env(backend.process_env(role), cfg.device.env, dict(os.environ))
     return actor_options(resources, env=env, name=name)
+
+
+def _tokenizer_path(cfg: RunConfig) -> str:
+    return cfg.model.tokenizer_path if cfg.model.tokenizer_path else cfg.model.path

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +14,8 @@ from rollout.types import Prompt, SamplingParams, Trajectory
 from trainer.pipeline.state import Evaluation
 
 if TYPE_CHECKING:
+    import asyncio
+
     from trainer.config.schema import RunConfig
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import importlib.util
 import logging
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rollout.prompts.readers import SourceSpec
@@ -23,7 +23,6 @@ from trainer.builtin.tokenizer import build_tokenizer
 from trainer.config.errors import ConfigurationError, Problem
 
 if TYPE_CHECKING:
-
     from rollout.types import Prompt
     from trainer.config.schema import RunConfig
 
@@ -62,13 +61,11 @@ def load_inputs(cfg: RunConfig) -> Inputs:
     return Inputs(tokenizer=tokenizer, train=train, evaluation=evaluation)
 
 
-def model_path(cfg: RunConfig) -> str:
-    """Where learner and engine load the model from; the built-in one may have to be made first."""
-    return str(tiny_model.cached_path()) if cfg.model.path == tiny_model.BUILTIN_TINY else cfg.model.path
-
-
-def tokenizer_path(cfg: RunConfig) -> str:
-    return cfg.model.tokenizer_path if cfg.model.tokenizer_path else model_path(cfg)
+def with_model_directory(cfg: RunConfig) -> RunConfig:
+    """The configuration with built-in names replaced by the directories that actors load from."""
+    if cfg.model.path != tiny_model.BUILTIN_TINY:
+        return cfg
+    return replace(cfg, model=replace(cfg.model, path=str(tiny_model.cached_path())))
 
 
 async def ensure_model(cfg: RunConfig) -> None:
@@ -116,9 +113,7 @@ def check_torchvision() -> None:
     if importlib.util.find_spec("torchvision") is None:
         return
     command = [sys.executable, "-c", "import torchvision"]
-    result = subprocess.run(
-        command, capture_output=True, text=True, timeout=IMPORT_CHECK_TIMEOUT_S, check=False
-    )
+    result = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_CHECK_TIMEOUT_S, check=False)
     if result.returncode == 0:
         return
     problem = Problem(
@@ -154,9 +149,9 @@ def _last_line(text: str) -> str:
 
 
 def _tokenizer(cfg: RunConfig) -> Any:
-    path = tokenizer_path(cfg)
-    if path == str(tiny_model.cached_path()):
-        return build_tokenizer()  # the directory may not be there yet
+    path = cfg.model.tokenizer_path if cfg.model.tokenizer_path else cfg.model.path
+    if path == tiny_model.BUILTIN_TINY:
+        return build_tokenizer()  # its directory may not be there yet
     from transformers import AutoTokenizer
 
     try:

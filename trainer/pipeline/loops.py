@@ -13,17 +13,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rollout.types import Group
 from trainer.data.batcher import BatchLimits, BuiltBatch, build_train_batch
 from trainer.pipeline.records import StepRecorder, StepTimes, buffer_record, sync_record
-from trainer.pipeline.state import RunState
-from weight_sync.types import SyncReport
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rollout.buffer.items import WorkItem
     from rollout.buffer.work_buffer import WorkBuffer
     from rollout.prompts.source import PromptSource
@@ -31,10 +30,12 @@ if TYPE_CHECKING:
     from trainer.learner.worker import LearnerGroup
     from trainer.pipeline.evaluate import Evaluator
     from trainer.pipeline.resume import Checkpointer
+    from trainer.pipeline.state import RunState
     from trainer.pipeline.supervise import Supervisor
     from trainer.pipeline.sync_pump import SyncPump
     from trainer.pipeline.telemetry import Telemetry
     from trainer.pipeline.workers import WorkerPool
+    from weight_sync.types import SyncReport
 
 log = logging.getLogger(__name__)
 

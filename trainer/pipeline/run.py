@@ -8,7 +8,6 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +25,8 @@ from trainer.pipeline.sync_pump import SyncPump
 from trainer.telemetry.summary import ExitReason, Summary, write_summary
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from trainer.config.schema import RunConfig
     from trainer.pipeline.telemetry import Telemetry
     from trainer.telemetry.run_dir import RunDir
@@ -146,9 +147,7 @@ class Driver:
                 self._state.discarded_tokens = parts.buffer.stats().discarded_tokens
                 parts.buffer.close()
 
-    def _parts(
-        self, actors: compose.Actors, coordinator: SyncCoordinator, supervisor: Supervisor
-    ) -> loops.Parts:
+    def _parts(self, actors: compose.Actors, coordinator: SyncCoordinator, supervisor: Supervisor) -> loops.Parts:
         cfg, state, sinks, resumed = self._cfg, self._state, self._telemetry, self._checked.resumed
         buffer = compose.make_buffer(cfg, resumed)
         source = compose.make_source(cfg, self._checked.inputs, resumed)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trainer.telemetry.summary import ExitReason
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainer.telemetry.summary import ExitReason
 
 
 @dataclass(slots=True, kw_only=True)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
-
-from rich.console import Console
 
 from trainer.telemetry.log import logging_to
 from trainer.telemetry.progress import Progress
@@ -19,6 +16,10 @@ from trainer.telemetry.spans import Tracer
 from trainer.telemetry.trajectories import TrajectoryRecorder
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from rich.console import Console
+
     from rollout.types import Group
     from trainer.config.schema import RunConfig
 
@@ -27,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Telemetry:
-    """Sinks of one run. Writing happens in one thread of its own, in order, so the event loop never waits for a disk."""
+    """Sinks of one run. One thread of its own writes, in order, so the event loop never waits for a disk."""
 
     run_dir: RunDir
     progress: Progress

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainer.pipeline.handles import answer
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rollout.buffer.items import WorkItem
     from rollout.types import Group, Prompt, SamplingParams, Trajectory
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -16,6 +16,10 @@ from weight_sync.errors import PlanMismatch
 from weight_sync.transports.base import Piece
 from weight_sync.transports.select import AUTO_ORDER, candidates, open_publisher_end, open_receiver_end
 from weight_sync.wire import ArenaHandle, decode, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from multiprocessing.connection import Connection
 
 SLOT_BYTES, NUM_SLOTS = 10_007, 3
 
@@ -162,4 +166,4 @@ def test_killed_publisher_leaves_no_memory_behind(make: Callable[[], Remote]) ->
 
 def shared_memory_names() -> set[str]:
     """Named shared memory that could be ours."""
-    return {name for name in os.listdir("/dev/shm") if "tandem" in name or "weight" in name}
+    return {path.name for path in Path("/dev/shm").iterdir() if "tandem" in path.name or "weight" in path.name}

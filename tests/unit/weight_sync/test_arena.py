@@ -109,7 +109,7 @@ actions = st.lists(st.tuples(st.sampled_from(["publish", "lease", "release", "wa
 @settings(max_examples=150, deadline=None)
 @given(num_slots=st.integers(1, 3), script=actions)
 def test_read_is_called_whole_exactly_if_the_bytes_are_the_leased_ones(num_slots: int, script: list) -> None:
-    """Slow reference: a list of what each slot truly holds; a reader compares what it leased with what lies there now."""
+    """Slow reference: a list of what each slot truly holds; a reader compares what it leased with that."""
     table, contents, leases, now, version = SlotTable(num_slots), [-1] * num_slots, [], 0.0, 0
     for action, number in script:
         if action == "publish":

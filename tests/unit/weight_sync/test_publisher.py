@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -14,6 +14,9 @@ from weight_sync.publisher import WeightPublisher, probe_pattern, segments_of
 from weight_sync.recorder import record_layout
 from weight_sync.types import Manifest
 from weight_sync.wire import OpenPublisher, PackReport, PublishedDigests, PublisherInfo, decode, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def manifest_of(num_ranks: int, num_workers: int) -> Manifest:

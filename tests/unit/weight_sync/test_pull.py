@@ -25,7 +25,7 @@ def test_shadow_holds_every_run_and_each_of_its_bytes_once(found: list[Run]) -> 
     plan = shadow_plan(found)
     shadow = {}
     for span in plan.ranges:
-        for i in range(0, span.nbytes):
+        for i in range(span.nbytes):
             assert span.shadow_off + i not in shadow, "ranges overlap in the shadow"
             shadow[span.shadow_off + i] = (span.src_rank, span.src_off + i)
     sources = list(shadow.values())

@@ -1,17 +1,16 @@
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.fakes.publisher_process import PublisherProcess
 from tests.fakes.sync_world import PARAMS, LocalPublisher, LocalReplica, full_weights
+from weight_sync.device.cpu import CpuBackend
 from weight_sync.errors import (
     LeaseExpired,
     PlanMismatch,
@@ -25,9 +24,12 @@ from weight_sync.errors import (
 from weight_sync.layout import shard_descs
 from weight_sync.plan import build_manifest, manifest_to_bytes
 from weight_sync.publisher import WeightPublisher
-from weight_sync.receiver import WeightReceiver
-from weight_sync.device.cpu import CpuBackend
 from weight_sync.wire import OpenPublisher, OpenReceiver, PublisherInfo, decode, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from weight_sync.receiver import WeightReceiver
 
 OLD, NEW = full_weights(0), full_weights(1)
 
@@ -266,7 +268,7 @@ def test_learner_killed_in_mid_pull_is_noticed_in_time(
     process: PublisherProcess, closing: list[Any], commit: str
 ) -> None:
     pair = open_process_pair(process, closing, commit)
-    names = set(os.listdir("/dev/shm"))
+    names = shared_memory_names()
     pair.after_pull(process.kill)
     started = time.monotonic()
     with pytest.raises(PublisherLost, match="dead, stopped or unreachable"):
@@ -277,7 +279,7 @@ def test_learner_killed_in_mid_pull_is_noticed_in_time(
     if commit == "staged":
         pair.replica.assert_holds(OLD)
         assert pair.receiver.live_version == 1
-    assert not {name for name in set(os.listdir("/dev/shm")) - names if "tandem" in name}
+    assert not {name for name in shared_memory_names() - names if "tandem" in name}
     host, port = pair.infos[0].endpoint.removeprefix("tcp://").split(":")
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((host, int(port)), timeout=1.0)
@@ -299,7 +301,7 @@ def test_stopped_learner_is_noticed_in_time_and_works_on_when_it_wakes(
     pair.replica.assert_holds(NEW)
 
 
-def test_arena_of_a_dead_learner_cannot_be_opened(process: PublisherProcess, tmp_path: Path) -> None:
+def test_arena_of_a_dead_learner_cannot_be_opened(process: PublisherProcess) -> None:
     pair = Pair([process], ask_process, commit="staged")
     pair.receiver.close()
     process.kill()
@@ -309,6 +311,10 @@ def test_arena_of_a_dead_learner_cannot_be_opened(process: PublisherProcess, tmp
     )  # fmt: skip
     with pytest.raises(TransportUnusable, match="cannot map the learners' arenas"):
         pair.receiver.open(request)
+
+
+def shared_memory_names() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir()}
 
 
 def _manifest_bytes(pair: Pair) -> bytes:

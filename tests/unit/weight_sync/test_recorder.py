@@ -128,7 +128,7 @@ _STYLES: dict[str, Loader] = {
     "reshape": lambda m, n, t: m.w.data.view(2, 3, 4).copy_(t.reshape(2, 3, 4)),
     "flatten": lambda m, n, t: m.w.data.view(-1).copy_(t.flatten()),
     "flat middle": lambda m, n, t: [
-        m.w.data.view(-1)[a:b].copy_(t.reshape(-1)[a:b]) for a, b in ((0, 5), (5, 6), (6, 24))
+        m.w.data.view(-1)[a:b].copy_(t.reshape(-1)[a:b]) for a, b in ((0, 2), (2, 10), (10, 15), (15, 24))
     ],
     "transposed twice": lambda m, n, t: m.w.data.t().copy_(t.t()),
     "transposed": lambda m, n, t: m.w.data.view(4, 6).copy_(t.t()),

@@ -27,4 +27,10 @@ class LearnerConfig:
     activation_checkpointing: bool = key(False, "Recompute each block in the backward.")
     compile: bool = key(False, "torch.compile each block.")
     cpu_offload: bool = key(False, "Keep parameters and optimizer state in host memory (FSDP2 CPU offload).")
+    port: int = key(
+        0,
+        "Port where learner ranks meet (on rank 0's node); 0 takes a free one; fix it where a firewall needs to know.",
+        ge=0,
+        le=65535,
+    )
     timeout_s: float = key(1800.0, "Deadline of one learner call (step, checkpoint) and of its collectives.", gt=0)

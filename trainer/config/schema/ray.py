@@ -10,6 +10,5 @@ from trainer.config.schema.field import key
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayConfig:
     address: str = key("local", "`local` starts a private cluster for this run; `auto` or an address joins one.")
-    port: int = key(0, "Port of the private cluster's head; 0 takes a free one.", ge=0, le=65535)
     num_cpus: int = key(0, "Logical CPUs of the private cluster; 0 means enough for the actors asked for.", ge=0)
     object_store_gib: float = key(0.25, "Object store of the private cluster, GiB.", gt=0)

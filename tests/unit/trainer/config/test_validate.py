@@ -83,7 +83,7 @@ def test_the_defaults_have_no_problem() -> None:
             },
             "trainer.stop_at_accuracy",
         ),
-        ({"ray__address": "auto", "ray__port": 6379}, "ray.port"),
+        ({"ray__address": "auto", "ray__num_cpus": 4}, "ray.num_cpus"),
         ({"ray__address": ""}, "ray.address"),
         ({"telemetry__wandb_project": "mine"}, "telemetry.wandb_project"),
     ],
@@ -196,7 +196,7 @@ def test_a_port_in_use_is_refused_only_for_a_private_cluster() -> None:
         taken.bind(("", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        config = config_with(ray__port=port)
-        assert keys_unusable(config) == ["ray.port"]
+        config = config_with(learner__port=port)
+        assert keys_unusable(config) == ["learner.port"]
         assert keys_unusable(replace(config, ray=replace(config.ray, address="auto"))) == []
     assert keys_unusable(config) == []

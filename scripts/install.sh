@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# Makes .venv and installs Tandem into it, for CPU. Used by quickstart.sh and test.sh; safe to run again.
+# Usage: scripts/install.sh [EXTRAS]      EXTRAS as in pyproject.toml, default "cpu"
+set -euo pipefail
+cd "$(dirname "$0")/.."
+extras=${1:-cpu}
+torch=2.13.0
+say() { printf '\033[1m==> %s\033[0m\n' "$*"; }
+die() { printf 'install: %s\n' "$*" >&2; exit 1; }
+
+# Caches stay inside the repository: nothing else on the machine is touched.
+export XDG_CACHE_HOME="$PWD/.cache" PIP_DISABLE_PIP_VERSION_CHECK=1
+
+stamp=".venv/.installed-$(cat pyproject.toml constraints/cpu.txt "$0" | sha256sum | cut -c1-16)-${extras//,/-}"
+if [ -f "$stamp" ]; then say "already installed ($extras)"; exit 0; fi
+
+if [ ! -x .venv/bin/python ]; then
+  python=
+  for candidate in "${PYTHON:-python3}" python3.13 python3.12 python3.11; do
+    if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then
+      python=$candidate; break
+    fi
+  done
+  [ -n "$python" ] || die "needs Python 3.11, 3.12 or 3.13; set PYTHON=/path/to/python"
+  say "making .venv with $("$python" --version)"
+  "$python" -m venv .venv || die "cannot make .venv; on Debian: apt install python3-venv"
+fi
+pip() { .venv/bin/python -m pip "$@"; }
+
+if ! .venv/bin/python -c "import torch, sys; sys.exit(torch.__version__ != '$torch+cpu')" 2>/dev/null; then
+  say "installing torch $torch (CPU)"
+  pip install -q "torch==$torch+cpu" 2>/dev/null ||
+    pip install -q "torch==$torch+cpu" --index-url https://download.pytorch.org/whl/cpu ||
+    die "cannot install torch $torch+cpu, neither from the configured index nor from PyTorch's own"
+fi
+say "installing Tandem ($extras)"
+pip install -q -c constraints/cpu.txt -e ".[$extras]"
+
+# vLLM asks for these. Builds that do not fit the CPU build of torch break `import transformers`; Tandem needs none.
+for package in torchvision torchaudio torchcodec; do
+  if pip show -q "$package" 2>/dev/null && ! .venv/bin/python -c "import $package" >/dev/null 2>&1; then
+    say "removing $package, which does not import here"
+    pip uninstall -q -y "$package"
+  fi
+done
+rm -f .venv/.installed-*
+touch "$stamp"
+say "installed into .venv"

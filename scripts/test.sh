@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Every check and test that needs no accelerator. Makes .venv if needed. Safe to run again.
+# Usage: scripts/test.sh [STAGE ...]      stages: lint types imports unit integration e2e; default all
+set -uo pipefail
+cd "$(dirname "$0")/.."
+bash scripts/install.sh cpu,test || exit 1
+export XDG_CACHE_HOME="$PWD/.cache" HF_HUB_OFFLINE=1 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PATH="$PWD/.venv/bin:$PATH"
+
+stages=("$@")
+[ ${#stages[@]} -gt 0 ] || stages=(lint types imports unit integration e2e)
+failed=()
+stage() {
+  local name=$1 begin=$SECONDS; shift
+  printf '\n\033[1m==> %s: %s\033[0m\n' "$name" "$*"
+  if "$@"; then printf '%s passed in %s s\n' "$name" $((SECONDS - begin)); else failed+=("$name"); fi
+}
+for name in "${stages[@]}"; do
+  case $name in
+    lint) stage lint ruff check .; stage format ruff format --check . ;;
+    types) stage types pyright ;;
+    imports) stage imports lint-imports ;;
+    unit) stage unit pytest -q -m "not gpu" tests/unit tests/contract tests/house ;;
+    integration) stage integration pytest -q -m "not gpu" tests/integration ;;
+    e2e) stage e2e pytest -q -m "not gpu" tests/e2e ;;
+    *) echo "unknown stage $name" >&2; exit 2 ;;
+  esac
+done
+if [ ${#failed[@]} -gt 0 ]; then printf '\nFAILED: %s\n' "${failed[*]}" >&2; exit 1; fi
+printf '\nAll stages passed in %s s: %s\n' "$SECONDS" "${stages[*]}"

@@ -1,0 +1,339 @@
+"""A run without processes: the real loops, buffer, prompt source, batcher, checkpointer and telemetry around scripted
+workers, learner and weight sync. Meant for `run_virtual`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import random
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.console import Console
+
+from rollout.buffer.work_buffer import WorkBuffer
+from rollout.prompts.source import PromptSet, PromptSource, fingerprint
+from rollout.types import Group, Prompt, Segment, Trajectory, Turn
+from trainer.config.schema import RunConfig
+from trainer.config.schema.algorithm import AlgorithmConfig
+from trainer.config.schema.checkpoint import CheckpointConfig
+from trainer.config.schema.learner import LearnerConfig
+from trainer.config.schema.mode import ModeConfig
+from trainer.config.schema.rollout import RolloutConfig
+from trainer.config.schema.telemetry import TelemetryConfig
+from trainer.config.schema.trainer import TrainerConfig
+from trainer.learner.result import Metric, StepResult
+from trainer.pipeline import loops
+from trainer.pipeline.evaluate import Evaluator
+from trainer.pipeline.resume import Checkpointer
+from trainer.pipeline.state import RunState
+from trainer.pipeline.supervise import Supervisor
+from trainer.pipeline.sync_pump import SyncPump
+from trainer.pipeline.telemetry import Telemetry
+from trainer.telemetry.progress import Progress
+from trainer.telemetry.run_dir import open_run_dir
+from trainer.telemetry.sinks.build import build_writer
+from trainer.telemetry.spans import Tracer
+from trainer.telemetry.trajectories import TrajectoryRecorder
+from weight_sync.types import SyncReport
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from rollout.buffer.items import WorkItem
+    from rollout.types import SamplingParams
+    from trainer.data.batch import TrainBatch
+
+REPLICA = "replica_0"
+
+
+class InlineExecutor(ThreadPoolExecutor):
+    """Runs at once in the calling thread, so that virtual time does not race with real threads."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:  # type: ignore[override]
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:  # noqa: BLE001 - an executor hands every error to its caller
+            future.set_exception(error)
+        return future
+
+
+def config(**sections: dict[str, Any]) -> RunConfig:
+    """A small run; `config(mode={"max_staleness": 0})` changes single keys."""
+    base = RunConfig(
+        rollout=RolloutConfig(group_size=2, max_response_tokens=16, max_retries=1),
+        learner=LearnerConfig(num_ranks=2, max_tokens_per_micro_batch=64),
+        trainer=TrainerConfig(total_steps=6, groups_per_step=3, eval_every=2),
+        algorithm=AlgorithmConfig(max_refills_per_step=4),
+        checkpoint=CheckpointConfig(every_steps=0, save_at_end=False, export_hf=False),
+        telemetry=TelemetryConfig(tensorboard=False, progress="off"),
+        mode=ModeConfig(max_staleness=1),
+    )
+    return replace(base, **{name: replace(getattr(base, name), **keys) for name, keys in sections.items()})
+
+
+def prompt_set(num_prompts: int = 40) -> PromptSet:
+    prompts = tuple(
+        Prompt(prompt_id=f"train/{i}", token_ids=np.array([3, 4, i % 7], np.int32), text=f"{i}", answer=f"{i}")
+        for i in range(num_prompts)
+    )
+    return PromptSet(prompts=prompts, num_overlong=0, fingerprint=fingerprint(prompts))
+
+
+def trajectory(prompt: Prompt, index: int, segments: Sequence[tuple[int, int]], *, reward: float) -> Trajectory:
+    """The prompt, then `segments` of (version, num_tokens)."""
+    num_context, num_generated = len(prompt.token_ids), sum(n for _, n in segments)
+    logprobs = np.full(num_context + num_generated, -1.0, np.float32)
+    logprobs[:num_context] = np.nan
+    turn = Turn(
+        token_ids=np.concatenate([prompt.token_ids, np.full(num_generated, 5, np.int32)]),
+        is_generated=np.arange(num_context + num_generated) >= num_context,
+        logprobs=logprobs,
+        segments=tuple(Segment(version=v, num_tokens=n) for v, n in segments),
+    )
+    return Trajectory(
+        prompt_id=prompt.prompt_id,
+        sample_index=index,
+        turns=(turn,),
+        reward=reward,
+        reward_parts={},
+        status="completed",
+        timings={},
+    )
+
+
+@dataclass
+class Script:
+    """How long things take (virtual seconds), and what goes wrong. Frozen by the test before the run."""
+
+    generate_s: tuple[float, float] = (0.2, 3.0)
+    train_s: float = 1.0
+    pack_s: float = 0.1
+    pull_s: float = 0.5
+    commit_s: float = 0.1
+    evaluate_s: float = 0.3
+    save_s: float = 0.2
+    seed: int = 0
+    reward_of: Callable[[int, int], float] = lambda _group_id, sample: float(sample % 2)
+    fails: Callable[[WorkItem], Exception | None] = lambda _item: None
+    hangs: Callable[[WorkItem], bool] = lambda _item: False
+    accuracy_of: Callable[[int], float] = lambda version: min(1.0, version / 10)
+    sync_error: Callable[[int], Exception | None] = lambda _version: None
+    learner_error: Callable[[int], Exception | None] = lambda _step: None
+
+
+@dataclass
+class World:
+    """The three parties. `events` has (time, what, number) in order."""
+
+    script: Script
+    live: int = 0
+    published: int = 0
+    events: list[tuple[float, str, int]] = field(default_factory=list)
+    trained: list[list[int]] = field(default_factory=list)
+    """Group ids... as prompt ids, by step; filled by `watch_batches`."""
+    evaluated: list[int] = field(default_factory=list)
+    num_generating: int = 0
+    frozen: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(self.script.seed)
+        self.ranks: tuple[Any, ...] = ()
+
+    def note(self, what: str, number: int) -> None:
+        self.events.append((asyncio.get_running_loop().time(), what, number))
+
+    def numbers(self, what: str) -> list[int]:
+        return [number for _, name, number in self.events if name == what]
+
+    # as WorkerPool
+    async def run_group(self, item: WorkItem) -> Group:
+        first = self.live
+        self.note("generate", item.group_id)
+        self.num_generating += 1
+        try:
+            if self.script.hangs(item):
+                await asyncio.Event().wait()
+            await asyncio.sleep(self.rng.uniform(*self.script.generate_s))
+        finally:
+            self.num_generating -= 1
+        error = self.script.fails(item)
+        if error is not None:
+            raise error
+        segments = [(first, 2)] if self.live == first else [(first, 2), (self.live, 1)]
+        answers = [
+            trajectory(item.prompt, i, segments, reward=self.script.reward_of(item.group_id, i)) for i in range(2)
+        ]
+        self.note("generated", item.group_id)
+        return Group(
+            group_id=item.group_id, prompt=item.prompt, trajectories=answers, start_version=item.start_version
+        )
+
+    async def evaluate(self, prompts: Sequence[Prompt], _params: SamplingParams, _engine: str) -> list[Trajectory]:
+        version = self.live
+        await asyncio.sleep(self.script.evaluate_s)
+        self.evaluated.append(version)
+        return [trajectory(p, 0, [(self.live, 1)], reward=self.script.accuracy_of(version)) for p in prompts]
+
+    # as LearnerGroup
+    async def train_step(self, batch: TrainBatch) -> StepResult:
+        self.note("train", batch.step)
+        error = self.script.learner_error(batch.step)
+        if error is not None:
+            raise error
+        await asyncio.sleep(self.script.train_s)
+        self.note("trained", batch.step)
+        return StepResult(
+            step=batch.step,
+            metrics={"loss": Metric(sum=0.5), "grad_norm": Metric(sum=1.0)},
+            seconds={"forward": 0.3, "backward": 0.5, "optimizer": 0.2, "step": 1.0},
+        )
+
+    async def save(self, path: Path, *, step: int) -> None:
+        await asyncio.sleep(self.script.save_s)
+        (path / "weights").write_text(str(step))
+        self.note("saved", step)
+
+    async def export_hf(self, path: Path) -> None:
+        path.mkdir()
+        (path / "model").write_text("weights")
+
+    # as SyncCoordinator
+    async def publish(self, version: int) -> float:
+        await asyncio.sleep(self.script.pack_s)
+        self.published = version
+        return self.script.pack_s
+
+    async def sync(self, version: int) -> SyncReport:
+        error = self.script.sync_error(version)
+        if error is not None:
+            raise error
+        await asyncio.sleep(self.script.pull_s)
+        async with self.frozen:
+            await asyncio.sleep(self.script.commit_s)
+            self.live = version
+        self.note("live", version)
+        return sync_report(version)
+
+    @contextlib.asynccontextmanager
+    async def freeze(self, replica: str) -> AsyncIterator[int]:
+        assert replica == REPLICA
+        async with self.frozen:
+            yield self.live
+
+
+def sync_report(version: int, **changes: Any) -> SyncReport:
+    values: dict[str, Any] = {
+        "version": version,
+        "pack_s": 0.1,
+        "pull_s": 0.5,
+        "attest_s": 0.0,
+        "pause_s": 0.1,
+        "commit_s": 0.1,
+        "end_to_end_s": 0.6,
+        "nbytes": 10,
+        "num_runs": 1,
+        "num_retries": 0,
+        "replicas_live": 1,
+        "replicas_skipped": 0,
+        "counters": {"allocations": 2},
+    }
+    return SyncReport(**(values | changes))
+
+
+@contextlib.contextmanager
+def telemetry_in(cfg: RunConfig, path: Path, *, resume_step: int | None = None) -> Iterator[Telemetry]:
+    """The real sinks, written from the calling thread."""
+    run_dir = open_run_dir(replace(cfg, run_dir=str(path)))
+    with contextlib.ExitStack() as stack:
+        stack.callback(run_dir.close)
+        writer = stack.enter_context(contextlib.closing(build_writer(cfg, run_dir, resume_step=resume_step)))
+        tracer = stack.enter_context(contextlib.closing(Tracer(run_dir.trace)))
+        yield Telemetry(
+            run_dir=run_dir,
+            progress=Progress(cfg, console=Console(file=io.StringIO())),
+            writer=writer,
+            tracer=tracer,
+            recorder=TrajectoryRecorder(run_dir.trajectories),
+            thread=InlineExecutor(1),
+        )
+
+
+@dataclass
+class ScriptedRun:
+    """One run from the first loop to the last; `await run()` in virtual time. Afterwards look at everything."""
+
+    cfg: RunConfig
+    world: World
+    telemetry: Telemetry
+    state: RunState
+    supervisor: Supervisor = field(default_factory=Supervisor)
+    num_held_out: int = 4
+    prompts: PromptSet = field(default_factory=prompt_set)
+
+    def __post_init__(self) -> None:
+        cfg, world = self.cfg, self.world
+        world.live = self.state.step
+        self.buffer = WorkBuffer(
+            groups_per_step=cfg.trainer.groups_per_step,
+            max_staleness=cfg.mode.max_staleness,
+            max_retries=cfg.rollout.max_retries,
+            max_refills_per_step=cfg.algorithm.max_refills_per_step,
+            version=self.state.step,
+        )
+        self.source = PromptSource(self.prompts, seed=cfg.seed, shuffle=cfg.task.shuffle)
+
+    def parts(self) -> loops.Parts:
+        cfg, world, state = self.cfg, self.world, self.state
+
+        async def on_live(report: SyncReport) -> None:
+            await loops.on_live(parts, self.supervisor, report)
+
+        anything: Any = world
+        parts = loops.Parts(
+            cfg=cfg,
+            state=state,
+            telemetry=self.telemetry,
+            source=self.source,
+            buffer=self.buffer,
+            workers=anything,
+            learner=anything,
+            pump=SyncPump(anything, on_live=on_live, tracer=self.telemetry.tracer, live_version=state.step),
+            evaluator=Evaluator(
+                cfg,
+                prompt_set(self.num_held_out).prompts if self.num_held_out else (),
+                freeze=world.freeze,
+                generate=world.evaluate,
+                replicas=lambda: [REPLICA],
+            ),
+            checkpointer=Checkpointer(
+                cfg, self.telemetry, learner=anything, buffer=self.buffer, source=self.source, state=state
+            ),
+        )
+        return parts
+
+    async def run(self, *, meddle: Callable[[loops.Parts], Any] | None = None) -> loops.Parts:
+        """As `Driver._train`. `meddle` may change the parts, or spawn something with what it returns."""
+        asyncio.get_running_loop().set_default_executor(InlineExecutor(1))
+        async with self.supervisor as supervisor:
+            parts = self.parts()
+            extra = meddle(parts) if meddle is not None else None
+            try:
+                if parts.evaluator.is_possible and self.cfg.trainer.eval_at_start:
+                    await loops.begin_evaluation(parts, supervisor)
+                supervisor.spawn(loops.prompt_loop(parts), name="prompt_loop")
+                supervisor.spawn(loops.rollout_loop(parts), name="rollout_loop")
+                supervisor.spawn(loops.batch_loop(parts), name="batch_loop", may_end=True)
+                supervisor.spawn(parts.pump.run(), name="sync_loop")
+                if extra is not None:
+                    supervisor.spawn(extra, name="meddler", may_end=True)
+                await supervisor.until(loops.train_loop(parts))
+            finally:
+                parts.buffer.close()
+        return parts
