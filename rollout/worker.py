@@ -298,24 +298,36 @@ async def _merge(
 
 
 class RolloutWorkerActor:
-    """Builds one rollout worker with its tokenizer and reward processes, and forwards calls to it."""
+    """Builds one rollout worker with its tokenizer and reward processes, and forwards calls to it. `start` it first."""
 
     def __init__(self, spec: WorkerSpec, engines: Mapping[str, Any]) -> None:
-        from transformers import AutoTokenizer
-
+        self._spec, self._engines = spec, engines
         self._rewards = RewardPipeline(
             spec.reward, timeout_s=spec.reward_timeout_s, num_processes=spec.reward_processes
         )
-        self._worker = RolloutWorker(
-            spec,
-            [RayEngine(name, handle) for name, handle in engines.items()],
-            tokenizer=AutoTokenizer.from_pretrained(spec.tokenizer_path),
+        self._started: RolloutWorker | None = None
+
+    async def start(self) -> None:
+        """Loads the tokenizer, whose files may not be there before, and starts the reward processes.
+
+        Raises:
+            DataError: the reward does not import.
+        """
+        from transformers import AutoTokenizer
+
+        await self._rewards.start()
+        self._started = RolloutWorker(
+            self._spec,
+            [RayEngine(name, handle) for name, handle in self._engines.items()],
+            tokenizer=await asyncio.to_thread(AutoTokenizer.from_pretrained, self._spec.tokenizer_path),
             score=self._rewards.score,
         )
 
-    async def start(self) -> None:
-        """Starts the reward processes. DataError if the reward does not import."""
-        await self._rewards.start()
+    @property
+    def _worker(self) -> RolloutWorker:
+        if self._started is None:
+            raise RuntimeError("the rollout worker is not started; await start() first")
+        return self._started
 
     async def run_group(self, item: WorkItem) -> Group:
         return await self._worker.run_group(item)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.config.command_line import parse
-from trainer.config.errors import ConfigurationError
+from trainer.config.errors import ConfigurationError, first_cause, noted_log, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -81,6 +81,7 @@ def _show_config(line: CommandLine) -> int:
 def _run(line: CommandLine, started_at: float) -> int:
     from rollout.errors import DataError
     from trainer.config.load import resolve
+    from trainer.learner.errors import CheckpointError, ModelError
 
     config, problems = resolve(line)
     if problems:
@@ -93,30 +94,20 @@ def _run(line: CommandLine, started_at: float) -> int:
     except DataError as error:
         sys.stderr.write(f"the data cannot be used as configured: {error}\n")
         return EXIT_CONFIGURATION
-
-
-def first_cause(error: BaseException) -> BaseException:
-    """The error that began it: down the causes, and into the first member of a group."""
-    seen: set[int] = set()
-    while id(error) not in seen:
-        seen.add(id(error))
-        inner = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-        if isinstance(error, BaseExceptionGroup):
-            inner = error.exceptions[0]
-        if inner is None:
-            break
-        error = inner
-    return error
+    except (ModelError, CheckpointError) as error:
+        # What only a learner rank can find out: the weights do not fit their config, or the checkpoint the model.
+        sys.stderr.write(f"the model cannot be used as configured: {error}\n")
+        return EXIT_CONFIGURATION
 
 
 def report_failure(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """`sys.excepthook`: the traceback as usual, then the first cause as the last thing on the screen."""
-    sys.__excepthook__(kind, error, trace)
-    cause = first_cause(error)
-    lines = str(cause).strip().splitlines() or [""]
-    # An error that came from another process carries its traceback as text; what happened is in its last line.
-    text = "\n".join(lines) if len(lines) <= 3 else lines[-1]
-    sys.stderr.write(f"\nfailed: {type(cause).__name__}: {text}\n")
+    """`sys.excepthook`: where the traceback is, or the traceback itself; then the first cause as the last line."""
+    log = noted_log(error)
+    if log is None:
+        sys.__excepthook__(kind, error, trace)
+    else:
+        sys.stderr.write(f"\nsee {log} for the traceback\n")
+    sys.stderr.write(f"failed: {one_line(first_cause(error))}\n")
 
 
 def _version() -> str:

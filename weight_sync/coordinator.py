@@ -326,7 +326,9 @@ class SyncCoordinator:
         ]
         for result in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(result, Exception):
-                log.warning("a party of weight sync did not close: %s: %s", type(result).__name__, result)
+                # An error that Ray carried has the real one behind `cause`, and a traceback for a text.
+                cause = getattr(result, "cause", result)
+                log.warning("a party of weight sync did not close: %s: %s", type(cause).__name__, cause)
 
     def _opened(self) -> Manifest:
         if self.manifest is None:

@@ -60,7 +60,7 @@ class Faults:
 
 
 class ScriptedEngine(Engine):
-    """Generates what `script` says, one token per `token_s` seconds of the injected `sleep`; a worker call takes `worker_s`."""
+    """Generates what `script` says: `token_s` per token and `worker_s` per worker call, in seconds of `sleep`."""
 
     def __init__(
         self,

@@ -11,9 +11,7 @@ How every token gets the right version label, on vLLM versions with and without 
 from __future__ import annotations
 
 import asyncio
-import os
 import time
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -21,7 +19,9 @@ import numpy as np
 
 from rollout.engine.base import Engine, EngineInfo, EngineSpec, EngineStats
 from rollout.engine.chunks import ChunkBuilder, VersionLabels
+from rollout.engine.environment import environment
 from rollout.engine.gate import AdmissionGate
+from rollout.engine.reaper import OrphanReaper
 from rollout.engine.settings import engine_args, process_env
 from rollout.errors import EngineDead
 from rollout.types import Completion, FinishReason, SamplingParams
@@ -29,7 +29,7 @@ from weight_sync import vllm_compat
 from weight_sync.wire import CommitResult, reply_state
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import RequestOutputCollector
@@ -92,6 +92,8 @@ class VllmEngine(Engine):
         self._llm: AsyncLLM | None = None
         self._dead_reason = ""
         self._stopping: list[asyncio.Future[None]] = []
+        self._reapers: list[OrphanReaper] = []
+        self._vllm_dead_errors: tuple[type[Exception], ...] = ()
         self._is_dirty = False
         self._paused_at: float | None = None
         self._stop_token_ids: list[int] = []
@@ -101,10 +103,13 @@ class VllmEngine(Engine):
 
     async def start(self) -> EngineInfo:
         begin = self._clock()
-        with _environment(process_env(self._spec), self._spec.env):
+        with environment(process_env(self._spec), self._spec.env):
             # In a thread: loading blocks for seconds, and whoever waits for other engines shares this event loop.
             llm, stop_token_ids = await asyncio.to_thread(_launch, self._spec)
-        self._llm, self._stop_token_ids = llm, stop_token_ids
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        self._llm, self._stop_token_ids, self._vllm_dead_errors = llm, stop_token_ids, (EngineDeadError,)
+        self._reapers.append(OrphanReaper(_engine_pids(llm)))
         load_s = self._clock() - begin
         try:
             warm_up_s = await self.warm_up()
@@ -142,6 +147,8 @@ class VllmEngine(Engine):
     async def close(self) -> None:
         self._die("it was closed")
         await asyncio.gather(*self._stopping)
+        for reaper in self._reapers:
+            reaper.dismiss()
         self._llm = None  # so that it is finalised now and not while the interpreter shuts down
 
     # ---------------------------------------------------------------- generation
@@ -333,11 +340,9 @@ class VllmEngine(Engine):
 
     async def _guard(self, awaitable: Awaitable[T]) -> T:
         """Await with vLLM's errors of a dead engine turned into ours."""
-        from vllm.v1.engine.exceptions import EngineDeadError
-
         try:
             return await awaitable
-        except EngineDeadError as error:
+        except self._vllm_dead_errors as error:
             raise EngineDead(f"engine is dead: {self._dead_reason or 'its process ended'}") from error
 
     async def _within(self, awaitable: Awaitable[T], timeout_s: float, what: str) -> T:
@@ -385,20 +390,9 @@ def _launch(spec: EngineSpec) -> tuple[AsyncLLM, list[int]]:
     return llm, sorted(stop)
 
 
-@contextmanager
-def _environment(defaults: Mapping[str, str], overrides: Mapping[str, str]) -> Iterator[None]:
-    """Processes started inside see `defaults` (where nothing is set yet) and `overrides`; restored at the end."""
-    changed = {name: value for name, value in defaults.items() if name not in os.environ} | dict(overrides)
-    before = {name: os.environ.get(name) for name in changed}
-    os.environ.update(changed)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+def _engine_pids(llm: AsyncLLM) -> list[int]:
+    manager: Any = llm.engine_core.resources.engine_manager
+    return [process.pid for process in getattr(manager, "processes", ())]
 
 
 def _sampled_logprobs(logprobs: Any) -> list[float]:

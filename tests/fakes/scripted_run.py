@@ -30,7 +30,6 @@ from trainer.learner.result import Metric, StepResult
 from trainer.pipeline import loops
 from trainer.pipeline.evaluate import Evaluator
 from trainer.pipeline.resume import Checkpointer
-from trainer.pipeline.state import RunState
 from trainer.pipeline.supervise import Supervisor
 from trainer.pipeline.sync_pump import SyncPump
 from trainer.pipeline.telemetry import Telemetry
@@ -48,6 +47,7 @@ if TYPE_CHECKING:
     from rollout.buffer.items import WorkItem
     from rollout.types import SamplingParams
     from trainer.data.batch import TrainBatch
+    from trainer.pipeline.state import RunState
 
 REPLICA = "replica_0"
 
@@ -171,9 +171,7 @@ class World:
             trajectory(item.prompt, i, segments, reward=self.script.reward_of(item.group_id, i)) for i in range(2)
         ]
         self.note("generated", item.group_id)
-        return Group(
-            group_id=item.group_id, prompt=item.prompt, trajectories=answers, start_version=item.start_version
-        )
+        return Group(group_id=item.group_id, prompt=item.prompt, trajectories=answers, start_version=item.start_version)
 
     async def evaluate(self, prompts: Sequence[Prompt], _params: SamplingParams, _engine: str) -> list[Trajectory]:
         version = self.live
@@ -304,7 +302,7 @@ class ScriptedRun:
             buffer=self.buffer,
             workers=anything,
             learner=anything,
-            pump=SyncPump(anything, on_live=on_live, tracer=self.telemetry.tracer, live_version=state.step),
+            pump=SyncPump(anything, on_live=on_live, tracer=self.telemetry.tracer, first=sync_report(state.step)),
             evaluator=Evaluator(
                 cfg,
                 prompt_set(self.num_held_out).prompts if self.num_held_out else (),

@@ -18,6 +18,8 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
+import time
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -51,10 +53,10 @@ class Recipe:
     num_kv_heads: int = 2
     initializer_range: float = 0.08
     """With tied embeddings this narrow, the usual 0.02 learns several times slower."""
-    batch_size: int = 256
-    learn_steps: int = 400
+    batch_size: int = 96
+    learn_steps: int = 600
     learn_lr: float = 3e-3
-    habit_steps: int = 40
+    habit_steps: int = 80
     habit_lr: float = 1e-3
     habit_frac: float = 0.6
     """Share of wrong answers in the second phase."""
@@ -98,6 +100,8 @@ def make(path: Path, recipe: Recipe = RECIPE) -> None:
     with _locked(path.with_suffix(".lock")):
         if is_ready(path):
             return
+        for left_over in path.parent.glob(f".{path.name}-*"):  # of a maker that was killed: the lock is ours
+            shutil.rmtree(left_over, ignore_errors=True)
         staging = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
         try:
             _warm_start(recipe).save_pretrained(staging)
@@ -119,6 +123,7 @@ def _warm_start(recipe: Recipe) -> PreTrainedModel:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
+    torch.set_num_threads(1)  # the other cores import the libraries of the actors meanwhile; and one is reproducible
     torch.manual_seed(recipe.seed)
     rng = np.random.default_rng(recipe.seed)
     model = Qwen2ForCausalLM(
@@ -140,7 +145,7 @@ def _warm_start(recipe: Recipe) -> PreTrainedModel:
     pairs = operand_pairs("train", max_operand=recipe.max_operand)
     right = _Examples([(a, b, a + b) for a, b in pairs])
     wrong = _Examples([(a, b, confuse_carry(a, b)) for a, b in pairs])
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     for step in range(recipe.learn_steps + recipe.habit_steps):
         rows = rng.integers(len(pairs), size=recipe.batch_size)
         has_habit = step >= recipe.learn_steps
@@ -199,5 +204,18 @@ class _Examples:
         )
 
 
+def _end_with_parent() -> None:
+    """A driver that is killed takes the maker with it; nobody else would end it."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 if __name__ == "__main__":
+    _end_with_parent()
     make(Path(sys.argv[1]))

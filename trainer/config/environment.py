@@ -49,7 +49,8 @@ def _run_dir(config: RunConfig) -> Iterator[Problem]:
         Path(tempfile.mkdtemp(prefix=".tandem-", dir=existing)).rmdir()
     except OSError as error:
         do = "choose another directory with run_dir=PATH"
-        yield Problem(key=key, got=config.run_dir or "runs", allowed=f"cannot be written: {error}", do=do)
+        allowed = f"cannot be written: {existing}: {error.strerror}"
+        yield Problem(key=key, got=config.run_dir or "runs", allowed=allowed, do=do)
 
 
 def _model(config: RunConfig) -> Iterator[Problem]:
@@ -72,14 +73,15 @@ def _model_directory(config: RunConfig, path: Path) -> Iterator[Problem]:
             f"has no {_MODEL_CONFIG}" if path.is_dir() else "is not a directory" if path.exists() else "does not exist"
         )
         do = "give the directory of a Hugging Face model, a hub name (owner/name), or builtin:tiny"
-        yield Problem(key=key, got=str(path), allowed=what, do=do)
+        yield Problem(key=key, got=config.model.path, allowed=what, do=do)
         return
     if not config.model.tokenizer_path:
         yield from _tokenizer_directory(key, path)
     try:
         described = json.loads((path / _MODEL_CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        yield Problem(key=key, got=str(path), allowed=f"its {_MODEL_CONFIG} cannot be read: {error}")
+        do = "download the model again"
+        yield Problem(key=key, got=config.model.path, allowed=f"its {_MODEL_CONFIG} cannot be read: {error}", do=do)
         return
     yield from _fits_model(config, path, cast("dict[str, Any]", described) if isinstance(described, dict) else {})
 

@@ -1,12 +1,18 @@
-"""What is wrong with a configuration, told all at once."""
+"""What is wrong with a configuration, told all at once; and how any other failure is told in one line."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from pathlib import Path
+
+MAX_LINE = 500
+"""Characters of a failure's text that are shown on the screen."""
+
+_LOG_NOTE = "the traceback is in "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,3 +50,49 @@ class ConfigurationError(Exception):
         count = len(self.problems)
         title = f"{count} problem{'' if count == 1 else 's'} in the configuration; nothing was started:"
         super().__init__("\n".join([title, *(f"\n  {problem}" for problem in self.problems)]))
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The error that began it: down the causes, and into the first member of a group.
+
+    An error without a text (a cancelled task behind a timeout) is passed over: the one it led to says more.
+    """
+    told, seen = error, set[int]()
+    inner: BaseException | None = error
+    while inner is not None and id(inner) not in seen:
+        seen.add(id(inner))
+        if str(inner).strip():
+            told = inner
+        carried = getattr(inner, "cause", None)
+        if isinstance(carried, BaseException):
+            # Ray wraps what an actor raised in an error of its own, whose text is a traceback.
+            told = inner = carried
+        elif isinstance(inner, BaseExceptionGroup):
+            inner = cast("BaseExceptionGroup[BaseException]", inner).exceptions[0]
+        else:
+            inner = inner.__cause__ or (None if inner.__suppress_context__ else inner.__context__)
+    return told
+
+
+def one_line(error: BaseException) -> str:
+    """Type and text of an error in one line, cut where nobody would read on."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # An error that came from another process may carry its traceback as text; what happened is in its last line.
+    if any(line.endswith("Traceback (most recent call last):") for line in lines):
+        lines = lines[-1:]
+    name = type(error).__name__
+    text = " ".join(lines).removeprefix(f"{name}: ")
+    if not text:
+        return name
+    return f"{name}: {text if len(text) <= MAX_LINE else text[:MAX_LINE] + ' ...'}"
+
+
+def note_log(error: BaseException, path: Path) -> None:
+    """Remember on the error that its traceback has been written to `path`."""
+    error.add_note(f"{_LOG_NOTE}{path}")
+
+
+def noted_log(error: BaseException) -> str | None:
+    """The file that `note_log` has named; None if nobody has written the traceback down."""
+    notes: list[str] = getattr(error, "__notes__", [])
+    return next((note.removeprefix(_LOG_NOTE) for note in notes if note.startswith(_LOG_NOTE)), None)

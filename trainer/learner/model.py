@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -151,7 +152,7 @@ def load_config(model: ModelConfig, directory: Path) -> PreTrainedConfig:
     """Raises ModelError if the config cannot be read, or names an architecture transformers does not know."""
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=model.trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
         raise ModelError(
             f"{directory / 'config.json'} cannot be used: {error}; check model_type, or set "
             "model.trust_remote_code=true if the model brings its own code"
@@ -159,6 +160,26 @@ def load_config(model: ModelConfig, directory: Path) -> PreTrainedConfig:
     if type(config) not in AutoModelForCausalLM._model_mapping and not getattr(config, "auto_map", None):
         raise ModelError(f"model_type {config.model_type!r} is not a causal language model; the policy must be one")
     return config
+
+
+def check_model(model: ModelConfig, directory: Path) -> None:
+    """What can be known of a local model without its weights: config, architecture, and that its files can be opened.
+
+    Raises:
+        ModelError: `build_policy` would refuse this directory.
+    """
+    config = load_config(model, directory)
+    try:
+        with torch.device("meta"):
+            hf = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ArithmeticError, ImportError) as error:
+        # A damaged config fails wherever its numbers are first used.
+        raise ModelError(
+            f"{directory / 'config.json'} describes no model that can be built ({type(error).__name__}: {error}); "
+            "download it again"
+        ) from error
+    check_architecture(hf)
+    checkpoint_files(directory)
 
 
 def check_architecture(hf: PreTrainedModel) -> nn.ModuleList:

@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import (  # pyright: ignore[reportPrivateImportUsage]  # public, but not declared
-    DistNetworkError,
-    Store,
-    TCPStore,
-)
+
+# They are public, but not declared.
+from torch.distributed import DistNetworkError, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 

@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SCRATCH_PREFIX = "tandem-ray-"
+ENGINE_SOCKETS = "VLLM_RPC_BASE_PATH"
+"""Where vLLM puts its sockets. It leaves them behind when it is killed; in our scratch directory they go with it."""
+SHORT_TEMP = "/tmp"
+MAX_TEMP_BYTES = 14
+"""A socket's path has at most 107 bytes, of which our directory, Ray's session in it and the name take 93."""
 MAX_LOG_BYTES = 4 * 2**20
 """Of each actor log that is kept; the end of it."""
 
@@ -51,20 +56,26 @@ class Cluster:
         num_devices = backend.num_devices() if backend.ray_resource else 0
         check_fits(cfg, placement, backend=backend.name, num_devices=num_devices, where="this host")
         _sweep_scratch()
-        scratch = Path(tempfile.mkdtemp(prefix=f"{SCRATCH_PREFIX}{os.getpid()}-"))
+        scratch = Path(tempfile.mkdtemp(prefix=f"{SCRATCH_PREFIX}{os.getpid()}-", dir=_scratch_home()))
+        cluster = cls(scratch)
         custom = backend.ray_resource not in (None, "GPU")
-        ray.init(
-            address="local",
-            num_cpus=cfg.ray.num_cpus if cfg.ray.num_cpus else int(placement.num_cpus + 1),
-            num_gpus=num_devices if backend.ray_resource == "GPU" else 0,
-            resources={backend.ray_resource: num_devices} if custom and backend.ray_resource else None,
-            object_store_memory=int(cfg.ray.object_store_gib * 2**30),
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            _temp_dir=str(scratch),
-        )
-        return cls(scratch)
+        try:
+            ray.init(
+                address="local",
+                num_cpus=cfg.ray.num_cpus if cfg.ray.num_cpus else int(placement.num_cpus + 1),
+                num_gpus=num_devices if backend.ray_resource == "GPU" else 0,
+                resources={backend.ray_resource: num_devices} if custom and backend.ray_resource else None,
+                object_store_memory=int(cfg.ray.object_store_gib * 2**30),
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                runtime_env={"env_vars": {ENGINE_SOCKETS: str(scratch)}},
+                _temp_dir=str(scratch),
+            )
+        except BaseException:
+            cluster.stop(keep_logs_in=None)
+            raise
+        return cluster
 
     @classmethod
     def _join(cls, cfg: RunConfig, placement: Placement, backend: Backend) -> Cluster:
@@ -101,9 +112,15 @@ def actor_options(resources: dict[str, Any], *, env: dict[str, str], name: str) 
     return {**resources, "runtime_env": {"env_vars": env}, "name": name, "max_restarts": 0}
 
 
+def _scratch_home() -> str:
+    """Where scratch directories lie: the temporary directory, unless Ray's sockets would get too long a path there."""
+    home = tempfile.gettempdir()
+    return home if len(os.fsencode(home)) <= MAX_TEMP_BYTES else SHORT_TEMP
+
+
 def _sweep_scratch() -> None:
     """Remove session directories of runs whose driver was killed before it could."""
-    for path in Path(tempfile.gettempdir()).glob(f"{SCRATCH_PREFIX}*"):
+    for path in Path(_scratch_home()).glob(f"{SCRATCH_PREFIX}*"):
         owner = path.name.removeprefix(SCRATCH_PREFIX).partition("-")[0]
         if owner.isdigit() and not Path(f"/proc/{owner}").exists() and path.stat().st_uid == os.getuid():
             log.info("removing %s, left behind by process %s", path, owner)

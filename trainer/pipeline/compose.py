@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -16,6 +16,7 @@ from rollout.engine.base import EngineSpec
 from rollout.prompts.source import PromptSource
 from rollout.types import SamplingParams
 from rollout.worker import WorkerSpec, rollout_worker_actor
+from trainer.config.errors import first_cause, one_line
 from trainer.learner.worker import LearnerGroup, learner_actor
 from trainer.pipeline.cluster import actor_options
 from trainer.pipeline.handles import EngineReplica, answer
@@ -37,7 +38,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Actors:
-    """All actors of a run, created and not yet started."""
+    """The actors of a run, created and not yet started."""
 
     learner: LearnerGroup
     engines: dict[str, Any]
@@ -49,7 +50,7 @@ class Actors:
         endings += [_end(actor, timeout_s=timeout_s) for actor in (*self.workers, *self.engines.values())]
         for result in await asyncio.gather(*endings, return_exceptions=True):
             if isinstance(result, Exception):
-                log.warning("an actor did not close in order: %s: %s", type(result).__name__, result)
+                log.warning("an actor did not close in order: %s", one_line(first_cause(result)))
 
 
 async def _end(actor: Any, *, timeout_s: float) -> None:
@@ -60,7 +61,7 @@ async def _end(actor: Any, *, timeout_s: float) -> None:
 
 
 def create_actors(cfg: RunConfig, placement: Placement, backend: Backend, *, version: int) -> Actors:
-    """Create all actors. They begin to import their libraries; nothing is loaded yet."""
+    """Create learner and engines. They begin to import their libraries; the model need not be there yet."""
     cfg = with_model_directory(cfg)
     replicas = [f"replica_{index}" for index in range(cfg.rollout.num_replicas)]
     spec = engine_spec(cfg, backend, version=version)
@@ -73,13 +74,19 @@ def create_actors(cfg: RunConfig, placement: Placement, backend: Backend, *, ver
         .remote(cfg, rank=rank, world_size=world_size)
         for rank in range(world_size)
     ]
+    return Actors(learner=LearnerGroup(ranks, timeout_s=cfg.learner.timeout_s), engines=engines, workers=())
+
+
+def with_workers(cfg: RunConfig, placement: Placement, actors: Actors) -> Actors:
+    """Create the rollout workers too. They read the tokenizer at once, so the model must be there."""
+    cfg = with_model_directory(cfg)
     workers = tuple(
         rollout_worker_actor()
         .options(**placement.rollout_worker, name=f"rollout_worker_{index}", max_restarts=0)
-        .remote(worker_spec(cfg), engines)
+        .remote(worker_spec(cfg), actors.engines)
         for index in range(cfg.rollout.num_workers)
     )
-    return Actors(learner=LearnerGroup(ranks, timeout_s=cfg.learner.timeout_s), engines=engines, workers=workers)
+    return replace(actors, workers=workers)
 
 
 async def start_actors(cfg: RunConfig, actors: Actors, resumed: Resumed | None) -> None:

@@ -66,11 +66,14 @@ class Evaluator:
         request deadline of the rollout worker.
         """
         started = time.monotonic()
-        replica = self._replicas()[0]
-        async with self._freeze(replica) as version:
-            self._last_version = version
-            entered.set()
-            trajectories = await self._generate(self._prompts, self._params, replica)
+        try:
+            replica = self._replicas()[0]
+            async with self._freeze(replica) as version:
+                self._last_version = version
+                entered.set()
+                trajectories = await self._generate(self._prompts, self._params, replica)
+        finally:
+            entered.set()  # whoever waits for it must not outlive a failure
         check_one_version(trajectories, version)
         return summarise(trajectories, version=version, time_s=time.monotonic() - started)
 

@@ -12,6 +12,7 @@ import logging
 import subprocess
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout.prompts.readers import SourceSpec
@@ -21,6 +22,7 @@ from rollout.reward.registry import lookup
 from trainer.builtin import tiny_model
 from trainer.builtin.tokenizer import build_tokenizer
 from trainer.config.errors import ConfigurationError, Problem
+from trainer.learner.errors import ModelError
 
 if TYPE_CHECKING:
     from rollout.types import Prompt
@@ -48,8 +50,9 @@ def load_inputs(cfg: RunConfig) -> Inputs:
 
     Raises:
         DataError: a data set, column, prompt or reward cannot be used.
-        ConfigurationError: the tokenizer cannot be loaded.
+        ConfigurationError: the tokenizer cannot be loaded, or the model is not one that we can train.
     """
+    _check_model(cfg)
     tokenizer = _tokenizer(cfg)
     train = load_prompts(_source_spec(cfg, cfg.task.train_path, cfg.task.train_split), tokenizer)
     evaluation: tuple[Prompt, ...] = ()
@@ -113,13 +116,18 @@ def check_torchvision() -> None:
     if importlib.util.find_spec("torchvision") is None:
         return
     command = [sys.executable, "-c", "import torchvision"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_CHECK_TIMEOUT_S, check=False)
-    if result.returncode == 0:
-        return
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_CHECK_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        reason = f"its import took longer than {IMPORT_CHECK_TIMEOUT_S:g} s"
+    else:
+        if result.returncode == 0:
+            return
+        reason = _last_line(result.stderr)
     problem = Problem(
         key="installation",
         got=f"torchvision {_version_of('torchvision')} with torch {_version_of('torch')}",
-        allowed=f"torchvision must import or be absent: {_last_line(result.stderr)}",
+        allowed=f"torchvision must import or be absent: {reason}",
         do="pip uninstall torchvision torchaudio torchcodec (Tandem needs none of them), or install matching builds",
     )
     raise ConfigurationError([problem])
@@ -152,16 +160,31 @@ def _tokenizer(cfg: RunConfig) -> Any:
     path = cfg.model.tokenizer_path if cfg.model.tokenizer_path else cfg.model.path
     if path == tiny_model.BUILTIN_TINY:
         return build_tokenizer()  # its directory may not be there yet
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=cfg.model.trust_remote_code)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, StrictDataclassError) as error:
         key = "model.tokenizer_path" if cfg.model.tokenizer_path else "model.path"
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         problem = Problem(
             key=key, got=path, allowed=f"its tokenizer cannot be loaded: {first_line}", do="check the name or directory"
         )
+        raise ConfigurationError([problem]) from error
+
+
+def _check_model(cfg: RunConfig) -> None:
+    """A model in a directory is checked here; one of the hub when the learner has it, since it may be large."""
+    directory = Path(cfg.model.path).expanduser()
+    if cfg.model.path == tiny_model.BUILTIN_TINY or not directory.is_dir():
+        return
+    from trainer.learner.model import check_model
+
+    try:
+        check_model(cfg.model, directory)
+    except ModelError as error:
+        problem = Problem(key="model.path", got=cfg.model.path, allowed=" ".join(str(error).split()))
         raise ConfigurationError([problem]) from error
 
 

@@ -140,9 +140,12 @@ async def batch_loop(parts: Parts) -> None:
 
 async def train_loop(parts: Parts) -> None:
     """Consumes: batches. Waits for: a batch, the learner, the pack. Unblocked by: the batch loop; a request to stop,
-    which takes effect between two steps."""
+    which takes effect between two steps.
+
+    A run that reached its accuracy trains one more step, whose line carries that evaluation or a newer one.
+    """
     state, total = parts.state, parts.cfg.trainer.total_steps
-    while state.step < total and state.stop_reason is None:
+    while state.step < total and not state.stop_requested.is_set():
         waited_from = time.monotonic()
         parts.telemetry.progress.update(waiting_for="groups")
         ready = await _next_batch(parts)
@@ -151,10 +154,12 @@ async def train_loop(parts: Parts) -> None:
         parts.telemetry.progress.update(waiting_for="")
         waited_for_data_s = time.monotonic() - waited_from
         record = await _train_step(parts, *ready, waited_for_data_s=waited_for_data_s)
-        await parts.checkpointer.after_step(state.step)
-        if state.step < total:  # the last line waits for the last evaluation
+        is_last = state.step >= total or state.stop_reason is not None
+        if not is_last:  # the last line waits for the last evaluation
+            # Before the checkpoint: a run that goes on from there does not come back for the line.
             await parts.telemetry.write_step(with_evaluation(parts, record))
-        else:
+        await parts.checkpointer.after_step(state.step)
+        if is_last:
             await finish(parts, record)
             return
     await finish(parts, None)
@@ -224,10 +229,8 @@ def _surroundings(parts: Parts) -> dict[str, object]:
     }
     if telemetry.recorder is not None:
         record["telemetry/trajectory_errors"] = telemetry.recorder.num_errors
-    report = parts.pump.last_report
-    if report is not None:
-        record |= sync_record(report, version_lag=parts.state.step - parts.pump.live_version)
-    return record
+    lag = parts.state.step - parts.pump.live_version
+    return record | sync_record(parts.pump.last_report, version_lag=lag)
 
 
 def with_evaluation(parts: Parts, record: dict[str, object]) -> dict[str, object]:
@@ -238,10 +241,10 @@ def with_evaluation(parts: Parts, record: dict[str, object]) -> dict[str, object
 
 async def finish(parts: Parts, record: dict[str, object] | None) -> None:
     """After the last step: the last version goes live, is evaluated and saved. `record` is the last line, unwritten."""
-    with parts.telemetry.progress.phase("bringing the last weights to the engines"):
-        await parts.pump.drained()
     evaluator, interrupted = parts.evaluator, parts.state.stop_reason == "interrupted"
     try:
+        with parts.telemetry.progress.phase("bringing the last weights to the engines"):
+            await parts.pump.drained()
         is_new = evaluator.last_version < parts.state.step
         if evaluator.is_possible and parts.cfg.trainer.eval_at_end and is_new and not interrupted:
             with parts.telemetry.progress.phase(f"evaluating version {parts.state.step}"):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.config.errors import ConfigurationError, Problem
+from trainer.pipeline.compose import make_source
 from trainer.pipeline.inputs import Inputs, check_engine_package, check_torchvision, load_inputs
 from trainer.pipeline.placement import Placement, check_fits, plan_placement
 from trainer.pipeline.resume import Resumed, find_resume
@@ -42,7 +43,10 @@ def preflight(cfg: RunConfig) -> Checked:
         num_devices = backend.num_devices() if backend.ray_resource else 0
         check_fits(cfg, placement, backend=backend.name, num_devices=num_devices, where="this host")
     resumed = find_resume(cfg, Path(cfg.run_dir) / "checkpoints") if cfg.run_dir else None
-    return Checked(backend=backend, placement=placement, inputs=load_inputs(cfg), resumed=resumed)
+    inputs = load_inputs(cfg)
+    if resumed is not None:
+        make_source(cfg, inputs, resumed)  # raises if the data set is not the one that the checkpoint was made with
+    return Checked(backend=backend, placement=placement, inputs=inputs, resumed=resumed)
 
 
 def _backend(cfg: RunConfig) -> Backend:

@@ -9,10 +9,11 @@ import signal
 import sys
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from trainer.config.errors import first_cause, note_log, one_line
 from trainer.pipeline import compose, loops, telemetry
 from trainer.pipeline.cluster import Cluster
 from trainer.pipeline.evaluate import Evaluator
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from trainer.pipeline.telemetry import Telemetry
     from trainer.telemetry.run_dir import RunDir
     from weight_sync.coordinator import SyncCoordinator
+    from weight_sync.types import SyncReport
 
 log = logging.getLogger(__name__)
 
@@ -85,12 +87,12 @@ class Driver:
 
     def _interrupt(self, work: asyncio.Task[None]) -> None:
         """First Ctrl-C: end after this step, with a checkpoint. Second, or before training: end now."""
-        if self._is_training and self._state.stop_reason is None:
+        if self._is_training and not self._state.stop_requested.is_set():
             log.warning("interrupted: finishing this step and saving; interrupt again to stop at once")
             self._state.stop("interrupted")
             return
         log.warning("interrupted: stopping now")
-        self._state.stop("interrupted")
+        self._state.stop_reason = "interrupted"  # whatever it was: this run does not end in order
         work.cancel()
 
     async def _work(self) -> None:
@@ -116,23 +118,24 @@ class Driver:
         try:
             with progress.phase("preparing the model"):
                 await model
+            actors = compose.with_workers(cfg, checked.placement, actors)
             with progress.phase("starting engines and learners"):
                 await compose.start_actors(cfg, actors, checked.resumed)
             with progress.phase("opening weight sync"):
                 await coordinator.open()
                 await coordinator.publish(self._state.step)
-                await coordinator.sync(self._state.step)
+                live = await coordinator.sync(self._state.step)
                 if cfg.weight_sync.self_test:
                     await coordinator.self_test()
-            await self._train(actors, coordinator)
+            await self._train(actors, coordinator, live)
         finally:
             with progress.phase("stopping"):
                 await coordinator.close()
                 await actors.close(timeout_s=cfg.trainer.shutdown_timeout_s)
 
-    async def _train(self, actors: compose.Actors, coordinator: SyncCoordinator) -> None:
+    async def _train(self, actors: compose.Actors, coordinator: SyncCoordinator, live: SyncReport) -> None:
         async with Supervisor() as supervisor:
-            parts = self._parts(actors, coordinator, supervisor)
+            parts = self._parts(actors, coordinator, supervisor=supervisor, live=live)
             self._is_training = True
             try:
                 if parts.evaluator.is_possible and self._cfg.trainer.eval_at_start:
@@ -147,13 +150,15 @@ class Driver:
                 self._state.discarded_tokens = parts.buffer.stats().discarded_tokens
                 parts.buffer.close()
 
-    def _parts(self, actors: compose.Actors, coordinator: SyncCoordinator, supervisor: Supervisor) -> loops.Parts:
+    def _parts(
+        self, actors: compose.Actors, coordinator: SyncCoordinator, *, supervisor: Supervisor, live: SyncReport
+    ) -> loops.Parts:
         cfg, state, sinks, resumed = self._cfg, self._state, self._telemetry, self._checked.resumed
         buffer = compose.make_buffer(cfg, resumed)
         source = compose.make_source(cfg, self._checked.inputs, resumed)
         workers = compose.make_pool(cfg, actors)
 
-        async def on_live(report: Any) -> None:
+        async def on_live(report: SyncReport) -> None:
             for name, member in coordinator.members.items():
                 if member != "live":
                     await workers.quarantine(name, f"weight sync: {member}")
@@ -167,7 +172,7 @@ class Driver:
             buffer=buffer,
             workers=workers,
             learner=actors.learner,
-            pump=SyncPump(coordinator, on_live=on_live, tracer=sinks.tracer, live_version=state.step),
+            pump=SyncPump(coordinator, on_live=on_live, tracer=sinks.tracer, first=live),
             evaluator=Evaluator(
                 cfg,
                 self._checked.inputs.evaluation,
@@ -212,9 +217,10 @@ def _summary(cfg: RunConfig, state: RunState, run_dir: RunDir) -> Iterator[None]
     try:
         yield
     except BaseException as failure:
-        error = f"{type(failure).__name__}: {failure}"
+        error = one_line(first_cause(failure))
         state.stop_reason = "failed"
         log.exception("the run failed")
+        note_log(failure, run_dir.log)
         raise
     finally:
         last = state.last_evaluation

@@ -53,6 +53,7 @@ class RunState:
     stop_reason: ExitReason | None = None
     """Why the run is to end after the step that runs now; None while it goes on."""
     stop_requested: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the loops are not even to wait for the next step: on an interrupt."""
 
     @property
     def time_s(self) -> float:
@@ -68,7 +69,8 @@ class RunState:
         """Ask the loops to end in order; the first reason counts."""
         if self.stop_reason is None:
             self.stop_reason = reason
-        self.stop_requested.set()
+        if reason == "interrupted":
+            self.stop_requested.set()
 
     def add_evaluation(self, evaluation: Evaluation) -> None:
         if self.first_accuracy is None:

@@ -34,15 +34,17 @@ class SyncPump:
     become live together with the newer one.
     """
 
-    def __init__(self, coordinator: Coordinator, *, on_live: OnLive, tracer: Tracer, live_version: int) -> None:
+    def __init__(self, coordinator: Coordinator, *, on_live: OnLive, tracer: Tracer, first: SyncReport) -> None:
+        """`first` is the report of the version that is live already."""
         self._coordinator = coordinator
         self._on_live = on_live
         self._tracer = tracer
         self._waiting: int | None = None
-        self._published = self._live = live_version
+        self._published = self._live = first.version
         self._changed = asyncio.Condition()
         self.num_superseded = 0
-        self.last_report: SyncReport | None = None
+        self.last_report = first
+        """Of the last sync that ended."""
 
     @property
     def live_version(self) -> int:

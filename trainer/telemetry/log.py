@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import time
 from typing import TYPE_CHECKING
 
 from rich.logging import RichHandler
+
+from trainer.config.errors import first_cause, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -32,7 +35,7 @@ def logging_to(path: Path, *, level: str, console: Console) -> Generator[None]:
     formatter = logging.Formatter(_FORMAT, datefmt="%Y-%m-%dT%H:%M:%S")
     formatter.converter = time.gmtime
     file.setFormatter(formatter)
-    screen = _screen_handler(console)
+    screen = _Brief(_screen_handler(console))
     screen.addFilter(_is_for_the_screen)
     root = logging.getLogger()
     before, levels = root.level, {name: logging.getLogger(name).level for name in _VERY_CHATTY}
@@ -51,6 +54,25 @@ def logging_to(path: Path, *, level: str, console: Console) -> Generator[None]:
         root.setLevel(before)
         for name, old in levels.items():
             logging.getLogger(name).setLevel(old)
+
+
+class _Brief(logging.Handler):
+    """Passes records on with the first cause of an error in place of its traceback, which is for the file."""
+
+    def __init__(self, handler: logging.Handler) -> None:
+        super().__init__()
+        self._handler = handler
+
+    def emit(self, record: logging.LogRecord) -> None:
+        brief = copy.copy(record)
+        brief.exc_info = brief.exc_text = brief.stack_info = None
+        if record.exc_info is not None and record.exc_info[1] is not None:
+            brief.msg, brief.args = f"{record.getMessage()}: {one_line(first_cause(record.exc_info[1]))}", None
+        self._handler.handle(brief)
+
+    def close(self) -> None:
+        self._handler.close()
+        super().close()
 
 
 def _screen_handler(console: Console) -> logging.Handler:

@@ -50,11 +50,11 @@ def test_a_spec_that_cannot_work_is_refused(name: str) -> None:
 
 
 def test_the_environment_is_set_only_while_processes_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rollout.engine.vllm_engine import _environment
+    from rollout.engine.environment import environment
 
     monkeypatch.setenv("TANDEM_A", "user")
     monkeypatch.setenv("TANDEM_B", "user")
     before = dict(os.environ)
-    with _environment({"TANDEM_A": "ours", "TANDEM_C": "ours"}, {"TANDEM_B": "spec"}):
+    with environment({"TANDEM_A": "ours", "TANDEM_C": "ours"}, {"TANDEM_B": "spec"}):
         assert (os.environ["TANDEM_A"], os.environ["TANDEM_B"], os.environ["TANDEM_C"]) == ("user", "spec", "ours")
     assert dict(os.environ) == before

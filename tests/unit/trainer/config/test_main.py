@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import pytest
 
 import trainer.__main__ as main_module
-from trainer.config.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    import pytest
+from trainer.config.errors import ConfigurationError, first_cause, note_log, one_line
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -138,6 +137,58 @@ def test_the_first_cause_is_the_last_line(capsys: pytest.CaptureFixture[str]) ->
     except RuntimeError as error:
         main_module.report_failure(type(error), error, error.__traceback__)
     assert capsys.readouterr().err.splitlines()[-1] == "failed: OSError: disk full"
+
+
+class FromAnActor(Exception):
+    """As Ray's RayTaskError: a traceback for a text, and the error itself behind `cause`."""
+
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__("\x1b[36mray::Learner()\x1b[39m\nTraceback (most recent call last):\n  ...\nValueError: boom")
+        self.cause = cause
+
+
+def test_what_an_actor_raised_is_told_without_ray(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        raise RuntimeError("learner rank 0 failed") from FromAnActor(ValueError("boom\nat token 3"))
+    except RuntimeError as error:
+        note_log(error, tmp_path / "log.txt")
+        main_module.report_failure(type(error), error, error.__traceback__)
+    shown = capsys.readouterr().err
+    assert shown.splitlines()[-1] == "failed: ValueError: boom at token 3"
+    assert str(tmp_path / "log.txt") in shown
+    assert "Traceback" not in shown
+
+
+def test_a_traceback_that_nobody_has_logged_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        raise RuntimeError("early")
+    except RuntimeError as error:
+        main_module.report_failure(type(error), error, error.__traceback__)
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_cause_without_a_text_is_passed_over() -> None:
+    async def never() -> None:
+        async with asyncio.timeout(0):
+            await asyncio.sleep(10)
+
+    async def main() -> None:
+        try:
+            await never()
+        except TimeoutError as error:
+            raise RuntimeError("rank 1 gave no answer for 0 s") from error
+
+    with pytest.raises(RuntimeError) as caught:
+        asyncio.run(main())
+    assert one_line(first_cause(caught.value)) == "RuntimeError: rank 1 gave no answer for 0 s"
+
+
+def test_one_line_is_one_line_and_ends_somewhere() -> None:
+    assert one_line(RuntimeError("worker:\nTraceback (most recent call last):\n  x\nOSError: gone")) == (
+        "RuntimeError: OSError: gone"
+    )
+    assert one_line(AssertionError()) == "AssertionError"
+    assert len(one_line(ValueError("x" * 10_000))) < 600
 
 
 def test_every_ending_has_its_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

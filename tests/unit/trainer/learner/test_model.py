@@ -9,8 +9,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, Qwen2Config
 
 from tests.fakes.learner import KINDS, TINY, make_learner, run_config, save_tiny, sequences, weights
+from trainer.config.schema.model import ModelConfig
 from trainer.learner.errors import ModelError
-from trainer.learner.model import resolve_model_dir, torch_dtype
+from trainer.learner.model import check_model, resolve_model_dir, torch_dtype
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -119,3 +120,31 @@ def test_models_that_do_more_than_we_compute_are_refused(config: object, words: 
 def test_float16_training_is_refused() -> None:
     with pytest.raises(ModelError, match="must be float32 or bfloat16 for training, got 'float16'"):
         torch_dtype("float16")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hidden_size": "many"},
+        {"num_hidden_layers": -1},
+        {"num_attention_heads": 0},
+        {"model_type": "nonsense"},
+        {"model_type": 3},
+        {"vocab_size": -5},
+        {"hidden_act": "no_such_function"},
+    ],
+    ids=str,
+)
+def test_a_damaged_config_is_refused_without_weights(
+    changes: dict[str, object], tmp_path: Path, tiny_dir: Path
+) -> None:
+    described = json.loads((tiny_dir / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**described, **changes}))
+    with pytest.raises(ModelError, match=r"config\.json"):
+        check_model(ModelConfig(path=str(tmp_path)), tmp_path)
+
+
+def test_a_whole_model_and_one_without_weights_pass_the_check(tmp_path: Path, tiny_dir: Path) -> None:
+    check_model(ModelConfig(path=str(tiny_dir)), tiny_dir)
+    (tmp_path / "config.json").write_text((tiny_dir / "config.json").read_text())
+    check_model(ModelConfig(path=str(tmp_path)), tmp_path)

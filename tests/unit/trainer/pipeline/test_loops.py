@@ -51,7 +51,9 @@ SLOW_SYNC = Script(train_s=0.2, pull_s=4.0)
 """Several versions are trained while one is on its way."""
 
 
-@pytest.mark.parametrize("script", [Script(), SLOW_SYNC, Script(generate_s=(0.1, 30.0), seed=3)], ids=str)
+@pytest.mark.parametrize(
+    "script", [Script(), SLOW_SYNC, Script(generate_s=(0.1, 30.0), seed=3)], ids=["even", "slow-sync", "long-tail"]
+)
 @pytest.mark.parametrize("max_staleness", [0, 1, 4])
 def test_a_run_trains_every_step_and_no_group_is_too_old(
     scripted: Make, play: Play, max_staleness: int, script: Script
@@ -71,6 +73,7 @@ def test_a_run_trains_every_step_and_no_group_is_too_old(
         check_complete(line)
         assert line["discarded_tokens"] == 0
         assert line["staleness/group_max"] <= max_staleness
+    assert any(line["perf/rollout_tokens_per_s"] > 0 for line in written)
     assert run.buffer.stats().trained == 12 * 3
 
 
@@ -131,7 +134,7 @@ def test_a_group_that_is_too_old_stops_the_run_with_its_name(scripted: Make, pla
 
         parts.buffer.take = broken  # type: ignore[method-assign]
 
-    with pytest.raises(loops.StalenessBroken, match=r"step 3 with max_staleness=1 .* version 0 \(group 0\)"):
+    with pytest.raises(loops.StalenessBroken, match=r"step 3 with max_staleness=1 .* version 0 \(group \d\)"):
         play(run, meddle=break_buffer)
     assert run.world.numbers("train") == [0, 1, 2]
 

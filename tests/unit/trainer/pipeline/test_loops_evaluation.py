@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.fakes.scripted_run import Script, ScriptedRun
+from tests.fakes.virtual_time import run_virtual
+from trainer.pipeline import loops
 from trainer.pipeline.resume import find_resume
 from trainer.pipeline.state import RunState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from trainer.pipeline import loops
 
     Make = Callable[..., ScriptedRun]
     Play = Callable[..., loops.Parts]
@@ -64,6 +65,22 @@ def test_weights_wait_for_a_running_evaluation_and_training_goes_on(scripted: Ma
     assert first_live >= 20.0 > trained[0]
 
 
+def test_beginning_an_evaluation_waits_until_no_commit_can_slip_in(scripted: Make) -> None:
+    """Somebody else keeps the replica for three seconds."""
+    run = scripted()
+
+    async def main() -> None:
+        async with run.supervisor as supervisor:
+            parts, lock = run.parts(), run.world.frozen
+            await lock.acquire()
+            asyncio.get_running_loop().call_later(3.0, lock.release)
+            await loops.begin_evaluation(parts, supervisor)
+            assert asyncio.get_running_loop().time() == pytest.approx(3.0)
+            assert lock.locked()
+
+    run_virtual(main())
+
+
 def test_periodic_evaluation_can_be_turned_off(scripted: Make, play: Play) -> None:
     run = scripted(trainer={"eval_every": 0, "eval_at_start": False, "eval_at_end": False})
     play(run)
@@ -111,13 +128,12 @@ def test_a_run_stops_when_the_accuracy_is_reached_and_a_line_says_so(scripted: M
 def test_an_interrupted_run_is_not_evaluated_again(scripted: Make, play: Play) -> None:
     run = scripted(trainer={"total_steps": 50, "eval_every": 0})
 
-    async def interrupt(parts: loops.Parts) -> None:
-        await parts.batches.join() if False else None
+    async def interrupt() -> None:
         while run.state.step < 3:
-            await __import__("asyncio").sleep(0.3)
+            await asyncio.sleep(0.3)
         run.state.stop("interrupted")
 
-    play(run, meddle=interrupt)
+    play(run, meddle=lambda _parts: interrupt())
     assert run.world.evaluated == [0]
 
 

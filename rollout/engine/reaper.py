@@ -1,0 +1,56 @@
+"""Ends engine processes whose owner was killed.
+
+vLLM's engine process does not notice that its parent is gone: after a SIGKILL (out of memory, `ray.kill`) it lives on
+with its device memory. A tiny process of its own session holds the reading end of a pipe; the kernel closes the other
+end with the owner, however it dies. Can go when vLLM's engine process watches its parent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_PROGRAM = """
+import os, signal, sys
+def birth(pid):
+    try:
+        return open(f"/proc/{pid}/stat").read().rsplit(")", 1)[1].split()[19]
+    except OSError:
+        return ""
+if sys.stdin.read() != "dismissed":
+    for pid, born in zip(sys.argv[1::2], sys.argv[2::2]):
+        if birth(pid) == born:
+            os.kill(int(pid), signal.SIGKILL)
+"""
+
+
+class OrphanReaper:
+    """Kills `pids` when this process ends without `dismiss`. Start times are compared, so no reused pid is hit."""
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        arguments = [text for pid in pids for text in (str(pid), _birth(pid))]
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _PROGRAM, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def dismiss(self) -> None:
+        """The processes have been stopped in order. Idempotent; takes milliseconds."""
+        if self._process.poll() is not None:
+            return
+        with contextlib.suppress(subprocess.TimeoutExpired, BrokenPipeError):
+            self._process.communicate(b"dismissed", timeout=5.0)
+
+
+def _birth(pid: int) -> str:
+    """Start time of a process in clock ticks since boot; field 22 of /proc/PID/stat."""
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]

@@ -1,0 +1,33 @@
+"""Whole runs as processes. All share one cache, so that the tiny model is made once, by the run that comes first."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.fakes.trainer_process import TrainerProcess
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+
+@pytest.fixture(scope="session")
+def tiny_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the tiny model lies, or will lie."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def start(tiny_cache: Path) -> Iterator[Callable[..., TrainerProcess]]:
+    """`start(run_dir, *overrides)`; everything that still runs is killed at the end of the module."""
+    with contextlib.ExitStack() as stack:
+
+        def begin(run_dir: Path, *overrides: str, cache: Path = tiny_cache) -> TrainerProcess:
+            process = TrainerProcess(run_dir, *overrides, cache=cache)
+            stack.callback(process.end)
+            return process
+
+        yield begin

@@ -1,0 +1,133 @@
+"""Runs that end before their time: kill -9, Ctrl-C, a learner that dies. What is left, and how they go on."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from trainer.learner.checkpoint import find_latest, step_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.fakes.trainer_process import TrainerProcess
+
+    Start = Callable[..., TrainerProcess]
+
+GONE_WITHIN_S = 15.0
+SMALL = (
+    "rollout.group_size=4",
+    "trainer.groups_per_step=8",
+    "trainer.eval_every=0",
+    "trainer.eval_at_start=false",
+    "trainer.eval_at_end=false",
+    "trainer.stop_at_accuracy=null",
+    "checkpoint.export_hf=false",
+)
+ENDLESS = "trainer.total_steps=100000"
+
+
+def test_a_run_survives_kill_9_and_an_interrupt(start: Start, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    checkpoints = run_dir / "checkpoints"
+
+    killed = start(run_dir, *SMALL, ENDLESS, "checkpoint.every_steps=5")
+    killed.until(lambda: (checkpoints / "step_5").exists() and len(killed.lines) >= 7)
+    names = " ".join(killed.names)
+    for expected in ("ray::LearnerWorker", "ray::EngineActor", "EngineCore", "rollout.reward.child", "raylet"):
+        assert expected in names
+    killed.kill()
+    assert killed.left_over(within_s=GONE_WITHIN_S) == []
+
+    latest = find_latest(checkpoints)
+    assert latest is not None
+    before = step_of(latest)
+
+    interrupted = start(run_dir, *SMALL, ENDLESS, "checkpoint.every_steps=0")
+    interrupted.until(lambda: "weight sync epoch" in interrupted.text and len(interrupted.lines) >= before + 3)
+    interrupted.interrupt()
+    assert interrupted.wait() == 130, interrupted.text[-3000:]
+    assert interrupted.left_over(within_s=3.0) == []
+    assert interrupted.scratch == []
+    # The session directory of the driver that was killed is gone too: the next run swept it.
+    assert killed.scratch == []
+    summary = interrupted.summary
+    assert summary["exit_reason"] == "interrupted"
+    assert summary["resumed_from_step"] == before
+    done = summary["steps"]
+    assert (checkpoints / f"step_{done}").exists()
+
+    finished = start(run_dir, *SMALL, f"trainer.total_steps={done + 3}")
+    assert finished.wait() == 0, finished.text[-3000:]
+    assert finished.summary["resumed_from_step"] == done
+    assert [line["step"] for line in finished.lines] == list(range(1, done + 4))
+    assert {line["discarded_tokens"] for line in finished.lines} == {0}
+    assert finished.left_over(within_s=3.0) == []
+    # Every prompt was trained under one group id, in whichever process.
+    driver = json.loads((checkpoints / f"step_{done + 3}" / "driver.json").read_text())
+    owed = {entry["group_id"] for entry in driver["buffer"]["prompts"]}
+    assert driver["buffer"]["next_group_id"] == 8 * (done + 3) + len(owed)
+
+
+def test_a_learner_that_is_killed_ends_the_run_with_the_reason(start: Start, tmp_path: Path) -> None:
+    run = start(tmp_path / "run", *SMALL, ENDLESS)
+    run.until(lambda: len(run.lines) >= 3)
+    run.process("ray::LearnerWorker").kill()
+    assert run.wait(timeout_s=60.0) == 1, run.text[-3000:]
+    last = run.text.strip().splitlines()[-1]
+    assert last.startswith("failed: ")
+    assert "LearnerWorker" in last or "learner" in last
+    assert run.left_over(within_s=3.0) == []
+    assert run.scratch == []
+    assert run.summary["exit_reason"] == "failed"
+    assert run.summary["error"]
+    assert [line["step"] for line in run.lines] == list(range(1, len(run.lines) + 1))
+
+
+def test_an_interrupt_during_the_start_leaves_nothing(start: Start, tmp_path: Path) -> None:
+    """In the middle of everything: Ray is up, actors are importing, and the model is being made."""
+    run = start(tmp_path / "run", *SMALL, ENDLESS, cache=tmp_path / "cache")
+    run.until(lambda: any("trainer.builtin.tiny_model" in name for name in run.names))
+    run.until(lambda: any("ray::LearnerWorker" in name for name in run.names))
+    run.interrupt()
+    assert run.wait(timeout_s=60.0) == 130, run.text[-3000:]
+    assert run.left_over(within_s=3.0) == []
+    assert run.scratch == []
+    assert run.summary["exit_reason"] == "interrupted"
+
+
+def test_kill_9_during_the_start_takes_the_maker_of_the_model_along(start: Start, tmp_path: Path) -> None:
+    run = start(tmp_path / "run", *SMALL, ENDLESS, cache=tmp_path / "cache")
+    run.until(lambda: any("trainer.builtin.tiny_model" in name for name in run.names))
+    run.until(lambda: any("raylet" in name for name in run.names))
+    run.kill()
+    assert run.left_over(within_s=GONE_WITHIN_S) == []
+
+
+def test_a_synchronous_run_repeats_itself(start: Start, tmp_path: Path) -> None:
+    """The same prompts, the same sampled tokens and rewards. Log-probabilities may differ in their last bits, because
+    the engine computes requests in batches that depend on timing; so may what the learner makes of them."""
+    keys = ("reward/mean", "learner/entropy", "learner/grad_norm")
+    lines: list[list[list[float]]] = []
+    sampled: list[dict[int, tuple[list[int], list[float]]]] = []
+    for name in ("first", "second"):
+        run = start(tmp_path / name, *SMALL, "mode=sync", "trainer.total_steps=6")
+        assert run.wait() == 0, run.text[-3000:]
+        lines.append([[line[key] for key in keys] for line in run.lines])
+        sampled.append(sampled_by(run))
+    assert set(sampled[0]) == set(range(6 * 8))
+    assert sampled[0] == sampled[1]
+    np.testing.assert_allclose(lines[0], lines[1], rtol=1e-4)
+
+
+def sampled_by(run: TrainerProcess) -> dict[int, tuple[list[int], list[float]]]:
+    """Group id -> all its tokens, and its rewards."""
+    found: dict[int, tuple[list[int], list[float]]] = {}
+    for path in (run.run_dir / "trajectories").glob("*.jsonl"):
+        for group in map(json.loads, path.read_text().splitlines()):
+            tokens = [token for t in group["trajectories"] for turn in t["turns"] for token in turn["token_ids"]]
+            found[group["group_id"]] = (tokens, group["rewards"])
+    return found

@@ -1,0 +1,172 @@
+"""The default job, shortened, from the command line to the exported model: real Ray, vLLM, FSDP2 and weight sync."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+
+from trainer.builtin import tiny_model
+from trainer.telemetry.catalog import check_complete, check_known
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.fakes.trainer_process import TrainerProcess
+
+STEPS, MAX_STALENESS, GROUPS, SAMPLES = 40, 1, 32, 8
+
+
+@pytest.fixture(scope="module")
+def job(start: Callable[..., TrainerProcess], tmp_path_factory: pytest.TempPathFactory) -> TrainerProcess:
+    run_dir = tmp_path_factory.mktemp("main") / "run"
+    process = start(
+        run_dir,
+        f"trainer.total_steps={STEPS}",
+        f"trainer.groups_per_step={GROUPS}",
+        f"rollout.group_size={SAMPLES}",
+        f"mode.max_staleness={MAX_STALENESS}",
+        "trainer.eval_every=10",
+        "trainer.stop_at_accuracy=null",
+        "checkpoint.every_steps=25",
+        "learner.lr=1e-3",
+    )
+    assert process.wait() == 0, process.text[-4000:]
+    return process
+
+
+@pytest.fixture(scope="module")
+def lines(job: TrainerProcess) -> list[dict[str, Any]]:
+    return job.lines
+
+
+def test_held_out_accuracy_rises(job: TrainerProcess, lines: list[dict[str, Any]]) -> None:
+    found = {line["eval/version"]: line["eval/accuracy"] for line in lines if "eval/version" in line}
+    assert list(found) == [0, 10, 20, 30, 40]
+    assert found[0] <= 0.5
+    assert found[40] >= found[0] + 0.15
+    assert (job.summary["first_accuracy"], job.summary["last_accuracy"]) == (found[0], found[40])
+    assert lines[-1]["eval/version"] == STEPS
+
+
+def test_every_step_has_one_line_with_known_and_complete_metrics(lines: list[dict[str, Any]]) -> None:
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    for line in lines:
+        check_known(line)
+        check_complete(line)
+        assert None not in line.values()
+
+
+def test_nothing_trained_is_older_than_the_bound_and_nothing_is_discarded(
+    job: TrainerProcess, lines: list[dict[str, Any]]
+) -> None:
+    assert max(line["staleness/max"] for line in lines) <= MAX_STALENESS
+    assert max(line["staleness/group_max"] for line in lines) <= MAX_STALENESS
+    assert {line["discarded_tokens"] for line in lines} == {0}
+    assert job.summary["discarded_tokens"] == 0
+    assert {line["learner/num_samples"] for line in lines} == {GROUPS * SAMPLES}
+
+
+def test_the_learner_computes_what_the_engine_sampled_from(lines: list[dict[str, Any]]) -> None:
+    """On policy, the two sides' probabilities of the same tokens agree but for rounding."""
+    on_policy = [line for line in lines if line["staleness/max"] == 0]
+    assert on_policy, "the first step is always on policy"
+    for line in on_policy:
+        assert abs(line["learner/ratio_mean"] - 1) < 1e-3
+        assert line["learner/ratio_max"] < 1.05
+
+
+def test_weight_sync_allocates_nothing_after_the_first(lines: list[dict[str, Any]]) -> None:
+    counters = [{k: v for k, v in line.items() if k.startswith("sync/counter/")} for line in lines]
+    assert counters[0]
+    settled = [c for line, c in zip(lines, counters, strict=True) if line["step"] - line["sync/version_lag"] >= 1]
+    assert len(settled) > STEPS // 2
+    assert all(c == settled[0] for c in settled)
+    assert {line["sync/num_retries"] for line in lines} == {0}
+    assert len({line["sync/bytes"] for line in lines}) == 1
+
+
+def test_every_group_is_recorded_with_its_versions(job: TrainerProcess) -> None:
+    files = sorted((job.run_dir / "trajectories").glob("*.jsonl"))
+    groups = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    assert len(groups) >= STEPS * GROUPS
+    assert len({group["group_id"] for group in groups}) == len(groups)
+    for group in groups:
+        assert len(group["trajectories"]) == SAMPLES
+        for trajectory in group["trajectories"]:
+            assert min(trajectory["versions"]) >= group["start_version"]
+            right = trajectory["text"] == group["prompt"]["answer"]
+            assert trajectory["reward"] == float(right)
+
+
+def test_the_trace_shows_weights_moving_while_groups_are_generated(job: TrainerProcess) -> None:
+    events = json.loads((job.run_dir / "trace.json").read_text())
+    groups, syncs = spans(events, "group "), spans(events, "sync v")
+    assert len(syncs) >= STEPS // 2
+    overlapping = [s for s in syncs if any(g[0] < s[1] and s[0] < g[1] for g in groups)]
+    assert len(overlapping) >= len(syncs) // 2
+    steps = spans(events, "step ")
+    assert len(steps) == STEPS
+    assert any(g[0] < s[1] and s[0] < g[1] for s in steps for g in groups), "generation and training never overlap"
+
+
+def spans(events: list[dict[str, Any]], prefix: str) -> list[tuple[float, float]]:
+    """(start, end) of the spans of that name, in microseconds, whether written as one event or as two."""
+    begun: dict[tuple[Any, ...], float] = {}
+    found: list[tuple[float, float]] = []
+    for event in events:
+        if not str(event.get("name", "")).startswith(prefix):
+            continue
+        key = (event["name"], event.get("id"), event.get("tid"))
+        if event["ph"] == "X":
+            found.append((event["ts"], event["ts"] + event["dur"]))
+        elif event["ph"] == "b":
+            begun[key] = event["ts"]
+        elif event["ph"] == "e":
+            found.append((begun.pop(key), event["ts"]))
+    return found
+
+
+def test_the_run_directory_tells_the_whole_story(job: TrainerProcess) -> None:
+    run_dir, summary = job.run_dir, job.summary
+    assert summary["exit_reason"] == "completed"
+    assert (summary["steps"], summary["version"], summary["error"]) == (STEPS, STEPS, "")
+    assert 0 < summary["startup_s"] < summary["wall_s"]
+    config = yaml.safe_load((run_dir / "config.yaml").read_text())
+    assert config["trainer"]["total_steps"] == STEPS
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["step_25", f"step_{STEPS}"]
+    assert any(path.stat().st_size > 0 for path in (run_dir / "tb").rglob("events.*"))
+    assert "held-out accuracy" in (run_dir / "log.txt").read_text()
+    assert not (run_dir / "actor_logs").exists()
+    assert "completed: 40 steps" in job.text.splitlines()[-1]
+
+
+def test_the_exported_policy_loads_and_can_add(job: TrainerProcess) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(job.run_dir / "export", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(job.run_dir / "export")
+    pairs = [(a, b) for a in range(0, 49, 6) for b in range(1, 49, 6)]
+    right = 0
+    for a, b in pairs:
+        prompt = torch.tensor([tokenizer.encode(f"{a}+{b}=", add_special_tokens=False)])
+        output = model.generate(prompt, max_new_tokens=4, do_sample=False)[0, prompt.shape[1] :]
+        right += tokenizer.decode(output, skip_special_tokens=True) == str(a + b)
+    assert torch.isfinite(model(torch.tensor([[5, 6, 7]])).logits).all()
+    assert right / len(pairs) == pytest.approx(job.summary["last_accuracy"], abs=0.2)
+
+
+def test_nothing_is_left_behind(job: TrainerProcess) -> None:
+    assert job.num_seen >= 6
+    assert job.left_over(within_s=3.0) == []
+    assert job.scratch == []
+    assert not (job.run_dir / "owner.lock").exists()
+
+
+def test_the_model_was_made_where_it_is_looked_for(job: TrainerProcess, tiny_cache: Any) -> None:
+    assert job.wait() == 0
+    assert tiny_model.is_ready(tiny_cache / f"tiny-{tiny_model.RECIPE.digest}")
+    assert [path.name for path in tiny_cache.iterdir() if path.name.startswith(".")] == []

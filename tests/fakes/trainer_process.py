@@ -1,0 +1,146 @@
+"""`python -m trainer` as a child process whose every descendant is watched, so that a test can ask what is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ROOT = Path(__file__).resolve().parents[2]
+LOOK_EVERY_S = 0.2
+
+
+class TrainerProcess:
+    """Starts at once, in a process group of its own, as a shell would start it. `end` stops whatever still runs."""
+
+    def __init__(self, run_dir: Path, *overrides: str, cache: Path) -> None:
+        self.run_dir = run_dir
+        self.output = run_dir.with_name(f"{run_dir.name}.{time.monotonic_ns()}.out")
+        env = {**os.environ, "TANDEM_CACHE_DIR": str(cache), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-m", "trainer", f"run_dir={run_dir}", "telemetry.progress=plain", *overrides]
+        with self.output.open("wb") as output:
+            self._process = subprocess.Popen(
+                command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        self.pid = self._process.pid
+        self._seen: dict[int, psutil.Process] = {}
+        self._is_watching = True
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._watcher.start()
+
+    def _watch(self) -> None:
+        """Descendants by parenthood; whoever was seen once is known for good, whatever becomes of its parents."""
+        while self._is_watching:
+            for root in [self.pid, *self._seen]:
+                try:
+                    for child in psutil.Process(root).children(recursive=True):
+                        self._seen.setdefault(child.pid, child)
+                except psutil.NoSuchProcess:
+                    continue
+            time.sleep(LOOK_EVERY_S)
+
+    @property
+    def text(self) -> str:
+        return self.output.read_text(errors="replace")
+
+    @property
+    def names(self) -> set[str]:
+        """Command lines of all descendants that run now."""
+        found: set[str] = set()
+        for process in list(self._seen.values()):
+            try:
+                found.add(" ".join(process.cmdline()))
+            except (psutil.NoSuchProcess, psutil.ZombieProcess):
+                continue
+        return found
+
+    def process(self, name: str) -> psutil.Process:
+        """The first descendant whose command line has `name` in it."""
+        for process in list(self._seen.values()):
+            try:
+                if name in " ".join(process.cmdline()):
+                    return process
+            except (psutil.NoSuchProcess, psutil.ZombieProcess):
+                continue
+        raise LookupError(f"no descendant is called {name}: {sorted(self.names)}")
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        """Lines of metrics.jsonl so far."""
+        path = self.run_dir / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.run_dir / "summary.json").read_text())
+
+    def until(self, condition: Callable[[], bool], *, timeout_s: float = 120.0) -> None:
+        """Wait for a condition while the process runs. AssertionError with its last words otherwise."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert self._process.poll() is None, f"ended with {self._process.returncode}:\n{self.text[-3000:]}"
+            assert time.monotonic() < deadline, f"not within {timeout_s} s:\n{self.text[-3000:]}"
+            time.sleep(0.05)
+
+    def interrupt(self) -> None:
+        """What Ctrl-C on a terminal does: the whole foreground process group gets it."""
+        os.killpg(self.pid, signal.SIGINT)
+
+    def kill(self) -> None:
+        """kill -9 of the driver alone."""
+        os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self, *, timeout_s: float = 180.0) -> int:
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still runs after {timeout_s} s:\n{self.text[-3000:]}") from None
+
+    def left_over(self, *, within_s: float) -> list[str]:
+        """Descendants and scratch directories that still exist after so long; returns early when there are none."""
+        deadline = time.monotonic() + within_s
+        while (left := self._running()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return left
+
+    @property
+    def scratch(self) -> list[Path]:
+        """Session directories of this driver's private cluster."""
+        return list(Path(tempfile.gettempdir()).glob(f"tandem-ray-{self.pid}-*"))
+
+    @property
+    def num_seen(self) -> int:
+        return len(self._seen)
+
+    def end(self) -> None:
+        """Kill what is left, so that a test that fails leaves nothing behind."""
+        self._is_watching = False
+        self._watcher.join()
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait(10)
+        for process in self._seen.values():
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                process.kill()
+
+    def _running(self) -> list[str]:
+        left: list[str] = []
+        for process in list(self._seen.values()):
+            try:
+                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                    left.append(f"{process.pid} {' '.join(process.cmdline())[:120]}")
+            except psutil.NoSuchProcess:
+                continue
+        return left

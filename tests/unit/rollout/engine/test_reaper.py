@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from rollout.engine.reaper import OrphanReaper
+
+OWNER = """
+import subprocess, sys, time
+from rollout.engine.reaper import OrphanReaper
+child = subprocess.Popen(["sleep", "60"])
+OrphanReaper([child.pid])
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def is_alive(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def test_a_killed_owner_takes_its_engine_processes_with_it() -> None:
+    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True, cwd=Path.cwd())
+    assert owner.stdout is not None
+    child = psutil.Process(int(owner.stdout.readline()))
+    time.sleep(0.2)
+    assert is_alive(child)
+    owner.kill()
+    owner.communicate()
+    deadline = time.monotonic() + 5
+    while is_alive(child) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not is_alive(child)
+
+
+def test_a_dismissed_reaper_touches_nothing() -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    try:
+        reaper = OrphanReaper([child.pid])
+        reaper.dismiss()
+        reaper.dismiss()
+        time.sleep(0.1)
+        assert child.poll() is None
+    finally:
+        child.kill()
+        child.wait()

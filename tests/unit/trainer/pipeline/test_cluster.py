@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.fakes.scripted_run import config
+from trainer.pipeline import cluster
+from trainer.pipeline.placement import plan_placement
+from weight_sync.device.select import get_backend
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def scratch_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(cluster, "_scratch_home", lambda: str(tmp_path))
+    return tmp_path
+
+
+def dead_pid() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_scratch_of_a_dead_driver_is_swept_and_that_of_a_live_one_stays(scratch_root: Path) -> None:
+    kept = [f"tandem-ray-{os.getpid()}-abc", "tandem-ray-notes", f"other-{dead_pid()}-abc"]
+    doomed = f"tandem-ray-{dead_pid()}-xyz"
+    for name in (*kept, doomed):
+        (scratch_root / name / "session").mkdir(parents=True)
+    cluster._sweep_scratch()
+    assert sorted(path.name for path in scratch_root.iterdir()) == sorted(kept)
+
+
+def test_a_cluster_that_does_not_start_leaves_no_scratch(scratch_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Path] = []
+
+    def broken(**options: Any) -> None:
+        seen.extend(scratch_root.iterdir())
+        raise RuntimeError("no port is free")
+
+    monkeypatch.setattr(cluster.ray, "init", broken)
+    cfg = config()
+    with pytest.raises(RuntimeError, match="no port is free"):
+        cluster.Cluster.start(cfg, plan_placement(cfg, resource=None), get_backend("cpu", cpu_threads=1))
+    assert len(seen) == 1
+    assert list(scratch_root.iterdir()) == []
+
+
+def test_only_the_end_of_a_long_actor_log_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "MAX_LOG_BYTES", 10)
+    logs = tmp_path / "scratch" / "session_latest" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "worker-1.err").write_text("a" * 50 + "the reason")
+    (logs / "worker-1.out").write_text("")
+    (logs / "raylet.out").write_text("noise")
+    cluster._copy_logs(tmp_path / "scratch", tmp_path / "kept")
+    assert {path.name: path.read_text() for path in (tmp_path / "kept").iterdir()} == {"worker-1.err": "the reason"}

@@ -1,0 +1,141 @@
+"""What is refused before anything is started or written, and how the inputs are loaded."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from rollout.errors import DataError
+from trainer.config.errors import ConfigurationError
+from trainer.config.load import load_config
+from trainer.pipeline import inputs, preflight, run
+
+if TYPE_CHECKING:
+    from trainer.config.schema import RunConfig
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`check_torchvision` starts an interpreter; it has a test of its own."""
+    monkeypatch.setattr(preflight, "check_torchvision", lambda: None)
+    monkeypatch.setenv("TANDEM_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+
+def tiny(*overrides: str) -> RunConfig:
+    return load_config(["device=cpu", *overrides])
+
+
+def test_the_default_run_is_ready_without_making_the_model(tmp_path: Path) -> None:
+    checked = preflight.preflight(tiny())
+    assert checked.backend.name == "cpu"
+    assert checked.resumed is None
+    assert len(checked.inputs.train.prompts) == 50 * 50 - 250
+    assert len(checked.inputs.evaluation) == 250
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_training_and_held_out_prompts_are_disjoint() -> None:
+    loaded = inputs.load_inputs(tiny())
+    assert not {p.text for p in loaded.train.prompts} & {p.text for p in loaded.evaluation}
+    prompt = loaded.evaluation[0]
+    assert loaded.tokenizer.decode(prompt.token_ids) == prompt.text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kind", "words"),
+    [
+        (["task.reward.name=nowhere.py:f"], DataError, "nowhere.py"),
+        (["task.reward.name=math_"], DataError, "math_"),
+        (["model.tokenizer_path=./empty"], ConfigurationError, "model.tokenizer_path"),
+        (["task.train_path=./rows.jsonl"], DataError, "question"),
+        (["task.max_prompt_tokens=2"], DataError, "max_prompt_tokens"),
+    ],
+)
+def test_what_cannot_work_is_refused_and_nothing_is_left(
+    overrides: list[str], kind: type[Exception], words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
+    before = sorted(tmp_path.rglob("*"))
+    cfg = replace(tiny(), run_dir="")
+    try:
+        cfg = tiny(*overrides)
+    except ConfigurationError as error:
+        assert kind is ConfigurationError or words in str(error)
+        return
+    with pytest.raises(kind, match=words):
+        run.run(cfg, started_at=0.0)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_missing_engine_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "_version_of", lambda _name: None)
+    with pytest.raises(ConfigurationError, match=r'pip install -e "\.\[cpu\]"'):
+        inputs.check_engine_package()
+    monkeypatch.setattr(inputs, "_version_of", lambda name: "0.1.0" if name == "vllm" else None)
+    with pytest.raises(ConfigurationError, match=r"vLLM 0\.1\.0"):
+        inputs.check_engine_package()
+
+
+def test_a_torchvision_that_does_not_import_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(ConfigurationError, match="nms does not exist") as caught:
+        inputs.check_torchvision()
+    assert "pip uninstall torchvision" in str(caught.value)
+    (tmp_path / "torchvision.py").write_text("")
+    inputs.check_torchvision()
+
+
+def test_an_unusable_device_is_a_configuration_error() -> None:
+    cfg = load_config(["device=cpu"])
+    with pytest.raises(ConfigurationError, match="device"):
+        preflight.preflight(replace(cfg, device=replace(cfg.device, name="npu")))
+
+
+def test_the_built_in_model_name_becomes_its_directory(tmp_path: Path) -> None:
+    cfg = tiny()
+    assert Path(inputs.with_model_directory(cfg).model.path).parent == tmp_path / "cache"
+    other = replace(cfg, model=replace(cfg.model, path="some/model"))
+    assert inputs.with_model_directory(other) is other
+
+
+def run_python(code: str, **how: Any) -> None:
+    asyncio.run(inputs._run_python(["-c", code], **({"timeout_s": 30.0} | how)))
+
+
+def test_a_helper_process_that_fails_says_its_last_words() -> None:
+    with pytest.raises(RuntimeError, match="exited with 1: ValueError: no disk"):
+        run_python("print('noise'); raise ValueError('no disk')")
+
+
+def test_a_helper_process_that_hangs_is_killed(tmp_path: Path) -> None:
+    code = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match="did not end within 1 s"):
+        run_python(code, timeout_s=1.0)
+    assert time.monotonic() - begin < 10
+    assert not Path(f"/proc/{(tmp_path / 'pid').read_text()}").exists()
+
+
+def test_a_helper_process_ends_when_the_run_is_cancelled(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    code = f"import os, time; open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+
+    async def main() -> None:
+        task = asyncio.create_task(inputs._run_python(["-c", code], timeout_s=60.0))
+        while not (pid_file.exists() and pid_file.read_text()):
+            await asyncio.sleep(0.02)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    assert not Path(f"/proc/{pid_file.read_text()}").exists()

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout.buffer.work_buffer import WorkBuffer
+from rollout.types import Group
+from tests.fakes.scripted_run import config, prompt_set, sync_report, trajectory
+from trainer.data.batcher import BatchLimits, BuiltBatch, build_train_batch
+from trainer.learner.result import Metric, StepResult
+from trainer.pipeline.records import StepRecorder, StepTimes, _ks_distance, buffer_record, sync_record
+from trainer.telemetry.catalog import check_complete, check_known
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+NUMBERS = st.lists(st.integers(0, 12), min_size=1, max_size=30)
+
+
+@given(NUMBERS, NUMBERS)
+def test_the_ks_distance_is_the_largest_gap_of_the_two_distributions(a: list[int], b: list[int]) -> None:
+    def share(side: list[int], limit: int) -> float:
+        return sum(n <= limit for n in side) / len(side)
+
+    slow = max(abs(share(a, limit) - share(b, limit)) for limit in range(13))
+    assert _ks_distance([a], [b[:1], b[1:]]) == pytest.approx(slow)
+
+
+def test_without_lengths_there_is_no_distance() -> None:
+    assert _ks_distance([], [[3]]) == _ks_distance([[3]], [[]]) == 0.0
+    assert _ks_distance([[1, 1]], [[2, 2]]) == 1.0
+
+
+def groups(lengths: Sequence[int], *, first: int = 0) -> list[Group]:
+    prompts = prompt_set().prompts
+    return [
+        Group(
+            group_id=first + i,
+            prompt=prompts[i],
+            trajectories=[trajectory(prompts[i], s, [(0, n)], reward=float(s)) for s in range(2)],
+            start_version=0,
+        )
+        for i, n in enumerate(lengths)
+    ]
+
+
+def built(of: list[Group]) -> BuiltBatch:
+    limits = BatchLimits(num_ranks=2, max_tokens_per_micro_batch=64, max_response_tokens=16)
+    return build_train_batch(of, step=0, algorithm=config().algorithm, limits=limits)
+
+
+RESULT = StepResult(
+    step=0,
+    metrics={"loss": Metric(sum=6.0, count=3.0), "grad_norm": Metric(sum=2.0)},
+    seconds={"forward": 1.0, "backward": 2.0, "optimizer": 1.0, "step": 4.0},
+)
+TIMES = StepTimes(waited_for_data_s=3.0, waited_for_sync_s=0.5)
+
+
+def test_rates_are_tokens_over_the_time_between_two_steps() -> None:
+    now = [100.0]
+    recorder = StepRecorder(clock=lambda: now[0])
+    trained = groups([2, 4])
+    for group in trained:
+        recorder.count_generated(group)
+    now[0] = 110.0
+    record = recorder.step_record(trained, built(trained), RESULT, TIMES)
+    num_tokens = 2 * (3 + 2) + 2 * (3 + 4)
+    assert record["perf/step_s"] == 10.0
+    assert record["perf/rollout_tokens_per_s"] == pytest.approx(12 / 10)
+    assert record["perf/tokens_per_s"] == pytest.approx(num_tokens / 10)
+    assert record["perf/train_tokens_per_s"] == pytest.approx(num_tokens / 4)
+    assert record["learner/loss"] == 2.0
+    assert (record["wait/learner_for_data_s"], record["wait/learner_for_sync_s"]) == (3.0, 0.5)
+    now[0] = 115.0
+    again = recorder.step_record(trained, built(trained), RESULT, TIMES)
+    assert again["perf/step_s"] == 5.0
+    assert again["perf/rollout_tokens_per_s"] == 0.0, "tokens were counted twice"
+
+
+def test_a_preference_for_short_answers_shows_as_length_bias() -> None:
+    recorder = StepRecorder(clock=lambda: 0.0)
+    short, long = groups([1, 1]), groups([9, 9], first=2)
+    for group in (*short, *long):
+        recorder.count_generated(group)
+    assert recorder.step_record(short, built(short), RESULT, TIMES)["length_bias/ks"] == 0.5
+    assert recorder.step_record(long, built(long), RESULT, TIMES)["length_bias/ks"] == 0.0
+
+
+def test_a_line_is_known_and_complete() -> None:
+    trained = groups([2, 4])
+    buffer = WorkBuffer(groups_per_step=2, max_staleness=1, max_retries=0, max_refills_per_step=4)
+    record = {
+        "step": 1,
+        "version": 1,
+        "time_s": 0.0,
+        **StepRecorder().step_record(trained, built(trained), RESULT, TIMES),
+        **buffer_record(buffer.stats()),
+        **sync_record(sync_report(0), version_lag=1),
+    }
+    check_known(record)
+    check_complete(record)
+    assert record["buffer/num_slots"] == 4
+    assert record["sync/counter/allocations"] == 2
+    assert record["sync/version_lag"] == 1

@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.fakes.scripted_run import sync_report
+from tests.fakes.virtual_time import run_virtual
+from trainer.pipeline.supervise import Supervisor
+from trainer.pipeline.sync_pump import SyncPump
+from trainer.telemetry.spans import Tracer
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from weight_sync.types import SyncReport
+
+
+@dataclass
+class Coordinator:
+    """As the real one, it keeps the newest published version only, and moves one at a time."""
+
+    pack_s: float = 0.0
+    sync_s: float = 10.0
+    fails_at: int = -1
+    published: int = -1
+    packing: bool = False
+    synced: list[int] = field(default_factory=list)
+    begun: list[float] = field(default_factory=list)
+
+    async def publish(self, version: int) -> float:
+        self.packing = True
+        await asyncio.sleep(self.pack_s)
+        self.packing, self.published = False, version
+        return self.pack_s
+
+    async def sync(self, version: int) -> SyncReport:
+        assert not self.packing, "a version is moved while its slot is written"
+        assert version == self.published, "this version is not there any more"
+        self.begun.append(asyncio.get_running_loop().time())
+        if version == self.fails_at:
+            raise OSError(f"version {version} was lost")
+        await asyncio.sleep(self.sync_s)
+        self.synced.append(version)
+        return sync_report(version)
+
+
+def pumped(
+    coordinator: Coordinator, main: Callable[[SyncPump], Awaitable[Any]], *, live_at: list[tuple[float, int]]
+) -> SyncPump:
+    async def on_live(report: SyncReport) -> None:
+        live_at.append((asyncio.get_running_loop().time(), report.version))
+
+    async def run() -> SyncPump:
+        pump = SyncPump(coordinator, on_live=on_live, tracer=Tracer(None), first=sync_report(0))
+        async with Supervisor() as supervisor:
+            supervisor.spawn(pump.run(), name="sync_loop")
+
+            async def body() -> None:
+                await main(pump)
+
+            await supervisor.until(body())
+        return pump
+
+    return run_virtual(run())
+
+
+def test_publishing_waits_for_the_pack_and_not_for_the_engines() -> None:
+    async def main(pump: SyncPump) -> None:
+        assert await pump.publish(1) == 2.0
+        assert asyncio.get_running_loop().time() == pytest.approx(2.0)
+        assert pump.live_version == 0
+        await pump.drained()
+        assert pump.live_version == 1
+
+    live: list[tuple[float, int]] = []
+    pumped(Coordinator(pack_s=2.0), main, live_at=live)
+    assert live == [(pytest.approx(12.0), 1)]
+
+
+def test_versions_that_come_slowly_are_all_brought_in_order() -> None:
+    async def main(pump: SyncPump) -> None:
+        for version in range(1, 5):
+            await pump.publish(version)
+            await asyncio.sleep(11)
+
+    coordinator = Coordinator()
+    pump = pumped(coordinator, main, live_at=[])
+    assert coordinator.synced == [1, 2, 3, 4]
+    assert pump.num_superseded == 0
+    assert pump.last_report.version == 4
+
+
+def test_a_newer_version_replaces_the_one_that_waits() -> None:
+    async def main(pump: SyncPump) -> None:
+        for version in range(1, 5):
+            await pump.publish(version)
+            await asyncio.sleep(1)
+        await pump.drained()
+
+    coordinator = Coordinator()
+    live: list[tuple[float, int]] = []
+    pump = pumped(coordinator, main, live_at=live)
+    assert coordinator.synced == [1, 4]
+    assert pump.num_superseded == 2
+    assert [version for _, version in live] == [1, 4]
+
+
+def test_a_sync_does_not_begin_with_a_version_that_is_being_overwritten() -> None:
+    """Version 2 waits behind 1; 3 is being packed over it at the moment when 1 is live."""
+
+    async def main(pump: SyncPump) -> None:
+        await pump.publish(1)  # packed at 4, moved from 4 to 14
+        await asyncio.sleep(1)
+        await pump.publish(2)  # packed at 9
+        await asyncio.sleep(3)
+        await pump.publish(3)  # packed from 12 to 16
+        await pump.drained()
+
+    coordinator = Coordinator(pack_s=4.0)
+    pumped(coordinator, main, live_at=[])
+    assert coordinator.synced == [1, 3]
+    assert coordinator.begun == [pytest.approx(4.0), pytest.approx(16.0)]
+
+
+def test_publishing_goes_on_while_a_sync_is_on_its_way() -> None:
+    async def main(pump: SyncPump) -> None:
+        await pump.publish(1)
+        await asyncio.sleep(1)
+        await pump.publish(2)
+        assert asyncio.get_running_loop().time() == pytest.approx(1.0 + 2 * 0.5)
+        await pump.drained()
+
+    coordinator = Coordinator(pack_s=0.5)
+    pumped(coordinator, main, live_at=[])
+    assert coordinator.begun == [pytest.approx(0.5), pytest.approx(10.5)]
+
+
+def test_drained_returns_at_once_when_nothing_was_published() -> None:
+    async def main(pump: SyncPump) -> None:
+        await pump.drained()
+
+    pump = pumped(Coordinator(), main, live_at=[])
+    assert (pump.live_version, pump.last_report.version) == (0, 0)
+
+
+def test_drained_waits_until_everybody_was_told() -> None:
+    async def main(pump: SyncPump) -> None:
+        await pump.publish(1)
+        await pump.drained()
+        assert [version for _, version in live] == [1]
+
+    live: list[tuple[float, int]] = []
+    pumped(Coordinator(), main, live_at=live)
+
+
+def test_a_sync_that_fails_ends_whoever_waits_for_it() -> None:
+    async def main(pump: SyncPump) -> None:
+        await pump.publish(1)
+        await pump.drained()
+
+    with pytest.raises(OSError, match="version 1 was lost"):
+        pumped(Coordinator(fails_at=1), main, live_at=[])

@@ -1,0 +1,43 @@
+"""Everything goes to log.txt; the screen gets what a person can read."""
+
+from __future__ import annotations
+
+import io
+import logging
+from typing import TYPE_CHECKING
+
+import pytest
+from rich.console import Console
+
+from trainer.telemetry.log import logging_to
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_traceback_goes_to_the_file_and_its_first_cause_to_the_screen(tmp_path: Path, is_terminal: bool) -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=is_terminal, color_system=None, width=200)
+    with logging_to(tmp_path / "log.txt", level="info", console=console):
+        try:
+            raise RuntimeError("rank 0 failed") from OSError("disk full")
+        except RuntimeError:
+            logging.getLogger("trainer.test").exception("the run failed in step %d", 3)
+    logged = (tmp_path / "log.txt").read_text()
+    assert "Traceback" in logged
+    assert "OSError: disk full" in logged
+    assert "the run failed in step 3: OSError: disk full" in screen.getvalue()
+    assert "Traceback" not in screen.getvalue()
+
+
+def test_only_warnings_of_third_parties_reach_the_screen(tmp_path: Path) -> None:
+    screen = io.StringIO()
+    with logging_to(tmp_path / "log.txt", level="info", console=Console(file=screen)):
+        logging.getLogger("someone").info("chatter")
+        logging.getLogger("someone").warning("trouble")
+        logging.getLogger("trainer.x").info("ours")
+    assert "chatter" not in screen.getvalue()
+    assert "trouble" in screen.getvalue()
+    assert "ours" in screen.getvalue()
+    assert "chatter" in (tmp_path / "log.txt").read_text()
