@@ -8,7 +8,7 @@ This module imports without torch, Ray or vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence  # noqa: TC003 - dataclasses are introspected at runtime
 from dataclasses import dataclass, field
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""What can go wrong while weights travel. Each error names the party, what was found, what was expected and what to do."""
+"""What can go wrong while weights travel. An error names the party, what was found and expected, and what to do."""
 
 from __future__ import annotations
 

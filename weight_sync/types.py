@@ -35,10 +35,10 @@ class ShardDesc(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecordedCopy(msgspec.Struct, frozen=True, kw_only=True):
-    """One `copy_` that the engine's own weight loader made: a box of a checkpoint tensor into a view of an engine tensor.
+    """One `copy_` of the engine's own weight loader: a box of a checkpoint tensor into a view of an engine tensor.
 
     The source box is `[src_start, src_start + src_size)` per dimension. The destination is the strided view
-    `(dst_offset, src_size without size-1 freedom, dst_stride)` of the engine parameter, in elements.
+    `(dst_offset, src_size, dst_stride)` of the engine parameter, in elements.
     """
 
     src_param: str

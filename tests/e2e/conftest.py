@@ -20,14 +20,14 @@ def tiny_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def start(tiny_cache: Path) -> Iterator[Callable[..., TrainerProcess]]:
-    """`start(run_dir, *overrides)`; everything that still runs is killed at the end of the module."""
+    """`start(run_dir, *overrides)`; everything that still runs is killed at the end of the test."""
     with contextlib.ExitStack() as stack:
 
         def begin(run_dir: Path, *overrides: str, cache: Path = tiny_cache) -> TrainerProcess:
             process = TrainerProcess(run_dir, *overrides, cache=cache)
-            stack.callback(process.end)
+            stack.callback(process.close)
             return process
 
         yield begin

@@ -27,6 +27,8 @@ SMALL = (
     "trainer.stop_at_accuracy=null",
     "checkpoint.export_hf=false",
 )
+REWARD = "def reward(*, prompt, response, answer, metadata):\n    return float(response == answer)\n"
+"""A user's function, so that it runs in a process of its own."""
 ENDLESS = "trainer.total_steps=100000"
 
 
@@ -34,8 +36,11 @@ def test_a_run_survives_kill_9_and_an_interrupt(start: Start, tmp_path: Path) ->
     run_dir = tmp_path / "run"
     checkpoints = run_dir / "checkpoints"
 
-    killed = start(run_dir, *SMALL, ENDLESS, "checkpoint.every_steps=5")
-    killed.until(lambda: (checkpoints / "step_5").exists() and len(killed.lines) >= 7)
+    (tmp_path / "mine.py").write_text(REWARD)
+    reward = f"task.reward.name={tmp_path / 'mine.py'}:reward"
+
+    killed = start(run_dir, *SMALL, ENDLESS, reward, "checkpoint.every_steps=10")
+    killed.until(lambda: find_latest(checkpoints) is not None and len(killed.lines) >= 12)
     names = " ".join(killed.names)
     for expected in ("ray::LearnerWorker", "ray::EngineActor", "EngineCore", "rollout.reward.child", "raylet"):
         assert expected in names
@@ -46,7 +51,7 @@ def test_a_run_survives_kill_9_and_an_interrupt(start: Start, tmp_path: Path) ->
     assert latest is not None
     before = step_of(latest)
 
-    interrupted = start(run_dir, *SMALL, ENDLESS, "checkpoint.every_steps=0")
+    interrupted = start(run_dir, *SMALL, ENDLESS, reward, "checkpoint.every_steps=0")
     interrupted.until(lambda: "weight sync epoch" in interrupted.text and len(interrupted.lines) >= before + 3)
     interrupted.interrupt()
     assert interrupted.wait() == 130, interrupted.text[-3000:]
@@ -60,7 +65,7 @@ def test_a_run_survives_kill_9_and_an_interrupt(start: Start, tmp_path: Path) ->
     done = summary["steps"]
     assert (checkpoints / f"step_{done}").exists()
 
-    finished = start(run_dir, *SMALL, f"trainer.total_steps={done + 3}")
+    finished = start(run_dir, *SMALL, reward, f"trainer.total_steps={done + 3}")
     assert finished.wait() == 0, finished.text[-3000:]
     assert finished.summary["resumed_from_step"] == done
     assert [line["step"] for line in finished.lines] == list(range(1, done + 4))
@@ -117,8 +122,9 @@ def test_a_synchronous_run_repeats_itself(start: Start, tmp_path: Path) -> None:
         run = start(tmp_path / name, *SMALL, "mode=sync", "trainer.total_steps=6")
         assert run.wait() == 0, run.text[-3000:]
         lines.append([[line[key] for key in keys] for line in run.lines])
-        sampled.append(sampled_by(run))
-    assert set(sampled[0]) == set(range(6 * 8))
+        # Groups that are admitted behind the last step may or may not end in time.
+        sampled.append({group_id: what for group_id, what in sampled_by(run).items() if group_id < 6 * 8})
+    assert len(sampled[0]) == 6 * 8
     assert sampled[0] == sampled[1]
     np.testing.assert_allclose(lines[0], lines[1], rtol=1e-4)
 

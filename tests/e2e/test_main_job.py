@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
 
+from tests.fakes.trainer_process import TrainerProcess
 from trainer.builtin import tiny_model
 from trainer.telemetry.catalog import check_complete, check_known
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.fakes.trainer_process import TrainerProcess
+    from collections.abc import Iterator
+    from pathlib import Path
 
 STEPS, MAX_STALENESS, GROUPS, SAMPLES = 40, 1, 32, 8
 
 
 @pytest.fixture(scope="module")
-def job(start: Callable[..., TrainerProcess], tmp_path_factory: pytest.TempPathFactory) -> TrainerProcess:
+def job(tiny_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainerProcess]:
     run_dir = tmp_path_factory.mktemp("main") / "run"
-    process = start(
+    process = TrainerProcess(
         run_dir,
         f"trainer.total_steps={STEPS}",
         f"trainer.groups_per_step={GROUPS}",
@@ -32,9 +33,11 @@ def job(start: Callable[..., TrainerProcess], tmp_path_factory: pytest.TempPathF
         "trainer.stop_at_accuracy=null",
         "checkpoint.every_steps=25",
         "learner.lr=1e-3",
+        cache=tiny_cache,
     )
-    assert process.wait() == 0, process.text[-4000:]
-    return process
+    with contextlib.closing(process):
+        assert process.wait() == 0, process.text[-4000:]
+        yield process
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +150,7 @@ def test_the_exported_policy_loads_and_can_add(job: TrainerProcess) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(job.run_dir / "export", dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(job.run_dir / "export", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(job.run_dir / "export")
     pairs = [(a, b) for a in range(0, 49, 6) for b in range(1, 49, 6)]
     right = 0

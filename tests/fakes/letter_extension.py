@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import time
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -18,26 +17,6 @@ from weight_sync.wire import Reply, encode
 
 keep_weights_addressable()
 
-
-def make_rows_independent() -> None:
-    """Give every row of a CPU matrix product the same bits whatever else is in the batch.
-
-    With plain (unpacked) weights and one thread, MKL computes products of 1-3 rows by another kernel than larger ones;
-    from 4 rows on, a row's bits do not depend on its neighbours. So small products are padded to 16 rows.
-    """
-    layers: Any = import_module("vllm.model_executor.layers.utils")
-    original = layers.cpu_unquantized_gemm
-
-    def padded(layer: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        rows = x.shape[0]
-        if x.dim() != 2 or rows >= 16:
-            return original(layer, x, weight, bias)
-        return original(layer, torch.nn.functional.pad(x, (0, 0, 0, 16 - rows)), weight, bias)[:rows]
-
-    layers.cpu_unquantized_gemm = padded
-
-
-make_rows_independent()
 
 _LOGIT = 40.0
 """e**-40 of the probability is left for all other tokens."""

@@ -23,7 +23,7 @@ LOOK_EVERY_S = 0.2
 
 
 class TrainerProcess:
-    """Starts at once, in a process group of its own, as a shell would start it. `end` stops whatever still runs."""
+    """Starts at once, in a session of its own. `close` stops whatever still runs."""
 
     def __init__(self, run_dir: Path, *overrides: str, cache: Path) -> None:
         self.run_dir = run_dir
@@ -41,15 +41,20 @@ class TrainerProcess:
         self._watcher.start()
 
     def _watch(self) -> None:
-        """Descendants by parenthood; whoever was seen once is known for good, whatever becomes of its parents."""
         while self._is_watching:
-            for root in [self.pid, *self._seen]:
-                try:
-                    for child in psutil.Process(root).children(recursive=True):
-                        self._seen.setdefault(child.pid, child)
-                except psutil.NoSuchProcess:
-                    continue
+            self._look()
             time.sleep(LOOK_EVERY_S)
+
+    def _look(self) -> None:
+        """Descendants by parenthood and by session; whoever was seen once is known for good, whatever becomes of its
+        parents."""
+        for process in psutil.process_iter():
+            try:
+                family = {process.ppid(), os.getsid(process.pid)}
+            except (psutil.NoSuchProcess, ProcessLookupError):
+                continue
+            if process.pid != self.pid and (self.pid in family or family & self._seen.keys()):
+                self._seen.setdefault(process.pid, process)
 
     @property
     def text(self) -> str:
@@ -124,7 +129,7 @@ class TrainerProcess:
     def num_seen(self) -> int:
         return len(self._seen)
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Kill what is left, so that a test that fails leaves nothing behind."""
         self._is_watching = False
         self._watcher.join()
@@ -136,6 +141,7 @@ class TrainerProcess:
                 process.kill()
 
     def _running(self) -> list[str]:
+        self._look()
         left: list[str] = []
         for process in list(self._seen.values()):
             try:

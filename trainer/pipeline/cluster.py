@@ -6,13 +6,16 @@ import logging
 import os
 import shutil
 import tempfile
+import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
 
+from trainer.builtin.tiny_model import cache_dir
 from trainer.config.errors import ConfigurationError, Problem
 from trainer.pipeline.placement import check_fits
+from trainer.pipeline.reaper import MARK, Reaper
 
 if TYPE_CHECKING:
     from trainer.config.schema import RunConfig
@@ -24,6 +27,8 @@ log = logging.getLogger(__name__)
 SCRATCH_PREFIX = "tandem-ray-"
 ENGINE_SOCKETS = "VLLM_RPC_BASE_PATH"
 """Where vLLM puts its sockets. It leaves them behind when it is killed; in our scratch directory they go with it."""
+COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+"""What torch compiles is kept with our other caches; by default it would stay in the temporary directory for good."""
 SHORT_TEMP = "/tmp"
 MAX_TEMP_BYTES = 14
 """A socket's path has at most 107 bytes, of which our directory, Ray's session in it and the name take 93."""
@@ -34,14 +39,11 @@ MAX_LOG_BYTES = 4 * 2**20
 class Cluster:
     """A connection to Ray. `start` blocks for some seconds: call it in a thread."""
 
-    def __init__(self, scratch: Path | None) -> None:
+    def __init__(self, scratch: Path | None, reaper: Reaper | None = None) -> None:
         self._scratch = scratch
         """Ray's session directory if the cluster is ours; its sockets need a short path, so it is not in the run
         directory."""
-
-    @property
-    def is_private(self) -> bool:
-        return self._scratch is not None
+        self._reaper = reaper
 
     @classmethod
     def start(cls, cfg: RunConfig, placement: Placement, backend: Backend) -> Cluster:
@@ -57,7 +59,9 @@ class Cluster:
         check_fits(cfg, placement, backend=backend.name, num_devices=num_devices, where="this host")
         _sweep_scratch()
         scratch = Path(tempfile.mkdtemp(prefix=f"{SCRATCH_PREFIX}{os.getpid()}-", dir=_scratch_home()))
-        cluster = cls(scratch)
+        run_id = uuid.uuid4().hex
+        os.environ[MARK] = run_id  # inherited by everything that is started from here on
+        cluster = cls(scratch, Reaper(run_id, scratch))
         custom = backend.ray_resource not in (None, "GPU")
         try:
             ray.init(
@@ -69,7 +73,7 @@ class Cluster:
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
-                runtime_env={"env_vars": {ENGINE_SOCKETS: str(scratch)}},
+                runtime_env={"env_vars": {ENGINE_SOCKETS: str(scratch), COMPILE_CACHE: str(cache_dir() / "inductor")}},
                 _temp_dir=str(scratch),
             )
         except BaseException:
@@ -103,8 +107,8 @@ class Cluster:
         if keep_logs_in is not None and self._scratch is not None:
             _copy_logs(self._scratch, keep_logs_in)
         ray.shutdown()
-        if self._scratch is not None:
-            shutil.rmtree(self._scratch, ignore_errors=True)
+        if self._reaper is not None:
+            self._reaper.close()
 
 
 def actor_options(resources: dict[str, Any], *, env: dict[str, str], name: str) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def preflight(cfg: RunConfig) -> Checked:
     if cfg.ray.address == "local":
         num_devices = backend.num_devices() if backend.ray_resource else 0
         check_fits(cfg, placement, backend=backend.name, num_devices=num_devices, where="this host")
-    resumed = find_resume(cfg, Path(cfg.run_dir) / "checkpoints") if cfg.run_dir else None
+    resumed = find_resume(cfg, Path(cfg.run_dir) / "checkpoints" if cfg.run_dir else None)
     inputs = load_inputs(cfg)
     if resumed is not None:
         make_source(cfg, inputs, resumed)  # raises if the data set is not the one that the checkpoint was made with

@@ -35,16 +35,16 @@ class Resumed:
         return int(self.state["run"]["step"])
 
 
-def find_resume(cfg: RunConfig, directory: Path) -> Resumed | None:
+def find_resume(cfg: RunConfig, directory: Path | None) -> Resumed | None:
     """The checkpoint that `checkpoint.resume` names, verified; None for a fresh start.
 
-    `directory` is `run_dir/checkpoints`, which need not exist.
+    `directory` is `run_dir/checkpoints`, which need not exist; None for a run directory that will be new.
 
     Raises:
         ConfigurationError: it is truncated or missing, or `never` meets a directory that has one.
     """
     wanted = cfg.checkpoint.resume
-    latest = checkpoint.find_latest(directory)
+    latest = None if directory is None else checkpoint.find_latest(directory)
     if wanted == "never":
         if latest is not None:
             raise _refused(cfg, f"{directory} already has {latest.name}", "choose another run_dir, or resume=auto")

@@ -87,7 +87,12 @@ METRICS: tuple[MetricInfo, ...] = (
         "The learner stood still because weights were on their way.",
         "< 5% of perf/step_s",
     ),
-    _row("wait/engine_for_slots_s", "s", "Admission waited because all slots were taken.", "engines busy all the same"),
+    _row(
+        "wait/engine_for_slots_s",
+        "s",
+        "Total time that admission waited because all slots were taken.",
+        "engines busy all the same",
+    ),
     _row("sync/pack_s", "s", "Slowest learner rank: casting and packing its shard into the arena.", "steady"),
     _row("sync/pull_s", "s", "Slowest engine worker: reading the new weights.", "steady"),
     _row("sync/attest_s", "s", "Checking digests of what arrived.", "< sync/pull_s"),

@@ -1,0 +1,92 @@
+"""Draw one run as a picture: what it learned, and who did what when.
+
+Usage: python scripts/plot_run.py RUN_DIR OUT.png [--window SECONDS]
+Reads metrics.jsonl and trace.json. Needs matplotlib, which is not a dependency of Tandem: pip install matplotlib
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+TRACKS = {"groups": "#4c78a8", "learner": "#f58518", "sync": "#54a24b", "engine": "#e45756", "evaluation": "#b279a2"}
+
+
+def main() -> None:
+    """Two panels: curves over steps above, the timeline of a few seconds from the middle of the run below."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--window", type=float, default=4.0, help="seconds of the timeline to show (default 4)")
+    args = parser.parse_args()
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (above, below) = pyplot.subplots(2, 1, figsize=(10, 6.5), height_ratios=[3, 2], layout="constrained")
+    draw_curves(above, [json.loads(line) for line in (args.run_dir / "metrics.jsonl").read_text().splitlines()])
+    draw_timeline(below, json.loads((args.run_dir / "trace.json").read_text()), window_s=args.window)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(args.out, dpi=110)
+
+
+def draw_curves(axes: Any, records: list[dict[str, Any]]) -> None:
+    """Reward of training answers and held-out accuracy against steps; trained age on the right."""
+    axes.plot([r["step"] for r in records], [r["reward/mean"] for r in records], color="#9ecae9", label="reward")
+    judged = [r for r in records if "eval/accuracy" in r]
+    axes.plot(
+        [r["eval/version"] for r in judged], [r["eval/accuracy"] for r in judged], "o-", color="#4c78a8",
+        label="held-out accuracy (greedy)",
+    )  # fmt: skip
+    axes.set(xlabel="optimizer step", ylim=(0, 1), title="What it learned")
+    ages = axes.twinx()
+    oldest = [r["staleness/max"] for r in records]
+    ages.plot([r["step"] for r in records], oldest, ":", color="#e45756", label="max age")
+    ages.set(ylabel="age of trained tokens (versions)", ylim=(0, max(2, *oldest) * 1.5))
+    handles = [line for side in (axes, ages) for line in side.get_lines()]
+    axes.legend(handles, [line.get_label() for line in handles], loc="lower right")
+
+
+def draw_timeline(axes: Any, events: list[dict[str, Any]], *, window_s: float) -> None:
+    """Spans of every track over a window from the middle of the run; overlapping ones in rows of their own."""
+    spans = sorted(complete_spans(events), key=lambda span: span[1])
+    if not spans:
+        return
+    middle = (spans[0][1] + spans[-1][2]) / 2
+    shown = [(t, max(a - middle, 0.0), min(b - middle, window_s)) for t, a, b in spans if b > middle]
+    shown = [span for span in shown if span[1] < window_s]
+    base, ticks = 0, []
+    for track, color in TRACKS.items():
+        rows: list[float] = []
+        for _, begin, end in (span for span in shown if span[0] == track):
+            row = next((i for i, free_at in enumerate(rows) if free_at <= begin), len(rows))
+            rows[row:row + 1] = [end]  # fmt: skip
+            axes.barh(base + row, max(end - begin, 0.003), left=begin, height=0.9, color=color)
+        if rows:
+            ticks.append((base + (len(rows) - 1) / 2, f"{track} ({len(rows)} at once)" if len(rows) > 1 else track))
+            base += len(rows) + max(2, base // 20)
+    axes.set_yticks([y for y, _ in ticks], [name for _, name in ticks])
+    axes.invert_yaxis()
+    axes.set(xlabel="seconds", xlim=(0, window_s), title=f"Who did what, for {window_s:g} s from the middle of the run")
+
+
+def complete_spans(events: list[dict[str, Any]]) -> list[tuple[str, float, float]]:
+    """(track, begin, end) in seconds, of plain and of asynchronous spans."""
+    names = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
+    spans = [(names[e["tid"]], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in events if e["ph"] == "X"]
+    begun: dict[tuple[int, int], float] = {}
+    for event in events:
+        if event["ph"] == "b":
+            begun[event["tid"], event["id"]] = event["ts"] / 1e6
+        elif event["ph"] == "e":
+            begin = begun.pop((event["tid"], event["id"]), None)
+            if begin is not None:
+                spans.append((names[event["tid"]], begin, event["ts"] / 1e6))
+    return spans
+
+
+if __name__ == "__main__":
+    main()
