@@ -82,11 +82,10 @@ def test_the_learner_computes_what_the_engine_sampled_from(lines: list[dict[str,
 
 
 def test_weight_sync_allocates_nothing_after_the_first(lines: list[dict[str, Any]]) -> None:
-    counters = [{k: v for k, v in line.items() if k.startswith("sync/counter/")} for line in lines]
-    assert counters[0]
-    settled = [c for line, c in zip(lines, counters, strict=True) if line["step"] - line["sync/version_lag"] >= 1]
-    assert len(settled) > STEPS // 2
-    assert all(c == settled[0] for c in settled)
+    """Counters of resources stand still; those of activity (answers, superseded versions) may grow."""
+    for name in ("allocations", "registrations", "sockets", "control_sessions", "leases_expired"):
+        assert len({line[f"sync/counter/{name}"] for line in lines}) == 1, name
+    assert lines[0]["sync/counter/allocations"] > 0
     assert {line["sync/num_retries"] for line in lines} == {0}
     assert len({line["sync/bytes"] for line in lines}) == 1
 

@@ -131,6 +131,7 @@ async def test_a_cancelled_group_is_aborted_in_the_engine(cluster: None, tmp_pat
         reward="arithmetic",
     )
     worker = rollout_worker_actor().options(num_cpus=1).remote(spec, {"e0": engine})
+    await worker.start.remote()
     with pytest.raises(ray.exceptions.RayTaskError, match="TimeoutError"):
         await worker.run_group.remote(item(0))
     deadline = time.monotonic() + 10

@@ -108,7 +108,10 @@ METRICS: tuple[MetricInfo, ...] = (
         "sync/version_lag", "versions", "Newest version minus the oldest that an engine still generates with.", "<= 1"
     ),
     _row(
-        "sync/counter/*", "count", "Allocations, registrations, sockets since the epoch opened.", "flat after version 1"
+        "sync/counter/*",
+        "count",
+        "Allocations, registrations, sockets since the epoch opened.",
+        "flat after version 1, but for answered requests and superseded versions",
     ),
     _row("learner/loss", "loss", "Policy loss, over the global number of tokens.", "near 0; finite"),
     _row("learner/grad_norm", "norm", "Gradient norm before clipping.", "no growth over 10x"),
