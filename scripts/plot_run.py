@@ -21,10 +21,10 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--window", type=float, default=4.0, help="seconds of the timeline to show (default 4)")
     args = parser.parse_args()
-    import matplotlib as mpl
+    import matplotlib as mpl  # pyright: ignore[reportMissingImports]
 
     mpl.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
 
     figure, (above, below) = pyplot.subplots(2, 1, figsize=(10, 6.5), height_ratios=[3, 2], layout="constrained")
     draw_curves(above, [json.loads(line) for line in (args.run_dir / "metrics.jsonl").read_text().splitlines()])

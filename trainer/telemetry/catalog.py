@@ -110,7 +110,7 @@ METRICS: tuple[MetricInfo, ...] = (
     _row(
         "sync/counter/*",
         "count",
-        "Allocations, registrations, sockets since the epoch opened.",
+        "Allocations, registrations, sockets and the like since the epoch opened.",
         "flat after version 1, but for answered requests and superseded versions",
     ),
     _row("learner/loss", "loss", "Policy loss, over the global number of tokens.", "near 0; finite"),
