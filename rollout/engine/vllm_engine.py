@@ -167,7 +167,7 @@ class VllmEngine(Engine):
             while not is_finished:
                 output = await self._next_output(live)
                 completion = output.outputs[0]
-                live.chunks.add(completion.token_ids, _sampled_logprobs(completion.logprobs))
+                live.chunks.add(completion.token_ids, _sampled_logprobs(completion))
                 self._generated_tokens += len(completion.token_ids)
                 is_finished = output.finished
                 for chunk in live.chunks.cut(_finish_reason(completion.finish_reason) if is_finished else None):
@@ -395,9 +395,15 @@ def _engine_pids(llm: AsyncLLM) -> list[int]:
     return [process.pid for process in getattr(manager, "processes", ())]
 
 
-def _sampled_logprobs(logprobs: Any) -> list[float]:
-    """The sampled token's log-prob per position: vLLM puts it first."""
-    return [] if logprobs is None else [logprobs.logprobs[start] for start in logprobs.start_indices]
+def _sampled_logprobs(completion: Any) -> list[float]:
+    """The sampled token's log-prob per new token: vLLM puts it first in its position.
+
+    An output without new tokens (an abort) carries all log-probs so far in 0.25.1, which slices them with `[-0:]`.
+    """
+    num_tokens, logprobs = len(completion.token_ids), completion.logprobs
+    if not num_tokens or logprobs is None:
+        return []
+    return [logprobs.logprobs[start] for start in logprobs.start_indices]
 
 
 def _finish_reason(reason: str | None) -> FinishReason:
