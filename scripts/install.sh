@@ -2,7 +2,7 @@
 # Makes .venv and installs Tandem into it, for CPU. Used by quickstart.sh and test.sh; safe to run again.
 # Usage: scripts/install.sh [EXTRAS]      EXTRAS as in pyproject.toml, default "cpu"
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
 extras=${1:-cpu}
 torch=2.13.0
 say() { printf '\033[1m==> %s\033[0m\n' "$*"; }
@@ -11,7 +11,8 @@ die() { printf 'install: %s\n' "$*" >&2; exit 1; }
 # Caches stay inside the repository: nothing else on the machine is touched.
 export XDG_CACHE_HOME="$PWD/.cache" PIP_DISABLE_PIP_VERSION_CHECK=1
 
-stamp=".venv/.installed-$(cat pyproject.toml constraints/cpu.txt "$0" | sha256sum | cut -c1-16)-${extras//,/-}"
+versions=$(cat pyproject.toml constraints/cpu.txt scripts/install.sh | sha256sum | cut -c1-16)
+stamp=".venv/.installed-$versions-${extras//,/-}"
 if [ -f "$stamp" ]; then say "already installed ($extras)"; exit 0; fi
 
 if [ ! -x .venv/bin/python ]; then
@@ -43,6 +44,6 @@ for package in torchvision torchaudio torchcodec; do
     pip uninstall -q -y "$package"
   fi
 done
-rm -f .venv/.installed-*
+find .venv -maxdepth 1 -name ".installed-*" ! -name ".installed-$versions-*" -delete
 touch "$stamp"
 say "installed into .venv"

@@ -51,7 +51,7 @@ def test_a_run_survives_kill_9_and_an_interrupt(start: Start, tmp_path: Path) ->
 
     interrupted = start(run_dir, *SMALL, ENDLESS, reward, "checkpoint.every_steps=0")
     interrupted.until(lambda: "weight sync epoch" in interrupted.text and len(interrupted.lines) >= before + 3)
-    interrupted.interrupt()
+    interrupted.terminate()
     assert interrupted.wait() == 130, interrupted.text[-3000:]
     assert interrupted.left_over(within_s=3.0) == []
     assert interrupted.scratch == []

@@ -103,6 +103,10 @@ class TrainerProcess:
         """What Ctrl-C on a terminal does: the whole foreground process group gets it."""
         os.killpg(self.pid, signal.SIGINT)
 
+    def terminate(self) -> None:
+        """What a scheduler does that takes the machine back."""
+        os.kill(self.pid, signal.SIGTERM)
+
     def kill(self) -> None:
         """kill -9 of the driver alone."""
         os.kill(self.pid, signal.SIGKILL)

@@ -1,13 +1,15 @@
 """Ends every process of a run once its driver is gone, whether it stopped in order or was killed with SIGKILL.
 
 A small process of its own, started with the run's cluster. It waits for the end of its standard input, which the kernel
-closes when the driver dies. All processes of the run carry the run's mark in their environment; those that are still
-there are killed, and the cluster's scratch directory is removed. Without it some of Ray's helpers would outlive a
-killed driver by half a minute, and their directory for good.
+closes when the driver dies. All processes of the run carry the run's mark in their environment, or at least (where a
+process title has overwritten the environment) have files of the run's scratch directory open. Those that are still
+there are killed, and the directory is removed. Without it some of Ray's helpers would outlive a killed driver by half a
+minute, and their directory for good.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -15,6 +17,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Container
 
 MARK = "TANDEM_RUN_ID"
 GRACE_S = 1.0
@@ -41,44 +47,47 @@ class Reaper:
             self._process.wait()
 
 
-def marked_processes(run_id: str) -> list[int]:
-    """Process ids, other than our own, whose environment carries the mark of this run."""
-    mark = f"{MARK}={run_id}".encode()
-    found: list[int] = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
-        try:
-            environment = (entry / "environ").read_bytes()
-        except OSError:  # gone meanwhile, or of another user
-            continue
-        if mark in environment.split(b"\0"):
-            found.append(int(entry.name))
-    return found
+def processes_of(run_id: str, scratch: Path, *, spare: Container[int]) -> list[int]:
+    """Ids of the processes that belong to this run, except those in `spare`."""
+    mark, inside = f"{MARK}={run_id}".encode(), f"{scratch}{os.sep}"
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return [pid for pid in pids if pid not in spare and (_has_mark(pid, mark) or _has_open(pid, inside))]
 
 
-def end_processes(run_id: str) -> int:
-    """SIGKILL what is left of a run, until nothing is. Returns how many processes that were."""
-    ended: set[int] = set()
-    give_up = time.monotonic() + DEADLINE_S
-    while (pids := marked_processes(run_id)) and time.monotonic() < give_up:
-        for pid in pids:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-            ended.add(pid)
-        time.sleep(0.05)
-    return len(ended)
+def _has_mark(pid: int, mark: bytes) -> bool:
+    try:
+        return mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:  # gone meanwhile, or of another user
+        return False
+
+
+def _has_open(pid: int, inside: str) -> bool:
+    """Whether the process writes to a file in the directory; somebody who reads a log there is not part of the run."""
+    try:
+        links = list(Path(f"/proc/{pid}/fd").iterdir())
+        return any(str(link.readlink()).startswith(inside) and _is_written(pid, link.name) for link in links)
+    except OSError:
+        return False
+
+
+def _is_written(pid: int, descriptor: str) -> bool:
+    fields = Path(f"/proc/{pid}/fdinfo/{descriptor}").read_text().split()
+    return bool(int(fields[fields.index("flags:") + 1], 8) & (os.O_WRONLY | os.O_RDWR))
 
 
 def main(run_id: str, scratch: Path) -> None:
     """Wait for the driver's end, then clean up."""
+    spare = (os.getpid(), os.getppid())  # the driver may still be there, and wait for us
     sys.stdin.buffer.read()
     give_up = time.monotonic() + GRACE_S
-    while marked_processes(run_id) and time.monotonic() < give_up:
+    while processes_of(run_id, scratch, spare=spare) and time.monotonic() < give_up:
         time.sleep(0.05)
-    end_processes(run_id)
+    give_up += DEADLINE_S
+    while (pids := processes_of(run_id, scratch, spare=spare)) and time.monotonic() < give_up:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
     shutil.rmtree(scratch, ignore_errors=True)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import signal
 import sys
 import time
@@ -37,6 +38,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 EXIT_CODES: dict[ExitReason, int] = {"completed": 0, "accuracy_reached": 0, "failed": 1, "interrupted": 130}
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SAME_SIGNAL_S = 1.0
+"""Signals closer together count as one: a terminal and a parent process may both pass the same Ctrl-C on."""
 
 
 def run(cfg: RunConfig, *, started_at: float) -> int:
@@ -74,11 +79,13 @@ class Driver:
     def __init__(self, cfg: RunConfig, state: RunState, sinks: Telemetry, checked: Checked) -> None:
         self._cfg, self._state, self._telemetry, self._checked = cfg, state, sinks, checked
         self._is_training = False
+        self._interrupted_at = -math.inf
+        self._listen: Callable[[], None] = lambda: None
 
     async def run(self) -> None:
         """The whole life; returns when everything is stopped. An interrupted run returns like a finished one."""
         work = asyncio.create_task(self._work(), name="work")
-        with _on_signals(partial(self._interrupt, work)):
+        with _on_signals(partial(self._interrupt, work)) as self._listen:
             try:
                 await work
             except asyncio.CancelledError:
@@ -87,6 +94,9 @@ class Driver:
 
     def _interrupt(self, work: asyncio.Task[None]) -> None:
         """First Ctrl-C: end after this step, with a checkpoint. Second, or before training: end now."""
+        before, self._interrupted_at = self._interrupted_at, time.monotonic()
+        if self._interrupted_at - before < SAME_SIGNAL_S:
+            return
         if self._is_training and not self._state.stop_requested.is_set():
             log.warning("interrupted: finishing this step and saving; interrupt again to stop at once")
             self._state.stop("interrupted")
@@ -101,6 +111,7 @@ class Driver:
         try:
             with progress.phase("starting Ray"):
                 cluster = await _start_cluster(cfg, self._checked)
+                self._listen()  # Ray has put a handler for SIGTERM in place that ends the process
             try:
                 await self._with_cluster(model)
             finally:
@@ -197,16 +208,22 @@ async def _start_cluster(cfg: RunConfig, checked: Checked) -> Cluster:
 
 
 @contextlib.contextmanager
-def _on_signals(interrupt: Callable[[], None]) -> Iterator[None]:
-    """SIGINT and SIGTERM call `interrupt` in the event loop while the block runs."""
+def _on_signals(interrupt: Callable[[], None]) -> Iterator[Callable[[], None]]:
+    """SIGINT and SIGTERM call `interrupt` in the event loop while the block runs.
+
+    Yields a function that puts the handlers in place again, for after somebody else has put theirs there.
+    """
     loop = asyncio.get_running_loop()
-    signals = (signal.SIGINT, signal.SIGTERM)
-    for number in signals:
-        loop.add_signal_handler(number, interrupt)
+
+    def listen() -> None:
+        for number in SIGNALS:
+            loop.add_signal_handler(number, interrupt)
+
+    listen()
     try:
-        yield
+        yield listen
     finally:
-        for number in signals:
+        for number in SIGNALS:
             loop.remove_signal_handler(number)
 
 
