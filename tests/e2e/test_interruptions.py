@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+import pytest
+
 from trainer.learner.checkpoint import find_latest, step_of
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ REWARD = "def reward(*, prompt, response, answer, metadata):\n    return float(r
 ENDLESS = "trainer.total_steps=100000"
 
 
+@pytest.mark.timeout(600)  # three runs
 def test_a_run_survives_kill_9_and_an_interrupt(start: Start, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     checkpoints = run_dir / "checkpoints"

@@ -94,7 +94,7 @@ class Driver:
 
     def _interrupt(self, work: asyncio.Task[None]) -> None:
         """First Ctrl-C: end after this step, with a checkpoint. Second, or before training: end now."""
-        before, self._interrupted_at = self._interrupted_at, time.monotonic()
+        before, self._interrupted_at = self._interrupted_at, asyncio.get_running_loop().time()
         if self._interrupted_at - before < SAME_SIGNAL_S:
             return
         if self._is_training and not self._state.stop_requested.is_set():

@@ -98,5 +98,20 @@ def test_the_first_interrupt_ends_in_order_and_the_second_at_once(
     assert state.stop_reason == (reason if in_order and reason else "interrupted")
 
 
+def test_a_signal_that_arrives_twice_at_once_counts_once(telemetry: Telemetry) -> None:
+    state = new_state()
+    work = driver(telemetry, state)
+
+    async def main() -> None:
+        running = asyncio.create_task(work._work())
+        await asyncio.sleep(1)
+        work._interrupt(running)
+        work._interrupt(running)
+        await asyncio.wait({running})
+
+    run_virtual(main())
+    assert work.is_in_order
+
+
 def test_every_way_to_end_has_an_exit_code() -> None:
     assert run_module.EXIT_CODES == {"completed": 0, "accuracy_reached": 0, "failed": 1, "interrupted": 130}
