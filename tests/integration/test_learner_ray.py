@@ -83,7 +83,7 @@ async def test_errors_keep_their_type_and_a_killed_rank_is_named_at_once(group: 
     good = _batch(0)
     part = good.micro_batches[1][0]
     bad_part = replace(part, advantages=np.where(part.loss_mask, np.inf, 0).astype(np.float32))
-    with pytest.raises(TrainingDiverged, match="learner rank 0: gradient norm of step 0"):
+    with pytest.raises(TrainingDiverged, match=r"learner rank [01]: gradient norm of step 0"):
         await group.train_step(replace(good, micro_batches=(good.micro_batches[0], (bad_part, bad_part))))
     await group.train_step(good)
     ray.kill(group.ranks[1].actor)
