@@ -1,10 +1,15 @@
-"""The control plane: small authenticated questions from receivers to publishers. No tensor bytes pass here.
+"""The control plane: small authenticated questions, and the server that answers them. No tensor bytes pass here.
 
     receiver (DEALER)                              publisher (ROUTER, its own thread)
       hello(nonce) ─────────────────────────────────> welcome(session)
-      lease(version, worker, ttl) ──────────────────> lease(slot, generation, digests of this worker's runs)
+      lease(version, worker, ttl) ──────────────────> lease(slot, generation, digests of this worker's runs) or pending
       renew(lease, ttl) ────────────────────────────> renewed
       release(lease, slot, generation) ─────────────> released(intact?)
+
+    coordinator (DEALER)                           receiver (ROUTER, its own thread)
+      prefetch(version, deadline) ──────────────────> progress(done?)
+      poll(version) ────────────────────────────────> progress(done?) or the error that ended it
+      link(routes) ─────────────────────────────────> linked
 
 Every frame is `[msgpack(Envelope), HMAC-SHA256]` under the secret of the run. An envelope names run, epoch, sender,
 session, a sequence number that grows with every frame and a request id that a retry keeps: a repeated frame is refused,
@@ -15,32 +20,28 @@ authentic are counted and get no answer.
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import logging
 import secrets
 import threading
-import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import msgspec
 import zmq
 
-from weight_sync.errors import PublisherLost, StaleEpoch, WeightSyncError
-from weight_sync.wire import decode, make_error
+from weight_sync.errors import StaleEpoch, WeightSyncError
 
 log = logging.getLogger(__name__)
 
-MAX_REQUEST_BYTES = 64 * 1024
+MAX_REQUEST_BYTES = 1024 * 1024
+"""A receiver that reads run by run names each of its runs; a 70B model has some thousands."""
 MAX_RESPONSE_BYTES = 256 * 1024 * 1024
 """A lease answer carries one 64-bit digest per run."""
 MAX_SESSIONS = 4096
 ANSWERS_KEPT = 16
 """Answers remembered per session, for retries."""
-RETRY_S = 1.0
 MAC_BYTES = 32
 
 
@@ -65,6 +66,24 @@ class ReleaseRequest(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
     generation: int
 
 
+class PrefetchRequest(msgspec.Struct, frozen=True, kw_only=True, tag="prefetch"):
+    version: int
+    deadline_s: float
+
+
+class PollRequest(msgspec.Struct, frozen=True, kw_only=True, tag="poll"):
+    version: int
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
+    version: int
+    is_done: bool
+
+
+class Pending(msgspec.Struct, frozen=True, kw_only=True, tag="pending"):
+    """The version is packed and being sealed: ask again in a moment."""
+
+
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
     session: bytes
 
@@ -75,6 +94,8 @@ class LeaseGranted(msgspec.Struct, frozen=True, kw_only=True, tag="granted"):
     generation: int
     digests: tuple[int, ...]
     """One per run of the asking worker on this rank, in plan order; empty if the run does not verify."""
+    seal_s: float
+    """What digesting and sealing the version took, beside training."""
 
 
 class Renewed(msgspec.Struct, frozen=True, kw_only=True, tag="renewed"):
@@ -86,16 +107,61 @@ class Released(msgspec.Struct, frozen=True, kw_only=True, tag="released"):
     """The slot still holds what was leased, so what was read is whole."""
 
 
+class PairMeet(msgspec.Struct, frozen=True, kw_only=True, tag="pair_meet"):
+    """Build group `group` (a nonce) of two, or go on building it: what my store holds that yours may lack."""
+
+    group: bytes
+    entries: dict[str, bytes]
+
+
+class PairSend(msgspec.Struct, frozen=True, kw_only=True, tag="pair_send"):
+    """Send these parts of a slot over the group, each as a message of its own, in this order."""
+
+    group: bytes
+    number: int
+    """Counts the orders given to this group, from 0, so that a repeated one is not carried out twice."""
+    slot: int
+    ranges: tuple[tuple[int, int], ...]
+    """(offset in the slot, bytes)."""
+
+
+class PairWatch(msgspec.Struct, frozen=True, kw_only=True, tag="pair_watch"):
+    """How far are you, and does the group still stand?"""
+
+    group: bytes
+
+
+class PairDrop(msgspec.Struct, frozen=True, kw_only=True, tag="pair_drop"):
+    """Abort the group; I have left it."""
+
+    group: bytes
+
+
+class PairMet(msgspec.Struct, frozen=True, kw_only=True, tag="pair_met"):
+    entries: dict[str, bytes]
+    error: str
+    """Why the group will not come about; empty while it may."""
+
+
+class PairState(msgspec.Struct, frozen=True, kw_only=True, tag="pair_state"):
+    num_sent: int
+    """Orders carried out."""
+    error: str
+    """Why the group fell; empty while it stands."""
+
+
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
     error: str
     message: str
 
 
-Request = Hello | LeaseRequest | RenewRequest | ReleaseRequest
-Response = Welcome | LeaseGranted | Renewed | Released | Refused
+TransportRequest = PairMeet | PairSend | PairWatch | PairDrop
+"""What a two-sided transport asks; `PublisherEnd.answer` answers."""
+TransportResponse = PairMet | PairState
+Request = Hello | LeaseRequest | RenewRequest | ReleaseRequest | PrefetchRequest | PollRequest | TransportRequest
+Response = Welcome | LeaseGranted | Pending | Renewed | Released | Progress | Refused | TransportResponse
 Handler = Callable[[str, Request], Response]
 """(sender, request) -> response. May raise WeightSyncError or ValueError, which the asker gets as `Refused`."""
-R = TypeVar("R")
 
 
 class Envelope(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -240,6 +306,9 @@ class ControlServer:
             response = self._handler(envelope.sender, envelope.request)
         except (WeightSyncError, ValueError) as error:
             return self._refuse(envelope, error)
+        except Exception as error:
+            log.exception("control request %s of %s failed", type(envelope.request).__name__, envelope.sender)
+            return self._refuse(envelope, error)
         self._counts["answered"] += 1
         answer = Answer(session=envelope.session, request_id=envelope.request_id, response=response)
         session.answers[envelope.request_id] = msgspec.msgpack.encode(answer)
@@ -260,116 +329,3 @@ class ControlServer:
             f"{envelope.sender} speaks for run {envelope.run_id!r} epoch {envelope.epoch}, "
             f"this publisher serves run {mine.run_id!r} epoch {mine.epoch}; open the receiver again"
         )
-
-
-class ControlClient:
-    """One receiver's line to one publisher. Says hello with its first question. Safe to use from several threads, which
-    then wait for each other."""
-
-    def __init__(
-        self,
-        context: zmq.Context,
-        endpoint: str,
-        *,
-        membership: Membership,
-        sender: str,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.endpoint = endpoint
-        self._membership = membership
-        self._sender = sender
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._session = b""
-        self._seq = 0
-        self._num_requests = 0
-        self._dealer = context.socket(zmq.DEALER)
-        self._dealer.setsockopt(zmq.LINGER, 0)
-        self._dealer.setsockopt(zmq.MAXMSGSIZE, MAX_RESPONSE_BYTES)
-        self._dealer.setsockopt(zmq.IPV6, int("[" in endpoint))
-        self._dealer.connect(endpoint)
-
-    def ask(self, request: Request, kind: type[R], *, deadline_s: float) -> R:
-        """The publisher's answer, of type `kind`.
-
-        Raises:
-            PublisherLost: no answer within `deadline_s`.
-            WeightSyncError: (its subclass) the publisher refused.
-        """
-        give_up = self._clock() + deadline_s
-        with self._lock:
-            self._greet(give_up, deadline_s)
-            return self._checked(self._exchange(request, give_up, deadline_s), kind)
-
-    def hello(self, *, deadline_s: float) -> None:
-        """Open the session, if it is not open.
-
-        Raises:
-            PublisherLost: no answer within `deadline_s`: dead, unreachable, or it does not share our secret.
-            StaleEpoch: it serves another run or epoch.
-        """
-        with self._lock:
-            self._greet(self._clock() + deadline_s, deadline_s)
-
-    def close(self) -> None:
-        """Hang up. Waits for a question in flight, which has a deadline."""
-        with self._lock:
-            self._dealer.close(0)
-
-    def _greet(self, give_up: float, deadline_s: float) -> None:
-        if not self._session:
-            hello = Hello(nonce=secrets.token_bytes(16))
-            self._session = self._checked(self._exchange(hello, give_up, deadline_s), Welcome).session
-
-    def _checked(self, response: Response, kind: type[R]) -> R:
-        if isinstance(response, Refused):
-            raise make_error(response.error, response.message)
-        if not isinstance(response, kind):
-            raise PublisherLost(f"publisher {self.endpoint} answered {type(response).__name__}, wanted {kind.__name__}")
-        return response
-
-    def _exchange(self, request: Request, give_up: float, deadline_s: float) -> Response:
-        self._num_requests += 1
-        request_id = self._num_requests
-        # A hello is not repeated: under one nonce it would be a replay, and TCP does not lose it.
-        retry_s = deadline_s if isinstance(request, Hello) else RETRY_S
-        while (left_s := give_up - self._clock()) > 0:
-            self._send(request, request_id)
-            response = self._receive(request, request_id, min(retry_s, left_s))
-            if response is not None:
-                return response
-        raise PublisherLost(
-            f"publisher {self.endpoint} did not answer {type(request).__name__} within {deadline_s:.1f} s; "
-            "its process is dead, stopped or unreachable"
-        )
-
-    def _send(self, request: Request, request_id: int) -> None:
-        self._seq += 1
-        envelope = Envelope(
-            run_id=self._membership.run_id,
-            epoch=self._membership.epoch,
-            sender=self._sender,
-            session=self._session,
-            seq=self._seq,
-            request_id=request_id,
-            request=request,
-        )
-        payload = msgspec.msgpack.encode(envelope)
-        # A full queue means a dead publisher: nothing to do here, the deadline of the caller speaks.
-        with contextlib.suppress(zmq.Again):
-            self._dealer.send_multipart([payload, self._membership.sign(QUESTION, payload)], zmq.NOBLOCK)
-
-    def _receive(self, request: Request, request_id: int, timeout_s: float) -> Response | None:
-        """The answer to `request_id`; late answers to earlier questions are thrown away."""
-        expected = request.nonce if isinstance(request, Hello) else self._session
-        until = self._clock() + timeout_s
-        while (left_s := until - self._clock()) > 0:
-            if not self._dealer.poll(max(1, int(left_s * 1000))):
-                continue
-            frames = self._dealer.recv_multipart()
-            if len(frames) != 2 or not self._membership.is_authentic(ANSWER, frames[0], frames[1]):
-                continue
-            answer = decode(frames[0], Answer)
-            if answer.session == expected and answer.request_id == request_id:
-                return answer.response
-        return None

@@ -8,15 +8,22 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 
+from weight_sync.control import Membership, PollRequest, PrefetchRequest, Progress, Request
+from weight_sync.control_client import AsyncControlClient
 from weight_sync.errors import PullTimeout, ReplicaDirty, WeightSyncError
-from weight_sync.wire import CommitResult, PrefetchState, PullReport, open_reply, reply_state
+from weight_sync.wire import CommitResult, PullReport, open_reply, reply_state
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Sequence
+
+    import zmq.asyncio
 
 log = logging.getLogger(__name__)
 
-FIRST_POLL_S, LAST_POLL_S = 0.002, 0.05
+FIRST_POLL_S, LAST_POLL_S = 0.001, 0.02
+QUIET_S = 1.0
+"""A worker's control thread answers in well under a millisecond."""
+SILENCE_S = 10.0
 ATTEMPTS = 2
 ANSWER_S = 5.0
 """A worker bounds its own time; its host gets this much longer before we stop waiting for the answer."""
@@ -52,6 +59,7 @@ class Outcome(msgspec.Struct, kw_only=True):
 
     reports: list[PullReport]
     pause_s: float
+    drain_s: float
     num_retries: int
 
 
@@ -62,9 +70,23 @@ class Member:
         self.handle = handle
         self.state: MemberState = "live"
         self.live_version: int | None = None
-        self.num_workers = 0
+        self.lines: tuple[AsyncControlClient, ...] = ()
+        """To each worker's control thread; made when the epoch opens."""
         self.commit_lock = asyncio.Lock()
         self._clock = clock
+
+    def connect(self, endpoints: Sequence[str], context: zmq.asyncio.Context, membership: Membership) -> None:
+        """Make a line to each worker's control thread."""
+        self.disconnect()
+        self.lines = tuple(
+            AsyncControlClient(context, endpoint, membership=membership, sender="coordinator") for endpoint in endpoints
+        )
+
+    def disconnect(self) -> None:
+        """Hang up. Idempotent."""
+        lines, self.lines = self.lines, ()
+        for line in lines:
+            line.close()
 
     async def bring(self, version: int, *, give_up: float, turnstile: asyncio.Semaphore) -> Outcome:
         """Consumes: a published version.
@@ -116,21 +138,37 @@ class Member:
                 ) from error
             raise
         return Outcome(
-            reports=reports, pause_s=result.pause_s, num_retries=sum(report.num_retries for report in reports)
+            reports=reports,
+            pause_s=result.pause_s,
+            drain_s=result.drain_s,
+            num_retries=sum(report.num_retries for report in reports),
         )
 
     async def _prefetch(self, version: int, give_up: float) -> None:
-        name, handle = self.handle.name, self.handle
+        """Over the workers' own control lines, which do not wait for a turn of the engine's loop."""
         left_s = self._left(version, give_up)
-        replies = await handle.call("ws_prefetch", version, left_s, timeout_s=left_s)
+        progress = await self._ask(PrefetchRequest(version=version, deadline_s=left_s), version, give_up)
         pause_s = FIRST_POLL_S
-        while True:
-            states = [open_reply(reply, PrefetchState, party=f"{name}/{i}") for i, reply in enumerate(replies)]
-            if all(state.is_done for state in states):
-                return
+        while not all(one.is_done for one in progress):
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 1.5, LAST_POLL_S)
-            replies = await handle.call("ws_poll", timeout_s=self._left(version, give_up))
+            progress = await self._ask(PollRequest(version=version), version, give_up)
+
+    async def _ask(self, request: Request, version: int, give_up: float) -> list[Progress]:
+        """Every worker's answer. A worker that is quiet for a moment is looked after through its host, which knows at
+        once if it is dead."""
+        left_s = self._left(version, give_up)
+        asking = asyncio.ensure_future(
+            gather_all(line.ask(request, Progress, deadline_s=left_s) for line in self.lines)
+        )
+        try:
+            if not (await asyncio.wait({asking}, timeout=QUIET_S))[0]:
+                await self.handle.call("ws_status", timeout_s=min(SILENCE_S, left_s))
+            return await asking
+        except WeightSyncError as error:
+            raise type(error)(f"{self.handle.name}: {error}") from error
+        finally:
+            asking.cancel()
 
     def _attempt_deadline(self, attempt: int, give_up: float) -> float:
         now = self._clock()
@@ -141,3 +179,12 @@ class Member:
         if left_s <= 0:
             raise PullTimeout(f"{self.handle.name}: version {version} did not arrive within its deadline")
         return left_s
+
+
+async def gather_all(calls: Iterable[Any]) -> list[Any]:
+    """All results in order. Waits for every call, then raises the first failure, so that none is left running."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results

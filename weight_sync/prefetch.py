@@ -42,9 +42,13 @@ class Prefetch:
         Raises:
             WeightSyncError: what made it fail.
         """
-        if isinstance(self._outcome, BaseException):
-            raise self._outcome
-        return self._outcome
+        match self._outcome:
+            case WeightSyncError() as error:
+                raise error
+            case BaseException() as error:
+                raise WeightSyncError(f"the pull of version {self.version} failed: {error!r}") from error
+            case outcome:
+                return outcome
 
     def wait(self, timeout_s: float) -> Pulled:
         """

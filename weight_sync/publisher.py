@@ -1,8 +1,9 @@
 """WeightPublisher: one learner rank's side of weight sync.
 
     describe ─> open(epoch) ─> publish(v0) ─> publish(v1) ─> ... ─> close
-                  │                └ wait for a slot, pack (one cast-and-copy per box), digest, seal
-                  └ slots, control thread, probe pattern; nothing is allocated after this
+                  │                ├ learner's thread: wait for a slot, pack (one pass over memory)
+                  │                └ sealing thread:   digest, make visible, seal; leases are answered `pending` until then
+                  └ slots, control thread, probe pattern; nothing is allocated after the first publish of each slot
 
 There is no collective and no full tensor: a rank packs boxes of its own shards, and ranks may publish in any order.
 """
@@ -22,6 +23,7 @@ from weight_sync.control import (
     LeaseGranted,
     LeaseRequest,
     Membership,
+    Pending,
     Released,
     ReleaseRequest,
     Renewed,
@@ -30,7 +32,9 @@ from weight_sync.control import (
     Response,
 )
 from weight_sync.errors import PlanMismatch, VersionUnavailable, WeightSyncError
+from weight_sync.pack import Packer, pack_steps
 from weight_sync.plan import manifest_from_bytes, verify_manifest
+from weight_sync.sealing import Sealer
 from weight_sync.transports.select import open_publisher_end
 from weight_sync.wire import (
     OpenPublisher,
@@ -53,15 +57,6 @@ log = logging.getLogger(__name__)
 
 PROBE_BYTES = 1 << 20
 MAX_LEASE_S = 3600.0
-
-
-class PackStep(NamedTuple):
-    """One box of a local shard and its place in every slot."""
-
-    param: str
-    box: tuple[slice, ...]
-    views: tuple[torch.Tensor, ...]
-    """One per slot, of the box's shape and wire dtype."""
 
 
 class Segments(NamedTuple):
@@ -98,12 +93,14 @@ class Epoch:
     segments: Segments
     arena: Arena
     end: PublisherEnd
-    steps: tuple[PackStep, ...]
-    digests: dict[int, tuple[int, ...]]
-    """Slot -> digest per range, of the version it holds. Written before the slot is sealed, so readers need no lock."""
+    packer: Packer
+    sealer: Sealer
     reports: dict[int, PackReport]
     """Version -> report, of the versions that are still held."""
     server: ControlServer | None = None
+
+    def holds(self, version: int) -> bool:
+        return self.sealer.is_sealing(version) or self.arena.slot_of(version) is not None
 
 
 class WeightPublisher:
@@ -133,16 +130,7 @@ class WeightPublisher:
             opening.transport, self._backend, slot_bytes=plan.arena_bytes, num_slots=opening.num_slots
         )
         try:
-            epoch = Epoch(
-                request=opening,
-                plan=plan,
-                segments=segments_of(manifest, self._rank),
-                arena=Arena(opening.num_slots, clock=self._clock),
-                end=end,
-                steps=tuple(_pack_steps(manifest, plan, end, opening.num_slots)),
-                digests={},
-                reports={},
-            )
+            epoch = self._make_epoch(opening, manifest, plan, end)
             probe_bytes, probe_digest = self._write_probe(epoch)
             membership = Membership(run_id=opening.run_id, epoch=opening.epoch, secret=opening.secret)
             server = ControlServer(lambda sender, ask: _handle(epoch, sender, ask), membership, host=opening.host)
@@ -174,37 +162,28 @@ class WeightPublisher:
             ValueError: an older version than the newest published.
         """
         epoch = self._opened()
-        if epoch.arena.slot_of(version) is not None:
+        if version in epoch.reports and epoch.holds(version):
             return encode(epoch.reports[version])
         started = self._clock()
+        epoch.sealer.wait(deadline_s)
         slot = epoch.arena.begin(version, deadline_s=deadline_s)
         begun = self._clock()
         try:
-            _pack(epoch.steps, slot, tensors)
-            self._backend.synchronize()
-            packed = self._clock()
-            epoch.digests[slot] = self._digest_ranges(epoch, slot) if epoch.request.verify else ()
-            digested = self._clock()
-            if epoch.plan.arena_bytes:
-                epoch.end.seal(slot)
+            epoch.packer.pack(slot, tensors)
         except BaseException:
             epoch.arena.abort(slot)
             raise
-        generation = epoch.arena.seal(slot, version)
-        sealed = self._clock()
         report = PackReport(
             rank=self._rank,
             version=version,
             slot=slot,
-            generation=generation,
             nbytes=sum(item.nbytes for item in epoch.plan.items),
             wait_s=begun - started,
-            pack_s=(packed - begun) + (sealed - digested),
-            digest_s=digested - packed,
+            pack_s=self._clock() - begun,
             counters=self.counters(),
         )
-        held = {v: r for v, r in epoch.reports.items() if epoch.arena.slot_of(v) is not None}
-        epoch.reports = {**held, version: report}
+        epoch.reports = {**{v: r for v, r in epoch.reports.items() if epoch.holds(v)}, version: report}
+        epoch.sealer.start(version, slot)
         return encode(report)
 
     def digests(self, version: int) -> bytes:
@@ -214,9 +193,10 @@ class WeightPublisher:
             VersionUnavailable: the version is not held any more.
         """
         epoch = self._opened()
+        epoch.sealer.wait(MAX_LEASE_S)
         lease = epoch.arena.lease(version, holder=f"learner {self._rank} self-test", ttl_s=MAX_LEASE_S)
         try:
-            digests = self._digest_ranges(epoch, lease.slot)
+            digests = epoch.sealer.digests_of(lease.slot)
         finally:
             epoch.arena.release(lease.lease_id, slot=lease.slot, generation=lease.generation)
         by_worker = {w: tuple(digests[i] for i in indices) for w, indices in epoch.segments.of_worker.items()}
@@ -235,8 +215,26 @@ class WeightPublisher:
             return
         if epoch.server is not None:
             epoch.server.close()
-        epoch.steps = ()
+        epoch.sealer.close()
         epoch.end.close()
+
+    def _make_epoch(self, opening: OpenPublisher, manifest: Manifest, plan: PackPlan, end: PublisherEnd) -> Epoch:
+        slots = [end.slot(index) for index in range(opening.num_slots)] if plan.arena_bytes else []
+        segments = segments_of(manifest, self._rank)
+        arena = Arena(opening.num_slots, clock=self._clock)
+        sealer = Sealer(
+            self._backend, end, arena, ranges=segments.ranges, verify=opening.verify, clock=self._clock, rank=self._rank
+        )
+        return Epoch(
+            request=opening,
+            plan=plan,
+            segments=segments,
+            arena=arena,
+            end=end,
+            packer=Packer(self._backend, pack_steps(manifest, plan, slots)),
+            sealer=sealer,
+            reports={},
+        )
 
     def _agree(self, opening: OpenPublisher) -> tuple[Manifest, PackPlan]:
         manifest = manifest_from_bytes(opening.manifest)
@@ -261,40 +259,6 @@ class WeightPublisher:
         epoch.end.seal(0)
         return size, self._backend.digest(head)
 
-    def _digest_ranges(self, epoch: Epoch, slot: int) -> tuple[int, ...]:
-        if not epoch.segments.ranges:
-            return ()
-        data = epoch.end.slot(slot)
-        return tuple(self._backend.digest(data[start : start + size]) for start, size in epoch.segments.ranges)
-
-
-def _pack_steps(manifest: Manifest, plan: PackPlan, end: PublisherEnd, num_slots: int) -> list[PackStep]:
-    dtypes = {param.name: getattr(torch, param.dtype) for param in manifest.params}
-    steps: list[PackStep] = []
-    for item in plan.items:
-        box = tuple(slice(start, start + size) for start, size in zip(item.start, item.size, strict=True))
-        views = tuple(
-            end.slot(slot)[item.arena_off : item.arena_off + item.nbytes].view(dtypes[item.param]).view(item.size)
-            for slot in range(num_slots)
-        )
-        steps.append(PackStep(item.param, box, views))
-    return steps
-
-
-def _pack(steps: Sequence[PackStep], slot: int, tensors: Mapping[str, torch.Tensor]) -> None:
-    with torch.no_grad():
-        for step in steps:
-            tensor = tensors.get(step.param)
-            if tensor is None:
-                raise PlanMismatch(f"{step.param}: the plan packs a box of it but the learner gave no local shard")
-            source, target = tensor[step.box], step.views[slot]
-            if source.shape != target.shape:
-                raise PlanMismatch(
-                    f"{step.param}: the plan packs {step.box} = shape {tuple(target.shape)}, the local shard has shape "
-                    f"{tuple(tensor.shape)}; the model changed after the epoch was opened, open a new one"
-                )
-            target.copy_(source)  # casts float32 masters to the rollout dtype on the way
-
 
 def _handle(epoch: Epoch, sender: str, request: Request) -> Response:
     """Answer one receiver. Runs in the control thread."""
@@ -304,13 +268,16 @@ def _handle(epoch: Epoch, sender: str, request: Request) -> Response:
             indices = epoch.segments.of_worker.get(request.worker)
             if indices is None:
                 raise PlanMismatch(f"{sender} asks as worker {request.worker}, the plan has no such worker")
+            if epoch.sealer.is_sealing(request.version):
+                return Pending()
             lease = arena.lease(request.version, holder=sender, ttl_s=_bounded_ttl(request.ttl_s))
-            digests = epoch.digests.get(lease.slot, ())
+            sealed = epoch.sealer.sealed(lease.slot)
             return LeaseGranted(
                 lease_id=lease.lease_id,
                 slot=lease.slot,
                 generation=lease.generation,
-                digests=tuple(digests[i] for i in indices) if digests else (),
+                digests=tuple(sealed.digests[i] for i in indices) if sealed.digests else (),
+                seal_s=sealed.seconds,
             )
         case RenewRequest():
             arena.renew(request.lease_id, ttl_s=_bounded_ttl(request.ttl_s))

@@ -2,6 +2,7 @@
 
     bake ─> open(epoch) ─> prefetch(v) ─> commit(v) ─> prefetch(v+1) ─> ... ─> close
 
+    A control thread of the worker's own answers prefetch and poll, so that neither waits for a turn of the engine's loop.
     staged:  prefetch pulls into a shadow block in a background thread while the engine generates, and verifies it;
              commit copies shadow -> parameters on the device. A failure leaves the old weights whole.
     inplace: prefetch only leases, so that the version stays; commit pulls straight into the parameters and verifies.
@@ -13,17 +14,19 @@ does not matter whether the engine made them in inference mode.
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import TYPE_CHECKING
 
 import torch
 
+from weight_sync.control import ControlServer, Membership, PollRequest, PrefetchRequest, Progress, Request, Response
 from weight_sync.errors import PlanMismatch, ReplicaDirty, WeightSyncError
 from weight_sync.landing import parameter_bytes
 from weight_sync.prefetch import Prefetch
 from weight_sync.receiver_epoch import Host, Pulled, ReceiverEpoch, open_epoch
 from weight_sync.recorder import record_layout
-from weight_sync.wire import OpenReceiver, PrefetchState, PullReport, ReceiverInfo, RunDigests, WorkerStatus
+from weight_sync.wire import OpenReceiver, PullReport, ReceiverInfo, RunDigests, WorkerStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class WeightReceiver:
-    """See the module docstring. One calling thread (the worker's RPC loop), and at most one prefetch thread."""
+    """See the module docstring. Called by the worker's RPC loop and by its own control thread."""
 
     def __init__(
         self,
@@ -50,7 +53,9 @@ class WeightReceiver:
         device = next((p.device for p in model.parameters()), torch.device(backend.torch_device))
         self._host = Host(model=model, backend=backend, worker=worker, device=device, clock=clock)
         self._epoch: ReceiverEpoch | None = None
+        self._server: ControlServer | None = None
         self._prefetch: Prefetch | None = None
+        self._prefetch_lock = threading.RLock()
         self._live_version: int | None = None
         self._is_dirty = False
 
@@ -81,10 +86,12 @@ class WeightReceiver:
         epoch = open_epoch(request, self._host)
         try:
             epoch.probe(deadline_s=request.deadline_s)
+            membership = Membership(run_id=request.run_id, epoch=request.epoch, secret=request.secret)
+            server = ControlServer(self._handle, membership, host=request.host)
         except BaseException:
             epoch.close()
             raise
-        self._epoch = epoch
+        self._epoch, self._server = epoch, server
         return ReceiverInfo(
             worker=self._worker,
             manifest_digest=epoch.manifest_digest,
@@ -92,6 +99,7 @@ class WeightReceiver:
             shadow_bytes=0 if epoch.landing.shadow is None else epoch.landing.shadow.nbytes,
             pull_bytes=epoch.plan.nbytes,
             probe_s=self._clock() - started,
+            endpoint=server.endpoint,
         )
 
     def prefetch(self, version: int, *, deadline_s: float) -> None:
@@ -99,22 +107,25 @@ class WeightReceiver:
 
         Asking again for a version that is under way or has arrived does nothing, so a retry is safe.
         """
-        epoch = self._opened()
-        if self._prefetch is not None:
-            if self._prefetch.version == version and not self._prefetch.has_failed:
-                return
-            self.abort()
-        self._prefetch = Prefetch(epoch, self._host, version, deadline_s=deadline_s)
+        with self._prefetch_lock:
+            epoch = self._opened()
+            if self._prefetch is not None:
+                if self._prefetch.version == version and not self._prefetch.has_failed:
+                    return
+                self.abort()
+            self._prefetch = Prefetch(epoch, self._host, version, deadline_s=deadline_s)
 
-    def poll(self) -> PrefetchState:
-        """Whether the prefetch is done.
+    def poll(self, version: int) -> bool:
+        """Whether the prefetch of `version` is done.
 
         Raises:
-            WeightSyncError: what made it fail. The parameters are untouched.
+            WeightSyncError: what made it fail (the parameters are untouched), or there is none.
         """
-        if self._prefetch is None:
-            raise WeightSyncError(f"worker {self._worker} has no prefetch; call prefetch first")
-        return PrefetchState(version=self._prefetch.version, is_done=self._prefetch.outcome() is not None)
+        with self._prefetch_lock:
+            prefetch = self._prefetch
+        if prefetch is None or prefetch.version != version:
+            raise WeightSyncError(f"worker {self._worker} has no prefetch of version {version}; call prefetch first")
+        return prefetch.outcome() is not None
 
     def commit(self, version: int, *, deadline_s: float) -> PullReport:
         """Make `version` the live weights; nothing to do if it is. The engine must not step meanwhile.
@@ -125,10 +136,7 @@ class WeightReceiver:
         """
         epoch = self._opened()
         if self.live_version == version:
-            return PullReport(
-                worker=self._worker, version=version, pull_s=0.0, attest_s=0.0, commit_s=0.0,
-                nbytes=0, num_runs=0, num_retries=0, counters=self.counters(),
-            )  # fmt: skip
+            return self._report(version, Pulled(), commit_s=0.0, has_moved=False)
         give_up = self._clock() + deadline_s
         arrived = self._finish_prefetch(version, give_up)
         if epoch.landing.is_staged and arrived is None:
@@ -147,22 +155,13 @@ class WeightReceiver:
         self._is_dirty = False
         self._live_version = version
         assert pulled is not None
-        return PullReport(
-            worker=self._worker,
-            version=version,
-            pull_s=pulled.pull_s,
-            attest_s=pulled.attest_s,
-            commit_s=self._clock() - started,
-            nbytes=epoch.plan.nbytes,
-            num_runs=len(epoch.plan.runs),
-            num_retries=pulled.num_retries,
-            counters=self.counters(),
-        )
+        return self._report(version, pulled, commit_s=self._clock() - started, has_moved=True)
 
     def abort(self) -> bool:
         """Stop a prefetch and forget what arrived; parameters are untouched. Idempotent. False if it does not stop."""
-        prefetch, self._prefetch = self._prefetch, None
-        return prefetch is None or prefetch.abort()
+        with self._prefetch_lock:
+            prefetch, self._prefetch = self._prefetch, None
+            return prefetch is None or prefetch.abort()
 
     def parameter_digests(self) -> RunDigests:
         """Digest of every run as the live parameters hold it now.
@@ -203,10 +202,40 @@ class WeightReceiver:
 
     def close(self) -> None:
         """Abort, unmap, hang up. The parameters stay as they are. Idempotent."""
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
         has_stopped = self.abort()
         epoch, self._epoch = self._epoch, None
         if epoch is not None and has_stopped:
             epoch.close()
+
+    def _handle(self, sender: str, request: Request) -> Response:
+        """Answer the coordinator. Runs in the control thread."""
+        match request:
+            case PrefetchRequest(version=version, deadline_s=deadline_s):
+                self.prefetch(version, deadline_s=deadline_s)
+                return Progress(version=version, is_done=self.poll(version))
+            case PollRequest(version=version):
+                return Progress(version=version, is_done=self.poll(version))
+            case _:
+                raise ValueError(f"{sender} sent a {type(request).__name__}, which an engine worker does not answer")
+
+    def _report(self, version: int, pulled: Pulled, *, commit_s: float, has_moved: bool) -> PullReport:
+        plan = self._opened().plan
+        return PullReport(
+            worker=self._worker,
+            version=version,
+            seal_s=pulled.seal_s,
+            pull_s=pulled.pull_s,
+            pull_by_source=dict(pulled.by_source),
+            attest_s=pulled.attest_s,
+            commit_s=commit_s,
+            nbytes=plan.nbytes if has_moved else 0,
+            num_runs=len(plan.runs) if has_moved else 0,
+            num_retries=pulled.num_retries,
+            counters=self.counters(),
+        )
 
     def _opened(self) -> ReceiverEpoch:
         if self._epoch is None:
@@ -215,9 +244,11 @@ class WeightReceiver:
 
     def _finish_prefetch(self, version: int, give_up: float) -> Pulled | None:
         """What the prefetch of `version` brought; None if there was none. It is used up."""
-        prefetch = self._prefetch
-        if prefetch is None or prefetch.version != version:
-            return None
+        with self._prefetch_lock:
+            prefetch = self._prefetch
+            if prefetch is None or prefetch.version != version:
+                return None
         outcome = prefetch.wait(give_up - self._clock())
-        self._prefetch = None
+        with self._prefetch_lock:
+            self._prefetch = None
         return outcome

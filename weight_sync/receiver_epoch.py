@@ -7,48 +7,29 @@ still is what was leased. Only then do the bytes count.
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import zmq
 
-from weight_sync.control import (
-    ControlClient,
-    LeaseGranted,
-    LeaseRequest,
-    Membership,
-    Released,
-    ReleaseRequest,
-    Renewed,
-    RenewRequest,
-)
+from weight_sync.control import Membership
+from weight_sync.control_client import ControlClient
 from weight_sync.device.base import DeviceError
-from weight_sync.errors import (
-    DigestMismatch,
-    LeaseExpired,
-    PlanMismatch,
-    PullTimeout,
-    TransportUnusable,
-    WeightSyncError,
-)
-from weight_sync.landing import Landing, build_landing, parameter_bytes
+from weight_sync.errors import DigestMismatch, PlanMismatch, PullTimeout, TransportUnusable
+from weight_sync.landing import Landing, build_landing, parameter_addresses, parameter_bytes
 from weight_sync.plan import manifest_from_bytes, verify_manifest
 from weight_sync.pull import staggered
+from weight_sync.sources import SILENCE_S, Leases, Source
 from weight_sync.transports.base import Piece, ReceiverEnd
 from weight_sync.transports.select import open_receiver_end
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from weight_sync.device.base import Backend
+    from weight_sync.device.base import Backend, Digester, Mover
     from weight_sync.types import Manifest, PullPlan
-    from weight_sync.wire import OpenReceiver, PublisherInfo
-
-SILENCE_S = 10.0
-"""Publishers answer from a thread of their own, at once; one that is silent for this long is lost."""
-RELEASE_AFTER_FAILURE_S = 0.2
+    from weight_sync.wire import OpenReceiver
 
 
 class Pulled(NamedTuple):
@@ -56,17 +37,10 @@ class Pulled(NamedTuple):
 
     pull_s: float = 0.0
     attest_s: float = 0.0
+    seal_s: float = 0.0
     num_retries: int = 0
-
-
-class Source(NamedTuple):
-    """One publisher this worker reads from."""
-
-    info: PublisherInfo
-    client: ControlClient
-    pieces: tuple[Piece, ...]
-    runs: tuple[int, ...]
-    """Indices into the plan's runs."""
+    by_source: tuple[tuple[int, float], ...] = ()
+    """(learner rank, seconds of its pull)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,8 +113,11 @@ class ReceiverEpoch:
         self._holder = f"{request.replica}/{self.plan.worker}"
         self._context = zmq.Context()
         self._sources = self._connect()
-        self._leases: dict[int, LeaseGranted] = {}
-        self._leased_version: int | None = None
+        self._leases = Leases(
+            self._sources, worker=self.plan.worker, holder=self._holder, ttl_s=request.lease_s, clock=host.clock
+        )
+        self._digesters: dict[tuple[int, bool], Digester] = {}
+        self._mover: Mover | None = None
 
     def probe(self, *, deadline_s: float) -> None:
         """Greet every source and read the pattern it shows before its first version.
@@ -168,12 +145,7 @@ class ReceiverEpoch:
         Raises:
             VersionUnavailable, PublisherLost.
         """
-        self.drop_leases()
-        for rank, source in self._sources.items():
-            left_s = give_up - self._host.clock()
-            ask = LeaseRequest(version=version, worker=self.plan.worker, ttl_s=ttl_s)
-            self._leases[rank] = source.client.ask(ask, LeaseGranted, deadline_s=min(SILENCE_S, left_s))
-        self._leased_version = version
+        self._leases.take(version, give_up=give_up, ttl_s=ttl_s)
 
     def pull(self, version: int, *, give_up: float, check: Callable[[], None]) -> Pulled:
         """Bring `version` into the shadow (staged) or the parameters (in place), verified. `check` may raise to stop.
@@ -184,25 +156,26 @@ class ReceiverEpoch:
         try:
             return self._pull_all(version, give_up=give_up, check=check)
         except BaseException:
-            self.drop_leases()
+            self._leases.drop()
             raise
 
     def copy_from_shadow(self) -> None:
         """Device-local copy of every run into the parameters. Asynchronous where the device is."""
-        for landed, target in zip(self.landing.arrivals, self.landing.params, strict=True):
-            self._host.backend.copy_async(target, landed)
+        if self._mover is None:
+            pairs = list(zip(self.landing.params, self.landing.arrivals, strict=True))
+            self._mover = self._host.backend.mover(pairs)
+        self._mover()
 
     def live_digests(self) -> dict[int, tuple[int, ...]]:
         """Source rank -> digest of each of its runs, read from the live parameters, in plan order."""
-        digest, params = self._host.backend.digest, self.landing.params
-        return {rank: tuple(digest(params[i]) for i in source.runs) for rank, source in self._sources.items()}
+        return {rank: self._digests(rank, is_live=True) for rank in self._sources}
 
     def check_addresses(self) -> None:
         """
         Raises:
             PlanMismatch: a parameter was rebound since the epoch opened, so writing to its old place would be in vain.
         """
-        now = {name: view.data_ptr() for name, view in parameter_bytes(self._host.model).items()}
+        now = parameter_addresses(self._host.model)
         moved = [name for name, address in self.landing.addresses.items() if now.get(name) != address]
         if moved:
             raise PlanMismatch(
@@ -210,24 +183,17 @@ class ReceiverEpoch:
                 "something rebound them (sleep, quantisation, a reload): open a new epoch"
             )
 
-    def drop_leases(self) -> None:
-        """Give back what is held, as far as publishers still answer; the rest expires."""
-        for rank, lease in self._leases.items():
-            ask = ReleaseRequest(lease_id=lease.lease_id, slot=lease.slot, generation=lease.generation)
-            with contextlib.suppress(WeightSyncError):
-                self._sources[rank].client.ask(ask, Released, deadline_s=RELEASE_AFTER_FAILURE_S)
-        self._leases.clear()
-        self._leased_version = None
-
     def counters(self) -> dict[str, int]:
         allocations = int(self.landing.shadow is not None)
         return {"allocations": allocations, "sockets": len(self._sources), **self._end.counters()}
 
     def close(self) -> None:
-        self.drop_leases()
+        self._leases.drop()
         for source in self._sources.values():
             source.client.close()
         self._context.term()
+        self._digesters.clear()
+        self._mover = None
         self._end.close()
         if self.landing.shadow is not None:
             self.landing.shadow.close()
@@ -246,49 +212,37 @@ class ReceiverEpoch:
         return sources
 
     def _pull_all(self, version: int, *, give_up: float, check: Callable[[], None]) -> Pulled:
-        clock, total = self._host.clock, Pulled()
-        if not self._still_leased(version, give_up):
-            self.lease(version, give_up=give_up, ttl_s=self._request.lease_s)
-        renew_at = clock() + self._request.lease_s / 2
+        self._leases.take(version, give_up=give_up)
 
         def keep_going() -> None:
-            nonlocal renew_at
             check()
-            if clock() >= give_up:
+            if self._host.clock() >= give_up:
                 raise PullTimeout(f"{self._holder}: version {version} did not arrive in time; it is not committed")
-            if clock() >= renew_at:
-                self._renew_leases(give_up)
-                renew_at = clock() + self._request.lease_s / 2
+            self._leases.renew_if_due(give_up)
 
+        total = Pulled(seal_s=max(self._leases[rank].seal_s for rank in self._sources) if self._sources else 0.0)
         for rank in self._sources:
             total = self._pull_source(rank, total, keep_going)
-        for rank, lease in list(self._leases.items()):
-            self._release(rank, lease, version, give_up)
-        self._leased_version = None
+        self._leases.settle(version, give_up)
         return total
 
-    def _still_leased(self, version: int, give_up: float) -> bool:
-        """Whether the leases that a prefetch took are alive; renews them if so."""
-        if self._leased_version != version:
-            return False
-        try:
-            self._renew_leases(give_up)
-        except LeaseExpired:
-            return False
-        return True
-
     def _pull_source(self, rank: int, total: Pulled, keep_going: Callable[[], None]) -> Pulled:
-        clock, source, lease = self._host.clock, self._sources[rank], self._leases[rank]
-        pull_s, attest_s = total.pull_s, total.attest_s
+        clock, source = self._host.clock, self._sources[rank]
+        spent_s = attest_s = 0.0
         for attempt in range(2):
             started = clock()
-            self._end.pull(rank, lease.slot, source.pieces, check=keep_going)
+            self._end.pull(rank, self._leases[rank].slot, source.pieces, check=keep_going)
             pulled = clock()
-            wrong = self._wrong_runs(source, lease) if self._request.verify else []
-            pull_s += pulled - started
+            wrong = self._wrong_runs(rank) if self._request.verify else []
+            spent_s += pulled - started
             attest_s += clock() - pulled
             if not wrong:
-                return Pulled(pull_s, attest_s, total.num_retries + attempt)
+                return total._replace(
+                    pull_s=total.pull_s + spent_s,
+                    attest_s=total.attest_s + attest_s,
+                    num_retries=total.num_retries + attempt,
+                    by_source=(*total.by_source, (rank, spent_s)),
+                )
             keep_going()
         names = sorted({self.plan.runs[i].dst_param for i in wrong})
         raise DigestMismatch(
@@ -296,28 +250,21 @@ class ReceiverEpoch:
             f"twice: {', '.join(names[:5])}; suspect the link or the memory of either host"
         )
 
-    def _wrong_runs(self, source: Source, lease: LeaseGranted) -> list[int]:
-        if len(lease.digests) != len(source.runs):
+    def _wrong_runs(self, rank: int) -> list[int]:
+        source, sent = self._sources[rank], self._leases[rank].digests
+        if len(sent) != len(source.runs):
             raise PlanMismatch(
-                f"{self._holder}: learner {source.info.rank} sent {len(lease.digests)} digests for "
-                f"{len(source.runs)} runs; open both sides with the same manifest and the same `verify`"
+                f"{self._holder}: learner {rank} sent {len(sent)} digests for {len(source.runs)} runs; "
+                "open both sides with the same manifest and the same `verify`"
             )
-        digest, landings = self._host.backend.digest, self.landing.arrivals
-        return [i for i, sent in zip(source.runs, lease.digests, strict=True) if digest(landings[i]) != sent]
+        found = self._digests(rank, is_live=False)
+        return [i for i, a, b in zip(source.runs, sent, found, strict=True) if a != b]
 
-    def _renew_leases(self, give_up: float) -> None:
-        for rank, lease in self._leases.items():
-            left_s = give_up - self._host.clock()
-            ask = RenewRequest(lease_id=lease.lease_id, ttl_s=self._request.lease_s)
-            self._sources[rank].client.ask(ask, Renewed, deadline_s=min(SILENCE_S, left_s))
-
-    def _release(self, rank: int, lease: LeaseGranted, version: int, give_up: float) -> None:
-        ask = ReleaseRequest(lease_id=lease.lease_id, slot=lease.slot, generation=lease.generation)
-        left_s = max(give_up - self._host.clock(), RELEASE_AFTER_FAILURE_S)
-        released = self._sources[rank].client.ask(ask, Released, deadline_s=min(SILENCE_S, left_s))
-        del self._leases[rank]
-        if not released.is_intact:
-            raise LeaseExpired(
-                f"{self._holder} read version {version} from slot {lease.slot} of learner {rank} for longer than its "
-                "lease, and the slot was packed again meanwhile; what was read is torn and is not committed"
-            )
+    def _digests(self, rank: int, *, is_live: bool) -> tuple[int, ...]:
+        """Digest of every run from `rank`, as the parameters hold it or as it arrived."""
+        digester = self._digesters.get((rank, is_live))
+        if digester is None:
+            views = self.landing.params if is_live else self.landing.arrivals
+            digester = self._host.backend.digester([views[i] for i in self._sources[rank].runs])
+            self._digesters[rank, is_live] = digester
+        return digester()

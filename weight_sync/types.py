@@ -121,10 +121,19 @@ class SyncReport(msgspec.Struct, frozen=True, kw_only=True):
 
     version: Version
     pack_s: float
+    """What the learner waited for."""
+    seal_s: float
+    """Digests of the packed bytes, beside training."""
     pull_s: float
+    pull_by_source: dict[int, float]
+    """Learner rank -> slowest pull from it."""
+    pull_bytes_per_s: float
+    """Of the slowest worker."""
     attest_s: float
+    drain_s: float
+    """From asking an engine to pause until the step under way had ended."""
     pause_s: float
-    """Longest time any replica stopped generating."""
+    """Longest time any replica stood still."""
     commit_s: float
     end_to_end_s: float
     """From the request to sync until the last replica was live."""

@@ -38,6 +38,10 @@ class ArenaHandle(msgspec.Struct, frozen=True, kw_only=True):
     slot_bytes: int
     slot_stride: int
     num_slots: int
+    host: str = ""
+    """Address under which a two-sided transport reaches the publisher; empty for transports that map memory."""
+    device: str = ""
+    """What tells the publisher's device from every other one, where that is known."""
 
 
 class OpenPublisher(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,6 +86,8 @@ class OpenReceiver(msgspec.Struct, frozen=True, kw_only=True):
     publishers: tuple[PublisherInfo, ...]
     deadline_s: float
     """For mapping and probing."""
+    host: str = "127.0.0.1"
+    """Address the worker's control socket binds; the port is ephemeral and returned."""
     lease_s: float = 10.0
     """A lease is renewed at half this time while a pull goes on, and frees its slot if the receiver dies."""
 
@@ -94,6 +100,8 @@ class ReceiverInfo(msgspec.Struct, frozen=True, kw_only=True):
     pull_bytes: int
     probe_s: float
     """Seconds to open every arena and pull its probe pattern."""
+    endpoint: str
+    """Where the worker's own control thread listens."""
 
 
 class BakeRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,12 +114,10 @@ class PackReport(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     version: int
     slot: int
-    generation: int
     nbytes: int
     wait_s: float
     """Waiting for a free slot."""
     pack_s: float
-    digest_s: float
     counters: dict[str, int]
 
 
@@ -120,7 +126,11 @@ class PullReport(msgspec.Struct, frozen=True, kw_only=True):
 
     worker: int
     version: int
+    seal_s: float
+    """The slowest learner's digest and seal of this version."""
     pull_s: float
+    pull_by_source: dict[int, float]
+    """Learner rank -> seconds."""
     attest_s: float
     commit_s: float
     nbytes: int
@@ -128,13 +138,6 @@ class PullReport(msgspec.Struct, frozen=True, kw_only=True):
     num_retries: int
     """Sources pulled a second time because a digest differed."""
     counters: dict[str, int]
-
-
-class PrefetchState(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer of `ws_prefetch` and `ws_poll`. A failed prefetch is answered as an error reply instead."""
-
-    version: int
-    is_done: bool
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -180,10 +183,13 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CommitResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a replica's `commit` gives back: one reply per worker, and how long generation stood still."""
+    """What a replica's `commit` gives back: one reply per worker, and what it cost generation."""
 
     results: list[bytes]
     pause_s: float
+    """Generation stood still: from the end of the step under way until the engine went on."""
+    drain_s: float = 0.0
+    """Before that: from the request to pause until that step had ended. Its tokens count."""
 
 
 def encode(value: object) -> bytes:

@@ -30,19 +30,6 @@ class WorkerService:
         """`OpenReceiver` -> `ReceiverInfo`."""
         return self._answer(lambda receiver: receiver.open(decode(request, OpenReceiver)))
 
-    def prefetch(self, version: int, deadline_s: float) -> bytes:
-        """Start a pull in the background -> `PrefetchState`."""
-
-        def start(receiver: WeightReceiver) -> object:
-            receiver.prefetch(version, deadline_s=deadline_s)
-            return receiver.poll()
-
-        return self._answer(start)
-
-    def poll(self) -> bytes:
-        """`PrefetchState` of the pull under way; an error if it failed."""
-        return self._answer(lambda receiver: receiver.poll())
-
     def commit(self, version: int, deadline_s: float) -> bytes:
         """Make a version live -> `PullReport`. The engine must be paused."""
         return self._answer(lambda receiver: receiver.commit(version, deadline_s=deadline_s))

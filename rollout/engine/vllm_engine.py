@@ -26,7 +26,7 @@ from rollout.engine.settings import engine_args, process_env
 from rollout.errors import EngineDead
 from rollout.types import Completion, FinishReason, SamplingParams
 from weight_sync import vllm_compat
-from weight_sync.wire import CommitResult, reply_state
+from weight_sync.wire import CommitResult, open_reply, reply_state
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -41,6 +41,7 @@ _POLL_S = 0.25
 """How often a wait looks whether the engine process died; vLLM leaves such a wait hanging."""
 _ABORT_TIMEOUT_S = 5.0
 _RESUME_TIMEOUT_S = 30.0
+_OPEN_ADAPTER_TIMEOUT_S = 60.0
 
 
 @dataclass(slots=True)
@@ -90,6 +91,7 @@ class VllmEngine(Engine):
         self._entering: set[str] = set()
         self._cancelled: set[str] = set()
         self._llm: AsyncLLM | None = None
+        self._adapter: Any = None
         self._dead_reason = ""
         self._stopping: list[asyncio.Future[None]] = []
         self._reapers: list[OrphanReaper] = []
@@ -112,6 +114,7 @@ class VllmEngine(Engine):
         self._reapers.append(OrphanReaper(_engine_pids(llm)))
         load_s = self._clock() - begin
         try:
+            await self._open_adapter()
             warm_up_s = await self.warm_up()
         except BaseException:
             await self.close()
@@ -128,6 +131,17 @@ class VllmEngine(Engine):
             load_s=load_s,
             warm_up_s=warm_up_s,
         )
+
+    async def _open_adapter(self) -> None:
+        """With LoRA: the adapter that every request names must be there before the first one."""
+        if not self._spec.lora_rank:
+            return
+        from weight_sync.lora import policy_adapter
+
+        replies = await self.call_workers("ws_open_adapter", timeout_s=_OPEN_ADAPTER_TIMEOUT_S)
+        for worker, reply in enumerate(replies):
+            open_reply(reply, type(None), party=f"worker {worker}")
+        self._adapter = policy_adapter()
 
     async def warm_up(self) -> float:
         """Generate once on every sampling path, so that one-time compilation is paid here. Seconds it took."""
@@ -196,7 +210,9 @@ class VllmEngine(Engine):
                     "prompt_token_ids": token_ids.tolist(),
                     "cache_salt": f"v{self._version}",
                 }
-                queue = await self._guard(engine.add_request(request_id, prompt, self._sampling(params)))
+                sampling = self._sampling(params)
+                entry = engine.add_request(request_id, prompt, sampling, lora_request=self._adapter)
+                queue = await self._guard(entry)
                 labels = VersionLabels(self._version)
                 live = _Live(queue=queue, chunks=ChunkBuilder(labels, self._spec.stream_tokens))
                 self._live[request_id] = live
@@ -254,6 +270,7 @@ class VllmEngine(Engine):
             state: ReplyState = "dirty" if self._is_dirty else "failed"
             try:
                 await self._within(vllm_compat.pause_engine(engine, mode=self._spec.in_flight), left_s(), "pause")
+                paused = self._clock()
                 boundaries = await self._count_tokens(engine, left_s())
                 results = await self.call_workers(method, *args, timeout_s=left_s())
                 state = self._read_replies(results)
@@ -266,7 +283,7 @@ class VllmEngine(Engine):
                 self._is_dirty = state == "dirty"
                 if not self._is_dirty and not self._is_dead:
                     await self._resume(engine)
-            return CommitResult(results=results, pause_s=self._clock() - begin)
+            return CommitResult(results=results, pause_s=self._clock() - paused, drain_s=paused - begin)
 
     async def _count_tokens(self, engine: AsyncLLM, timeout_s: float) -> list[tuple[ChunkBuilder, int]]:
         """Per request that can go on: how many tokens it has been given so far. The engine must be paused."""

@@ -230,7 +230,11 @@ def sync_report(version: int, **changes: Any) -> SyncReport:
     values: dict[str, Any] = {
         "version": version,
         "pack_s": 0.1,
+        "seal_s": 0.0,
         "pull_s": 0.5,
+        "pull_by_source": {0: 0.5},
+        "pull_bytes_per_s": 20.0,
+        "drain_s": 0.0,
         "attest_s": 0.0,
         "pause_s": 0.1,
         "commit_s": 0.1,

@@ -13,6 +13,7 @@ import pytest_asyncio
 import torch
 
 from tests.fakes.fsdp_rank import TINY, RankProcess
+from weight_sync.control import PollRequest, Progress
 from weight_sync.coordinator import SyncCoordinator, SyncOptions
 from weight_sync.errors import VersionUnavailable, WeightSyncError
 from weight_sync.vllm_compat import EXTENSION, pause_engine, resume_engine, set_engine_version
@@ -205,9 +206,9 @@ async def test_worker_errors_reach_the_caller_with_their_type(rig: Rig) -> None:
         reply = (await rig.replica.call("ws_commit", 77, 5.0, timeout_s=20.0))[0]
         with pytest.raises(VersionUnavailable, match="version 77 is not held here"):
             open_reply(reply, WorkerStatus, party="r0/0")
-        with pytest.raises(WeightSyncError, match="no prefetch"):
-            open_reply((await rig.replica.call("ws_abort", timeout_s=5.0))[0], bool, party="r0/0")
-            open_reply((await rig.replica.call("ws_poll", timeout_s=5.0))[0], bool, party="r0/0")
+        (line,) = coordinator._members["r0"].lines
+        with pytest.raises(WeightSyncError, match="no prefetch of version 77"):
+            await line.ask(PollRequest(version=77), Progress, deadline_s=5.0)
         await coordinator.publish(2)
         await coordinator.sync(2)
         status = open_reply((await rig.replica.call("ws_status", timeout_s=5.0))[0], WorkerStatus, party="r0/0")

@@ -77,8 +77,12 @@ def sync_record(report: SyncReport, *, version_lag: int) -> dict[str, object]:
     """Metrics of the last sync that ended."""
     return {
         "sync/pack_s": report.pack_s,
+        "sync/seal_s": report.seal_s,
         "sync/pull_s": report.pull_s,
+        "sync/pull_gb_per_s": report.pull_bytes_per_s / 1e9,
+        **{f"sync/pull_s/learner_{rank}": seconds for rank, seconds in report.pull_by_source.items()},
         "sync/attest_s": report.attest_s,
+        "sync/drain_s": report.drain_s,
         "sync/pause_s": report.pause_s,
         "sync/commit_s": report.commit_s,
         "sync/end_to_end_s": report.end_to_end_s,

@@ -11,9 +11,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
     import torch
+
+    from weight_sync.device.process_groups import PairGroup
 
 Role = Literal["driver", "learner", "engine"]
 """Which kind of process an environment is meant for."""
@@ -72,6 +75,29 @@ class PersistentBlock(Protocol):
 
     def close(self) -> None:
         """Free (owner) or unmap (importer). Idempotent. Views of `tensor` are invalid afterwards."""
+        ...
+
+
+class Digester(Protocol):
+    """Digests many views of persistent memory at once. Made by `Backend.digester`; one thread at a time."""
+
+    def __call__(self) -> tuple[int, ...]:
+        """Digest of every view as it is now, in order; each equals `Backend.digest(view)`.
+
+        Blocks until they are known. Runs on a stream of its own and waits for no other: what writes the views must be
+        finished. Allocates nothing on the device after the first call.
+        """
+        ...
+
+
+class Mover(Protocol):
+    """Copies and casts many tensors at once. Made by `Backend.mover`."""
+
+    nbytes: int
+    """Written by one call."""
+
+    def __call__(self, stream: Any | None = None) -> None:
+        """Copy every pair, asynchronously on `stream` (None: the current one); `Backend.synchronize(stream)` waits."""
         ...
 
 
@@ -169,6 +195,51 @@ class Backend(ABC):
     @abstractmethod
     def digest(self, data: torch.Tensor) -> int:
         """64-bit digest of a contiguous tensor's bytes; equal bytes give equal digests on every backend."""
+
+    def enter(self) -> None:
+        """Make this backend's device the calling thread's current one. Nothing where threads have none."""
+        return
+
+    def digester(self, views: Sequence[torch.Tensor]) -> Digester:
+        """Prepare to digest `views`: contiguous uint8 tensors whose memory stays where it is. They are kept alive.
+
+        Raises:
+            DeviceError: a view is not made of bytes, or is not contiguous.
+        """
+        from weight_sync.device.plain import PlainDigester
+
+        return PlainDigester(self, views)
+
+    def mover(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Mover:
+        """Prepare to copy `source` to `target` for each (target, source), which stay where they are and are kept alive.
+
+        Shapes are equal, targets contiguous and apart from all sources; sources may have any strides. Where dtypes
+        differ values are cast as `Tensor.to` casts them.
+
+        Raises:
+            DeviceError: a shape differs, or a target is not contiguous.
+        """
+        from weight_sync.device.plain import PlainMover
+
+        return PlainMover(self, pairs)
+
+    def process_group(
+        self, store: torch.distributed.Store, *, rank: int, timeout_s: float, host: str | None = None
+    ) -> PairGroup:
+        """Member `rank` (0 or 1) of a group of two that moves memory of this device. Blocks until the other has joined.
+
+        `store` is where the two find each other. `host` is the own address for the other to connect to, where the
+        library asks for one.
+
+        Raises:
+            DeviceError: this device has no library for that.
+            LinkBroken: the other did not join within `timeout_s`.
+        """
+        raise DeviceError(f"device {self.name!r} has no collective library that connects two processes; use gloo")
+
+    def device_identity(self) -> str:
+        """What tells the current device from every other device of every host; empty if that is not known."""
+        return ""
 
     @abstractmethod
     def memory_info(self) -> tuple[int, int]:

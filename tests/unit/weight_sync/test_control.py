@@ -11,7 +11,6 @@ import zmq
 from weight_sync.control import (
     MAX_REQUEST_BYTES,
     QUESTION,
-    ControlClient,
     ControlServer,
     Envelope,
     Hello,
@@ -23,6 +22,7 @@ from weight_sync.control import (
     Request,
     Response,
 )
+from weight_sync.control_client import ControlClient
 from weight_sync.errors import PublisherLost, StaleEpoch, VersionUnavailable
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Desk:
             self.block_first.wait(5.0)
         match request:
             case LeaseRequest(version=7):
-                return LeaseGranted(lease_id=len(self.seen), slot=1, generation=2, digests=(2**64 - 1, 0))
+                return LeaseGranted(lease_id=len(self.seen), slot=1, generation=2, digests=(2**64 - 1, 0), seal_s=0.0)
             case LeaseRequest():
                 raise VersionUnavailable(f"version {request.version} is not held here")
             case _:
@@ -178,7 +178,7 @@ class Recorder:
 def test_retried_request_is_executed_once(
     context: zmq.Context, server: ControlServer, desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weight_sync.control.RETRY_S", 0.05)
+    monkeypatch.setattr("weight_sync.control_client.RETRY_S", 0.05)
     client = client_of(context, server)
     client.hello(deadline_s=5.0)
     desk.block_first.clear()

@@ -262,13 +262,12 @@ async def test_version_must_be_published_before_it_is_synced() -> None:
 async def test_silent_replica_ends_the_sync_at_its_deadline() -> None:
     replica = LocalReplica("r0")
     async with opened(1, [replica], timeout_s=1.0) as world:
-        replica.commit_delay_s = 0.0
-
         async def hang(*_: object, timeout_s: float) -> list[bytes]:
             await asyncio.wait_for(asyncio.Event().wait(), timeout_s)
             raise AssertionError
 
         replica.call = hang
+        replica.receivers[0]._server.close()
         started = asyncio.get_running_loop().time()
         with pytest.raises((TimeoutError, PullTimeout)):
             await world.step(1)

@@ -1,0 +1,237 @@
+"""The asking end of the control plane: one line to one `ControlServer`, blocking or in an event loop.
+
+`Conversation` holds what both need: sessions, sequence numbers, signatures, and which frame answers which question. It
+neither waits nor knows a socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from weight_sync.control import (
+    ANSWER,
+    MAX_RESPONSE_BYTES,
+    QUESTION,
+    Answer,
+    Envelope,
+    Hello,
+    Membership,
+    Refused,
+    Request,
+    Response,
+    Welcome,
+)
+from weight_sync.errors import PublisherLost, WeightSyncError
+from weight_sync.wire import decode, make_error
+
+RETRY_S = 1.0
+R = TypeVar("R")
+Clock = Callable[[], float]
+
+
+class Conversation:
+    """Frames of one asker. Not thread-safe."""
+
+    def __init__(self, membership: Membership, sender: str) -> None:
+        self._membership = membership
+        self._sender = sender
+        self._session = b""
+        self._seq = 0
+        self._num_requests = 0
+
+    @property
+    def is_greeted(self) -> bool:
+        return bool(self._session)
+
+    def next_request(self) -> int:
+        """An id for a new question; its retries keep it."""
+        self._num_requests += 1
+        return self._num_requests
+
+    def frames(self, request: Request, request_id: int) -> list[bytes]:
+        self._seq += 1
+        envelope = Envelope(
+            run_id=self._membership.run_id,
+            epoch=self._membership.epoch,
+            sender=self._sender,
+            session=self._session,
+            seq=self._seq,
+            request_id=request_id,
+            request=request,
+        )
+        payload = msgspec.msgpack.encode(envelope)
+        return [payload, self._membership.sign(QUESTION, payload)]
+
+    def response_in(self, frames: list[bytes], request: Request, request_id: int) -> Response | None:
+        """What `frames` answer to this question; None if they are forged, damaged or answer an earlier one."""
+        if len(frames) != 2 or not self._membership.is_authentic(ANSWER, frames[0], frames[1]):
+            return None
+        answer = decode(frames[0], Answer)
+        expected = request.nonce if isinstance(request, Hello) else self._session
+        if answer.session != expected or answer.request_id != request_id:
+            return None
+        return answer.response
+
+    def hello(self) -> Hello:
+        return Hello(nonce=secrets.token_bytes(16))
+
+    def greeted(self, response: Response, endpoint: str) -> None:
+        self._session = checked(response, Welcome, endpoint).session
+
+
+def checked(response: Response, kind: type[R], endpoint: str) -> R:
+    """
+    Raises:
+        WeightSyncError: (its subclass) the server refused, or answered something else than `kind`.
+    """
+    if isinstance(response, Refused):
+        raise make_error(response.error, response.message)
+    if not isinstance(response, kind):
+        raise WeightSyncError(f"{endpoint} answered {type(response).__name__}, wanted {kind.__name__}")
+    return response
+
+
+def connected(socket: zmq.Socket[bytes], endpoint: str) -> None:
+    """Set up a DEALER as every line has it."""
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_RESPONSE_BYTES)
+    socket.setsockopt(zmq.IPV6, int("[" in endpoint))
+    socket.connect(endpoint)
+
+
+class ControlClient:
+    """One receiver's line to one publisher. Says hello with its first question. Safe to use from several threads, which
+    then wait for each other."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        *,
+        membership: Membership,
+        sender: str,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self.endpoint = endpoint
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._talk = Conversation(membership, sender)
+        self._dealer = context.socket(zmq.DEALER)
+        connected(self._dealer, endpoint)
+
+    def ask(self, request: Request, kind: type[R], *, deadline_s: float) -> R:
+        """The publisher's answer, of type `kind`.
+
+        Raises:
+            PublisherLost: no answer within `deadline_s`.
+            WeightSyncError: (its subclass) the publisher refused.
+        """
+        give_up = self._clock() + deadline_s
+        with self._lock:
+            self._greet(give_up, deadline_s)
+            return checked(self._exchange(request, give_up, deadline_s), kind, self.endpoint)
+
+    def hello(self, *, deadline_s: float) -> None:
+        """Open the session, if it is not open.
+
+        Raises:
+            PublisherLost: no answer within `deadline_s`: dead, unreachable, or it does not share our secret.
+            StaleEpoch: it serves another run or epoch.
+        """
+        with self._lock:
+            self._greet(self._clock() + deadline_s, deadline_s)
+
+    def close(self) -> None:
+        """Hang up. Waits for a question in flight, which has a deadline."""
+        with self._lock:
+            self._dealer.close(0)
+
+    def _greet(self, give_up: float, deadline_s: float) -> None:
+        if not self._talk.is_greeted:
+            self._talk.greeted(self._exchange(self._talk.hello(), give_up, deadline_s), self.endpoint)
+
+    def _exchange(self, request: Request, give_up: float, deadline_s: float) -> Response:
+        request_id = self._talk.next_request()
+        # A hello is not repeated: under one nonce it would be a replay, and TCP does not lose it.
+        retry_s = deadline_s if isinstance(request, Hello) else RETRY_S
+        while (left_s := give_up - self._clock()) > 0:
+            # A full queue means a dead publisher: nothing to do here, the deadline of the caller speaks.
+            with contextlib.suppress(zmq.Again):
+                self._dealer.send_multipart(self._talk.frames(request, request_id), zmq.NOBLOCK)
+            response = self._receive(request, request_id, min(retry_s, left_s))
+            if response is not None:
+                return response
+        raise _lost(self.endpoint, request, deadline_s)
+
+    def _receive(self, request: Request, request_id: int, timeout_s: float) -> Response | None:
+        """The answer to `request_id`; late answers to earlier questions are thrown away."""
+        until = self._clock() + timeout_s
+        while (left_s := until - self._clock()) > 0:
+            if not self._dealer.poll(max(1, int(left_s * 1000))):
+                continue
+            response = self._talk.response_in(self._dealer.recv_multipart(), request, request_id)
+            if response is not None:
+                return response
+        return None
+
+
+class AsyncControlClient:
+    """The same line in an event loop: the coordinator's to one engine worker. One question at a time."""
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        endpoint: str,
+        *,
+        membership: Membership,
+        sender: str,
+    ) -> None:
+        self.endpoint = endpoint
+        self._talk = Conversation(membership, sender)
+        self._lock = asyncio.Lock()
+        self._dealer = context.socket(zmq.DEALER)
+        connected(self._dealer, endpoint)
+
+    async def ask(self, request: Request, kind: type[R], *, deadline_s: float) -> R:
+        """
+        Raises:
+            TimeoutError: no answer within `deadline_s`.
+            WeightSyncError: (its subclass) the worker refused.
+        """
+        async with self._lock, asyncio.timeout(deadline_s):
+            if not self._talk.is_greeted:
+                self._talk.greeted(await self._exchange(self._talk.hello()), self.endpoint)
+            return checked(await self._exchange(request), kind, self.endpoint)
+
+    def close(self) -> None:
+        self._dealer.close(0)
+
+    async def _exchange(self, request: Request) -> Response:
+        request_id = self._talk.next_request()
+        retry_s = None if isinstance(request, Hello) else RETRY_S
+        while True:
+            await self._dealer.send_multipart(self._talk.frames(request, request_id))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(retry_s):
+                    while True:
+                        frames = await self._dealer.recv_multipart()
+                        response = self._talk.response_in(frames, request, request_id)
+                        if response is not None:
+                            return response
+
+
+def _lost(endpoint: str, request: Request, deadline_s: float) -> PublisherLost:
+    return PublisherLost(
+        f"publisher {endpoint} did not answer {type(request).__name__} within {deadline_s:.1f} s; "
+        "its process is dead, stopped or unreachable"
+    )

@@ -1,0 +1,134 @@
+"""A receiver's lines to the learners it reads from, and its leases on the version it wants."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from weight_sync.control import (
+    LeaseGranted,
+    LeaseRequest,
+    Pending,
+    Released,
+    ReleaseRequest,
+    Renewed,
+    RenewRequest,
+)
+from weight_sync.errors import LeaseExpired, PullTimeout, WeightSyncError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from weight_sync.control_client import ControlClient
+    from weight_sync.transports.base import Piece
+    from weight_sync.wire import PublisherInfo
+
+SILENCE_S = 10.0
+"""Publishers answer from a thread of their own, at once; one that is silent for this long is lost."""
+RELEASE_AFTER_FAILURE_S = 0.2
+PENDING_S = 0.001
+"""Between two looks at a version that is being sealed, which takes milliseconds."""
+
+
+class Source(NamedTuple):
+    """One publisher this worker reads from."""
+
+    info: PublisherInfo
+    client: ControlClient
+    pieces: tuple[Piece, ...]
+    runs: tuple[int, ...]
+    """Indices into the plan's runs."""
+
+
+class Leases:
+    """Leases on one version at all sources. Used by one thread at a time."""
+
+    def __init__(
+        self, sources: Mapping[int, Source], *, worker: int, holder: str, ttl_s: float, clock: Callable[[], float]
+    ) -> None:
+        self._sources = sources
+        self._worker = worker
+        self._holder = holder
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._granted: dict[int, LeaseGranted] = {}
+        self._version: int | None = None
+        self._renew_at = 0.0
+
+    def __getitem__(self, rank: int) -> LeaseGranted:
+        return self._granted[rank]
+
+    def take(self, version: int, *, give_up: float, ttl_s: float | None = None) -> None:
+        """Hold `version` at every source, so that it is not superseded before it is pulled. What is held already and
+        still alive is renewed.
+
+        Raises:
+            VersionUnavailable, PublisherLost, PullTimeout.
+        """
+        if self._version == version:
+            with contextlib.suppress(LeaseExpired):
+                return self.renew(give_up)
+        self.drop()
+        for rank in self._sources:
+            self._granted[rank] = self._ask(rank, version, give_up, self._ttl_s if ttl_s is None else ttl_s)
+        self._version = version
+        self._renew_at = self._clock() + self._ttl_s / 2
+
+    def renew_if_due(self, give_up: float) -> None:
+        """
+        Raises:
+            LeaseExpired, PublisherLost.
+        """
+        if self._clock() >= self._renew_at:
+            self.renew(give_up)
+
+    def renew(self, give_up: float) -> None:
+        for rank, lease in self._granted.items():
+            ask = RenewRequest(lease_id=lease.lease_id, ttl_s=self._ttl_s)
+            self._sources[rank].client.ask(ask, Renewed, deadline_s=self._patience(give_up))
+        self._renew_at = self._clock() + self._ttl_s / 2
+
+    def settle(self, version: int, give_up: float) -> None:
+        """Give everything back and learn whether what was read is whole.
+
+        Raises:
+            LeaseExpired: a slot was packed again while we read it.
+        """
+        for rank, lease in list(self._granted.items()):
+            ask = ReleaseRequest(lease_id=lease.lease_id, slot=lease.slot, generation=lease.generation)
+            patience_s = max(self._patience(give_up), RELEASE_AFTER_FAILURE_S)
+            released = self._sources[rank].client.ask(ask, Released, deadline_s=patience_s)
+            del self._granted[rank]
+            if not released.is_intact:
+                raise LeaseExpired(
+                    f"{self._holder} read version {version} from slot {lease.slot} of learner {rank} for longer than "
+                    "its lease, and the slot was packed again meanwhile; what was read is torn and is not committed"
+                )
+        self._version = None
+
+    def drop(self) -> None:
+        """Give back what is held, as far as publishers still answer; the rest expires."""
+        for rank, lease in self._granted.items():
+            ask = ReleaseRequest(lease_id=lease.lease_id, slot=lease.slot, generation=lease.generation)
+            with contextlib.suppress(WeightSyncError):
+                self._sources[rank].client.ask(ask, Released, deadline_s=RELEASE_AFTER_FAILURE_S)
+        self._granted.clear()
+        self._version = None
+
+    def _ask(self, rank: int, version: int, give_up: float, ttl_s: float) -> LeaseGranted:
+        ask = LeaseRequest(version=version, worker=self._worker, ttl_s=ttl_s)
+        while True:
+            answer = self._sources[rank].client.ask(ask, msgspec.Struct, deadline_s=self._patience(give_up))
+            if isinstance(answer, LeaseGranted):
+                return answer
+            if not isinstance(answer, Pending):
+                raise WeightSyncError(f"learner {rank} answered a lease request with {type(answer).__name__}")
+            if self._clock() >= give_up:
+                raise PullTimeout(f"{self._holder}: learner {rank} did not seal version {version} in time")
+            time.sleep(PENDING_S)
+
+    def _patience(self, give_up: float) -> float:
+        return min(SILENCE_S, give_up - self._clock())
