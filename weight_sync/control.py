@@ -32,6 +32,7 @@ import msgspec
 import zmq
 
 from weight_sync.errors import StaleEpoch, WeightSyncError
+from weight_sync.relay import RelayHandle  # noqa: TC001 - msgspec reads the annotations
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +83,21 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
 
 class Pending(msgspec.Struct, frozen=True, kw_only=True, tag="pending"):
     """The version is packed and being sealed: ask again in a moment."""
+
+
+class LinkRequest(msgspec.Struct, frozen=True, kw_only=True, tag="link"):
+    """From now on pull the sources in this order, and some of them from another replica."""
+
+    order: tuple[int, ...]
+    relayed: tuple[int, ...]
+    predecessor: RelayHandle | None
+    is_read: bool
+    """Somebody reads from you."""
+
+
+class Linked(msgspec.Struct, frozen=True, kw_only=True, tag="linked"):
+    is_relayed: bool
+    """False if the predecessor's memory cannot be mapped: everything comes from the learners."""
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
@@ -158,8 +174,17 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
 TransportRequest = PairMeet | PairSend | PairWatch | PairDrop
 """What a two-sided transport asks; `PublisherEnd.answer` answers."""
 TransportResponse = PairMet | PairState
-Request = Hello | LeaseRequest | RenewRequest | ReleaseRequest | PrefetchRequest | PollRequest | TransportRequest
-Response = Welcome | LeaseGranted | Pending | Renewed | Released | Progress | Refused | TransportResponse
+Request = (
+    Hello
+    | LeaseRequest
+    | RenewRequest
+    | ReleaseRequest
+    | PrefetchRequest
+    | PollRequest
+    | LinkRequest
+    | TransportRequest
+)
+Response = Welcome | LeaseGranted | Pending | Renewed | Released | Progress | Linked | Refused | TransportResponse
 Handler = Callable[[str, Request], Response]
 """(sender, request) -> response. May raise WeightSyncError or ValueError, which the asker gets as `Refused`."""
 

@@ -12,7 +12,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import zmq
@@ -101,7 +101,7 @@ def checked(response: Response, kind: type[R], endpoint: str) -> R:
     return response
 
 
-def connected(socket: zmq.Socket[bytes], endpoint: str) -> None:
+def connected(socket: Any, endpoint: str) -> None:
     """Set up a DEALER as every line has it."""
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_RESPONSE_BYTES)

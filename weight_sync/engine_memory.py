@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -55,15 +55,18 @@ class Place:
 class EngineMemory:
     """The parameters and buffers of a live model by address.
 
-    Tensors that share all their memory (tied embeddings) count once, under the first name.
+    Tensors that share all their memory (tied embeddings) count once, under the first name. Modules in `without_memory`
+    may hold `meta` tensors: they are told apart by their storages, which exist although they hold nothing.
 
     Raises:
         PlanMismatch: a parameter is not contiguous, has no memory, or shares a part of it with another tensor.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._order = _blocks_of(model)
-        self._sorted = sorted((b for b in self._order if b.last > b.first), key=lambda b: b.first)
+    def __init__(self, model: torch.nn.Module, without_memory: Container[str] = ()) -> None:
+        self._order = _blocks_of(model, without_memory)
+        self._by_storage = {_storage_of(b.tensor): b for b in self._order if b.tensor.device.type == "meta"}
+        held = [b for b in self._order if b.last > b.first and b.tensor.device.type != "meta"]
+        self._sorted = sorted(held, key=lambda b: b.first)
         for left, right in zip(self._sorted, self._sorted[1:], strict=False):
             if right.first < left.last and (left.is_param or right.is_param):
                 raise PlanMismatch(
@@ -72,6 +75,8 @@ class EngineMemory:
                 )
         self._starts = [block.first for block in self._sorted]
         self._bindings = _bindings_of(model)
+        self.held: dict[str, Any] = {}
+        """What `restore` found in the place of tensors that had moved."""
 
     def params(self) -> list[Block]:
         """Every parameter once, in model order."""
@@ -83,14 +88,14 @@ class EngineMemory:
         Raises:
             PlanMismatch: it lies in an engine tensor but is not a view of its elements.
         """
-        if view.numel() == 0 or view.device.type == "meta":
+        block = self.owner(view)
+        if block is None:
             return None
-        address = view.data_ptr()
-        at = bisect_right(self._starts, address) - 1
-        if at < 0 or address >= self._sorted[at].last:
-            return None
-        block = self._sorted[at]
         itemsize = block.tensor.element_size()
+        if view.device.type == "meta":
+            address = (view.storage_offset() - block.tensor.storage_offset()) * itemsize
+        else:
+            address = view.data_ptr()
         last = address + extent(view.shape, view.stride()) * view.element_size()
         if view.dtype != block.tensor.dtype or (address - block.first) % itemsize or last > block.last:
             raise PlanMismatch(
@@ -100,6 +105,16 @@ class EngineMemory:
         offset = (address - block.first) // itemsize
         return Place(block=block, offset=offset, size=tuple(view.shape), stride=tuple(view.stride()))
 
+    def owner(self, view: torch.Tensor) -> Block | None:
+        """The engine tensor whose memory `view` begins in; None if it lies elsewhere or has no elements."""
+        if view.numel() == 0:
+            return None
+        if view.device.type == "meta":
+            return self._by_storage.get(_storage_of(view))
+        address = view.data_ptr()
+        at = bisect_right(self._starts, address) - 1
+        return None if at < 0 or address >= self._sorted[at].last else self._sorted[at]
+
     def restore(self) -> tuple[str, ...]:
         """Undo rebinding (`param.data = other`, a new `Parameter` in its place); returns the names that had moved.
 
@@ -108,6 +123,7 @@ class EngineMemory:
         moved: list[str] = []
         for binding in self._bindings:
             if binding.registry.get(binding.key) is not binding.tensor or not _shares_memory(binding):
+                self.held[binding.name] = binding.registry.get(binding.key)
                 binding.registry[binding.key] = binding.tensor
                 binding.tensor.data = binding.alias
                 moved.append(binding.name)
@@ -122,7 +138,11 @@ class EngineMemory:
         )
 
 
-def _blocks_of(model: torch.nn.Module) -> list[Block]:
+def _storage_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _blocks_of(model: torch.nn.Module, without_memory: Container[str]) -> list[Block]:
     blocks: list[Block] = []
     problems: list[str] = []
     known: set[tuple[int, int]] = set()
@@ -130,7 +150,11 @@ def _blocks_of(model: torch.nn.Module) -> list[Block]:
     tensors += [(False, name, tensor) for name, tensor in model.named_buffers() if tensor.device.type != "meta"]
     for is_param, name, tensor in tensors:
         if tensor.device.type == "meta":
-            problems.append(f"{name} {tuple(tensor.shape)} has no memory (meta device)")
+            if name.rpartition(".")[0] in without_memory:
+                extent_bytes = tensor.numel() * tensor.element_size()
+                blocks.append(Block(first=0, last=extent_bytes, name=name, tensor=tensor, is_param=is_param))
+            else:
+                problems.append(f"{name} {tuple(tensor.shape)} has no memory (meta device)")
             continue
         if not tensor.is_contiguous():
             if is_param:
@@ -187,6 +211,26 @@ class _Writes:
     filled: list[np.ndarray] = field(default_factory=list)
 
 
+class Counts(NamedTuple):
+    """Elements of one engine tensor by what a loader did to them."""
+
+    copied: int
+    filled: int
+    never: int
+    twice: int
+
+    @property
+    def is_exactly_once(self) -> bool:
+        return not self.never and not self.twice
+
+    def describe(self, block: Block) -> str:
+        return (
+            f"{block.name} {tuple(block.tensor.shape)}: of {block.num_elements} elements {self.copied} come from the "
+            f"checkpoint, {self.filled} are constant padding, {self.never} are never written, {self.twice} are written "
+            "more than once"
+        )
+
+
 class Coverage:
     """Which elements of which engine tensor were written, and whether that adds up to exactly once."""
 
@@ -208,21 +252,14 @@ class Coverage:
         writes.filled.append(spans)
         return num_twice_after - num_twice_before
 
-    def problems(self, params: Sequence[Block]) -> list[str]:
-        """Parameters of which not every element was written exactly once, with counts."""
-        found: list[str] = []
-        for block in params:
-            writes, total = self._writes[block.name], block.num_elements
-            copied, num_twice = merge_spans(_concat(writes.copied))
-            written, _ = merge_spans(_concat([*writes.copied, *writes.filled]))
-            num_copied, num_written = _length(copied), _length(written)
-            if num_written != total or num_twice:
-                found.append(
-                    f"{block.name} {tuple(block.tensor.shape)}: of {total} elements {num_copied} come from the "
-                    f"checkpoint, {num_written - num_copied} are constant padding, {total - num_written} are never "
-                    f"written, {num_twice} are written more than once"
-                )
-        return found
+    def of(self, block: Block) -> Counts:
+        """How often the elements of one engine tensor were written."""
+        writes = self._writes[block.name]
+        copied, num_twice = merge_spans(_concat(writes.copied))
+        written, _ = merge_spans(_concat([*writes.copied, *writes.filled]))
+        num_copied, num_written = _length(copied), _length(written)
+        never = block.num_elements - num_written
+        return Counts(copied=num_copied, filled=num_written - num_copied, never=never, twice=num_twice)
 
 
 def _concat(spans: Sequence[np.ndarray]) -> np.ndarray:

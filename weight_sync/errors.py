@@ -41,3 +41,14 @@ class VersionUnavailable(WeightSyncError):
 
 class TransportUnusable(WeightSyncError):
     """A probe showed that a transport does not work between two processes; the message names both and says why."""
+
+
+class RelayStalled(WeightSyncError):
+    """The replica that a source is read from went silent, ended, or gave the version up: read on from the learner.
+
+    `pieces_done` pieces of the source have arrived whole before that.
+    """
+
+    def __init__(self, message: str, *, pieces_done: int = 0) -> None:
+        super().__init__(message)
+        self.pieces_done = pieces_done

@@ -6,14 +6,17 @@ are in elements. Nothing here needs memory in proportion to a tensor: only to th
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
 MAX_BOXES = 1 << 16
 """Boxes that one copy may fall apart into before we call it a permutation and refuse it."""
@@ -71,6 +74,13 @@ def dense_runs(offset: int, size: Sequence[int], stride: Sequence[int]) -> tuple
 
     Example: rows 0-2, columns 4-7 of a [4, 10] tensor: `dense_runs(4, (2, 3), (10, 1))` -> `([4, 14], 3)`.
     """
+    starts, length = _runs_from_zero(tuple(size), tuple(stride))
+    return starts + offset, length
+
+
+@lru_cache(maxsize=256)
+def _runs_from_zero(size: tuple[int, ...], stride: tuple[int, ...]) -> tuple[np.ndarray, int]:
+    """`dense_runs` of a view that starts at 0. Layers and experts repeat few shapes tens of thousands of times."""
     if any(n == 0 for n in size):
         return np.zeros(0, np.int64), 0
     length = 1
@@ -80,9 +90,10 @@ def dense_runs(offset: int, size: Sequence[int], stride: Sequence[int]) -> tuple
     num_runs = prod(n for n, _ in dims)
     if num_runs > MAX_RUNS:
         raise TooScattered(f"{num_runs} runs of {length} elements; at most {MAX_RUNS} are allowed")
-    starts = np.array([offset], np.int64)
+    starts = np.zeros(1, np.int64)
     for n, step in dims:
         starts = (starts[:, None] + np.arange(n, dtype=np.int64) * step).reshape(-1)
+    starts.flags.writeable = False
     return starts, length
 
 
@@ -139,6 +150,33 @@ def split_into_boxes(
         for i in reversed(range(outer.size)):
             todo.append((src + i * outer.src_stride, dst + i * outer.dst_stride, tuple(inner)))
     return done
+
+
+def num_uncovered(shape: Sequence[int], boxes: Collection[tuple[tuple[int, ...], tuple[int, ...]]]) -> int:
+    """Elements of a tensor that lie in none of the boxes `(start, size)`; boxes may overlap.
+
+    Example: `num_uncovered((4, 6), [((0, 0), (4, 3)), ((1, 2), (3, 4))])` -> 3, the end of the first row.
+    """
+    if not shape:
+        return 0 if boxes else 1
+    total = prod(shape)
+    if any(prod(size) == total for _, size in boxes):
+        return 0
+    opens: defaultdict[int, list[int]] = defaultdict(list)
+    closes: defaultdict[int, list[int]] = defaultdict(list)
+    parts = [box for box in boxes if prod(box[1])]
+    for i, (start, size) in enumerate(parts):
+        opens[start[0]].append(i)
+        closes[start[0] + size[0]].append(i)
+    missing, active = 0, dict[int, None]()
+    cuts = sorted({0, shape[0], *opens, *closes})
+    for low, high in pairwise(cuts):
+        for i in closes[low]:
+            del active[i]
+        active.update(dict.fromkeys(opens[low]))
+        inner = {(parts[i][0][1:], parts[i][1][1:]) for i in active}
+        missing += (high - low) * num_uncovered(shape[1:], inner)
+    return missing
 
 
 def _as_box(shape: Sequence[int], src_offset: int, dst_offset: int, dims: Sequence[ViewDim]) -> BoxCopy | None:

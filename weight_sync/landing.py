@@ -11,14 +11,16 @@ import torch
 
 from weight_sync.device.base import DeviceError
 from weight_sync.errors import PlanMismatch
+from weight_sync.fallback import BUCKET_BYTES, VIRTUAL_PREFIX, Fallback, bind_buckets, plan_buckets, virtual_bytes
 from weight_sync.pull import ShadowPlan, pieces, shadow_plan
 from weight_sync.transports.base import Piece
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from weight_sync.device.base import Backend, PersistentBlock
-    from weight_sync.types import PullPlan
+    from weight_sync.fallback import ReloadedModule, Reloader
+    from weight_sync.types import ParamMeta, PullPlan
     from weight_sync.wire import CommitMode
 
 SHADOW_HEADROOM = 0.9
@@ -29,7 +31,7 @@ class Landing(NamedTuple):
     """Every place that bytes are written to, in plan order of the runs."""
 
     params: tuple[torch.Tensor, ...]
-    """Run -> its bytes in the engine parameter."""
+    """Run -> its bytes in the engine parameter; of a virtual parameter, where they stay until the next version."""
     arrivals: tuple[torch.Tensor, ...]
     """Run -> where a pull puts it: in the shadow block, or `params` itself."""
     pieces: Mapping[int, tuple[Piece, ...]]
@@ -37,10 +39,33 @@ class Landing(NamedTuple):
     shadow: PersistentBlock | None
     addresses: Mapping[str, int]
     """Written parameter -> its address, which must never change."""
+    fallback: Fallback | None = None
+    """Modules that are loaded by the engine itself, after the copies."""
 
     @property
     def is_staged(self) -> bool:
         return self.shadow is not None
+
+    @property
+    def moves(self) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
+        """(parameter bytes, arrived bytes) of every copy that a staged commit makes; empty in place."""
+        pairs = zip(self.params, self.arrivals, strict=True)
+        return tuple((param, arrived) for param, arrived in pairs if param is not arrived)
+
+    def close(self) -> None:
+        """Free the shadow block and the buckets. Idempotent."""
+        if self.fallback is not None:
+            self.fallback.close()
+        if self.shadow is not None:
+            self.shadow.close()
+
+
+class Reloads(NamedTuple):
+    """What `build_landing` must know of modules that cannot be written directly."""
+
+    model: torch.nn.Module
+    reloader: Reloader
+    modules: tuple[ReloadedModule, ...]
 
 
 def parameter_bytes(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -61,24 +86,75 @@ def parameter_bytes(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return views
 
 
+def parameter_addresses(model: torch.nn.Module) -> dict[str, int]:
+    """Where every parameter and buffer lies now, by every name it has."""
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name: tensor.data_ptr() for name, tensor in named if tensor.device.type != "meta"}
+
+
 def build_landing(
-    plan: PullPlan, views: Mapping[str, torch.Tensor], backend: Backend, *, commit: CommitMode
+    plan: PullPlan,
+    views: Mapping[str, torch.Tensor],
+    backend: Backend,
+    *,
+    commit: CommitMode,
+    reloads: Reloads | None = None,
+    params: Sequence[ParamMeta] = (),
 ) -> Landing:
     """
+    Args:
+        params: all checkpoint tensors as they travel; needed with `reloads`.
+        reloads: the modules whose tensors travel as virtual parameters; None if every parameter is written directly.
+
     Raises:
         PlanMismatch: a run lies outside its parameter, or the engine has no such parameter.
-        DeviceError: `staged` was asked for and the shadow does not fit.
+        DeviceError: the shadow does not fit and `staged` was asked for, or the buckets of the fallback do not.
     """
-    params = tuple(_destination(run.dst_param, run.dst_off, run.nbytes, views) for run in plan.runs)
-    addresses = {run.dst_param: views[run.dst_param].data_ptr() for run in plan.runs}
     layout = shadow_plan(plan.runs)
     shadow = _make_shadow(layout, backend, commit)
     if shadow is None:
-        return Landing(params, params, _pieces_in_place(plan, params), None, addresses)
-    arrivals = tuple(
-        shadow.tensor[offset : offset + run.nbytes] for run, offset in zip(plan.runs, layout.run_offsets, strict=True)
-    )
-    return Landing(params, arrivals, _pieces_to_shadow(layout, shadow), shadow, addresses)
+        landed: list[torch.Tensor] = []
+    else:
+        places = zip(plan.runs, layout.run_offsets, strict=True)
+        landed = [shadow.tensor[offset : offset + run.nbytes] for run, offset in places]
+    try:
+        virtual, fallback = _make_fallback(plan, landed, backend, reloads=reloads, metas=params)
+        everywhere = {**views, **virtual}
+        targets = tuple(_destination(run.dst_param, run.dst_off, run.nbytes, everywhere) for run in plan.runs)
+    except BaseException:
+        if shadow is not None:
+            shadow.close()
+        raise
+    written = {run.dst_param for run in plan.runs if not run.dst_param.startswith(VIRTUAL_PREFIX)}
+    addresses = {name: views[name].data_ptr() for name in written}
+    if shadow is None:
+        return Landing(targets, targets, _pieces_in_place(plan, targets), None, addresses, fallback)
+    is_virtual = [run.dst_param.startswith(VIRTUAL_PREFIX) for run in plan.runs]
+    kept = tuple(at if is_v else own for own, at, is_v in zip(targets, landed, is_virtual, strict=True))
+    return Landing(kept, tuple(landed), _pieces_to_shadow(layout, shadow), shadow, addresses, fallback)
+
+
+def _make_fallback(
+    plan: PullPlan,
+    landed: Sequence[torch.Tensor],
+    backend: Backend,
+    *,
+    reloads: Reloads | None,
+    metas: Sequence[ParamMeta],
+) -> tuple[dict[str, torch.Tensor], Fallback | None]:
+    """Bytes of every virtual parameter, and what loads them. `landed` is empty if runs go straight into the buckets."""
+    if reloads is None or not reloads.modules:
+        return {}, None
+    buckets = plan_buckets(reloads.modules, metas, is_staged=bool(landed), max_bytes=BUCKET_BYTES)
+    block = backend.alloc_persistent(buckets.nbytes)
+    try:
+        views = virtual_bytes(buckets, metas, block.tensor)
+        arrivals = [(run, at) for run, at in zip(plan.runs, landed, strict=False) if run.dst_param in views]
+        bound = bind_buckets(buckets, model=reloads.model, params=metas, views=views, arrivals=arrivals)
+    except BaseException:
+        block.close()
+        raise
+    return views, Fallback(backend, reloads.reloader, block=block, buckets=bound)
 
 
 def _destination(name: str, offset: int, nbytes: int, views: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What a learner rank holds: checkpoint names, full shapes, and this rank's rows of each parameter.
+"""What a learner rank holds: checkpoint names, full shapes, and this rank's rows of each checkpoint tensor.
 
 Understands plain models and FSDP2 (`fully_shard`) on any mesh whose shard dimension splits rows: 1-D, and replicate x
 shard (HSDP), where replica 0 serves and the others hold empty shards. No collective is called.
@@ -7,23 +7,19 @@ shard (HSDP), where replica 0 serves and the others hold empty shards. No collec
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from weight_sync.checkpoint_names import saved_tensors
 from weight_sync.errors import PlanMismatch
 from weight_sync.types import ParamMeta, ShardDesc
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from transformers import PreTrainedModel
-
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "module.")
-"""Name parts that wrappers insert: torch.compile, activation checkpointing, FSDP1 and DDP (that one only in front)."""
 
 
 def chunk_rows(num_rows: int, num_ranks: int, rank: int) -> tuple[int, int]:
@@ -41,7 +37,10 @@ def chunk_rows(num_rows: int, num_ranks: int, rank: int) -> tuple[int, int]:
 
 
 def shard_descs(params: Sequence[ParamMeta], *, num_ranks: int) -> tuple[ShardDesc, ...]:
-    """The shards of all ranks of a 1-D FSDP2 mesh, as if every rank had reported its own. Empty shards included."""
+    """The shards of all ranks of a 1-D FSDP2 mesh, as if every rank had reported its own. Empty shards included.
+
+    For parameters that are trained as they are saved; fused experts are split by expert, which names do not tell.
+    """
     descs: list[ShardDesc] = []
     for rank in range(num_ranks):
         for meta in params:
@@ -56,8 +55,10 @@ def local_shards(
     """Describe this rank's part of a model and hand out the live local tensors.
 
     Every rank describes every parameter; a rank that does not serve one reports an empty shard (row_start == row_stop).
-    Plain tensors are served whole by global rank 0. A tied tensor appears once, under the first of its names, as in a
-    Hugging Face checkpoint. Ranks are global (`torch.distributed.get_rank()`, 0 without a process group).
+    Plain tensors, and buffers that checkpoints have, are served whole by global rank 0. A tied tensor appears once,
+    under the first of its names, as in a Hugging Face checkpoint. Parameters that a checkpoint stores in pieces are
+    described as those pieces: of fused experts, sharded by expert, a rank serves each tensor of its experts whole.
+    Ranks are global (`torch.distributed.get_rank()`, 0 without a process group).
 
     The tensors alias the parameters (optimizer steps show through) in the dtype that the learner holds. They stay valid
     until the model is wrapped, moved or loaded with `assign=True`.
@@ -70,30 +71,34 @@ def local_shards(
         ([row_stop - row_start, ...]) of every shard that is not empty.
 
     Raises:
-        PlanMismatch: a placement other than rows over one mesh dimension, or a parameter that checkpoints store in
-            another form (fused experts). Lists every such parameter.
+        PlanMismatch: a placement other than rows over one mesh dimension (lists every such parameter), or a parameter
+            that checkpoints store in a form other than views of its rows.
     """
     if not isinstance(getattr(torch, rollout_dtype, None), torch.dtype):
         raise PlanMismatch(f"rollout dtype must be the name of a torch dtype such as 'bfloat16', got {rollout_dtype!r}")
     _reshard(model)
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    named = _checkpoint_names(model)
-    metas: list[ParamMeta] = []
-    shards: list[ShardDesc] = []
-    tensors: dict[str, torch.Tensor] = {}
+    named, saved = saved_tensors(model)
+    parts: dict[str, _LocalPart] = {}
     problems: list[str] = []
     for name, param in named.items():
         try:
-            part = _local_part(param, rank)
+            parts[name] = _local_part(param, rank)
         except PlanMismatch as error:
             problems.append(f"{name} {tuple(param.shape)}: {error}")
-            continue
-        metas.append(ParamMeta(name=name, shape=tuple(param.shape), dtype=rollout_dtype))
-        shards.append(ShardDesc(param=name, rank=rank, row_start=part.row_start, row_stop=part.row_stop))
-        if part.row_stop > part.row_start:
-            tensors[name] = part.tensor
     if problems:
         raise PlanMismatch(f"rank {rank} holds parameters that cannot be served by rows: {'; '.join(problems)}")
+    metas: list[ParamMeta] = []
+    shards: list[ShardDesc] = []
+    tensors: dict[str, torch.Tensor] = {}
+    for piece in saved:
+        part = parts[piece.param]
+        start, stop = piece.held_rows(part.row_start, part.row_stop)
+        dtype = rollout_dtype if part.tensor.is_floating_point() else str(part.tensor.dtype).removeprefix("torch.")
+        metas.append(ParamMeta(name=piece.name, shape=piece.shape, dtype=dtype))
+        shards.append(ShardDesc(param=piece.name, rank=rank, row_start=start, row_stop=stop))
+        if stop > start:
+            tensors[piece.name] = piece.view(part.tensor, start=part.row_start)
     return tuple(metas), tuple(shards), tensors
 
 
@@ -113,7 +118,7 @@ class _LocalPart:
     tensor: torch.Tensor
 
 
-def _local_part(param: torch.nn.Parameter, rank: int) -> _LocalPart:
+def _local_part(param: torch.Tensor, rank: int) -> _LocalPart:
     rows = param.shape[0] if param.ndim else 1
     if not isinstance(param, DTensor):
         return _LocalPart(row_start=0, row_stop=rows if rank == 0 else 0, tensor=param.detach())
@@ -141,52 +146,3 @@ def _local_part(param: torch.nn.Parameter, rank: int) -> _LocalPart:
             f"the local shard has shape {tuple(local.shape)}, rows {start}-{stop} should give {expected}"
         )
     return _LocalPart(row_start=start, row_stop=stop if serves else start, tensor=local)
-
-
-def _checkpoint_names(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Parameters under the names that `save_pretrained` would use and that engines load.
-
-    Raises:
-        PlanMismatch: two parameters have one name without wrappers, or checkpoints store one in another form.
-    """
-    named: dict[str, torch.nn.Parameter] = {}
-    for raw, param in model.named_parameters():
-        name = _without_wrappers(raw)
-        if name in named:
-            raise PlanMismatch(f"two parameters are called {name} once wrapper names are removed (second: {raw})")
-        named[name] = param
-    return {saved: named[name] for name, saved in _saved_names(model, named).items()}
-
-
-def _without_wrappers(name: str) -> str:
-    while name.startswith("module."):
-        name = name.removeprefix("module.")
-    for part in _WRAPPERS[:-1]:
-        name = name.replace(part, "")
-    return name
-
-
-def _saved_names(model: torch.nn.Module, named: dict[str, torch.nn.Parameter]) -> dict[str, str]:
-    """Parameter name -> checkpoint name.
-
-    transformers >= 5 may train parameters in another form than it saves them (experts fused into one tensor). Its own
-    save conversion is run over tensors without data: one that comes out as the same object was at most renamed.
-    """
-    inner = model
-    while isinstance(wrapped := getattr(inner, "_orig_mod", getattr(inner, "module", None)), torch.nn.Module):
-        inner = wrapped
-    if not hasattr(inner, "save_pretrained"):
-        return {name: name for name in named}
-    from transformers.core_model_loading import revert_weight_conversion
-
-    hollow = {name: torch.empty(param.shape, device="meta") for name, param in named.items()}
-    saved = {
-        id(tensor): name for name, tensor in revert_weight_conversion(cast("PreTrainedModel", inner), hollow).items()
-    }
-    converted = [name for name, tensor in hollow.items() if id(tensor) not in saved]
-    if converted:
-        raise PlanMismatch(
-            f"{type(inner).__name__} saves {len(converted)} parameters in another form than it trains them, e.g. "
-            f"{', '.join(converted[:4])}; only parameters that are stored as they are can be synchronised by rows"
-        )
-    return {name: saved[id(tensor)] for name, tensor in hollow.items()}

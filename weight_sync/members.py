@@ -11,10 +11,10 @@ import msgspec
 from weight_sync.control import Membership, PollRequest, PrefetchRequest, Progress, Request
 from weight_sync.control_client import AsyncControlClient
 from weight_sync.errors import PullTimeout, ReplicaDirty, WeightSyncError
-from weight_sync.wire import CommitResult, PullReport, open_reply, reply_state
+from weight_sync.wire import CommitResult, PullReport, ReceiverInfo, open_reply, reply_state
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
 
     import zmq.asyncio
 
@@ -70,21 +70,27 @@ class Member:
         self.handle = handle
         self.state: MemberState = "live"
         self.live_version: int | None = None
+        self.workers: tuple[ReceiverInfo, ...] = ()
         self.lines: tuple[AsyncControlClient, ...] = ()
-        """To each worker's control thread; made when the epoch opens."""
+        """To each worker's control thread; made when the epoch opens, like `workers`."""
         self.commit_lock = asyncio.Lock()
         self._clock = clock
 
-    def connect(self, endpoints: Sequence[str], context: zmq.asyncio.Context, membership: Membership) -> None:
+    @property
+    def name(self) -> str:
+        return self.handle.name
+
+    def connect(self, workers: tuple[ReceiverInfo, ...], context: zmq.asyncio.Context, membership: Membership) -> None:
         """Make a line to each worker's control thread."""
         self.disconnect()
+        self.workers = workers
         self.lines = tuple(
-            AsyncControlClient(context, endpoint, membership=membership, sender="coordinator") for endpoint in endpoints
+            AsyncControlClient(context, info.endpoint, membership=membership, sender="coordinator") for info in workers
         )
 
     def disconnect(self) -> None:
         """Hang up. Idempotent."""
-        lines, self.lines = self.lines, ()
+        lines, self.lines, self.workers = self.lines, (), ()
         for line in lines:
             line.close()
 

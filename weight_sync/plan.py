@@ -16,7 +16,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -47,8 +47,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Use:
+class _Use(NamedTuple):
     """Where one worker wants a box: a strided view of one of its parameters, in elements."""
 
     worker: int
@@ -58,7 +57,7 @@ class _Use:
     stride: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _Box:
     """A box of one rank's shard, in coordinates of the full tensor, and everyone who wants it."""
 
@@ -89,9 +88,13 @@ def build_manifest(
     `shards` are those of all learner ranks together; every rank that occurs gets a `PackPlan`, be it empty. Replicas of
     the engine that are split alike share one manifest: `workers` are the workers of one replica.
 
+    Where the engine keeps a parameter in float32 although the rollout dtype is shorter (routers, norms of some models),
+    it is sent in float32; the manifest's `params` say so.
+
     Raises:
         PlanMismatch: learner and engine disagree; the message lists every problem.
     """
+    params = _as_wide_as_stored(params, workers)
     problems = input_problems(params, shards, workers)
     if problems:
         raise _mismatch("the learner's parameters do not fit the engine's model", problems)
@@ -155,6 +158,20 @@ def _mismatch(what: str, problems: Sequence[str]) -> PlanMismatch:
     return PlanMismatch(f"{what} ({len(problems)} problem{'s' if len(problems) != 1 else ''}):{lines}")
 
 
+def _as_wide_as_stored(params: Sequence[ParamMeta], workers: Sequence[WorkerLayout]) -> tuple[ParamMeta, ...]:
+    stored: defaultdict[str, set[str]] = defaultdict(set)
+    for layout in workers:
+        dtypes = {param.name: param.dtype for param in layout.params}
+        for copy in layout.copies:
+            stored[copy.src_param].add(dtypes.get(copy.dst_param, ""))
+    return tuple(
+        msgspec.structs.replace(meta, dtype="float32")
+        if meta.dtype in ("bfloat16", "float16") and stored[meta.name] == {"float32"}
+        else meta
+        for meta in params
+    )
+
+
 def _intersect(
     params: Sequence[ParamMeta], shards: Sequence[ShardDesc], workers: Sequence[WorkerLayout]
 ) -> dict[int, list[_Box]]:
@@ -169,21 +186,25 @@ def _intersect(
         index = {param.name: i for i, param in enumerate(layout.params)}
         for copy in layout.copies:
             for shard, start, size, dst_offset in _cut(copy, by_param[copy.src_param]):
-                box = _Box(
-                    param=copy.src_param,
-                    start=start,
-                    size=size,
-                    local_row=start[0] - shard.row_start if start else 0,
-                    itemsize=itemsize[copy.src_param],
+                key = (shard.rank, copy.src_param, start, size)
+                box = boxes.get(key)
+                if box is None:
+                    box = boxes[key] = _Box(
+                        param=copy.src_param,
+                        start=start,
+                        size=size,
+                        local_row=start[0] - shard.row_start if start else 0,
+                        itemsize=itemsize[copy.src_param],
+                    )
+                box.uses.append(
+                    _Use(
+                        worker=layout.worker,
+                        param_index=index[copy.dst_param],
+                        dst_param=copy.dst_param,
+                        offset=dst_offset,
+                        stride=copy.dst_stride,
+                    )
                 )
-                use = _Use(
-                    worker=layout.worker,
-                    param_index=index[copy.dst_param],
-                    dst_param=copy.dst_param,
-                    offset=dst_offset,
-                    stride=copy.dst_stride,
-                )
-                boxes.setdefault((shard.rank, copy.src_param, start, size), box).uses.append(use)
     result: dict[int, list[_Box]] = {shard.rank: [] for shard in shards}
     for (rank, _, _, _), box in boxes.items():
         result[rank].append(box)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from weight_sync.geometry import TooScattered, dense_runs, extent, merge_spans, spans_of_runs
+from weight_sync.geometry import TooScattered, dense_runs, extent, merge_spans, num_uncovered, spans_of_runs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -160,13 +160,25 @@ def _copy_fault(meta: ParamMeta, param: EngineParam, copy: RecordedCopy) -> str:
 
 
 def _unmatched_problems(by_name: Mapping[str, ParamMeta], workers: Sequence[WorkerLayout]) -> list[str]:
-    """Names that only one side knows. A pipeline stage loads a part of the model, so all workers count together."""
-    used = {copy.src_param for layout in workers for copy in layout.copies}
-    problems = [
-        f"{name} {meta.shape} is trained but no engine worker loads it; it would silently keep its old value"
-        for name, meta in by_name.items()
-        if name not in used and prod(meta.shape)
-    ]
+    """What only one side has. A worker of a pipeline or of expert parallelism loads a part, so all count together."""
+    boxes: defaultdict[str, set[tuple[tuple[int, ...], tuple[int, ...]]]] = defaultdict(set)
+    for layout in workers:
+        for copy in layout.copies:
+            boxes[copy.src_param].add((copy.src_start, copy.src_size))
+    problems: list[str] = []
+    for name, meta in by_name.items():
+        used = [(start, size) for start, size in boxes[name] if len(start) == len(size) == len(meta.shape)]
+        if not prod(meta.shape) or len(used) < len(boxes[name]):
+            continue  # nothing to send, or reported with its copies
+        if not used:
+            problems.append(
+                f"{name} {meta.shape} is trained but no engine worker loads it; it would silently keep its old value"
+            )
+        elif missing := num_uncovered(meta.shape, used):
+            problems.append(
+                f"{missing} of {prod(meta.shape)} elements of {name} {meta.shape} are trained but no engine worker "
+                "loads them; they would silently keep their old values"
+            )
     written = {copy.dst_param for layout in workers for copy in layout.copies}
     sizes = {param.name: prod(param.shape) for layout in workers for param in layout.params}
     problems += [

@@ -2,7 +2,7 @@
 
     describe ─> open(epoch) ─> publish(v0) ─> publish(v1) ─> ... ─> close
                   │                ├ learner's thread: wait for a slot, pack (one pass over memory)
-                  │                └ sealing thread:   digest, make visible, seal; leases are answered `pending` until then
+                  │                └ sealing thread: digest, make visible, seal (a lease is `pending` until then)
                   └ slots, control thread, probe pattern; nothing is allocated after the first publish of each slot
 
 There is no collective and no full tensor: a rank packs boxes of its own shards, and ranks may publish in any order.
@@ -17,12 +17,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from weight_sync.addresses import node_id, reachable_host
 from weight_sync.arena import Arena
 from weight_sync.control import (
     ControlServer,
     LeaseGranted,
     LeaseRequest,
     Membership,
+    PairDrop,
+    PairMeet,
+    PairSend,
+    PairWatch,
     Pending,
     Released,
     ReleaseRequest,
@@ -35,7 +40,7 @@ from weight_sync.errors import PlanMismatch, VersionUnavailable, WeightSyncError
 from weight_sync.pack import Packer, pack_steps
 from weight_sync.plan import manifest_from_bytes, verify_manifest
 from weight_sync.sealing import Sealer
-from weight_sync.transports.select import open_publisher_end
+from weight_sync.transports.offer import Offer, offered
 from weight_sync.wire import (
     OpenPublisher,
     PackReport,
@@ -50,7 +55,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from weight_sync.device.base import Backend
-    from weight_sync.transports.base import PublisherEnd
     from weight_sync.types import Manifest, PackPlan, ParamMeta, ShardDesc
 
 log = logging.getLogger(__name__)
@@ -92,7 +96,7 @@ class Epoch:
     plan: PackPlan
     segments: Segments
     arena: Arena
-    end: PublisherEnd
+    end: Offer
     packer: Packer
     sealer: Sealer
     reports: dict[int, PackReport]
@@ -126,14 +130,19 @@ class WeightPublisher:
         opening = decode(request, OpenPublisher)
         manifest, plan = self._agree(opening)
         self.close()
-        end = open_publisher_end(
-            opening.transport, self._backend, slot_bytes=plan.arena_bytes, num_slots=opening.num_slots
+        host = reachable_host() if opening.host is None else opening.host
+        end = Offer(
+            offered(opening.transport, self._backend),
+            self._backend,
+            slot_bytes=plan.arena_bytes,
+            num_slots=opening.num_slots,
+            host=host,
         )
         try:
             epoch = self._make_epoch(opening, manifest, plan, end)
             probe_bytes, probe_digest = self._write_probe(epoch)
             membership = Membership(run_id=opening.run_id, epoch=opening.epoch, secret=opening.secret)
-            server = ControlServer(lambda sender, ask: _handle(epoch, sender, ask), membership, host=opening.host)
+            server = ControlServer(lambda sender, ask: _handle(epoch, sender, ask), membership, host=host)
         except BaseException:
             end.close()
             raise
@@ -142,8 +151,9 @@ class WeightPublisher:
         return encode(
             PublisherInfo(
                 rank=self._rank,
+                node=node_id(),
                 endpoint=server.endpoint,
-                arena=end.handle,
+                arenas=end.handles,
                 manifest_digest=manifest.digest,
                 probe_bytes=probe_bytes,
                 probe_digest=probe_digest,
@@ -218,7 +228,7 @@ class WeightPublisher:
         epoch.sealer.close()
         epoch.end.close()
 
-    def _make_epoch(self, opening: OpenPublisher, manifest: Manifest, plan: PackPlan, end: PublisherEnd) -> Epoch:
+    def _make_epoch(self, opening: OpenPublisher, manifest: Manifest, plan: PackPlan, end: Offer) -> Epoch:
         slots = [end.slot(index) for index in range(opening.num_slots)] if plan.arena_bytes else []
         segments = segments_of(manifest, self._rank)
         arena = Arena(opening.num_slots, clock=self._clock)
@@ -285,6 +295,8 @@ def _handle(epoch: Epoch, sender: str, request: Request) -> Response:
         case ReleaseRequest():
             is_intact = arena.release(request.lease_id, slot=request.slot, generation=request.generation)
             return Released(is_intact=is_intact)
+        case PairMeet() | PairSend() | PairWatch() | PairDrop():
+            return epoch.end.answer(sender, request)
         case _:
             raise VersionUnavailable(f"{sender} sent a {type(request).__name__}, which a publisher does not answer")
 

@@ -2,7 +2,7 @@
 
     bake ─> open(epoch) ─> prefetch(v) ─> commit(v) ─> prefetch(v+1) ─> ... ─> close
 
-    A control thread of the worker's own answers prefetch and poll, so that neither waits for a turn of the engine's loop.
+    A control thread of the worker's own answers prefetch and poll: neither waits for a turn of the engine's loop.
     staged:  prefetch pulls into a shadow block in a background thread while the engine generates, and verifies it;
              commit copies shadow -> parameters on the device. A failure leaves the old weights whole.
     inplace: prefetch only leases, so that the version stays; commit pulls straight into the parameters and verifies.
@@ -14,25 +14,40 @@ does not matter whether the engine made them in inference mode.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from typing import TYPE_CHECKING
 
 import torch
 
-from weight_sync.control import ControlServer, Membership, PollRequest, PrefetchRequest, Progress, Request, Response
-from weight_sync.errors import PlanMismatch, ReplicaDirty, WeightSyncError
-from weight_sync.landing import parameter_bytes
+from weight_sync.addresses import node_id, reachable_host
+from weight_sync.control import (
+    ControlServer,
+    Linked,
+    LinkRequest,
+    Membership,
+    PollRequest,
+    PrefetchRequest,
+    Progress,
+    Request,
+    Response,
+)
+from weight_sync.errors import DigestMismatch, PlanMismatch, ReplicaDirty, WeightSyncError
+from weight_sync.landing import Reloads, parameter_bytes
 from weight_sync.prefetch import Prefetch
 from weight_sync.receiver_epoch import Host, Pulled, ReceiverEpoch, open_epoch
-from weight_sync.recorder import record_layout
+from weight_sync.recorder import Recorded, record
 from weight_sync.wire import OpenReceiver, PullReport, ReceiverInfo, RunDigests, WorkerStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from weight_sync.device.base import Backend
+    from weight_sync.fallback import Reloader
     from weight_sync.types import ParamMeta, WorkerLayout
+
+log = logging.getLogger(__name__)
 
 
 class WeightReceiver:
@@ -44,11 +59,15 @@ class WeightReceiver:
         backend: Backend,
         *,
         worker: int,
+        reloader: Reloader | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`reloader` loads modules whose live weights are derived; without it such engines are refused."""
         self._model = model
         self._backend = backend
         self._worker = worker
+        self._reloader = reloader
+        self._recorded: Recorded | None = None
         self._clock = clock
         device = next((p.device for p in model.parameters()), torch.device(backend.torch_device))
         self._host = Host(model=model, backend=backend, worker=worker, device=device, clock=clock)
@@ -71,7 +90,10 @@ class WeightReceiver:
 
     def bake(self, params: Sequence[ParamMeta]) -> WorkerLayout:
         """Let the engine's own loader show where every checkpoint element lands. Writes nothing."""
-        return record_layout(self._model, params, worker=self._worker)
+        self._recorded = record(self._model, params, worker=self._worker, reloader=self._reloader)
+        for line in self._recorded.decisions:
+            log.info("worker %d: %s", self._worker, line)
+        return self._recorded.layout
 
     def open(self, request: OpenReceiver) -> ReceiverInfo:
         """Map the arenas, build the copies, say hello and pull every publisher's probe. Closes an earlier epoch.
@@ -83,11 +105,12 @@ class WeightReceiver:
         """
         self.close()
         started = self._clock()
-        epoch = open_epoch(request, self._host)
+        epoch = open_epoch(request, self._host, reloads=self._reloads())
         try:
-            epoch.probe(deadline_s=request.deadline_s)
+            epoch.reach_all(deadline_s=request.deadline_s)
             membership = Membership(run_id=request.run_id, epoch=request.epoch, secret=request.secret)
-            server = ControlServer(self._handle, membership, host=request.host)
+            host = reachable_host() if request.host is None else request.host
+            server = ControlServer(self._handle, membership, host=host)
         except BaseException:
             epoch.close()
             raise
@@ -100,6 +123,10 @@ class WeightReceiver:
             pull_bytes=epoch.plan.nbytes,
             probe_s=self._clock() - started,
             endpoint=server.endpoint,
+            node=node_id(),
+            transports=epoch.transports,
+            reasons=epoch.reasons,
+            relay=epoch.relay_handle,
         )
 
     def prefetch(self, version: int, *, deadline_s: float) -> None:
@@ -151,6 +178,8 @@ class WeightReceiver:
             pulled = arrived
         else:
             pulled = epoch.pull(version, give_up=give_up, check=lambda: None)
+        if epoch.landing.fallback is not None:
+            epoch.landing.fallback.reload()
         self._backend.synchronize()
         self._is_dirty = False
         self._live_version = version
@@ -168,10 +197,14 @@ class WeightReceiver:
 
         Raises:
             ReplicaDirty: the parameters are a mixture.
+            DigestMismatch: a module that the engine loads itself does not hold what a reload of the same tensors gives.
         """
         epoch = self._opened()
         if self._is_dirty:
             raise ReplicaDirty(f"worker {self._worker} failed in the middle of a commit; commit a version again first")
+        fallback = epoch.landing.fallback
+        if fallback is not None and (wrong := fallback.verify()):
+            raise DigestMismatch(f"worker {self._worker}: a second reload of {', '.join(wrong)} gives other weights")
         return RunDigests(version=self._live_version, by_rank=epoch.live_digests())
 
     def read_back(self, names: Sequence[str]) -> dict[str, bytes]:
@@ -216,10 +249,18 @@ class WeightReceiver:
             case PrefetchRequest(version=version, deadline_s=deadline_s):
                 self.prefetch(version, deadline_s=deadline_s)
                 return Progress(version=version, is_done=self.poll(version))
+            case LinkRequest():
+                return Linked(is_relayed=self._link(request))
             case PollRequest(version=version):
                 return Progress(version=version, is_done=self.poll(version))
             case _:
                 raise ValueError(f"{sender} sent a {type(request).__name__}, which an engine worker does not answer")
+
+    def _link(self, request: LinkRequest) -> bool:
+        with self._prefetch_lock:
+            if self._prefetch is not None and self._prefetch.is_running:
+                raise WeightSyncError(f"worker {self._worker} is pulling; links change between two syncs")
+            return self._opened().link(request)
 
     def _report(self, version: int, pulled: Pulled, *, commit_s: float, has_moved: bool) -> PullReport:
         plan = self._opened().plan
@@ -234,8 +275,14 @@ class WeightReceiver:
             nbytes=plan.nbytes if has_moved else 0,
             num_runs=len(plan.runs) if has_moved else 0,
             num_retries=pulled.num_retries,
+            num_stalls=pulled.num_stalls,
             counters=self.counters(),
         )
+
+    def _reloads(self) -> Reloads | None:
+        if self._reloader is None or self._recorded is None:
+            return None
+        return Reloads(self._model, self._reloader, self._recorded.reloaded)
 
     def _opened(self) -> ReceiverEpoch:
         if self._epoch is None:

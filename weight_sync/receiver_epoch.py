@@ -1,33 +1,37 @@
-"""What a receiver owns from `open` to `close`: mapped arenas, lines to the publishers, every copy it will make.
+"""What a receiver owns from `open` to `close`: ways to the learners, lines to them, every copy it will make.
 
-A version arrives source by source, in an order staggered between receivers: pull the pieces, compare the digest of each
-run with the publisher's, pull that source once more if one differs, then give the lease back and ask whether the slot
-still is what was leased. Only then do the bytes count.
+A version arrives source by source, from the learner or from another replica that has it already: pull the pieces,
+compare the digest of each run with the learner's, pull that source once more (from the learner) if one differs, then
+give the leases back and ask whether the slots still are what was leased. Only then do the bytes count.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import zmq
 
+from weight_sync.addresses import node_id
 from weight_sync.control import Membership
 from weight_sync.control_client import ControlClient
-from weight_sync.device.base import DeviceError
 from weight_sync.errors import DigestMismatch, PlanMismatch, PullTimeout, TransportUnusable
-from weight_sync.landing import Landing, build_landing, parameter_addresses, parameter_bytes
+from weight_sync.landing import Landing, Reloads, build_landing, parameter_addresses, parameter_bytes
 from weight_sync.plan import manifest_from_bytes, verify_manifest
-from weight_sync.pull import staggered
+from weight_sync.relay_ends import RelayEnds
 from weight_sync.sources import SILENCE_S, Leases, Source
 from weight_sync.transports.base import Piece, ReceiverEnd
-from weight_sync.transports.select import open_receiver_end
+from weight_sync.transports.reach import Reach
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from weight_sync.control import LinkRequest
     from weight_sync.device.base import Backend, Digester, Mover
+    from weight_sync.relay import RelayHandle
     from weight_sync.types import Manifest, PullPlan
     from weight_sync.wire import OpenReceiver
 
@@ -39,6 +43,7 @@ class Pulled(NamedTuple):
     attest_s: float = 0.0
     seal_s: float = 0.0
     num_retries: int = 0
+    num_stalls: int = 0
     by_source: tuple[tuple[int, float], ...] = ()
     """(learner rank, seconds of its pull)."""
 
@@ -54,12 +59,12 @@ class Host:
     clock: Callable[[], float]
 
 
-def open_epoch(request: OpenReceiver, host: Host) -> ReceiverEpoch:
-    """Re-hash the manifest, map the arenas and prepare every copy.
+def open_epoch(request: OpenReceiver, host: Host, *, reloads: Reloads | None = None) -> ReceiverEpoch:
+    """Re-hash the manifest and prepare every copy.
 
     Raises:
         PlanMismatch: a digest differs, or a run does not fit the parameters.
-        TransportUnusable: an arena cannot be mapped.
+        DeviceError: no memory for what was asked for.
     """
     manifest = manifest_from_bytes(request.manifest)
     verify_manifest(manifest)
@@ -70,21 +75,12 @@ def open_epoch(request: OpenReceiver, host: Host) -> ReceiverEpoch:
                 f"{manifest.digest[:12]}; every party must open the same epoch"
             )
     plan = plan_of(manifest, host.worker)
-    sources = {run.src_rank for run in plan.runs}
-    arenas = {info.rank: info.arena for info in request.publishers if info.rank in sources}
-    if missing := sources - arenas.keys():
+    missing = {run.src_rank for run in plan.runs} - {info.rank for info in request.publishers}
+    if missing:
         raise PlanMismatch(f"worker {host.worker} reads from learners {sorted(missing)}, which did not open")
-    landing = build_landing(plan, parameter_bytes(host.model), host.backend, commit=request.commit)
-    try:
-        end = open_receiver_end(host.backend, arenas)
-    except BaseException as error:
-        if landing.shadow is not None:
-            landing.shadow.close()
-        if isinstance(error, DeviceError):
-            message = f"{request.replica}/{host.worker} cannot map the learners' arenas: {error}"
-            raise TransportUnusable(message) from error
-        raise
-    return ReceiverEpoch(request, manifest, landing=landing, end=end, host=host)
+    views = parameter_bytes(host.model)
+    landing = build_landing(plan, views, host.backend, commit=request.commit, reloads=reloads, params=manifest.params)
+    return ReceiverEpoch(request, manifest, landing=landing, host=host)
 
 
 def plan_of(manifest: Manifest, worker: int) -> PullPlan:
@@ -101,43 +97,68 @@ def plan_of(manifest: Manifest, worker: int) -> PullPlan:
 class ReceiverEpoch:
     """See the module docstring. `open_epoch` builds it."""
 
-    def __init__(
-        self, request: OpenReceiver, manifest: Manifest, *, landing: Landing, end: ReceiverEnd, host: Host
-    ) -> None:
+    def __init__(self, request: OpenReceiver, manifest: Manifest, *, landing: Landing, host: Host) -> None:
         self.plan = plan_of(manifest, host.worker)
         self.manifest_digest = manifest.digest
         self.landing = landing
         self._request = request
-        self._end = end
         self._host = host
         self._holder = f"{request.replica}/{self.plan.worker}"
         self._context = zmq.Context()
         self._sources = self._connect()
+        self._reaches: dict[int, Reach] = {}
+        self._relay = RelayEnds.of(landing, host.backend, owner=self._holder, is_wanted=request.relay)
         self._leases = Leases(
             self._sources, worker=self.plan.worker, holder=self._holder, ttl_s=request.lease_s, clock=host.clock
         )
         self._digesters: dict[tuple[int, bool], Digester] = {}
         self._mover: Mover | None = None
 
-    def probe(self, *, deadline_s: float) -> None:
-        """Greet every source and read the pattern it shows before its first version.
+    @property
+    def transports(self) -> dict[int, str]:
+        """Learner rank -> how its slots are read."""
+        return {rank: reach.transport for rank, reach in self._reaches.items()}
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why a better way is not used."""
+        return tuple(f"learner {rank} by {why}" for rank, reach in self._reaches.items() for why in reach.reasons)
+
+    @property
+    def relay_handle(self) -> RelayHandle | None:
+        return self._relay.handle
+
+    def reach_all(self, *, deadline_s: float) -> None:
+        """Greet every source, and read the pattern it shows before its first version, by the best way that works.
 
         Raises:
-            TransportUnusable: what arrives is not what was written.
+            TransportUnusable: there is no such way.
             PublisherLost: no answer.
         """
         give_up = self._host.clock() + deadline_s
+        node = node_id()
         for rank, source in self._sources.items():
             source.client.hello(deadline_s=min(SILENCE_S, give_up - self._host.clock()))
-            landing = torch.empty(source.info.probe_bytes, dtype=torch.uint8, device=self._host.device)
-            self._end.pull(rank, 0, [Piece(0, landing)], check=lambda: None)
-            found = self._host.backend.digest(landing)
-            if found != source.info.probe_digest:
-                raise TransportUnusable(
-                    f"{source.info.arena.transport} from learner {rank} to {self._holder}: the probe pattern of "
-                    f"{source.info.probe_bytes} bytes arrived with digest {found:016x}, "
-                    f"written with {source.info.probe_digest:016x}"
-                )
+            self._reaches[rank] = Reach(
+                self._host.backend,
+                rank,
+                source.info.arenas,
+                line=source.client,
+                same_node=source.info.node == node,
+                host=self._request.host,
+                probe=partial(self._probe, source),
+            )
+
+    def link(self, request: LinkRequest) -> bool:
+        """Read the sources in another order, some of them from another replica. Whether that replica can be read.
+
+        Raises:
+            PlanMismatch: these are not our sources.
+        """
+        if sorted(request.order) != sorted(self._sources) or not set(request.relayed) <= set(request.order):
+            raise PlanMismatch(f"{self._holder} reads from {sorted(self._sources)}, was told {request.order}")
+        self._sources = {rank: self._sources[rank] for rank in request.order}
+        return self._relay.link(request)
 
     def lease(self, version: int, *, give_up: float, ttl_s: float) -> None:
         """Hold `version` at every source, so that it is not superseded before it is pulled.
@@ -156,14 +177,14 @@ class ReceiverEpoch:
         try:
             return self._pull_all(version, give_up=give_up, check=check)
         except BaseException:
+            self._relay.give_up()
             self._leases.drop()
             raise
 
     def copy_from_shadow(self) -> None:
         """Device-local copy of every run into the parameters. Asynchronous where the device is."""
         if self._mover is None:
-            pairs = list(zip(self.landing.params, self.landing.arrivals, strict=True))
-            self._mover = self._host.backend.mover(pairs)
+            self._mover = self._host.backend.mover(self.landing.moves)
         self._mover()
 
     def live_digests(self) -> dict[int, tuple[int, ...]]:
@@ -184,32 +205,46 @@ class ReceiverEpoch:
             )
 
     def counters(self) -> dict[str, int]:
-        allocations = int(self.landing.shadow is not None)
-        return {"allocations": allocations, "sockets": len(self._sources), **self._end.counters()}
+        num_blocks = sum(block is not None for block in (self.landing.shadow, self.landing.fallback))
+        counts = Counter(allocations=num_blocks, sockets=len(self._sources) + 1)
+        for part in (*self._reaches.values(), self._relay):
+            counts.update(part.counters())
+        return dict(counts)
 
     def close(self) -> None:
         self._leases.drop()
+        self._relay.close()
+        for reach in self._reaches.values():
+            reach.close()
         for source in self._sources.values():
             source.client.close()
         self._context.term()
         self._digesters.clear()
         self._mover = None
-        self._end.close()
-        if self.landing.shadow is not None:
-            self.landing.shadow.close()
+        self.landing.close()
 
     def _connect(self) -> dict[int, Source]:
-        order = staggered(sorted(self.landing.pieces), self._request.stagger + self.plan.worker)
         infos = {info.rank: info for info in self._request.publishers}
         member = Membership(run_id=self._request.run_id, epoch=self._request.epoch, secret=self._request.secret)
         sources: dict[int, Source] = {}
-        for rank in order:
+        for rank in sorted(self.landing.pieces):
             client = ControlClient(
                 self._context, infos[rank].endpoint, membership=member, sender=self._holder, clock=self._host.clock
             )
             runs = tuple(i for i, run in enumerate(self.plan.runs) if run.src_rank == rank)
             sources[rank] = Source(infos[rank], client, self.landing.pieces[rank], runs)
         return sources
+
+    def _probe(self, source: Source, end: ReceiverEnd) -> None:
+        info = source.info
+        landing = torch.empty(info.probe_bytes, dtype=torch.uint8, device=self._host.device)
+        end.pull(info.rank, 0, [Piece(0, landing)], check=lambda: None)
+        found = self._host.backend.digest(landing)
+        if found != info.probe_digest:
+            raise TransportUnusable(
+                f"the probe pattern of {info.probe_bytes} bytes from learner {info.rank} to {self._holder} arrived "
+                f"with digest {found:016x}, written with {info.probe_digest:016x}"
+            )
 
     def _pull_all(self, version: int, *, give_up: float, check: Callable[[], None]) -> Pulled:
         self._leases.take(version, give_up=give_up)
@@ -220,18 +255,26 @@ class ReceiverEpoch:
                 raise PullTimeout(f"{self._holder}: version {version} did not arrive in time; it is not committed")
             self._leases.renew_if_due(give_up)
 
-        total = Pulled(seal_s=max(self._leases[rank].seal_s for rank in self._sources) if self._sources else 0.0)
+        total = Pulled(seal_s=max((self._leases[rank].seal_s for rank in self._sources), default=0.0))
+        self._relay.begin(version)
         for rank in self._sources:
-            total = self._pull_source(rank, total, keep_going)
+            total = self._pull_source(rank, version, total, keep_going)
         self._leases.settle(version, give_up)
         return total
 
-    def _pull_source(self, rank: int, total: Pulled, keep_going: Callable[[], None]) -> Pulled:
-        clock, source = self._host.clock, self._sources[rank]
+    def _pull_source(self, rank: int, version: int, total: Pulled, keep_going: Callable[[], None]) -> Pulled:
+        clock, source, slot = self._host.clock, self._sources[rank], self._leases[rank].slot
+        direct = partial(self._reaches[rank].pull, slot, check=keep_going)
         spent_s = attest_s = 0.0
+        num_stalls = 0
         for attempt in range(2):
             started = clock()
-            self._end.pull(rank, self._leases[rank].slot, source.pieces, check=keep_going)
+            if attempt:
+                self._relay.restart(rank)
+            has_stalled = self._relay.pull(
+                rank, source.pieces, version=version, direct=direct, check=keep_going, may_relay=attempt == 0
+            )
+            num_stalls += has_stalled
             pulled = clock()
             wrong = self._wrong_runs(rank) if self._request.verify else []
             spent_s += pulled - started
@@ -241,6 +284,7 @@ class ReceiverEpoch:
                     pull_s=total.pull_s + spent_s,
                     attest_s=total.attest_s + attest_s,
                     num_retries=total.num_retries + attempt,
+                    num_stalls=total.num_stalls + num_stalls,
                     by_source=(*total.by_source, (rank, spent_s)),
                 )
             keep_going()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from weight_sync.arena import Arena
     from weight_sync.device.base import Backend, Digester
-    from weight_sync.transports.base import PublisherEnd
+    from weight_sync.transports.offer import Offer
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class Sealer:
     def __init__(
         self,
         backend: Backend,
-        end: PublisherEnd,
+        end: Offer,
         arena: Arena,
         *,
         ranges: Sequence[tuple[int, int]],

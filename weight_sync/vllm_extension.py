@@ -14,8 +14,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol, cast
 
 from weight_sync.device.select import get_backend
+from weight_sync.lora import open_slot, synced_model
 from weight_sync.receiver import WeightReceiver
 from weight_sync.vllm_compat import check_vllm_version, keep_weights_addressable
+from weight_sync.vllm_reload import layerwise_reloader
+from weight_sync.wire import answer, encode
 from weight_sync.worker_service import WorkerService
 
 if TYPE_CHECKING:
@@ -34,6 +37,7 @@ class _Worker(Protocol):
     rank: int
     """Rank inside the replica, over tensor and pipeline parallelism."""
     model_runner: _ModelRunner
+    vllm_config: object
 
 
 class WeightSyncExtension:
@@ -42,17 +46,16 @@ class WeightSyncExtension:
     ws_service_or_none: WorkerService | None = None
     """vLLM never runs an extension's `__init__`, so the service is made with the first call."""
 
+    def ws_open_adapter(self) -> bytes:
+        """Before the first request of an engine with LoRA: give it the policy's adapter, as zeros."""
+        worker = cast("_Worker", self)
+        return answer(lambda: encode(open_slot(worker.model_runner)), is_dirty=lambda: False)
+
     def ws_bake(self, request: bytes) -> bytes:
         return self.ws_service().bake(request)
 
     def ws_open(self, request: bytes) -> bytes:
         return self.ws_service().open(request)
-
-    def ws_prefetch(self, version: int, deadline_s: float) -> bytes:
-        return self.ws_service().prefetch(version, deadline_s)
-
-    def ws_poll(self) -> bytes:
-        return self.ws_service().poll()
 
     def ws_commit(self, version: int, deadline_s: float) -> bytes:
         return self.ws_service().commit(version, deadline_s)
@@ -82,6 +85,9 @@ class WeightSyncExtension:
 def make_receiver(worker: _Worker) -> WeightReceiver:
     """A receiver for the model of a vLLM worker, on the device that the model lives on."""
     check_vllm_version()
-    model = worker.model_runner.get_model()
+    model = synced_model(worker.model_runner)
     is_on_host = next(model.parameters()).device.type == "cpu"
-    return WeightReceiver(model, get_backend("cpu" if is_on_host else "auto"), worker=worker.rank)
+    backend = get_backend("cpu" if is_on_host else "auto")
+    # An adapter is no model that vLLM could load again.
+    reloader = layerwise_reloader(model, worker.vllm_config) if model is worker.model_runner.get_model() else None
+    return WeightReceiver(model, backend, worker=worker.rank, reloader=reloader)

@@ -12,6 +12,7 @@ import msgspec
 
 from weight_sync import errors
 from weight_sync.device.base import IpcHandle  # noqa: TC001 - msgspec reads the annotations
+from weight_sync.relay import RelayHandle  # noqa: TC001 - likewise
 from weight_sync.types import ParamMeta, ShardDesc  # noqa: TC001 - likewise
 
 if TYPE_CHECKING:
@@ -44,26 +45,38 @@ class ArenaHandle(msgspec.Struct, frozen=True, kw_only=True):
     """What tells the publisher's device from every other one, where that is known."""
 
 
-class OpenPublisher(msgspec.Struct, frozen=True, kw_only=True):
-    """Opens an epoch on a learner rank. `secret` authenticates every control frame of the run."""
+class Opening(msgspec.Struct, frozen=True, kw_only=True):
+    """What everyone who takes part in an epoch is told."""
 
     run_id: str
     secret: bytes
+    """Authenticates every control frame of the run. Never printed."""
     epoch: int
     manifest: bytes
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(run_id={self.run_id!r}, epoch={self.epoch}, manifest={len(self.manifest)} bytes)"
+
+
+class OpenPublisher(Opening, frozen=True, kw_only=True):
+    """Opens an epoch on a learner rank."""
+
     transport: str
     num_slots: int
     verify: bool
-    host: str = "127.0.0.1"
-    """Address the control socket binds; the port is ephemeral and returned."""
+    host: str | None
+    """Address the control socket binds; None takes the one that other nodes reach. The port is ephemeral, returned."""
 
 
 class PublisherInfo(msgspec.Struct, frozen=True, kw_only=True):
     """How to reach an opened publisher."""
 
     rank: int
+    node: str
+    """Parties that name the same node can map each other's memory."""
     endpoint: str
-    arena: ArenaHandle
+    arenas: tuple[ArenaHandle, ...]
+    """The same slots by every way they can be read, best first."""
     manifest_digest: str
     probe_bytes: int
     """The first bytes of slot 0 hold a pattern until the first publish, ..."""
@@ -71,29 +84,26 @@ class PublisherInfo(msgspec.Struct, frozen=True, kw_only=True):
     """... with this digest."""
 
 
-class OpenReceiver(msgspec.Struct, frozen=True, kw_only=True):
+class OpenReceiver(Opening, frozen=True, kw_only=True):
     """Opens an epoch on the workers of one replica."""
 
-    run_id: str
-    secret: bytes
-    epoch: int
-    manifest: bytes
     replica: str
-    stagger: int
-    """Number of workers in the replicas before this one: every worker of the run starts at another source."""
     commit: CommitMode
     verify: bool
     publishers: tuple[PublisherInfo, ...]
     deadline_s: float
     """For mapping and probing."""
-    host: str = "127.0.0.1"
-    """Address the worker's control socket binds; the port is ephemeral and returned."""
+    host: str | None
+    """As in `OpenPublisher`."""
+    relay: bool
+    """Offer what arrives here to other replicas of this node."""
     lease_s: float = 10.0
     """A lease is renewed at half this time while a pull goes on, and frees its slot if the receiver dies."""
 
 
 class ReceiverInfo(msgspec.Struct, frozen=True, kw_only=True):
     worker: int
+    node: str
     manifest_digest: str
     commit: Literal["staged", "inplace"]
     shadow_bytes: int
@@ -102,6 +112,12 @@ class ReceiverInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds to open every arena and pull its probe pattern."""
     endpoint: str
     """Where the worker's own control thread listens."""
+    transports: dict[int, str]
+    """Learner rank -> how its slots are read."""
+    reasons: tuple[str, ...]
+    """Why a better way is not used, if so."""
+    relay: RelayHandle | None
+    """How others read from this worker; None if they cannot."""
 
 
 class BakeRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,6 +153,8 @@ class PullReport(msgspec.Struct, frozen=True, kw_only=True):
     num_runs: int
     num_retries: int
     """Sources pulled a second time because a digest differed."""
+    num_stalls: int
+    """Sources whose predecessor in a relay fell silent, so that the learner gave the rest."""
     counters: dict[str, int]
 
 

@@ -55,6 +55,10 @@ class EngineSpec:
     """The policy version of the weights the engine starts with."""
     stop_token_ids: tuple[int, ...] = ()
     """End tokens beside those of the model's generation config and the tokenizer."""
+    lora_rank: int = 0
+    """Rank of the policy's LoRA adapter, which is all that weight sync then moves; 0 syncs the whole model."""
+    lora_targets: tuple[str, ...] = ()
+    """Layers that have adapters, by their last name: ("q_proj", "v_proj")."""
     extension: str = ""
     """Dotted path of the class whose methods `call_workers` reaches; empty for none."""
     engine_args: Mapping[str, Any] = field(default_factory=dict)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from weight_sync.vllm_compat import engine_lora_rank
+
 if TYPE_CHECKING:
     from rollout.engine.base import EngineSpec
 
@@ -35,6 +37,15 @@ def engine_args(spec: EngineSpec) -> dict[str, Any]:
             args["distributed_executor_backend"] = "uni"
     else:
         args["gpu_memory_utilization"] = spec.gpu_memory_utilization
+    if spec.lora_rank:
+        # One adapter, the policy, in one slot that weight sync writes in place.
+        args |= {
+            "enable_lora": True,
+            "max_loras": 1,
+            "max_cpu_loras": 1,
+            "max_lora_rank": engine_lora_rank(spec.lora_rank),
+            "lora_target_modules": list(spec.lora_targets),
+        }
     if spec.extension:
         args["worker_extension_cls"] = spec.extension
     return {**args, **spec.engine_args}

@@ -10,7 +10,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from trainer.config.schema import RunConfig
 from trainer.config.schema.algorithm import AlgorithmConfig
@@ -42,6 +50,9 @@ KINDS: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3": lambda: Qwen3Config(**TINY, head_dim=12),
     "llama": lambda: LlamaConfig(**TINY),
     "mistral": lambda: MistralConfig(**TINY, sliding_window=5),
+    "qwen3_moe": lambda: Qwen3MoeConfig(
+        **TINY, head_dim=8, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=32, mlp_only_layers=[1]
+    ),
 }
 
 

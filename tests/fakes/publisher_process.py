@@ -1,60 +1,58 @@
-"""A learner rank of `sync_world` in a process of its own, so that it can really be killed or stopped."""
+"""A learner rank of `sync_world` in a process of its own."""
 
 from __future__ import annotations
 
-import asyncio
-import multiprocessing
-import os
-import signal
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from tests.fakes.party_process import Line, PartyProcess
 from tests.fakes.sync_world import LocalPublisher, full_weights
 
-
-def serve(rank: int, num_ranks: int, pipe: Any) -> None:
-    publisher = LocalPublisher(rank, num_ranks, full_weights(0))
-    while True:
-        try:
-            method, args = pipe.recv()
-        except EOFError:
-            publisher.ws_close()
-            return
-        if method == "train":
-            publisher.full = full_weights(*args)
-            pipe.send(None)
-        else:
-            pipe.send(getattr(publisher, method)(*args))
+if TYPE_CHECKING:
+    from tests.fakes.protocol_traps import Traps
 
 
-class PublisherProcess:
+class LearnerParty(LocalPublisher):
+    """`train(seed)` stands for an optimizer step."""
+
+    def __init__(self, rank: int, num_ranks: int, traps: Traps) -> None:
+        super().__init__(rank, num_ranks, full_weights(0))
+        self._traps = traps
+
+    def train(self, seed: int) -> None:
+        self.full = full_weights(seed)
+
+    def ws_open(self, request: bytes) -> bytes:
+        answer = super().ws_open(request)
+        self._traps.reach("opened")
+        return answer
+
+    def ws_publish(self, version: int, deadline_s: float) -> bytes:
+        answer = super().ws_publish(version, deadline_s)
+        self._traps.reach("sealed")
+        return answer
+
+    def close(self) -> None:
+        self.ws_close()
+
+
+class PublisherLine:
+    """A `PublisherHandle` over one line."""
+
+    def __init__(self, rank: int, line: Line) -> None:
+        self.rank, self._line = rank, line
+
+    async def call(self, method: str, *args: object, timeout_s: float) -> Any:
+        return await self._line.ask_async(method, *args, timeout_s=timeout_s)
+
+
+class PublisherProcess(PartyProcess):
     """A `PublisherHandle`."""
 
     def __init__(self, rank: int, num_ranks: int) -> None:
-        spawn = multiprocessing.get_context("spawn")
+        super().__init__(f"learner {rank}", LearnerParty, rank, num_ranks, num_lines=3)
         self.rank = rank
-        self._pipe, theirs = spawn.Pipe()
-        self.process = spawn.Process(target=serve, args=(rank, num_ranks, theirs), daemon=True)
-        self.process.start()
-        theirs.close()
-
-    def ask(self, method: str, *args: object, timeout_s: float = 60.0) -> Any:
-        self._pipe.send((method, args))
-        if not self._pipe.poll(timeout_s):
-            raise TimeoutError(f"rank {self.rank} did not answer {method}")
-        return self._pipe.recv()
+        # The test speaks over lines[0] while a call of the coordinator hangs on lines[1].
+        self.handle = PublisherLine(rank, self.lines[1])
 
     async def call(self, method: str, *args: object, timeout_s: float) -> Any:
-        return await asyncio.to_thread(self.ask, method, *args, timeout_s=timeout_s)
-
-    def signal(self, number: int) -> None:
-        os.kill(self.process.pid, number)
-
-    def kill(self) -> None:
-        self.signal(signal.SIGKILL)
-        self.process.join(10)
-
-    def close(self) -> None:
-        self._pipe.close()
-        self.process.join(10)
-        if self.process.is_alive():
-            self.kill()
+        return await self.handle.call(method, *args, timeout_s=timeout_s)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 SHAPES = {
     "embed.weight": (10, 4),
-    "q.weight": (6, 4),
+    "q.weight": (8, 4),
     "k.weight": (4, 4),
     "v.weight": (4, 4),
     "down.weight": (5, 8),
@@ -35,19 +35,19 @@ PARAMS = tuple(ParamMeta(name=name, shape=shape, dtype="bfloat16") for name, sha
 
 
 class FusedModel(torch.nn.Module):
-    """Like an engine's model: q, k, v fused; q, k, v, down split over `num_workers`; embedding and norm replicated."""
+    """Like an engine's model: q, k, v fused; q, k, v, down split over `num_workers` (1, 2 or 4); the rest replicated."""
 
     def __init__(self, worker: int = 0, num_workers: int = 1) -> None:
         super().__init__()
         self.worker, self.num_workers = worker, num_workers
-        rows = (6 + 4 + 4) // num_workers
+        rows = (8 + 4 + 4) // num_workers
         self.embed = torch.nn.Parameter(torch.zeros(10, 4, dtype=DTYPE), requires_grad=False)
         self.qkv = torch.nn.Parameter(torch.zeros(rows, 4, dtype=DTYPE), requires_grad=False)
         self.down = torch.nn.Parameter(torch.zeros(5, 8 // num_workers, dtype=DTYPE), requires_grad=False)
         self.norm = torch.nn.Parameter(torch.zeros(4, dtype=DTYPE), requires_grad=False)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        part = {"q.weight": (0, 6), "k.weight": (6, 4), "v.weight": (10, 4)}
+        part = {"q.weight": (0, 8), "k.weight": (8, 4), "v.weight": (12, 4)}
         for name, tensor in weights:
             if name in part:
                 start, rows = (n // self.num_workers for n in part[name])

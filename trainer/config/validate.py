@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from trainer.config.describe import all_keys, value_text
 from trainer.config.errors import Problem
+from weight_sync.vllm_compat import LORA_RANKS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -44,6 +45,21 @@ def _run(config: RunConfig) -> Iterator[Problem]:
         yield _conflict(
             config, "name", "must be letters, digits, dot, minus, plus or underscore", "it names a directory"
         )
+
+
+def _model(config: RunConfig) -> Iterator[Problem]:
+    lora = config.model.lora
+    if lora.rank == 0:
+        why = "model.lora.rank=0 trains all weights"
+        for key in ("model.lora.alpha", "model.lora.target_modules"):
+            yield from _ineffective(config, key, why, "model.lora.rank")
+        return
+    if lora.rank not in LORA_RANKS:
+        allowed = f"must be 0 or one of {', '.join(map(str, LORA_RANKS))}: engines would pad any other rank"
+        yield _conflict(config, "model.lora.rank", allowed, "use the next larger one, it costs the engines the same")
+    if not re.fullmatch(r"\w+(\+\w+)*", lora.target_modules):
+        do = "for example q_proj+v_proj"
+        yield _conflict(config, "model.lora.target_modules", "must be names of layers joined by +", do)
 
 
 def _device(config: RunConfig) -> Iterator[Problem]:
@@ -170,5 +186,5 @@ def longest_sequence(config: RunConfig) -> int:
 
 
 _CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
-    _run, _device, _task, _algorithm, _mode, _rollout, _learner, _trainer, _telemetry, _ray,
+    _run, _model, _device, _task, _algorithm, _mode, _rollout, _learner, _trainer, _telemetry, _ray,
 )  # fmt: skip

@@ -12,7 +12,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from trainer.learner.lora import ADAPTER_DIR, gather_adapters, merged_parameters, write_adapter
+from weight_sync.checkpoint_names import persistent_buffers
+
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from trainer.config.schema.model import ModelConfig
 
 TOKENIZER_FILES = (
@@ -35,26 +40,43 @@ def export_hf(path: Path, *, model: PreTrainedModel, source_dir: Path, config: M
     """Collective: gather one parameter after another to the host of rank 0, which writes them as safetensors.
 
     `AutoModelForCausalLM.from_pretrained(path)` and engines load the result. Weights are in `model.rollout_dtype`: what
-    the engines generated with. The directory appears whole or not at all.
+    the engines generated with. The directory appears whole or not at all. LoRA adapters are merged into the
+    weights, and written once more by themselves in `adapter/`.
 
     Raises:
         OSError: rank 0 cannot write to `path`.
     """
     dtype = getattr(torch, config.rollout_dtype)
     state: dict[str, Tensor] = {}
-    for name, param in model.named_parameters():
-        # In lockstep over ranks; the cast comes first and halves what is gathered.
-        local = param.detach().to(dtype)
-        whole = local.full_tensor() if isinstance(local, DTensor) else local
+    for name, whole in _whole_parameters(model, dtype, with_adapters=config.lora.rank > 0):  # in lockstep over ranks
         if rank == 0:
-            state[name] = whole.cpu()
+            state[name] = whole.to(dtype).cpu()
+    state |= {name: buffer.detach().cpu() for name, buffer in persistent_buffers(model)}
+    adapter = gather_adapters(model)
     if rank == 0:
-        _write(path, state, model=model, source_dir=source_dir, config=config)
+        _write(path, state, adapter, model=model, source_dir=source_dir, config=config)
     dist.barrier()
 
 
+def _whole_parameters(
+    model: PreTrainedModel, dtype: torch.dtype, *, with_adapters: bool
+) -> Iterator[tuple[str, Tensor]]:
+    if with_adapters:
+        yield from merged_parameters(model)
+        return
+    for name, param in model.named_parameters():
+        local = param.detach().to(dtype)  # first, because it halves what is gathered
+        yield name, local.full_tensor() if isinstance(local, DTensor) else local
+
+
 def _write(
-    path: Path, state: dict[str, Tensor], *, model: PreTrainedModel, source_dir: Path, config: ModelConfig
+    path: Path,
+    state: dict[str, Tensor],
+    adapter: dict[str, Tensor],
+    *,
+    model: PreTrainedModel,
+    source_dir: Path,
+    config: ModelConfig,
 ) -> None:
     tmp = path.with_name(f"{path.name}.tmp")
     shutil.rmtree(tmp, ignore_errors=True)
@@ -70,6 +92,8 @@ def _write(
     for name in TOKENIZER_FILES:
         if (tokenizer_dir / name).is_file():
             shutil.copyfile(tokenizer_dir / name, tmp / name)
+    if adapter:
+        write_adapter(tmp / ADAPTER_DIR, adapter, config.lora, base=config.path)
     if path.exists():
         shutil.rmtree(path)
     tmp.rename(path)

@@ -24,6 +24,7 @@ from trainer.learner.attention import (
 )
 from trainer.learner.errors import ModelError
 from trainer.learner.logprobs import selected_logprobs
+from trainer.learner.lora import add_adapters, init_adapters
 from trainer.learner.parallel import UNSHARDED_SHARE, ShardingPlan, shard_model
 from trainer.learner.weights import checkpoint_files, copy_rows, init_rows, load_rows
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 """Config fields of models that do more than one matrix product after the last hidden state."""
 
-TESTED = "Qwen2, Qwen3, Llama or Mistral"
+TESTED = "Qwen2, Qwen3, Qwen3-MoE, Llama or Mistral"
 
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
 
@@ -86,7 +87,7 @@ class BuiltPolicy:
 
 
 def build_policy(cfg: RunConfig, *, mesh: DeviceMesh, device: torch.device, backend: Backend) -> BuiltPolicy:
-    """Load or initialise the policy, sharded over `mesh`, masters in float32.
+    """Load or initialise the policy, sharded over `mesh`, masters in float32 (with LoRA: those of the adapters).
 
     The model is made without memory, sharded, and only then filled: no rank ever holds the whole of it. A directory
     with a config but no weights is initialised from `cfg.seed`, equally on every number of ranks.
@@ -107,6 +108,8 @@ def build_policy(cfg: RunConfig, *, mesh: DeviceMesh, device: torch.device, back
         )
     _disable_dropout(hf)
     blocks = check_architecture(hf)
+    if cfg.model.lora.rank:
+        add_adapters(hf, blocks, cfg.model.lora, base_dtype=compute_dtype)
     _prepare_blocks(hf, blocks, cfg)
     policy = PolicyModel(hf, temperature=cfg.rollout.temperature, chunk_tokens=cfg.learner.logprob_chunk_tokens)
     unsharded_bytes = sum(p.numel() for p in hf.parameters()) * compute_dtype.itemsize
@@ -119,6 +122,7 @@ def build_policy(cfg: RunConfig, *, mesh: DeviceMesh, device: torch.device, back
     shard_model(policy, list(blocks), plan)
     _materialise(policy, torch.device("cpu") if cfg.learner.cpu_offload else device, buffers=device)
     fill(hf, source_dir, cfg)
+    init_adapters(hf, seed=cfg.seed)
     head_dim = getattr(config, "head_dim", None)
     head_dim = config.hidden_size // config.num_attention_heads if head_dim is None else head_dim
     layout: LayoutFn = padded_layout
@@ -217,7 +221,7 @@ def fill(hf: PreTrainedModel, source_dir: Path, cfg: RunConfig) -> None:
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"weights in {source_dir} cannot be loaded: {error}") from error
-    copy_rows(hf, dict(whole.named_parameters()))
+    copy_rows(hf, dict(whole.named_parameters()) | dict(whole.named_buffers()))
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -52,6 +52,7 @@ def load_sharded(path: Path, *, model: nn.Module, optimizer: ShardedAdamW) -> in
 
 
 def _tensors(model: nn.Module, optimizer: ShardedAdamW) -> dict[str, Tensor]:
-    weights = {f"model.{name}": param.detach() for name, param in model.named_parameters()}
+    # What is frozen (the base below LoRA adapters) is read from model.path again.
+    weights = {f"model.{name}": param.detach() for name, param in model.named_parameters() if param.requires_grad}
     moments = {f"optimizer.{name}": tensor for name, tensor in optimizer.state().items()}
     return weights | moments

@@ -12,6 +12,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from trainer.learner.errors import ModelError
+from trainer.learner.lora import checkpoint_name, is_adapter
+from weight_sync.checkpoint_names import checkpoint_views, persistent_buffers
+from weight_sync.errors import PlanMismatch
 from weight_sync.layout import chunk_rows
 
 if TYPE_CHECKING:
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from transformers import PreTrainedModel
+
+    from weight_sync.checkpoint_names import SavedTensor
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -38,8 +43,14 @@ class LocalRows:
 
 
 def local_rows(model: nn.Module) -> Iterator[LocalRows]:
-    """This rank's rows of every parameter, tied ones once. Raises ModelError for a sharding other than by rows."""
-    for name, param in model.named_parameters():
+    """This rank's rows of every parameter and persistent buffer, tied ones once; adapters are not among them.
+
+    Raises ModelError for a sharding other than by rows.
+    """
+    for raw_name, param in (*model.named_parameters(), *persistent_buffers(model)):
+        if is_adapter(raw_name):
+            continue
+        name = checkpoint_name(raw_name)
         shape, rows = tuple(param.shape), param.shape[0] if param.ndim else 1
         if not isinstance(param, DTensor):
             yield LocalRows(name=name, shape=shape, start=0, stop=rows, tensor=param.detach())
@@ -83,33 +94,44 @@ def checkpoint_files(directory: Path) -> dict[str, Path] | None:
 
 
 def load_rows(model: nn.Module, files: dict[str, Path]) -> bool:
-    """Copy this rank's rows out of the files, cast to the parameter's dtype.
+    """Copy this rank's rows out of the files, cast to the parameter's dtype. Of fused experts: its own experts.
 
     Returns:
-        False, with nothing copied, if the names differ from the model's: such a checkpoint needs transformers' own
-        conversion (fused experts, old names).
+        False, with nothing copied, if the names differ from those that the model saves: such a checkpoint needs
+        transformers' own conversion (old names).
 
     Raises:
         ModelError: a tensor has another shape, or a file is damaged.
     """
-    rows = list(local_rows(model))
-    if any(part.name not in files for part in rows):
+    rows = {part.name: part for part in local_rows(model)}
+    try:
+        views = checkpoint_views(model, {name: part.shape for name, part in rows.items()})
+    except PlanMismatch:
         return False
-    by_file: dict[Path, list[LocalRows]] = {}
-    for part in rows:
-        by_file.setdefault(files[part.name], []).append(part)
-    for path, parts in by_file.items():
+    if any(view.name not in files for view in views):
+        return False
+    by_file: dict[Path, list[SavedTensor]] = {}
+    for view in views:
+        by_file.setdefault(files[view.name], []).append(view)
+    for path, wanted in by_file.items():
         with _open(path) as reader:
-            for part in parts:
-                source = reader.get_slice(part.name)
-                if tuple(source.get_shape()) != part.shape:
-                    raise ModelError(
-                        f"{path}: {part.name} has shape {tuple(source.get_shape())}, the model's config.json asks for "
-                        f"{part.shape}; config and weights belong to different models"
-                    )
-                if part.start < part.stop:
-                    part.tensor.copy_(source[part.start : part.stop])
+            for view in wanted:
+                _read_into(rows[view.param], view, reader, path)
     return True
+
+
+def _read_into(part: LocalRows, view: SavedTensor, reader: safe_open, path: Path) -> None:
+    source = reader.get_slice(view.name)
+    if tuple(source.get_shape()) != view.shape:
+        raise ModelError(
+            f"{path}: {view.name} has shape {tuple(source.get_shape())}, the model's config.json asks for "
+            f"{view.shape}; config and weights belong to different models"
+        )
+    start, stop = view.held_rows(part.start, part.stop)
+    if start < stop:
+        # A scalar has no rows to slice.
+        values = source[start:stop] if view.shape else reader.get_tensor(view.name)
+        view.view(part.tensor, start=part.start).copy_(values)
 
 
 def copy_rows(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
@@ -121,14 +143,17 @@ def copy_rows(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
 
 
 def init_rows(model: PreTrainedModel, *, seed: int) -> None:
-    """Fill the model from the seed: normal matrices, norms of one, biases of zero.
+    """Fill the model from the seed: normal matrices, norms of one, biases of zero. Buffers stay as they are.
 
     Every rank draws the whole parameter, one at a time, and keeps its rows: the result does not depend on the number of
     ranks, and no rank ever holds more than one whole parameter.
     """
     std = getattr(model.config.get_text_config(), "initializer_range", None)
     std = 0.02 if std is None else float(std)
+    buffers = {name for name, _ in persistent_buffers(model)}
     for index, part in enumerate(local_rows(model)):
+        if part.name in buffers:
+            continue
         if len(part.shape) == 1:
             part.tensor.fill_(0.0 if part.name.endswith("bias") else 1.0)
             continue

@@ -18,7 +18,7 @@ from trainer.learner.errors import CheckpointError, LearnerError, ModelError, Tr
 from weight_sync.device.base import DeviceError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -49,6 +49,8 @@ class _Ready:
     publisher: WeightPublisher
     tensors: dict[str, torch.Tensor]
     """Local shards, filled by `ws_describe`."""
+    refresh: Callable[[], None] = lambda: None
+    """Brings `tensors` up to date with the parameters, where they do not share memory."""
 
 
 class LearnerWorker:
@@ -123,10 +125,16 @@ class LearnerWorker:
 
     def ws_describe(self) -> bytes:
         """What this rank can publish; remembers the live local tensors behind it."""
+        from trainer.learner.lora import AdapterSource
         from weight_sync.layout import local_shards
 
-        parts = self._parts
-        params, shards, tensors = local_shards(parts.learner.model, rollout_dtype=self._cfg.model.rollout_dtype)
+        parts, dtype = self._parts, self._cfg.model.rollout_dtype
+        if self._cfg.model.lora.rank:
+            source = AdapterSource(parts.learner.model, rollout_dtype=dtype)
+            params, shards, tensors = source.params, source.shards, source.tensors
+            parts.refresh = source.refresh
+        else:
+            params, shards, tensors = local_shards(parts.learner.model, rollout_dtype=dtype)
         parts.tensors = tensors
         return parts.publisher.describe(params, shards)
 
@@ -136,6 +144,7 @@ class LearnerWorker:
     def ws_publish(self, version: int, deadline_s: float) -> bytes:
         """Pack the current weights as `version`; the optimizer may go on when this returns."""
         parts = self._parts
+        parts.refresh()
         device = parts.learner.device
         # With CPU offload the shards live on the host, while arenas are on the device.
         tensors = {name: tensor.to(device, non_blocking=True) for name, tensor in parts.tensors.items()}

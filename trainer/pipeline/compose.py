@@ -174,6 +174,8 @@ def engine_spec(cfg: RunConfig, backend: Backend, *, version: int) -> EngineSpec
         seed=cfg.seed,
         in_flight=cfg.mode.in_flight,
         initial_version=version,
+        lora_rank=cfg.model.lora.rank,
+        lora_targets=tuple(cfg.model.lora.target_modules.split("+")),
         extension=EXTENSION,
         engine_args={
             "trust_remote_code": cfg.model.trust_remote_code,

@@ -52,6 +52,7 @@ def load_inputs(cfg: RunConfig) -> Inputs:
         DataError: a data set, column, prompt or reward cannot be used.
         ConfigurationError: the tokenizer cannot be loaded, or the model is not one that we can train.
     """
+    _check_peft(cfg)
     _check_model(cfg)
     tokenizer = _tokenizer(cfg)
     train = load_prompts(_source_spec(cfg, cfg.task.train_path, cfg.task.train_split), tokenizer)
@@ -172,6 +173,13 @@ def _tokenizer(cfg: RunConfig) -> Any:
             key=key, got=path, allowed=f"its tokenizer cannot be loaded: {first_line}", do="check the name or directory"
         )
         raise ConfigurationError([problem]) from error
+
+
+def _check_peft(cfg: RunConfig) -> None:
+    if cfg.model.lora.rank == 0 or importlib.util.find_spec("peft") is not None:
+        return
+    allowed, do = "needs PEFT, which is not installed", 'install it with pip install "tandem-rl[lora]"'
+    raise ConfigurationError([Problem(key="model.lora.rank", got=str(cfg.model.lora.rank), allowed=allowed, do=do)])
 
 
 def _check_model(cfg: RunConfig) -> None:

@@ -1,6 +1,16 @@
 """The device layer: one `Backend` per kind of accelerator, and `get_backend` to choose one. See docs/backends.md."""
 
-from weight_sync.device.base import Backend, Capabilities, DeviceError, EnvVar, IpcHandle, PersistentBlock, Role
+from weight_sync.device.base import (
+    Backend,
+    Capabilities,
+    DeviceError,
+    Digester,
+    EnvVar,
+    IpcHandle,
+    Mover,
+    PersistentBlock,
+    Role,
+)
 from weight_sync.device.environment import merge_env
 from weight_sync.device.select import get_backend
 
@@ -8,8 +18,10 @@ __all__ = [
     "Backend",
     "Capabilities",
     "DeviceError",
+    "Digester",
     "EnvVar",
     "IpcHandle",
+    "Mover",
     "PersistentBlock",
     "Role",
     "get_backend",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from abc import abstractmethod
 from contextlib import AbstractContextManager, nullcontext
@@ -16,9 +17,18 @@ from weight_sync.device.digest import digest_bytes
 from weight_sync.device.driver import CopyKind, Driver, DriverCallError
 from weight_sync.device.environment import missing_variables
 from weight_sync.device.exporter import describe_self, is_self, require_alive
+from weight_sync.device.fused import FusedDigester, FusedKernels, FusedMover
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.distributed.distributed_c10d import Store
+
+    from weight_sync.device.base import Digester, Mover
     from weight_sync.device.binding import TorchBinding
+    from weight_sync.device.process_groups import PairGroup
+
+log = logging.getLogger(__name__)
 
 _GRANULE = 2 * 1024 * 1024
 """Allocations are rounded up to this: drivers cut smaller ones out of a shared page, and IPC shares whole pages."""
@@ -92,6 +102,8 @@ class AcceleratorBackend(Backend):
         self._binding = binding
         self._library_path = library
         self._pinned_index: int | None = None
+        self._fused: dict[torch.device, FusedKernels | str] = {}
+        """By device: the kernels, or why there are none."""
 
     @abstractmethod
     def _load_driver(self, library: str | None) -> Driver:
@@ -245,8 +257,52 @@ class AcceleratorBackend(Backend):
         else:
             self._driver.stream_synchronize(_require_stream(stream).handle)
 
+    def synchronize_current(self) -> None:
+        self._enter()
+        self._driver.stream_synchronize(self._binding.current_stream())
+
     def digest(self, data: torch.Tensor) -> int:
         return digest_bytes(data)
+
+    def enter(self) -> None:
+        self._enter()
+
+    def digester(self, views: Sequence[torch.Tensor]) -> Digester:
+        kernels = self._kernels_for(views)
+        return super().digester(views) if kernels is None else FusedDigester(kernels, views)
+
+    def mover(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Mover:
+        kernels = self._kernels_for([side for pair in pairs for side in pair])
+        return super().mover(pairs) if kernels is None else FusedMover(kernels, pairs)
+
+    def _kernels_for(self, tensors: Sequence[torch.Tensor]) -> FusedKernels | None:
+        """The fused kernels, if all of `tensors` lie on the device they work on."""
+        devices = {tensor.device for tensor in tensors}
+        if len(devices) != 1:
+            return None
+        device = devices.pop()
+        if device.type == "cpu" or device.index != self._enter():
+            return None
+        if device not in self._fused:
+            kernels = self._open_kernels(device)
+            if isinstance(kernels, str):
+                log.info("%s: fused kernels are not available, torch is used: %s", self.name, kernels)
+            self._fused[device] = kernels
+        found = self._fused[device]
+        return None if isinstance(found, str) else found
+
+    def _open_kernels(self, device: torch.device) -> FusedKernels | str:
+        """The fused kernels, or why there are none."""
+        return FusedKernels.open(self, device)
+
+    def process_group(self, store: Store, *, rank: int, timeout_s: float, host: str | None = None) -> PairGroup:
+        # The library chooses its interfaces itself, by variables of its own.
+        device = self._binding.set_device(self._enter())
+        return self._connect_pair(store, rank=rank, timeout_s=timeout_s, device=device)
+
+    def _connect_pair(self, store: Store, *, rank: int, timeout_s: float, device: torch.device) -> PairGroup:
+        """The vendor's part of `process_group`."""
+        return super().process_group(store, rank=rank, timeout_s=timeout_s)
 
     def memory_info(self) -> tuple[int, int]:
         self._enter()
@@ -261,6 +317,13 @@ class AcceleratorBackend(Backend):
         index = self._binding.current_device() if self._pinned_index is None else self._pinned_index
         self._driver.set_device(index)
         return index
+
+
+def cuda_like_identity(index: int) -> str:
+    """torch's UUID of a device that it calls "cuda"; empty where it knows none."""
+    if not torch.cuda.is_available():
+        return ""
+    return str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))
 
 
 def cuda_like_env() -> EnvVar:

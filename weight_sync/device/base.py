@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     import torch
+    from torch.distributed.distributed_c10d import Store
 
     from weight_sync.device.process_groups import PairGroup
 
@@ -192,6 +193,13 @@ class Backend(ABC):
     def synchronize(self, stream: Any | None = None) -> None:
         """Wait for a stream, or for the whole device."""
 
+    def synchronize_current(self) -> None:
+        """Wait for what is queued on torch's current stream of this thread, and for nothing else on the device.
+
+        Unlike `synchronize()` it does not wait for a transfer to a peer that is slow or dead.
+        """
+        self.synchronize()
+
     @abstractmethod
     def digest(self, data: torch.Tensor) -> int:
         """64-bit digest of a contiguous tensor's bytes; equal bytes give equal digests on every backend."""
@@ -223,9 +231,7 @@ class Backend(ABC):
 
         return PlainMover(self, pairs)
 
-    def process_group(
-        self, store: torch.distributed.Store, *, rank: int, timeout_s: float, host: str | None = None
-    ) -> PairGroup:
+    def process_group(self, store: Store, *, rank: int, timeout_s: float, host: str | None = None) -> PairGroup:
         """Member `rank` (0 or 1) of a group of two that moves memory of this device. Blocks until the other has joined.
 
         `store` is where the two find each other. `host` is the own address for the other to connect to, where the

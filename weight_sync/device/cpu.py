@@ -11,7 +11,7 @@ import mmap
 import os
 import struct
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,6 +29,10 @@ from weight_sync.device.digest import digest_bytes
 from weight_sync.device.environment import missing_variables
 from weight_sync.device.exporter import describe_self, require_alive
 from weight_sync.device.host_memory import host_memory
+from weight_sync.device.process_groups import GlooGroup, PairGroup
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 _PAYLOAD = struct.Struct("<qqQQ")
 """pid, fd, inode, nbytes."""
@@ -191,6 +195,9 @@ class CpuBackend(Backend):
 
     def digest(self, data: torch.Tensor) -> int:
         return digest_bytes(data)
+
+    def process_group(self, store: Store, *, rank: int, timeout_s: float, host: str | None = None) -> PairGroup:
+        return GlooGroup(store, rank=rank, timeout_s=timeout_s, host=host)
 
     def memory_info(self) -> tuple[int, int]:
         return host_memory()

@@ -5,15 +5,20 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from weight_sync.device.accelerator import AcceleratorBackend, cuda_like_env
+from weight_sync.device.accelerator import AcceleratorBackend, cuda_like_env, cuda_like_identity
 from weight_sync.device.base import EnvVar, Role
 from weight_sync.device.binding import CudaBinding, TorchBinding
 from weight_sync.device.driver import CudaLikeDriver
 from weight_sync.device.environment import is_true
 from weight_sync.device.library import load_library
+from weight_sync.device.process_groups import PairGroup, nccl_group
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 _NOSET = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 
@@ -42,6 +47,12 @@ class CudaBackend(AcceleratorBackend):
         major = "" if version is None else "." + version.split(".")[0]
         loaded = load_library("libcudart", installed=_wheel_libraries(major), sonames=[f"libcudart.so{major}"])
         return CudaLikeDriver(loaded, "cuda")
+
+    def device_identity(self) -> str:
+        return cuda_like_identity(self._enter())
+
+    def _connect_pair(self, store: Store, *, rank: int, timeout_s: float, device: torch.device) -> PairGroup:
+        return nccl_group(store, rank=rank, timeout_s=timeout_s, device=device)
 
     def process_env(self, role: Role) -> tuple[EnvVar, ...]:
         match role:

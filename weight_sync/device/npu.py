@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from weight_sync.device.accelerator import AcceleratorBackend, cuda_like_env
 from weight_sync.device.base import Capabilities, DeviceError, EnvVar, Role
@@ -12,6 +13,13 @@ from weight_sync.device.binding import NpuBinding, TorchBinding
 from weight_sync.device.driver import AclDriver
 from weight_sync.device.environment import is_true
 from weight_sync.device.library import load_library
+from weight_sync.device.process_groups import PairGroup, hccl_group
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.distributed_c10d import Store
+
+    from weight_sync.device.fused import FusedKernels
 
 _NOSET = "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES"
 _CONNECT_TIMEOUT_S = (120, 7200)
@@ -45,6 +53,13 @@ class NpuBackend(AcceleratorBackend):
         if not isinstance(driver, AclDriver):
             raise DeviceError(f"the npu backend needs libascendcl, got {type(driver).__name__}")
         return Capabilities(ipc=driver.supports_ipc(), streams=True, sleep_mode=True, graphs=True)
+
+    def _open_kernels(self, device: torch.device) -> FusedKernels | str:
+        # A wrong access stops the device for the whole process, so this is not tried out.
+        return "they read memory by its address, which Triton for Ascend is not known to allow"
+
+    def _connect_pair(self, store: Store, *, rank: int, timeout_s: float, device: torch.device) -> PairGroup:
+        return hccl_group(store, rank=rank, timeout_s=timeout_s, device=device)
 
     def process_env(self, role: Role) -> tuple[EnvVar, ...]:
         if role == "driver":

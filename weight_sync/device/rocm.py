@@ -6,15 +6,19 @@ import ctypes
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from weight_sync.device.accelerator import AcceleratorBackend, cuda_like_env
+from weight_sync.device.accelerator import AcceleratorBackend, cuda_like_env, cuda_like_identity
 from weight_sync.device.base import Capabilities, EnvVar, Role
 from weight_sync.device.binding import CudaBinding, TorchBinding
 from weight_sync.device.driver import CudaLikeDriver
 from weight_sync.device.library import load_library
+from weight_sync.device.process_groups import PairGroup, nccl_group
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 _SLEEP_MODE_SINCE = (6, 4)
 """ROCm 6.3.4 has it too, but torch only knows HIP's version, which does not tell 6.3.4 from 6.3.0."""
@@ -54,6 +58,12 @@ class RocmBackend(AcceleratorBackend):
         """All devices, own ones first: a HIP IPC handle names the exporter's device, which must be visible."""
         others = (index for index in range(num_devices) if index not in own)
         return ",".join(str(index) for index in (*own, *others))
+
+    def device_identity(self) -> str:
+        return cuda_like_identity(self._enter())
+
+    def _connect_pair(self, store: Store, *, rank: int, timeout_s: float, device: torch.device) -> PairGroup:
+        return nccl_group(store, rank=rank, timeout_s=timeout_s, device=device)
 
     def process_env(self, role: Role) -> tuple[EnvVar, ...]:
         noset = tuple(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from weight_sync.errors import TransportUnusable
-from weight_sync.transports.base import PublisherEnd, ReceiverEnd, slot_stride
-from weight_sync.wire import ArenaHandle
+from weight_sync.transports.base import MappedReceiverEnd, PublisherEnd
+from weight_sync.transports.slots import DeviceSlots
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from weight_sync.device.base import Backend
+    from weight_sync.wire import ArenaHandle
 
 NAME = "ipc"
 
@@ -27,34 +28,22 @@ class IpcPublisherEnd(PublisherEnd):
         """
         if not backend.capabilities().ipc:
             raise TransportUnusable(f"backend {backend.name} cannot share device memory between processes; use shm")
-        self._backend = backend
-        self._slot_bytes = slot_bytes
-        self._stride = slot_stride(slot_bytes)
-        self._block = backend.alloc_persistent(self._stride * num_slots) if slot_bytes else None
-        self.handle = ArenaHandle(
-            transport=NAME,
-            handle=None if self._block is None else backend.ipc_export(self._block),
-            slot_bytes=slot_bytes,
-            slot_stride=self._stride,
-            num_slots=num_slots,
-        )
+        self._slots = DeviceSlots(backend, slot_bytes=slot_bytes, num_slots=num_slots)
+        self.handle = self._slots.handle(NAME, exported=True)
 
     def slot(self, index: int) -> torch.Tensor:
-        if self._block is None:
-            raise ValueError("this rank publishes nothing, so it has no slots")
-        return self._block.tensor[index * self._stride : index * self._stride + self._slot_bytes]
+        return self._slots.packable(index)
 
     def seal(self, index: int) -> None:
-        self._backend.synchronize()
+        self._slots.seal(index)
 
     def counters(self) -> dict[str, int]:
-        has_block = int(self._block is not None)
-        return {"allocations": has_block, "registrations": has_block}
+        num_blocks = self._slots.num_allocations()
+        return {"allocations": num_blocks, "registrations": num_blocks}
 
     def close(self) -> None:
-        if self._block is not None:
-            self._block.close()
+        self._slots.close()
 
 
-def open_receiver(backend: Backend, arenas: Mapping[int, ArenaHandle]) -> ReceiverEnd:
-    return ReceiverEnd(backend, backend, arenas)
+def open_receiver(backend: Backend, arenas: Mapping[int, ArenaHandle]) -> MappedReceiverEnd:
+    return MappedReceiverEnd(backend, backend, arenas)

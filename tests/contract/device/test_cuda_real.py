@@ -6,7 +6,7 @@ Everything runs in child processes: the allocator's settings must be in the envi
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -153,3 +153,43 @@ result = data.numel() / (time.perf_counter() - start) / 1e9
     rate = exporter.call("call", source=source)
     print(f"digest on cuda: {rate:.0f} GB/s")
     assert rate > 20, "slower than host memory: the digest does not run on the device"
+
+
+def on_device(pair: tuple[Peer, Peer], expression: str) -> Any:
+    """The value of an expression in `scale` (tests.contract.device.fused_at_scale) and `backend`, in the exporter."""
+    source = f"""
+import tests.contract.device.fused_at_scale as scale
+backend = self.backend("cuda", None)
+backend.set_device(0)
+result = {expression}
+"""
+    return pair[0].call("call", source=source)
+
+
+def test_fused_digests_of_a_gibibyte_of_ragged_views_equal_digest_bytes(pair: tuple[Peer, Peer]) -> None:
+    found = on_device(pair, "scale.wrong_digests(backend, (1 << 30) + 12345)")
+    assert found["views"] > 100
+    assert (found["wrong"], found["changed"]) == (0, 1)
+
+
+def test_fused_casts_bring_every_bit_pattern_where_torch_brings_it(pair: tuple[Peer, Peer]) -> None:
+    found = on_device(pair, "scale.wrong_casts(backend)")
+    assert len(found) == 6
+    assert not any(found.values()), found
+
+
+def test_fused_moves_of_strided_and_misaligned_boxes_equal_torchs(pair: tuple[Peer, Peer]) -> None:
+    found = on_device(pair, "scale.wrong_boxes(backend, 1 << 28)")
+    assert len(found) == 9
+    assert not any(found.values()), found
+
+
+def test_digest_pack_and_commit_of_a_model_run_near_the_bandwidth_of_memory(pair: tuple[Peer, Peer]) -> None:
+    copy = on_device(pair, "scale.copy_rate(backend)")
+    rates = {name: on_device(pair, f"scale.{name}_rate(backend)") for name in ("digest", "pack", "commit")}
+    print(f"torch's copy: {copy:.0f} GB/s read + written")
+    for name, found in rates.items():
+        print(f"{name}: " + ", ".join(f"{value:.2f} {unit}" for unit, value in found.items()))
+        assert found["GB/s"] > 0.6 * copy, (name, found)
+    for name in ("pack", "commit"):
+        assert (rates[name]["right"], rates[name]["launches"]) == (1, 1), rates[name]

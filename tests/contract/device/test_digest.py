@@ -45,11 +45,12 @@ def tensor(data: bytes) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "nbytes", [0, 1, 7, 8, 9, 1000, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 3 * BLOCK_BYTES + 5]
+    "nbytes", [0, 1, 7, 8, 9, 1000, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 3 * BLOCK_BYTES + 5, 9 * BLOCK_BYTES]
 )
 def test_digest_is_its_definition(nbytes: int) -> None:
     data = np.random.default_rng(nbytes).bytes(nbytes)
     assert digest_bytes(tensor(data)) == reference(data)
+    assert digest_bytes(tensor(data), chunk_blocks=2) == reference(data), "by torch, as large tensors are"
 
 
 def test_equal_bytes_give_equal_digests_on_every_backend(every: Harness) -> None:

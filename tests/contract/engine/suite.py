@@ -7,8 +7,8 @@ neighbouring versions are disjoint. So a token itself proves which version sampl
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
-from dataclasses import dataclass
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,9 +18,9 @@ from rollout.errors import EngineDead
 from rollout.types import Completion, SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Container
+    from collections.abc import Container, Iterator
 
-    from rollout.engine.base import Engine
+    from rollout.engine.base import Engine, InFlight
 
 PROMPT = np.array([3, 4, 5], np.int32)
 
@@ -109,6 +109,45 @@ class EngineContract:
             assert answer.finish_reason == "length"
             self.assert_labels(answer)
         assert len({v for a in answers for v in a.labels}) > 3, "the commits did not fall into the answers"
+
+    @contextmanager
+    def in_flight(self, engine: Engine, policy: InFlight) -> Iterator[None]:
+        """What happens to running requests at the commits of this block."""
+        spec = engine._spec
+        engine._spec = replace(spec, in_flight=policy)
+        try:
+            yield
+        finally:
+            engine._spec = spec
+
+    async def test_recomputed_requests_go_on_under_the_new_version(self, engine: Engine) -> None:
+        params = [SamplingParams(max_tokens=self.long_tokens, seed=i) for i in range(4)]
+        running = asyncio.gather(*[collect(engine, f"recompute-{i}", p) for i, p in enumerate(params)])
+        first = engine.version
+        with self.in_flight(engine, "recompute"):
+            for version in (first + 1, first + 2):
+                await self.wait_for_tokens(engine, self.long_tokens)
+                await self.commit(engine, version)
+        for answer in await asyncio.wait_for(running, 60):
+            assert (len(answer.tokens), answer.finish_reason) == (self.long_tokens, "length")
+            assert set(answer.labels) == {first, first + 1, first + 2}
+            self.assert_labels(answer)
+
+    async def test_aborted_requests_come_back_at_the_commit_with_the_tokens_they_had(self, engine: Engine) -> None:
+        params = [SamplingParams(max_tokens=self.long_tokens, seed=i) for i in range(4)]
+        running = asyncio.gather(*[collect(engine, f"given-back-{i}", p) for i, p in enumerate(params)])
+        first = engine.version
+        with self.in_flight(engine, "abort"):
+            await self.wait_for_tokens(engine, 40)
+            await self.commit(engine, first + 1)
+        for answer in await asyncio.wait_for(running, 30):
+            assert answer.finish_reason == "abort"
+            assert 0 < len(answer.tokens) < self.long_tokens
+            assert set(answer.labels) == {first}
+            self.assert_labels(answer)
+        after = await collect(engine, "after-the-abort", SamplingParams(max_tokens=5, seed=1))
+        assert set(after.labels) == {first + 1}
+        assert engine.stats().running == engine.stats().waiting == 0
 
     async def wait_for_tokens(self, engine: Engine, num_tokens: int) -> None:
         """Until the running requests generated `num_tokens` more, or nothing runs."""

@@ -1,166 +1,166 @@
-"""What every transport must do. Each runs on the cpu backend here; the others are added as parameters."""
+"""What every transport must do. Each runs on the cpu backend here, or on a fake device; real devices are marked gpu."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
+import itertools
 from pathlib import Path
+from signal import SIGKILL as KILL
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
+from tests.contract.transports.world import SLOT_BYTES, Kind, Local, Remote, pattern
+from weight_sync.control import PairWatch
 from weight_sync.device.cpu import CpuBackend
-from weight_sync.errors import PlanMismatch
+from weight_sync.errors import PlanMismatch, TransportUnusable, VersionUnavailable
 from weight_sync.transports.base import Piece
-from weight_sync.transports.select import AUTO_ORDER, candidates, open_publisher_end, open_receiver_end
-from weight_sync.wire import ArenaHandle, decode, encode
+from weight_sync.transports.select import candidates, open_publisher_end, open_receiver_end
+from weight_sync.wire import ArenaHandle
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from multiprocessing.connection import Connection
-
-SLOT_BYTES, NUM_SLOTS = 10_007, 3
-
-
-def pattern(slot: int) -> torch.Tensor:
-    return ((torch.arange(SLOT_BYTES) * 7 + slot * 13) % 251).to(torch.uint8)
-
-
-def publish(transport: str, pipe: Connection) -> None:
-    """A publisher process: fills its slots, hands out the handle, then obeys single letters."""
-    end = open_publisher_end(transport, CpuBackend(), slot_bytes=SLOT_BYTES, num_slots=NUM_SLOTS)
-    for slot in range(NUM_SLOTS):
-        end.slot(slot).copy_(pattern(slot))
-        end.seal(slot)
-    pipe.send_bytes(encode(end.handle))
-    while (order := pipe.recv()) != "close":
-        assert order == "repack"
-        end.slot(0).copy_(pattern(9))
-        end.seal(0)
-        pipe.send("done")
-    end.close()
-
-
-class Remote:
-    def __init__(self, transport: str) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self.pipe, theirs = spawn.Pipe()
-        self.process = spawn.Process(target=publish, args=(transport, theirs), daemon=True)
-        self.process.start()
-        assert self.pipe.poll(60)
-        self.handle = decode(self.pipe.recv_bytes(), ArenaHandle)
-
-    def repack(self) -> None:
-        self.pipe.send("repack")
-        assert self.pipe.poll(10)
-        assert self.pipe.recv() == "done"
-
-    def kill(self) -> None:
-        os.kill(self.process.pid, signal.SIGKILL)
-        self.process.join(10)
-
-    def close(self) -> None:
-        if self.process.is_alive():
-            self.pipe.send("close")
-        self.process.join(10)
-        assert not self.process.is_alive()
-
-
-@pytest.fixture(scope="module", params=AUTO_ORDER)
-def remote(request: pytest.FixtureRequest) -> Iterator[Remote]:
-    remote = Remote(request.param)
-    yield remote
-    remote.close()
+    from collections.abc import Callable
 
 
 def nothing() -> None:
     return None
 
 
-def test_pieces_of_any_slot_arrive_as_they_were_packed(remote: Remote) -> None:
-    end = open_receiver_end(CpuBackend(), {4: remote.handle})
+def test_pieces_of_any_slot_arrive_as_they_were_packed(remote: Remote, local: Local) -> None:
+    end = local.open_one(remote)
     for slot in (1, 2):
-        whole, part = torch.zeros(SLOT_BYTES, dtype=torch.uint8), torch.zeros(13, dtype=torch.uint8)
+        whole, part = local.empty(), local.empty(13)
         end.pull(4, slot, [Piece(0, whole), Piece(4091, part)], check=nothing)
-        assert torch.equal(whole, pattern(slot))
-        assert torch.equal(part, pattern(slot)[4091:4104])
-    end.close()
+        assert torch.equal(whole.cpu(), pattern(slot))
+        assert torch.equal(part.cpu(), pattern(slot)[4091:4104])
 
 
-def test_what_is_packed_later_is_seen_without_opening_again(remote: Remote) -> None:
-    end = open_receiver_end(CpuBackend(), {4: remote.handle})
-    remote.repack()
-    landing = torch.zeros(SLOT_BYTES, dtype=torch.uint8)
+def test_what_is_packed_later_is_seen_without_opening_again(remote: Remote, local: Local) -> None:
+    end = local.open_one(remote)
+    landing = local.empty()
+    end.pull(4, 1, [Piece(0, landing)], check=nothing)
+    remote.ask("repack")
     end.pull(4, 0, [Piece(0, landing)], check=nothing)
-    assert torch.equal(landing, pattern(9))
-    end.close()
+    assert torch.equal(landing.cpu(), pattern(9))
 
 
-def test_check_stops_a_pull_between_pieces(remote: Remote) -> None:
+def test_a_thousand_pieces_arrive_each_in_its_place(remote: Remote, local: Local) -> None:
+    end = local.open_one(remote)
+    landing = local.empty()
+    # Backwards and of many sizes: order and place in the slot have nothing to do with order and place at the engine.
+    edges = sorted({0, SLOT_BYTES, *range(3, SLOT_BYTES, 10)})
+    pieces = [Piece(start, landing[start:stop]) for start, stop in itertools.pairwise(edges)]
+    end.pull(4, 2, pieces[::-1], check=nothing)
+    assert len(pieces) > 1000
+    assert torch.equal(landing.cpu(), pattern(2))
+
+
+def test_slot_outside_the_arena_is_refused(remote: Remote, local: Local) -> None:
+    end = local.open_one(remote)
+    with pytest.raises(ValueError, match=r"slot must be in \[0, 3\), got 3"):
+        end.pull(4, 3, [], check=nothing)
+    with pytest.raises(ValueError, match=r"got -1"):
+        end.pull(4, -1, [], check=nothing)
+
+
+def test_check_stops_a_pull_and_the_next_one_works(remote: Remote, local: Local) -> None:
     class Stop(Exception):
         pass
 
-    calls = [0]
-
     def check() -> None:
-        calls[0] += 1
-        if calls[0] == 2:
-            raise Stop
+        raise Stop
 
-    end = open_receiver_end(CpuBackend(), {4: remote.handle})
-    first, second = torch.zeros(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
+    end = local.open_one(remote)
+    landing = local.empty()
     with pytest.raises(Stop):
-        end.pull(4, 1, [Piece(8, first), Piece(16, second)], check=check)
-    assert torch.equal(first, pattern(1)[8:16])
-    assert not second.any()
-    end.close()
+        end.pull(4, 1, [Piece(0, landing)], check=check)
+    assert not landing.any()
+    end.pull(4, 1, [Piece(0, landing)], check=nothing)
+    assert torch.equal(landing.cpu(), pattern(1))
 
 
-def test_slot_outside_the_arena_is_refused(remote: Remote) -> None:
-    end = open_receiver_end(CpuBackend(), {4: remote.handle})
-    with pytest.raises(ValueError, match=r"slot must be in \[0, 3\), got 3"):
-        end.pull(4, 3, [], check=nothing)
-    end.close()
-
-
-def test_close_may_be_repeated(remote: Remote) -> None:
-    end = open_receiver_end(CpuBackend(), {4: remote.handle})
+def test_close_may_be_repeated(remote: Remote, local: Local) -> None:
+    end = local.open_one(remote)
+    end.pull(4, 1, [Piece(0, local.empty())], check=nothing)
     end.close()
     end.close()
 
 
-def test_rank_without_parameters_needs_no_memory() -> None:
-    end = open_publisher_end("shm", CpuBackend(), slot_bytes=0, num_slots=2)
+def test_counters_stay_what_they_are_over_fifty_pulls(remote: Remote, local: Local) -> None:
+    end = local.open_one(remote)
+    landing = local.empty()
+    end.pull(4, 1, [Piece(0, landing)], check=nothing)
+    before, before_remote = end.counters(), remote.ask("counters")
+    for number in range(50):
+        end.pull(4, 1 + number % 2, [Piece(0, landing)], check=nothing)
+    assert end.counters() == before
+    assert remote.ask("counters") == before_remote
+    if remote.kind.is_pair:
+        assert before["communicators"] == 1
+
+
+@pytest.mark.parametrize("transport", ["ipc", "shm", "gloo"])
+def test_rank_without_parameters_needs_no_memory(transport: str) -> None:
+    end = open_publisher_end(transport, CpuBackend(), slot_bytes=0, num_slots=2)
     assert end.handle.handle is None
-    assert end.counters() == {"allocations": 0, "registrations": 0}
+    assert set(end.counters().values()) == {0}
+    with pytest.raises(ValueError, match="publishes nothing"):
+        end.slot(0)
+    end.close()
     end.close()
 
 
-def test_ranks_must_agree_on_one_transport(remote: Remote) -> None:
+def test_ranks_must_agree_on_one_transport() -> None:
+    shm = ArenaHandle(transport="shm", handle=None, slot_bytes=0, slot_stride=0, num_slots=1)
     other = ArenaHandle(transport="pigeon", handle=None, slot_bytes=0, slot_stride=0, num_slots=1)
     with pytest.raises(PlanMismatch, match="pigeon"):
-        open_receiver_end(CpuBackend(), {0: remote.handle, 1: other})
+        open_receiver_end(CpuBackend(), {0: shm, 1: other})
 
 
-def test_auto_tries_the_fastest_first() -> None:
-    assert candidates("auto") == ("ipc", "shm")
-    assert candidates("shm") == ("shm",)
-    with pytest.raises(ValueError, match=r"auto, ipc or shm, got 'rdma'"):
+def test_transports_that_are_read_have_nothing_to_answer() -> None:
+    end = open_publisher_end("shm", CpuBackend(), slot_bytes=8, num_slots=1)
+    with pytest.raises(VersionUnavailable, match="transport shm is read, not asked"):
+        end.answer("a/0", PairWatch(group=b""))
+    end.close()
+
+
+def test_auto_tries_the_fastest_first_and_only_what_can_work() -> None:
+    gpu = "cpu:gloo,cuda:nccl"
+    assert candidates("auto") == ("ipc", "shm", "gloo")
+    assert candidates("auto", collective=gpu) == ("ipc", "nccl", "shm", "gloo")
+    assert candidates("auto", collective="cpu:gloo,npu:hccl") == ("ipc", "hccl", "shm", "gloo")
+    assert candidates("auto", collective=gpu, same_host=False) == ("nccl", "gloo")
+    assert candidates("auto", same_host=False) == ("gloo",)
+    assert candidates("nccl") == ("nccl",)
+    with pytest.raises(ValueError, match=r"auto, ipc or nccl or hccl or shm or gloo, got 'rdma'"):
         candidates("rdma")
 
 
-@pytest.mark.parametrize("make", [lambda: Remote("shm"), lambda: Remote("ipc")], ids=AUTO_ORDER[::-1])
+def test_a_library_that_the_device_lacks_is_refused_when_the_epoch_opens() -> None:
+    with pytest.raises(TransportUnusable, match=r"backend cpu .* has no nccl"):
+        open_publisher_end("nccl", CpuBackend(), slot_bytes=8, num_slots=1)
+    arena = ArenaHandle(transport="nccl", handle=None, slot_bytes=8, slot_stride=4096, num_slots=1, host="127.0.0.1")
+    with pytest.raises(TransportUnusable, match=r"backend cpu .* has no nccl"):
+        open_receiver_end(CpuBackend(), {0: arena}, {})
+
+
+def test_a_wildcard_is_no_address_to_be_reached_at() -> None:
+    with pytest.raises(TransportUnusable, match=r"got '0\.0\.0\.0'; name one of this host's addresses"):
+        open_publisher_end("gloo", CpuBackend(), slot_bytes=8, num_slots=1, host="0.0.0.0")
+
+
+@pytest.mark.parametrize("make", [lambda: Remote(Kind("shm")), lambda: Remote(Kind("ipc"))], ids=("shm", "ipc"))
 def test_killed_publisher_leaves_no_memory_behind(make: Callable[[], Remote]) -> None:
     before = shared_memory_names()
-    remote = make()
-    end = open_receiver_end(CpuBackend(), {4: remote.handle})
-    remote.kill()
+    remote = make().wait()
+    local = Local(remote.kind)
+    end = local.open_one(remote)
+    remote.signal(KILL)
     landing = torch.zeros(SLOT_BYTES, dtype=torch.uint8)
     end.pull(4, 1, [Piece(0, landing)], check=nothing)  # a mapping outlives its maker: no crash while reading
     assert torch.equal(landing, pattern(1))
-    end.close()
+    local.close()
+    remote.close()
     assert shared_memory_names() - before == set()
 
 

@@ -18,19 +18,23 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
     PretrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
+from transformers.core_model_loading import Chunk, Concatenate, Interleave, Transpose, WeightConverter
 
 from weight_sync.errors import PlanMismatch
 from weight_sync.layout import chunk_rows, local_shards, shard_descs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from weight_sync.types import ParamMeta, ShardDesc
@@ -44,6 +48,18 @@ _TINY: dict[str, Any] = {
     "head_dim": 6,
     "vocab_size": 11,
 }
+_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
+_MOE: dict[str, Callable[[], PretrainedConfig]] = {
+    "qwen3": lambda: Qwen3MoeConfig(**_TINY, **_EXPERTS, mlp_only_layers=[1]),
+    "one expert": lambda: Qwen3MoeConfig(**_TINY, **{**_EXPERTS, "num_experts": 1, "num_experts_per_tok": 1}),
+    "shared expert": lambda: Qwen2MoeConfig(**_TINY, **_EXPERTS, shared_expert_intermediate_size=4),
+    "mixtral": lambda: MixtralConfig(**_TINY, num_local_experts=5),
+    "correction bias": lambda: DeepseekV3Config(
+        **{**_TINY, "num_key_value_heads": 4}, n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2,
+        first_k_dense_replace=1, moe_intermediate_size=6, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4,
+        qk_nope_head_dim=4, v_head_dim=6,
+    ),
+}  # fmt: skip
 
 
 @contextmanager
@@ -211,8 +227,118 @@ def test_wrapper_names_are_stripped() -> None:
     assert [p.name for p in local_shards(wrapped, rollout_dtype="bfloat16")[0]] == names
 
 
-def test_parameter_that_is_saved_in_another_form_is_refused() -> None:
-    """transformers 5 trains Mixtral's experts as one tensor and saves them one by one."""
-    model = _model(MixtralConfig(**_TINY, num_local_experts=2))
-    with pytest.raises(PlanMismatch, match=r"saves 4 parameters in another form.*experts"):
-        local_shards(model, rollout_dtype="bfloat16")
+def _scrambled(config: PretrainedConfig | None = None) -> Any:
+    """A model in which no two elements of its checkpoint are equal, buffers included."""
+    model = _model(config)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.copy_(torch.randn(tensor.shape))
+    return model
+
+
+@pytest.mark.parametrize("kind", _MOE)
+def test_experts_are_described_as_a_checkpoint_stores_them(kind: str, tmp_path: Path) -> None:
+    model = _scrambled(_MOE[kind]())
+    model.save_pretrained(tmp_path)
+    params, _, tensors = local_shards(model, rollout_dtype="bfloat16")
+    with safe_open(tmp_path / "model.safetensors", "pt") as saved:
+        assert {p.name: p.shape for p in params} == {
+            name: tuple(saved.get_slice(name).get_shape())
+            for name in saved.keys()  # noqa: SIM118
+        }
+        assert all(torch.equal(saved.get_tensor(name), tensor) for name, tensor in tensors.items())
+    assert any(".experts.0." in p.name for p in params)
+    assert not any("gate_up" in p.name for p in params)
+
+
+@pytest.mark.parametrize("kind", _MOE)
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_each_expert_is_served_whole_by_the_rank_that_holds_it(kind: str, world: int) -> None:
+    """5 experts over 3 ranks: 2, 2, 1; over 8: one each, and three ranks with none."""
+    config = _MOE[kind]()
+    whole = local_shards(_scrambled(config), rollout_dtype="bfloat16")[2]
+    rebuilt: dict[str, list[torch.Tensor]] = {name: [] for name in whole}
+    experts: set[tuple[int, int]] = set()
+    for rank in range(world):
+        with _rank(rank, world):
+            model = _sharded(_mesh(world), _scrambled(config))
+            params, shards, tensors = local_shards(model, rollout_dtype="bfloat16")
+        assert [s.param for s in shards] == [p.name for p in params] == list(whole)
+        assert {s.param for s in shards if s.row_stop > s.row_start} == set(tensors)
+        for shard in shards:
+            assert shard.row_stop - shard.row_start == (len(tensors[shard.param]) if shard.param in tensors else 0)
+            if ".experts." in shard.param and shard.param in tensors:
+                assert (shard.row_start, shard.row_stop) == (0, len(whole[shard.param]))
+                experts.add((rank, int(shard.param.split(".experts.")[1].split(".")[0])))
+        for name, tensor in tensors.items():
+            rebuilt[name].append(tensor)
+    assert all(torch.equal(torch.cat(parts), whole[name]) for name, parts in rebuilt.items())
+    num_experts = len({expert for _, expert in experts})
+    assert experts == {(expert // -(-num_experts // world), expert) for expert in range(num_experts)}
+
+
+def test_expert_tensors_are_live_views_without_a_copy() -> None:
+    with _rank(1, 2):
+        model = _sharded(_mesh(2), _model(_MOE["qwen3"]()))
+        _, _, tensors = local_shards(model, rollout_dtype="bfloat16")
+        local = model.model.layers[0].mlp.experts.gate_up_proj.to_local().detach()
+        with torch.no_grad():
+            local.copy_(torch.arange(local.numel()).view_as(local))
+    gate, up = (tensors[f"model.layers.0.mlp.experts.4.{part}_proj.weight"] for part in ("gate", "up"))
+    assert gate.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
+    assert torch.equal(torch.cat([gate, up]), local[1])  # this rank holds experts 3 and 4
+
+
+def _converted(*conversions: WeightConverter) -> Any:
+    """A model that says it was loaded through these conversions, as `from_pretrained` notes it."""
+    model = _scrambled()
+    model._weight_conversions = list(conversions)
+    return model
+
+
+def test_parameter_saved_transposed_inside_its_rows_is_a_strided_view() -> None:
+    """Like experts [E, H, 2I] that are saved as [E, 2I, H]: a rank serves its rows of both."""
+    model = _scrambled(_MOE["qwen3"]())
+    model._weight_conversions = [
+        WeightConverter("experts.gate_up_proj", "experts.gate_up_proj", operations=[Transpose(1, 2)])
+    ]
+    whole = dict(model.named_parameters())["model.layers.0.mlp.experts.gate_up_proj"]
+    with _rank(1, 2):
+        params, shards, tensors = local_shards(_sharded(_mesh(2), model), rollout_dtype="bfloat16")
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    assert {p.name: p.shape for p in params}[name] == (5, 24, 12)
+    assert [(s.row_start, s.row_stop) for s in shards if s.param == name] == [(3, 5)]
+    assert torch.equal(tensors[name], whole[3:].transpose(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("conversion", "words"),
+    [
+        (
+            WeightConverter("mlp.fused.weight", ["mlp.gate_proj.weight", "mlp.up_proj.weight"], operations=[Chunk(0)]),
+            r"aten\.cat\.default combines model\.layers\.0\.mlp\.gate_proj\.weight",
+        ),
+        (
+            WeightConverter("mlp.mixed.weight", "mlp.down_proj.weight", operations=[Interleave(0)]),
+            r"of model\.layers\.0\.mlp\.down_proj\.weight .* rearranges it",
+        ),
+        (
+            WeightConverter(["mlp.a.weight", "mlp.b.weight"], "mlp.down_proj.weight", operations=[Concatenate(0)]),
+            r"mlp\.a\.weight \(12, 14\) lies in model\.layers\.0\.mlp\.down_proj\.weight \(24, 14\) at offset 0",
+        ),
+    ],
+)
+def test_parameter_that_is_not_saved_as_a_view_of_its_rows_is_refused(conversion: WeightConverter, words: str) -> None:
+    with pytest.raises(PlanMismatch, match=words):
+        local_shards(_converted(conversion), rollout_dtype="bfloat16")
+
+
+def test_persistent_buffers_are_served_by_rank_zero_and_others_not_at_all() -> None:
+    model = _scrambled(_MOE["correction bias"]())
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    for rank in range(2):
+        with _rank(rank, 2):
+            params, shards, tensors = local_shards(model, rollout_dtype="bfloat16")
+        assert [(s.row_start, s.row_stop) for s in shards if s.param == name] == [(0, 4 if rank == 0 else 0)]
+        assert (name in tensors) == (rank == 0)
+        assert not any("inv_freq" in p.name for p in params)

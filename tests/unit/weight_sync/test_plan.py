@@ -19,6 +19,7 @@ from tests.fakes.toy_transformer import (
     worker_layouts,
 )
 from weight_sync.errors import PlanMismatch
+from weight_sync.geometry import num_uncovered
 from weight_sync.plan import (
     ALIGN_BYTES,
     DTYPE_BYTES,
@@ -289,6 +290,85 @@ def test_all_problems_are_listed_at_once() -> None:
         "idle of the engine (7 elements) receives nothing",
     ):
         assert part in message, (part, message)
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_elements_in_no_box_are_counted_like_in_a_mask(data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=0, max_size=3)))
+    mask = np.ones(shape, bool)
+    boxes = []
+    for _ in range(data.draw(st.integers(0, 6))):
+        start = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
+        size = tuple(data.draw(st.integers(0, n - a)) for n, a in zip(shape, start, strict=True))
+        boxes.append((start, size))
+        mask[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))] = False
+    assert num_uncovered(shape, boxes) == mask.sum()
+
+
+def _stages(spec: ToySpec) -> tuple[WorkerLayout, WorkerLayout]:
+    """Two pipeline stages out of the layout of one worker: layer 0 with the embedding, and the rest."""
+    (whole,) = worker_layouts(spec)
+    first = {p.name for p in whole.params if p.name.startswith(("0.", "embed"))}
+    return tuple(
+        WorkerLayout(
+            worker=stage,
+            params=tuple(p for p in whole.params if (p.name in first) == (stage == 0)),
+            copies=tuple(c for c in whole.copies if (c.dst_param in first) == (stage == 0)),
+        )
+        for stage in range(2)
+    )
+
+
+def test_pipeline_stages_pull_their_own_layers_and_together_everything() -> None:
+    spec = _changed(tp=1, kv_heads=8)
+    params, full = spec.params(), random_tensors(spec.params(), np.random.default_rng(0))
+    shards, stages = _chunked(params, 3), _stages(spec)
+    manifest = build_manifest(epoch=0, params=params, shards=shards, workers=stages)
+    verify_manifest(manifest)
+    engines = run_manifest(manifest, full=full, shards=shards, sizes=_sizes(stages))
+    assert not engines[0].keys() & engines[1].keys()
+    for name, value in expected_params(spec, full, 0).items():
+        (stage,) = (stage for stage in engines.values() if name in stage)
+        np.testing.assert_array_equal(stage[name], np.frombuffer(value.tobytes(), np.uint8), name)
+    assert sum(plan.nbytes for plan in manifest.pull) == sum(prod(meta.shape) * 2 for meta in params)
+
+
+def test_layer_that_no_stage_loads_is_refused_by_name() -> None:
+    spec = _changed(tp=1, kv_heads=8)
+    params = spec.params()
+    with pytest.raises(PlanMismatch) as caught:
+        build_manifest(epoch=0, params=params, shards=_chunked(params, 2), workers=_stages(spec)[:1])
+    missing = {meta.name for meta in params if not meta.name.startswith(("0.", "embed"))}
+    assert missing
+    assert str(caught.value).count("no engine worker loads it") == len(missing)
+    assert all(f"{name} " in str(caught.value) for name in missing)
+
+
+def test_part_of_a_parameter_that_no_worker_loads_is_refused_with_its_size() -> None:
+    """Three of four tensor-parallel workers: a quarter of every split matrix would keep its old value."""
+    params = _SPEC.params()
+    with pytest.raises(PlanMismatch) as caught:
+        build_manifest(epoch=0, params=params, shards=_chunked(params, 2), workers=worker_layouts(_SPEC)[:3])
+    assert "512 of 2048 elements of 0.down.weight (32, 64) are trained but no engine worker loads them" in str(
+        caught.value
+    )
+    assert "norm" not in str(caught.value)
+
+
+def test_parameter_that_the_engine_keeps_in_float32_travels_in_float32() -> None:
+    """Only where everything that it fills is float32; a float32 wire is never rounded."""
+    engine = [EngineParam(name=n, shape=(4, 2), dtype=d) for n, d in (("w", "float32"), ("x", "bfloat16"))]
+    copies = (_copy("w", (4, 2)), _copy("x", (4, 2)))
+    layout = WorkerLayout(worker=0, params=tuple(engine), copies=copies)
+    params = tuple(ParamMeta(name=n, shape=(4, 2), dtype="bfloat16") for n in "wx")
+    manifest = build_manifest(epoch=0, params=params, shards=_chunked(params, 2), workers=(layout,))
+    verify_manifest(manifest)
+    assert [(p.name, p.dtype) for p in manifest.params] == [("w", "float32"), ("x", "bfloat16")]
+    assert {i.param: i.nbytes for i in manifest.pack[0].items} == {"w": 16, "x": 8}
+    both = msgspec.structs.replace(layout, copies=(_copy("w", (4, 2)), _copy("w", (4, 2), "x")))
+    with pytest.raises(PlanMismatch, match="w, w: the wire has bfloat16, the engine stores float32"):
+        build_manifest(epoch=0, params=params[:1], shards=_chunked(params[:1], 2), workers=(both,))
 
 
 def test_scattered_destination_is_refused_instead_of_becoming_a_million_runs() -> None:

@@ -26,7 +26,7 @@ def manifest_of(num_ranks: int, num_workers: int) -> Manifest:
 
 def opening(manifest: Manifest, **changes: object) -> bytes:
     fields = {"run_id": "run", "secret": b"s" * 32, "epoch": 1, "manifest": manifest_to_bytes(manifest),
-              "transport": "shm", "num_slots": 2, "verify": True}  # fmt: skip
+              "transport": "shm", "num_slots": 2, "verify": True, "host": "127.0.0.1"}  # fmt: skip
     return encode(OpenPublisher(**{**fields, **changes}))
 
 
@@ -95,6 +95,7 @@ def test_missing_tensor_is_named(rank: LocalPublisher) -> None:
 def test_reader_that_never_leaves_is_named(rank: LocalPublisher) -> None:
     rank.ws_open(opening(manifest_of(3, 1), num_slots=1))
     rank.ws_publish(1, 5.0)
+    rank.publisher._epoch.sealer.wait(5.0)
     rank.publisher._epoch.arena.lease(1, holder="r5/0", ttl_s=1000.0)
     with pytest.raises(PullTimeout, match="r5/0 reads version 1 in slot 0"):
         rank.ws_publish(2, 0.2)

@@ -17,7 +17,6 @@ from weight_sync.errors import (
     PublisherLost,
     PullTimeout,
     ReplicaDirty,
-    TransportUnusable,
     VersionUnavailable,
     WeightSyncError,
 )
@@ -44,10 +43,10 @@ class Pair:
         manifest = build_manifest(epoch=1, params=PARAMS, shards=shards, workers=[self.receiver.bake(PARAMS)])
         shared = {"run_id": "run", "secret": b"s" * 32, "epoch": 1, "manifest": manifest_to_bytes(manifest),
                   "verify": True}  # fmt: skip
-        request = encode(OpenPublisher(**shared, transport="shm", num_slots=2))
+        request = encode(OpenPublisher(**shared, transport="shm", num_slots=2, host="127.0.0.1"))
         self.infos = tuple(decode(ask(p, "ws_open", request), PublisherInfo) for p in publishers)
-        fields = {**shared, "replica": "r0", "stagger": 0, "commit": commit, "publishers": self.infos,
-                  "deadline_s": 10.0, **changes}  # fmt: skip
+        fields = {**shared, "replica": "r0", "host": "127.0.0.1", "relay": False, "commit": commit,
+                  "publishers": self.infos, "deadline_s": 10.0, **changes}  # fmt: skip
         self.receiver.open(OpenReceiver(**fields))
 
     def fetch(self, version: int, deadline_s: float = 10.0) -> None:
@@ -57,7 +56,7 @@ class Pair:
 
     def after_pull(self, action: Callable[[], None]) -> None:
         """Run `action` once, after the bytes of the first source were copied and before they are checked."""
-        end = self.receiver._epoch._end
+        end = next(iter(self.receiver._epoch._reaches.values()))._end
         original, left = end.pull, [action]
 
         def pull(*args: Any, **kwargs: Any) -> None:
@@ -195,7 +194,7 @@ def test_aborted_prefetch_leaves_the_weights_and_can_be_repeated(local: LocalPub
 
 def test_long_pull_renews_its_lease(closing: list[Any], local: LocalPublisher) -> None:
     pair = open_pair(local, closing, "staged", lease_s=0.2)
-    end = pair.receiver._epoch._end
+    end = next(iter(pair.receiver._epoch._reaches.values()))._end
     original = end.pull
 
     def slow(*args: Any, check: Callable[[], None]) -> None:
@@ -218,7 +217,7 @@ def test_long_pull_renews_its_lease(closing: list[Any], local: LocalPublisher) -
 def test_pull_over_its_deadline_stops(closing: list[Any], local: LocalPublisher) -> None:
     pair = open_pair(local, closing, "staged")
     pair.after_pull(lambda: time.sleep(0.4))
-    end = pair.receiver._epoch._end
+    end = next(iter(pair.receiver._epoch._reaches.values()))._end
     original = end.pull
 
     def checked(*args: Any, check: Callable[[], None]) -> None:
@@ -237,8 +236,8 @@ def test_other_manifest_than_the_learners_is_refused(local: LocalPublisher, clos
         epoch=2, params=PARAMS, shards=shard_descs(PARAMS, num_ranks=1), workers=[pair.receiver.bake(PARAMS)]
     )
     request = OpenReceiver(
-        run_id="run", secret=b"s" * 32, epoch=2, manifest=manifest_to_bytes(other), replica="r0", stagger=0,
-        commit="staged", verify=True, publishers=pair.infos, deadline_s=5.0,
+        run_id="run", secret=b"s" * 32, epoch=2, manifest=manifest_to_bytes(other), replica="r0",
+        commit="staged", verify=True, publishers=pair.infos, deadline_s=1.0, host="127.0.0.1", relay=False,
     )  # fmt: skip
     with pytest.raises(PlanMismatch, match="every party must open the same epoch"):
         pair.receiver.open(request)
@@ -301,15 +300,15 @@ def test_stopped_learner_is_noticed_in_time_and_works_on_when_it_wakes(
     pair.replica.assert_holds(NEW)
 
 
-def test_arena_of_a_dead_learner_cannot_be_opened(process: PublisherProcess) -> None:
+def test_dead_learner_is_noticed_when_the_epoch_opens(process: PublisherProcess) -> None:
     pair = Pair([process], ask_process, commit="staged")
     pair.receiver.close()
     process.kill()
     request = OpenReceiver(
-        run_id="run", secret=b"s" * 32, epoch=1, manifest=_manifest_bytes(pair), replica="r0", stagger=0,
-        commit="staged", verify=True, publishers=pair.infos, deadline_s=5.0,
+        run_id="run", secret=b"s" * 32, epoch=1, manifest=_manifest_bytes(pair), replica="r0",
+        commit="staged", verify=True, publishers=pair.infos, deadline_s=1.0, host="127.0.0.1", relay=False,
     )  # fmt: skip
-    with pytest.raises(TransportUnusable, match="cannot map the learners' arenas"):
+    with pytest.raises(PublisherLost, match=r"did not answer Hello within 1\.0 s"):
         pair.receiver.open(request)
 
 

@@ -14,6 +14,9 @@ class ModeConfig:
     max_staleness: int = key(
         1, "S: policy versions a trained group may be old. 0 is synchronous on-policy training.", ge=0
     )
-    in_flight: Literal["keep"] = key(
-        "keep", "What happens to running requests when new weights are committed: `keep` lets them go on."
+    in_flight: Literal["keep", "recompute", "abort"] = key(
+        "keep",
+        "What happens to running requests when new weights are committed: `keep` lets them go on with the cache they "
+        "have, `recompute` computes their cache again under the new weights, `abort` gives them back; they go on from "
+        "their prefix as new requests.",
     )

@@ -11,6 +11,22 @@ DType = Literal["float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoraConfig:
+    rank: int = key(
+        0,
+        "Rank of LoRA adapters: only they are trained and synchronised, the model itself stays as it is. 0 trains all "
+        "weights. Engines know 1, 8, 16, 32, 64, 128, 256, 320 and 512.",
+        ge=0,
+        le=512,
+    )
+    alpha: float = key(32.0, "What an adapter adds is multiplied by `alpha / rank`.", gt=0)
+    target_modules: str = key(
+        "q_proj+k_proj+v_proj+o_proj+gate_proj+up_proj+down_proj",
+        "Linear layers of the decoder blocks that get adapters, by their last name, joined by `+`.",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     path: str = key(
         "builtin:tiny",
@@ -22,3 +38,4 @@ class ModelConfig:
     trust_remote_code: bool = key(False, "Run Python code that comes with the model or tokenizer.")
     rollout_dtype: DType = key("bfloat16", "Type of the weights in the engine, and of what weight sync moves.")
     compute_dtype: DType = key("bfloat16", "Type of the learner's forward and backward; masters stay float32.")
+    lora: LoraConfig = key(factory=LoraConfig, doc="Train adapters on a frozen model.")

@@ -43,6 +43,13 @@ def test_engine_args_of_the_user_win() -> None:
     assert (args["stream_interval"], args["swap"], args["worker_extension_cls"]) == (1, 2, "a.B")
 
 
+def test_an_engine_for_adapters_has_one_slot_of_a_rank_its_kernels_know() -> None:
+    args = engine_args(EngineSpec(model="m", lora_rank=12, lora_targets=("q_proj", "v_proj")))
+    assert (args["enable_lora"], args["max_loras"], args["max_lora_rank"]) == (True, 1, 16)
+    assert args["lora_target_modules"] == ["q_proj", "v_proj"]
+    assert "enable_lora" not in engine_args(EngineSpec(model="m"))
+
+
 @pytest.mark.parametrize("name", ["tensor_parallel_size", "max_model_len", "max_num_seqs", "stream_tokens"])
 def test_a_spec_that_cannot_work_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} must be >= 1, got 0"):

@@ -46,6 +46,10 @@ def test_the_defaults_have_no_problem() -> None:
     ("keys", "refused"),
     [
         ({"name": "a/b"}, "name"),
+        ({"model__lora__alpha": 8.0}, "model.lora.alpha"),
+        ({"model__lora__target_modules": "q_proj"}, "model.lora.target_modules"),
+        ({"model__lora__rank": 12}, "model.lora.rank"),
+        ({"model__lora__rank": 8, "model__lora__target_modules": "q_proj,v_proj"}, "model.lora.target_modules"),
         ({"device__env": {"NOT A NAME": "1"}}, "device.env"),
         ({"task__train_path": "", "task__eval_path": "builtin:arithmetic"}, "task.train_path"),
         ({"task__reader": "arithmetic", "task__train_path": "a.jsonl"}, "task.reader"),

@@ -1,0 +1,120 @@
+"""Digesters and movers: the same answers on every backend, and from the fused kernels as from torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from weight_sync.device import DeviceError
+from weight_sync.device.digest import BLOCK_BYTES, digest_bytes
+from weight_sync.device.fused import FusedKernels
+
+if TYPE_CHECKING:
+    from tests.contract.device.conftest import Harness
+
+
+def data_of(nbytes: int) -> torch.Tensor:
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(nbytes))
+
+
+def test_a_digester_answers_for_all_views_in_order_as_they_are_now(every: Harness) -> None:
+    block = every.backend.alloc_persistent(3 * BLOCK_BYTES)
+    block.tensor.copy_(data_of(3 * BLOCK_BYTES))
+    views = [block.tensor[start : start + size] for start, size in ((7, 99), (0, 0), (1, 2 * BLOCK_BYTES), (8, 64))]
+    digester = every.backend.digester(views)
+    assert digester() == tuple(digest_bytes(view) for view in views)
+    block.tensor[8] ^= 1
+    every.backend.synchronize()
+    assert digester() == tuple(digest_bytes(view.clone()) for view in views)
+    block.close()
+
+
+def test_a_mover_copies_and_casts_every_pair(every: Harness) -> None:
+    block = every.backend.alloc_persistent(4000)
+    masters = torch.randn(20, 30, generator=torch.Generator().manual_seed(0))
+    same, cast = block.tensor[:1200].view(torch.float32).view(20, 15), block.tensor[2000:2600].view(torch.bfloat16)
+    pairs = [
+        (same, masters[:, 5:20]),
+        (cast, torch.nn.Parameter(masters.view(-1)[100:400])),
+        (same[:, :0], masters[:, :0]),
+    ]
+    pairs = [pair for pair in pairs if pair[0].is_contiguous()]
+    mover = every.backend.mover(pairs)
+    assert mover.nbytes == 1800
+    for factor in (1.0, -3.0):
+        masters.mul_(factor)
+        stream = every.backend.new_stream()
+        mover(stream)
+        every.backend.synchronize(stream)
+        assert torch.equal(same, masters[:, 5:20])
+        assert torch.equal(cast, masters.view(-1)[100:400].to(torch.bfloat16))
+    block.close()
+
+
+def test_no_views_and_no_pairs_are_no_trouble(every: Harness) -> None:
+    assert every.backend.digester([])() == ()
+    mover = every.backend.mover([])
+    mover()
+    assert mover.nbytes == 0
+
+
+def test_views_that_are_not_bytes_are_refused(every: Harness) -> None:
+    with pytest.raises(DeviceError, match=r"number 1 with torch.float32"):
+        every.backend.digester([torch.zeros(4, dtype=torch.uint8), torch.zeros(4)])
+    with pytest.raises(DeviceError, match="contiguous uint8 views"):
+        every.backend.digester([torch.zeros(4, 4, dtype=torch.uint8)[:, :2]])
+
+
+def test_pairs_of_other_shapes_or_scattered_destinations_are_refused(every: Harness) -> None:
+    with pytest.raises(DeviceError, match=r"number 0 with destination \(4,\)"):
+        every.backend.mover([(torch.zeros(4), torch.zeros(5))])
+    with pytest.raises(DeviceError, match="contiguous destinations"):
+        every.backend.mover([(torch.zeros(4, 4)[:, :2], torch.zeros(4, 2))])
+
+
+def test_kernels_that_cannot_be_had_are_reported_once_and_torch_does_the_work(
+    accelerator: Harness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = accelerator.backend
+    tensors = [SimpleNamespace(device=torch.device("cuda", 0))]
+    monkeypatch.setattr(FusedKernels, "open", lambda backend, device: "there is no Triton here")
+    with caplog.at_level(logging.INFO, logger="weight_sync.device.accelerator"):
+        assert backend._kernels_for(tensors) is None  # pyright: ignore[reportAttributeAccessIssue]
+        assert backend._kernels_for(tensors) is None  # pyright: ignore[reportAttributeAccessIssue]
+    reasons = [record.getMessage() for record in caplog.records]
+    assert len(reasons) == 1
+    assert "torch is used: " in reasons[0]
+    assert ("no Triton here" in reasons[0]) == (accelerator.name != "npu")
+
+
+def test_a_missing_triton_is_a_reason_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from weight_sync.device.cpu import CpuBackend
+
+    monkeypatch.delitem(sys.modules, "weight_sync.device.kernels", raising=False)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    reason = FusedKernels.open(CpuBackend(), torch.device("cpu"))
+    assert isinstance(reason, str)
+    assert reason.startswith("Triton cannot be imported")
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None,
+    reason="triton is not installed (the cpu build of torch does not need it)",
+)
+def test_fused_kernels_do_as_torch_does_in_tritons_interpreter() -> None:
+    suite = Path(__file__).with_name("interpreted_kernels.py")
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(suite)]
+    result = subprocess.run(
+        command, cwd=Path(__file__).parents[3], env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]

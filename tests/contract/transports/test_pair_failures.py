@@ -1,0 +1,220 @@
+"""What a two-sided transport does when either end dies, stops or gives up in the middle of a transfer.
+
+All ends are real processes. The publisher sends slowly, so that a test can strike while bytes are on their way; that
+they are is seen by the first of them having arrived.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+import torch
+
+from tests.contract.transports.world import (
+    MEMBERSHIP,
+    QUICK,
+    SLOW_MESSAGE_BYTES,
+    Child,
+    Kind,
+    Local,
+    Remote,
+    pattern,
+    receive,
+    slow_pieces,
+)
+from weight_sync.errors import PublisherLost, PullTimeout, TransportUnusable
+from weight_sync.transports.base import Piece
+from weight_sync.transports.pair import PairReceiverEnd
+from weight_sync.transports.rendezvous import own_address
+from weight_sync.transports.select import open_receiver_end
+from weight_sync.wire import encode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from weight_sync.transports.base import ReceiverEnd
+
+DEADLINE_S = 8.0
+"""Of a pull here. What these tests look for takes about two seconds; CI machines are slow."""
+
+
+class World:
+    """Three publishers of one kind, two of them to be lost, and a receiver that knows all of them."""
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
+        self.remotes = [remote.wait() for remote in [Remote(kind) for _ in range(3)]]
+        self.survivor, *self.victims = self.remotes
+
+    def close(self) -> None:
+        for remote in self.remotes:
+            remote.close()
+
+
+@pytest.fixture(scope="module")
+def world(slow_kind: Kind) -> Iterator[World]:
+    world = World(slow_kind)
+    yield world
+    world.close()
+
+
+@pytest.fixture
+def local(world: World) -> Iterator[Local]:
+    local = Local(world.kind)
+    yield local
+    local.close()
+
+
+def nothing() -> None:
+    return None
+
+
+def once_received(landing: torch.Tensor, strike: Callable[[], None]) -> Callable[[], None]:
+    """A `check` that strikes when the first bytes are there, and gives the pull DEADLINE_S from then."""
+    struck_at: list[float] = []
+
+    def check() -> None:
+        if not struck_at and bool(landing[0]):
+            strike()
+            struck_at.append(time.monotonic())
+        if struck_at and time.monotonic() > struck_at[0] + DEADLINE_S:
+            raise PullTimeout("nobody noticed")
+
+    return check
+
+
+def require_pull(local: Local, end: ReceiverEnd, rank: int, *, slot: int = 2) -> None:
+    """A short pull from a slow publisher arrives whole."""
+    landing = local.empty(4 * SLOW_MESSAGE_BYTES)
+    end.pull(rank, slot, slow_pieces(landing), check=nothing)
+    assert torch.equal(landing.cpu(), pattern(slot, landing.numel()))
+
+
+def eventually(is_so: Callable[[], bool], *, within_s: float) -> bool:
+    give_up = time.monotonic() + within_s
+    while time.monotonic() < give_up:
+        if is_so():
+            return True
+        time.sleep(0.1)
+    return False
+
+
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_publisher_lost_in_mid_transfer_is_noticed_and_others_still_serve(
+    world: World, local: Local, blow: signal.Signals
+) -> None:
+    victim = world.victims[0 if blow == signal.SIGKILL else 1]
+    remotes = {4: victim, 5: world.survivor}
+    end = local.open(
+        {rank: remote.handle for rank, remote in remotes.items()},
+        {rank: remote.endpoint for rank, remote in remotes.items()},
+    )
+    landing = local.empty(world.kind.slot_bytes)
+    with pytest.raises(PublisherLost):
+        end.pull(4, 1, slow_pieces(landing), check=once_received(landing, lambda: victim.signal(blow)))
+    left = landing.clone()
+    assert not bool(left[-1]), "the transfer was over before the blow"
+    require_pull(local, end, 5)
+    if blow == signal.SIGSTOP:
+        victim.signal(signal.SIGCONT)
+        time.sleep(0.5)
+        require_pull(local, end, 4, slot=0)
+        assert end.counters()["communicators"] == 3
+    assert torch.equal(landing, left), "a late message was written after the pull had failed"
+
+
+def test_a_stopped_pull_leaves_its_memory_alone_and_the_next_one_has_a_new_communicator(
+    world: World, local: Local
+) -> None:
+    def out_of_time() -> None:
+        raise PullTimeout("the version has a deadline")
+
+    end = local.open_one(world.survivor)
+    require_pull(local, end, 4)
+    before, before_remote = end.counters(), world.survivor.ask("counters")
+    landing = local.empty(world.kind.slot_bytes)
+    with pytest.raises(PullTimeout):
+        end.pull(4, 1, slow_pieces(landing), check=once_received(landing, out_of_time))
+    left = landing.clone()
+    assert not bool(left[-1])
+    require_pull(local, end, 4, slot=2)  # at once: what the aborted pull had under way was of slot 1
+    time.sleep(0.3)
+    assert torch.equal(landing, left)
+    assert end.counters() == {**before, "communicators": before["communicators"] + 1}
+    assert world.survivor.ask("counters") == {**before_remote, "communicators": before_remote["communicators"] + 1}
+
+
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_receiver_lost_in_mid_transfer_holds_up_nobody_and_leaves_no_thread(
+    world: World, local: Local, blow: signal.Signals
+) -> None:
+    publisher = world.survivor
+    victim = Child(receive, world.kind, encode(publisher.handle), publisher.endpoint)
+    try:
+        assert victim.hear() == "receiving"
+        assert publisher.threads_to("victim/0") == ["weight-sync-to-victim/0"]
+        victim.signal(blow)
+        end = local.open_one(publisher)
+        require_pull(local, end, 4)
+        assert eventually(lambda: not publisher.threads_to("victim/0"), within_s=QUICK.stall_s + DEADLINE_S)
+    finally:
+        victim.signal(signal.SIGKILL)
+
+
+def test_receivers_are_served_side_by_side(world: World) -> None:
+    receivers = [Local(world.kind, name=f"together/{number}") for number in range(2)]
+    threads = [
+        threading.Thread(target=require_pull, args=(local, local.open_one(world.survivor), 4), kwargs={"slot": slot})
+        for slot, local in enumerate(receivers, start=1)
+    ]
+    errors: list[object] = []
+    threading.excepthook, before = lambda failure: errors.append(failure.exc_value), threading.excepthook
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+    finally:
+        threading.excepthook = before
+    assert errors == []
+    for local in receivers:
+        local.close()
+
+
+def test_a_publisher_that_cannot_be_connected_makes_the_transport_unusable(world: World) -> None:
+    """Its control line works and its data plane does not: another transport may be tried."""
+    if world.kind.transport != "gloo":
+        pytest.skip("only gloo is told an address; the others find their way by themselves")
+    remote = Remote(Kind("gloo", host="127.0.0.1", timing=QUICK)).wait()
+    local = Local(world.kind)
+    lines = {4: local.line(remote.endpoint)}
+    # Nobody has an address of TEST-NET-1, so gloo cannot listen there.
+    end = PairReceiverEnd(local.backend, {4: remote.handle}, lines, host="192.0.2.1", timing=QUICK)
+    with pytest.raises(TransportUnusable, match=r"gloo from the publisher at 127\.0\.0\.1: gloo on 192\.0\.2\.1"):
+        end.pull(4, 1, [Piece(0, local.empty())], check=nothing)
+    end.close()
+    local.close()
+    remote.close()
+
+
+def test_bytes_travel_between_the_addresses_that_the_ends_were_given() -> None:
+    remote = Remote(Kind("gloo", host="127.0.0.2")).wait()
+    local = Local(remote.kind)
+    lines = {4: local.line(remote.endpoint)}
+    end = open_receiver_end(local.backend, {4: remote.handle}, lines, host="127.0.0.3")
+    landing = local.empty()
+    end.pull(4, 1, [Piece(0, landing)], check=nothing)
+    assert torch.equal(landing, pattern(1))
+    connections = psutil.Process().net_connections("tcp4")
+    assert "127.0.0.3" in {connection.laddr[0] for connection in connections if not connection.raddr}
+    assert "127.0.0.2" in {connection.raddr[0] for connection in connections if connection.raddr}
+    assert own_address("127.0.0.2").startswith("127.")
+    assert MEMBERSHIP.secret not in encode(remote.handle)
+    end.close()
+    local.close()
+    remote.close()

@@ -1,0 +1,198 @@
+"""A party of weight sync in a process of its own, so that it can really be killed or stopped.
+
+Processes are forked from a server that has imported everything, so one starts in milliseconds. They are spoken to over
+pipes made beforehand: nothing has a name, and an end that is gone is noticed. Calls are answered in order, as an
+engine's RPC does; what a test wants to know of a process (`vitals`, `arm`) is answered beside them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import itertools
+import multiprocessing
+import os
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+
+from tests.fakes.protocol_traps import State, Traps, process_state, watch_protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from multiprocessing.connection import Connection
+
+PRELOAD = ["torch._dynamo", "tests.fakes.replica_process", "tests.fakes.coordinator_process"]
+"""The first use of a recorder imports torch._dynamo, which takes most of a second."""
+PR_SET_PDEATHSIG = 1
+
+
+class Vitals(NamedTuple):
+    """What must not grow."""
+
+    num_files: int
+    num_threads: int
+    resident_bytes: int
+
+
+class Party(Protocol):
+    """What lives in the process. Other methods are called by name."""
+
+    def close(self) -> None: ...
+
+
+class Line:
+    """One end of a pipe to a party: a late answer to a question that was given up is thrown away."""
+
+    def __init__(self, name: str, connection: Connection) -> None:
+        self.name = name
+        self.connection = connection
+        self._lock = threading.Lock()
+        self._ids = itertools.count()
+        self._pool = ThreadPoolExecutor(2, thread_name_prefix=f"line-{name}")
+
+    def ask(self, method: str, *args: object, timeout_s: float = 15.0) -> Any:
+        """
+        Raises:
+            TimeoutError: no answer in time.
+            ConnectionError: the process is gone.
+            Exception: what the party raised.
+        """
+        with self._lock:
+            number = next(self._ids)
+            try:
+                self.connection.send((number, method, args))
+                while True:
+                    if not self.connection.poll(timeout_s):
+                        raise TimeoutError(f"{self.name} did not answer {method} within {timeout_s:.1f} s")
+                    answered, is_good, value = self.connection.recv()
+                    if answered == number:
+                        break
+            except (EOFError, OSError) as error:
+                if isinstance(error, TimeoutError):
+                    raise
+                raise ConnectionError(f"{self.name} is gone: {error!r}") from error
+        if not is_good:
+            raise value
+        return value
+
+    async def ask_async(self, method: str, *args: object, timeout_s: float) -> Any:
+        def ask() -> Any:
+            return self.ask(method, *args, timeout_s=timeout_s)
+
+        return await asyncio.get_running_loop().run_in_executor(self._pool, ask)
+
+    def close(self) -> None:
+        self.connection.close()
+        self._pool.shutdown(wait=False)
+
+
+class PartyProcess:
+    """Starts `build(*args)` in a process. `lines[0]` belongs to the test; when it is closed, the process ends."""
+
+    def __init__(self, name: str, build: Callable[..., Party], *args: object, num_lines: int = 2) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        pipes = [context.Pipe() for _ in range(num_lines)]
+        theirs = [pipe[1] for pipe in pipes]
+        self.name = name
+        self.lines = [Line(name, pipe[0]) for pipe in pipes]
+        self.process = context.Process(target=_serve, args=(theirs, build, args), name=name, daemon=True)
+        self.process.start()
+        for connection in theirs:
+            connection.close()
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def ask(self, method: str, *args: object, timeout_s: float = 15.0) -> Any:
+        return self.lines[0].ask(method, *args, timeout_s=timeout_s)
+
+    def arm(self, state: State, number: int, *, target: PartyProcess | None = None) -> None:
+        """When this process reaches `state`, signal `number` goes to `target` (default: itself)."""
+        self.ask("arm", state, number, (self if target is None else target).pid)
+
+    def vitals(self) -> Vitals:
+        return self.ask("vitals")
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def is_gone_or_stopped(self) -> bool:
+        return process_state(self.pid) in "TtZX"
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        self.process.join(10)
+
+    def close(self) -> None:
+        """Ends it, however it is. Idempotent."""
+        for line in self.lines:
+            line.close()
+        if process_state(self.pid) in "Tt":
+            self.kill()
+        self.process.join(10)
+        if self.process.is_alive():
+            self.kill()
+
+
+def _serve(connections: list[Connection], build: Callable[..., Party], args: tuple[object, ...]) -> None:
+    # A stopped process would outlive a test run that was killed.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    torch.set_num_threads(1)
+    traps = Traps()
+    watch_protocol(traps)
+    desk = _Desk(build(*args, traps), traps)
+    for connection in connections[1:]:
+        threading.Thread(target=desk.serve, args=(connection,), daemon=True).start()
+    desk.serve(connections[0])
+    desk.party.close()
+
+
+class _Desk:
+    def __init__(self, party: Party, traps: Traps) -> None:
+        self.party = party
+        self._traps = traps
+        self._turn = threading.Lock()
+
+    def serve(self, connection: Connection) -> None:
+        """Until the other end is closed."""
+        try:
+            while True:
+                number, method, args = connection.recv()
+                try:
+                    answer = number, True, self._answer(method, args)
+                except Exception as error:  # noqa: BLE001 - the process's edge: the asker gets it
+                    answer = number, False, error
+                connection.send(answer)
+        except (EOFError, ConnectionError):
+            return
+
+    def _answer(self, method: str, args: tuple[Any, ...]) -> object:
+        match method:
+            case "arm":
+                return self._traps.arm(*args)
+            case "vitals":
+                return vitals()
+            case _ if method.startswith("see_"):
+                return getattr(self.party, method)(*args)
+            case _:
+                with self._turn:
+                    return getattr(self.party, method)(*args)
+
+
+def vitals() -> Vitals:
+    """Of this process."""
+    gc.collect()
+    return Vitals(
+        num_files=len(list(Path("/proc/self/fd").iterdir())),
+        num_threads=threading.active_count(),
+        resident_bytes=int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
+    )

@@ -1,0 +1,162 @@
+"""Receivers that relay to each other, here or in processes of their own, so that they can be killed or stopped."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from weight_sync.device.select import get_backend
+from weight_sync.errors import RelayStalled
+from weight_sync.pull import shadow_plan
+from weight_sync.relay import RelayHandle, RelayInlet, RelayOutlet, map_shadow
+from weight_sync.transports.base import Piece
+from weight_sync.types import Run
+from weight_sync.wire import decode, encode
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+SOURCES = (2, 5)
+NUM_PIECES = 24
+
+
+def nothing() -> None:
+    return None
+
+
+class Replica:
+    """A shadow block laid out by `shadow_plan`: `NUM_PIECES` pieces of each of two sources."""
+
+    def __init__(self, *, device: str = "cpu", index: int = 0, piece_bytes: int = 1000) -> None:
+        self.backend = get_backend(device)
+        self.backend.set_device(index)
+        # The second source has a hole wider than what is merged: two ranges, with padding between them.
+        places = [(2, i * piece_bytes) for i in range(NUM_PIECES)]
+        places += [(5, i * piece_bytes + 9000 * (i > 10)) for i in range(NUM_PIECES)]
+        runs = [
+            Run(src_rank=r, src_off=o, dst_param="w", dst_off=0, nbytes=piece_bytes - 7 * (r == 5)) for r, o in places
+        ]
+        plan = shadow_plan(runs)
+        self.block = self.backend.alloc_persistent(plan.nbytes)
+        self.pieces: dict[int, tuple[Piece, ...]] = {}
+        for rank in SOURCES:
+            self.pieces[rank] = tuple(
+                Piece(run.src_off, self.block.tensor[at : at + run.nbytes])
+                for run, at in zip(runs, plan.run_offsets, strict=True)
+                if run.src_rank == rank
+            )
+        self.map = map_shadow(self.block, self.pieces)
+
+    def fill(self, rank: int, version: int, pieces: slice = slice(None)) -> None:
+        """What a pull from the learner would do."""
+        for piece in self.pieces[rank][pieces]:
+            piece.dst.copy_(expected(rank, version, piece))
+        self.backend.synchronize()
+
+    def holds(self, rank: int, version: int, num_pieces: int = NUM_PIECES) -> bool:
+        return all(torch.equal(p.dst, expected(rank, version, p)) for p in self.pieces[rank][:num_pieces])
+
+
+def expected(rank: int, version: int, piece: Piece) -> torch.Tensor:
+    first = piece.src_off + rank * 31 + version * 101
+    return (torch.arange(first, first + piece.dst.numel(), dtype=torch.int32, device=piece.dst.device) % 251).to(
+        torch.uint8
+    )
+
+
+class Member:
+    """What a relay process does when told."""
+
+    def __init__(self, owner: str, shape: dict[str, Any]) -> None:
+        self.replica = Replica(**shape)
+        self.outlet = RelayOutlet(self.replica.backend, self.replica.map, owner=owner)
+        self.inlet: RelayInlet | None = None
+        self.version = -1
+        self.filled = 0
+
+    def follow(self, handle: bytes) -> None:
+        self.inlet = RelayInlet(self.replica.backend, decode(handle, RelayHandle), self.replica.map, patience_s=20.0)
+
+    def begin(self, version: int) -> None:
+        self.version, self.filled = version, 0
+        self.outlet.begin(version)
+
+    def fill(self, num_pieces: int) -> None:
+        """The next pieces of source 2."""
+        self.replica.fill(2, self.version, slice(self.filled, self.filled + num_pieces))
+        self.filled += num_pieces
+        self.outlet.advance(2, self.filled)
+
+    def offer(self) -> None:
+        """Everything, at once."""
+        for rank in SOURCES:
+            self.replica.fill(rank, self.version)
+            self.outlet.advance(rank, NUM_PIECES)
+
+    def pull(self) -> tuple[float, float]:
+        """Everything, along the chain; when it began and ended (seconds of the machine's clock)."""
+        assert self.inlet is not None
+        began = time.monotonic()
+        for rank in SOURCES:
+            self.inlet.pull(rank, self.version, check=nothing, outlet=self.outlet)
+        return began, time.monotonic()
+
+    def holds(self, version: int) -> bool:
+        return all(self.replica.holds(rank, version) for rank in SOURCES)
+
+
+def serve(owner: str, shape: dict[str, Any], pipe: Connection) -> None:
+    member = Member(owner, shape)
+    pipe.send_bytes(encode(member.outlet.handle))
+    while True:
+        try:
+            order, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send(getattr(member, order)(*args))
+        except RelayStalled as error:
+            pipe.send(error)
+
+
+class RelayProcess:
+    """A `Member` in a process of its own."""
+
+    def __init__(self, owner: str, **shape: Any) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self.pipe, theirs = spawn.Pipe()
+        self.process = spawn.Process(target=serve, args=(owner, shape, theirs), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def handle(self) -> bytes:
+        """Once, first."""
+        assert self.pipe.poll(120), "the process did not come up"
+        return self.pipe.recv_bytes()
+
+    def start(self, order: str, *args: object) -> None:
+        self.pipe.send((order, args))
+
+    def finish(self, timeout_s: float = 60.0) -> Any:
+        assert self.pipe.poll(timeout_s), "no answer"
+        answer = self.pipe.recv()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def tell(self, order: str, *args: object) -> Any:
+        self.start(order, *args)
+        return self.finish()
+
+    def signal(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def close(self) -> None:
+        self.pipe.close()
+        self.process.kill()
+        self.process.join(10)

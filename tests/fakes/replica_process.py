@@ -1,0 +1,141 @@
+"""An engine replica of `sync_world`, with all its workers, in a process of its own, under the engine actor's watchdog."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import torch
+
+from rollout.engine.actor import PauseWatchdog
+from tests.fakes.party_process import Line, PartyProcess
+from tests.fakes.sync_world import LocalReplica, expected_engine, full_weights
+from weight_sync.wire import CommitResult, OpenReceiver, decode, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from tests.fakes.protocol_traps import Traps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How long things may take in this replica."""
+
+    lease_s: float = 10.0
+    pause_limit_s: float = 60.0
+
+
+class Condition(NamedTuple):
+    """What a test sees of a replica."""
+
+    weights: int | None
+    """Seed of the weights that every worker holds; None if none of those asked for, or a mixture."""
+    is_paused: bool
+    is_dirty: bool
+    live_versions: tuple[int | None, ...]
+    num_interventions: int
+    """Of the watchdog."""
+
+
+class ReplicaParty:
+    """Its event loop runs in a thread, so a call that hangs keeps nobody from looking."""
+
+    def __init__(self, name: str, num_workers: int, patience: Patience, traps: Traps) -> None:
+        self.replica = LocalReplica(name, num_workers)
+        self._patience = patience
+        self._traps = traps
+        self._paused_at: float | None = None
+        self._is_ended = False
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="engine-loop", daemon=True).start()
+        self._watchdog = PauseWatchdog(self, limit_s=patience.pause_limit_s, interval_s=0.05)  # pyright: ignore
+        self._watching = asyncio.run_coroutine_threadsafe(self._watchdog.run(), self._loop)
+
+    def call(self, method: str, args: tuple[Any, ...], timeout_s: float) -> list[bytes]:
+        if method == "ws_open":
+            opening = decode(args[0], OpenReceiver)
+            args = (encode(msgspec.structs.replace(opening, lease_s=self._patience.lease_s)),)
+        answer = self._run(self.replica.call(method, *args, timeout_s=timeout_s))
+        if method == "ws_open":
+            self._traps.reach("opened")
+        return answer
+
+    def commit(self, version: int, method: str, args: tuple[Any, ...], timeout_s: float) -> CommitResult:
+        self._paused_at = time.monotonic()
+        try:
+            with self._traps.committing():
+                return self._run(self.replica.commit(version, method, *args, timeout_s=timeout_s))
+        finally:
+            if not self.replica.is_paused:
+                self._paused_at = None
+
+    def stats(self) -> Any:
+        """As `PauseWatchdog` reads an engine."""
+        paused_at = self._paused_at
+        return type("Stats", (), {"paused_s": 0.0 if paused_at is None else time.monotonic() - paused_at})
+
+    async def end_pause(self, reason: str) -> None:
+        """A mixture must not generate: an engine says it is dead instead."""
+        self._is_ended, self._paused_at = True, None
+
+    def see_condition(self, seeds: Iterable[int]) -> Condition:
+        receivers = self.replica.receivers
+        return Condition(
+            weights=next((seed for seed in seeds if self._holds(seed)), None),
+            is_paused=self.replica.is_paused and not self._is_ended,
+            is_dirty=any(receiver.is_dirty for receiver in receivers),
+            live_versions=tuple(receiver.live_version for receiver in receivers),
+            num_interventions=self._watchdog.num_interventions,
+        )
+
+    def see_counters(self) -> list[dict[str, int]]:
+        return [receiver.counters() for receiver in self.replica.receivers]
+
+    def close(self) -> None:
+        self._watching.cancel()
+        for receiver in self.replica.receivers:
+            receiver.close()
+
+    def _holds(self, seed: int) -> bool:
+        full = full_weights(seed)
+        models = self.replica.models
+        expected = [expected_engine(full, worker=worker, num_workers=len(models)) for worker in range(len(models))]
+        return all(
+            torch.equal(parameter, expected[worker][name])
+            for worker, model in enumerate(models)
+            for name, parameter in model.named_parameters()
+        )
+
+    def _run(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+
+class ReplicaLine:
+    """A `ReplicaHandle` over one line."""
+
+    def __init__(self, name: str, line: Line) -> None:
+        self.name, self._line = name, line
+
+    async def call(self, method: str, *args: object, timeout_s: float) -> list[Any]:
+        return await self._line.ask_async("call", method, args, timeout_s, timeout_s=timeout_s)
+
+    async def commit(self, version: int, method: str, *args: object, timeout_s: float) -> CommitResult:
+        return await self._line.ask_async("commit", version, method, args, timeout_s, timeout_s=timeout_s)
+
+
+class ReplicaProcess(PartyProcess):
+    """`handle` is its `ReplicaHandle`."""
+
+    def __init__(self, name: str, num_workers: int = 1, *, patience: Patience | None = None) -> None:
+        self.patience = Patience() if patience is None else patience
+        super().__init__(name, ReplicaParty, name, num_workers, self.patience, num_lines=3)
+        # The test looks over lines[0] while a call of the coordinator hangs on lines[1].
+        self.handle = ReplicaLine(name, self.lines[1])
+
+    def condition(self, *seeds: int) -> Condition:
+        return self.ask("see_condition", seeds)

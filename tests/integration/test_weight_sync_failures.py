@@ -1,0 +1,359 @@
+"""Every party of a sync is killed and stopped at every state of the protocol, in processes that really die.
+
+The promise, row by row: who is gone is noticed within the deadline; a replica always holds one whole version or is
+paused as dirty; no engine stays paused because somebody else died; the survivors take the next version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from tests.fakes.coordinator_process import CoordinatorProcess
+from tests.fakes.publisher_process import PublisherProcess
+from tests.fakes.replica_process import Patience, ReplicaProcess
+from weight_sync import members
+from weight_sync.coordinator import SyncCoordinator, SyncOptions
+from weight_sync.errors import WeightSyncError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator, Sequence
+
+    from tests.fakes.party_process import PartyProcess
+    from tests.fakes.protocol_traps import State
+
+TIMEOUT_S = 1.0
+"""Of one sync. Every party must be given up by then."""
+LEASE_S = 0.4
+DETECTED_S = TIMEOUT_S + 1.5
+"""With the slack of a busy machine, and of the answers that are waited for a little longer than the deadline."""
+FAILURES = (WeightSyncError, TimeoutError, ConnectionError)
+
+SIGNALS = pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+PULLING: tuple[State, ...] = ("leased", "pulling", "pulled", "attested")
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(members, "ANSWER_S", 0.3)
+    monkeypatch.setattr(members, "QUIET_S", 0.1)
+
+
+class World:
+    """Two learners and two replicas, each in a process of its own. `step(v)` trains to the weights of seed v."""
+
+    def __init__(
+        self, commit: str = "staged", *, num_replicas: int = 2, pause_limit_s: float = 60.0, num_slots: int = 2
+    ) -> None:
+        patience = Patience(lease_s=LEASE_S, pause_limit_s=pause_limit_s)
+        self.learners = [PublisherProcess(rank, 2) for rank in range(2)]
+        self.replicas = [ReplicaProcess(f"r{i}", patience=patience) for i in range(num_replicas)]
+        self.options = SyncOptions(timeout_s=20.0, commit=commit, num_slots=num_slots)
+        self.coordinator = self.new_coordinator(self.replicas)
+        self._others: list[PartyProcess] = []
+        for party in (*self.learners, *self.replicas):
+            party.vitals()  # it runs: starting it is no part of any deadline
+
+    def new_coordinator(self, replicas: Sequence[ReplicaProcess]) -> SyncCoordinator:
+        return SyncCoordinator(self.learners, [r.handle for r in replicas], options=self.options)
+
+    def hurry(self) -> None:
+        """From here on a sync has `TIMEOUT_S`: a failure is about to happen."""
+        self.coordinator._options = msgspec.structs.replace(self.options, timeout_s=TIMEOUT_S)
+
+    def coordinator_process(self) -> CoordinatorProcess:
+        process = CoordinatorProcess(self.learners, self.replicas, self.options)
+        self._others.append(process)
+        return process
+
+    def train(self, version: int) -> None:
+        for learner in self.learners:
+            learner.ask("train", version)
+
+    async def step(self, version: int) -> None:
+        self.train(version)
+        await self.coordinator.publish(version)
+        await self.coordinator.sync(version)
+
+    def replace_learner(self, rank: int) -> None:
+        self.learners[rank].close()
+        self.learners[rank] = PublisherProcess(rank, 2)
+
+    async def open_again(self, *, at: int, replicas: Sequence[ReplicaProcess] | None = None) -> None:
+        """Another epoch with whoever is there now; everyone must take version `at`."""
+        replicas = self.replicas if replicas is None else replicas
+        await self.coordinator.close()
+        self.coordinator = self.new_coordinator(replicas)
+        await self.coordinator.open()
+        await self.step(at)
+        for replica in replicas:
+            self.assert_generates(replica, at)
+
+    def assert_generates(self, replica: ReplicaProcess, *versions: int) -> int:
+        """A replica goes on, with one of these versions, whole. Returns it."""
+        found = replica.condition(*versions)
+        assert not found.is_paused, f"{replica.name} stays paused: {found}"
+        assert not found.is_dirty, found
+        assert found.weights is not None, f"{replica.name} holds none of {versions}, or a mixture: {found}"
+        return found.weights
+
+    async def close(self) -> None:
+        for party in (*self.learners, *self.replicas, *self._others):
+            if party.is_gone_or_stopped():
+                party.kill()
+        await self.coordinator.close()
+        for party in (*self.learners, *self.replicas, *self._others):
+            party.close()
+
+
+@contextlib.asynccontextmanager
+async def world_at_1(commit: str = "staged", **options: object) -> AsyncIterator[World]:
+    """Everyone generates from version 1, and a failure is about to happen."""
+    world = World(commit, **options)
+    try:
+        await world.coordinator.open()
+        await world.step(1)
+        world.hurry()
+        yield world
+    finally:
+        await world.close()
+
+
+@contextlib.contextmanager
+def detected_in_time() -> Iterator[None]:
+    started = time.monotonic()
+    yield
+    took_s = time.monotonic() - started
+    assert took_s < DETECTED_S, f"noticed after {took_s:.1f} s"
+
+
+def revive(world: World, learner: PublisherProcess, number: int) -> None:
+    """Bring a learner back: a stopped one wakes up, a killed one is started anew."""
+    if number == signal.SIGSTOP:
+        learner.signal(signal.SIGCONT)
+    else:
+        world.replace_learner(learner.rank)
+
+
+# Learners
+
+
+@SIGNALS
+async def test_learner_lost_while_it_opens_fails_the_open_and_moves_nothing(number: int) -> None:
+    world = World()
+    try:
+        world.learners[1].arm("opened", number)
+        world.hurry()
+        with detected_in_time(), pytest.raises(FAILURES):
+            await world.coordinator.open()
+        revive(world, world.learners[1], number)
+        await world.open_again(at=1)
+    finally:
+        await world.close()
+
+
+@SIGNALS
+@pytest.mark.parametrize("state", ["packing", "sealed"])
+async def test_learner_lost_while_it_publishes_leaves_every_engine_at_the_old_version(state: State, number: int) -> None:
+    async with world_at_1() as world:
+        world.learners[1].arm(state, number)
+        world.train(2)
+        with detected_in_time(), pytest.raises(FAILURES):
+            await world.coordinator.publish(2)
+        for replica in world.replicas:
+            world.assert_generates(replica, 1)
+        revive(world, world.learners[1], number)
+        if number == signal.SIGSTOP:
+            # It packed the version when it woke, and the other rank still holds it: the same epoch goes on.
+            await world.coordinator.publish(2)
+            await world.coordinator.sync(2)
+            for replica in world.replicas:
+                world.assert_generates(replica, 2)
+        await world.open_again(at=3)
+
+
+@SIGNALS
+@pytest.mark.parametrize("state", [*PULLING, "committing"])
+async def test_learner_lost_while_staged_receivers_pull_leaves_whole_versions(state: State, number: int) -> None:
+    async with world_at_1() as world:
+        world.train(2)
+        await world.coordinator.publish(2)
+        world.replicas[0].arm(state, number, target=world.learners[1])
+        with detected_in_time(), contextlib.suppress(*FAILURES):
+            await world.coordinator.sync(2)
+        assert world.learners[1].is_gone_or_stopped(), "the trap was not reached"
+        # What was verified before is committed without the learner; before that, nothing is.
+        world.assert_generates(world.replicas[0], 2 if state == "committing" else 1)
+        world.assert_generates(world.replicas[1], 1, 2)
+        revive(world, world.learners[1], number)
+        await world.open_again(at=3)
+
+
+@SIGNALS
+@pytest.mark.parametrize("state", ["pulling", "pulled", "attested"])
+async def test_learner_lost_under_an_in_place_commit_leaves_that_replica_dirty(state: State, number: int) -> None:
+    async with world_at_1("inplace", num_replicas=1) as world:
+        replica = world.replicas[0]
+        world.train(2)
+        await world.coordinator.publish(2)
+        replica.arm(state, number, target=world.learners[1])
+        with detected_in_time(), pytest.raises(FAILURES):
+            await world.coordinator.sync(2)
+        found = replica.condition(1)
+        assert found.is_dirty and found.is_paused, f"a mixture must not generate: {found}"
+        assert world.coordinator.members == {"r0": "dirty"}
+        revive(world, world.learners[1], number)
+        await world.open_again(at=3)
+
+
+async def test_learner_lost_before_an_in_place_commit_writes_leaves_the_old_version() -> None:
+    async with world_at_1("inplace", num_replicas=1) as world:
+        world.train(2)
+        await world.coordinator.publish(2)
+        world.replicas[0].arm("leased", signal.SIGKILL, target=world.learners[1])
+        with detected_in_time(), pytest.raises(FAILURES):
+            await world.coordinator.sync(2)
+        world.assert_generates(world.replicas[0], 1)
+
+
+# Receivers
+
+
+@SIGNALS
+async def test_replica_lost_while_it_opens_does_not_keep_the_others_from_opening(number: int) -> None:
+    world = World()
+    try:
+        world.replicas[0].arm("opened", number)
+        world.hurry()
+        with detected_in_time(), pytest.raises(FAILURES):
+            await world.coordinator.open()
+        await world.open_again(at=1, replicas=world.replicas[1:])
+    finally:
+        await world.close()
+
+
+@SIGNALS
+@pytest.mark.parametrize("commit", ["staged", "inplace"])
+@pytest.mark.parametrize("state", [*PULLING, "committing"])
+async def test_lost_replica_is_left_out_and_the_other_goes_on(state: State, commit: str, number: int) -> None:
+    async with world_at_1(commit) as world:
+        lost, survivor = world.replicas
+        world.train(2)
+        await world.coordinator.publish(2)
+        lost.arm(state, number)
+        with detected_in_time():
+            report = await world.coordinator.sync(2)
+        assert lost.is_gone_or_stopped(), "the trap was not reached"
+        assert (report.replicas_live, report.replicas_skipped) == (1, 1)
+        assert world.coordinator.members["r1"] == "live" != world.coordinator.members["r0"]
+        for version in (3, 4, 5):  # more than there are slots: its leases end
+            with detected_in_time():
+                await world.step(version)
+            world.assert_generates(survivor, version)
+        if number == signal.SIGSTOP:
+            lost.signal(signal.SIGCONT)
+            await world.open_again(at=6)
+
+
+async def test_slot_that_a_dead_receiver_was_reading_is_packed_again_after_its_lease() -> None:
+    async with world_at_1(num_slots=1) as world:
+        world.train(2)
+        await world.coordinator.publish(2)
+        world.replicas[0].arm("pulling", signal.SIGKILL)
+        await world.coordinator.sync(2)
+        started = time.monotonic()
+        world.train(3)
+        await world.coordinator.publish(3)
+        assert time.monotonic() - started < LEASE_S + 0.5
+        await world.coordinator.sync(3)
+        world.assert_generates(world.replicas[1], 3)
+
+
+# The coordinator
+
+
+@SIGNALS
+@pytest.mark.parametrize("state", ["opened", "packing", "sealed"])
+async def test_coordinator_lost_before_a_sync_leaves_every_engine_generating(state: State, number: int) -> None:
+    world = World()
+    try:
+        process = world.coordinator_process()
+        first_is_open = state != "opened"
+        if first_is_open:
+            process.call("open")
+            step_in(world, process, 1)
+            world.train(2)
+        world.learners[0].arm(state, number, target=process)
+        with pytest.raises(FAILURES):
+            process.call("publish" if first_is_open else "open", *([2] if first_is_open else []), timeout_s=0.5)
+        assert process.is_gone_or_stopped(), "the trap was not reached"
+        for replica in world.replicas:
+            world.assert_generates(replica, 1 if first_is_open else -1)
+        await wake_and_take_over(world, process, number)
+    finally:
+        await world.close()
+
+
+@SIGNALS
+@pytest.mark.parametrize("commit", ["staged", "inplace"])
+@pytest.mark.parametrize("state", [*PULLING, "committing"])
+async def test_coordinator_lost_in_a_sync_leaves_no_engine_paused(state: State, commit: str, number: int) -> None:
+    world = World(commit)
+    try:
+        process = world.coordinator_process()
+        process.call("open")
+        step_in(world, process, 1)
+        world.train(2)
+        process.call("publish", 2)
+        world.replicas[0].arm(state, number, target=process)
+        with pytest.raises(FAILURES):
+            process.call("sync", 2, timeout_s=0.5)
+        assert process.is_gone_or_stopped(), "the trap was not reached"
+        for replica in world.replicas:
+            world.assert_generates(replica, 1, 2)
+        await wake_and_take_over(world, process, number)
+    finally:
+        await world.close()
+
+
+def step_in(world: World, process: CoordinatorProcess, version: int) -> None:
+    world.train(version)
+    process.call("publish", version)
+    process.call("sync", version)
+
+
+async def wake_and_take_over(world: World, process: CoordinatorProcess, number: int) -> None:
+    """A coordinator that was only stopped ends what it was doing; then another one takes the parties over."""
+    if number == signal.SIGSTOP:
+        process.signal(signal.SIGCONT)
+        with detected_in_time():
+            assert process.ask("see_members", timeout_s=5.0) == {"r0": "live", "r1": "live"}
+        process.call("close")
+    await world.open_again(at=3)
+
+
+async def test_watchdog_ends_the_pause_of_a_mixture_that_nobody_comes_back_for() -> None:
+    world = World("inplace", num_replicas=1, pause_limit_s=0.5)
+    try:
+        process = world.coordinator_process()
+        process.call("open")
+        step_in(world, process, 1)
+        world.train(2)
+        process.call("publish", 2)
+        world.replicas[0].arm("pulled", signal.SIGKILL, target=world.learners[1])
+        with pytest.raises(FAILURES):
+            process.call("sync", 2)
+        process.kill()
+        assert world.replicas[0].condition(1).is_paused
+        until = time.monotonic() + 3.0
+        while (found := world.replicas[0].condition(1)).num_interventions == 0:
+            assert time.monotonic() < until, found
+            time.sleep(0.02)
+        assert found.is_dirty and not found.is_paused
+    finally:
+        await world.close()

@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+import zmq
+
+from weight_sync import addresses
+from weight_sync.addresses import HOST_VARIABLE, NODE_VARIABLE, endpoint, node_id, reachable_host
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(autouse=True)
+def unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(HOST_VARIABLE, raising=False)
+    monkeypatch.delenv(NODE_VARIABLE, raising=False)
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+needs_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="this kernel has no IPv6 loopback")
+
+
+class Routes:
+    """A machine whose default routes leave from these addresses; loopback as usual."""
+
+    def __init__(self, sources: dict[int, str]) -> None:
+        self.sources = sources
+        self.sent: list[bytes] = []
+
+    def socket(self, family: int, kind: int) -> Routes:
+        assert kind == socket.SOCK_DGRAM
+        self.family = family
+        return self
+
+    def __enter__(self) -> Routes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def connect(self, address: tuple[str, int]) -> None:
+        if self.family not in self.sources:
+            raise OSError("network is unreachable")
+
+    def getsockname(self) -> tuple[str, int]:
+        return self.sources[self.family], 40000
+
+
+@pytest.fixture
+def routes(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, str]]:
+    sources: dict[int, str] = {}
+    monkeypatch.setattr(addresses.socket, "socket", Routes(sources).socket)
+    yield sources
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "127.77.0.1"])
+def test_the_address_that_the_caller_knows_is_taken(host: str) -> None:
+    assert reachable_host(host) == host
+
+
+@needs_ipv6
+@pytest.mark.parametrize("written", ["::1", "[::1]", "0:0:0:0:0:0:0:1"])
+def test_ipv6_is_taken_however_it_is_written(written: str) -> None:
+    assert reachable_host(written) == "::1"
+
+
+def test_the_environment_wins_over_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(HOST_VARIABLE, "127.0.0.3")
+    assert reachable_host("127.0.0.2") == "127.0.0.3"
+    assert reachable_host() == "127.0.0.3"
+
+
+@pytest.mark.parametrize(
+    ("host", "why"),
+    [
+        ("node-7", "must be an IPv4 or IPv6 address"),
+        ("127.0.0.1:80", "must be an IPv4 or IPv6 address"),
+        ("203.0.113.9", "no address of this machine"),
+        ("0.0.0.0", "which means any"),
+        ("::", "which means any"),
+    ],
+)
+def test_an_address_that_nobody_could_listen_on_is_refused(
+    host: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match=why):
+        reachable_host(host)
+    monkeypatch.setenv(HOST_VARIABLE, host)
+    with pytest.raises(ValueError, match=f"{HOST_VARIABLE}.*{why}"):
+        reachable_host()
+
+
+def test_the_default_route_is_taken_and_ipv4_before_ipv6(routes: dict[int, str]) -> None:
+    routes[socket.AF_INET6] = "fd00::7"
+    assert reachable_host() == "fd00::7"
+    routes[socket.AF_INET] = "10.1.2.3"
+    assert reachable_host() == "10.1.2.3"
+
+
+@pytest.mark.parametrize("useless", ["fe80::1%eth0", "::", "0.0.0.0", "169.254.3.4"])
+def test_without_a_usable_route_it_is_loopback(useless: str, routes: dict[int, str]) -> None:
+    assert reachable_host() == "127.0.0.1"
+    routes[socket.AF_INET6 if ":" in useless else socket.AF_INET] = useless
+    assert reachable_host() == "127.0.0.1"
+
+
+def test_what_is_found_here_can_be_listened_on() -> None:
+    host = reachable_host()
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as server:
+        server.bind((host, 0))
+        server.listen()
+        with socket.create_connection((host, server.getsockname()[1]), timeout=5):
+            pass
+
+
+@pytest.mark.parametrize("host", ["127.0.0.2", pytest.param("::1", marks=needs_ipv6)])
+def test_two_sockets_meet_at_an_endpoint(host: str) -> None:
+    with zmq.Context() as context, context.socket(zmq.PULL) as server, context.socket(zmq.PUSH) as client:
+        for each in (server, client):
+            each.setsockopt(zmq.IPV6, int(":" in host))
+            each.setsockopt(zmq.LINGER, 0)
+        port = server.bind_to_random_port(endpoint(host, 0).rpartition(":")[0])
+        client.connect(endpoint(host, port))
+        client.send(b"x")
+        assert server.poll(5000)
+        assert server.recv() == b"x"
+
+
+def test_endpoints_of_ipv6_have_brackets() -> None:
+    assert endpoint("10.0.0.7", 5000) == "tcp://10.0.0.7:5000"
+    assert endpoint("fd00::2", 5000) == "tcp://[fd00::2]:5000"
+    with pytest.raises(ValueError, match="70000"):
+        endpoint("10.0.0.7", 70000)
+
+
+def node_id_elsewhere(**env: str) -> str:
+    code = "from weight_sync.addresses import node_id; print(node_id())"
+    return subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **env}, capture_output=True, text=True, timeout=30, check=True
+    ).stdout.strip()
+
+
+def test_processes_of_one_host_have_one_node_id() -> None:
+    assert len(node_id()) == 16
+    assert node_id_elsewhere() == node_id()
+    assert node_id_elsewhere(HOSTNAME="other", **{HOST_VARIABLE: "127.0.0.9"}) == node_id()
+
+
+@pytest.mark.parametrize("fact", range(4))
+def test_another_kernel_namespace_or_user_is_another_node(fact: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = node_id()
+    facts = addresses._kernel_facts()
+    facts[fact] += "x"
+    monkeypatch.setattr(addresses, "_kernel_facts", lambda: facts)
+    assert node_id() != here
+
+
+def test_a_named_node_is_where_the_name_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = node_id()
+    monkeypatch.setenv(NODE_VARIABLE, "a")
+    named = node_id()
+    assert named not in {here, "a"}
+    assert node_id() == named
+    monkeypatch.setenv(NODE_VARIABLE, "b")
+    assert node_id() not in {here, named}

@@ -1,0 +1,255 @@
+"""Real vLLM engines in place of synthetic workers: random weights, requests in flight all the while.
+
+    this process: SyncCoordinator ─ VllmReplica ─pipe─> VllmHost: AsyncLLM, Traffic ─> vLLM's own processes
+
+A model directory with nothing but a `config.json` is made from the shapes. No tokenizer: prompts are token ids.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weight_sync.bench.children import Child
+from weight_sync.bench.traffic import Traffic, Windows, merged
+from weight_sync.vllm_compat import EXTENSION, check_vllm_version, pause_engine, resume_engine, set_engine_version
+from weight_sync.wire import CommitResult, reply_state
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+
+    from weight_sync.bench.case import Case
+    from weight_sync.bench.processes import Fleet, Journal, Replica
+    from weight_sync.bench.results import Results
+    from weight_sync.device.base import Backend
+
+PROMPT_TOKENS = 32
+CPU_CACHE_BYTES = 256 << 20
+SETTLE_S, UNDISTURBED_S, BETWEEN_SYNCS_S = 2.0, 3.0, 0.25
+LAUNCH_S = 600.0
+SHUTDOWN_S = 30.0
+
+
+def vllm_replicas(case: Case, backend: Backend) -> Callable[[int, Sequence[int], Journal], Replica]:
+    """
+    Raises:
+        UnsupportedVllm: vLLM is missing or of another version.
+    """
+    check_vllm_version()
+    num_devices = backend.num_devices()
+
+    def make(number: int, devices: Sequence[int], journal: Journal) -> Replica:
+        environment = engine_environment(case, backend, devices=tuple(devices), num_devices=num_devices)
+        return VllmReplica(case, f"r{number}", environment, journal)
+
+    return make
+
+
+def engine_environment(case: Case, backend: Backend, *, devices: tuple[int, ...], num_devices: int) -> dict[str, str]:
+    """Variables of one engine's processes."""
+    found = {variable.name: variable.value for variable in backend.process_env("engine")}
+    found |= {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    if backend.visible_devices_var is not None:
+        found[backend.visible_devices_var] = backend.visible_devices(devices, num_devices)
+    if backend.name == "cpu":
+        # No plugins; no C++ compiler run for one small function of the sampler.
+        found |= {"VLLM_PLUGINS": "", "TORCHDYNAMO_DISABLE": "1"}
+        if case.tp == 1:
+            found["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    return found
+
+
+def engine_arguments(case: Case, backend: Backend, folder: str) -> dict[str, Any]:
+    """Arguments of vLLM's `AsyncEngineArgs`."""
+    found: dict[str, Any] = {
+        "model": folder,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": case.dtype,
+        "tensor_parallel_size": case.tp,
+        "max_model_len": PROMPT_TOKENS + case.max_tokens,
+        "max_num_seqs": case.requests,
+        "worker_extension_cls": EXTENSION,
+        "enforce_eager": case.enforce_eager,
+        "disable_log_stats": True,
+        **backend.engine_defaults(),
+    }
+    if backend.name == "cpu":
+        found["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
+        if case.tp == 1:
+            found["distributed_executor_backend"] = "uni"
+    else:
+        found["gpu_memory_utilization"] = case.gpu_memory_utilization
+    return found
+
+
+class VllmReplica:
+    """A `ReplicaHandle`: one vLLM engine with its workers, in a process of its own."""
+
+    def __init__(self, case: Case, name: str, environment: dict[str, str], journal: Journal) -> None:
+        self.name = name
+        self._journal = journal
+        # Spawned afresh: vLLM decides by the state of its process how to start its own.
+        child = Child(name, VllmHost, case, environment, method="spawn", has_children=True)
+        self.children = (child,)
+
+    async def call(self, method: str, *args: object, timeout_s: float) -> list[Any]:
+        answer = await self.children[0].ask("call", method, args, timeout_s=timeout_s)
+        if method == "ws_open":
+            self._journal.note_opened(self.name, answer.value)
+        return answer.value
+
+    async def commit(self, version: int, method: str, *args: object, timeout_s: float) -> CommitResult:
+        started = time.monotonic()
+        answer = await self.children[0].ask("commit", version, method, args, timeout_s=timeout_s)
+        result: CommitResult = answer.value
+        if reply_state(result.results) == "ok":
+            self._journal.note_commit(self.name, result.results, started)
+        return result
+
+
+class VllmHost:
+    """Lives in the child: an engine, the loop it runs in, and its requests."""
+
+    def __init__(self, case: Case, environment: dict[str, str]) -> None:
+        from weight_sync.device.select import get_backend
+
+        # A value that the user has set wins, except over which devices are this engine's.
+        backend = get_backend(case.device)
+        own = {k: v for k, v in environment.items() if k == backend.visible_devices_var or k not in os.environ}
+        os.environ.update(own)
+        self._case = case
+        self._folder = tempfile.TemporaryDirectory(prefix="weight-sync-bench-")
+        config = json.dumps(case.architecture.config(case.dtype))
+        (Path(self._folder.name) / "config.json").write_text(config, encoding="utf-8")
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="engine-loop", daemon=True)
+        self._thread.start()
+        self._engine = _launch(engine_arguments(case, backend, self._folder.name))
+        self._traffic = Traffic(self._generate, max_tokens=case.max_tokens)
+
+    def call(self, method: str, *args: Any) -> Any:
+        match method:
+            case "call":
+                return self._run(self._on_workers(*args))
+            case "commit":
+                return self._run(self._commit(*args))
+            case "start_traffic":
+                return self._run(self._start_traffic())
+            case "end_traffic":
+                return self._run(self._end_traffic(*args))
+            case "engine_pids":
+                manager: Any = self._engine.engine_core.resources.engine_manager
+                return [process.pid for process in getattr(manager, "processes", ())]
+            case _:
+                raise ValueError(f"a vLLM host does not know {method!r}")
+
+    def close(self) -> None:
+        self._engine.shutdown()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(SHUTDOWN_S)
+        self._folder.cleanup()
+
+    def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def _on_workers(self, method: str, args: tuple[object, ...]) -> list[Any]:
+        # The caller's deadline is in `args`, and the worker keeps it: vLLM's own would leave a late answer in the pipe.
+        return await self._engine.collective_rpc(method, args=args)
+
+    async def _commit(self, version: int, method: str, args: tuple[object, ...]) -> CommitResult:
+        started, results = time.monotonic(), []
+        await pause_engine(self._engine)
+        try:
+            results = await self._on_workers(method, args)
+            if reply_state(results) == "ok":
+                await set_engine_version(self._engine, version)
+        finally:
+            if not results or reply_state(results) != "dirty":
+                await resume_engine(self._engine)
+        return CommitResult(results=results, pause_s=time.monotonic() - started)
+
+    async def _start_traffic(self) -> None:
+        self._traffic.start(self._case.requests)
+
+    async def _end_traffic(self, windows: Windows, timeout_s: float) -> dict[str, Any]:
+        await self._traffic.end(timeout_s)
+        return {
+            **self._traffic.log.summary(windows),
+            "requests_done": self._traffic.num_done,
+            "requests_lost": self._traffic.num_lost,
+        }
+
+    async def _generate(self, number: int) -> AsyncIterator[int]:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        vocab = self._case.architecture.vocab
+        prompt: Any = {"prompt_token_ids": random.Random(number).choices(range(vocab), k=PROMPT_TOKENS)}
+        sampling = SamplingParams(
+            max_tokens=self._case.max_tokens,
+            temperature=0.0,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        async for output in self._engine.generate(prompt, sampling, request_id=f"bench-{number}"):
+            yield len(output.outputs[0].token_ids)
+
+
+def _launch(arguments: dict[str, Any]) -> Any:
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+
+
+class Generation:
+    """Watches how the engines of a fleet generate while a case runs."""
+
+    def __init__(self, fleet: Fleet, case: Case) -> None:
+        self._children = list(fleet.workers())
+        self._case = case
+        self._undisturbed: list[tuple[float, float]] = []
+        self._pids: list[int] = []
+
+    async def start(self) -> None:
+        """Put requests in flight and measure how fast they run undisturbed."""
+        for child in self._children:
+            self._pids += (await child.ask("engine_pids", timeout_s=self._case.timeout)).value
+        for child in self._children:
+            await child.ask("start_traffic", timeout_s=self._case.timeout)
+        await asyncio.sleep(SETTLE_S)
+        started = time.monotonic()
+        await asyncio.sleep(UNDISTURBED_S)
+        self._undisturbed.append((started, time.monotonic()))
+
+    async def end(self, results: Results) -> None:
+        """Let the requests end and put what they saw into the results."""
+        summaries: list[dict[str, Any]] = []
+        for child in self._children:
+            commits, pulls = [], []
+            for sample in results.samples:
+                spans = [span for span in sample.spans if span.phase == "commit"]
+                commits += [(span.started, span.stopped) for span in spans if span.party == child.name]
+                # While the first replica commits, others may wait for their turn: not a pull any more.
+                pulls.append((sample.published, min(span.started for span in spans)))
+            windows = Windows(self._undisturbed, pulls, commits)
+            timeout_s = self._case.timeout
+            summaries.append((await child.ask("end_traffic", windows, timeout_s, timeout_s=2 * timeout_s)).value)
+        results.generation = merged(summaries)
+
+    def kill_orphans(self) -> None:
+        """vLLM's engine process does not notice that its owner is gone; call this when the fleet has closed."""
+        for pid in self._pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)

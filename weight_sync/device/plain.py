@@ -1,0 +1,82 @@
+"""Digests and moves of many tensors by plain torch: what every device can do, one call after another."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from weight_sync.device.base import DeviceError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from weight_sync.device.base import Backend
+
+
+class PlainDigester:
+    """A loop over `Backend.digest`, on a stream of its own where there are streams."""
+
+    def __init__(self, backend: Backend, views: Sequence[torch.Tensor]) -> None:
+        self._backend = backend
+        self._views = require_bytes(views)
+        self._stream = backend.new_stream()
+
+    def __call__(self) -> tuple[int, ...]:
+        with self._backend.use_stream(self._stream):
+            return tuple(self._backend.digest(view) for view in self._views)
+
+
+class PlainMover:
+    """torch's copies; the list goes down in one call."""
+
+    def __init__(self, backend: Backend, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._backend = backend
+        filled = require_pairs(pairs)
+        self._targets = [target for target, _ in filled]
+        self._sources = [source for _, source in filled]
+        self.nbytes = sum(target.numel() * target.element_size() for target in self._targets)
+
+    def __call__(self, stream: Any | None = None) -> None:
+        with self._backend.use_stream(stream):
+            copy_all(self._targets, self._sources)
+
+
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy and cast every source to its target on the current stream."""
+    if targets:
+        with torch.no_grad():
+            # Falls back to one copy_ each, below Python, for what it cannot group.
+            torch._foreach_copy_(targets, sources, non_blocking=True)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def require_bytes(views: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """
+    Raises:
+        DeviceError: a view is not made of bytes, or is not contiguous.
+    """
+    for index, view in enumerate(views):
+        if view.dtype != torch.uint8 or not view.is_contiguous():
+            raise DeviceError(
+                f"a digester takes contiguous uint8 views, got number {index} with {view.dtype}, shape "
+                f"{tuple(view.shape)} and strides {view.stride()}; give it slices of the buffer's bytes"
+            )
+    return tuple(views)
+
+
+def require_pairs(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The pairs that hold anything, detached.
+
+    Raises:
+        DeviceError: a destination is not contiguous, or its shape is not its source's.
+    """
+    filled: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for index, (target, source) in enumerate(pairs):
+        if target.shape != source.shape or not target.is_contiguous():
+            raise DeviceError(
+                f"a mover takes contiguous destinations of their source's shape, got number {index} with destination "
+                f"{tuple(target.shape)} (strides {target.stride()}) and source {tuple(source.shape)}"
+            )
+        if target.numel():
+            filled.append((target.detach(), source.detach()))
+    return filled

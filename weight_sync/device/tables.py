@@ -1,0 +1,239 @@
+"""Tables that the fused kernels read: plain integers in, numpy arrays out. Knows no torch and no device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from weight_sync.device.digest import BLOCK_BYTES, GOLDEN, mix
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+ALIGNMENT = 16
+"""Bytes of the widest access of a thread, and what it has to be aligned to."""
+TILE_VECTORS = 4096
+"""Vectors per tile of a move: 64 KiB at the destination for vectors of 16 bytes."""
+_MAX_COLUMNS = 1 << 30
+"""Kernels count the vectors of a row in 32 bits. Also stands for a row that never ends."""
+_CAST_WIDTH = 8
+"""Elements per vector of a cast: 16 bytes of the 16-bit side."""
+
+
+class Blocks(NamedTuple):
+    """Blocks of one digest kernel, int64[n] each."""
+
+    addresses: np.ndarray
+    sizes: np.ndarray
+    """Bytes; the kernel for whole blocks does not read them."""
+    salts: np.ndarray
+    """(1 + index within the view) * GOLDEN, wrapped."""
+    slots: np.ndarray
+    """Where the result goes: the block's number over all views."""
+
+
+class DigestTable(NamedTuple):
+    """All blocks of all views, and how their results come together."""
+
+    num_blocks: int
+    whole: Blocks
+    """Aligned blocks of full size; their number is a multiple of the rows per program."""
+    other: Blocks
+    starts: np.ndarray
+    """intp: first slot of every view that is not empty."""
+    filled: np.ndarray
+    """intp: those views."""
+    lengths: np.ndarray
+    """uint64[views]: each view's size, mixed."""
+
+
+def digest_table(spans: Sequence[tuple[int, int]], *, rows: int) -> DigestTable:
+    """From (address, bytes) per view; `rows` blocks make a program of the kernel for whole blocks."""
+    views = np.array(spans, dtype=np.int64).reshape(-1, 2)
+    nbytes = views[:, 1]
+    counts = -(-nbytes // BLOCK_BYTES)
+    starts = np.cumsum(counts) - counts
+    slots = np.arange(counts.sum(), dtype=np.int64)
+    of_view = np.repeat(np.arange(len(views)), counts)
+    index = slots - starts[of_view]
+    addresses = views[of_view, 0] + index * BLOCK_BYTES
+    sizes = np.minimum(BLOCK_BYTES, nbytes[of_view] - index * BLOCK_BYTES)
+    salts = ((index + 1).astype(np.uint64) * GOLDEN).view(np.int64)
+    is_whole = (sizes == BLOCK_BYTES) & (addresses % ALIGNMENT == 0)
+    whole = np.flatnonzero(is_whole)
+    # The few that do not fill a program go the other way.
+    is_whole[whole[len(whole) - len(whole) % rows :]] = False
+    columns = (addresses, sizes, salts, slots)
+    filled = np.flatnonzero(counts)
+    return DigestTable(
+        num_blocks=len(slots),
+        whole=Blocks(*(column[is_whole] for column in columns)),
+        other=Blocks(*(column[~is_whole] for column in columns)),
+        starts=starts[filled],
+        filled=filled,
+        lengths=mix(nbytes.astype(np.uint64)),
+    )
+
+
+def fold(table: DigestTable, mixed: np.ndarray) -> tuple[int, ...]:
+    """Digest of every view from its blocks' results, uint64[num_blocks]."""
+    totals = table.lengths.copy()
+    if table.filled.size:
+        totals[table.filled] += np.add.reduceat(mixed, table.starts)
+    return tuple(mix(totals).tolist())
+
+
+class Side(NamedTuple):
+    """One end of a copy."""
+
+    address: int
+    dtype: str
+    """As both torch and Triton name it."""
+    itemsize: int
+
+
+class Box(NamedTuple):
+    """`rows` rows of `columns` contiguous elements that begin `stride` elements apart at the source."""
+
+    rows: int
+    columns: int
+    stride: int
+
+
+class MoveKind(NamedTuple):
+    """What a move kernel is compiled for."""
+
+    source: str
+    target: str
+    width: int
+    """Elements per vector."""
+
+
+class Grain(NamedTuple):
+    """A way to cut a row into vectors. Counts are of bytes if they are only copied, of elements if they are cast."""
+
+    kind: MoveKind
+    span: int
+    """Counts per vector."""
+    source_align: int
+    target_align: int
+
+
+def collapse(shape: Sequence[int], strides: Sequence[int]) -> Box | None:
+    """The box that a strided tensor (in elements) is; None if it takes more than two dimensions."""
+    dims: list[tuple[int, int]] = []
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size == 1:
+            continue
+        if dims and stride == dims[-1][0] * dims[-1][1]:
+            dims[-1] = (dims[-1][0] * size, dims[-1][1])
+        else:
+            dims.append((size, stride))
+    match dims:
+        case []:
+            return Box(1, 1, 0)
+        case [(size, 1)]:
+            return Box(1, size, 0)
+        case [(size, stride)]:
+            return Box(size, 1, stride)
+        case [(columns, 1), (rows, stride)]:
+            return Box(rows, columns, stride)
+        case _:
+            return None
+
+
+def tiles_of(box: Box, source: Side, target: Side) -> dict[MoveKind, list[np.ndarray]] | None:
+    """int64[n, 6] tiles by kernel (fields: see `kernels.move_tiles`), or None if a kernel cannot move this box.
+
+    The widest grain is taken that the alignment of everything allows. A box of one row may begin and end between two
+    vectors: its two ends go in the narrowest grain.
+    """
+    if source.address % source.itemsize or target.address % target.itemsize:
+        return None
+    if source.dtype == target.dtype:
+        size = source.itemsize
+        box = Box(box.rows, box.columns * size, box.stride * size)
+        source, target = Side(source.address, "int8", 1), Side(target.address, "int8", 1)
+        grains = _COPY_GRAINS
+    else:
+        grains = _cast_grains(source, target)
+    if box.rows > 1:
+        grain = next(grain for grain in grains if _fits(grain, box, source, target))
+        if box.columns // grain.span > _MAX_COLUMNS:
+            return None
+        return {grain.kind: [_cut(grain, box, source, target)]}
+    return _cut_row(grains, box.columns, source, target)
+
+
+_COPY_GRAINS = (
+    Grain(MoveKind("int64", "int64", 2), 16, 16, 16),
+    *(Grain(MoveKind(f"int{8 * size}", f"int{8 * size}", 1), size, size, size) for size in (8, 4, 2, 1)),
+)
+
+
+def _cast_grains(source: Side, target: Side) -> tuple[Grain, Grain]:
+    wide, narrow = (MoveKind(source.dtype, target.dtype, width) for width in (_CAST_WIDTH, 1))
+    return (
+        Grain(wide, _CAST_WIDTH, ALIGNMENT, ALIGNMENT),
+        Grain(narrow, 1, source.itemsize, target.itemsize),
+    )
+
+
+def _fits(grain: Grain, box: Box, source: Side, target: Side) -> bool:
+    """Whether every row begins aligned and is a whole number of vectors."""
+    return (
+        box.columns % grain.span == 0
+        and source.address % grain.source_align == 0
+        and box.stride * source.itemsize % grain.source_align == 0
+        and target.address % grain.target_align == 0
+    )
+
+
+def _cut_row(grains: Sequence[Grain], columns: int, source: Side, target: Side) -> dict[MoveKind, list[np.ndarray]]:
+    """One contiguous row: a head up to where both sides are aligned, a body of whole vectors, a tail."""
+    for grain in grains:
+        heads = (head for head in range(grain.span) if _is_aligned(grain, _after(source, head), _after(target, head)))
+        head = next(heads, None)
+        if head is not None and columns >= head + grain.span:
+            break
+    else:
+        raise AssertionError("the narrowest grain fits any row")
+    found: dict[MoveKind, list[np.ndarray]] = {}
+    body = (columns - head) // grain.span * grain.span
+    for part, start, count in (
+        (grains[-1], 0, head), (grain, head, body), (grains[-1], head + body, columns - head - body)
+    ):  # fmt: skip
+        if count > 0:
+            tiles = _cut(part, Box(1, count, 0), _after(source, start), _after(target, start))
+            found.setdefault(part.kind, []).append(tiles)
+    return found
+
+
+def _after(side: Side, count: int) -> Side:
+    return side._replace(address=side.address + count * side.itemsize)
+
+
+def _is_aligned(grain: Grain, source: Side, target: Side) -> bool:
+    return source.address % grain.source_align == 0 and target.address % grain.target_align == 0
+
+
+def _cut(grain: Grain, box: Box, source: Side, target: Side) -> np.ndarray:
+    """Tiles of TILE_VECTORS vectors, int64[n, 6]. A tile within one row starts at its own first vector."""
+    columns = box.columns // grain.span
+    total = box.rows * columns
+    starts = np.arange(0, total, TILE_VECTORS, dtype=np.int64)
+    counts = np.minimum(TILE_VECTORS, total - starts)
+    row, begin = np.divmod(starts, columns)
+    row_bytes, vector_bytes = box.stride * source.itemsize, grain.span * source.itemsize
+    wraps = begin + counts > columns
+    addresses = source.address + row * row_bytes + np.where(wraps, 0, begin * vector_bytes)
+    tiles = np.empty((len(starts), 6), np.int64)
+    tiles[:, 0] = addresses
+    tiles[:, 1] = target.address + starts * grain.span * target.itemsize
+    tiles[:, 2] = np.where(wraps, columns, _MAX_COLUMNS)
+    # The kernel counts the stride in elements of its own dtype.
+    tiles[:, 3] = row_bytes * grain.kind.width // vector_bytes
+    tiles[:, 4] = np.where(wraps, begin, 0)
+    tiles[:, 5] = counts
+    return tiles

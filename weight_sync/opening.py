@@ -1,0 +1,265 @@
+"""Opens an epoch: agrees on a plan, connects everyone, and says who reads from whom.
+
+    describe (learners) + bake (replicas) ─> manifest ─> open learners ─> open replicas (re-hash, map, probe) ─> link
+
+A replica that joins later goes through bake, open and link alone; learners and other replicas keep what they have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import zmq.asyncio
+
+from weight_sync.control import Linked, LinkRequest, Membership
+from weight_sync.errors import PlanMismatch, PullTimeout
+from weight_sync.members import gather_all
+from weight_sync.plan import build_manifest, manifest_to_bytes
+from weight_sync.routes import Party, RelayMode, plan_routes
+from weight_sync.types import Manifest, ParamMeta, WorkerLayout
+from weight_sync.wire import (
+    BakeRequest,
+    CommitMode,
+    OpenPublisher,
+    OpenReceiver,
+    PublisherInfo,
+    PublisherLayout,
+    ReceiverInfo,
+    decode,
+    encode,
+    open_reply,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from weight_sync.members import Member, PublisherHandle
+
+log = logging.getLogger(__name__)
+
+
+class SyncOptions(msgspec.Struct, frozen=True, kw_only=True):
+    transport: str = "auto"
+    commit: CommitMode = "auto"
+    num_slots: int = 2
+    timeout_s: float = 120.0
+    verify: bool = True
+    host: str | None = "127.0.0.1"
+    """Address that every party binds its control socket to; None lets each take the one that other nodes reach."""
+    relay: RelayMode = "auto"
+    """Whether replicas hand versions on to each other where they outnumber the learners, or are on other nodes."""
+
+
+class Agreement(msgspec.Struct, frozen=True, kw_only=True):
+    """What all members of an epoch share."""
+
+    manifest: Manifest
+    publishers: tuple[PublisherInfo, ...]
+    layout: tuple[WorkerLayout, ...]
+    """Of every replica."""
+
+
+class EpochOpener:
+    """Stateless but for the number of the epoch and the line sockets' context."""
+
+    def __init__(
+        self, publishers: Sequence[PublisherHandle], *, options: SyncOptions, clock: Callable[[], float]
+    ) -> None:
+        self._publishers = tuple(publishers)
+        self._options = options
+        self._clock = clock
+        self._run_id = secrets.token_hex(8)
+        self._secret = secrets.token_bytes(32)
+        self._epoch = 0
+        self._zmq: zmq.asyncio.Context | None = None
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    async def open(self, members: Sequence[Member], give_up: float) -> Agreement:
+        """Begin a new epoch: plan, and open the learners.
+
+        Raises:
+            PlanMismatch: learner and engine do not fit; nothing was moved.
+            TransportUnusable, WeightSyncError: a learner cannot offer its weights.
+        """
+        self._epoch += 1
+        layouts = await self._describe(give_up)
+        params = layouts[0].params
+        baked = await self._bake(params, members, give_up)
+        first_name, first = next(iter(baked.items()))
+        for name, other in baked.items():
+            if other != first:
+                raise PlanMismatch(f"replicas {first_name} and {name} split the model differently; start them alike")
+        shards = [shard for layout in layouts for shard in layout.shards]
+        # Planning a large model takes a while; the loop has other things to do.
+        manifest = await asyncio.to_thread(
+            build_manifest, epoch=self._epoch, params=params, shards=shards, workers=first
+        )
+        publishers = await self._open_publishers(manifest, give_up)
+        _log_memory(manifest, self._options.num_slots)
+        return Agreement(manifest=manifest, publishers=publishers, layout=first)
+
+    async def check_layout(self, agreement: Agreement, member: Member, give_up: float) -> None:
+        """
+        Raises:
+            PlanMismatch: a newcomer splits the model differently from the replicas of the epoch.
+        """
+        baked = await self._bake(agreement.manifest.params, [member], give_up)
+        if baked[member.name] != agreement.layout:
+            raise PlanMismatch(f"replica {member.name} splits the model differently from the others; start it alike")
+
+    async def connect(self, agreement: Agreement, members: Sequence[Member], give_up: float) -> None:
+        """Open the replicas' workers, and a line to each.
+
+        Raises:
+            PlanMismatch: a worker agreed to another manifest.
+            TransportUnusable: a worker cannot reach a learner.
+        """
+        manifest, options = agreement.manifest, self._options
+
+        def request(name: str) -> bytes:
+            opening = OpenReceiver(
+                run_id=self._run_id,
+                secret=self._secret,
+                epoch=self._epoch,
+                manifest=manifest_to_bytes(manifest),
+                replica=name,
+                commit=options.commit,
+                verify=options.verify,
+                publishers=agreement.publishers,
+                deadline_s=self.left(give_up),
+                host=options.host,
+                relay=options.relay != "off",
+            )
+            return encode(opening)
+
+        replies = await self._on_replicas(members, "ws_open", request, give_up)
+        membership = Membership(run_id=self._run_id, epoch=self._epoch, secret=self._secret)
+        for member in members:
+            parties = enumerate(replies[member.name])
+            workers = tuple(open_reply(reply, ReceiverInfo, party=f"{member.name}/{i}") for i, reply in parties)
+            for info in workers:
+                _check_and_log(info, member.name, manifest)
+            member.connect(workers, self._context(), membership)
+
+    async def link(self, agreement: Agreement, members: Sequence[Member], give_up: float) -> None:
+        """Tell every worker in which order, and from whom, to read its sources.
+
+        Raises:
+            WeightSyncError, TimeoutError: a worker did not take its links.
+        """
+        infos = {member.name: member.workers for member in members}
+        parties = [
+            Party(name=f"{name}/{info.worker}", worker=info.worker, node=info.node, relays=info.relay is not None)
+            for name, workers in infos.items()
+            for info in workers
+        ]
+        handles = {f"{name}/{info.worker}": info.relay for name, workers in infos.items() for info in workers}
+        nodes = {info.rank: info.node for info in agreement.publishers}
+        sources = {plan.worker: sorted({run.src_rank for run in plan.runs}) for plan in agreement.manifest.pull}
+        routes = plan_routes(nodes, parties, sources, relay=self._options.relay)
+        readable = {via for route in routes.values() for via in route.values() if via is not None}
+        if readable:
+            log.info("replicas hand versions on: %d of %d workers are read by others", len(readable), len(parties))
+
+        async def tell(member: Member, index: int) -> None:
+            name = f"{member.name}/{member.workers[index].worker}"
+            via = {rank: from_whom for rank, from_whom in routes[name].items() if from_whom is not None}
+            predecessor = handles[next(iter(via.values()))] if via else None
+            request = LinkRequest(
+                order=tuple(routes[name]), relayed=tuple(via), predecessor=predecessor, is_read=name in readable
+            )
+            await member.lines[index].ask(request, Linked, deadline_s=self.left(give_up))
+
+        await gather_all(tell(member, index) for member in members for index in range(len(member.workers)))
+
+    async def on_publishers(self, method: str, *args: object, timeout_s: float) -> list[bytes]:
+        """The answer of every learner rank, in order."""
+        calls = (publisher.call(method, *args, timeout_s=timeout_s) for publisher in self._publishers)
+        return list(await gather_all(calls))
+
+    def left(self, give_up: float) -> float:
+        """
+        Raises:
+            PullTimeout: nothing.
+        """
+        left_s = give_up - self._clock()
+        if left_s <= 0:
+            raise PullTimeout(f"weight sync took longer than weight_sync.timeout_s = {self._options.timeout_s}")
+        return left_s
+
+    def close(self) -> None:
+        """Idempotent."""
+        context, self._zmq = self._zmq, None
+        if context is not None:
+            context.destroy(0)
+
+    async def _describe(self, give_up: float) -> list[PublisherLayout]:
+        answers = await self.on_publishers("ws_describe", timeout_s=self.left(give_up))
+        layouts = [decode(answer, PublisherLayout) for answer in answers]
+        for layout in layouts[1:]:
+            if layout.params != layouts[0].params:
+                raise PlanMismatch(f"learner ranks {layouts[0].rank} and {layout.rank} describe different parameters")
+        return layouts
+
+    async def _bake(
+        self, params: tuple[ParamMeta, ...], members: Sequence[Member], give_up: float
+    ) -> dict[str, tuple[WorkerLayout, ...]]:
+        request = encode(BakeRequest(params=params))
+        replies = await self._on_replicas(members, "ws_bake", lambda _: request, give_up)
+        return {
+            name: tuple(open_reply(reply, WorkerLayout, party=f"{name}/{i}") for i, reply in enumerate(answers))
+            for name, answers in replies.items()
+        }
+
+    async def _open_publishers(self, manifest: Manifest, give_up: float) -> tuple[PublisherInfo, ...]:
+        opening = OpenPublisher(
+            run_id=self._run_id,
+            secret=self._secret,
+            epoch=self._epoch,
+            manifest=manifest_to_bytes(manifest),
+            transport=self._options.transport,
+            num_slots=self._options.num_slots,
+            verify=self._options.verify,
+            host=self._options.host,
+        )
+        answers = await self.on_publishers("ws_open", encode(opening), timeout_s=self.left(give_up))
+        return tuple(decode(answer, PublisherInfo) for answer in answers)
+
+    async def _on_replicas(
+        self, members: Sequence[Member], method: str, request: Callable[[str], bytes], give_up: float
+    ) -> dict[str, list[Any]]:
+        left_s = self.left(give_up)
+        calls = (member.handle.call(method, request(member.name), timeout_s=left_s) for member in members)
+        return {member.name: reply for member, reply in zip(members, await gather_all(calls), strict=True)}
+
+    def _context(self) -> zmq.asyncio.Context:
+        if self._zmq is None:
+            self._zmq = zmq.asyncio.Context()
+        return self._zmq
+
+
+def _check_and_log(info: ReceiverInfo, replica: str, manifest: Manifest) -> None:
+    if info.manifest_digest != manifest.digest:
+        raise PlanMismatch(f"{replica}/{info.worker} agreed to another manifest: {info.manifest_digest[:12]}")
+    ways = ", ".join(f"learner {rank} by {how}" for rank, how in sorted(info.transports.items()))
+    log.info(
+        "%s/%d: %s; %s; %.1f MB per version, shadow %.1f MB",
+        replica, info.worker, info.commit, ways, info.pull_bytes / 1e6, info.shadow_bytes / 1e6,
+    )  # fmt: skip
+    for reason in info.reasons:
+        log.warning("%s/%d does not read %s", replica, info.worker, reason)
+
+
+def _log_memory(manifest: Manifest, num_slots: int) -> None:
+    largest = max((plan.arena_bytes for plan in manifest.pack), default=0)
+    log.info(
+        "arena of each learner rank: %d slots of at most %.1f MB, %.1f MB in all; made once, kept until the end",
+        num_slots, largest / 1e6, num_slots * largest / 1e6,
+    )  # fmt: skip
