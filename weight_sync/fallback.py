@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from weight_sync.errors import PlanMismatch, WeightSyncError
+from weight_sync.geometry import row_major_strides
 from weight_sync.plan_checks import DTYPE_BYTES
+from weight_sync.types import RecordedCopy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -76,6 +78,18 @@ class ReloadGroup(NamedTuple):
 def virtual_name(checkpoint_name: str) -> str:
     """Name of the virtual parameter that carries a whole checkpoint tensor."""
     return VIRTUAL_PREFIX + checkpoint_name
+
+
+def whole_copy(meta: ParamMeta) -> RecordedCopy:
+    """A whole checkpoint tensor into its virtual parameter."""
+    return RecordedCopy(
+        src_param=meta.name,
+        src_start=(0,) * len(meta.shape),
+        src_size=meta.shape,
+        dst_param=virtual_name(meta.name),
+        dst_offset=0,
+        dst_stride=row_major_strides(meta.shape),
+    )
 
 
 def module_of(parameter_name: str) -> str:

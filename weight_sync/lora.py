@@ -17,6 +17,7 @@ adapters in memory as versions are in flight, and go through files.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
@@ -33,6 +34,7 @@ ADAPTER_ID = 1
 ADAPTER_PATH = "held-by-weight-sync"
 """vLLM wants a path; it is never opened, since an adapter of this id is there before the first request."""
 SLOT = 0
+_PEFT_NAME = re.compile(r"base_model\.model\.(?P<rest>.+\.lora_(?P<matrix>[AB])\.weight)")
 
 
 class _Layer(Protocol):
@@ -185,11 +187,9 @@ class AdapterSlot(TensorTree):
         Raises:
             ValueError: an adapter is incomplete or belongs to no linear layer of the engine.
         """
-        from vllm.lora.utils import parse_fine_tuned_lora_name
-
         found: dict[str, dict[bool, torch.Tensor]] = {}
         for name, tensor in weights:
-            module, is_a = parse_fine_tuned_lora_name(name, self._mapper)
+            module, is_a = _module_of(name, self._mapper)
             found.setdefault(module, {})[is_a] = tensor
         for name, pair in found.items():
             if len(pair) != 2:
@@ -200,6 +200,17 @@ class AdapterSlot(TensorTree):
             raise ValueError(
                 f"the engine has no linear layer with LoRA for {sorted(found)}; it has {sorted(self._linear)}"
             )
+
+
+def _module_of(name: str, mapper: Any) -> tuple[str, bool]:
+    """Layer of the engine that a matrix called as by `peft_name` belongs to, and whether it is A."""
+    match = _PEFT_NAME.fullmatch(name)
+    if match is None:
+        raise ValueError(f"{name} is not the name of a LoRA matrix, such as {peft_name('model.x', is_a=True)}")
+    mapped = match["rest"] if mapper is None else mapper._map_name(match["rest"])
+    if mapped is None:
+        raise ValueError(f"the engine's model has no layer for {name}")
+    return mapped.removesuffix(f".lora_{match['matrix']}.weight"), match["matrix"] == "A"
 
 
 class _View(NamedTuple):

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FIRST_POLL_S, LAST_POLL_S = 0.001, 0.02
+POLL_FRAC = 0.05
+"""A pull is looked at whenever it has taken this much longer: little is lost, and long pulls are not asked often."""
+FIRST_POLL_S, LAST_POLL_S = 0.0005, 0.05
 QUIET_S = 1.0
 """A worker's control thread answers in well under a millisecond."""
 SILENCE_S = 10.0
@@ -154,10 +156,9 @@ class Member:
         """Over the workers' own control lines, which do not wait for a turn of the engine's loop."""
         left_s = self._left(version, give_up)
         progress = await self._ask(PrefetchRequest(version=version, deadline_s=left_s), version, give_up)
-        pause_s = FIRST_POLL_S
+        started = self._clock()
         while not all(one.is_done for one in progress):
-            await asyncio.sleep(pause_s)
-            pause_s = min(pause_s * 1.5, LAST_POLL_S)
+            await asyncio.sleep(min(max(FIRST_POLL_S, POLL_FRAC * (self._clock() - started)), LAST_POLL_S))
             progress = await self._ask(PollRequest(version=version), version, give_up)
 
     async def _ask(self, request: Request, version: int, give_up: float) -> list[Progress]:

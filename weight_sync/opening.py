@@ -213,10 +213,13 @@ class EpochOpener:
     ) -> dict[str, tuple[WorkerLayout, ...]]:
         request = encode(BakeRequest(params=params))
         replies = await self._on_replicas(members, "ws_bake", lambda _: request, give_up)
-        return {
+        layouts = {
             name: tuple(open_reply(reply, WorkerLayout, party=f"{name}/{i}") for i, reply in enumerate(answers))
             for name, answers in replies.items()
         }
+        for line in dict.fromkeys(line for workers in layouts.values() for w in workers for line in w.decisions):
+            log.info("modules of the engines: %s", line)
+        return layouts
 
     async def _open_publishers(self, manifest: Manifest, give_up: float) -> tuple[PublisherInfo, ...]:
         opening = OpenPublisher(

@@ -41,16 +41,18 @@ def pack_steps(manifest: Manifest, plan: PackPlan, slots: Sequence[torch.Tensor]
 class Packer:
     """Packs local shards into slots on a stream of its own.
 
-    The movers hold the addresses of the shards, which an optimizer updates in place. They are built with the first pack
-    of each slot, and again if a shard has moved (offload, a reload).
+    The movers hold the addresses of the shards, which an optimizer updates in place. They are built with the first
+    pack, and again if a shard has moved (offload, a reload).
     """
 
-    def __init__(self, backend: Backend, steps: Sequence[PackStep]) -> None:
+    def __init__(self, backend: Backend, steps: Sequence[PackStep], *, num_slots: int) -> None:
         self._backend = backend
         self._steps = tuple(steps)
+        self._num_slots = num_slots
         self._params = tuple(sorted({step.param for step in steps}))
         self._stream = backend.new_stream()
-        self._movers: dict[int, tuple[tuple[int, ...], Mover]] = {}
+        self._addresses: tuple[int, ...] | None = None
+        self._movers: tuple[Mover, ...] = ()
 
     def pack(self, slot: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Returns when the bytes are in the slot, so the shards may change again.
@@ -65,13 +67,12 @@ class Packer:
                 "gave no local shard; describe the model again and open a new epoch"
             )
         addresses = tuple(tensors[name].data_ptr() for name in self._params)
-        known = self._movers.get(slot)
-        if known is None or known[0] != addresses:
-            known = addresses, self._backend.mover(self._pairs(slot, tensors))
-            self._movers[slot] = known
+        if addresses != self._addresses:
+            self._movers = tuple(self._backend.mover(self._pairs(each, tensors)) for each in range(self._num_slots))
+            self._addresses = addresses
         # Whatever last wrote the shards ran on another stream.
         self._backend.synchronize()
-        known[1](self._stream)
+        self._movers[slot](self._stream)
         self._backend.synchronize(self._stream)
 
     def _pairs(self, slot: int, tensors: Mapping[str, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:

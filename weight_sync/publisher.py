@@ -3,7 +3,7 @@
     describe ─> open(epoch) ─> publish(v0) ─> publish(v1) ─> ... ─> close
                   │                ├ learner's thread: wait for a slot, pack (one pass over memory)
                   │                └ sealing thread: digest, make visible, seal (a lease is `pending` until then)
-                  └ slots, control thread, probe pattern; nothing is allocated after the first publish of each slot
+                  └ slots, control thread, probe pattern; nothing is allocated after the first publish
 
 There is no collective and no full tensor: a rank packs boxes of its own shards, and ranks may publish in any order.
 """
@@ -233,7 +233,14 @@ class WeightPublisher:
         segments = segments_of(manifest, self._rank)
         arena = Arena(opening.num_slots, clock=self._clock)
         sealer = Sealer(
-            self._backend, end, arena, ranges=segments.ranges, verify=opening.verify, clock=self._clock, rank=self._rank
+            self._backend,
+            end,
+            arena,
+            ranges=segments.ranges,
+            num_slots=opening.num_slots,
+            verify=opening.verify,
+            clock=self._clock,
+            rank=self._rank,
         )
         return Epoch(
             request=opening,
@@ -241,7 +248,7 @@ class WeightPublisher:
             segments=segments,
             arena=arena,
             end=end,
-            packer=Packer(self._backend, pack_steps(manifest, plan, slots)),
+            packer=Packer(self._backend, pack_steps(manifest, plan, slots), num_slots=opening.num_slots),
             sealer=sealer,
             reports={},
         )

@@ -14,7 +14,6 @@ does not matter whether the engine made them in inference mode.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -46,8 +45,6 @@ if TYPE_CHECKING:
     from weight_sync.device.base import Backend
     from weight_sync.fallback import Reloader
     from weight_sync.types import ParamMeta, WorkerLayout
-
-log = logging.getLogger(__name__)
 
 
 class WeightReceiver:
@@ -91,8 +88,6 @@ class WeightReceiver:
     def bake(self, params: Sequence[ParamMeta]) -> WorkerLayout:
         """Let the engine's own loader show where every checkpoint element lands. Writes nothing."""
         self._recorded = record(self._model, params, worker=self._worker, reloader=self._reloader)
-        for line in self._recorded.decisions:
-            log.info("worker %d: %s", self._worker, line)
         return self._recorded.layout
 
     def open(self, request: OpenReceiver) -> ReceiverInfo:

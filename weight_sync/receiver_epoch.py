@@ -27,7 +27,7 @@ from weight_sync.transports.base import Piece, ReceiverEnd
 from weight_sync.transports.reach import Reach
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from weight_sync.control import LinkRequest
     from weight_sync.device.base import Backend, Digester, Mover
@@ -111,8 +111,8 @@ class ReceiverEpoch:
         self._leases = Leases(
             self._sources, worker=self.plan.worker, holder=self._holder, ttl_s=request.lease_s, clock=host.clock
         )
-        self._digesters: dict[tuple[int, bool], Digester] = {}
-        self._mover: Mover | None = None
+        self._arrived = self._digesters_of(landing.arrivals) if request.verify else {}
+        self._mover: Mover = host.backend.mover(landing.moves)
 
     @property
     def transports(self) -> dict[int, str]:
@@ -183,13 +183,11 @@ class ReceiverEpoch:
 
     def copy_from_shadow(self) -> None:
         """Device-local copy of every run into the parameters. Asynchronous where the device is."""
-        if self._mover is None:
-            self._mover = self._host.backend.mover(self.landing.moves)
         self._mover()
 
     def live_digests(self) -> dict[int, tuple[int, ...]]:
         """Source rank -> digest of each of its runs, read from the live parameters, in plan order."""
-        return {rank: self._digests(rank, is_live=True) for rank in self._sources}
+        return {rank: digester() for rank, digester in self._digesters_of(self.landing.params).items()}
 
     def check_addresses(self) -> None:
         """
@@ -219,8 +217,7 @@ class ReceiverEpoch:
         for source in self._sources.values():
             source.client.close()
         self._context.term()
-        self._digesters.clear()
-        self._mover = None
+        self._arrived.clear()
         self.landing.close()
 
     def _connect(self) -> dict[int, Source]:
@@ -301,14 +298,10 @@ class ReceiverEpoch:
                 f"{self._holder}: learner {rank} sent {len(sent)} digests for {len(source.runs)} runs; "
                 "open both sides with the same manifest and the same `verify`"
             )
-        found = self._digests(rank, is_live=False)
+        found = self._arrived[rank]()
         return [i for i, a, b in zip(source.runs, sent, found, strict=True) if a != b]
 
-    def _digests(self, rank: int, *, is_live: bool) -> tuple[int, ...]:
-        """Digest of every run from `rank`, as the parameters hold it or as it arrived."""
-        digester = self._digesters.get((rank, is_live))
-        if digester is None:
-            views = self.landing.params if is_live else self.landing.arrivals
-            digester = self._host.backend.digester([views[i] for i in self._sources[rank].runs])
-            self._digesters[rank, is_live] = digester
-        return digester()
+    def _digesters_of(self, views: Sequence[torch.Tensor]) -> dict[int, Digester]:
+        """Source rank -> digester of its runs, given every run's bytes."""
+        digester = self._host.backend.digester
+        return {rank: digester([views[i] for i in source.runs]) for rank, source in self._sources.items()}

@@ -15,6 +15,7 @@ from collections import defaultdict
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+import msgspec
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -23,8 +24,8 @@ from weight_sync.blend import Blend, Temporaries, compute, sources_in
 from weight_sync.derived import derived_modules
 from weight_sync.engine_memory import Coverage, EngineMemory
 from weight_sync.errors import PlanMismatch
-from weight_sync.fallback import ReloadedModule, decision_lines, module_of, virtual_name
-from weight_sync.geometry import BoxCopy, TooScattered, ViewDim, row_major_strides, split_into_boxes
+from weight_sync.fallback import ReloadedModule, decision_lines, module_of, virtual_name, whole_copy
+from weight_sync.geometry import BoxCopy, TooScattered, ViewDim, split_into_boxes
 from weight_sync.ghost import Ghost, follow, ghosts_in, is_view, new_ghost
 from weight_sync.types import EngineParam, ParamMeta, RecordedCopy, WorkerLayout
 from weight_sync.vllm_compat import rearranged_experts
@@ -57,8 +58,6 @@ class Recorded(NamedTuple):
     layout: WorkerLayout
     reloaded: tuple[ReloadedModule, ...]
     """Modules that are loaded through the fallback; their tensors are virtual parameters of `layout`."""
-    decisions: tuple[str, ...]
-    """Direct or fallback, and why: lines for the log."""
 
 
 def record_layout(model: torch.nn.Module, params: Sequence[ParamMeta], *, worker: int) -> WorkerLayout:
@@ -110,7 +109,7 @@ def record(
     away = {entry.module for entry in reloaded}
     direct = dict.fromkeys(module_of(param.name) for param in layout.params if module_of(param.name) in modules)
     decisions = decision_lines([name for name in direct if name not in away], reloaded)
-    return Recorded(layout, reloaded, decisions)
+    return Recorded(msgspec.structs.replace(layout, decisions=decisions), reloaded)
 
 
 def _reloaded(
@@ -159,17 +158,7 @@ def _layout(
     carried = {name for entry in reloaded for name in entry.tensors}
     metas = [meta for meta in params if meta.name in carried]
     copies = [copy for copy in recording.copies if module_of(copy.dst_param) not in away]
-    copies += [
-        RecordedCopy(
-            src_param=meta.name,
-            src_start=(0,) * len(meta.shape),
-            src_size=meta.shape,
-            dst_param=virtual_name(meta.name),
-            dst_offset=0,
-            dst_stride=row_major_strides(meta.shape),
-        )
-        for meta in metas
-    ]
+    copies += map(whole_copy, metas)
     described = [p for p in memory.described({c.dst_param for c in copies}) if module_of(p.name) not in away]
     described += [EngineParam(name=virtual_name(meta.name), shape=meta.shape, dtype=meta.dtype) for meta in metas]
     return WorkerLayout(worker=worker, params=tuple(described), copies=tuple(copies))

@@ -39,12 +39,12 @@ class Sealer:
         arena: Arena,
         *,
         ranges: Sequence[tuple[int, int]],
+        num_slots: int,
         verify: bool,
         clock: Callable[[], float],
         rank: int,
     ) -> None:
         """`ranges` are (offset, bytes) within a slot."""
-        self._backend = backend
         self._end = end
         self._arena = arena
         self._ranges = tuple(ranges)
@@ -55,7 +55,12 @@ class Sealer:
         self._version: int | None = None
         self._future: Future[None] | None = None
         self._sealed: dict[int, Sealed] = {}
-        self._digesters: dict[int, Digester] = {}
+        self._digesters: tuple[Digester, ...] = ()
+        if self._ranges:
+            slots = [end.slot(index) for index in range(num_slots)]
+            self._digesters = tuple(
+                backend.digester([slot[start : start + size] for start, size in self._ranges]) for slot in slots
+            )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weight-sync-seal")
 
     def start(self, version: int, slot: int) -> None:
@@ -92,21 +97,14 @@ class Sealer:
 
     def digests_of(self, slot: int) -> tuple[int, ...]:
         """Digest of every range of a slot as it is now."""
-        if not self._ranges:
-            return ()
-        digester = self._digesters.get(slot)
-        if digester is None:
-            data = self._end.slot(slot)
-            digester = self._backend.digester([data[start : start + size] for start, size in self._ranges])
-            self._digesters[slot] = digester
-        return digester()
+        return self._digesters[slot]() if self._ranges else ()
 
     def close(self) -> None:
         """Waits for a slot that is being sealed. Idempotent."""
         with contextlib.suppress(WeightSyncError):
             self.wait(30.0)
         self._thread.shutdown(wait=False)
-        self._digesters.clear()
+        self._digesters = ()
 
     def _seal(self, version: int, slot: int) -> None:
         started = self._clock()

@@ -65,6 +65,8 @@ class WorkerLayout(msgspec.Struct, frozen=True, kw_only=True):
     """Rank of the worker inside its replica (TP and PP flattened)."""
     params: tuple[EngineParam, ...]
     copies: tuple[RecordedCopy, ...]
+    decisions: tuple[str, ...] = ()
+    """Which kinds of modules are written directly and which go through the fallback, and why: lines for the log."""
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):

@@ -31,7 +31,7 @@ class Layer(torch.nn.Module):
         self.rows = ROWS // num_workers
         self.weight = _parameter(torch.zeros(self.rows * len(sources), COLUMNS, dtype=torch.bfloat16))
         self.bias = _parameter(torch.zeros(self.rows, dtype=torch.bfloat16))
-        self.cached: Any = lambda: None
+        vars(self)["cached"] = lambda: None
         self.expected = {name: tensor.detach().to("meta") for name, tensor in self.named_parameters()}
 
     def load(self, source: str, tensor: torch.Tensor) -> int:
@@ -46,7 +46,7 @@ class Layer(torch.nn.Module):
         """What the engine does after loading."""
         match self.kind:
             case "plain":
-                self.cached = lambda: None
+                vars(self)["cached"] = lambda: None
             case "quantised":
                 scale = self.weight.data.float().abs().amax(dim=1, keepdim=True) / 127 + 1e-6
                 codes = (self.weight.data.float() / scale).round().to(torch.int8)
@@ -55,7 +55,7 @@ class Layer(torch.nn.Module):
                 self.weight.data = self.weight.data.flip(0).contiguous()
             case "packed":
                 packed = self.weight.data.t().contiguous()
-                self.cached = lambda: packed
+                vars(self)["cached"] = lambda: packed
             case "renamed":
                 self.kernel = _parameter(self.weight.data.t().contiguous())
                 del self.weight
@@ -68,7 +68,7 @@ class Layer(torch.nn.Module):
             case "shuffled":
                 weight = self.weight.data.flip(0).float()
             case "packed":
-                weight = self.cached().t().float()
+                weight = vars(self)["cached"]().t().float()
             case "renamed":
                 weight = self.kernel.data.t().float()
             case _:

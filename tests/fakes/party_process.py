@@ -129,7 +129,8 @@ class PartyProcess:
         return process_state(self.pid) in "TtZX"
 
     def kill(self) -> None:
-        self.signal(signal.SIGKILL)
+        """Idempotent."""
+        self.process.kill()
         self.process.join(10)
 
     def close(self) -> None:

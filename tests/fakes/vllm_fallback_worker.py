@@ -87,7 +87,7 @@ class Check:
         report: dict[str, object] = {
             "untouched": untouched,
             "refused_without": _refused(self.model, self.params),
-            "decisions": list(recorded.decisions),
+            "decisions": list(recorded.layout.decisions),
             "fallback_bytes": landing.fallback.nbytes,
         }
         self.corrupt(landing)

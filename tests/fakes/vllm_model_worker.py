@@ -175,6 +175,9 @@ def check(learner: Learner, folder: Path, *, tp: int, pp: int) -> Iterator[dict[
             "differing": {world: _differing(states[rank], by_vllm) for world, states in by_plan.items()},
             "changed": len(_differing(before[rank], by_vllm)),
             "num_params": len(layouts[rank].params),
+            "vocabulary": [
+                p.name for p in layouts[rank].params if p.name.endswith(("embed_tokens.weight", "lm_head.weight"))
+            ],
             "num_copies": len(layouts[rank].copies),
             "num_runs": {world: len(manifest.pull[rank].runs) for world, manifest in manifests.items()},
             "pulled_bytes": {world: manifest.pull[rank].nbytes for world, manifest in manifests.items()},

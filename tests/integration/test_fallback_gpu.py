@@ -32,7 +32,7 @@ pytestmark = [
 ]
 CONFIG = Qwen2Config(
     hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-    head_dim=64, vocab_size=512, max_position_embeddings=256, tie_word_embeddings=False, eos_token_id=1,
+    vocab_size=512, max_position_embeddings=256, tie_word_embeddings=False, eos_token_id=1,
 )  # fmt: skip
 PROMPT = list(range(5, 37))
 ENGINE: dict[str, Any] = {"quantization": "fp8", "enforce_eager": False, "gpu_memory_utilization": 0.2}

@@ -1,4 +1,4 @@
-"""The fallback with vLLM's own layer-wise reload: weights quantised to fp8 while loading, or packed by the CPU build."""
+"""The fallback with vLLM's own layer-wise reload: weights quantised to fp8 while loading, or packed for the CPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytest.importorskip("vllm", reason="the engine is an optional dependency")
 _ROOT = Path(__file__).parents[2]
 _CONFIG = Qwen2Config(
     hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    head_dim=32, vocab_size=100, max_position_embeddings=64, tie_word_embeddings=False,
+    vocab_size=100, max_position_embeddings=64, tie_word_embeddings=False,
 )  # fmt: skip
 
 

@@ -130,13 +130,19 @@ def test_recording_writes_nothing(reports: list[dict[str, Any]]) -> None:
 
 def _vocabulary(report: dict[str, Any]) -> tuple[int, int, int]:
     """Vocabulary matrices of a worker, its rows of each, and how many of those pad the vocabulary of 100 to 128."""
-    name, split = report["case"].split(":")
-    tp, pp = int(split[0]), int(split[2])
-    stage, index = divmod(report["worker"], tp)
-    is_tied, is_last = _CONFIGS[name].tie_word_embeddings, stage == pp - 1
+    tp = int(report["case"].split(":")[1][0])
     rows = 128 // tp
-    padded = min(rows, max(0, (index + 1) * rows - 100))
-    return (stage == 0 or (is_tied and is_last)) + (is_last and not is_tied), rows, padded
+    return len(report["vocabulary"]), rows, min(rows, max(0, (report["worker"] % tp + 1) * rows - 100))
+
+
+def test_tied_embedding_is_on_the_first_and_on_the_last_stage(reports: list[dict[str, Any]]) -> None:
+    """Two copies of one checkpoint tensor, of which each worker needs its rows."""
+    found = {(r["case"], r["worker"]): r["vocabulary"] for r in reports}
+    for case, num_workers in {"mistral:1x2": 2, "qwen2_tied:2x2": 4}.items():
+        assert [found[case, w] for w in range(num_workers)] == [["model.embed_tokens.weight"]] * num_workers
+    assert found["qwen2_untied:1x2", 0] == ["model.embed_tokens.weight"]
+    assert found["qwen2_untied:1x2", 1] == ["lm_head.weight"]
+    assert found["qwen2_untied:2x1", 0] == ["model.embed_tokens.weight", "lm_head.weight"]
 
 
 def test_plan_writes_what_vllms_loader_writes(reports: list[dict[str, Any]]) -> None:
@@ -173,7 +179,7 @@ def test_replica_without_its_last_worker_is_refused(reports: list[dict[str, Any]
         if int(split[2]) == 2 and int(split[0]) == 1:
             assert "model.layers.1.mlp.down_proj.weight (64, 96) is trained but no" in report["without_last_worker"]
         elif int(split[0]) > 1:
-            assert "elements of model.layers.1." in report["without_last_worker"], report
+            assert "elements of model.layers." in report["without_last_worker"], report
 
 
 def test_experts_on_plain_weights_compute_what_transformers_computes(reports: list[dict[str, Any]]) -> None:

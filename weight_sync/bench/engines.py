@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from weight_sync.bench.children import Child
 from weight_sync.bench.traffic import Traffic, Windows, merged
+from weight_sync.device.select import get_backend
 from weight_sync.vllm_compat import EXTENSION, check_vllm_version, pause_engine, resume_engine, set_engine_version
 from weight_sync.wire import CommitResult, reply_state
 
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 PROMPT_TOKENS = 32
 CPU_CACHE_BYTES = 256 << 20
 SETTLE_S, UNDISTURBED_S, BETWEEN_SYNCS_S = 2.0, 3.0, 0.25
-LAUNCH_S = 600.0
 SHUTDOWN_S = 30.0
 
 
@@ -48,24 +48,24 @@ def vllm_replicas(case: Case, backend: Backend) -> Callable[[int, Sequence[int],
     num_devices = backend.num_devices()
 
     def make(number: int, devices: Sequence[int], journal: Journal) -> Replica:
-        environment = engine_environment(case, backend, devices=tuple(devices), num_devices=num_devices)
+        environment = engine_environment(case, backend)
+        if backend.visible_devices_var is not None:
+            environment[backend.visible_devices_var] = backend.visible_devices(tuple(devices), num_devices)
         return VllmReplica(case, f"r{number}", environment, journal)
 
     return make
 
 
-def engine_environment(case: Case, backend: Backend, *, devices: tuple[int, ...], num_devices: int) -> dict[str, str]:
-    """Variables of one engine's processes."""
+def engine_environment(case: Case, backend: Backend) -> dict[str, str]:
+    """Variables of an engine's processes. A value that the user has set wins."""
     found = {variable.name: variable.value for variable in backend.process_env("engine")}
     found |= {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    if backend.visible_devices_var is not None:
-        found[backend.visible_devices_var] = backend.visible_devices(devices, num_devices)
     if backend.name == "cpu":
         # No plugins; no C++ compiler run for one small function of the sampler.
         found |= {"VLLM_PLUGINS": "", "TORCHDYNAMO_DISABLE": "1"}
         if case.tp == 1:
             found["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    return found
+    return {name: value for name, value in found.items() if name not in os.environ}
 
 
 def engine_arguments(case: Case, backend: Backend, folder: str) -> dict[str, Any]:
@@ -121,12 +121,7 @@ class VllmHost:
     """Lives in the child: an engine, the loop it runs in, and its requests."""
 
     def __init__(self, case: Case, environment: dict[str, str]) -> None:
-        from weight_sync.device.select import get_backend
-
-        # A value that the user has set wins, except over which devices are this engine's.
-        backend = get_backend(case.device)
-        own = {k: v for k, v in environment.items() if k == backend.visible_devices_var or k not in os.environ}
-        os.environ.update(own)
+        os.environ.update(environment)  # before anything asks which devices there are
         self._case = case
         self._folder = tempfile.TemporaryDirectory(prefix="weight-sync-bench-")
         config = json.dumps(case.architecture.config(case.dtype))
@@ -134,7 +129,7 @@ class VllmHost:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="engine-loop", daemon=True)
         self._thread.start()
-        self._engine = _launch(engine_arguments(case, backend, self._folder.name))
+        self._engine = _launch(engine_arguments(case, get_backend(case.device), self._folder.name))
         self._traffic = Traffic(self._generate, max_tokens=case.max_tokens)
 
     def call(self, method: str, *args: Any) -> Any:

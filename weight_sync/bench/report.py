@@ -38,8 +38,8 @@ def table(results: Results) -> str:
     ceiling = results.ceiling()
     if ceiling:
         lines.append(
-            f"  {'ceiling (plain copies)':<28}{_ms(ceiling['s_p50'])} p50 {ceiling['gb_s_p50']:8.1f} GB/s, "
-            f"pull reaches {ceiling['ratio']:.3f} of it"
+            f"  {'ceiling (plain copies)':<28}{_ms(ceiling['s_p50'])} p50 {_ms(ceiling['s_best'])} best, "
+            f"{ceiling['gb_s_best']:.1f} GB/s; pulls reach {ceiling['ratio']:.3f} of it"
         )
     lines += [
         f"  {name:<28}{_ms(baseline['seconds']['p50'])} p50 {_ms(baseline['seconds']['max'])} max, "

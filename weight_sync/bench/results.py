@@ -132,17 +132,21 @@ class Results:
         return found
 
     def ceiling(self) -> dict[str, float]:
-        """The slowest worker's plain copies, and the fraction of that speed that pulls reach."""
+        """The slowest worker's plain copies, and the fraction of that speed that pulls reach.
+
+        `ratio` is the best of the copies to the median of the pulls: a ceiling is what the machine can do.
+        """
         if not self.ceiling_s or not self.samples:
             return {}
-        copied = spread(self.ceiling_s)
+        copied, best = spread(self.ceiling_s), min(self.ceiling_s)
         nbytes = max(self.worker_bytes.values())
         pulled = self.figures()["pull_s"]["p50"]
         return {
+            "s_best": best,
             "s_p50": copied["p50"],
             "s_max": copied["max"],
-            "gb_s_p50": rate(nbytes, copied["p50"]),
-            "ratio": copied["p50"] / pulled if pulled > 0 else math.inf,
+            "gb_s_best": rate(nbytes, best),
+            "ratio": best / pulled if pulled > 0 else math.inf,
         }
 
     def as_json(self) -> dict[str, Any]:

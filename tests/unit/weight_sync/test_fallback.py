@@ -163,8 +163,8 @@ def test_layout_sends_whole_tensors_of_derived_modules_and_boxes_of_the_others()
         else:
             assert copy.src_start[0] == 3, "worker 1 of 2 takes the second half of the rows"
     quantised = "weight is int8 (4, 6) with strides (1, 4), its loader fills bfloat16 (6, 4)"
-    assert recorded.decisions[0] == "layers.* x1: direct (its loader's copies cover it exactly once)"
-    assert f"layers.* x2: fallback ({quantised})" in recorded.decisions
+    assert recorded.layout.decisions[0] == "layers.* x1: direct (its loader's copies cover it exactly once)"
+    assert f"layers.* x2: fallback ({quantised})" in recorded.layout.decisions
 
 
 class _ReusesTooEarly(Fallback):

@@ -1,7 +1,8 @@
-"""Two-sided transports in one process: how pulls are cut, what the publisher's half refuses, and the vendors' groups."""
+"""Two-sided transports in one process: how pulls are cut, what the publisher refuses, and the vendors' groups."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import threading
@@ -42,7 +43,7 @@ def test_batches_hold_every_message_once_in_order_and_no_more_than_they_may(size
         assert 0 < len(batch) <= messages.BATCH_MESSAGES
         assert sum(batch) <= limit or len(batch) == 1
     # No batch could have taken the next one's first message.
-    for batch, following in zip(found, found[1:], strict=False):
+    for batch, following in itertools.pairwise(found):
         assert len(batch) == messages.BATCH_MESSAGES or sum(batch) + following[0] > limit
 
 
@@ -81,7 +82,7 @@ def test_stores_become_equal_and_carry_every_key_once() -> None:
 
 def test_there_is_no_address_that_leads_to_nowhere() -> None:
     assert own_address("127.0.0.1") == "127.0.0.1"
-    with pytest.raises(TransportUnusable, match="no route to the publisher at 'no.such.host.invalid'"):
+    with pytest.raises(TransportUnusable, match=r"no route to the publisher at 'no\.such\.host\.invalid'"):
         own_address("no.such.host.invalid")
 
 
@@ -178,11 +179,8 @@ def test_a_receiver_that_meets_again_leaves_its_old_group_and_nobody_elses(
     assert old.aborted.wait(5)
     assert not other.aborted.is_set()
     assert not new.aborted.is_set()
-    for request in (
-        PairWatch(group=b"old"),
-        PairSend(group=b"old", number=0, slot=0, ranges=()),
-        PairDrop(group=b"old"),
-    ):
+    late = PairSend(group=b"old", number=0, slot=0, ranges=())
+    for request in (PairWatch(group=b"old"), late, PairDrop(group=b"old")):
         with pytest.raises(VersionUnavailable, match="a group that is not its current one"):
             end.answer("a/0", request)
     with pytest.raises(VersionUnavailable):
@@ -237,8 +235,8 @@ def both(build: Callable[[int], Any]) -> tuple[Any, Any]:
 class Work:
     """What a collective library gives back: completes by itself, and `wait` only raises what went wrong."""
 
-    def __init__(self, owner: FakeLibrary, transfer: process_groups.GlooTransfer) -> None:
-        self._owner, self._error = owner, ""
+    def __init__(self, transfer: process_groups.GlooTransfer) -> None:
+        self._error = ""
         self._thread = threading.Thread(target=self._run, args=(transfer,), daemon=True)
         self._thread.start()
 
@@ -267,17 +265,25 @@ class FakeLibrary:
     def __init__(self, store: Any, rank: int, size: int, options: FakeLibrary.Options) -> None:
         names = ("HCCL_BLOCKING_WAIT", "TORCH_HCCL_BLOCKING_WAIT", "HCCL_ASYNC_ERROR_HANDLING")
         FakeLibrary.seen = (*FakeLibrary.seen, tuple(os.environ.get(name) for name in names))
-        self._group = GlooGroup(store, rank=rank, timeout_s=options._timeout.total_seconds(), host="127.0.0.1")
+        timeout_s = options._timeout.total_seconds()
+        self._connect = lambda: GlooGroup(store, rank=rank, timeout_s=timeout_s, host="127.0.0.1")
+        self._connected: GlooGroup | None = None
+
+    def _group(self) -> GlooGroup:
+        """The library connects with the first message, not when it is built."""
+        if self._connected is None:
+            self._connected = self._connect()
+        return self._connected
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Work:
-        return Work(self, self._group.send(tensors))
+        return Work(self._group().send(tensors))
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Work:
-        return Work(self, self._group.receive(tensors))
+        return Work(self._group().receive(tensors))
 
     def abort_hccl_comm(self, reason: str) -> None:
         assert "peer" in reason
-        self._group.abort()
+        self._group().abort()
 
 
 @pytest.fixture

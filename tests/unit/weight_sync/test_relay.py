@@ -4,7 +4,7 @@ import itertools
 import signal
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -140,26 +140,33 @@ def test_an_older_version_is_waited_out_and_a_newer_one_is_not(pair: Pair) -> No
 
 
 def test_what_is_overwritten_during_a_copy_does_not_count(pair: Pair) -> None:
-    """The predecessor begins its next version exactly while a batch is copied."""
+    """The predecessor begins its next version between the order to copy and the end of that copy."""
+    orders: dict[object, list[tuple[torch.Tensor, torch.Tensor]]] = {"one": [], "two": []}
+    waits = [0]
+
+    def order(dst: torch.Tensor, src: torch.Tensor, stream: object) -> None:
+        orders[stream].append((dst, src))
+
+    def carry_out(stream: object) -> None:
+        waits[0] += 1
+        if waits[0] == 4:
+            pair.outlet.begin(2)
+            pair.first.fill(2, 2)
+        for dst, src in orders[stream]:
+            dst.copy_(src)
+        orders[stream].clear()
+
+    pair.second.backend.copy_async = order  # type: ignore[method-assign]
+    pair.second.backend.synchronize = carry_out  # type: ignore[method-assign]
+    pair.inlet._streams = ("one", "two")
     pair.outlet.begin(1)
     pair.first.fill(2, 1)
     pair.outlet.advance(2, NUM_PIECES)
-    copied: list[int] = []
-    copy_async = pair.second.backend.copy_async
-
-    def copy_slowly(dst: torch.Tensor, src: torch.Tensor, stream: Any | None = None) -> None:
-        copied.append(dst.numel())
-        if len(copied) == 7:  # two copies a batch: this is in the fourth
-            pair.outlet.begin(2)
-            pair.first.fill(2, 2)
-        copy_async(dst, src, stream)
-
-    pair.second.backend.copy_async = copy_slowly  # type: ignore[method-assign]
     with pytest.raises(RelayStalled, match="went on to version 2") as stalled:
         pair.inlet.pull(2, 1, check=nothing)
-    assert 0 < stalled.value.pieces_done <= 6
-    assert pair.second.holds(2, 1, stalled.value.pieces_done)
-    assert not pair.second.holds(2, 1, 8), "the test did not overwrite what was copied"
+    assert stalled.value.pieces_done == 6, "three reports of two pieces each"
+    assert pair.second.holds(2, 1, 6)
+    assert not pair.second.holds(2, 1, 8), "the copy was not disturbed, so this shows nothing"
 
 
 @pytest.mark.parametrize(
@@ -399,8 +406,8 @@ def test_a_predecessor_killed_in_mid_stream_is_noticed_long_before_patience_ends
 
 
 def test_only_the_neighbour_of_a_stopped_predecessor_loses_patience(predecessor: RelayProcess) -> None:
-    neighbour = Follower(decode(predecessor.handle(), RelayHandle), patience_s=1.0)
-    last = Follower(neighbour.outlet.handle, patience_s=1.0)
+    neighbour = Follower(decode(predecessor.handle(), RelayHandle), patience_s=1.4)
+    last = Follower(neighbour.outlet.handle, patience_s=0.7)
     predecessor.tell("begin", 1)
     neighbour.start(1)
     last.start(1)

@@ -59,14 +59,15 @@ def results(**changes: Any) -> Results:
     return found
 
 
-def test_figures_are_median_and_maximum_and_the_ratio_compares_medians() -> None:
+def test_figures_are_median_and_maximum_and_the_ratio_is_to_the_best_copy() -> None:
     found = results()
     assert found.figures()["pull_s"] == {"p50": 0.2, "max": 0.4}
     assert found.figures()["total_s"]["max"] == pytest.approx(1.1)
     worker = found.worker_figures()["r0/0"]
     assert (worker["gb_s_p50"], worker["gb_s_min"]) == (pytest.approx(10.0), pytest.approx(5.0))
     ceiling = found.ceiling()
-    assert (ceiling["gb_s_p50"], ceiling["ratio"]) == (pytest.approx(12.5), pytest.approx(0.8))
+    assert (ceiling["s_p50"], ceiling["gb_s_best"]) == (0.16, pytest.approx(2 / 0.15))
+    assert ceiling["ratio"] == pytest.approx(0.75)
     assert found.problems() == []
 
 
