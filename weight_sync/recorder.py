@@ -131,8 +131,8 @@ def _reloaded(
             problems.append(counts.describe(block))
         elif counts.twice:
             why.setdefault(module, f"{counts.twice} elements of {block.name} are written more than once")
-    problems += [f"{module} ({text}): the loader reads nothing for it" for module, text in why.items()
-                 if not recording.touched[module]]  # fmt: skip
+    unread = [module for module in why if not recording.touched[module]]
+    problems += [f"{module} ({why[module]}): the loader reads nothing for it" for module in unread]
     if problems:
         lines = "".join(f"\n  - {problem}" for problem in problems)
         raise PlanMismatch(f"worker {worker}: the loader does not fill every parameter exactly once:{lines}")
@@ -165,8 +165,7 @@ def _layout(
 
 
 def _run_loader(model: torch.nn.Module, params: Sequence[ParamMeta], recording: _Recording) -> None:
-    load_weights = getattr(model, "load_weights", None)
-    if not callable(load_weights):
+    if not callable(load_weights := getattr(model, "load_weights", None)):
         raise PlanMismatch(f"{type(model).__name__} has no load_weights; the layout is learnt from the engine's loader")
     devices = (param.device for param in model.parameters() if param.device.type != "meta")
     device = next(devices, torch.device("cpu"))

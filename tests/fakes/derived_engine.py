@@ -83,12 +83,13 @@ class DerivedEngine(torch.nn.Module):
 
     def __init__(self, worker: int = 0, num_workers: int = 1) -> None:
         super().__init__()
-        self.layers = torch.nn.ModuleList(
+        layers = [
             Layer(kind, (f"layers.{i}.q", f"layers.{i}.k"), worker=worker, num_workers=num_workers)
             for i, kind in enumerate(self.KINDS)
-        )
-        for layer in self.layers:
+        ]
+        for layer in layers:
             layer.process()
+        self.layers = torch.nn.ModuleList(layers)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in weights:

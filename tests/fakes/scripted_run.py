@@ -242,6 +242,7 @@ def sync_report(version: int, **changes: Any) -> SyncReport:
         "nbytes": 10,
         "num_runs": 1,
         "num_retries": 0,
+        "num_stalls": 0,
         "replicas_live": 1,
         "replicas_skipped": 0,
         "counters": {"allocations": 2},

@@ -7,6 +7,7 @@ from one version's model to the next), and slices of the adapter written down in
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -78,15 +79,15 @@ class Rig:
         await coordinator.publish(version)
         return await coordinator.sync(version)
 
-    async def assert_slot_holds_the_adapter(self) -> None:
+    async def assert_slot_holds_the_adapter(self, dtype: torch.dtype = torch.float32) -> None:
         state, scaling = (await self.everyone("adapters"))[0]
         expected = [expected_slot(state, scaling, worker, self.num_workers) for worker in range(self.num_workers)]
         replies = await self.engine.call_workers("ws_read_back", list(expected[0]), timeout_s=30.0)
         for worker, reply in enumerate(replies):
             held = open_reply(reply, ReadBack, party=f"r0/{worker}").params
             for name, tensor in expected[worker].items():
-                got = torch.frombuffer(bytearray(held[name]), dtype=torch.float32)
-                assert torch.equal(got, tensor.contiguous().reshape(-1)), f"worker {worker}: {name}"
+                got = torch.frombuffer(bytearray(held[name]), dtype=dtype)
+                assert torch.equal(got, tensor.to(dtype).contiguous().reshape(-1)), f"worker {worker}: {name}"
 
 
 def expected_slot(state: dict[str, torch.Tensor], scaling: float, worker: int, size: int) -> dict[str, torch.Tensor]:
@@ -118,11 +119,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def learners(folder: Path) -> AsyncIterator[tuple[list[LearnerProcess], asyncio.Future[Any]]]:
-    """Two learner ranks, and their setup on its way: engines start at the same time."""
+@contextlib.asynccontextmanager
+async def learner_ranks(
+    folder: Path, *, rollout_dtype: str
+) -> AsyncIterator[tuple[list[LearnerProcess], asyncio.Future[Any]]]:
+    """Two learner ranks on the host, and their setup on its way: engines start at the same time."""
     cfg = run_config(folder / "base", num_ranks=2)
-    cfg = replace(cfg, model=replace(cfg.model, lora=LoraConfig(rank=RANK, alpha=ALPHA, target_modules=TARGETS)))
+    lora = LoraConfig(rank=RANK, alpha=ALPHA, target_modules=TARGETS)
+    cfg = replace(cfg, model=replace(cfg.model, rollout_dtype=rollout_dtype, lora=lora))
+    cfg = replace(cfg, device=replace(cfg.device, name="cpu"))
     ranks = [LearnerProcess(cfg, rank, 2) for rank in range(2)]
 
     async def setup() -> None:
@@ -136,17 +141,34 @@ async def learners(folder: Path) -> AsyncIterator[tuple[list[LearnerProcess], as
         await asyncio.gather(*(asyncio.to_thread(rank.close) for rank in ranks))
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def learners(folder: Path) -> AsyncIterator[tuple[list[LearnerProcess], asyncio.Future[Any]]]:
+    async with learner_ranks(folder, rollout_dtype="float32") as learners:
+        yield learners
+
+
+def make_spec(folder: Path, **changes: Any) -> EngineSpec:
+    values: dict[str, Any] = {
+        "model": str(folder / "base"),
+        "dtype": "float32",
+        "max_model_len": 1024,
+        "max_num_seqs": 8,
+        "kv_cache_gib": 0.125,
+        "enforce_eager": True,
+        "stream_tokens": 8,
+        "extension": EXTENSION,
+        "lora_rank": RANK,
+        "lora_targets": tuple(TARGETS.split("+")),
+    }
+    return EngineSpec(**{**values, **changes})
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=[1, 2], ids=["tp1", "tp2"])
 async def rig(
     request: pytest.FixtureRequest, learners: tuple[list[LearnerProcess], asyncio.Future[Any]], folder: Path
 ) -> AsyncIterator[Rig]:
     ranks, ready = learners
-    spec = EngineSpec(
-        model=str(folder / "base"), dtype="float32", max_model_len=1024, max_num_seqs=8, kv_cache_gib=0.125,
-        enforce_eager=True, stream_tokens=8, extension=EXTENSION, tensor_parallel_size=request.param,
-        lora_rank=RANK, lora_targets=tuple(TARGETS.split("+")),
-    )  # fmt: skip
-    engine = VllmEngine(spec)
+    engine = VllmEngine(make_spec(folder, tensor_parallel_size=request.param))
     try:
         await asyncio.gather(engine.start(), ready)
         yield Rig(ranks, engine, request.param, folder)

@@ -20,13 +20,15 @@ pytestmark = pytest.mark.timeout(120)
 
 def test_a_suite_goes_on_after_a_failure_and_measures_what_works(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    cases = ("--case", "--timeout 0.001 --no-baselines", "--case", "--timeout 30")
+    cases = ("--case", "--device abacus", "--case", "--timeout 0.001 --no-baselines", "--case", "--timeout 30")
     ended = subprocess.run(
         [sys.executable, "-m", "weight_sync.bench", *LINE, *cases, "--json", str(out)],
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=100,
     )  # fmt: skip
     assert ended.returncode == 1, ended.stdout + ended.stderr
-    failed, worked = map(json.loads, out.read_text().splitlines())
+    refused, failed, worked = map(json.loads, out.read_text().splitlines())
+    assert not refused["ok"]
+    assert "got 'abacus'" in refused["problems"][0]
     assert not failed["ok"]
     assert failed["problems"]
     assert "FAILED" in ended.stdout

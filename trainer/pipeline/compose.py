@@ -125,6 +125,9 @@ def make_coordinator(cfg: RunConfig, actors: Actors) -> SyncCoordinator:
         num_slots=cfg.weight_sync.num_slots,
         timeout_s=cfg.weight_sync.timeout_s,
         verify=cfg.weight_sync.verify,
+        relay=cfg.weight_sync.relay,
+        # On one host nobody else needs to reach the control sockets.
+        host="127.0.0.1" if cfg.ray.address == "local" else None,
     )
     replicas = [EngineReplica(name, actor) for name, actor in actors.engines.items()]
     return SyncCoordinator(actors.learner.ranks, replicas, options=options)

@@ -89,6 +89,7 @@ def sync_record(report: SyncReport, *, version_lag: int) -> dict[str, object]:
         "sync/bytes": report.nbytes,
         "sync/num_runs": report.num_runs,
         "sync/num_retries": report.num_retries,
+        "sync/num_stalls": report.num_stalls,
         "sync/replicas_live": report.replicas_live,
         "sync/replicas_skipped": report.replicas_skipped,
         "sync/version_lag": version_lag,

@@ -96,5 +96,15 @@ class SyncPump:
         self._tracer.add_span(
             "sync", f"sync v{report.version}", start_s=started_at, end_s=ended_at, overlapping=True, bytes=report.nbytes
         )
+        pulled_at = min(ended_at, started_at + report.pull_s + report.attest_s)
+        self._tracer.add_span(
+            "sync",
+            f"pull v{report.version}",
+            start_s=started_at,
+            end_s=pulled_at,
+            overlapping=True,
+            gb_per_s=report.pull_bytes_per_s / 1e9,
+            **{f"learner_{rank}_s": seconds for rank, seconds in report.pull_by_source.items()},
+        )
         paused_from = max(started_at, ended_at - report.pause_s)
         self._tracer.add_span("engine", f"paused for v{report.version}", start_s=paused_from, end_s=ended_at)

@@ -106,6 +106,7 @@ METRICS: tuple[MetricInfo, ...] = (
     _row("sync/bytes", "bytes", "Weights moved per version.", "constant"),
     _row("sync/num_runs", "runs", "Contiguous copies per version.", "constant"),
     _row("sync/num_retries", "retries", "Repeated pulls.", "0"),
+    _row("sync/num_stalls", "sources", "Reads from another engine that fell silent; the learner gave the rest.", "0"),
     _row("sync/replicas_live", "replicas", "Engines with the new version.", "rollout.num_replicas"),
     _row("sync/replicas_skipped", "replicas", "Engines left out of this sync.", "0"),
     _row(

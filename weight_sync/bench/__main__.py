@@ -29,7 +29,7 @@ examples:
                                               --case "--model qwen2.5-32b --learners 2 --replicas 1 --tp 2"
 
 exit code: 0 all well; 1 a sync failed, bytes differed, memory or counters grew, or a request was lost;
-2 the command line cannot run here (for instance, too few devices)."""
+2 nothing can run here (for instance, too few devices) or the command line is wrong."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -126,27 +126,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USAGE
     prepare_starts()  # first: it imports while this process does
     from weight_sync.bench import report
+    from weight_sync.bench.results import Results
     from weight_sync.bench.run import measure
 
-    code, picture = EXIT_DONE, ""
+    num_failed = num_refused = 0
+    picture = ""
     for case in cases:
         try:
             results = measure(case)
         except CaseError as error:
-            sys.stderr.write(f"{case.label}: {error}\n")
-            code = max(code, EXIT_USAGE)
-            continue
+            results = Results(case=case, failures=[str(error)])
+            num_refused += 1
         sys.stdout.write(report.table(results))
         sys.stdout.flush()
         if json_path is not None:
             report.append_json(results, json_path)
         if plot_path is not None and results.samples:
             picture = report.plot(results, plot_path)
-        if results.problems():
-            code = max(code, EXIT_FAILED)
+        num_failed += bool(results.problems())
     if picture:
         sys.stdout.write(picture + "\n")
-    return code
+    if num_refused == len(cases):
+        return EXIT_USAGE
+    return EXIT_FAILED if num_failed else EXIT_DONE
 
 
 if __name__ == "__main__":

@@ -13,8 +13,10 @@ if TYPE_CHECKING:
 
 ROWS = {
     "publish_s": "learner blocked (publish)",
+    "seal_s": "seal, beside training",
     "pull_s": "pull, slowest worker",
     "attest_s": "attest",
+    "drain_s": "step under way at a pause",
     "pause_s": "generation paused",
     "commit_s": "commit",
     "end_to_end_s": "end to end (sync)",

@@ -52,7 +52,7 @@ class Results:
     """Filled in while a case runs; whatever is there when it fails is still worth printing."""
 
     case: Case
-    device: str
+    device: str = "no device"
     failures: list[str] = field(default_factory=list)
     total_s: float = 0.0
     start_s: float = 0.0
@@ -107,8 +107,10 @@ class Results:
             return {}
         return {
             "publish_s": spread(sample.publish_s for sample in samples),
+            "seal_s": spread(sample.report.seal_s for sample in samples),
             "pull_s": spread(sample.report.pull_s for sample in samples),
             "attest_s": spread(sample.report.attest_s for sample in samples),
+            "drain_s": spread(sample.report.drain_s for sample in samples),
             "pause_s": spread(sample.report.pause_s for sample in samples),
             "commit_s": spread(sample.report.commit_s for sample in samples),
             "end_to_end_s": spread(sample.report.end_to_end_s for sample in samples),
@@ -173,6 +175,7 @@ class Results:
             },
             "baselines_skipped": self.baselines_skipped,
             "retries": sum(sample.report.num_retries for sample in self.samples),
+            "stalls": sum(sample.report.num_stalls for sample in self.samples),
             "mismatches": len(self.mismatches),
             "memory": {"first": self.first_memory, "last": self.last_memory, "growth": self.memory_growth()},
             "counters": {"first": self.first_counters, "last": self.last_counters, "grown": self.grown_counters()},

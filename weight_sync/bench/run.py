@@ -16,15 +16,17 @@ from weight_sync.bench.engines import BETWEEN_SYNCS_S, Generation, vllm_replicas
 from weight_sync.bench.processes import Fleet, synthetic_replica
 from weight_sync.bench.results import BaselineResult, Results, SyncSample
 from weight_sync.coordinator import SyncCoordinator, SyncOptions
+from weight_sync.device.base import DeviceError
 from weight_sync.device.select import get_backend
 from weight_sync.errors import DigestMismatch, WeightSyncError
+from weight_sync.vllm_compat import UnsupportedVllm
 
 if TYPE_CHECKING:
     from weight_sync.types import Manifest
 
 BASELINE_ROUNDS = 3
 CEILING_ROUNDS = 10
-EXPECTED_ERRORS = (WeightSyncError, TimeoutError, RuntimeError, OSError, CaseError)
+EXPECTED_ERRORS = (WeightSyncError, TimeoutError, RuntimeError, OSError)
 
 
 def measure(case: Case) -> Results:
@@ -33,11 +35,14 @@ def measure(case: Case) -> Results:
     Raises:
         CaseError: the case cannot run here, e.g. there are too few devices. Nothing was started.
     """
-    backend = get_backend(case.device)
-    devices = assign_devices(case, backend.num_devices())
-    results = Results(case=case, device=backend.name)
+    try:
+        backend = get_backend(case.device)
+        devices = assign_devices(case, backend.num_devices())
+        make_replica = vllm_replicas(case, backend) if case.engine == "vllm" else synthetic_replica(case)
+    except (DeviceError, UnsupportedVllm) as error:
+        raise CaseError(str(error)) from error
     options = sync_options(case)
-    make_replica = vllm_replicas(case, backend) if case.engine == "vllm" else synthetic_replica(case)
+    results = Results(case=case, device=backend.name)
     started = time.monotonic()
     fleet = Fleet(case, devices, make_replica)
     generation = Generation(fleet, case) if case.engine == "vllm" else None

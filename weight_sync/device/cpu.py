@@ -10,7 +10,7 @@ import fcntl
 import mmap
 import os
 import struct
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,8 +46,7 @@ class SharedBlock:
         self.nbytes = nbytes
         self.owned = owned
         self.fd = fd
-        self._map = mmap.mmap(fd, nbytes)
-        self._tensor: torch.Tensor | None = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._tensor: torch.Tensor | None = torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -62,12 +61,10 @@ class SharedBlock:
     def close(self) -> None:
         if self._tensor is None:
             return
+        # A view may still point into the mapping, and unmapping it under the view would crash the process on the next
+        # access. Every tensor holds a reference to the mapping (though no buffer of it), so it goes with the last.
         self._tensor = None
         os.close(self.fd)
-        # A view may still point into the mapping. Unmapping under it would crash the process on the next access;
-        # the mapping goes with the last view instead.
-        with suppress(BufferError):
-            self._map.close()
 
 
 class CpuBackend(Backend):

@@ -13,6 +13,7 @@ import torch
 from tests.fakes.drivers.build import make_backend
 from tests.fakes.drivers.peer import Peer, decode_handle
 from weight_sync.device import DeviceError
+from weight_sync.device.cpu import CpuBackend
 
 if TYPE_CHECKING:
     from tests.contract.device.conftest import Harness
@@ -45,6 +46,15 @@ def test_a_block_never_moves(every: Harness) -> None:
     assert block.tensor.data_ptr() == address
     for each in (block, *others):
         each.close()
+
+
+def test_views_of_shared_host_memory_outlive_the_block() -> None:
+    block = CpuBackend().alloc_persistent(4096)
+    view = block.tensor[8:12]
+    view.fill_(7)
+    block.close()
+    assert view.tolist() == [7] * 4
+
 
 
 def test_close_twice_is_close_once_and_the_tensor_is_gone(every: Harness) -> None:

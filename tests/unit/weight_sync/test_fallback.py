@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fakes.derived_engine import DerivedEngine, Layer, ToyReloader, checkpoint_params
+from tests.fakes.sync_world import LocalPublisher, LocalReplica
+from weight_sync.coordinator import SyncCoordinator, SyncOptions
 from weight_sync.derived import derived_modules
 from weight_sync.device.cpu import CpuBackend
-from weight_sync.errors import PlanMismatch, WeightSyncError
+from weight_sync.errors import DigestMismatch, PlanMismatch, WeightSyncError
 from weight_sync.fallback import (
     Fallback,
     ReloadedModule,
@@ -26,8 +29,10 @@ from weight_sync.fallback import (
 from weight_sync.landing import Landing, Reloads, build_landing, parameter_bytes
 from weight_sync.layout import shard_descs
 from weight_sync.plan import build_manifest, verify_manifest
+from weight_sync.receiver import WeightReceiver
 from weight_sync.recorder import record
 from weight_sync.types import Manifest, ParamMeta
+from weight_sync.worker_service import WorkerService
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -123,6 +128,57 @@ def test_reloaded_and_direct_modules_equal_a_fresh_load_and_never_move(commit: C
             assert world.fallback(worker).verify() == []
     assert addresses == [{n: p.data_ptr() for n, p in model.named_parameters()} for model in world.models]
     world.close()
+
+
+class _Learner(LocalPublisher):
+    def ws_describe(self) -> bytes:
+        shards = [shard for shard in shard_descs(PARAMS, num_ranks=self.num_ranks) if shard.rank == self.rank]
+        return self.publisher.describe(PARAMS, shards)
+
+    def ws_publish(self, version: int, deadline_s: float) -> bytes:
+        shards = [s for s in shard_descs(PARAMS, num_ranks=self.num_ranks) if s.rank == self.rank]
+        tensors = {s.param: self.full[s.param][s.row_start : s.row_stop] for s in shards if s.row_stop > s.row_start}
+        return self.publisher.publish(version, tensors, deadline_s=deadline_s)
+
+
+class _Replica(LocalReplica):
+    def __init__(self, name: str, num_workers: int) -> None:
+        super().__init__(name, num_workers)
+        self.engines = [DerivedEngine(worker, num_workers) for worker in range(num_workers)]
+        receivers = [
+            WeightReceiver(engine, CpuBackend(), worker=worker, reloader=ToyReloader(engine))
+            for worker, engine in enumerate(self.engines)
+        ]
+        self.services = [WorkerService(lambda receiver=receiver: receiver) for receiver in receivers]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("commit", ["staged", "inplace"])
+async def test_whole_sync_of_derived_engines_passes_the_self_test(
+    commit: CommitMode, caplog: pytest.LogCaptureFixture
+) -> None:
+    learners = [_Learner(rank, 2, _weights(0)) for rank in range(2)]
+    replicas = [_Replica(name, 2) for name in "ab"]
+    options = SyncOptions(timeout_s=20.0, transport="shm", commit=commit)
+    coordinator = SyncCoordinator(learners, replicas, options=options)
+    with caplog.at_level(logging.INFO):
+        await coordinator.open()
+    assert "layers.* x1: fallback (post-processing rearranges or scales weight)" in caplog.text
+    try:
+        for version in (1, 2):
+            for learner in learners:
+                learner.full = _weights(version)
+            await coordinator.publish(version)
+            await coordinator.sync(version)
+            for engine in (engine for replica in replicas for engine in replica.engines):
+                _assert_equal(engine, engine.loaded(_weights(version)))
+            await coordinator.self_test()
+        shuffled: Any = replicas[1].engines[0].layers[2]
+        shuffled.weight.data.zero_()
+        with pytest.raises(DigestMismatch, match=r"a second reload of layers\.2 gives other weights"):
+            await coordinator.self_test()
+    finally:
+        await coordinator.close()
 
 
 def test_self_test_tells_which_modules_are_derived_and_why_and_leaves_no_trace() -> None:

@@ -10,10 +10,16 @@ from trainer.config.schema.field import key
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSyncConfig:
-    transport: Literal["auto", "ipc", "shm"] = key(
+    transport: Literal["auto", "ipc", "nccl", "hccl", "shm", "gloo"] = key(
         "auto",
-        "Data plane: `ipc` maps device memory of the same host, `shm` goes through host shared memory; "
-        "`auto` takes the fastest that a probe proves to work.",
+        "Data plane: `ipc` maps device memory of the same host, `nccl` (also RCCL) and `hccl` let learners send from "
+        "device to device on any host, `shm` goes through shared host memory, `gloo` sends through host memory; `auto` "
+        "lets every engine worker take the fastest that a probe proves to work, learner by learner.",
+    )
+    relay: Literal["auto", "off"] = key(
+        "auto",
+        "Whether engines hand a version on to each other: where they outnumber the learners, and so that every byte "
+        "enters a node once. Needs staged commits.",
     )
     commit: Literal["auto", "staged", "inplace"] = key(
         "auto",

@@ -106,7 +106,7 @@ def test_counters_of_events_and_a_little_memory_may_grow() -> None:
 
 
 def test_a_case_that_failed_before_its_first_sync_can_still_be_reported(tmp_path: Path) -> None:
-    found = Results(case=Case(model="tiny"), device="cpu", failures=["PullTimeout: x"])
+    found = Results(case=Case(model="tiny"), failures=["PullTimeout: x"])
     report.append_json(found, tmp_path / "out.json")
     report.append_json(results(), tmp_path / "out.json")
     first, second = map(json.loads, (tmp_path / "out.json").read_text().splitlines())
