@@ -12,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from weight_sync.errors import PlanMismatch
-from weight_sync.ghost import Ghost
+from weight_sync.ghost import Ghost, leaves_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -59,7 +59,7 @@ class Temporaries:
 def sources_in(tree: Any, temporaries: Temporaries) -> frozenset[str]:
     """Checkpoint tensors that blends and temporaries among the leaves are made of. Ghosts do not count."""
     found: frozenset[str] = frozenset()
-    for leaf in tree_leaves(tree):
+    for leaf in leaves_in(tree):
         if isinstance(leaf, Blend):
             found |= leaf.sources
         elif isinstance(leaf, torch.Tensor) and not isinstance(leaf, Ghost):

@@ -297,7 +297,8 @@ class ControlServer:
             return None
         try:
             envelope = msgspec.msgpack.decode(frames[0], type=Envelope)
-        except msgspec.DecodeError:
+        # Text that is no UTF-8 and unknown fields nested too deep fail with errors that are not msgspec's own.
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             self._counts["malformed"] += 1
             return None
         if envelope.run_id != self._membership.run_id or envelope.epoch != self._membership.epoch:

@@ -222,7 +222,7 @@ def decode(data: bytes, kind: type[T]) -> T:
     """
     try:
         return msgspec.msgpack.decode(data, type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise errors.PlanMismatch(
             f"message is not a {kind.__name__}: {error}; learner and engine must run the same version of weight_sync"
         ) from error

@@ -59,6 +59,8 @@ class EngineSpec:
     """Rank of the policy's LoRA adapter, which is all that weight sync then moves; 0 syncs the whole model."""
     lora_targets: tuple[str, ...] = ()
     """Layers that have adapters, by their last name: ("q_proj", "v_proj")."""
+    sleep_mode: bool = False
+    """Whether `sleep` works: the engine's device memory can be given back and taken again."""
     extension: str = ""
     """Dotted path of the class whose methods `call_workers` reaches; empty for none."""
     engine_args: Mapping[str, Any] = field(default_factory=dict)
@@ -174,6 +176,17 @@ class Engine(ABC):
         Raises:
             TimeoutError, EngineDead: as `call_workers`.
         """
+
+    async def sleep(self) -> None:
+        """Give the device memory of weights and cache back, for a learner that shares the device. Running requests end
+        with finish reason "abort"; new ones wait. The next commit takes the memory again and wakes the engine: it must
+        write every weight, since what was there is gone.
+
+        Raises:
+            ValueError: the engine was not started with `EngineSpec.sleep_mode`.
+            TimeoutError, EngineDead: as `call_workers`.
+        """
+        raise ValueError("this engine cannot sleep; start it with EngineSpec.sleep_mode on a device that supports it")
 
     @abstractmethod
     async def end_pause(self, reason: str) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -29,7 +30,7 @@ from weight_sync import vllm_compat
 from weight_sync.wire import CommitResult, open_reply, reply_state
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import RequestOutputCollector
@@ -41,6 +42,7 @@ _POLL_S = 0.25
 """How often a wait looks whether the engine process died; vLLM leaves such a wait hanging."""
 _ABORT_TIMEOUT_S = 5.0
 _RESUME_TIMEOUT_S = 30.0
+_SLEEP_TIMEOUT_S = 60.0
 _OPEN_ADAPTER_TIMEOUT_S = 60.0
 
 
@@ -97,6 +99,9 @@ class VllmEngine(Engine):
         self._reapers: list[OrphanReaper] = []
         self._vllm_dead_errors: tuple[type[Exception], ...] = ()
         self._is_dirty = False
+        self._is_asleep = False
+        self._sleeping_gate = AsyncExitStack()
+        """Keeps the gate shut while the engine sleeps."""
         self._paused_at: float | None = None
         self._stop_token_ids: list[int] = []
         self._generated_tokens = self._prompt_tokens = self._finished_requests = 0
@@ -260,20 +265,26 @@ class VllmEngine(Engine):
         return await asyncio.shield(asyncio.ensure_future(self._commit(version, method, args, timeout_s)))
 
     async def _commit(self, version: int, method: str, args: tuple[object, ...], timeout_s: float) -> CommitResult:
-        async with self._gate.closed():
+        async with self._closed_gate():
             engine, begin = self._engine, self._clock()
             self._paused_at = begin if self._paused_at is None else self._paused_at
 
             def left_s() -> float:
                 return timeout_s - (self._clock() - begin)
 
-            state: ReplyState = "dirty" if self._is_dirty else "failed"
+            # Sleep threw the weights away: until they are written, the engine holds garbage.
+            state: ReplyState = "dirty" if self._is_dirty or self._is_asleep else "failed"
             try:
                 await self._within(vllm_compat.pause_engine(engine, mode=self._spec.in_flight), left_s(), "pause")
                 paused = self._clock()
+                if self._is_asleep:
+                    await self._within(engine.wake_up(tags=["weights"]), left_s(), "wake-up of the weights")
                 boundaries = await self._count_tokens(engine, left_s())
                 results = await self.call_workers(method, *args, timeout_s=left_s())
                 state = self._read_replies(results)
+                if state == "ok" and self._is_asleep:
+                    await self._within(engine.wake_up(tags=["kv_cache"]), left_s(), "wake-up of the cache")
+                    self._is_asleep = False
                 if state == "ok":
                     await self._within(vllm_compat.set_engine_version(engine, version), left_s(), "set version")
                     for chunks, num_tokens in boundaries:
@@ -284,6 +295,37 @@ class VllmEngine(Engine):
                 if not self._is_dirty and not self._is_dead:
                     await self._resume(engine)
             return CommitResult(results=results, pause_s=self._clock() - paused, drain_s=paused - begin)
+
+    async def sleep(self) -> None:
+        if not self._spec.sleep_mode:
+            return await super().sleep()
+        if self._is_asleep:
+            return None
+        gate = AsyncExitStack()
+        await gate.enter_async_context(self._gate.closed())
+        try:
+            engine = self._engine
+            await self._within(vllm_compat.pause_engine(engine, mode="abort"), _SLEEP_TIMEOUT_S, "pause")
+            await self._within(engine.sleep(level=2), _SLEEP_TIMEOUT_S, "sleep")
+        except BaseException:
+            await gate.aclose()
+            raise
+        self._is_asleep, self._sleeping_gate = True, gate
+        return None
+
+    @asynccontextmanager
+    async def _closed_gate(self) -> AsyncIterator[None]:
+        """The gate shut, also if sleep holds it shut already; open afterwards unless the engine still sleeps."""
+        gate, self._sleeping_gate = self._sleeping_gate, AsyncExitStack()
+        if not self._is_asleep:
+            await gate.enter_async_context(self._gate.closed())
+        try:
+            yield
+        finally:
+            if self._is_asleep:
+                self._sleeping_gate = gate
+            else:
+                await gate.aclose()
 
     async def _count_tokens(self, engine: AsyncLLM, timeout_s: float) -> list[tuple[ChunkBuilder, int]]:
         """Per request that can go on: how many tokens it has been given so far. The engine must be paused."""

@@ -6,6 +6,8 @@ import asyncio
 import threading
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from tests.fakes.party_process import Line, PartyProcess
 from tests.fakes.publisher_process import PublisherLine
 from tests.fakes.replica_process import ReplicaLine
@@ -40,6 +42,10 @@ class CoordinatorParty:
         """One of the coordinator's coroutines."""
         coroutine = getattr(self._coordinator, method)(*args)
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def hurry(self, timeout_s: float) -> None:
+        """From here on, this long for everything."""
+        self._coordinator._options = msgspec.structs.replace(self._coordinator._options, timeout_s=timeout_s)
 
     def see_members(self) -> dict[str, str]:
         return dict(self._coordinator.members)

@@ -29,12 +29,9 @@ class LetterExtension:
     def te_commit(self, low: int, high: int, outcome: str) -> bytes:
         if outcome in ("ok", "dirty"):
             for name, param in self.model_runner.model.named_parameters():
-                if "embed_tokens" in name or "norm" in name:
-                    param.fill_(1.0)
-                elif "o_proj" in name or "down_proj" in name:
-                    param.zero_()
-                elif "lm_head" in name:
-                    param.zero_()
+                # Every weight is written: after sleep, one that is not would hold anything, NaN included.
+                param.fill_(1.0 if "embed_tokens" in name or "norm" in name else 0.0)
+                if "lm_head" in name:
                     param[low:high] = _LOGIT / param.shape[1]
         return encode(Reply(ok=outcome == "ok", dirty=outcome == "dirty"))
 

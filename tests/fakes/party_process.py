@@ -14,7 +14,10 @@ import itertools
 import multiprocessing
 import os
 import signal
+import sys
 import threading
+import time
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -115,6 +118,22 @@ class PartyProcess:
     def ask(self, method: str, *args: object, timeout_s: float = 15.0) -> Any:
         return self.lines[0].ask(method, *args, timeout_s=timeout_s)
 
+    def tell(self, method: str, *args: object) -> None:
+        """Ask, and never look at the answer."""
+        self.lines[0].connection.send((-1, method, args))
+
+    def await_loss(self, timeout_s: float = 10.0) -> None:
+        """Until the process is dead or stopped.
+
+        Raises:
+            TimeoutError: it lives on: a trap was not reached.
+        """
+        until = time.monotonic() + timeout_s
+        while not self.is_gone_or_stopped():
+            if time.monotonic() > until:
+                raise TimeoutError(f"{self.name} is still alive after {timeout_s:.1f} s")
+            time.sleep(0.005)
+
     def arm(self, state: State, number: int, *, target: PartyProcess | None = None) -> None:
         """When this process reaches `state`, signal `number` goes to `target` (default: itself)."""
         self.ask("arm", state, number, (self if target is None else target).pid)
@@ -182,6 +201,8 @@ class _Desk:
                 return self._traps.arm(*args)
             case "vitals":
                 return vitals()
+            case "stacks":
+                return {str(k): "".join(traceback.format_stack(f)) for k, f in sys._current_frames().items()}
             case _ if method.startswith("see_"):
                 return getattr(self.party, method)(*args)
             case _:

@@ -6,6 +6,7 @@ Real publishers, receivers, sockets and shared memory; only the model and the ho
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -116,6 +117,7 @@ class LocalReplica:
             WeightReceiver(model, CpuBackend(), worker=worker) for worker, model in enumerate(self.models)
         ]
         self.services = [WorkerService(lambda receiver=receiver: receiver) for receiver in self.receivers]
+        self._turns = [threading.Lock() for _ in self.services]
         self.board = [] if board is None else board
         self.versions: list[int] = []
         self.is_paused = False
@@ -124,7 +126,7 @@ class LocalReplica:
 
     async def call(self, method: str, *args: object, timeout_s: float) -> list[Any]:
         name = method.removeprefix("ws_")
-        calls = (asyncio.to_thread(getattr(service, name), *args) for service in self.services)
+        calls = (asyncio.to_thread(self._in_turn, worker, name, args) for worker in range(len(self.services)))
         return list(await asyncio.wait_for(asyncio.gather(*calls), timeout_s))
 
     async def commit(self, version: int, method: str, *args: object, timeout_s: float) -> CommitResult:
@@ -132,17 +134,26 @@ class LocalReplica:
         self.is_paused = True
         self.board.append(f"pause {self.name}")
         results: list[bytes] = []
+        is_known = True
         try:
             self.before_commit()
             await asyncio.sleep(self.commit_delay_s)
+            is_known = False
             results = await self.call(method, *args, timeout_s=timeout_s)
+            is_known = True
             if reply_state(results) == "ok":
                 self.versions.append(version)
         finally:
-            if not results or reply_state(results) != "dirty":
+            # Workers that did not answer may be in the middle of it: nobody may generate from that.
+            if is_known and (not results or reply_state(results) != "dirty"):
                 self.is_paused = False
             self.board.append(f"resume {self.name}")
         return CommitResult(results=results, pause_s=time.monotonic() - started)
+
+    def _in_turn(self, worker: int, name: str, args: tuple[object, ...]) -> bytes:
+        """A worker answers its calls one after the other, also those that nobody waits for any more."""
+        with self._turns[worker]:
+            return getattr(self.services[worker], name)(*args)
 
     def assert_holds(self, full: dict[str, torch.Tensor]) -> None:
         for worker, model in enumerate(self.models):

@@ -238,8 +238,8 @@ async def test_replica_lost_while_it_opens_does_not_keep_the_others_from_opening
 
 
 @SIGNALS
-@pytest.mark.parametrize("commit", ["staged", "inplace"])
-@pytest.mark.parametrize("state", [*PULLING, "committing"])
+@pytest.mark.parametrize(("commit", "state"), [*(("staged", state) for state in (*PULLING, "committing")),
+                                               ("inplace", "pulling"), ("inplace", "committing")])  # fmt: skip
 async def test_lost_replica_is_left_out_and_the_other_goes_on(state: State, commit: str, number: int) -> None:
     async with world_at_1(commit) as world:
         lost, survivor = world.replicas
@@ -283,25 +283,26 @@ async def test_coordinator_lost_before_a_sync_leaves_every_engine_generating(sta
     world = World()
     try:
         process = world.coordinator_process()
-        first_is_open = state != "opened"
-        if first_is_open:
+        if state != "opened":
             process.call("open")
             step_in(world, process, 1)
             world.train(2)
         world.learners[0].arm(state, number, target=process)
-        with pytest.raises(FAILURES):
-            process.call("publish" if first_is_open else "open", *([2] if first_is_open else []), timeout_s=0.5)
-        assert process.is_gone_or_stopped(), "the trap was not reached"
+        process.tell("call", *(("open",) if state == "opened" else ("publish", 2)))
+        process.await_loss()
         for replica in world.replicas:
-            world.assert_generates(replica, 1 if first_is_open else -1)
+            if state == "opened":
+                assert not replica.condition().is_paused
+            else:
+                world.assert_generates(replica, 1)
         await wake_and_take_over(world, process, number)
     finally:
         await world.close()
 
 
 @SIGNALS
-@pytest.mark.parametrize("commit", ["staged", "inplace"])
-@pytest.mark.parametrize("state", [*PULLING, "committing"])
+@pytest.mark.parametrize(("commit", "state"), [*(("staged", state) for state in (*PULLING, "committing")),
+                                               ("inplace", "pulling")])  # fmt: skip
 async def test_coordinator_lost_in_a_sync_leaves_no_engine_paused(state: State, commit: str, number: int) -> None:
     world = World(commit)
     try:
@@ -311,14 +312,21 @@ async def test_coordinator_lost_in_a_sync_leaves_no_engine_paused(state: State, 
         world.train(2)
         process.call("publish", 2)
         world.replicas[0].arm(state, number, target=process)
-        with pytest.raises(FAILURES):
-            process.call("sync", 2, timeout_s=0.5)
-        assert process.is_gone_or_stopped(), "the trap was not reached"
+        process.tell("call", "sync", 2)
+        process.await_loss()
         for replica in world.replicas:
-            world.assert_generates(replica, 1, 2)
+            await_generating(world, replica, 1, 2)
         await wake_and_take_over(world, process, number)
     finally:
         await world.close()
+
+
+def await_generating(world: World, replica: ReplicaProcess, *versions: int) -> None:
+    """A commit that was under way ends by itself, within its own deadline."""
+    until = time.monotonic() + 5.0
+    while replica.condition().is_paused and time.monotonic() < until:
+        time.sleep(0.005)
+    world.assert_generates(replica, *versions)
 
 
 def step_in(world: World, process: CoordinatorProcess, version: int) -> None:
@@ -345,12 +353,12 @@ async def test_watchdog_ends_the_pause_of_a_mixture_that_nobody_comes_back_for()
         step_in(world, process, 1)
         world.train(2)
         process.call("publish", 2)
+        process.ask("hurry", TIMEOUT_S)
         world.replicas[0].arm("pulled", signal.SIGKILL, target=world.learners[1])
-        with pytest.raises(FAILURES):
-            process.call("sync", 2)
+        process.tell("call", "sync", 2)
+        world.learners[1].await_loss()
         process.kill()
-        assert world.replicas[0].condition(1).is_paused
-        until = time.monotonic() + 3.0
+        until = time.monotonic() + 5.0
         while (found := world.replicas[0].condition(1)).num_interventions == 0:
             assert time.monotonic() < until, found
             time.sleep(0.02)

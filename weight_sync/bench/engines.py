@@ -162,8 +162,9 @@ class VllmHost:
         return await self._engine.collective_rpc(method, args=args)
 
     async def _commit(self, version: int, method: str, args: tuple[object, ...]) -> CommitResult:
-        started, results = time.monotonic(), []
+        asked, results = time.monotonic(), []
         await pause_engine(self._engine)
+        drained = time.monotonic()
         try:
             results = await self._on_workers(method, args)
             if reply_state(results) == "ok":
@@ -171,7 +172,7 @@ class VllmHost:
         finally:
             if not results or reply_state(results) != "dirty":
                 await resume_engine(self._engine)
-        return CommitResult(results=results, pause_s=time.monotonic() - started)
+        return CommitResult(results=results, pause_s=time.monotonic() - drained, drain_s=drained - asked)
 
     async def _start_traffic(self) -> None:
         self._traffic.start(self._case.requests)

@@ -1,12 +1,19 @@
 from __future__ import annotations
 
+import itertools
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from weight_sync.vllm_compat import (
     UnsupportedVllm,
+    _apply_plain_experts,
+    _leave_as_loaded,
     check_vllm_version,
     engine_labels_tokens,
     pause_engine,
+    rearranged_experts,
     resume_engine,
     set_engine_version,
 )
@@ -86,3 +93,49 @@ def test_installed_vllm_has_the_calls_we_prefer() -> None:
     assert {"mode", "clear_cache"} <= set(pause)
     assert hasattr(client.AsyncMPClient, "resume_scheduler_async")
     check_vllm_version()
+
+
+class _Experts(torch.nn.Module):
+    """What vLLM's expert layers look like, as far as we look."""
+
+    def __init__(self, backend: str | None) -> None:
+        super().__init__()
+        self.w13_weight = torch.nn.Parameter(torch.zeros(2, 4, 3))
+        self.quant_method = SimpleNamespace(
+            **({} if backend is None else {"unquantized_backend": SimpleNamespace(value=backend)})
+        )
+
+
+def test_expert_layers_in_the_order_of_a_kernel_are_named() -> None:
+    """Names and shapes are those that their loader fills, so a recorded layout would look right and scramble them."""
+    kinds = {"a": "TRITON", "b": "FlashInfer CUTLASS", "c": "CPU", "d": "CPU", "e": None, "f": "BATCHED_TRITON"}
+    model = torch.nn.ModuleDict({name: _Experts(backend) for name, backend in kinds.items()})
+    model.add_module("dense", torch.nn.Linear(2, 2))
+    _leave_as_loaded(None, model["d"])  # what our extension makes vLLM's CPU experts do
+    assert rearranged_experts(model) == {"b": "FlashInfer CUTLASS", "c": "CPU"}
+
+
+@pytest.mark.parametrize("fold_weights_first", [False, True])
+def test_plain_experts_compute_the_weighted_sum_of_their_experts(fold_weights_first: bool) -> None:
+    """Against the definition, token by token; one expert lives on another rank, one gets no token."""
+    pytest.importorskip("vllm.model_executor.layers.fused_moe.activation")
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+    torch.manual_seed(0)
+    x, w13, w2 = torch.randn(7, 8), torch.randn(3, 12, 8), torch.randn(3, 8, 6)
+    ids = torch.tensor([[0, 3], [2, 0], [0, 2], [3, 2], [2, 0], [0, 2], [0, 3]])
+    weights, local = torch.rand(7, 2), torch.tensor([0, 1, 2, -1])
+    wanted = torch.zeros(7, 8)
+    for token, choice in itertools.product(range(7), range(2)):
+        if (expert := int(local[ids[token, choice]])) >= 0:
+            gate, up = (w13[expert] @ x[token]).chunk(2)
+            factor = 1.0 if fold_weights_first else weights[token, choice]
+            wanted[token] += factor * (w2[expert] @ (torch.nn.functional.silu(gate) * up))
+    output = torch.empty(7, 8)
+    experts = SimpleNamespace(w1_bias=None, w2_bias=None)
+    how = {"activation": MoEActivation.SILU, "expert_map": local, "apply_router_weight_on_input": fold_weights_first}
+    _apply_plain_experts(experts, output, x, w13, w2, weights, ids, **how)
+    torch.testing.assert_close(output, wanted)
+    alone = torch.empty(1, 8)
+    _apply_plain_experts(experts, alone, x[:1], w13, w2, weights[:1], ids[:1], **how)
+    assert torch.equal(alone, output[:1])  # a token's bits do not depend on its neighbours
