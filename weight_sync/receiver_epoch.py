@@ -23,7 +23,7 @@ from weight_sync.landing import Landing, Reloads, build_landing, parameter_addre
 from weight_sync.plan import manifest_from_bytes, verify_manifest
 from weight_sync.relay_ends import RelayEnds
 from weight_sync.sources import SILENCE_S, Leases, Source
-from weight_sync.transports.base import Piece, ReceiverEnd
+from weight_sync.transports.base import OnArrived, Piece, ReceiverEnd
 from weight_sync.transports.reach import Reach
 
 if TYPE_CHECKING:
@@ -261,7 +261,11 @@ class ReceiverEpoch:
 
     def _pull_source(self, rank: int, version: int, total: Pulled, keep_going: Callable[[], None]) -> Pulled:
         clock, source, slot = self._host.clock, self._sources[rank], self._leases[rank].slot
-        direct = partial(self._reaches[rank].pull, slot, check=keep_going)
+        reach = self._reaches[rank]
+
+        def direct(pieces: Sequence[Piece], on_arrived: OnArrived) -> None:
+            reach.pull(slot, pieces, check=keep_going, on_arrived=on_arrived)
+
         spent_s = attest_s = 0.0
         num_stalls = 0
         for attempt in range(2):

@@ -19,9 +19,7 @@ How a receiver brings one source in, whatever its route:
             done = len(pieces)
         except RelayStalled as stalled:            # went silent, died, gave up: the learner has the rest
             done = stalled.pieces_done
-    for done, batch in report_batches(pieces, done=done):
-        end.pull(rank, slot, batch, check=check)
-        outlet.advance(rank, done)
+    end.pull(rank, slot, pieces[done:], check=check, on_arrived=lambda n: outlet.advance(rank, done + n))
 
 It compares the digests of what arrived as ever: bytes that a predecessor received damaged are found by each who copies
 them. To pull a source again, `outlet.advance(rank, 0)` first.
@@ -41,24 +39,13 @@ from weight_sync.device.base import DeviceError, IpcHandle
 from weight_sync.errors import PlanMismatch
 from weight_sync.progress import PATIENCE_S, ProgressReader, ProgressWriter
 from weight_sync.pull import PIECE_BYTES
+from weight_sync.transports import base as transport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from weight_sync.device.base import Backend, PersistentBlock
     from weight_sync.transports.base import Piece
-
-REPORT_BYTES = 2 * PIECE_BYTES
-"""Bytes between two waits, and so between two reports to the successor: 128 MiB, 0.35 ms of a 381 GB/s link.
-
-A hop of a chain delays by about a report, so reports should be small. But each is a wait, and to return from one takes
-the interpreter lock, which an engine's main thread may hold; reports of 16 MiB (44 us of the link) would consist of
-little else, and copies that small do not fill the link. A 7B model is 114 reports of 128 MiB, and a hop adds about 1%.
-"""
-MAX_REPORT_PIECES = 256
-"""So that thousands of tiny pieces do not keep the successor and `check` waiting."""
-BATCHES_IN_FLIGHT = 2
-"""Each on a stream of its own: while one is waited for and reported, the other keeps the link busy."""
 
 
 class Stretch(NamedTuple):
@@ -113,18 +100,6 @@ def map_shadow(block: PersistentBlock, pieces: Mapping[int, Sequence[Piece]]) ->
         raise ValueError("sources must lie behind each other in the shadow block, as shadow_plan lays them")
     facts = msgspec.msgpack.encode((block.nbytes, stretches))
     return ShadowMap(block, stretches, hashlib.sha256(facts).hexdigest())
-
-
-def report_batches(pieces: Sequence[Piece], *, done: int = 0) -> Iterator[tuple[int, Sequence[Piece]]]:
-    """(pieces done after it, batch): `pieces[done:]` in batches after each of which a report is worth while."""
-    while done < len(pieces):
-        first, size = done, 0
-        while done < len(pieces) and done - first < MAX_REPORT_PIECES:
-            size += pieces[done].dst.numel()
-            if size > REPORT_BYTES and done > first:
-                break
-            done += 1
-        yield done, pieces[first:done]
 
 
 class RelayOutlet:
@@ -204,7 +179,7 @@ class RelayInlet:
         self._backend = backend
         self._own = own
         self._track = {rank: track for track, rank in enumerate(own.stretches)}
-        self._streams: tuple[Any | None, ...] = tuple(backend.new_stream() for _ in range(BATCHES_IN_FLIGHT))
+        self._streams: tuple[Any | None, ...] = tuple(backend.new_stream() for _ in range(transport.BATCHES_IN_FLIGHT))
         self._progress = ProgressReader(handle.progress, owner=handle.owner, patience_s=patience_s, clock=clock)
         try:
             self._shadow = backend.ipc_open(handle.shadow)
@@ -268,7 +243,7 @@ class RelayInlet:
         Pieces of a source are neighbours here, so a batch of them is one run of bytes however small they are.
         """
         start = stretch.ends[queued - 1] if queued else stretch.start
-        upto = min(ready, max(queued + 1, bisect_right(stretch.ends, start + REPORT_BYTES)))
+        upto = min(ready, max(queued + 1, bisect_right(stretch.ends, start + transport.BATCH_BYTES)))
         stop = stretch.ends[upto - 1]
         ours, theirs = self._own.block.tensor, self._shadow.tensor
         for at in range(start, stop, PIECE_BYTES):

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from weight_sync.device.base import DeviceError
 from weight_sync.errors import PlanMismatch, RelayStalled
-from weight_sync.relay import RelayInlet, RelayOutlet, ShadowMap, map_shadow, report_batches
+from weight_sync.relay import RelayInlet, RelayOutlet, ShadowMap, map_shadow
+from weight_sync.transports.base import OnArrived, ignore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -77,7 +78,7 @@ class RelayEnds:
         pieces: Sequence[Piece],
         *,
         version: int,
-        direct: Callable[[Sequence[Piece]], None],
+        direct: Callable[[Sequence[Piece], OnArrived], None],
         check: Callable[[], None],
         may_relay: bool,
     ) -> bool:
@@ -90,12 +91,11 @@ class RelayEnds:
             except RelayStalled as stalled:
                 log.warning("%s", stalled)
                 done, has_stalled = stalled.pieces_done, True
-        if self._outlet is None or not self._is_read:
-            direct(pieces[done:])
-            return has_stalled
-        for arrived, batch in report_batches(pieces, done=done):
-            direct(batch)
-            self._outlet.advance(rank, arrived)
+        outlet = self._outlet
+        if outlet is None or not self._is_read:
+            direct(pieces[done:], ignore)
+        else:
+            direct(pieces[done:], lambda num_pieces: outlet.advance(rank, done + num_pieces))
         return has_stalled
 
     def give_up(self) -> None:

@@ -161,10 +161,10 @@ def rearranged_experts(model: Any) -> dict[str, str]:
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
         backend = getattr(getattr(method, "unquantized_backend", None), "value", None)
-        has_experts = "w13_weight" in getattr(module, "_parameters", {})
-        if has_experts and backend is not None and backend not in ORDER_KEEPING_EXPERTS:
-            if not getattr(module, "keeps_checkpoint_order", False):
-                found[name] = str(backend)
+        if "w13_weight" not in module._parameters or backend is None or backend in ORDER_KEEPING_EXPERTS:
+            continue
+        if not getattr(module, "keeps_checkpoint_order", False):
+            found[name] = str(backend)
     return found
 
 

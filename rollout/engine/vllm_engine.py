@@ -22,10 +22,12 @@ from rollout.engine.base import Engine, EngineInfo, EngineSpec, EngineStats
 from rollout.engine.chunks import ChunkBuilder, VersionLabels
 from rollout.engine.environment import environment
 from rollout.engine.gate import AdmissionGate
+from rollout.engine.launch import engine_pids, launch
+from rollout.engine.outputs import Fence, known_finish_reason, sampled_logprobs
 from rollout.engine.reaper import OrphanReaper
-from rollout.engine.settings import engine_args, process_env
+from rollout.engine.settings import process_env
 from rollout.errors import EngineDead
-from rollout.types import Completion, FinishReason, SamplingParams
+from rollout.types import Completion, SamplingParams
 from weight_sync import vllm_compat
 from weight_sync.wire import CommitResult, open_reply, reply_state
 
@@ -52,23 +54,6 @@ class _Live:
 
     queue: RequestOutputCollector
     chunks: ChunkBuilder
-
-
-class _Fence:
-    """Looks like one (empty) engine output to AsyncLLM's output handler, and tells when the handler came to it."""
-
-    engine_index = 0
-    scheduler_stats = None
-    timestamp = 0.0
-    weight_version = None
-
-    def __init__(self) -> None:
-        self.reached = asyncio.Event()
-
-    @property
-    def outputs(self) -> list[Any]:
-        self.reached.set()
-        return []
 
 
 class VllmEngine(Engine):
@@ -112,11 +97,11 @@ class VllmEngine(Engine):
         begin = self._clock()
         with environment(process_env(self._spec), self._spec.env):
             # In a thread: loading blocks for seconds, and whoever waits for other engines shares this event loop.
-            llm, stop_token_ids = await asyncio.to_thread(_launch, self._spec)
+            llm, stop_token_ids = await asyncio.to_thread(launch, self._spec)
         from vllm.v1.engine.exceptions import EngineDeadError
 
         self._llm, self._stop_token_ids, self._vllm_dead_errors = llm, stop_token_ids, (EngineDeadError,)
-        self._reapers.append(OrphanReaper(_engine_pids(llm)))
+        self._reapers.append(OrphanReaper(engine_pids(llm)))
         load_s = self._clock() - begin
         try:
             await self._open_adapter()
@@ -186,10 +171,10 @@ class VllmEngine(Engine):
             while not is_finished:
                 output = await self._next_output(live)
                 completion = output.outputs[0]
-                live.chunks.add(completion.token_ids, _sampled_logprobs(completion))
+                live.chunks.add(completion.token_ids, sampled_logprobs(completion))
                 self._generated_tokens += len(completion.token_ids)
                 is_finished = output.finished
-                for chunk in live.chunks.cut(_finish_reason(completion.finish_reason) if is_finished else None):
+                for chunk in live.chunks.cut(known_finish_reason(completion.finish_reason) if is_finished else None):
                     yield chunk
             self._finished_requests += 1
         finally:
@@ -306,7 +291,9 @@ class VllmEngine(Engine):
         try:
             engine = self._engine
             await self._within(vllm_compat.pause_engine(engine, mode="abort"), _SLEEP_TIMEOUT_S, "pause")
-            await self._within(engine.sleep(level=2), _SLEEP_TIMEOUT_S, "sleep")
+            # Level 2 throws weights away, level 1 keeps them on the host: no sync brings the base of an adapter back.
+            level = 1 if self._spec.lora_rank else 2
+            await self._within(engine.sleep(level=level), _SLEEP_TIMEOUT_S, "sleep")
         except BaseException:
             await gate.aclose()
             raise
@@ -329,7 +316,7 @@ class VllmEngine(Engine):
 
     async def _count_tokens(self, engine: AsyncLLM, timeout_s: float) -> list[tuple[ChunkBuilder, int]]:
         """Per request that can go on: how many tokens it has been given so far. The engine must be paused."""
-        fence: Any = _Fence()
+        fence: Any = Fence()
         engine.engine_core.outputs_queue.put_nowait(fence)
         await self._within(fence.reached.wait(), timeout_s, "drain of outputs")
         counts = []
@@ -426,48 +413,3 @@ class VllmEngine(Engine):
             return task.result()
         finally:
             task.cancel()
-
-
-def _launch(spec: EngineSpec) -> tuple[AsyncLLM, list[int]]:
-    """Import vLLM and start its processes (blocking). The engine and the tokens that end an answer."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.usage.usage_lib import UsageContext
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    vllm_compat.check_vllm_version()
-    config = AsyncEngineArgs(**engine_args(spec)).create_engine_config(UsageContext.ENGINE_CONTEXT)
-    stop = set(spec.stop_token_ids)
-    found = config.model_config.try_get_generation_config().get("eos_token_id")
-    if found is not None:
-        stop.update([found] if isinstance(found, int) else found)
-    if spec.tokenizer:
-        from transformers import AutoTokenizer
-
-        end = AutoTokenizer.from_pretrained(spec.tokenizer).eos_token_id
-        stop.update(set() if end is None else {end})
-    llm = AsyncLLM.from_vllm_config(config, usage_context=UsageContext.ENGINE_CONTEXT, disable_log_stats=True)
-    return llm, sorted(stop)
-
-
-def _engine_pids(llm: AsyncLLM) -> list[int]:
-    manager: Any = llm.engine_core.resources.engine_manager
-    return [process.pid for process in getattr(manager, "processes", ())]
-
-
-def _sampled_logprobs(completion: Any) -> list[float]:
-    """The sampled token's log-prob per new token: vLLM puts it first in its position.
-
-    An output without new tokens (an abort) carries all log-probs so far in 0.25.1, which slices them with `[-0:]`.
-    """
-    num_tokens, logprobs = len(completion.token_ids), completion.logprobs
-    if not num_tokens or logprobs is None:
-        return []
-    return [logprobs.logprobs[start] for start in logprobs.start_indices]
-
-
-def _finish_reason(reason: str | None) -> FinishReason:
-    match reason:
-        case "stop" | "length" | "abort":
-            return reason
-        case _:
-            raise RuntimeError(f"engine ended a request with {reason!r}; known are stop, length and abort")

@@ -1,7 +1,7 @@
-"""Traps: a process that reaches a named state of the weight-sync protocol sends a signal, to itself or to another party.
+"""Traps: a process that reaches a named state of the weight-sync protocol sends a signal, to itself or to a party.
 
-`watch_protocol` is called once in a process of its own; it looks at the seams that every transport and both commit modes
-pass through, and does nothing while no trap is armed.
+`watch_protocol` is called once in a process of its own; it looks at the seams that every transport and both commit
+modes pass through, and does nothing while no trap is armed.
 """
 
 from __future__ import annotations
@@ -137,12 +137,12 @@ def _watch_pulls(kind: type[Any], traps: Traps) -> None:
         return
     original = kind.pull
 
-    def pull(self: Any, rank: int, slot: int, pieces: Any, *, check: Callable[[], None]) -> None:
+    def pull(self: Any, *args: Any, check: Callable[[], None], **options: Any) -> None:
         def checked() -> None:
             check()
             traps.reach("pulling")
 
-        original(self, rank, slot, pieces, check=checked)
+        original(self, *args, check=checked, **options)
         traps.reach("pulled")
 
     kind.pull = pull

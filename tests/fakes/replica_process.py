@@ -1,4 +1,4 @@
-"""An engine replica of `sync_world`, with all its workers, in a process of its own, under the engine actor's watchdog."""
+"""An engine replica of `sync_world`, with all its workers, in a process of its own, under a watchdog."""
 
 from __future__ import annotations
 

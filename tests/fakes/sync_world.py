@@ -36,7 +36,7 @@ PARAMS = tuple(ParamMeta(name=name, shape=shape, dtype="bfloat16") for name, sha
 
 
 class FusedModel(torch.nn.Module):
-    """Like an engine's model: q, k, v fused; q, k, v, down split over `num_workers` (1, 2 or 4); the rest replicated."""
+    """Like an engine's model: q, k, v fused; q, k, v, down split over 1, 2 or 4 workers; the rest replicated."""
 
     def __init__(self, worker: int = 0, num_workers: int = 1) -> None:
         super().__init__()

@@ -13,7 +13,7 @@ from tests.house.source import ROOT, modules, runtime_imports, words_of_code
 # Regular expressions of the files that may import a library, by library.
 PLACES = {
     "ray": r".*/worker\.py|.*/actor\.py|trainer/pipeline/(cluster|compose)\.py",
-    "vllm": r"rollout/engine/vllm_engine\.py|weight_sync/(vllm_extension|vllm_compat|lora|fallback|bench/engines)\.py",
+    "vllm": r"rollout/engine/(vllm_engine|launch)\.py|weight_sync/(vllm_extension|vllm_compat|lora|fallback|bench/engines)\.py",
     "hydra": r"trainer/config/load\.py|trainer/__main__\.py",
     "omegaconf": r"trainer/config/load\.py|trainer/__main__\.py",
 }
@@ -22,7 +22,7 @@ VENDORS = re.compile(r"(?<![a-z])(cuda|hip|rocm|npu|nccl|hccl)(?![a-z])", re.IGN
 EXTRAS = re.compile(r"\[(cpu|cuda|rocm|npu)\]")
 """What people install, as in `pip install "tandem-rl[cuda]"`: a name of ours that messages have to say."""
 VENDOR_PLACES = (
-    r"weight_sync/device/.*|weight_sync/transports/(ipc|pair)\.py|trainer/config/schema/device\.py"
+    r"weight_sync/device/.*|weight_sync/transports/(ipc|pair)\.py|trainer/config/schema/(device|weight_sync)\.py"
 )
 
 LIGHT = (

@@ -159,7 +159,7 @@ async def test_learner_lost_while_it_opens_fails_the_open_and_moves_nothing(numb
 
 @SIGNALS
 @pytest.mark.parametrize("state", ["packing", "sealed"])
-async def test_learner_lost_while_it_publishes_leaves_every_engine_at_the_old_version(state: State, number: int) -> None:
+async def test_learner_lost_while_it_publishes_leaves_engines_at_the_old_version(state: State, number: int) -> None:
     async with world_at_1() as world:
         world.learners[1].arm(state, number)
         world.train(2)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from weight_sync.device.cpu import CpuBackend
 from weight_sync.errors import PlanMismatch, TransportUnusable
-from weight_sync.transports.base import Line, Piece, PublisherEnd, ReceiverEnd
+from weight_sync.transports.base import Line, OnArrived, Piece, PublisherEnd, ReceiverEnd, batched, ignore
 from weight_sync.transports.inbound import Inbound, Landing
 from weight_sync.transports.messages import Timing
 from weight_sync.transports.outbound import Peers, Sender
@@ -26,7 +26,7 @@ from weight_sync.transports.rendezvous import StoreMirror, own_address, require_
 from weight_sync.transports.slots import DeviceSlots, HostSlots, Slots
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
 
@@ -134,8 +134,21 @@ class PairReceiverEnd(ReceiverEnd):
         self._landing = Landing(backend, staged=staged)
         self._sources = {rank: self._inbound(arena, lines[rank]) for rank, arena in arenas.items()}
 
-    def pull(self, rank: int, slot: int, pieces: Iterable[Piece], *, check: Callable[[], None]) -> None:
-        self._sources[rank].pull(slot, pieces, check=check)
+    def pull(
+        self,
+        rank: int,
+        slot: int,
+        pieces: Sequence[Piece],
+        *,
+        check: Callable[[], None],
+        on_arrived: OnArrived = ignore,
+    ) -> None:
+        if on_arrived is ignore:
+            self._sources[rank].pull(slot, pieces, check=check)
+            return
+        for done, batch in batched(pieces):
+            self._sources[rank].pull(slot, batch, check=check)
+            on_arrived(done)
 
     def counters(self) -> dict[str, int]:
         return {

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 from weight_sync.device.base import DeviceError
 from weight_sync.errors import TransportUnusable
 from weight_sync.transports import ipc, pair, shm
+from weight_sync.transports.base import OnArrived, ignore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from weight_sync.device.base import Backend
     from weight_sync.transports.base import Line, Piece, ReceiverEnd
@@ -85,9 +86,11 @@ class Reach:
             f"here: {'; '.join(self.reasons) if self.reasons else 'memory can be mapped on one node only'}"
         )
 
-    def pull(self, slot: int, pieces: Iterable[Piece], *, check: Callable[[], None]) -> None:
+    def pull(
+        self, slot: int, pieces: Sequence[Piece], *, check: Callable[[], None], on_arrived: OnArrived = ignore
+    ) -> None:
         """See `ReceiverEnd.pull`."""
-        self._end.pull(self.rank, slot, pieces, check=check)
+        self._end.pull(self.rank, slot, pieces, check=check, on_arrived=on_arrived)
 
     def counters(self) -> dict[str, int]:
         return self._end.counters()

@@ -182,7 +182,7 @@ def test_receivers_are_served_side_by_side(world: World) -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(60)
     finally:
         threading.excepthook = before
     assert errors == []

@@ -36,7 +36,7 @@ SLOT_BYTES, NUM_SLOTS = 10_007, 3
 REAL_NCCL = getattr(dist, "ProcessGroupNCCL", None)
 SECRET = b"of the contract suite"
 MEMBERSHIP = Membership(run_id="contract", epoch=1, secret=SECRET)
-QUICK = Timing(connect_s=15.0, stall_s=2.0, silence_s=2.0)
+QUICK = Timing(connect_s=20.0, stall_s=3.0, silence_s=3.0)
 """For publishers and receivers whose peers are killed: their deadlines are what a test waits for."""
 SLOW_MESSAGE_BYTES, SLOW_MESSAGES = 64 * 1024, 64
 SLOW_PAUSE_S = 0.05

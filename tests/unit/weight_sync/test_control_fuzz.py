@@ -1,4 +1,4 @@
-"""A publisher's control port under 1,000 hostile frames: nothing crashes, nothing changes, every frame is accounted for."""
+"""A publisher's control port under 1,000 hostile frames: nothing crashes, nothing changes, each is accounted for."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import zmq
 from tests.fakes.sync_world import PARAMS, FusedModel, LocalPublisher, full_weights
 from weight_sync import control
 from weight_sync.control import MAX_REQUEST_BYTES, QUESTION, LeaseGranted, LeaseRequest, Membership
+
 from weight_sync.control import Renewed, RenewRequest  # isort: skip
 from weight_sync.control_client import ControlClient
 from weight_sync.errors import PlanMismatch
@@ -171,7 +172,7 @@ def publisher() -> Iterator[LocalPublisher]:
     )  # fmt: skip
     opening = OpenPublisher(
         run_id="run", secret=MEMBER.secret, epoch=3, manifest=manifest_to_bytes(manifest), transport="shm",
-        num_slots=2, verify=True,
+        num_slots=2, verify=True, host="127.0.0.1",
     )  # fmt: skip
     publisher.endpoint = decode(publisher.ws_open(encode(opening)), PublisherInfo).endpoint
     publisher.ws_publish(1, 5.0)

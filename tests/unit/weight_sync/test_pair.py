@@ -318,7 +318,7 @@ def test_the_npu_group_moves_bytes_and_sets_its_environment_for_the_moment_only(
         waiting.wait(10)
     with pytest.raises(LinkBroken, match="the group was aborted"):
         receiver.receive(target)
-    with pytest.raises(LinkBroken, match="gloo|hccl"):
+    with pytest.raises(LinkBroken, match=r"gloo|hccl"):
         sender.receive([torch.zeros(1, dtype=torch.uint8)]).wait(10)
     sender.abort()
 

@@ -306,7 +306,7 @@ def test_elements_in_no_box_are_counted_like_in_a_mask(data: st.DataObject) -> N
     assert num_uncovered(shape, boxes) == mask.sum()
 
 
-def _stages(spec: ToySpec) -> tuple[WorkerLayout, WorkerLayout]:
+def _stages(spec: ToySpec) -> tuple[WorkerLayout, ...]:
     """Two pipeline stages out of the layout of one worker: layer 0 with the embedding, and the rest."""
     (whole,) = worker_layouts(spec)
     first = {p.name for p in whole.params if p.name.startswith(("0.", "embed"))}

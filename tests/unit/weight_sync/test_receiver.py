@@ -197,11 +197,11 @@ def test_long_pull_renews_its_lease(closing: list[Any], local: LocalPublisher) -
     end = next(iter(pair.receiver._epoch._reaches.values()))._end
     original = end.pull
 
-    def slow(*args: Any, check: Callable[[], None]) -> None:
+    def slow(*args: Any, check: Callable[[], None], **kwargs: Any) -> None:
         for _ in range(8):
             time.sleep(0.06)
             check()
-        original(*args, check=check)
+        original(*args, check=check, **kwargs)
 
     end.pull = slow
     pair.receiver.prefetch(2, deadline_s=10.0)

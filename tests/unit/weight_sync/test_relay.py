@@ -15,7 +15,8 @@ from tests.fakes.relay_process import NUM_PIECES, SOURCES, RelayProcess, Replica
 from weight_sync import progress, relay
 from weight_sync.device.base import Capabilities, DeviceError
 from weight_sync.errors import PlanMismatch, PullTimeout, RelayStalled
-from weight_sync.relay import RelayHandle, RelayInlet, RelayOutlet, map_shadow, report_batches
+from weight_sync.relay import RelayHandle, RelayInlet, RelayOutlet, map_shadow
+from weight_sync.transports import base
 from weight_sync.transports.base import Piece
 from weight_sync.wire import decode, make_error
 
@@ -28,7 +29,7 @@ PIECE = 1000
 @pytest.fixture(autouse=True)
 def small_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two pieces a report; copies of a piece and a half, so that they do not end where pieces do."""
-    monkeypatch.setattr(relay, "REPORT_BYTES", 2 * PIECE + 300)
+    monkeypatch.setattr(base, "BATCH_BYTES", 2 * PIECE + 300)
     monkeypatch.setattr(relay, "PIECE_BYTES", PIECE * 3 // 2)
 
 
@@ -309,11 +310,11 @@ def test_words_keep_the_largest_version_and_count_apart() -> None:
 @given(st.lists(st.integers(1, 5000), max_size=40), st.integers(0, 40))
 def test_batches_cover_the_rest_in_order_and_are_small(sizes: list[int], done: int) -> None:
     pieces = [Piece(0, torch.empty(size, dtype=torch.uint8)) for size in sizes]
-    found = list(report_batches(pieces, done=min(done, len(pieces))))
+    found = list(base.batched(pieces, done=min(done, len(pieces))))
     assert [id(piece) for _, batch in found for piece in batch] == [id(piece) for piece in pieces[done:]]
     for upto, batch in found:
         assert batch[-1] is pieces[upto - 1]
-        assert len(batch) == 1 or sum(piece.dst.numel() for piece in batch) <= relay.REPORT_BYTES
+        assert len(batch) == 1 or sum(piece.dst.numel() for piece in batch) <= base.BATCH_BYTES
 
 
 def test_a_closed_end_touches_no_memory(pair: Pair) -> None:
@@ -370,7 +371,7 @@ class Follower:
     def read_on_from_the_learner(self, version: int) -> None:
         assert self.stalled is not None
         before = self.stalled.pieces_done
-        for done, _ in report_batches(self.replica.pieces[2], done=before):
+        for done, _ in base.batched(self.replica.pieces[2], done=before):
             self.replica.fill(2, version, slice(before, done))
             self.outlet.advance(2, done)
             before = done

@@ -122,20 +122,20 @@ def test_plain_experts_compute_the_weighted_sum_of_their_experts(fold_weights_fi
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
     torch.manual_seed(0)
-    x, w13, w2 = torch.randn(7, 8), torch.randn(3, 12, 8), torch.randn(3, 8, 6)
+    x, w13, w2 = torch.randn(7, 32), torch.randn(3, 64, 32) / 8, torch.randn(3, 32, 32) / 8
     ids = torch.tensor([[0, 3], [2, 0], [0, 2], [3, 2], [2, 0], [0, 2], [0, 3]])
     weights, local = torch.rand(7, 2), torch.tensor([0, 1, 2, -1])
-    wanted = torch.zeros(7, 8)
+    wanted = torch.zeros(7, 32)
     for token, choice in itertools.product(range(7), range(2)):
         if (expert := int(local[ids[token, choice]])) >= 0:
             gate, up = (w13[expert] @ x[token]).chunk(2)
             factor = 1.0 if fold_weights_first else weights[token, choice]
             wanted[token] += factor * (w2[expert] @ (torch.nn.functional.silu(gate) * up))
-    output = torch.empty(7, 8)
+    output = torch.empty(7, 32)
     experts = SimpleNamespace(w1_bias=None, w2_bias=None)
     how = {"activation": MoEActivation.SILU, "expert_map": local, "apply_router_weight_on_input": fold_weights_first}
     _apply_plain_experts(experts, output, x, w13, w2, weights, ids, **how)
     torch.testing.assert_close(output, wanted)
-    alone = torch.empty(1, 8)
+    alone = torch.empty(1, 32)
     _apply_plain_experts(experts, alone, x[:1], w13, w2, weights[:1], ids[:1], **how)
     assert torch.equal(alone, output[:1])  # a token's bits do not depend on its neighbours

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from rollout.engine.vllm_engine import _sampled_logprobs
+from rollout.engine.outputs import sampled_logprobs
 
 
 def output(token_ids: list[int], positions: list[list[float]]) -> SimpleNamespace:
@@ -13,9 +13,9 @@ def output(token_ids: list[int], positions: list[list[float]]) -> SimpleNamespac
 
 
 def test_the_first_logprob_of_a_position_is_that_of_the_sampled_token() -> None:
-    assert _sampled_logprobs(output([5, 6], [[-1.0, -0.5], [-2.0]])) == [-1.0, -2.0]
+    assert sampled_logprobs(output([5, 6], [[-1.0, -0.5], [-2.0]])) == [-1.0, -2.0]
 
 
 def test_an_abort_without_new_tokens_has_no_new_logprobs() -> None:
     """vLLM 0.25.1 sends the log-probs of all earlier tokens again."""
-    assert _sampled_logprobs(output([], [[-1.0], [-2.0], [-3.0]])) == []
+    assert sampled_logprobs(output([], [[-1.0], [-2.0], [-3.0]])) == []
