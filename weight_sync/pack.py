@@ -70,8 +70,9 @@ class Packer:
         if addresses != self._addresses:
             self._movers = tuple(self._backend.mover(self._pairs(each, tensors)) for each in range(self._num_slots))
             self._addresses = addresses
-        # Whatever last wrote the shards ran on another stream.
-        self._backend.synchronize()
+        # Whatever last wrote the shards ran on the caller's stream. (To wait for the whole device would be to wait for
+        # what is being sent to a receiver, alive or not.)
+        self._backend.synchronize_current()
         self._movers[slot](self._stream)
         self._backend.synchronize(self._stream)
 

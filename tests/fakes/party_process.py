@@ -167,6 +167,7 @@ def _serve(connections: list[Connection], build: Callable[..., Party], args: tup
     # A stopped process would outlive a test run that was killed.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported is shared with the fork server; a collection would copy all of it
     traps = Traps()
     watch_protocol(traps)
     desk = _Desk(build(*args, traps), traps)

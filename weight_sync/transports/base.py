@@ -2,32 +2,29 @@
 
 Both ends allocate everything when they are built and nothing afterwards. Neither knows about versions, leases or
 digests; those protect the bytes whatever the transport is. A transport either maps the slots into the receiver
-(`MappedReceiverEnd`: the publisher does nothing while it is read) or has the publisher send (`pair`).
+(`mapped`: the publisher does nothing while it is read) or has the publisher send (`pair`). A publisher's end is an
+`offer.Offer`: one memory and every way to read it; a receiver finds its way with `reach.Reach`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
-
-from weight_sync.errors import VersionUnavailable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     import torch
 
-    from weight_sync.control import Request, TransportRequest, TransportResponse
-    from weight_sync.device.base import Backend, PersistentBlock
+    from weight_sync.control import Request
     from weight_sync.wire import ArenaHandle
 
 SLOT_ALIGN_BYTES = 4096
 BATCH_BYTES = 128 << 20
-"""Bytes between two looks at the deadline, and between two reports: 0.35 ms of a 381 GB/s link. Two batches are under way
-at a time, each on a stream of its own, so the link does not wait for the looks. Smaller ones would: to return from a
-wait takes the interpreter lock, which an engine's main thread may hold."""
+"""Bytes between two looks at the deadline, and between two reports: 0.35 ms of a 381 GB/s link. Two batches are under
+way at a time, each on a stream of its own, so the link does not wait for the looks. Smaller ones would: to return from
+a wait takes the interpreter lock, which an engine's main thread may hold."""
 BATCH_PIECES = 256
 """So that thousands of tiny pieces do not keep anybody waiting."""
 BATCHES_IN_FLIGHT = 2
@@ -53,6 +50,7 @@ class Line(Protocol):
         ...
 
 
+Check = Callable[[], None]
 OnArrived = Callable[[int], None]
 """Is told how many pieces, counted from the first, have arrived."""
 
@@ -87,41 +85,6 @@ def require_slot(arena: ArenaHandle, slot: int) -> None:
         raise ValueError(f"slot must be in [0, {arena.num_slots}), got {slot}")
 
 
-class PublisherEnd(ABC):
-    """The slots of one learner rank."""
-
-    handle: ArenaHandle
-    """How receivers find the slots."""
-
-    @abstractmethod
-    def slot(self, index: int) -> torch.Tensor:
-        """uint8[slot_bytes] on the learner's device: where version data is packed."""
-
-    @abstractmethod
-    def seal(self, index: int) -> None:
-        """Make what was packed into `slot(index)` visible to receivers. Returns when it is."""
-
-    def answer(self, sender: str, request: TransportRequest) -> TransportResponse:
-        """Answer a receiver's end. Called in the control thread, so it returns at once; work has threads of its own.
-
-        Raises:
-            VersionUnavailable: receivers of this transport have nothing to ask.
-            ValueError: the request makes no sense, e.g. a slot that does not exist.
-        """
-        raise VersionUnavailable(
-            f"{sender} sent a {type(request).__name__}, but transport {self.handle.transport} is read, not asked; "
-            "open both sides with the same transport"
-        )
-
-    @abstractmethod
-    def counters(self) -> dict[str, int]:
-        """Allocations, registrations and communicators made so far."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Free the slots. Idempotent. Receivers that still have them mapped keep valid memory."""
-
-
 class ReceiverEnd(ABC):
     """Reads the slots of every publisher it was opened with."""
 
@@ -153,77 +116,3 @@ class ReceiverEnd(ABC):
     @abstractmethod
     def close(self) -> None:
         """Let go of every publisher. Idempotent."""
-
-
-class MappedReceiverEnd(ReceiverEnd):
-    """Reads slots by address: every transport that can map them is one of these.
-
-    `opener` maps the blocks, `copier` moves bytes from them to the device of the engine; on one kind of device they are
-    the same backend.
-    """
-
-    def __init__(self, opener: Backend, copier: Backend, arenas: Mapping[int, ArenaHandle]) -> None:
-        """
-        Raises:
-            DeviceError: a block cannot be mapped.
-        """
-        self._copier = copier
-        self._arenas = dict(arenas)
-        self._streams: tuple[Any | None, ...] = tuple(copier.new_stream() for _ in range(BATCHES_IN_FLIGHT))
-        self._blocks: dict[int, PersistentBlock] = {}
-        try:
-            for rank, arena in self._arenas.items():
-                if arena.handle is not None:
-                    self._blocks[rank] = opener.ipc_open(arena.handle)
-        except BaseException:
-            self.close()
-            raise
-
-    def pull(
-        self,
-        rank: int,
-        slot: int,
-        pieces: Sequence[Piece],
-        *,
-        check: Callable[[], None],
-        on_arrived: OnArrived = ignore,
-    ) -> None:
-        arena = self._arenas[rank]
-        require_slot(arena, slot)
-        base = slot * arena.slot_stride
-        flying: deque[tuple[Any | None, int]] = deque()
-        free = deque(self._streams)
-        try:
-            for done, batch in batched(pieces):
-                check()
-                if not free:
-                    self._land(flying, free, on_arrived)
-                stream = free.popleft()
-                for piece in batch:
-                    start = base + piece.src_off
-                    source = self._blocks[rank].tensor[start : start + piece.dst.numel()]
-                    self._copier.copy_async(piece.dst, source, stream)
-                flying.append((stream, done))
-            while flying:
-                self._land(flying, free, on_arrived)
-        finally:
-            # After an error too: whoever pulls again writes to the same places.
-            for stream, _ in flying:
-                self._copier.synchronize(stream)
-        check()
-
-    def _land(self, flying: deque[tuple[Any | None, int]], free: deque[Any | None], on_arrived: OnArrived) -> None:
-        """Wait for the oldest batch."""
-        stream, done = flying[0]
-        self._copier.synchronize(stream)
-        flying.popleft()
-        free.append(stream)
-        on_arrived(done)
-
-    def counters(self) -> dict[str, int]:
-        return {"registrations": len(self._blocks)}
-
-    def close(self) -> None:
-        for block in self._blocks.values():
-            block.close()
-        self._blocks.clear()

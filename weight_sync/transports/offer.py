@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from weight_sync.errors import TransportUnusable
-from weight_sync.transports import ipc, pair, shm
+from weight_sync.transports import pair
+from weight_sync.transports.mapped import DEVICE, HOST, MAPPED
 from weight_sync.transports.messages import Timing
 from weight_sync.transports.outbound import Peers, Sender
 from weight_sync.transports.rendezvous import require_reachable
@@ -22,9 +23,8 @@ if TYPE_CHECKING:
     from weight_sync.device.base import Backend
     from weight_sync.wire import ArenaHandle
 
-TRANSPORTS = (ipc.NAME, *pair.DEVICE, shm.NAME, pair.HOST)
+TRANSPORTS = (DEVICE, *pair.DEVICE, HOST, pair.HOST)
 """Fastest first."""
-MAPPED = (ipc.NAME, shm.NAME)
 CLOSE_S = 5.0
 
 
@@ -43,8 +43,8 @@ def offered(transport: str, backend: Backend) -> tuple[str, ...]:
         return (transport,)
     library = pair.device_transport(backend.collective)
     if library is None and backend.name != "cpu":
-        return (shm.NAME, pair.HOST)
-    mapped = (ipc.NAME,) if backend.capabilities().ipc else ()
+        return (HOST, pair.HOST)
+    mapped = (DEVICE,) if backend.capabilities().ipc else ()
     return (*mapped, pair.HOST if library is None else library)
 
 
@@ -52,7 +52,14 @@ class Offer:
     """The slots of one learner rank, and the ways to read them."""
 
     def __init__(
-        self, transports: tuple[str, ...], backend: Backend, *, slot_bytes: int, num_slots: int, host: str
+        self,
+        transports: tuple[str, ...],
+        backend: Backend,
+        *,
+        slot_bytes: int,
+        num_slots: int,
+        host: str,
+        timing: Timing | None = None,
     ) -> None:
         """
         Args:
@@ -65,7 +72,7 @@ class Offer:
         """
         for name in transports:
             _require(name, backend, host)
-        on_host = shm.NAME in transports or pair.HOST in transports
+        on_host = HOST in transports or pair.HOST in transports
         self._slots = (HostSlots if on_host else DeviceSlots)(backend, slot_bytes=slot_bytes, num_slots=num_slots)
         try:
             self.handles: tuple[ArenaHandle, ...] = tuple(
@@ -75,7 +82,7 @@ class Offer:
         except BaseException:
             self._slots.close()
             raise
-        self._peers = Peers(Sender(self._slots, host=host, timing=Timing()))
+        self._peers = Peers(Sender(self._slots, host=host, timing=Timing() if timing is None else timing))
 
     def slot(self, index: int) -> torch.Tensor:
         """uint8[slot_bytes] on the learner's device: where version data is packed."""
@@ -110,7 +117,7 @@ class Offer:
 
 
 def _require(transport: str, backend: Backend, host: str) -> None:
-    if transport == ipc.NAME and not backend.capabilities().ipc:
+    if transport == DEVICE and not backend.capabilities().ipc:
         raise TransportUnusable(f"backend {backend.name} cannot share device memory between processes; use shm")
     if transport not in MAPPED:
         pair.require_library(transport, backend)

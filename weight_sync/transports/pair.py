@@ -18,26 +18,20 @@ from typing import TYPE_CHECKING
 
 from weight_sync.device.cpu import CpuBackend
 from weight_sync.errors import PlanMismatch, TransportUnusable
-from weight_sync.transports.base import Line, OnArrived, Piece, PublisherEnd, ReceiverEnd, batched, ignore
+from weight_sync.transports.base import Line, OnArrived, Piece, ReceiverEnd, batched, ignore
 from weight_sync.transports.inbound import Inbound, Landing
 from weight_sync.transports.messages import Timing
-from weight_sync.transports.outbound import Peers, Sender
 from weight_sync.transports.rendezvous import StoreMirror, own_address, require_reachable
-from weight_sync.transports.slots import DeviceSlots, HostSlots, Slots
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    import torch
-
-    from weight_sync.control import TransportRequest, TransportResponse
     from weight_sync.device.base import Backend
     from weight_sync.device.process_groups import PairGroup
     from weight_sync.wire import ArenaHandle
 
 HOST = "gloo"
 DEVICE = ("nccl", "hccl")
-CLOSE_S = 5.0
 
 
 def device_transport(collective: str) -> str | None:
@@ -55,53 +49,6 @@ def require_library(transport: str, backend: Backend) -> None:
         raise TransportUnusable(
             f"backend {backend.name} ({backend.collective}) has no {transport}; both ends must have it, or use {HOST}"
         )
-
-
-def make_slots(transport: str, backend: Backend, *, slot_bytes: int, num_slots: int) -> Slots:
-    """Slots in the memory that `transport` moves.
-
-    Raises:
-        TransportUnusable: the backend has no such library.
-        DeviceError: not enough memory.
-    """
-    require_library(transport, backend)
-    kind = HostSlots if transport == HOST else DeviceSlots
-    return kind(backend, slot_bytes=slot_bytes, num_slots=num_slots)
-
-
-class PairPublisherEnd(PublisherEnd):
-    """The slots of one learner rank, and a thread for every receiver that is being sent to."""
-
-    def __init__(self, transport: str, slots: Slots, *, host: str, timing: Timing | None = None) -> None:
-        """`host` is this process's address as receivers reach it.
-
-        Raises:
-            TransportUnusable: `host` is a wildcard.
-        """
-        require_reachable(host)
-        self._slots = slots
-        self._peers = Peers(Sender(slots, host=host, timing=Timing() if timing is None else timing))
-        self.handle = slots.handle(transport, exported=False, host=host)
-
-    def slot(self, index: int) -> torch.Tensor:
-        return self._slots.packable(index)
-
-    def seal(self, index: int) -> None:
-        self._slots.seal(index)
-
-    def answer(self, sender: str, request: TransportRequest) -> TransportResponse:
-        return self._peers.answer(sender, request)
-
-    def counters(self) -> dict[str, int]:
-        return {
-            "allocations": self._slots.num_allocations(),
-            "registrations": 0,
-            "communicators": self._peers.num_connected(),
-        }
-
-    def close(self) -> None:
-        self._peers.close(join_s=CLOSE_S)
-        self._slots.close()
 
 
 class PairReceiverEnd(ReceiverEnd):

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from weight_sync.device.base import DeviceError
 from weight_sync.errors import TransportUnusable
-from weight_sync.transports import ipc, pair, shm
-from weight_sync.transports.base import OnArrived, ignore
+from weight_sync.transports import mapped, pair
+from weight_sync.transports.base import Check, OnArrived, ignore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 def ways(handles: Sequence[ArenaHandle], *, same_node: bool) -> tuple[ArenaHandle, ...]:
     """The offers that can work at all, best first. Memory cannot be mapped from another node."""
-    return tuple(handle for handle in handles if same_node or handle.transport not in (ipc.NAME, shm.NAME))
+    return tuple(handle for handle in handles if same_node or handle.transport not in mapped.MAPPED)
 
 
 def open_end(backend: Backend, rank: int, handle: ArenaHandle, *, line: Line, host: str | None) -> ReceiverEnd:
@@ -36,13 +36,9 @@ def open_end(backend: Backend, rank: int, handle: ArenaHandle, *, line: Line, ho
     Raises:
         TransportUnusable, DeviceError: it cannot be reached like that from here.
     """
-    match handle.transport:
-        case ipc.NAME:
-            return ipc.open_receiver(backend, {rank: handle})
-        case shm.NAME:
-            return shm.open_receiver(backend, {rank: handle})
-        case _:
-            return pair.PairReceiverEnd(backend, {rank: handle}, {rank: line}, host=host)
+    if handle.transport in mapped.MAPPED:
+        return mapped.open_mapped(handle.transport, backend, {rank: handle})
+    return pair.PairReceiverEnd(backend, {rank: handle}, {rank: line}, host=host)
 
 
 class Reach:
@@ -86,9 +82,7 @@ class Reach:
             f"here: {'; '.join(self.reasons) if self.reasons else 'memory can be mapped on one node only'}"
         )
 
-    def pull(
-        self, slot: int, pieces: Sequence[Piece], *, check: Callable[[], None], on_arrived: OnArrived = ignore
-    ) -> None:
+    def pull(self, slot: int, pieces: Sequence[Piece], *, check: Check, on_arrived: OnArrived = ignore) -> None:
         """See `ReceiverEnd.pull`."""
         self._end.pull(self.rank, slot, pieces, check=check, on_arrived=on_arrived)
 

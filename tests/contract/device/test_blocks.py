@@ -56,7 +56,6 @@ def test_views_of_shared_host_memory_outlive_the_block() -> None:
     assert view.tolist() == [7] * 4
 
 
-
 def test_close_twice_is_close_once_and_the_tensor_is_gone(every: Harness) -> None:
     block = every.backend.alloc_persistent(KIB)
     block.close()

@@ -31,7 +31,6 @@ from weight_sync.errors import PublisherLost, PullTimeout, TransportUnusable
 from weight_sync.transports.base import Piece
 from weight_sync.transports.pair import PairReceiverEnd
 from weight_sync.transports.rendezvous import own_address
-from weight_sync.transports.select import open_receiver_end
 from weight_sync.wire import encode
 
 if TYPE_CHECKING:
@@ -210,7 +209,7 @@ def test_bytes_travel_between_the_addresses_that_the_ends_were_given() -> None:
     remote = Remote(Kind("gloo", host="127.0.0.2")).wait()
     local = Local(remote.kind)
     lines = {4: local.line(remote.endpoint)}
-    end = open_receiver_end(local.backend, {4: remote.handle}, lines, host="127.0.0.3")
+    end = PairReceiverEnd(local.backend, {4: remote.handle}, lines, host="127.0.0.3")
     landing = local.empty()
     end.pull(4, 1, [Piece(0, landing)], check=nothing)
     assert torch.equal(landing, pattern(1))

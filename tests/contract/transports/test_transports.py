@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from signal import SIGKILL as KILL
 from typing import TYPE_CHECKING
@@ -11,15 +12,18 @@ import pytest
 import torch
 
 from tests.contract.transports.world import SLOT_BYTES, Kind, Local, Remote, pattern
-from weight_sync.control import PairWatch
 from weight_sync.device.cpu import CpuBackend
-from weight_sync.errors import PlanMismatch, TransportUnusable, VersionUnavailable
+from weight_sync.errors import TransportUnusable
 from weight_sync.transports.base import Piece
-from weight_sync.transports.select import candidates, open_publisher_end, open_receiver_end
+from weight_sync.transports.offer import TRANSPORTS, Offer, offered
+from weight_sync.transports.pair import PairReceiverEnd
+from weight_sync.transports.reach import ways
 from weight_sync.wire import ArenaHandle
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from weight_sync.device.base import Capabilities
 
 
 def nothing() -> None:
@@ -101,8 +105,8 @@ def test_counters_stay_what_they_are_over_fifty_pulls(remote: Remote, local: Loc
 
 @pytest.mark.parametrize("transport", ["ipc", "shm", "gloo"])
 def test_rank_without_parameters_needs_no_memory(transport: str) -> None:
-    end = open_publisher_end(transport, CpuBackend(), slot_bytes=0, num_slots=2)
-    assert end.handle.handle is None
+    end = Offer((transport,), CpuBackend(), slot_bytes=0, num_slots=2, host="127.0.0.1")
+    assert end.handles[0].handle is None
     assert set(end.counters().values()) == {0}
     with pytest.raises(ValueError, match="publishes nothing"):
         end.slot(0)
@@ -110,43 +114,41 @@ def test_rank_without_parameters_needs_no_memory(transport: str) -> None:
     end.close()
 
 
-def test_ranks_must_agree_on_one_transport() -> None:
-    shm = ArenaHandle(transport="shm", handle=None, slot_bytes=0, slot_stride=0, num_slots=1)
-    other = ArenaHandle(transport="pigeon", handle=None, slot_bytes=0, slot_stride=0, num_slots=1)
-    with pytest.raises(PlanMismatch, match="pigeon"):
-        open_receiver_end(CpuBackend(), {0: shm, 1: other})
+def test_auto_offers_the_fastest_first_and_only_what_shares_one_memory() -> None:
+    class Device(CpuBackend):
+        def __init__(self, name: str, collective: str, *, ipc: bool = True) -> None:
+            super().__init__()
+            self.name, self.collective, self._ipc = name, collective, ipc
 
+        def capabilities(self) -> Capabilities:
+            return replace(super().capabilities(), ipc=self._ipc)
 
-def test_transports_that_are_read_have_nothing_to_answer() -> None:
-    end = open_publisher_end("shm", CpuBackend(), slot_bytes=8, num_slots=1)
-    with pytest.raises(VersionUnavailable, match="transport shm is read, not asked"):
-        end.answer("a/0", PairWatch(group=b""))
-    end.close()
-
-
-def test_auto_tries_the_fastest_first_and_only_what_can_work() -> None:
-    gpu = "cpu:gloo,cuda:nccl"
-    assert candidates("auto") == ("ipc", "shm", "gloo")
-    assert candidates("auto", collective=gpu) == ("ipc", "nccl", "shm", "gloo")
-    assert candidates("auto", collective="cpu:gloo,npu:hccl") == ("ipc", "hccl", "shm", "gloo")
-    assert candidates("auto", collective=gpu, same_host=False) == ("nccl", "gloo")
-    assert candidates("auto", same_host=False) == ("gloo",)
-    assert candidates("nccl") == ("nccl",)
+    assert offered("auto", CpuBackend()) == ("ipc", "gloo")
+    assert offered("auto", Device("cuda", "cpu:gloo,cuda:nccl")) == ("ipc", "nccl")
+    assert offered("auto", Device("npu", "cpu:gloo,npu:hccl", ipc=False)) == ("hccl",)
+    assert offered("auto", Device("xpu", "gloo")) == ("shm", "gloo")
+    assert offered("nccl", CpuBackend()) == ("nccl",)
     with pytest.raises(ValueError, match=r"auto, ipc or nccl or hccl or shm or gloo, got 'rdma'"):
-        candidates("rdma")
+        offered("rdma", CpuBackend())
+
+
+def test_memory_is_never_mapped_from_another_node() -> None:
+    handles = [ArenaHandle(transport=t, handle=None, slot_bytes=0, slot_stride=0, num_slots=1) for t in TRANSPORTS]
+    assert [handle.transport for handle in ways(handles, same_node=True)] == list(TRANSPORTS)
+    assert [handle.transport for handle in ways(handles, same_node=False)] == ["nccl", "hccl", "gloo"]
 
 
 def test_a_library_that_the_device_lacks_is_refused_when_the_epoch_opens() -> None:
     with pytest.raises(TransportUnusable, match=r"backend cpu .* has no nccl"):
-        open_publisher_end("nccl", CpuBackend(), slot_bytes=8, num_slots=1)
+        Offer(("nccl",), CpuBackend(), slot_bytes=8, num_slots=1, host="127.0.0.1")
     arena = ArenaHandle(transport="nccl", handle=None, slot_bytes=8, slot_stride=4096, num_slots=1, host="127.0.0.1")
     with pytest.raises(TransportUnusable, match=r"backend cpu .* has no nccl"):
-        open_receiver_end(CpuBackend(), {0: arena}, {})
+        PairReceiverEnd(CpuBackend(), {0: arena}, {})
 
 
 def test_a_wildcard_is_no_address_to_be_reached_at() -> None:
     with pytest.raises(TransportUnusable, match=r"got '0\.0\.0\.0'; name one of this host's addresses"):
-        open_publisher_end("gloo", CpuBackend(), slot_bytes=8, num_slots=1, host="0.0.0.0")
+        Offer(("gloo",), CpuBackend(), slot_bytes=8, num_slots=1, host="0.0.0.0")
 
 
 @pytest.mark.parametrize("make", [lambda: Remote(Kind("shm")), lambda: Remote(Kind("ipc"))], ids=("shm", "ipc"))

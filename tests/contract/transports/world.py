@@ -19,10 +19,10 @@ from tests.fakes.drivers.build import make_backend
 from weight_sync.control import ControlServer, Membership
 from weight_sync.control_client import ControlClient
 from weight_sync.device import process_groups
-from weight_sync.transports import outbound, pair
+from weight_sync.transports import mapped, outbound, pair
 from weight_sync.transports.base import Piece
 from weight_sync.transports.messages import Timing
-from weight_sync.transports.select import open_publisher_end, open_receiver_end
+from weight_sync.transports.offer import Offer
 from weight_sync.wire import ArenaHandle, decode, encode
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
     from weight_sync.device.base import Backend
-    from weight_sync.transports.base import PublisherEnd, ReceiverEnd
+    from weight_sync.transports.base import ReceiverEnd
 
 SLOT_BYTES, NUM_SLOTS = 10_007, 3
 REAL_NCCL = getattr(dist, "ProcessGroupNCCL", None)
@@ -72,18 +72,21 @@ class Kind:
         backend.set_device(device if self.library is None else 0)
         return backend
 
-    def open_publisher(self, backend: Backend) -> PublisherEnd:
-        sizes = {"slot_bytes": self.slot_bytes, "num_slots": NUM_SLOTS}
-        if self.timing is None or not self.is_pair:
-            return open_publisher_end(self.transport, backend, **sizes, host=self.host)
-        slots = pair.make_slots(self.transport, backend, **sizes)
-        return pair.PairPublisherEnd(self.transport, slots, host=self.host, timing=self.timing)
+    def open_publisher(self, backend: Backend) -> Offer:
+        return Offer(
+            (self.transport,),
+            backend,
+            slot_bytes=self.slot_bytes,
+            num_slots=NUM_SLOTS,
+            host=self.host,
+            timing=self.timing,
+        )
 
     def open_receiver(
         self, backend: Backend, arenas: dict[int, ArenaHandle], lines: dict[int, ControlClient]
     ) -> ReceiverEnd:
-        if self.timing is None or not self.is_pair:
-            return open_receiver_end(backend, arenas, lines)
+        if not self.is_pair:
+            return mapped.open_mapped(self.transport, backend, arenas)
         return pair.PairReceiverEnd(backend, arenas, lines, timing=self.timing)
 
 
@@ -103,7 +106,7 @@ def publish(kind: Kind, pipe: Connection) -> None:
         end.slot(slot).copy_(pattern(slot, kind.slot_bytes))
         end.seal(slot)
     server = ControlServer(end.answer, MEMBERSHIP, host=kind.host)
-    pipe.send_bytes(encode(end.handle))
+    pipe.send_bytes(encode(end.handles[0]))
     pipe.send(server.endpoint)
     while (order := pipe.recv()) != "close":
         match order:

@@ -12,7 +12,7 @@ import torch
 from tests.fakes.sync_world import LocalPublisher, LocalReplica, full_weights
 from weight_sync.coordinator import SyncCoordinator, SyncOptions
 from weight_sync.errors import DigestMismatch, PlanMismatch, PullTimeout, TransportUnusable, WeightSyncError
-from weight_sync.transports import ipc
+from weight_sync.transports import mapped
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -211,8 +211,8 @@ def flip_after_pull(replica: LocalReplica, *, times: int) -> None:
     end = next(iter(replica.receivers[0]._epoch._reaches.values()))._end
     original, left = end.pull, [times]
 
-    def pull(rank: int, slot: int, pieces: tuple, *, check: object) -> None:
-        original(rank, slot, pieces, check=check)
+    def pull(rank: int, slot: int, pieces: tuple, **kwargs: object) -> None:
+        original(rank, slot, pieces, **kwargs)
         if left[0] > 0:
             left[0] -= 1
             pieces[0].dst[0] ^= 1
@@ -234,7 +234,7 @@ async def test_auto_lets_the_learner_send_when_its_memory_cannot_be_mapped(monke
     def refuse(*_: object) -> object:
         raise TransportUnusable("no peer access")
 
-    monkeypatch.setattr(ipc, "open_receiver", refuse)
+    monkeypatch.setattr(mapped, "open_mapped", refuse)
     replica = LocalReplica("r0")
     async with opened(2, [replica], transport="auto") as world:
         assert world.coordinator.transport == "gloo"
@@ -246,7 +246,7 @@ async def test_transport_that_does_not_work_is_an_error_when_it_was_asked_for(mo
     def refuse(*_: object) -> object:
         raise TransportUnusable("no peer access")
 
-    monkeypatch.setattr(ipc, "open_receiver", refuse)
+    monkeypatch.setattr(mapped, "open_mapped", refuse)
     world = World(1, [LocalReplica("r0")], transport="ipc")
     with pytest.raises(TransportUnusable, match="no peer access"):
         await world.coordinator.open()
@@ -262,6 +262,7 @@ async def test_version_must_be_published_before_it_is_synced() -> None:
 async def test_silent_replica_ends_the_sync_at_its_deadline() -> None:
     replica = LocalReplica("r0")
     async with opened(1, [replica], timeout_s=1.0) as world:
+
         async def hang(*_: object, timeout_s: float) -> list[bytes]:
             await asyncio.wait_for(asyncio.Event().wait(), timeout_s)
             raise AssertionError

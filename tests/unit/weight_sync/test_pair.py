@@ -24,9 +24,9 @@ from weight_sync.device.process_groups import GlooGroup, LinkBroken, hccl_group,
 from weight_sync.errors import TransportUnusable, VersionUnavailable
 from weight_sync.transports import messages, outbound
 from weight_sync.transports.messages import Timing, batches, cut, orders
-from weight_sync.transports.pair import PairPublisherEnd, PairReceiverEnd
+from weight_sync.transports.offer import Offer
+from weight_sync.transports.pair import PairReceiverEnd
 from weight_sync.transports.rendezvous import StoreMirror, own_address
-from weight_sync.transports.slots import DeviceSlots
 from weight_sync.wire import ArenaHandle
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class Recorder:
 
 
 @pytest.fixture
-def publisher(monkeypatch: pytest.MonkeyPatch) -> tuple[PairPublisherEnd, list[Recorder]]:
+def publisher(monkeypatch: pytest.MonkeyPatch) -> tuple[Offer, list[Recorder]]:
     groups: list[Recorder] = []
 
     def connect(*_: object) -> Recorder:
@@ -117,9 +117,9 @@ def publisher(monkeypatch: pytest.MonkeyPatch) -> tuple[PairPublisherEnd, list[R
         return groups[-1]
 
     monkeypatch.setattr(outbound.Sender, "connect", connect)
-    slots = DeviceSlots(CpuBackend(), slot_bytes=8, num_slots=2)
-    slots.readable(1).copy_(torch.arange(8, dtype=torch.uint8))
-    return PairPublisherEnd("gloo", slots, host="127.0.0.1", timing=Timing(stall_s=0.5)), groups
+    offer = Offer(("gloo",), CpuBackend(), slot_bytes=8, num_slots=2, host="127.0.0.1", timing=Timing(stall_s=0.5))
+    offer.slot(1).copy_(torch.arange(8, dtype=torch.uint8))
+    return offer, groups
 
 
 def eventually(is_so: Callable[[], bool]) -> bool:
@@ -129,14 +129,14 @@ def eventually(is_so: Callable[[], bool]) -> bool:
     return is_so()
 
 
-def num_sent(end: PairPublisherEnd, group: bytes) -> int:
+def num_sent(end: Offer, group: bytes) -> int:
     state = end.answer("a/0", PairWatch(group=group))
     assert state.error == ""
     return state.num_sent
 
 
 def test_a_repeated_order_is_carried_out_once_and_a_missing_one_is_noticed(
-    publisher: tuple[PairPublisherEnd, list[Recorder]],
+    publisher: tuple[Offer, list[Recorder]],
 ) -> None:
     end, groups = publisher
     end.answer("a/0", PairMeet(group=b"g", entries={}))
@@ -157,7 +157,7 @@ def test_a_repeated_order_is_carried_out_once_and_a_missing_one_is_noticed(
     ("slot", "ranges"), [(2, ()), (-1, ()), (0, ((0, 9),)), (0, ((8, 1),)), (0, ((-1, 2),)), (0, ((3, 0),))]
 )
 def test_bytes_outside_the_slots_are_never_sent(
-    publisher: tuple[PairPublisherEnd, list[Recorder]], slot: int, ranges: tuple[tuple[int, int], ...]
+    publisher: tuple[Offer, list[Recorder]], slot: int, ranges: tuple[tuple[int, int], ...]
 ) -> None:
     end, groups = publisher
     end.answer("a/0", PairMeet(group=b"g", entries={}))
@@ -169,7 +169,7 @@ def test_bytes_outside_the_slots_are_never_sent(
 
 
 def test_a_receiver_that_meets_again_leaves_its_old_group_and_nobody_elses(
-    publisher: tuple[PairPublisherEnd, list[Recorder]],
+    publisher: tuple[Offer, list[Recorder]],
 ) -> None:
     end, groups = publisher
     for sender, group in (("a/0", b"old"), ("b/0", b"other"), ("a/0", b"new")):
@@ -191,7 +191,7 @@ def test_a_receiver_that_meets_again_leaves_its_old_group_and_nobody_elses(
 
 
 def test_a_send_that_stalls_drops_the_group_and_says_so(
-    publisher: tuple[PairPublisherEnd, list[Recorder]],
+    publisher: tuple[Offer, list[Recorder]],
 ) -> None:
     end, groups = publisher
     end.answer("a/0", PairMeet(group=b"g", entries={}))

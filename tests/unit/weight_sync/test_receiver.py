@@ -220,8 +220,8 @@ def test_pull_over_its_deadline_stops(closing: list[Any], local: LocalPublisher)
     end = next(iter(pair.receiver._epoch._reaches.values()))._end
     original = end.pull
 
-    def checked(*args: Any, check: Callable[[], None]) -> None:
-        original(*args, check=check)
+    def checked(*args: Any, check: Callable[[], None], **kwargs: Any) -> None:
+        original(*args, check=check, **kwargs)
         check()
 
     end.pull = checked

@@ -1,0 +1,106 @@
+"""Same host: receivers map the slots and copy from them by address; the publisher does nothing while it is read.
+
+`ipc` maps device memory, read by the device's copy engines. `shm` maps host memory: learners on an accelerator copy a
+version to the host once, receivers copy from there to their own device. On CPU both are the same memory.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from weight_sync.device.cpu import CpuBackend
+from weight_sync.transports.base import BATCHES_IN_FLIGHT, ReceiverEnd, batched, ignore, require_slot
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from weight_sync.device.base import Backend, PersistentBlock
+    from weight_sync.transports.base import Check, OnArrived, Piece
+    from weight_sync.wire import ArenaHandle
+
+DEVICE = "ipc"
+HOST = "shm"
+MAPPED = (DEVICE, HOST)
+
+
+def open_mapped(transport: str, backend: Backend, arenas: Mapping[int, ArenaHandle]) -> MappedReceiverEnd:
+    """
+    Raises:
+        DeviceError: a block cannot be mapped.
+    """
+    return MappedReceiverEnd(backend if transport == DEVICE else CpuBackend(), backend, arenas)
+
+
+class MappedReceiverEnd(ReceiverEnd):
+    """Reads slots by address: every transport that can map them is one of these.
+
+    `opener` maps the blocks, `copier` moves bytes from them to the device of the engine; on one kind of device they are
+    the same backend.
+    """
+
+    def __init__(self, opener: Backend, copier: Backend, arenas: Mapping[int, ArenaHandle]) -> None:
+        """
+        Raises:
+            DeviceError: a block cannot be mapped.
+        """
+        self._copier = copier
+        self._arenas = dict(arenas)
+        self._streams: tuple[Any | None, ...] = tuple(copier.new_stream() for _ in range(BATCHES_IN_FLIGHT))
+        self._blocks: dict[int, PersistentBlock] = {}
+        try:
+            for rank, arena in self._arenas.items():
+                if arena.handle is not None:
+                    self._blocks[rank] = opener.ipc_open(arena.handle)
+        except BaseException:
+            self.close()
+            raise
+
+    def pull(
+        self,
+        rank: int,
+        slot: int,
+        pieces: Sequence[Piece],
+        *,
+        check: Check,
+        on_arrived: OnArrived = ignore,
+    ) -> None:
+        arena = self._arenas[rank]
+        require_slot(arena, slot)
+        base = slot * arena.slot_stride
+        flying: deque[tuple[Any | None, int]] = deque()
+        free = deque(self._streams)
+        try:
+            for done, batch in batched(pieces):
+                check()
+                if not free:
+                    self._land(flying, free, on_arrived)
+                stream = free.popleft()
+                for piece in batch:
+                    start = base + piece.src_off
+                    source = self._blocks[rank].tensor[start : start + piece.dst.numel()]
+                    self._copier.copy_async(piece.dst, source, stream)
+                flying.append((stream, done))
+            while flying:
+                self._land(flying, free, on_arrived)
+        finally:
+            # After an error too: whoever pulls again writes to the same places.
+            for stream, _ in flying:
+                self._copier.synchronize(stream)
+        check()
+
+    def _land(self, flying: deque[tuple[Any | None, int]], free: deque[Any | None], on_arrived: OnArrived) -> None:
+        """Wait for the oldest batch."""
+        stream, done = flying[0]
+        self._copier.synchronize(stream)
+        flying.popleft()
+        free.append(stream)
+        on_arrived(done)
+
+    def counters(self) -> dict[str, int]:
+        return {"registrations": len(self._blocks)}
+
+    def close(self) -> None:
+        for block in self._blocks.values():
+            block.close()
+        self._blocks.clear()
