@@ -190,7 +190,6 @@ class AsyncControlClient:
 
     def __init__(
         self,
-        context: zmq.asyncio.Context,
         endpoint: str,
         *,
         membership: Membership,
@@ -199,7 +198,8 @@ class AsyncControlClient:
         self.endpoint = endpoint
         self._talk = Conversation(membership, sender)
         self._lock = asyncio.Lock()
-        self._dealer = context.socket(zmq.DEALER)
+        # The process's own context: one of ours, if nobody closes it, would wait for its sockets when it is collected.
+        self._dealer = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         connected(self._dealer, endpoint)
 
     async def ask(self, request: Request, kind: type[R], *, deadline_s: float) -> R:

@@ -245,7 +245,6 @@ class SyncCoordinator:
     async def close(self) -> None:
         """Close every party that still answers. Idempotent."""
         await self._close_parties()
-        self._opener.close()
         self._agreement = None
 
     def _report(

@@ -16,7 +16,6 @@ from weight_sync.wire import CommitResult, PullReport, ReceiverInfo, open_reply,
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    import zmq.asyncio
 
 log = logging.getLogger(__name__)
 
@@ -82,12 +81,12 @@ class Member:
     def name(self) -> str:
         return self.handle.name
 
-    def connect(self, workers: tuple[ReceiverInfo, ...], context: zmq.asyncio.Context, membership: Membership) -> None:
+    def connect(self, workers: tuple[ReceiverInfo, ...], membership: Membership) -> None:
         """Make a line to each worker's control thread."""
         self.disconnect()
         self.workers = workers
         self.lines = tuple(
-            AsyncControlClient(context, info.endpoint, membership=membership, sender="coordinator") for info in workers
+            AsyncControlClient(info.endpoint, membership=membership, sender="coordinator") for info in workers
         )
 
     def disconnect(self) -> None:

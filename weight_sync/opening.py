@@ -13,7 +13,6 @@ import secrets
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import zmq.asyncio
 
 from weight_sync.control import Linked, LinkRequest, Membership
 from weight_sync.errors import PlanMismatch, PullTimeout
@@ -64,7 +63,7 @@ class Agreement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EpochOpener:
-    """Stateless but for the number of the epoch and the line sockets' context."""
+    """Remembers the number of the epoch and the secret of the run; everything else is in the `Agreement` it returns."""
 
     def __init__(
         self, publishers: Sequence[PublisherHandle], *, options: SyncOptions, clock: Callable[[], float]
@@ -75,7 +74,6 @@ class EpochOpener:
         self._run_id = secrets.token_hex(8)
         self._secret = secrets.token_bytes(32)
         self._epoch = 0
-        self._zmq: zmq.asyncio.Context | None = None
 
     @property
     def epoch(self) -> int:
@@ -146,7 +144,7 @@ class EpochOpener:
             workers = tuple(open_reply(reply, ReceiverInfo, party=f"{member.name}/{i}") for i, reply in parties)
             for info in workers:
                 _check_and_log(info, member.name, manifest)
-            member.connect(workers, self._context(), membership)
+            member.connect(workers, membership)
 
     async def link(self, agreement: Agreement, members: Sequence[Member], give_up: float) -> None:
         """Tell every worker in which order, and from whom, to read its sources.
@@ -194,12 +192,6 @@ class EpochOpener:
             raise PullTimeout(f"weight sync took longer than weight_sync.timeout_s = {self._options.timeout_s}")
         return left_s
 
-    def close(self) -> None:
-        """Idempotent."""
-        context, self._zmq = self._zmq, None
-        if context is not None:
-            context.destroy(0)
-
     async def _describe(self, give_up: float) -> list[PublisherLayout]:
         answers = await self.on_publishers("ws_describe", timeout_s=self.left(give_up))
         layouts = [decode(answer, PublisherLayout) for answer in answers]
@@ -241,11 +233,6 @@ class EpochOpener:
         left_s = self.left(give_up)
         calls = (member.handle.call(method, request(member.name), timeout_s=left_s) for member in members)
         return {member.name: reply for member, reply in zip(members, await gather_all(calls), strict=True)}
-
-    def _context(self) -> zmq.asyncio.Context:
-        if self._zmq is None:
-            self._zmq = zmq.asyncio.Context()
-        return self._zmq
 
 
 def _check_and_log(info: ReceiverInfo, replica: str, manifest: Manifest) -> None:

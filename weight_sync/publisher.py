@@ -59,7 +59,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PROBE_BYTES = 1 << 20
 MAX_LEASE_S = 3600.0
 
 
@@ -268,13 +267,12 @@ class WeightPublisher:
         return self._epoch
 
     def _write_probe(self, epoch: Epoch) -> tuple[int, int]:
-        size = min(PROBE_BYTES, epoch.plan.arena_bytes)
-        if size == 0:
+        if not epoch.plan.arena_bytes:
             return 0, 0
-        head = epoch.end.slot(0)[:size]
-        head.copy_(probe_pattern(size, rank=self._rank))
-        epoch.end.seal(0)
-        return size, self._backend.digest(head)
+        page = epoch.end.probe
+        page.copy_(probe_pattern(page.numel(), rank=self._rank))
+        self._backend.synchronize()
+        return page.numel(), self._backend.digest(page)
 
 
 def _handle(epoch: Epoch, sender: str, request: Request) -> Response:

@@ -46,6 +46,9 @@ if TYPE_CHECKING:
     from weight_sync.fallback import Reloader
     from weight_sync.types import ParamMeta, WorkerLayout
 
+COMMIT_WAIT_S = 5.0
+"""How long a pull waits for the end of a commit, which takes milliseconds."""
+
 
 class WeightReceiver:
     """See the module docstring. Called by the worker's RPC loop and by its own control thread."""
@@ -72,6 +75,7 @@ class WeightReceiver:
         self._server: ControlServer | None = None
         self._prefetch: Prefetch | None = None
         self._prefetch_lock = threading.RLock()
+        self._commit_lock = threading.Lock()
         self._live_version: int | None = None
         self._is_dirty = False
 
@@ -129,13 +133,19 @@ class WeightReceiver:
 
         Asking again for a version that is under way or has arrived does nothing, so a retry is safe.
         """
-        with self._prefetch_lock:
-            epoch = self._opened()
-            if self._prefetch is not None:
-                if self._prefetch.version == version and not self._prefetch.has_failed:
-                    return
-                self.abort()
-            self._prefetch = Prefetch(epoch, self._host, version, deadline_s=deadline_s)
+        # What a commit reads must not be overwritten under it.
+        if not self._commit_lock.acquire(timeout=min(deadline_s, COMMIT_WAIT_S)):
+            raise WeightSyncError(f"worker {self._worker} is still committing a version; prefetch {version} after that")
+        try:
+            with self._prefetch_lock:
+                epoch = self._opened()
+                if self._prefetch is not None:
+                    if self._prefetch.version == version and not self._prefetch.has_failed:
+                        return
+                    self.abort()
+                self._prefetch = Prefetch(epoch, self._host, version, deadline_s=deadline_s)
+        finally:
+            self._commit_lock.release()
 
     def poll(self, version: int) -> bool:
         """Whether the prefetch of `version` is done.
@@ -156,6 +166,10 @@ class WeightReceiver:
             PullTimeout, PublisherLost, DigestMismatch, LeaseExpired, VersionUnavailable: after a failure in place the
                 worker `is_dirty`; after one of a staged prefetch it still holds the old weights.
         """
+        with self._commit_lock:
+            return self._commit(version, deadline_s)
+
+    def _commit(self, version: int, deadline_s: float) -> PullReport:
         epoch = self._opened()
         if self.live_version == version:
             return self._report(version, Pulled(), commit_s=0.0, has_moved=False)

@@ -104,7 +104,6 @@ class ReceiverEpoch:
         self._request = request
         self._host = host
         self._holder = f"{request.replica}/{self.plan.worker}"
-        self._context = zmq.Context()
         self._sources = self._connect()
         self._reaches: dict[int, Reach] = {}
         self._relay = RelayEnds.of(landing, host.backend, owner=self._holder, is_wanted=request.relay)
@@ -216,7 +215,6 @@ class ReceiverEpoch:
             reach.close()
         for source in self._sources.values():
             source.client.close()
-        self._context.term()
         self._arrived.clear()
         self.landing.close()
 
@@ -226,7 +224,11 @@ class ReceiverEpoch:
         sources: dict[int, Source] = {}
         for rank in sorted(self.landing.pieces):
             client = ControlClient(
-                self._context, infos[rank].endpoint, membership=member, sender=self._holder, clock=self._host.clock
+                zmq.Context.instance(),
+                infos[rank].endpoint,
+                membership=member,
+                sender=self._holder,
+                clock=self._host.clock,
             )
             runs = tuple(i for i, run in enumerate(self.plan.runs) if run.src_rank == rank)
             sources[rank] = Source(infos[rank], client, self.landing.pieces[rank], runs)
@@ -235,7 +237,7 @@ class ReceiverEpoch:
     def _probe(self, source: Source, end: ReceiverEnd) -> None:
         info = source.info
         landing = torch.empty(info.probe_bytes, dtype=torch.uint8, device=self._host.device)
-        end.pull(info.rank, 0, [Piece(0, landing)], check=lambda: None)
+        end.pull(info.rank, info.arenas[0].num_slots, [Piece(0, landing)], check=lambda: None)
         found = self._host.backend.digest(landing)
         if found != info.probe_digest:
             raise TransportUnusable(

@@ -79,7 +79,7 @@ class PublisherInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The same slots by every way they can be read, best first."""
     manifest_digest: str
     probe_bytes: int
-    """The first bytes of slot 0 hold a pattern until the first publish, ..."""
+    """The page behind the last slot holds a pattern of this size, ..."""
     probe_digest: int
     """... with this digest."""
 

@@ -81,8 +81,8 @@ def require_slot(arena: ArenaHandle, slot: int) -> None:
     Raises:
         ValueError: the arena has no such slot.
     """
-    if not 0 <= slot < arena.num_slots:
-        raise ValueError(f"slot must be in [0, {arena.num_slots}), got {slot}")
+    if not 0 <= slot <= arena.num_slots:
+        raise ValueError(f"slot must be in [0, {arena.num_slots}] (the last is the probe), got {slot}")
 
 
 class ReceiverEnd(ABC):

@@ -88,6 +88,11 @@ class Offer:
         """uint8[slot_bytes] on the learner's device: where version data is packed."""
         return self._slots.packable(index)
 
+    @property
+    def probe(self) -> torch.Tensor:
+        """uint8[at most 1 MiB]: shows receivers, early or late, that bytes arrive as they were written."""
+        return self._slots.readable(self._slots.num_slots)
+
     def seal(self, index: int) -> None:
         """Make what was packed into `slot(index)` visible to receivers. Returns when it is."""
         self._slots.seal(index)

@@ -70,11 +70,12 @@ class Sender:
         Raises:
             ValueError: a slot or a range that does not exist.
         """
-        if not 0 <= order.slot < self.slots.num_slots:
-            raise ValueError(f"slot must be in [0, {self.slots.num_slots}), got {order.slot}")
+        if not 0 <= order.slot <= self.slots.num_slots:
+            raise ValueError(f"slot must be in [0, {self.slots.num_slots}] (the last is the probe), got {order.slot}")
+        size = self.slots.readable(order.slot).numel()
         for offset, nbytes in order.ranges:
-            if offset < 0 or nbytes < 1 or offset + nbytes > self.slots.slot_bytes:
-                raise ValueError(f"range {offset}+{nbytes} is not inside a slot of {self.slots.slot_bytes} bytes")
+            if offset < 0 or nbytes < 1 or offset + nbytes > size:
+                raise ValueError(f"range {offset}+{nbytes} is not inside a slot of {size} bytes")
 
 
 class Outbound:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
     from weight_sync.device.base import Backend, PersistentBlock
 
+PROBE_BYTES = 1 << 20
+
 
 class Slots(ABC):
     """`num_slots` slots of `slot_bytes` in one persistent block; none at all if `slot_bytes` is 0."""
@@ -28,13 +30,17 @@ class Slots(ABC):
         self.slot_bytes = slot_bytes
         self.stride = slot_stride(slot_bytes)
         self.owner = backend
-        self.block: PersistentBlock | None = backend.alloc_persistent(self.stride * num_slots) if slot_bytes else None
+        self.probe_bytes = min(PROBE_BYTES, slot_bytes)
+        size = self.stride * num_slots + self.probe_bytes
+        self.block: PersistentBlock | None = backend.alloc_persistent(size) if slot_bytes else None
 
     def readable(self, index: int) -> torch.Tensor:
-        """uint8[slot_bytes]: what receivers get once the slot is sealed."""
+        """uint8[slot_bytes]: what receivers get once the slot is sealed. Index `num_slots` is the probe,
+        uint8[probe_bytes]: a page behind the slots that is never packed, so a late receiver finds it as the first."""
         if self.block is None:
             raise ValueError("this rank publishes nothing, so it has no slots")
-        return self.block.tensor[index * self.stride : index * self.stride + self.slot_bytes]
+        size = self.probe_bytes if index == self.num_slots else self.slot_bytes
+        return self.block.tensor[index * self.stride : index * self.stride + size]
 
     @abstractmethod
     def packable(self, index: int) -> torch.Tensor:

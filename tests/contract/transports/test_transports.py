@@ -61,8 +61,8 @@ def test_a_thousand_pieces_arrive_each_in_its_place(remote: Remote, local: Local
 
 def test_slot_outside_the_arena_is_refused(remote: Remote, local: Local) -> None:
     end = local.open_one(remote)
-    with pytest.raises(ValueError, match=r"slot must be in \[0, 3\), got 3"):
-        end.pull(4, 3, [], check=nothing)
+    with pytest.raises(ValueError, match=r"slot must be in \[0, 3\] \(the last is the probe\), got 4"):
+        end.pull(4, 4, [], check=nothing)
     with pytest.raises(ValueError, match=r"got -1"):
         end.pull(4, -1, [], check=nothing)
 

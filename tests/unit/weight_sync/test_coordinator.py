@@ -71,7 +71,9 @@ async def test_nothing_is_allocated_after_the_first_sync(commit: str) -> None:
                 files, threads = open_files(), own_threads()
         names = ("allocations", "registrations", "sockets", "control_sessions")
         assert {n: report.counters[n] for n in names} == {n: first.counters[n] for n in names}
-        assert (open_files(), own_threads()) == (files, threads)
+        # Fewer is fine: sockets of earlier tests are closed by a thread of their context, some time.
+        assert open_files() <= files
+        assert own_threads() == threads
 
 
 def own_threads() -> int:

@@ -154,7 +154,7 @@ def test_a_repeated_order_is_carried_out_once_and_a_missing_one_is_noticed(
 
 
 @pytest.mark.parametrize(
-    ("slot", "ranges"), [(2, ()), (-1, ()), (0, ((0, 9),)), (0, ((8, 1),)), (0, ((-1, 2),)), (0, ((3, 0),))]
+    ("slot", "ranges"), [(3, ()), (-1, ()), (0, ((0, 9),)), (0, ((8, 1),)), (0, ((-1, 2),)), (0, ((3, 0),))]
 )
 def test_bytes_outside_the_slots_are_never_sent(
     publisher: tuple[Offer, list[Recorder]], slot: int, ranges: tuple[tuple[int, int], ...]
