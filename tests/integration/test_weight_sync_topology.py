@@ -75,7 +75,10 @@ def named_things(party: PartyProcess) -> list[str]:
     # A memfd shows as /memfd:name, which no directory holds.
     held = [file.path for file in process.open_files()] + [region.path for region in process.memory_maps()]
     sockets = [connection.laddr for connection in process.net_connections(kind="unix")]
-    return [path for path in held if path.startswith(places)] + [name for name in sockets if name]
+    # This repository and its libraries may themselves lie under a temporary directory.
+    installed = (str(Path(__file__).parents[2]), sys.prefix, sys.base_prefix)
+    named = [path for path in held if path.startswith(places) and not path.startswith(installed)]
+    return named + [name for name in sockets if name]
 
 
 def unix_sockets() -> set[str]:

@@ -206,7 +206,7 @@ async def test_worker_errors_reach_the_caller_with_their_type(rig: Rig) -> None:
         reply = (await rig.replica.call("ws_commit", 77, 5.0, timeout_s=20.0))[0]
         with pytest.raises(VersionUnavailable, match="version 77 is not held here"):
             open_reply(reply, WorkerStatus, party="r0/0")
-        (line,) = coordinator._members["r0"].lines
+        line = coordinator._members["r0"].lines[0]
         with pytest.raises(WeightSyncError, match="no prefetch of version 77"):
             await line.ask(PollRequest(version=77), Progress, deadline_s=5.0)
         await coordinator.publish(2)

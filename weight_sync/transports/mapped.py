@@ -10,7 +10,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from weight_sync.device.cpu import CpuBackend
-from weight_sync.transports.base import BATCHES_IN_FLIGHT, ReceiverEnd, batched, ignore, require_slot
+from weight_sync.transports.base import BATCHES_IN_FLIGHT, QUIET_BATCH_BYTES, ReceiverEnd, batched, ignore, require_slot
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -71,7 +71,7 @@ class MappedReceiverEnd(ReceiverEnd):
         flying: deque[tuple[Any | None, int]] = deque()
         free = deque(self._streams)
         try:
-            for done, batch in batched(pieces):
+            for done, batch in batched(pieces, max_bytes=QUIET_BATCH_BYTES if on_arrived is ignore else None):
                 check()
                 if not free:
                     self._land(flying, free, on_arrived)
