@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import zmq
 
-from weight_sync.addresses import node_id
+from weight_sync.addresses import node_id, reachable_host
 from weight_sync.control import Membership
 from weight_sync.control_client import ControlClient
 from weight_sync.errors import DigestMismatch, PlanMismatch, PullTimeout, TransportUnusable
@@ -135,7 +135,8 @@ class ReceiverEpoch:
             PublisherLost: no answer.
         """
         give_up = self._host.clock() + deadline_s
-        node = node_id()
+        node, own = node_id(), self._request.host
+        host = reachable_host() if own is None else own
         for rank, source in self._sources.items():
             source.client.hello(deadline_s=min(SILENCE_S, give_up - self._host.clock()))
             self._reaches[rank] = Reach(
@@ -144,7 +145,7 @@ class ReceiverEpoch:
                 source.info.arenas,
                 line=source.client,
                 same_node=source.info.node == node,
-                host=self._request.host,
+                host=host,
                 probe=partial(self._probe, source),
             )
 

@@ -35,6 +35,11 @@ PRELOAD = ["torch._dynamo", "tests.fakes.replica_process", "tests.fakes.coordina
 PR_SET_PDEATHSIG = 1
 
 
+def settle(node: str, host: str) -> None:
+    """Make this process one of `node`, reached at `host`: a loopback address for every node."""
+    os.environ |= {"TANDEM_NODE": node, "TANDEM_HOST": host}
+
+
 class Vitals(NamedTuple):
     """What must not grow."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tests.fakes.party_process import Line, PartyProcess
+from tests.fakes.party_process import Line, PartyProcess, settle
 from tests.fakes.sync_world import LocalPublisher, full_weights
 
 if TYPE_CHECKING:
@@ -20,6 +20,15 @@ class LearnerParty(LocalPublisher):
 
     def train(self, seed: int) -> None:
         self.full = full_weights(seed)
+
+    def settle(self, node: str, host: str) -> None:
+        """From now on this process is on `node`, reached at `host`."""
+        settle(node, host)
+
+    def see_sent(self) -> dict[str, int]:
+        """Receiver -> orders to send that were carried out."""
+        epoch = self.publisher._epoch
+        return {} if epoch is None else {peer: pair.state().num_sent for peer, pair in epoch.end._peers._pairs.items()}
 
     def ws_open(self, request: bytes) -> bytes:
         answer = super().ws_open(request)

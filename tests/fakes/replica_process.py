@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from rollout.engine.actor import PauseWatchdog
-from tests.fakes.party_process import Line, PartyProcess
+from tests.fakes.party_process import Line, PartyProcess, settle
 from tests.fakes.sync_world import LocalReplica, expected_engine, full_weights
 from weight_sync.wire import CommitResult, OpenReceiver, decode, encode
 
@@ -92,6 +92,14 @@ class ReplicaParty:
             live_versions=tuple(receiver.live_version for receiver in receivers),
             num_interventions=self._watchdog.num_interventions,
         )
+
+    def settle(self, node: str, host: str) -> None:
+        """From now on this process is on `node`, reached at `host`."""
+        settle(node, host)
+
+    def see_transports(self) -> list[dict[int, str]]:
+        """Of each worker: learner rank -> how its slots are read when they are read directly."""
+        return [receiver._epoch.transports for receiver in self.replica.receivers if receiver._epoch is not None]
 
     def see_counters(self) -> list[dict[str, int]]:
         return [receiver.counters() for receiver in self.replica.receivers]
