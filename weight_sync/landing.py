@@ -5,7 +5,7 @@ Built once per epoch. Afterwards a pull is a walk over these views.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -16,7 +16,7 @@ from weight_sync.pull import ShadowPlan, pieces, shadow_plan
 from weight_sync.transports.base import Piece
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from weight_sync.device.base import Backend, PersistentBlock
     from weight_sync.fallback import ReloadedModule, Reloader
@@ -37,8 +37,8 @@ class Landing(NamedTuple):
     pieces: Mapping[int, tuple[Piece, ...]]
     """Source rank -> copies of a pull."""
     shadow: PersistentBlock | None
-    addresses: Mapping[str, int]
-    """Written parameter -> its address, which must never change."""
+    written: frozenset[str]
+    """Parameters that are written directly; they must stay where they are."""
     fallback: Fallback | None = None
     """Modules that are loaded by the engine itself, after the copies."""
 
@@ -86,10 +86,31 @@ def parameter_bytes(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return views
 
 
-def parameter_addresses(model: torch.nn.Module) -> dict[str, int]:
-    """Where every parameter and buffer lies now, by every name it has."""
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return {name: tensor.data_ptr() for name, tensor in named if tensor.device.type != "meta"}
+class Residence:
+    """Where the tensors of a model live, remembered so that a look whether one moved takes microseconds.
+
+    Walking the modules of a 7B model takes milliseconds, in which an engine would stand still.
+    """
+
+    def __init__(self, model: torch.nn.Module, names: Collection[str]) -> None:
+        """`names` are the tensors to watch; one that the model does not have counts as moved."""
+        self._entries: list[tuple[str, dict[str, Any], str, int]] = []
+        for prefix, module in model.named_modules():
+            registries: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for registry in registries:
+                for key, tensor in registry.items():
+                    name = f"{prefix}.{key}" if prefix else key
+                    if tensor is not None and name in names:
+                        self._entries.append((name, registry, key, tensor.data_ptr()))
+        self._missing = sorted(set(names) - {name for name, *_ in self._entries})
+
+    def moved(self) -> list[str]:
+        """Names of tensors that were rebound or whose memory is another one now."""
+        return self._missing + [
+            name
+            for name, registry, key, address in self._entries
+            if (tensor := registry.get(key)) is None or tensor.data_ptr() != address
+        ]
 
 
 def build_landing(
@@ -125,13 +146,12 @@ def build_landing(
         if shadow is not None:
             shadow.close()
         raise
-    written = {run.dst_param for run in plan.runs if not run.dst_param.startswith(VIRTUAL_PREFIX)}
-    addresses = {name: views[name].data_ptr() for name in written}
+    written = frozenset(run.dst_param for run in plan.runs if not run.dst_param.startswith(VIRTUAL_PREFIX))
     if shadow is None:
-        return Landing(targets, targets, _pieces_in_place(plan, targets), None, addresses, fallback)
+        return Landing(targets, targets, _pieces_in_place(plan, targets), None, written, fallback)
     is_virtual = [run.dst_param.startswith(VIRTUAL_PREFIX) for run in plan.runs]
     kept = tuple(at if is_v else own for own, at, is_v in zip(targets, landed, is_virtual, strict=True))
-    return Landing(kept, tuple(landed), _pieces_to_shadow(layout, shadow), shadow, addresses, fallback)
+    return Landing(kept, tuple(landed), _pieces_to_shadow(layout, shadow), shadow, written, fallback)
 
 
 def _make_fallback(

@@ -19,7 +19,7 @@ from weight_sync.addresses import node_id, reachable_host
 from weight_sync.control import Membership
 from weight_sync.control_client import ControlClient
 from weight_sync.errors import DigestMismatch, PlanMismatch, PullTimeout, TransportUnusable
-from weight_sync.landing import Landing, Reloads, build_landing, parameter_addresses, parameter_bytes
+from weight_sync.landing import Landing, Reloads, Residence, build_landing, parameter_bytes
 from weight_sync.plan import manifest_from_bytes, verify_manifest
 from weight_sync.relay_ends import RelayEnds
 from weight_sync.sources import SILENCE_S, Leases, Source
@@ -111,6 +111,7 @@ class ReceiverEpoch:
             self._sources, worker=self.plan.worker, holder=self._holder, ttl_s=request.lease_s, clock=host.clock
         )
         self._arrived = self._digesters_of(landing.arrivals) if request.verify else {}
+        self._residence = Residence(host.model, landing.written)
         self._mover: Mover = host.backend.mover(landing.moves)
 
     @property
@@ -194,9 +195,7 @@ class ReceiverEpoch:
         Raises:
             PlanMismatch: a parameter was rebound since the epoch opened, so writing to its old place would be in vain.
         """
-        now = parameter_addresses(self._host.model)
-        moved = [name for name, address in self.landing.addresses.items() if now.get(name) != address]
-        if moved:
+        if moved := self._residence.moved():
             raise PlanMismatch(
                 f"{self._holder}: parameters moved since opening: {', '.join(moved[:5])} ({len(moved)} of them); "
                 "something rebound them (sleep, quantisation, a reload): open a new epoch"
