@@ -180,17 +180,6 @@ def engine_lora_rank(rank: int) -> int:
     raise ValueError(f"LoRA rank {rank} is more than engines support; allowed is 1..{LORA_RANKS[-1]}")
 
 
-def engine_labels_tokens(engine: Any) -> bool:
-    """Whether this `AsyncLLM` labels generated tokens with the weight version that sampled them (0.32 does)."""
-    return hasattr(engine.engine_core, "set_weight_version_async")
-
-
-async def set_engine_version(engine: Any, version: int) -> None:
-    """Tell an engine that labels tokens which version it samples from now on. No-op for one that does not."""
-    if engine_labels_tokens(engine):
-        await engine.engine_core.set_weight_version_async(str(version))
-
-
 async def pause_engine(engine: Any, *, mode: InFlight = "keep") -> None:
     """Stop an `AsyncLLM` between two steps. Returns when no step runs and all earlier outputs are on their way.
 

@@ -264,14 +264,19 @@ class VllmEngine(Engine):
                 paused = self._clock()
                 if self._is_asleep:
                     await self._within(engine.wake_up(tags=["weights"]), left_s(), "wake-up of the weights")
-                boundaries = await self._count_tokens(engine, left_s())
-                results = await self.call_workers(method, *args, timeout_s=left_s())
-                state = self._read_replies(results)
+                # Beside the workers' call: nothing is sampled any more, so the counts stand.
+                counting = asyncio.ensure_future(self._count_tokens(engine, left_s()))
+                try:
+                    results = await self.call_workers(method, *args, timeout_s=left_s())
+                    state = self._read_replies(results)
+                    boundaries = await counting
+                except BaseException:
+                    counting.cancel()
+                    raise
                 if state == "ok" and self._is_asleep:
                     await self._within(engine.wake_up(tags=["kv_cache"]), left_s(), "wake-up of the cache")
                     self._is_asleep = False
                 if state == "ok":
-                    await self._within(vllm_compat.set_engine_version(engine, version), left_s(), "set version")
                     for chunks, num_tokens in boundaries:
                         chunks.labels.switch(num_tokens, version)
                     self._version = version

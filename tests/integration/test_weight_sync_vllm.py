@@ -16,7 +16,7 @@ from tests.fakes.fsdp_rank import TINY, RankProcess
 from weight_sync.control import PollRequest, Progress
 from weight_sync.coordinator import SyncCoordinator, SyncOptions
 from weight_sync.errors import VersionUnavailable, WeightSyncError
-from weight_sync.vllm_compat import EXTENSION, pause_engine, resume_engine, set_engine_version
+from weight_sync.vllm_compat import EXTENSION, pause_engine, resume_engine
 from weight_sync.wire import CommitResult, ReadBack, WorkerStatus, open_reply, reply_state
 
 if TYPE_CHECKING:
@@ -50,8 +50,6 @@ class VllmReplica:
         await pause_engine(self.engine)
         try:
             results = await self.call(method, *args, timeout_s=timeout_s)
-            if reply_state(results) == "ok":
-                await set_engine_version(self.engine, version)
         finally:
             if not results or reply_state(results) != "dirty":
                 await resume_engine(self.engine)

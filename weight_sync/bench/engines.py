@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from weight_sync.bench.children import Child
 from weight_sync.bench.traffic import Traffic, Windows, merged
 from weight_sync.device.select import get_backend
-from weight_sync.vllm_compat import EXTENSION, check_vllm_version, pause_engine, resume_engine, set_engine_version
+from weight_sync.vllm_compat import EXTENSION, check_vllm_version, pause_engine, resume_engine
 from weight_sync.wire import CommitResult, reply_state
 
 if TYPE_CHECKING:
@@ -167,8 +167,6 @@ class VllmHost:
         drained = time.monotonic()
         try:
             results = await self._on_workers(method, args)
-            if reply_state(results) == "ok":
-                await set_engine_version(self._engine, version)
         finally:
             if not results or reply_state(results) != "dirty":
                 await resume_engine(self._engine)

@@ -11,11 +11,9 @@ from weight_sync.vllm_compat import (
     _apply_plain_experts,
     _leave_as_loaded,
     check_vllm_version,
-    engine_labels_tokens,
     pause_engine,
     rearranged_experts,
     resume_engine,
-    set_engine_version,
 )
 
 
@@ -41,9 +39,6 @@ class NewCore(Calls):
 
     async def resume_scheduler_async(self) -> None:
         self.seen.append(("resume",))
-
-    async def set_weight_version_async(self, weight_version: str) -> None:
-        self.seen.append(("label", weight_version))
 
 
 class NewEngine:
@@ -73,15 +68,6 @@ async def test_in_flight_policies_become_pause_modes(mode: str, expected: tuple[
         await resume_engine(engine)
     assert new.engine_core.seen == [("pause", *expected), ("resume",)]
     assert old.seen == [("pause", *expected), ("resume",)]
-
-
-async def test_only_engines_that_can_label_are_told_the_version() -> None:
-    new, old = NewEngine(), OldEngine()
-    assert engine_labels_tokens(new)
-    assert not engine_labels_tokens(old)
-    await set_engine_version(new, 7)
-    await set_engine_version(old, 7)
-    assert new.engine_core.seen == [("label", "7")]
 
 
 def test_installed_vllm_has_the_calls_we_prefer() -> None:
