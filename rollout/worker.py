@@ -83,7 +83,7 @@ class RolloutWorker:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._spec = spec
-        self._engines: Mapping[str, EngineClient] = {engine.name: engine for engine in engines}
+        self._engines: dict[str, EngineClient] = {engine.name: engine for engine in engines}
         self._router = Router(self._engines)
         self._tokenizer = tokenizer
         self._score = score
@@ -144,9 +144,10 @@ class RolloutWorker:
         """Sends nothing new to this replica. What runs there goes on until it ends or the replica dies."""
         self._router.quarantine(name, reason)
 
-    def restore(self, name: str) -> None:
-        """This replica answers again and has the live weights."""
-        self._router.restore(name)
+    def replace(self, engine: EngineClient) -> None:
+        """A new engine, which has the live weights, takes the place of the one with its name from now on."""
+        self._router.restore(engine.name)
+        self._engines[engine.name] = engine
 
     @property
     def quarantined(self) -> dict[str, str]:
@@ -338,8 +339,8 @@ class RolloutWorkerActor:
     async def quarantine(self, name: str, reason: str) -> None:
         self._worker.quarantine(name, reason)
 
-    async def restore(self, name: str) -> None:
-        self._worker.restore(name)
+    async def replace(self, name: str, handle: Any) -> None:
+        self._worker.replace(RayEngine(name, handle))
 
     async def quarantined(self) -> dict[str, str]:
         return self._worker.quarantined

@@ -20,7 +20,7 @@ from collections import Counter
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from weight_sync.errors import DigestMismatch, ReplicaDirty, WeightSyncError
+from weight_sync.errors import DigestMismatch, ReplicaDirty, VersionUnavailable, WeightSyncError
 from weight_sync.members import Member, MemberState, Outcome, PublisherHandle, ReplicaHandle
 from weight_sync.opening import Agreement, EpochOpener, SyncOptions
 from weight_sync.types import Manifest, SyncReport
@@ -123,13 +123,14 @@ class SyncCoordinator:
         """Bring a published version to every live replica.
 
         Raises:
-            WeightSyncError: no replica got it; the cause is the first replica's failure.
+            VersionUnavailable: a newer version has taken its place in the learners' slots. Nobody is worse off.
+            WeightSyncError: (other) no replica got it; the cause is the first replica's failure.
         """
         if version not in self._published:
             raise WeightSyncError(f"version {version} is not published (published: {sorted(self._published)})")
+        packs = self._published[version]  # a newer version may be published while this one waits or is on its way
+        started = self._clock()
         async with self._membership_lock:
-            packs = self._published[version]  # a newer version may be published while this one is on its way
-            started = self._clock()
             members = [member for member in self._members.values() if member.state == "live"]
             if not members:
                 raise ReplicaDirty(f"no live replica is left: {self.members}; restart them and open a new epoch")
@@ -147,7 +148,7 @@ class SyncCoordinator:
     async def join(self, replica: ReplicaHandle) -> int | None:
         """Let a new replica (or one that was restarted under its old name) into the epoch, with the newest version.
 
-        The others go on untouched; a sync waits until the newcomer is done, at most `timeout_s`.
+        The others go on untouched; a sync waits while the newcomer pulls, at most `timeout_s`.
 
         Returns:
             The version it generates from now; None if nothing was published yet.
@@ -157,25 +158,33 @@ class SyncCoordinator:
             WeightSyncError, TimeoutError: it could not be opened, or did not get the version. It is not a member then.
         """
         agreement, member = self._opened(), Member(replica, self._clock)
-        async with self._membership_lock:
-            give_up = self._clock() + self._options.timeout_s
-            old = self._members.pop(replica.name, None)
-            if old is not None:
-                old.disconnect()
-            try:
-                await self._opener.check_layout(agreement, member, give_up)
-                await self._opener.connect(agreement, [member], give_up)
-                if self._published:
-                    result = (await self._bring([member], max(self._published), give_up))[0]
-                    if isinstance(result, BaseException):
-                        raise result
-            except BaseException:
-                member.disconnect()
-                raise
-            self._members[replica.name] = member
-            await self._relink()
+        give_up = self._clock() + self._options.timeout_s
+        try:
+            await self._opener.check_layout(agreement, member, give_up)
+            await self._opener.connect(agreement, [member], give_up)
+            # From here a sync waits, or the newcomer would miss it and generate from older weights than the others.
+            async with self._membership_lock:
+                await self._catch_up(member, give_up)
+                old, self._members[replica.name] = self._members.get(replica.name), member
+                if old is not None:
+                    old.disconnect()
+                await self._relink()
+        except BaseException:
+            member.disconnect()
+            raise
         log.info("%s joined epoch %d with version %s", replica.name, self._opener.epoch, member.live_version)
         return member.live_version
+
+    async def _catch_up(self, member: Member, give_up: float) -> None:
+        """Bring the newest version to a newcomer; a newer one may take its place meanwhile."""
+        while self._published:
+            version = max(self._published)
+            result = (await self._bring([member], version, give_up))[0]
+            if isinstance(result, VersionUnavailable) and max(self._published) > version:
+                continue
+            if isinstance(result, BaseException):
+                raise result
+            return
 
     async def leave(self, name: str) -> None:
         """Take a replica out of the group, dead or alive. The others go on untouched.

@@ -10,7 +10,7 @@ import msgspec
 
 from weight_sync.control import Membership, PollRequest, PrefetchRequest, Progress, Request
 from weight_sync.control_client import AsyncControlClient
-from weight_sync.errors import PullTimeout, ReplicaDirty, WeightSyncError
+from weight_sync.errors import PullTimeout, ReplicaDirty, VersionUnavailable, WeightSyncError
 from weight_sync.wire import CommitResult, PullReport, ReceiverInfo, open_reply, reply_state
 
 if TYPE_CHECKING:
@@ -101,6 +101,7 @@ class Member:
         Unblocked by: the deadline, of which a first attempt gets half; the end of a freeze.
 
         Raises:
+            VersionUnavailable: the learners do not hold the version any more; the replica is as it was.
             WeightSyncError, TimeoutError: the replica did not take the version and is marked dead or dirty.
         """
         error: Exception = WeightSyncError("not tried")
@@ -108,6 +109,8 @@ class Member:
         for attempt in range(ATTEMPTS):
             try:
                 outcome = await self._prefetch_and_commit(version, self._attempt_deadline(attempt, give_up), turnstile)
+            except VersionUnavailable:
+                raise  # a newer version took its place: nobody's failure, and the replica is as it was
             except (WeightSyncError, TimeoutError) as failure:
                 error, is_dirty = failure, is_dirty or isinstance(failure, ReplicaDirty)
                 log.warning(

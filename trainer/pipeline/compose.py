@@ -27,6 +27,8 @@ from weight_sync.device import merge_env
 from weight_sync.vllm_compat import EXTENSION
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from trainer.config.schema import RunConfig
     from trainer.pipeline.inputs import Inputs
     from trainer.pipeline.placement import Placement
@@ -75,6 +77,35 @@ def create_actors(cfg: RunConfig, placement: Placement, backend: Backend, *, ver
         for rank in range(world_size)
     ]
     return Actors(learner=LearnerGroup(ranks, timeout_s=cfg.learner.timeout_s), engines=engines, workers=())
+
+
+def new_engine(cfg: RunConfig, placement: Placement, backend: Backend, *, name: str, version: int) -> Any:
+    """One more engine actor like those of `create_actors`, not yet started."""
+    cfg = with_model_directory(cfg)
+    options = _options(cfg, backend, placement.engine, role="engine", name=name)
+    return engine_actor().options(**options).remote(engine_spec(cfg, backend, version=version))
+
+
+async def replace_engine(
+    name: str,
+    make: Callable[[], Any],
+    *,
+    engines: dict[str, Any],
+    coordinator: SyncCoordinator,
+    workers: WorkerPool,
+    timeout_s: float,
+) -> int | None:
+    """End the engine `name` for good and put a new one in its place, with the newest weights; returns their version.
+
+    Raises:
+        WeightSyncError, TimeoutError, RayError: the new engine did not start, or did not get the weights.
+    """
+    ray.kill(engines[name])
+    engines[name] = make()
+    await answer(engines[name].start.remote(), timeout_s=timeout_s)
+    version = await coordinator.join(EngineReplica(name, engines[name]))
+    await workers.replace(name, engines[name])
+    return version
 
 
 def with_workers(cfg: RunConfig, placement: Placement, actors: Actors) -> Actors:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import math
 import signal
 import sys
 import time
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -19,6 +20,7 @@ from trainer.pipeline import compose, loops, telemetry
 from trainer.pipeline.cluster import Cluster
 from trainer.pipeline.evaluate import Evaluator
 from trainer.pipeline.inputs import ensure_model
+from trainer.pipeline.keeper import EngineKeeper
 from trainer.pipeline.preflight import Checked, preflight
 from trainer.pipeline.resume import Checkpointer
 from trainer.pipeline.state import RunState
@@ -155,11 +157,37 @@ class Driver:
                 supervisor.spawn(loops.rollout_loop(parts), name="rollout_loop")
                 supervisor.spawn(loops.batch_loop(parts), name="batch_loop", may_end=True)
                 supervisor.spawn(parts.pump.run(), name="sync_loop")
+                supervisor.spawn(self._keeper(actors, coordinator, parts).run(), name="engine_keeper")
                 await supervisor.until(loops.train_loop(parts))
                 self._state.stop("completed")
             finally:
                 self._state.discarded_tokens = parts.buffer.stats().discarded_tokens
                 parts.buffer.close()
+
+    def _keeper(self, actors: compose.Actors, coordinator: SyncCoordinator, parts: loops.Parts) -> EngineKeeper:
+        cfg, checked, numbers = self._cfg, self._checked, itertools.count(1)
+
+        async def restart(name: str) -> int | None:
+            def make() -> Any:
+                # Ray frees a name some time after its actor's death, so every engine has one of its own.
+                return compose.new_engine(
+                    cfg,
+                    checked.placement,
+                    checked.backend,
+                    name=f"{name}_restart_{next(numbers)}",
+                    version=self._state.live_version,
+                )
+
+            return await compose.replace_engine(
+                name,
+                make,
+                engines=actors.engines,
+                coordinator=coordinator,
+                workers=parts.workers,
+                timeout_s=cfg.trainer.startup_timeout_s,
+            )
+
+        return EngineKeeper(lambda: coordinator.members, restart, max_restarts=cfg.rollout.max_engine_restarts)
 
     def _parts(
         self, actors: compose.Actors, coordinator: SyncCoordinator, *, supervisor: Supervisor, live: SyncReport

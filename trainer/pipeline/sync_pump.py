@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Protocol
 
+from weight_sync.errors import VersionUnavailable
 from weight_sync.types import SyncReport
 
 if TYPE_CHECKING:
@@ -78,7 +79,15 @@ class SyncPump:
                 version, self._waiting = self._waiting, None
             assert version is not None
             started_at = time.time()
-            report = await self._coordinator.sync(version)
+            try:
+                report = await self._coordinator.sync(version)
+            except VersionUnavailable as error:
+                if self._waiting is None:
+                    raise
+                # It waited too long for its turn; the one that took its place goes live for both.
+                log.info("version %d was superseded on its way: %s", version, error)
+                self.num_superseded += 1
+                continue
             self._trace(report, started_at)
             self.last_report = report
             await self._on_live(report)

@@ -39,6 +39,11 @@ class WorkerPool:
         ref = self._actors[0].evaluate.remote(list(prompts), params, engine)
         return await answer(ref, timeout_s=self._group_timeout_s)
 
+    async def replace(self, name: str, engine: Any) -> None:
+        """All workers send to this engine actor what is meant for the replica `name`, quarantined or not."""
+        calls = (answer(actor.replace.remote(name, engine), timeout_s=GROUP_GRACE_S) for actor in self._actors)
+        await asyncio.gather(*calls)
+
     async def quarantine(self, name: str, reason: str) -> None:
         """No worker sends anything new to this replica."""
         calls = (answer(actor.quarantine.remote(name, reason), timeout_s=GROUP_GRACE_S) for actor in self._actors)

@@ -11,7 +11,14 @@ import torch
 
 from tests.fakes.sync_world import LocalPublisher, LocalReplica, full_weights
 from weight_sync.coordinator import SyncCoordinator, SyncOptions
-from weight_sync.errors import DigestMismatch, PlanMismatch, PullTimeout, TransportUnusable, WeightSyncError
+from weight_sync.errors import (
+    DigestMismatch,
+    PlanMismatch,
+    PullTimeout,
+    TransportUnusable,
+    VersionUnavailable,
+    WeightSyncError,
+)
 from weight_sync.transports import mapped
 
 if TYPE_CHECKING:
@@ -277,3 +284,21 @@ async def test_silent_replica_ends_the_sync_at_its_deadline() -> None:
         assert asyncio.get_running_loop().time() - started < 3.0
         assert world.coordinator.members == {"r0": "dead"}
         del replica.call
+
+
+async def test_version_that_is_overtaken_while_it_waits_harms_no_replica() -> None:
+    replica = LocalReplica("r0")
+    async with opened(1, [replica]) as world:
+        await world.step(1)
+        coordinator = world.coordinator
+        await coordinator.publish(2)
+        async with coordinator._membership_lock:  # somebody joins
+            waiting = asyncio.create_task(coordinator.sync(2))
+            await asyncio.sleep(0.05)
+            for version in (3, 4):
+                await coordinator.publish(version)
+        with pytest.raises(VersionUnavailable, match="version 2 is not held here"):
+            await waiting
+        assert coordinator.members == {"r0": "live"}
+        await coordinator.sync(4)
+        replica.assert_holds(world.full)

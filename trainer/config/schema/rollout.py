@@ -26,6 +26,9 @@ class RolloutConfig:
     stream_tokens: int = key(64, "Tokens per streamed chunk; a dead engine loses at most one chunk.", ge=1)
     request_timeout_s: float = key(600.0, "Longest time one sequence may take to generate.", gt=0)
     max_retries: int = key(2, "Retries of a prompt whose group failed, before it is dropped and counted.", ge=0)
+    max_engine_restarts: int = key(
+        3, "Times that a lost engine is started again within a run; 0 leaves it out for good.", ge=0
+    )
     engine_args: dict[str, Any] = key(
         factory=dict, doc="Further vLLM engine arguments, passed as they are; they win over ours."
     )

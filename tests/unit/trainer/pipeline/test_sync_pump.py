@@ -11,6 +11,7 @@ from tests.fakes.virtual_time import run_virtual
 from trainer.pipeline.supervise import Supervisor
 from trainer.pipeline.sync_pump import SyncPump
 from trainer.telemetry.spans import Tracer
+from weight_sync.errors import VersionUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -163,3 +164,37 @@ def test_a_sync_that_fails_ends_whoever_waits_for_it() -> None:
 
     with pytest.raises(OSError, match="version 1 was lost"):
         pumped(Coordinator(fails_at=1), main, live_at=[])
+
+
+def test_version_that_lost_its_slot_while_it_waited_goes_live_with_the_next() -> None:
+    class Overtaken(Coordinator):
+        async def sync(self, version: int) -> SyncReport:
+            if version == 1:
+                await asyncio.sleep(1.0)
+                raise VersionUnavailable("version 1 is not held here, held: [2, 3]")
+            return await super().sync(version)
+
+    live: list[tuple[float, int]] = []
+
+    async def main(pump: SyncPump) -> None:
+        await pump.publish(1)
+        await asyncio.sleep(0.1)
+        await pump.publish(2)
+        await pump.drained()
+        assert (pump.live_version, pump.num_superseded) == (2, 1)
+
+    pumped(Overtaken(), main, live_at=live)
+    assert [version for _, version in live] == [2]
+
+
+def test_version_that_is_lost_with_nothing_in_its_place_is_an_error() -> None:
+    class Forgetful(Coordinator):
+        async def sync(self, version: int) -> SyncReport:
+            raise VersionUnavailable("version 1 is not held here, held: []")
+
+    async def main(pump: SyncPump) -> None:
+        await pump.publish(1)
+        await pump.drained()
+
+    with pytest.raises(VersionUnavailable):
+        pumped(Forgetful(), main, live_at=[])
