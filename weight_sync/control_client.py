@@ -58,7 +58,7 @@ class Conversation:
         self._num_requests += 1
         return self._num_requests
 
-    def frames(self, request: Request, request_id: int) -> list[bytes]:
+    def frame(self, request: Request, request_id: int) -> bytes:
         self._seq += 1
         envelope = Envelope(
             run_id=self._membership.run_id,
@@ -69,14 +69,14 @@ class Conversation:
             request_id=request_id,
             request=request,
         )
-        payload = msgspec.msgpack.encode(envelope)
-        return [payload, self._membership.sign(QUESTION, payload)]
+        return self._membership.seal(QUESTION, msgspec.msgpack.encode(envelope))
 
-    def response_in(self, frames: list[bytes], request: Request, request_id: int) -> Response | None:
-        """What `frames` answer to this question; None if they are forged, damaged or answer an earlier one."""
-        if len(frames) != 2 or not self._membership.is_authentic(ANSWER, frames[0], frames[1]):
+    def response_in(self, frame: bytes, request: Request, request_id: int) -> Response | None:
+        """What `frame` answers to this question; None if it is forged, damaged or answers an earlier one."""
+        payload = self._membership.open(ANSWER, frame)
+        if payload is None:
             return None
-        answer = decode(frames[0], Answer)
+        answer = decode(payload, Answer)
         expected = request.nonce if isinstance(request, Hello) else self._session
         if answer.session != expected or answer.request_id != request_id:
             return None
@@ -167,7 +167,7 @@ class ControlClient:
         while (left_s := give_up - self._clock()) > 0:
             # A full queue means a dead publisher: nothing to do here, the deadline of the caller speaks.
             with contextlib.suppress(zmq.Again):
-                self._dealer.send_multipart(self._talk.frames(request, request_id), zmq.NOBLOCK)
+                self._dealer.send(self._talk.frame(request, request_id), zmq.NOBLOCK)
             response = self._receive(request, request_id, min(retry_s, left_s))
             if response is not None:
                 return response
@@ -179,7 +179,7 @@ class ControlClient:
         while (left_s := until - self._clock()) > 0:
             if not self._dealer.poll(max(1, int(left_s * 1000))):
                 continue
-            response = self._talk.response_in(self._dealer.recv_multipart(), request, request_id)
+            response = self._talk.response_in(self._dealer.recv(), request, request_id)
             if response is not None:
                 return response
         return None
@@ -220,12 +220,12 @@ class AsyncControlClient:
         request_id = self._talk.next_request()
         retry_s = None if isinstance(request, Hello) else RETRY_S
         while True:
-            await self._dealer.send_multipart(self._talk.frames(request, request_id))
+            await self._dealer.send(self._talk.frame(request, request_id))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(retry_s):
                     while True:
-                        frames = await self._dealer.recv_multipart()
-                        response = self._talk.response_in(frames, request, request_id)
+                        frame = await self._dealer.recv()
+                        response = self._talk.response_in(frame, request, request_id)
                         if response is not None:
                             return response
 

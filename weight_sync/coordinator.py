@@ -170,7 +170,9 @@ class SyncCoordinator:
                     old.disconnect()
                 await self._relink()
         except BaseException:
-            member.disconnect()
+            if self._members.get(replica.name) is not member:
+                member.disconnect()
+                await self._close_quietly([replica.call("ws_close", timeout_s=self._close_timeout_s)])
             raise
         log.info("%s joined epoch %d with version %s", replica.name, self._opener.epoch, member.live_version)
         return member.live_version

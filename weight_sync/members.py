@@ -110,7 +110,9 @@ class Member:
             try:
                 outcome = await self._prefetch_and_commit(version, self._attempt_deadline(attempt, give_up), turnstile)
             except VersionUnavailable:
-                raise  # a newer version took its place: nobody's failure, and the replica is as it was
+                if is_dirty:
+                    self.state = "dirty"
+                raise  # a newer version took its place: nobody's failure
             except (WeightSyncError, TimeoutError) as failure:
                 error, is_dirty = failure, is_dirty or isinstance(failure, ReplicaDirty)
                 log.warning(
@@ -156,6 +158,8 @@ class Member:
 
     async def _prefetch(self, version: int, give_up: float) -> None:
         """Over the workers' own control lines, which do not wait for a turn of the engine's loop."""
+        if not self.lines:
+            raise WeightSyncError(f"{self.name} is not connected; it must join the epoch first")
         left_s = self._left(version, give_up)
         progress = await self._ask(PrefetchRequest(version=version, deadline_s=left_s), version, give_up)
         started = self._clock()

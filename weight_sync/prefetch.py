@@ -7,6 +7,7 @@ import threading
 
 from weight_sync.errors import PullTimeout, WeightSyncError
 from weight_sync.receiver_epoch import Host, Pulled, ReceiverEpoch
+from weight_sync.sources import Deadline
 
 log = logging.getLogger(__name__)
 
@@ -21,12 +22,16 @@ class Prefetch:
         self.version = version
         self._epoch = epoch
         self._host = host
-        self._give_up = host.clock() + deadline_s
+        self._give_up = Deadline(host.clock() + deadline_s)
         self._deadline_s = deadline_s
         self._is_aborted = threading.Event()
         self._outcome: Pulled | BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"weight-sync-prefetch-{version}", daemon=True)
         self._thread.start()
+
+    def extend(self, deadline_s: float) -> None:
+        """A retry wants the same version, and has until `deadline_s` from now."""
+        self._give_up.at = max(self._give_up.at, self._host.clock() + deadline_s)
 
     @property
     def is_running(self) -> bool:
@@ -79,6 +84,7 @@ class Prefetch:
                 self._epoch.lease(self.version, give_up=self._give_up, ttl_s=self._deadline_s)
                 self._outcome = Pulled()
         except BaseException as error:  # noqa: BLE001 - a thread's edge: `outcome` raises it again in the caller's thread
+            self._epoch.drop_leases()
             self._outcome = error
 
     def _check(self) -> None:

@@ -37,6 +37,7 @@ from weight_sync.landing import Reloads, parameter_bytes
 from weight_sync.prefetch import Prefetch
 from weight_sync.receiver_epoch import Host, Pulled, ReceiverEpoch, open_epoch
 from weight_sync.recorder import Recorded, record
+from weight_sync.sources import Deadline
 from weight_sync.wire import OpenReceiver, PullReport, ReceiverInfo, RunDigests, WorkerStatus
 
 if TYPE_CHECKING:
@@ -70,6 +71,9 @@ class WeightReceiver:
         self._recorded: Recorded | None = None
         self._clock = clock
         device = next((p.device for p in model.parameters()), torch.device(backend.torch_device))
+        if device.index is not None:
+            # Drivers keep a current device per thread, and the control thread has not chosen one.
+            backend.set_device(device.index)
         self._host = Host(model=model, backend=backend, worker=worker, device=device, clock=clock)
         self._epoch: ReceiverEpoch | None = None
         self._server: ControlServer | None = None
@@ -114,6 +118,8 @@ class WeightReceiver:
             epoch.close()
             raise
         self._epoch, self._server = epoch, server
+        # Versions of another epoch may be other weights under the same number.
+        self._live_version = None
         return ReceiverInfo(
             worker=self._worker,
             manifest_digest=epoch.manifest_digest,
@@ -141,8 +147,13 @@ class WeightReceiver:
                 epoch = self._opened()
                 if self._prefetch is not None:
                     if self._prefetch.version == version and not self._prefetch.has_failed:
+                        self._prefetch.extend(deadline_s)
                         return
-                    self.abort()
+                    if not self.abort():
+                        raise WeightSyncError(
+                            f"worker {self._worker}: an earlier pull does not stop and still writes where version "
+                            f"{version} would land; the engine must be restarted"
+                        )
                 self._prefetch = Prefetch(epoch, self._host, version, deadline_s=deadline_s)
         finally:
             self._commit_lock.release()
@@ -181,12 +192,15 @@ class WeightReceiver:
         # The engine's pause does not wait for the device; kernels of its last step may still read the weights.
         self._backend.synchronize()
         started = self._clock()
+        if not epoch.landing.is_staged:
+            # Whatever the learners refuse, they refuse before a byte is written.
+            epoch.lease(version, give_up=Deadline(give_up), ttl_s=deadline_s)
         self._is_dirty = True
         if epoch.landing.is_staged:
             epoch.copy_from_shadow()
             pulled = arrived
         else:
-            pulled = epoch.pull(version, give_up=give_up, check=lambda: None)
+            pulled = epoch.pull(version, give_up=Deadline(give_up), check=lambda: None)
         if epoch.landing.fallback is not None:
             epoch.landing.fallback.reload()
         self._backend.synchronize()
@@ -195,11 +209,21 @@ class WeightReceiver:
         assert pulled is not None
         return self._report(version, pulled, commit_s=self._clock() - started, has_moved=True)
 
+    def forget(self) -> None:
+        """What the parameters hold is gone (the engine slept): the next commit writes them, whatever its version."""
+        self._live_version = None
+
     def abort(self) -> bool:
         """Stop a prefetch and forget what arrived; parameters are untouched. Idempotent. False if it does not stop."""
         with self._prefetch_lock:
-            prefetch, self._prefetch = self._prefetch, None
-            return prefetch is None or prefetch.abort()
+            if self._prefetch is None:
+                return True
+            if not self._prefetch.abort():
+                return False  # kept, so that nobody takes its memory for free
+            self._prefetch = None
+            if self._epoch is not None:
+                self._epoch.drop_leases()
+            return True
 
     def parameter_digests(self) -> RunDigests:
         """Digest of every run as the live parameters hold it now.

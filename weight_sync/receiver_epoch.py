@@ -8,6 +8,7 @@ give the leases back and ask whether the slots still are what was leased. Only t
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,7 +23,7 @@ from weight_sync.errors import DigestMismatch, PlanMismatch, PullTimeout, Transp
 from weight_sync.landing import Landing, Reloads, Residence, build_landing, parameter_bytes
 from weight_sync.plan import manifest_from_bytes, verify_manifest
 from weight_sync.relay_ends import RelayEnds
-from weight_sync.sources import SILENCE_S, Leases, Source
+from weight_sync.sources import SILENCE_S, Deadline, Leases, Source
 from weight_sync.transports.base import OnArrived, Piece, ReceiverEnd
 from weight_sync.transports.reach import Reach
 
@@ -80,7 +81,11 @@ def open_epoch(request: OpenReceiver, host: Host, *, reloads: Reloads | None = N
         raise PlanMismatch(f"worker {host.worker} reads from learners {sorted(missing)}, which did not open")
     views = parameter_bytes(host.model)
     landing = build_landing(plan, views, host.backend, commit=request.commit, reloads=reloads, params=manifest.params)
-    return ReceiverEpoch(request, manifest, landing=landing, host=host)
+    try:
+        return ReceiverEpoch(request, manifest, landing=landing, host=host)
+    except BaseException:
+        landing.close()
+        raise
 
 
 def plan_of(manifest: Manifest, worker: int) -> PullPlan:
@@ -106,13 +111,17 @@ class ReceiverEpoch:
         self._holder = f"{request.replica}/{self.plan.worker}"
         self._sources = self._connect()
         self._reaches: dict[int, Reach] = {}
-        self._relay = RelayEnds.of(landing, host.backend, owner=self._holder, is_wanted=request.relay)
-        self._leases = Leases(
-            self._sources, worker=self.plan.worker, holder=self._holder, ttl_s=request.lease_s, clock=host.clock
-        )
-        self._arrived = self._digesters_of(landing.arrivals) if request.verify else {}
-        self._residence = Residence(host.model, landing.written)
-        self._mover: Mover = host.backend.mover(landing.moves)
+        with ExitStack() as undo:
+            undo.callback(self._hang_up)
+            self._relay = RelayEnds.of(landing, host.backend, owner=self._holder, is_wanted=request.relay)
+            undo.callback(self._relay.close)
+            self._leases = Leases(
+                self._sources, worker=self.plan.worker, holder=self._holder, ttl_s=request.lease_s, clock=host.clock
+            )
+            self._arrived = self._digesters_of(landing.arrivals) if request.verify else {}
+            self._residence = Residence(host.model, landing.written)
+            self._mover: Mover = host.backend.mover(landing.moves)
+            undo.pop_all()
 
     @property
     def transports(self) -> dict[int, str]:
@@ -161,7 +170,7 @@ class ReceiverEpoch:
         self._sources = {rank: self._sources[rank] for rank in request.order}
         return self._relay.link(request)
 
-    def lease(self, version: int, *, give_up: float, ttl_s: float) -> None:
+    def lease(self, version: int, *, give_up: Deadline, ttl_s: float) -> None:
         """Hold `version` at every source, so that it is not superseded before it is pulled.
 
         Raises:
@@ -169,7 +178,7 @@ class ReceiverEpoch:
         """
         self._leases.take(version, give_up=give_up, ttl_s=ttl_s)
 
-    def pull(self, version: int, *, give_up: float, check: Callable[[], None]) -> Pulled:
+    def pull(self, version: int, *, give_up: Deadline, check: Callable[[], None]) -> Pulled:
         """Bring `version` into the shadow (staged) or the parameters (in place), verified. `check` may raise to stop.
 
         Raises:
@@ -213,10 +222,17 @@ class ReceiverEpoch:
         self._relay.close()
         for reach in self._reaches.values():
             reach.close()
-        for source in self._sources.values():
-            source.client.close()
+        self._hang_up()
         self._arrived.clear()
         self.landing.close()
+
+    def drop_leases(self) -> None:
+        """Give back what is held, as far as learners still answer; the rest expires."""
+        self._leases.drop()
+
+    def _hang_up(self) -> None:
+        for source in self._sources.values():
+            source.client.close()
 
     def _connect(self) -> dict[int, Source]:
         infos = {info.rank: info for info in self._request.publishers}
@@ -245,12 +261,12 @@ class ReceiverEpoch:
                 f"with digest {found:016x}, written with {info.probe_digest:016x}"
             )
 
-    def _pull_all(self, version: int, *, give_up: float, check: Callable[[], None]) -> Pulled:
+    def _pull_all(self, version: int, *, give_up: Deadline, check: Callable[[], None]) -> Pulled:
         self._leases.take(version, give_up=give_up)
 
         def keep_going() -> None:
             check()
-            if self._host.clock() >= give_up:
+            if self._host.clock() >= give_up.at:
                 raise PullTimeout(f"{self._holder}: version {version} did not arrive in time; it is not committed")
             self._leases.renew_if_due(give_up)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -33,6 +34,13 @@ PENDING_S = 0.001
 """Between two looks at a version that is being sealed, which takes milliseconds."""
 
 
+@dataclass(slots=True)
+class Deadline:
+    """A time by the receiver's clock that may still be moved, by a retry that joins what its first attempt began."""
+
+    at: float
+
+
 class Source(NamedTuple):
     """One publisher this worker reads from."""
 
@@ -57,11 +65,12 @@ class Leases:
         self._granted: dict[int, LeaseGranted] = {}
         self._version: int | None = None
         self._renew_at = 0.0
+        self._held_s = ttl_s
 
     def __getitem__(self, rank: int) -> LeaseGranted:
         return self._granted[rank]
 
-    def take(self, version: int, *, give_up: float, ttl_s: float | None = None) -> None:
+    def take(self, version: int, *, give_up: Deadline, ttl_s: float | None = None) -> None:
         """Hold `version` at every source, so that it is not superseded before it is pulled. What is held already and
         still alive is renewed.
 
@@ -70,15 +79,16 @@ class Leases:
         """
         if self._version == version:
             with contextlib.suppress(LeaseExpired):
-                self.renew(give_up)
+                self.renew(give_up, ttl_s=ttl_s)
                 return
         self.drop()
+        self._held_s = self._ttl_s if ttl_s is None else ttl_s
         for rank in self._sources:
-            self._granted[rank] = self._ask(rank, version, give_up, self._ttl_s if ttl_s is None else ttl_s)
+            self._granted[rank] = self._ask(rank, version, give_up, self._held_s)
         self._version = version
         self._renew_at = self._clock() + self._ttl_s / 2
 
-    def renew_if_due(self, give_up: float) -> None:
+    def renew_if_due(self, give_up: Deadline) -> None:
         """
         Raises:
             LeaseExpired, PublisherLost.
@@ -86,13 +96,15 @@ class Leases:
         if self._clock() >= self._renew_at:
             self.renew(give_up)
 
-    def renew(self, give_up: float) -> None:
+    def renew(self, give_up: Deadline, *, ttl_s: float | None = None) -> None:
+        """Let what is held live `ttl_s` from now; None keeps the length it was taken with."""
+        self._held_s = self._held_s if ttl_s is None else max(self._held_s, ttl_s)
         for rank, lease in self._granted.items():
-            ask = RenewRequest(lease_id=lease.lease_id, ttl_s=self._ttl_s)
+            ask = RenewRequest(lease_id=lease.lease_id, ttl_s=self._held_s)
             self._sources[rank].client.ask(ask, Renewed, deadline_s=self._patience(give_up))
         self._renew_at = self._clock() + self._ttl_s / 2
 
-    def settle(self, version: int, give_up: float) -> None:
+    def settle(self, version: int, give_up: Deadline) -> None:
         """Give everything back and learn whether what was read is whole.
 
         Raises:
@@ -119,7 +131,7 @@ class Leases:
         self._granted.clear()
         self._version = None
 
-    def _ask(self, rank: int, version: int, give_up: float, ttl_s: float) -> LeaseGranted:
+    def _ask(self, rank: int, version: int, give_up: Deadline, ttl_s: float) -> LeaseGranted:
         ask = LeaseRequest(version=version, worker=self._worker, ttl_s=ttl_s)
         while True:
             answer = self._sources[rank].client.ask(ask, msgspec.Struct, deadline_s=self._patience(give_up))
@@ -127,9 +139,9 @@ class Leases:
                 return answer
             if not isinstance(answer, Pending):
                 raise WeightSyncError(f"learner {rank} answered a lease request with {type(answer).__name__}")
-            if self._clock() >= give_up:
+            if self._clock() >= give_up.at:
                 raise PullTimeout(f"{self._holder}: learner {rank} did not seal version {version} in time")
             time.sleep(PENDING_S)
 
-    def _patience(self, give_up: float) -> float:
-        return min(SILENCE_S, give_up - self._clock())
+    def _patience(self, give_up: Deadline) -> float:
+        return min(SILENCE_S, give_up.at - self._clock())

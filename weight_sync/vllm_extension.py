@@ -63,6 +63,9 @@ class WeightSyncExtension:
     def ws_abort(self) -> bytes:
         return self.ws_service().abort()
 
+    def ws_forget(self) -> bytes:
+        return self.ws_service().forget()
+
     def ws_digests(self) -> bytes:
         return self.ws_service().digests()
 

@@ -257,8 +257,12 @@ def open_reply(data: bytes, kind: type[T], *, party: str) -> T:
 
 
 def reply_state(results: Sequence[bytes]) -> Literal["ok", "failed", "dirty"]:
-    """What a replica's host must know of its workers' replies: `dirty` means it must not generate."""
+    """What a replica's host must know of its workers' replies to a commit: `dirty` means it must not generate.
+
+    Workers of which some took the version and some did not are a mixture too.
+    """
     replies = [decode(result, Reply) for result in results]
-    if any(reply.dirty for reply in replies):
+    num_ok = sum(reply.ok for reply in replies)
+    if any(reply.dirty for reply in replies) or 0 < num_ok < len(replies):
         return "dirty"
-    return "ok" if all(reply.ok for reply in replies) else "failed"
+    return "ok" if num_ok else "failed"

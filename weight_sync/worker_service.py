@@ -38,6 +38,10 @@ class WorkerService:
         """Stop a prefetch -> whether it stopped."""
         return self._answer(lambda receiver: receiver.abort())
 
+    def forget(self) -> bytes:
+        """The parameters hold no version any more."""
+        return self._answer(lambda receiver: receiver.forget())
+
     def digests(self) -> bytes:
         """`RunDigests` of the live parameters."""
         return self._answer(lambda receiver: receiver.parameter_digests())

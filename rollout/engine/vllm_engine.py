@@ -84,7 +84,9 @@ class VllmEngine(Engine):
         self._reapers: list[OrphanReaper] = []
         self._vllm_dead_errors: tuple[type[Exception], ...] = ()
         self._is_dirty = False
+        self._is_committing = False
         self._is_asleep = False
+        self._sleep_lock = asyncio.Lock()
         self._sleeping_gate = AsyncExitStack()
         """Keeps the gate shut while the engine sleeps."""
         self._paused_at: float | None = None
@@ -250,15 +252,16 @@ class VllmEngine(Engine):
         return await asyncio.shield(asyncio.ensure_future(self._commit(version, method, args, timeout_s)))
 
     async def _commit(self, version: int, method: str, args: tuple[object, ...], timeout_s: float) -> CommitResult:
-        async with self._closed_gate():
+        async with self._sleep_lock, self._closed_gate():
             engine, begin = self._engine, self._clock()
             self._paused_at = begin if self._paused_at is None else self._paused_at
 
             def left_s() -> float:
                 return timeout_s - (self._clock() - begin)
 
-            # Sleep threw the weights away: until they are written, the engine holds garbage.
-            state: ReplyState = "dirty" if self._is_dirty or self._is_asleep else "failed"
+            # Sleep threw the weights away: until they are written and it is awake, the engine holds garbage.
+            state: ReplyState = "dirty" if self._is_dirty else "failed"
+            self._is_committing = True
             try:
                 await self._within(vllm_compat.pause_engine(engine, mode=self._spec.in_flight), left_s(), "pause")
                 paused = self._clock()
@@ -281,7 +284,9 @@ class VllmEngine(Engine):
                         chunks.labels.switch(num_tokens, version)
                     self._version = version
             finally:
-                self._is_dirty = state == "dirty"
+                if self._is_asleep:
+                    state = "dirty"
+                self._is_dirty, self._is_committing = state == "dirty", False
                 if not self._is_dirty and not self._is_dead:
                     await self._resume(engine)
             return CommitResult(results=results, pause_s=self._clock() - paused, drain_s=paused - begin)
@@ -289,8 +294,12 @@ class VllmEngine(Engine):
     async def sleep(self) -> None:
         if not self._spec.sleep_mode:
             return await super().sleep()
-        if self._is_asleep:
-            return None
+        async with self._sleep_lock:
+            if not self._is_asleep:
+                await self._fall_asleep()
+        return None
+
+    async def _fall_asleep(self) -> None:
         gate = AsyncExitStack()
         await gate.enter_async_context(self._gate.closed())
         try:
@@ -299,11 +308,12 @@ class VllmEngine(Engine):
             # Level 2 throws weights away, level 1 keeps them on the host: no sync brings the base of an adapter back.
             level = 1 if self._spec.lora_rank else 2
             await self._within(engine.sleep(level=level), _SLEEP_TIMEOUT_S, "sleep")
+            if self._spec.extension == vllm_compat.EXTENSION and level == 2:
+                await self.call_workers("ws_forget", timeout_s=_SLEEP_TIMEOUT_S)
         except BaseException:
             await gate.aclose()
             raise
         self._is_asleep, self._sleeping_gate = True, gate
-        return None
 
     @asynccontextmanager
     async def _closed_gate(self) -> AsyncIterator[None]:
@@ -337,8 +347,8 @@ class VllmEngine(Engine):
         self._paused_at = None
 
     async def end_pause(self, reason: str) -> None:
-        if self._paused_at is None or self._is_dead:
-            return
+        if self._paused_at is None or self._is_dead or self._is_committing:
+            return  # a commit has a deadline of its own, and workers may be writing
         if self._is_dirty:
             self._die(f"its weights are a mixture of versions and no commit repaired them: {reason}")
         else:

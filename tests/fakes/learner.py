@@ -91,6 +91,7 @@ def sequences(num: int, *, seed: int = 0, longest: int = 23) -> list[MicroBatch]
                 token_ids=rng.integers(0, VOCAB, length).astype(np.int32),
                 loss_mask=mask,
                 behaviour_logprobs=np.where(mask, rng.normal(-4, 0.3, length), 0).astype(np.float32),
+                versions=np.where(mask, 0, -1).astype(np.int32),
                 advantages=np.where(mask, rng.normal(), 0).astype(np.float32),
                 loss_weights=mask.astype(np.float32),
             )
@@ -103,7 +104,7 @@ def pack(parts: Sequence[MicroBatch]) -> MicroBatch:
     lengths = [len(p.token_ids) for p in parts]
     arrays = {
         name: np.concatenate([getattr(p, name) for p in parts])
-        for name in ("token_ids", "loss_mask", "behaviour_logprobs", "advantages", "loss_weights")
+        for name in ("token_ids", "loss_mask", "behaviour_logprobs", "versions", "advantages", "loss_weights")
     }
     return MicroBatch(cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32), **arrays)
 
@@ -116,6 +117,7 @@ def without_loss() -> MicroBatch:
         token_ids=np.zeros(2, np.int32),
         loss_mask=np.zeros(2, bool),
         behaviour_logprobs=zeros,
+        versions=np.full(2, -1, np.int32),
         advantages=zeros,
         loss_weights=zeros,
     )

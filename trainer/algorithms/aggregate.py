@@ -2,11 +2,15 @@
 
 The weights are computed once, over all sequences of a step, before the step is split over ranks and micro-batches.
 The loss is then a plain sum of weight x token loss, which no split can change. Numpy only.
+
+The denominator counts every loss token that enters the step, and every sequence that has one. A token that a
+correction rejects later adds 0 to the sum and stays in the denominator: the weights of the others do not move, and how
+many are rejected on which rank need not be known before the backward.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -14,27 +18,33 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"]
+    from trainer.config.loss_keys import AggregationName
 
 
-def loss_weights(num_loss_tokens: Sequence[int] | npt.NDArray[np.int64], kind: Aggregation) -> npt.NDArray[np.float64]:
+def loss_weights(
+    num_loss_tokens: Sequence[int] | npt.NDArray[np.int64], kind: AggregationName, *, norm_tokens: int
+) -> npt.NDArray[np.float64]:
     """Weight of every loss token of each sequence of one optimizer step.
 
     Args:
         num_loss_tokens: loss tokens of each of the step's N sequences, over all ranks and micro-batches.
-        kind: "token_mean": 1 / all tokens (DAPO, eq. 12). "seq_mean_token_mean": 1 / (sequences x own tokens) (GRPO).
-            "seq_mean_token_sum": 1 / sequences (Dr. GRPO up to its constant).
+        kind: "token_mean": 1 / all tokens (DAPO, eq. 12). "token_sum": 1. "seq_mean_token_mean": 1 / (sequences x own
+            tokens) (GRPO). "seq_mean_token_sum": 1 / sequences. "seq_mean_token_sum_norm": 1 / (sequences x
+            norm_tokens) (Dr. GRPO with its constant).
+        norm_tokens: the constant of "seq_mean_token_sum_norm", >= 1; the others do not read it.
 
     Returns:
         float64[N]: one weight per sequence. Sequences without a loss token count for nothing and get weight 0, so that
         masking truncated answers does not shrink the others.
 
     Example:
-        loss_weights([1, 3], "token_mean")  # [.25, .25]
+        loss_weights([1, 3], "token_mean", norm_tokens=4)  # [.25, .25]
     """
     counts = np.asarray(num_loss_tokens, np.float64)
     if counts.ndim != 1 or (counts < 0).any():
         raise ValueError(f"num_loss_tokens must be one count >= 0 per sequence, got {counts.tolist()}")
+    if norm_tokens < 1:
+        raise ValueError(f"norm_tokens must be >= 1, got {norm_tokens}; use the longest answer that is allowed")
     has_loss = counts > 0
     num_sequences, num_tokens = float(np.count_nonzero(has_loss)), float(counts.sum())
     weights = np.zeros_like(counts)
@@ -43,12 +53,17 @@ def loss_weights(num_loss_tokens: Sequence[int] | npt.NDArray[np.int64], kind: A
     match kind:
         case "token_mean":
             weights[has_loss] = 1.0 / num_tokens
-        case "seq_mean_token_mean":
-            weights[has_loss] = 1.0 / (num_sequences * counts[has_loss])
+        case "token_sum":
+            weights[has_loss] = 1.0
         case "seq_mean_token_sum":
             weights[has_loss] = 1.0 / num_sequences
+        case "seq_mean_token_mean":
+            weights[has_loss] = 1.0 / (num_sequences * counts[has_loss])
+        case "seq_mean_token_sum_norm":
+            weights[has_loss] = 1.0 / (num_sequences * norm_tokens)
         case _:
             raise ValueError(
-                f"algorithm.aggregation must be token_mean, seq_mean_token_mean or seq_mean_token_sum, got {kind!r}"
+                "algorithm.aggregation must be token_mean, token_sum, seq_mean_token_sum, seq_mean_token_mean or "
+                f"seq_mean_token_sum_norm, got {kind!r}"
             )
     return weights

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import TYPE_CHECKING
 
 from trainer.config.describe import all_keys, value_text
 from trainer.config.errors import Problem
+from trainer.config.estimators import ESTIMATORS
+from trainer.config.loss_keys import LOSSES_WITHOUT_RATIO, unread_keys
 from weight_sync.vllm_compat import LORA_RANKS
 
 if TYPE_CHECKING:
@@ -85,22 +88,59 @@ def _task(config: RunConfig) -> Iterator[Problem]:
         yield from _ineffective(config, "task.max_operand", why, "task.train_path", "task.eval_path")
 
 
-def _algorithm(config: RunConfig) -> Iterator[Problem]:
+def _advantage(config: RunConfig) -> Iterator[Problem]:
     algorithm, group_size = config.algorithm, config.rollout.group_size
-    if group_size == 1 and algorithm.advantage in {"grpo", "rloo"}:
-        allowed = f"must be >= 2: algorithm.advantage={algorithm.advantage} compares the answers of a group"
+    traits, chosen = ESTIMATORS[algorithm.advantage], f"algorithm.advantage={algorithm.advantage}"
+    if traits.needs_peers and group_size == 1:
+        allowed = f"must be >= 2: {chosen} compares the answers of a group"
         do = "use rollout.group_size=8, or algorithm.advantage=reinforce"
         yield _conflict(config, "rollout.group_size", allowed, do, "algorithm.advantage")
-    if algorithm.filter_zero_variance and group_size == 1:
-        allowed = "drops every group: one answer never differs from itself"
-        yield _conflict(config, "algorithm.filter_zero_variance", allowed, "use false", "rollout.group_size")
-    if algorithm.advantage != "grpo":
-        why = f"algorithm.advantage={algorithm.advantage} does not normalise"
+    elif traits.spans_step and group_size * config.trainer.groups_per_step == 1:
+        allowed = f"must be >= 2 with one answer per group: {chosen} normalises over the answers of a step"
+        also = "rollout.group_size", "algorithm.advantage"
+        yield _conflict(config, "trainer.groups_per_step", allowed, "every advantage would be 0; raise it", *also)
+    if not traits.reads_normalize_by_std:
+        why = f"{chosen} does not switch its normalisation"
         yield from _ineffective(config, "algorithm.normalize_by_std", why, "algorithm.advantage")
-    if algorithm.loss != "ppo_clip":
-        for key in ("clip_low", "clip_high", "clip_dual"):
-            why = f"algorithm.loss={algorithm.loss} does not clip"
-            yield from _ineffective(config, f"algorithm.{key}", why, "algorithm.loss")
+    if algorithm.advantage != "gpg":
+        why = f"{chosen} has no factor for answers that teach nothing"
+        yield from _ineffective(config, "algorithm.gpg_scale", why, "algorithm.advantage")
+    if traits.uses_parts:
+        yield from _reward_parts(config)
+    else:
+        why = f"{chosen} takes the total reward, not its parts"
+        yield from _ineffective(config, "algorithm.gdpo_weights", why, "algorithm.advantage")
+    yield from _zero_variance(config)
+
+
+def _reward_parts(config: RunConfig) -> Iterator[Problem]:
+    for name, weight in config.algorithm.gdpo_weights.items():
+        if weight == 0 or not math.isfinite(weight):
+            got, do = f"{name}: {weight:g}", "leave out the entry, to leave out the part"
+            yield Problem(key="algorithm.gdpo_weights", got=got, allowed="must be finite and not 0", do=do)
+    why = f"algorithm.advantage={config.algorithm.advantage} takes the parts of the reward, shaping moves their total"
+    yield from _ineffective(config, "algorithm.overlong_buffer_tokens", why, "algorithm.advantage")
+
+
+def _zero_variance(config: RunConfig) -> Iterator[Problem]:
+    """Dynamic sampling drops groups of equal rewards: wrong where those would teach something."""
+    algorithm, traits = config.algorithm, ESTIMATORS[config.algorithm.advantage]
+    if not algorithm.filter_zero_variance:
+        return
+    key, chosen = "algorithm.filter_zero_variance", f"algorithm.advantage={algorithm.advantage}"
+    if config.rollout.group_size == 1:
+        allowed = "drops every group: one answer never differs from itself"
+        yield _conflict(config, key, allowed, "use false", "rollout.group_size")
+    elif not traits.needs_peers:
+        allowed = f"drops groups that teach: {chosen} does not compare the answers of a group"
+        yield _conflict(config, key, allowed, "use false", "algorithm.advantage")
+    elif traits.uses_parts:
+        allowed = f"looks at the total reward: {chosen} also learns from answers that differ in their parts alone"
+        yield _conflict(config, key, allowed, "use false", "algorithm.advantage")
+
+
+def _algorithm(config: RunConfig) -> Iterator[Problem]:
+    algorithm = config.algorithm
     if not algorithm.filter_zero_variance:
         why = "nothing is filtered while algorithm.filter_zero_variance=false"
         yield from _ineffective(config, "algorithm.max_refills_per_step", why, "algorithm.filter_zero_variance")
@@ -113,6 +153,74 @@ def _algorithm(config: RunConfig) -> Iterator[Problem]:
             config, "algorithm.overlong_buffer_tokens", allowed, "it is the last part of an answer",
             "rollout.max_response_tokens",
         )  # fmt: skip
+
+
+def _loss(config: RunConfig) -> Iterator[Problem]:
+    algorithm = config.algorithm
+    for key in unread_keys(algorithm.loss):
+        why = f"algorithm.loss={algorithm.loss} does not read it"
+        yield from _ineffective(config, f"algorithm.{key}", why, "algorithm.loss")
+    if algorithm.cov_min >= algorithm.cov_max:
+        allowed = f"must be below algorithm.cov_max={value_text(algorithm.cov_max)}"
+        yield _conflict(config, "algorithm.cov_min", allowed, "no token lies between them", "algorithm.cov_max")
+    if algorithm.aggregation != "seq_mean_token_sum_norm":
+        why = f"algorithm.aggregation={algorithm.aggregation} has no constant divisor"
+        yield from _ineffective(config, "algorithm.aggregation_norm_tokens", why, "algorithm.aggregation")
+
+
+def _correction(config: RunConfig) -> Iterator[Problem]:
+    algorithm, correction, prefix = config.algorithm, config.algorithm.correction, "algorithm.correction"
+    objective = f"{prefix}.objective={correction.objective}"
+    if algorithm.loss in LOSSES_WITHOUT_RATIO:
+        why, do = f"algorithm.loss={algorithm.loss} holds no ratio", "use algorithm.loss=importance_sampling"
+        if correction.objective != "bypass":
+            yield _conflict(config, f"{prefix}.objective", f"must be bypass: {why}", do, "algorithm.loss")
+        for bound in ("lower", "upper"):
+            yield from _ineffective(config, f"{prefix}.clamp.{bound}", f"{why} to clamp", "algorithm.loss")
+    if correction.objective == "loglinear" and config.mode.max_staleness == 0:
+        allowed = "interpolates over the age of tokens, which is always 0 with mode.max_staleness=0"
+        yield _conflict(config, f"{prefix}.objective", allowed, "use bypass or decoupled", "mode.max_staleness")
+    if correction.objective == "bypass" and not correction.clamp.is_active and not correction.mask.is_active:
+        why = f"with {objective} only clamp and mask read it, and neither has a bound"
+        also = f"{prefix}.objective", f"{prefix}.clamp", f"{prefix}.mask"
+        yield from _ineffective(config, f"{prefix}.level", why, *also)
+    for action, key in (("mask", "metric"), ("reject", "metric"), ("reject", "level")):
+        if not getattr(correction, action).is_active:
+            bounds = f"{prefix}.{action}.lower", f"{prefix}.{action}.upper"
+            yield from _ineffective(config, f"{prefix}.{action}.{key}", "no bound is set", *bounds)
+    yield from _bounds(config, "clamp", "ratio")
+    yield from _bounds(config, "mask", correction.mask.metric)
+    yield from _bounds(config, "reject", correction.reject.metric)
+    yield from _clamped_beyond_mask(config)
+
+
+def _bounds(config: RunConfig, action: str, metric: str) -> Iterator[Problem]:
+    """Bounds that cut nothing, or also the tokens on which both policies agree."""
+    prefix, also = f"algorithm.correction.{action}", f"algorithm.correction.{action}.metric"
+    bounds = getattr(config.algorithm.correction, action)
+    lower, upper = bounds.lower, bounds.upper
+    agreed = 1.0 if metric == "ratio" else 0.0
+    others = () if action == "clamp" else (also,)
+    if lower is not None and metric != "k1" and lower <= 0:
+        yield _conflict(config, f"{prefix}.lower", f"has no effect: {metric} is never below 0", "use null", *others)
+    elif lower is not None and lower >= agreed:
+        allowed = f"must be below {agreed:g}, the {metric} where both policies agree"
+        yield _conflict(config, f"{prefix}.lower", allowed, "lower it, or use null", *others)
+    if upper is not None and upper <= agreed:
+        allowed = f"must be above {agreed:g}, the {metric} where both policies agree"
+        yield _conflict(config, f"{prefix}.upper", allowed, "raise it, or use null", *others)
+
+
+def _clamped_beyond_mask(config: RunConfig) -> Iterator[Problem]:
+    clamp, mask, prefix = config.algorithm.correction.clamp, config.algorithm.correction.mask, "algorithm.correction"
+    if mask.metric != "ratio":
+        return
+    if clamp.upper is not None and mask.upper is not None and clamp.upper >= mask.upper:
+        allowed = f"has no effect: {prefix}.mask.upper={mask.upper:g} takes those tokens out"
+        yield _conflict(config, f"{prefix}.clamp.upper", allowed, "lower it, or use null", f"{prefix}.mask.upper")
+    if clamp.lower is not None and mask.lower is not None and clamp.lower <= mask.lower:
+        allowed = f"has no effect: {prefix}.mask.lower={mask.lower:g} takes those tokens out"
+        yield _conflict(config, f"{prefix}.clamp.lower", allowed, "raise it, or use null", f"{prefix}.mask.lower")
 
 
 def _mode(config: RunConfig) -> Iterator[Problem]:
@@ -186,5 +294,6 @@ def longest_sequence(config: RunConfig) -> int:
 
 
 _CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
-    _run, _model, _device, _task, _algorithm, _mode, _rollout, _learner, _trainer, _telemetry, _ray,
+    _run, _model, _device, _task, _advantage, _algorithm, _loss,
+    _correction, _mode, _rollout, _learner, _trainer, _telemetry, _ray,
 )  # fmt: skip

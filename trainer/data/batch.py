@@ -55,12 +55,16 @@ class MicroBatch:
     """bool[T]"""
     behaviour_logprobs: np.ndarray
     """float32[T]"""
+    versions: np.ndarray
+    """int32[T]: policy version that sampled the token; -1 outside `loss_mask`."""
     advantages: np.ndarray
     """float32[T]"""
     loss_weights: np.ndarray
     """float32[T]: share of each token in the step's loss: 1 / (global denominator) as the aggregation defines it,
     0 outside `loss_mask`. The loss of the whole step is the plain sum of weight x token loss over all ranks and
     micro-batches, so it cannot depend on how the batch was split."""
+    cov_selected: np.ndarray | None = None
+    """bool[T]: tokens chosen for their covariance over the whole step; None with a loss that chooses none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainer.algorithms.advantages import group_advantages
+from trainer.algorithms.advantages import step_advantages
 from trainer.algorithms.aggregate import loss_weights
+from trainer.algorithms.selection import lottery, select_tokens, token_covariances
+from trainer.config.loss_keys import SELECTING_LOSSES
 from trainer.data.batch import MicroBatch, TrainBatch, TrainSample
 from trainer.data.builder import build_samples
 from trainer.data.packing import plan_micro_batches
@@ -57,20 +59,25 @@ def build_train_batch(
         groups,
         algorithm=algorithm,
         max_response_tokens=limits.max_response_tokens,
-        advantage_fn=group_advantages,
+        advantage_fn=step_advantages,
     )
     samples = built.samples
     lengths = [s.num_tokens for s in samples]
     num_loss_tokens = [s.num_loss_tokens for s in samples]
-    weights = loss_weights(num_loss_tokens, algorithm.aggregation).tolist()
+    norm = algorithm.aggregation_norm_tokens
+    norm = limits.max_response_tokens if norm is None else norm
+    weights = loss_weights(num_loss_tokens, algorithm.aggregation, norm_tokens=norm).tolist()
+    selected = _selections(samples, step, algorithm)
     plan = plan_micro_batches(lengths, num_ranks=limits.num_ranks, max_tokens=limits.max_tokens_per_micro_batch)
     rank_tokens = [sum(lengths[i] for members in rank for i in members) for rank in plan]
+
+    def packed(members: Sequence[int]) -> MicroBatch:
+        held_back = None if selected is None else [selected[i] for i in members]
+        return _pack([samples[i] for i in members], [weights[i] for i in members], held_back)
+
     batch = TrainBatch(
         step=step,
-        micro_batches=tuple(
-            tuple(_pack([samples[i] for i in members], [weights[i] for i in members]) for members in rank)
-            for rank in plan
-        ),
+        micro_batches=tuple(tuple(packed(members) for members in rank) for rank in plan),
         num_samples=len(samples),
         num_tokens=sum(lengths),
         num_loss_tokens=sum(num_loss_tokens),
@@ -83,10 +90,29 @@ def build_train_batch(
     )
 
 
-def _pack(samples: Sequence[TrainSample], weights: Sequence[float]) -> MicroBatch:
+def _selections(samples: Sequence[TrainSample], step: int, algorithm: AlgorithmConfig) -> list[np.ndarray] | None:
+    """bool[T] per sample: its tokens that the loss holds back; None with a loss that holds none back."""
+    if algorithm.loss not in SELECTING_LOSSES:
+        return None
+    masks = [s.loss_mask for s in samples]
+    if not masks:
+        return []
+    tickets = [lottery(s.num_loss_tokens, step=step, group_id=s.group_id, sample_index=s.sample_index) for s in samples]
+    covariances = token_covariances(
+        np.concatenate([s.behaviour_logprobs[s.loss_mask] for s in samples]),
+        np.concatenate([s.advantages[s.loss_mask] for s in samples]),
+    )
+    selected = np.zeros(sum(map(len, masks)), np.bool_)
+    selected[np.concatenate(masks)] = select_tokens(covariances, np.concatenate(tickets), config=algorithm)
+    return np.split(selected, np.cumsum([len(m) for m in masks])[:-1])
+
+
+def _pack(
+    samples: Sequence[TrainSample], weights: Sequence[float], selected: Sequence[np.ndarray] | None
+) -> MicroBatch:
     """Samples end to end; a filler if there are none."""
     if not samples:
-        return _filler()
+        return _filler(selects=selected is not None)
     lengths = [s.num_tokens for s in samples]
     loss_mask = np.concatenate([s.loss_mask for s in samples])
     return MicroBatch(
@@ -94,19 +120,23 @@ def _pack(samples: Sequence[TrainSample], weights: Sequence[float]) -> MicroBatc
         token_ids=np.concatenate([s.token_ids for s in samples]),
         loss_mask=loss_mask,
         behaviour_logprobs=np.concatenate([s.behaviour_logprobs for s in samples]),
+        versions=np.concatenate([s.versions for s in samples]),
         advantages=np.concatenate([s.advantages for s in samples]),
         loss_weights=np.where(loss_mask, np.repeat(weights, lengths), 0.0).astype(np.float32),
+        cov_selected=None if selected is None else np.concatenate(selected),
     )
 
 
-def _filler() -> MicroBatch:
+def _filler(*, selects: bool) -> MicroBatch:
     return MicroBatch(
         cu_seqlens=np.array([0, _FILLER_TOKENS], np.int32),
         token_ids=np.zeros(_FILLER_TOKENS, np.int32),
         loss_mask=np.zeros(_FILLER_TOKENS, np.bool_),
         behaviour_logprobs=np.zeros(_FILLER_TOKENS, np.float32),
+        versions=np.full(_FILLER_TOKENS, -1, np.int32),
         advantages=np.zeros(_FILLER_TOKENS, np.float32),
         loss_weights=np.zeros(_FILLER_TOKENS, np.float32),
+        cov_selected=np.zeros(_FILLER_TOKENS, np.bool_) if selects else None,
     )
 
 

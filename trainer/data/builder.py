@@ -6,25 +6,24 @@ Shape legend: `T` tokens of one sample, `G` trajectories of a group.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rollout.reward.length import overlong_penalty
+from trainer.algorithms.advantages import AdvantageFn, GroupRewards
+from trainer.config.estimators import ESTIMATORS
 from trainer.data.batch import TrainSample
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from rollout.types import Group, Trajectory, Turn
     from trainer.config.schema.algorithm import AlgorithmConfig
 
-AdvantageFn = Callable[..., np.ndarray]
-"""`fn(rewards_G, *, config: AlgorithmConfig) -> float[G]`, see `trainer.algorithms.advantages.group_advantages`."""
-
 FAILED, TRUNCATED, EMPTY, LONELY = "failed", "truncated", "no_generated_tokens", "no_peer_in_group"
 """Reasons for leaving a trajectory out. `truncated` only with `algorithm.mask_truncated`."""
-_ESTIMATORS_WITHOUT_PEERS = ("reinforce",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,31 +41,66 @@ def build_samples(
     """Flattens every trajectory that may be trained and gives each of its tokens the advantage of its answer.
 
     Failed trajectories (no usable reward) take no part at all. Truncated ones are peers in the advantage of their
-    group, and with `mask_truncated` carry no loss themselves (DAPO, overlong filtering). Overlong shaping is added
-    to the reward before advantages are taken.
+    group and step, and with `mask_truncated` carry no loss themselves (DAPO, overlong filtering). Overlong shaping is
+    added to the reward before advantages are taken.
+
+    Args:
+        groups: all of one optimizer step; some estimators normalise over them.
 
     Raises:
-        ValueError: a trajectory breaks the contract: no prompt tokens, or a sampled token without a log-probability.
+        ValueError: a trajectory breaks the contract: no prompt tokens, or a sampled token without a log-probability; or
+            the estimator takes parts of the reward, and answers have none or different ones.
     """
-    samples: list[TrainSample] = []
     excluded: Counter[str] = Counter()
-    for group in groups:
-        judged = [t for t in group.trajectories if t.status != "failed"]
-        excluded[FAILED] += len(group.trajectories) - len(judged)
-        if len(judged) == 1 and algorithm.advantage not in _ESTIMATORS_WITHOUT_PEERS:
-            excluded[LONELY] += 1
-            continue
-        if not judged:
-            continue
-        rewards = np.array([_shaped_reward(t, algorithm, max_response_tokens) for t in judged], np.float64)
-        advantages = advantage_fn(rewards, config=algorithm)
-        for trajectory, advantage in zip(judged, advantages.tolist(), strict=True):
+    judged = _judged_groups(groups, algorithm, excluded)
+    rewards = [_group_rewards(trajectories, algorithm, max_response_tokens) for _, trajectories in judged]
+    advantages = advantage_fn(rewards, config=algorithm)
+    samples: list[TrainSample] = []
+    for (group, trajectories), advantages_G in zip(judged, advantages, strict=True):
+        for trajectory, advantage in zip(trajectories, advantages_G.tolist(), strict=True):
             reason = _reason_to_exclude(trajectory, algorithm)
             if reason:
                 excluded[reason] += 1
             else:
                 samples.append(_sample(trajectory, group.group_id, advantage))
     return BuiltSamples(samples=tuple(samples), excluded={k: n for k, n in sorted(excluded.items()) if n})
+
+
+def _judged_groups(
+    groups: Sequence[Group], algorithm: AlgorithmConfig, excluded: Counter[str]
+) -> list[tuple[Group, list[Trajectory]]]:
+    """The groups that have an advantage, with their judged trajectories; counts the others in `excluded`."""
+    needs_peers = ESTIMATORS[algorithm.advantage].needs_peers
+    found: list[tuple[Group, list[Trajectory]]] = []
+    for group in groups:
+        judged = [t for t in group.trajectories if t.status != "failed"]
+        excluded[FAILED] += len(group.trajectories) - len(judged)
+        if len(judged) == 1 and needs_peers:
+            excluded[LONELY] += 1
+        elif judged:
+            found.append((group, judged))
+    return found
+
+
+def _group_rewards(
+    trajectories: Sequence[Trajectory], algorithm: AlgorithmConfig, max_response_tokens: int
+) -> GroupRewards:
+    return GroupRewards(
+        rewards_G=np.array([_shaped_reward(t, algorithm, max_response_tokens) for t in trajectories], np.float64),
+        lengths_G=np.array([t.num_generated_tokens for t in trajectories], np.int64),
+        parts_G=_parts(trajectories) if ESTIMATORS[algorithm.advantage].uses_parts else {},
+    )
+
+
+def _parts(trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
+    names = sorted(trajectories[0].reward_parts)
+    for trajectory in trajectories:
+        if sorted(trajectory.reward_parts) != names:
+            raise ValueError(
+                f"{_name(trajectory)} has the reward parts {sorted(trajectory.reward_parts)} and trajectory "
+                f"{trajectories[0].sample_index} {names}; the reward function must return every part for every answer"
+            )
+    return {n: np.array([t.reward_parts[n] for t in trajectories], np.float64) for n in names}
 
 
 def _shaped_reward(trajectory: Trajectory, algorithm: AlgorithmConfig, max_response_tokens: int) -> float:

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainer.algorithms.losses import LossInputs
+
 if TYPE_CHECKING:
     from trainer.data.batch import MicroBatch
     from trainer.learner.attention import PackedLayout
@@ -54,6 +56,37 @@ class PackedInputs:
             source_L=to_device(loss_positions - 1, device),
             target_L=to_device(batch.token_ids[loss_positions].astype(np.int64), device),
         )
+
+
+def loss_inputs(batch: MicroBatch, logprobs_L: Tensor) -> LossInputs:
+    """The batch's loss tokens beside their log-probs under the policy being trained, on the device of those."""
+    mask, device = batch.loss_mask, logprobs_L.device
+    num_sequences = len(batch.cu_seqlens) - 1
+    sequence_T = np.repeat(np.arange(num_sequences), np.diff(batch.cu_seqlens))
+    selected = batch.cov_selected
+    return LossInputs(
+        logprobs_L=logprobs_L,
+        old_logprobs_L=to_device(batch.behaviour_logprobs[mask], device),
+        advantages_L=to_device(batch.advantages[mask], device),
+        sequence_L=to_device(sequence_T[mask], device),
+        num_sequences=num_sequences,
+        selected_L=None if selected is None else to_device(selected[mask], device),
+    )
+
+
+def token_ages(batch: MicroBatch, *, step: int, device: torch.device) -> Tensor:
+    """Version that step `step` starts with minus the version that sampled the token: int64[L], >= 0.
+
+    Raises:
+        ValueError: a token is younger than the weights that are trained on it.
+    """
+    age_L = step - batch.versions[batch.loss_mask].astype(np.int64)
+    if age_L.size and age_L.min() < 0:
+        raise ValueError(
+            f"a token was sampled by version {step - int(age_L.min())}, but step {step} trains version {step}; "
+            "engines can only have versions that the learner has made"
+        )
+    return to_device(age_L, device)
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:

@@ -50,11 +50,12 @@ class PolicyModel(nn.Module):
     One module, because FSDP2 gathers the root's parameters (embedding and output matrix) for the root's forward only.
     """
 
-    def __init__(self, hf: PreTrainedModel, *, temperature: float, chunk_tokens: int) -> None:
+    def __init__(self, hf: PreTrainedModel, cfg: RunConfig) -> None:
         super().__init__()
         self.hf = hf
-        self._temperature = temperature
-        self._chunk_tokens = chunk_tokens
+        self._temperature = cfg.rollout.temperature
+        self._chunk_tokens = cfg.learner.logprob_chunk_tokens
+        self._entropy_has_grad = cfg.algorithm.entropy_coef > 0
 
     def forward(self, inputs: PackedInputs) -> tuple[Tensor, Tensor]:
         """(log-probs float32[L], entropy float32[L]) of the loss tokens, after temperature."""
@@ -71,6 +72,7 @@ class PolicyModel(nn.Module):
             inputs.target_L,
             temperature=self._temperature,
             chunk_tokens=self._chunk_tokens,
+            entropy_has_grad=self._entropy_has_grad,
         )
 
 
@@ -111,7 +113,7 @@ def build_policy(cfg: RunConfig, *, mesh: DeviceMesh, device: torch.device, back
     if cfg.model.lora.rank:
         add_adapters(hf, blocks, cfg.model.lora, base_dtype=compute_dtype)
     _prepare_blocks(hf, blocks, cfg)
-    policy = PolicyModel(hf, temperature=cfg.rollout.temperature, chunk_tokens=cfg.learner.logprob_chunk_tokens)
+    policy = PolicyModel(hf, cfg)
     unsharded_bytes = sum(p.numel() for p in hf.parameters()) * compute_dtype.itemsize
     plan = ShardingPlan(
         mesh=mesh,

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from trainer.algorithms.losses import LossStats, policy_loss
+from trainer.algorithms.corrections import correct
+from trainer.algorithms.losses import policy_loss
 from trainer.learner.errors import TrainingDiverged
 from trainer.learner.export import export_hf
-from trainer.learner.inputs import PackedInputs, to_device
+from trainer.learner.inputs import PackedInputs, loss_inputs, to_device, token_ages
 from trainer.learner.model import build_policy
 from trainer.learner.optim import ShardedAdamW, learning_rate
 from trainer.learner.parallel import learner_mesh
-from trainer.learner.result import Metric, PhaseTimer, StepResult, StepTotals
+from trainer.learner.result import Metric, MicroBatchLoss, PhaseTimer, StepResult, StepTotals
 from trainer.learner.sharded_state import load_sharded, save_sharded
 
 if TYPE_CHECKING:
@@ -73,18 +73,24 @@ class PolicyLearner:
 
         Raises:
             TrainingDiverged: the gradient is not finite. No weight has been changed.
-            ValueError: no micro-batch, or one is malformed.
+            ValueError: no micro-batch, or one is malformed or younger than the weights.
         """
         if not micro_batches:
             raise ValueError("train_step needs at least one micro-batch per rank; pad ranks with a batch without loss")
-        timer, totals = PhaseTimer(self._device, clock=self._clock), StepTotals(self._device)
-        for index, batch in enumerate(micro_batches):
+        correction = self._cfg.algorithm.correction
+        timer = PhaseTimer(self._device, clock=self._clock)
+        totals = StepTotals(self._device, correction=correction)
+        proximal: Sequence[np.ndarray | None] = [None] * len(micro_batches)
+        if correction.objective == "decoupled":
+            proximal = [self.logprobs(batch) for batch in micro_batches]
+            timer.mark("proximal")
+        for index, (batch, proximal_T) in enumerate(zip(micro_batches, proximal, strict=True)):
             self._policy.set_is_last_backward(index == len(micro_batches) - 1)  # pyright: ignore[reportCallIssue]
-            loss, stats, entropy_L = self._loss(batch)
+            part = self._loss(batch, step=step, proximal_T=proximal_T)
             timer.mark("forward")
-            loss.backward()
+            part.loss.backward()
             timer.mark("backward")
-            totals.add(loss, stats, entropy_L, num_tokens=len(batch.token_ids))
+            totals.add(part, num_tokens=len(batch.token_ids))
         metrics, grad_norm = totals.reduce(self._optimizer.grad_sq_sum())
         if not np.isfinite(grad_norm):
             self._optimizer.zero_grad()
@@ -128,13 +134,19 @@ class PolicyLearner:
         """Write the policy as a Hugging Face model directory in `model.rollout_dtype`; rank 0 writes."""
         export_hf(path, model=self.model, source_dir=self._source_dir, config=self._cfg.model, rank=self._rank)
 
-    def _loss(self, batch: MicroBatch) -> tuple[Tensor, LossStats, Tensor]:
-        """(weighted sum of token losses, statistics, entropy float32[L])."""
-        inputs = PackedInputs.of(batch, device=self._device, layout=self._layout)
-        old_L, advantages_L, weights_L = (
-            to_device(array[batch.loss_mask], self._device)
-            for array in (batch.behaviour_logprobs, batch.advantages, batch.loss_weights)
+    def _loss(self, batch: MicroBatch, *, step: int, proximal_T: np.ndarray | None) -> MicroBatchLoss:
+        """Forward, correction and loss of one micro-batch."""
+        algorithm, mask = self._cfg.algorithm, batch.loss_mask
+        logprobs_L, entropy_L = self._policy(PackedInputs.of(batch, device=self._device, layout=self._layout))
+        correction = correct(
+            loss_inputs(batch, logprobs_L),
+            age_L=token_ages(batch, step=step, device=self._device),
+            proximal_L=None if proximal_T is None else to_device(proximal_T[mask], self._device),
+            config=algorithm.correction,
         )
-        logprobs_L, entropy_L = self._policy(inputs)
-        loss_L, stats = policy_loss(logprobs_L, old_L, advantages_L, config=self._cfg.algorithm)
-        return (loss_L * weights_L).sum(), stats, entropy_L
+        loss_L, stats = policy_loss(correction.inputs, config=algorithm)
+        loss_L = loss_L * correction.weight_L
+        if algorithm.entropy_coef > 0:
+            loss_L = loss_L - algorithm.entropy_coef * entropy_L * correction.keep_L
+        loss = (loss_L * to_device(batch.loss_weights[mask], self._device)).sum()
+        return MicroBatchLoss(loss=loss, stats=stats, correction=correction.stats, entropy_L=entropy_L.detach())

@@ -15,7 +15,9 @@ from torch import Tensor
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from trainer.algorithms.corrections import CorrectionStats
     from trainer.algorithms.losses import LossStats
+    from trainer.config.schema.correction import CorrectionConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,67 +41,135 @@ class StepResult:
     metrics: Mapping[str, Metric]
     """Equal on every rank. `loss`, `grad_norm`, `lr`, `ratio_mean`, `ratio_max`, `clip_low_frac`, `clip_high_frac`,
     `clip_dual_frac`, `entropy` (nats per token), `kl_behaviour` (k3, nats per token), `num_loss_tokens`,
-    `num_tokens`."""
+    `num_tokens`; `mismatch_engine`, `mismatch_engine_kl`, `mismatch_stale`, `mismatch_stale_kl` (nats per token);
+    with a correction `correction_weight_mean`, `correction_weight_max`, `correction_ess_frac`, and of its actions
+    `correction_clamped_frac`, `correction_masked_frac`, `correction_rejected_frac`."""
     seconds: Mapping[str, float]
-    """`forward`, `backward`, `optimizer` (reduction and clipping included) and `step`."""
+    """`proximal` (only with a decoupled objective), `forward`, `backward`, `optimizer` (reduction and clipping
+    included) and `step`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatchLoss:
+    """What one forward leaves to be added up."""
+
+    loss: Tensor
+    """Weighted sum of the token losses, with gradient."""
+    stats: LossStats
+    correction: CorrectionStats
+    entropy_L: Tensor
+    """float32, without gradient."""
 
 
 class StepTotals:
     """Sums over the micro-batches of one step, kept on the device until the one reduction at its end."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._sums = torch.zeros(8, device=device)
-        self._max = torch.zeros((), device=device)
+    def __init__(self, device: torch.device, *, correction: CorrectionConfig) -> None:
+        """`correction` decides which of its actions are reported."""
+        self._device, self._correction = device, correction
+        self._sums = torch.zeros(len(_SUMS), device=device)
+        self._max = torch.zeros(2, device=device)
         self._num_tokens = 0
         self._num_loss_tokens = 0
 
     @torch.no_grad()
-    def add(self, loss: Tensor, stats: LossStats, entropy_L: Tensor, *, num_tokens: int) -> None:
-        """Add one micro-batch. `loss` is its weighted sum, `num_tokens` counts context tokens too."""
-        self._sums[:7] += torch.stack(
-            (
-                loss.detach(),
-                stats.ratio_sum,
-                stats.kl_sum,
-                stats.clipped_low,
-                stats.clipped_high,
-                stats.clipped_dual,
-                entropy_L.sum(),
-            )
-        )
-        self._max = torch.maximum(self._max, stats.ratio_max)
+    def add(self, part: MicroBatchLoss, *, num_tokens: int) -> None:
+        """Add one micro-batch. `num_tokens` counts context tokens too."""
+        stats, correction, engine, stale = part.stats, part.correction, part.correction.engine, part.correction.stale
+        sums = {
+            "loss": part.loss.detach(),
+            "entropy": part.entropy_L.sum(),
+            "ratio": stats.ratio_sum,
+            "clip_low": stats.clipped_low,
+            "clip_high": stats.clipped_high,
+            "clip_dual": stats.clipped_dual,
+            "weight": correction.weight_sum,
+            "weight_sq": correction.weight_sq_sum,
+            "clamped": correction.clamped,
+            "masked": correction.masked,
+            "rejected": correction.rejected,
+            "engine_tokens": engine.num_tokens,
+            "engine_abs": engine.abs_sum,
+            "engine_kl": engine.kl_sum,
+            "stale_tokens": stale.num_tokens,
+            "stale_abs": stale.abs_sum,
+            "stale_kl": stale.kl_sum,
+        }
+        self._sums += torch.stack([sums[name] for name in _SUMS])
+        self._max = torch.maximum(self._max, torch.stack((stats.ratio_max, correction.weight_max)))
         self._num_tokens += num_tokens
-        self._num_loss_tokens += entropy_L.shape[0]
+        self._num_loss_tokens += part.entropy_L.shape[0]
 
     def reduce(self, grad_sq_sum: Tensor) -> tuple[dict[str, Metric], float]:
         """Sum over ranks: the metrics, and the norm of the whole gradient. Collective; waits for the device."""
-        self._sums[7] = grad_sq_sum.to(self._device)
         # float64: token counts beyond 2^24 are not exact in float32.
         counts = torch.tensor([self._num_tokens, self._num_loss_tokens], dtype=torch.float64, device=self._device)
-        packed = torch.cat((self._sums.double(), counts))
+        packed = torch.cat((self._sums.double(), grad_sq_sum.to(self._device).double().reshape(1), counts))
         dist.all_reduce(packed, op=dist.ReduceOp.SUM)
         dist.all_reduce(self._max, op=dist.ReduceOp.MAX)
-        loss, ratio, kl, low, high, dual, entropy, grad_sq, num_tokens, num_loss = packed.tolist()
+        *values, grad_sq, num_tokens, num_loss = packed.tolist()
+        sums = dict(zip(_SUMS, values, strict=True))
+        ratio_max, weight_max = self._max.tolist()
+        grad_norm = grad_sq**0.5
         per_token = {
-            "ratio_mean": ratio,
-            "kl_behaviour": kl,
-            "clip_low_frac": low,
-            "clip_high_frac": high,
-            "clip_dual_frac": dual,
-            "entropy": entropy,
+            "ratio_mean": sums["ratio"],
+            "kl_behaviour": sums["engine_kl"] + sums["stale_kl"],
+            "clip_low_frac": sums["clip_low"],
+            "clip_high_frac": sums["clip_high"],
+            "clip_dual_frac": sums["clip_dual"],
+            "entropy": sums["entropy"],
         }
         metrics = {name: Metric(sum=total, count=num_loss) for name, total in per_token.items()}
-        grad_norm = grad_sq**0.5
         for name, value in (
-            ("loss", loss),
+            ("loss", sums["loss"]),
             ("grad_norm", grad_norm),
-            ("ratio_max", float(self._max)),
+            ("ratio_max", ratio_max),
             ("num_loss_tokens", num_loss),
             ("num_tokens", num_tokens),
         ):
             metrics[name] = Metric(sum=value)
+        metrics |= _mismatch_metrics(sums)
+        metrics |= _correction_metrics(sums, weight_max=weight_max, num_loss=num_loss, config=self._correction)
         return metrics, grad_norm
+
+
+_SUMS: tuple[str, ...] = (
+    "loss", "entropy", "ratio", "clip_low", "clip_high", "clip_dual", "weight", "weight_sq", "clamped", "masked",
+    "rejected", "engine_tokens", "engine_abs", "engine_kl", "stale_tokens", "stale_abs", "stale_kl",
+)  # fmt: skip
+
+
+def _mismatch_metrics(sums: Mapping[str, float]) -> dict[str, Metric]:
+    """Absent for a cause without a token in the step."""
+    metrics: dict[str, Metric] = {}
+    for cause in ("engine", "stale"):
+        if num_tokens := sums[f"{cause}_tokens"]:
+            metrics[f"mismatch_{cause}"] = Metric(sum=sums[f"{cause}_abs"], count=num_tokens)
+            metrics[f"mismatch_{cause}_kl"] = Metric(sum=sums[f"{cause}_kl"], count=num_tokens)
+    return metrics
+
+
+def _correction_metrics(
+    sums: Mapping[str, float], *, weight_max: float, num_loss: float, config: CorrectionConfig
+) -> dict[str, Metric]:
+    """Absent while no correction is active, and for actions that are not."""
+    actions = {
+        "clamped": config.clamp.is_active,
+        "masked": config.mask.is_active,
+        "rejected": config.reject.is_active,
+    }
+    if config.objective == "bypass" and not any(actions.values()):
+        return {}
+    metrics = {
+        "correction_weight_mean": Metric(sum=sums["weight"], count=num_loss),
+        "correction_weight_max": Metric(sum=weight_max),
+        # Kish 1965: (sum w)^2 / sum w^2 equally weighted tokens would estimate as well; 0 if nothing is left.
+        "correction_ess_frac": Metric(sum=sums["weight"] ** 2, count=num_loss * sums["weight_sq"]),
+    }
+    for name, is_active in actions.items():
+        if is_active:
+            metrics[f"correction_{name}_frac"] = Metric(sum=sums[name], count=num_loss)
+    return metrics
 
 
 class PhaseTimer:

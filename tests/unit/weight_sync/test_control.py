@@ -127,8 +127,8 @@ def test_malformed_frames_are_counted_and_do_no_harm(context: zmq.Context, serve
         [b""],
         [b"only one frame"],
         [bad, b"short mac"],
-        [bad, MEMBER.sign(QUESTION, bad)],
-        [shape, MEMBER.sign(QUESTION, shape)],
+        [MEMBER.seal(QUESTION, bad)],
+        [MEMBER.seal(QUESTION, shape)],
         [b"a", b"b", b"c"],
     ]
     for frame in frames:
@@ -142,7 +142,7 @@ def test_too_large_frame_is_dropped_with_its_connection(
 ) -> None:
     socket = raw_socket(context, server)
     big = b"x" * (MAX_REQUEST_BYTES + 1)
-    socket.send_multipart([big, MEMBER.sign(QUESTION, big)])
+    socket.send(MEMBER.seal(QUESTION, big))
     assert client_of(context, server).ask(LEASE, LeaseGranted, deadline_s=5.0).slot == 1
     assert len(desk.seen) == 1
 
@@ -154,8 +154,8 @@ def test_replayed_frame_is_refused(context: zmq.Context, server: ControlServer, 
     client.ask(LEASE, LeaseGranted, deadline_s=5.0)
     assert len(recorded) == 2  # hello and lease
     attacker = raw_socket(context, server)
-    for frames in recorded:
-        attacker.send_multipart(frames)
+    for frame in recorded:
+        attacker.send(frame)
     wait_for(server, "control_replayed", 2)
     assert not attacker.poll(100), "a replayed frame must not be answered"
     assert len(desk.seen) == 1
@@ -167,9 +167,9 @@ class Recorder:
     def __init__(self, socket: zmq.Socket, record: list[list[bytes]]) -> None:
         self._socket, self._record = socket, record
 
-    def send_multipart(self, frames: list[bytes], flags: int) -> None:
-        self._record.append(frames)
-        self._socket.send_multipart(frames, flags)
+    def send(self, frame: bytes, flags: int) -> None:
+        self._record.append(frame)
+        self._socket.send(frame, flags)
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._socket, name)
@@ -193,7 +193,8 @@ def test_retried_request_is_executed_once(
 
 def test_reflected_question_is_no_answer() -> None:
     payload = b"anything"
-    assert not MEMBER.is_authentic(b"A", payload, MEMBER.sign(QUESTION, payload))
+    assert MEMBER.open(QUESTION, MEMBER.seal(QUESTION, payload)) == payload
+    assert MEMBER.open(b"A", MEMBER.seal(QUESTION, payload)) is None
 
 
 def test_two_servers_never_share_an_endpoint(desk: Desk) -> None:
@@ -238,6 +239,6 @@ def test_hello_flood_is_bounded(context: zmq.Context, server: ControlServer, mon
         hello = Envelope(run_id="run", epoch=3, sender="x", session=b"", seq=1, request_id=1,
                          request=Hello(nonce=bytes([i]) * 16))  # fmt: skip
         payload = msgspec.msgpack.encode(hello)
-        socket.send_multipart([payload, MEMBER.sign(QUESTION, payload)])
+        socket.send(MEMBER.seal(QUESTION, payload))
     wait_for(server, "control_replayed", 3)
     assert server.counters()["control_sessions"] == 2

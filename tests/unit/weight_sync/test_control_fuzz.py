@@ -12,9 +12,16 @@ import zmq
 
 from tests.fakes.sync_world import PARAMS, FusedModel, LocalPublisher, full_weights
 from weight_sync import control
-from weight_sync.control import MAX_REQUEST_BYTES, QUESTION, LeaseGranted, LeaseRequest, Membership
-
-from weight_sync.control import Renewed, RenewRequest  # isort: skip
+from weight_sync.control import (
+    MAC_BYTES,
+    MAX_REQUEST_BYTES,
+    QUESTION,
+    LeaseGranted,
+    LeaseRequest,
+    Membership,
+    Renewed,
+    RenewRequest,
+)
 from weight_sync.control_client import ControlClient
 from weight_sync.errors import PlanMismatch
 from weight_sync.layout import shard_descs
@@ -41,7 +48,7 @@ def question(**changes: Any) -> bytes:
 
 
 def signed(payload: bytes, member: Membership = MEMBER) -> Frames:
-    return [payload, member.sign(QUESTION, payload)]
+    return [member.seal(QUESTION, payload)]
 
 
 class Fuzzer:
@@ -62,18 +69,18 @@ class Fuzzer:
         return self.kinds[number % len(self.kinds)]()
 
     def noise(self) -> Frames:
-        return [self._bytes(), self._random.choice([b"", self._bytes(), self._random.randbytes(32)])]
+        return [self._random.choice([b"", self._bytes(), self._bytes() + self._random.randbytes(32)])]
 
     def wrong_count(self) -> Frames:
-        return [self._bytes() for _ in range(self._random.choice([1, 3, 4, 7]))]
+        return [self._bytes() for _ in range(self._random.choice([2, 3, 4, 7]))]
 
     def truncated(self) -> Frames:
-        payload, mac = self._random.choice(self._recorded)
-        return [payload[: self._random.randrange(len(payload))], mac]
+        (frame,) = self._random.choice(self._recorded)
+        return [frame[: self._random.randrange(len(frame))]]
 
     def cut_and_signed(self) -> Frames:
-        payload, _ = self._random.choice(self._recorded)
-        return signed(payload[: self._random.randrange(len(payload))])
+        (frame,) = self._random.choice(self._recorded)
+        return signed(frame[: self._random.randrange(len(frame) - MAC_BYTES)])
 
     def flipped(self) -> Frames:
         frames = [bytearray(frame) for frame in self._random.choice(self._recorded)]
@@ -147,9 +154,9 @@ class Recorder:
     def __init__(self, socket: Any, record: list[Frames]) -> None:
         self._socket, self._record = socket, record
 
-    def send_multipart(self, frames: Frames, flags: int) -> None:
-        self._record.append(frames)
-        self._socket.send_multipart(frames, flags)
+    def send(self, frame: bytes, flags: int) -> None:
+        self._record.append([frame])
+        self._socket.send(frame, flags)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._socket, name)
@@ -191,7 +198,7 @@ def dealer(context: zmq.Context, publisher: LocalPublisher) -> zmq.Socket:
 def open_session(socket: zmq.Socket) -> bytes:
     socket.send_multipart(signed(question(request={"type": "hello", "nonce": b"fuzzer"})))
     assert socket.poll(5000)
-    return msgspec.msgpack.decode(socket.recv_multipart()[0])["response"]["session"]
+    return msgspec.msgpack.decode(socket.recv()[:-MAC_BYTES])["response"]["session"]
 
 
 def fates(publisher: LocalPublisher) -> int:

@@ -23,7 +23,7 @@ from weight_sync.errors import (
 from weight_sync.layout import shard_descs
 from weight_sync.plan import build_manifest, manifest_to_bytes
 from weight_sync.publisher import WeightPublisher
-from weight_sync.wire import OpenPublisher, OpenReceiver, PublisherInfo, decode, encode
+from weight_sync.wire import OpenPublisher, OpenReceiver, PublisherInfo, Reply, decode, encode, reply_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -47,7 +47,8 @@ class Pair:
         self.infos = tuple(decode(ask(p, "ws_open", request), PublisherInfo) for p in publishers)
         fields = {**shared, "replica": "r0", "host": "127.0.0.1", "relay": False, "commit": commit,
                   "publishers": self.infos, "deadline_s": 10.0, **changes}  # fmt: skip
-        self.receiver.open(OpenReceiver(**fields))
+        self.request = OpenReceiver(**fields)
+        self.receiver.open(self.request)
 
     def fetch(self, version: int, deadline_s: float = 10.0) -> None:
         self.receiver.prefetch(version, deadline_s=deadline_s)
@@ -320,3 +321,43 @@ def _manifest_bytes(pair: Pair) -> bytes:
     layout = pair.receiver.bake(PARAMS)
     shards = shard_descs(PARAMS, num_ranks=1)
     return manifest_to_bytes(build_manifest(epoch=1, params=PARAMS, shards=shards, workers=[layout]))
+
+
+def test_epoch_opened_again_believes_nothing_it_held_before(local: LocalPublisher, closing: list[Any]) -> None:
+    """A resumed learner may publish other weights under a number that was live before."""
+    pair = open_pair(local, closing, "staged")
+    pair.fetch(2)
+    pair.receiver.commit(2, deadline_s=5.0)
+    pair.receiver.open(pair.request)
+    assert pair.receiver.live_version is None
+    pair.fetch(2)
+    assert pair.receiver.commit(2, deadline_s=5.0).nbytes > 0
+    pair.receiver.forget()
+    pair.fetch(2)
+    assert pair.receiver.commit(2, deadline_s=5.0).nbytes > 0, "what slept is written again"
+
+
+def test_refused_version_leaves_a_worker_in_place_clean(local: LocalPublisher, closing: list[Any]) -> None:
+    pair = open_pair(local, closing, "inplace")
+    with pytest.raises(VersionUnavailable):
+        pair.receiver.commit(77, deadline_s=1.0)
+    assert not pair.receiver.is_dirty
+    assert pair.receiver.live_version == 1
+    pair.replica.assert_holds(OLD)
+
+
+def test_retry_gives_a_pull_under_way_more_time(local: LocalPublisher, closing: list[Any]) -> None:
+    pair = open_pair(local, closing, "staged")
+    pair.after_pull(lambda: time.sleep(0.6))
+    pair.receiver.prefetch(2, deadline_s=0.3)
+    pair.fetch(2, deadline_s=5.0)
+    pair.receiver.commit(2, deadline_s=5.0)
+    pair.replica.assert_holds(NEW)
+
+
+def test_workers_that_disagree_about_a_commit_are_a_mixture() -> None:
+    ok, failed = encode(Reply(ok=True)), encode(Reply(ok=False, error="X", message=""))
+    assert reply_state([ok, ok]) == "ok"
+    assert reply_state([failed, failed]) == "failed"
+    assert reply_state([ok, failed]) == reply_state([failed, ok]) == "dirty"
+    assert reply_state([encode(Reply(ok=False, dirty=True))]) == "dirty"

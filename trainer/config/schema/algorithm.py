@@ -3,24 +3,80 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
+from trainer.config.estimators import AdvantageName, GpgScale
+from trainer.config.loss_keys import AggregationName, LossName
+from trainer.config.schema.correction import CorrectionConfig
 from trainer.config.schema.field import key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmConfig:
     name: str = key("grpo", "Shown in logs; the parts below define the objective.")
-    advantage: Literal["grpo", "rloo", "reinforce"] = key(
-        "grpo", "Advantage estimator: group-normalised (GRPO), leave-one-out (RLOO), or the plain reward."
+    advantage: AdvantageName = key(
+        "grpo",
+        "Advantage estimator: the reward against the group's mean (grpo), the mean of the others (rloo), or a "
+        "length-weighted mean (opo); only the single best answer of a group (pass_at_k); the plain reward (reinforce); "
+        "the reward normalised over the step (reinforce_pp), after the group's mean is taken off "
+        "(reinforce_pp_baseline); the group's mean with a factor for answers that teach nothing (gpg); each reward "
+        "part normalised in its group (gdpo).",
     )
-    normalize_by_std: bool = key(True, "GRPO: divide by the group's standard deviation; false is Dr. GRPO.")
-    loss: Literal["ppo_clip", "reinforce"] = key("ppo_clip", "Policy loss.")
-    clip_low: float = key(0.2, "PPO clip: lower bound of the ratio is 1 - clip_low.", gt=0, le=1)
-    clip_high: float = key(0.2, "PPO clip: upper bound of the ratio is 1 + clip_high.", gt=0)
-    clip_dual: float | None = key(None, "Dual clip constant c (> 1) for negative advantages; null turns it off.", gt=1)
-    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"] = key(
+    normalize_by_std: bool = key(
+        True, "GRPO and pass@k: divide by the group's standard deviation; false with grpo is Dr. GRPO."
+    )
+    gpg_scale: GpgScale = key(
+        "nonzero_rewards",
+        "GPG: the factor is all answers of the step over those with a reward other than 0 (the released "
+        "implementation, for rewards of 0 and 1), or over those in groups with unequal rewards (the paper's eq. 7).",
+    )
+    gdpo_weights: dict[str, float] = key(
+        factory=dict, doc="GDPO: weight per named part of the reward; empty takes all parts once, else only these."
+    )
+    loss: LossName = key(
+        "ppo_clip",
+        "Policy loss: clipped surrogate (PPO, DAPO), plain policy gradient (reinforce), the same with the ratio "
+        "(importance_sampling), ratio of the sequence (gspo, gmpo), clipped weight (cispo), soft gate (sapo), "
+        "covariance (clip_cov, kl_cov), divergence mask (dppo_tv, dppo_kl), or square around the old policy (dro).",
+    )
+    clip_low: float = key(
+        0.2,
+        "ppo_clip, gspo, cispo, clip_cov: lower bound of the ratio is 1 - clip_low; gmpo: of the log-ratio, -clip_low.",
+        gt=0,
+        le=1,
+    )
+    clip_high: float = key(
+        0.2,
+        "ppo_clip, gspo, cispo, clip_cov: upper bound of the ratio is 1 + clip_high; gmpo: of the log-ratio, "
+        "clip_high.",
+        gt=0,
+    )
+    clip_dual: float | None = key(
+        None, "ppo_clip: dual clip constant c (> 1) for negative advantages; null turns it off.", gt=1
+    )
+    sapo_tau_positive: float = key(1.0, "sapo: temperature of the gate where the advantage is positive.", gt=0)
+    sapo_tau_negative: float = key(1.05, "sapo: temperature of the gate elsewhere.", gt=0)
+    cov_frac: float = key(
+        0.0002,
+        "clip_cov, kl_cov: fraction of the step's loss tokens that is held back; at least one token.",
+        gt=0,
+        le=1,
+    )
+    cov_min: float = key(1.0, "clip_cov: tokens are drawn from those whose covariance is above this.")
+    cov_max: float = key(5.0, "clip_cov: tokens are drawn from those whose covariance is below this.")
+    cov_kl_coef: float = key(1.0, "kl_cov: coefficient of the penalty on the chosen tokens.", gt=0)
+    dppo_threshold: float = key(
+        0.15, "dppo: largest divergence of a token that may still move away; published: 0.15 (tv), 0.05 (kl).", gt=0
+    )
+    dro_beta: float = key(0.05, "dro: weight of the squared log-ratio.", gt=0)
+    entropy_coef: float = key(
+        0.0, "Entropy bonus: this times the entropy of each loss token is subtracted from its loss; 0 costs nothing.",
+        ge=0,
+    )  # fmt: skip
+    aggregation: AggregationName = key(
         "token_mean", "How token losses become one number; the denominator is global over ranks and micro-batches."
+    )
+    aggregation_norm_tokens: int | None = key(
+        None, "seq_mean_token_sum_norm: its constant divisor; null takes `rollout.max_response_tokens`.", ge=1
     )
     filter_zero_variance: bool = key(
         False, "Dynamic sampling (DAPO): drop groups whose rewards are all equal, and refill them."
@@ -36,3 +92,4 @@ class AlgorithmConfig:
     )
     overlong_penalty: float = key(1.0, "Largest overlong penalty.", ge=0)
     mask_truncated: bool = key(False, "DAPO overlong filtering: truncated answers carry no loss.")
+    correction: CorrectionConfig = key(factory=CorrectionConfig, doc="Off-policy correction.")

@@ -16,10 +16,36 @@ COUNTS = [1, 3, 0, 4]
         ("token_mean", [1 / 8, 1 / 8, 0, 1 / 8]),
         ("seq_mean_token_mean", [1 / 3, 1 / 9, 0, 1 / 12]),
         ("seq_mean_token_sum", [1 / 3, 1 / 3, 0, 1 / 3]),
+        ("token_sum", [1, 1, 0, 1]),
+        ("seq_mean_token_sum_norm", [1 / 30, 1 / 30, 0, 1 / 30]),
     ],
 )
 def test_weights_equal_the_closed_form(kind: str, expected: list[float]) -> None:
-    np.testing.assert_allclose(loss_weights(COUNTS, kind), expected, rtol=1e-12)
+    np.testing.assert_allclose(loss_weights(COUNTS, kind, norm_tokens=10), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("token_mean", 2.5),
+        ("token_sum", 10),
+        ("seq_mean_token_sum", 5),
+        ("seq_mean_token_mean", 3),
+        ("seq_mean_token_sum_norm", 1.25),
+    ],
+)
+def test_padded_matrix_gives_the_closed_form(kind: str, expected: float) -> None:
+    losses = np.array([[1, 2, 3, 0], [4, 0, 0, 0]])
+    mask = np.array([[1, 1, 1, 0], [1, 0, 0, 0]])
+    weights = loss_weights(mask.sum(1), kind, norm_tokens=4)
+    assert (weights[:, None] * mask * losses).sum() == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_rejected_token_keeps_its_place_in_the_denominator() -> None:
+    """Rejection after the weights: the mean is over all tokens that entered the step."""
+    weights = loss_weights([2, 2], "token_mean", norm_tokens=4)
+    losses, kept = np.array([[1.0, 2.0], [3.0, 4.0]]), np.array([[1, 0], [1, 1]])
+    assert (weights[:, None] * losses * kept).sum() == pytest.approx(8 / 4)
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=20), st.integers(0, 10_000))
@@ -33,16 +59,18 @@ def test_weighted_sum_equals_the_textbook_mean(counts: list[int], seed: int) -> 
         "token_mean": np.concatenate(losses).mean(),
         "seq_mean_token_mean": np.mean([x.mean() for x in nonempty]),
         "seq_mean_token_sum": np.mean([x.sum() for x in nonempty]),
+        "token_sum": np.concatenate(losses).sum(),
+        "seq_mean_token_sum_norm": np.mean([x.sum() / 50 for x in nonempty]),
     }
     for kind, value in expected.items():
-        weights = loss_weights(counts, kind)
+        weights = loss_weights(counts, kind, norm_tokens=50)
         assert sum(w * x.sum() for w, x in zip(weights, losses, strict=True)) == pytest.approx(value)
 
 
 def test_a_step_without_a_loss_token_has_no_loss() -> None:
-    np.testing.assert_array_equal(loss_weights([0, 0], "token_mean"), [0, 0])
+    np.testing.assert_array_equal(loss_weights([0, 0], "token_mean", norm_tokens=1), [0, 0])
 
 
 def test_unknown_kind_is_refused_with_the_choices() -> None:
-    with pytest.raises(ValueError, match="seq_mean_token_sum, got 'mean'"):
-        loss_weights([1], "mean")
+    with pytest.raises(ValueError, match="seq_mean_token_sum_norm, got 'mean'"):
+        loss_weights([1], "mean", norm_tokens=1)

@@ -1,95 +1,320 @@
+"""Policy losses against closed forms, against a slow reference, and their invariances.
+
+Shape legend: `L` loss tokens.
+"""
+
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
 
-from trainer.algorithms.losses import policy_loss, ppo_clip_loss, reinforce_loss
+from trainer.algorithms.losses import LossInputs, policy_loss
+from trainer.config.loss_keys import LOSS_KEYS, SELECTING_LOSSES, LossName
 from trainer.config.schema.algorithm import AlgorithmConfig
 
-CASES = [
-    (0.5, 1.0, -1.28),
-    (-0.5, 1.0, -0.6065307),
-    (0.5, -1.0, 1.6487213),
-    (-0.5, -1.0, 0.8),
-    (3.0, -1.0, 10.0),
-]
-CLIP = {"clip_low": 0.2, "clip_high": 0.28, "clip_dual": 10.0}
+LOSSES = get_args(LossName)
+SHARED = {"clip_low": 0.2, "clip_high": 0.28, "cov_kl_coef": 0.7, "dppo_threshold": 0.05, "dro_beta": 0.3}
+PPO_CASES = [(0.5, 1.0, -1.28), (-0.5, 1.0, -0.6065307), (0.5, -1.0, 1.6487213), (-0.5, -1.0, 0.8), (3.0, -1.0, 10.0)]
 
 
-def _inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    log_ratio, advantages = torch.tensor([[c[0], c[1]] for c in CASES]).unbind(1)
-    old = torch.full((len(CASES),), -2.0)
-    return (old + log_ratio).requires_grad_(), old, advantages
+def config_for(loss: str, **keys: Any) -> AlgorithmConfig:
+    return AlgorithmConfig(**{**SHARED, "loss": loss, **keys})
 
 
-def test_clipped_loss_equals_the_closed_form() -> None:
-    loss_T, _ = ppo_clip_loss(*_inputs(), **CLIP)
-    torch.testing.assert_close(loss_T, torch.tensor([c[2] for c in CASES]), rtol=1e-6, atol=0)
+def inputs_of(
+    log_ratios: list[float], advantages: list[float], *, lengths: list[int] | None = None, old: float = -2.0
+) -> LossInputs:
+    """One sequence unless `lengths` says otherwise; float64, so that closed forms are exact."""
+    lengths = [len(log_ratios)] if lengths is None else lengths
+    old_L = torch.full((len(log_ratios),), old, dtype=torch.float64)
+    return LossInputs(
+        logprobs_L=(old_L + torch.tensor(log_ratios, dtype=torch.float64)).requires_grad_(),
+        old_logprobs_L=old_L,
+        advantages_L=torch.tensor(advantages, dtype=torch.float64),
+        sequence_L=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
+        num_sequences=len(lengths),
+        selected_L=torch.zeros(len(log_ratios), dtype=torch.bool),
+    )
+
+
+def in_float32(inputs: LossInputs) -> LossInputs:
+    names = ("logprobs_L", "old_logprobs_L", "advantages_L")
+    return replace(inputs, **{name: getattr(inputs, name).detach().float() for name in names})
+
+
+def random_inputs(seed: int, *, lengths: tuple[int, ...] = (3, 1, 0, 7, 5), per_turn: bool = False) -> LossInputs:
+    """Ragged, with advantages of one value per sequence, or per token with `per_turn`."""
+    rng = np.random.default_rng(seed)
+    num_tokens = sum(lengths)
+    per_sequence = np.repeat(rng.normal(size=len(lengths)), lengths)
+    old = -rng.exponential(1.5, num_tokens) - 0.02
+    new = np.minimum(old + rng.normal(0, 0.4, num_tokens), -0.001)
+    return LossInputs(
+        logprobs_L=torch.from_numpy(new).requires_grad_(),
+        old_logprobs_L=torch.from_numpy(old),
+        advantages_L=torch.from_numpy(rng.normal(size=num_tokens) if per_turn else per_sequence),
+        sequence_L=torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)),
+        num_sequences=len(lengths),
+        selected_L=torch.from_numpy(rng.random(num_tokens) < 0.3),
+    )
+
+
+def value_and_grad(inputs: LossInputs, config: AlgorithmConfig) -> tuple[np.ndarray, np.ndarray]:
+    leaf_L = inputs.logprobs_L.detach().clone().requires_grad_()
+    loss_L, _ = policy_loss(replace(inputs, logprobs_L=leaf_L), config=config)
+    (grad_L,) = torch.autograd.grad(loss_L.sum(), leaf_L)
+    return loss_L.detach().numpy(), grad_L.numpy()
+
+
+def slow(inputs: LossInputs, config: AlgorithmConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Value and gradient by the formulas of the papers, one token at a time."""
+    new, old, adv = (x.detach().tolist() for x in (inputs.logprobs_L, inputs.old_logprobs_L, inputs.advantages_L))
+    sequence, selected = inputs.sequence_L.tolist(), inputs.selected_L.tolist()
+    out = []
+    for t in range(len(new)):
+        mates = [u for u in range(len(new)) if sequence[u] == sequence[t]]
+        out.append(slow_token(config, new, old, adv, t=t, mates=mates, selected=selected[t]))
+    return np.array([v for v, _ in out]), np.array([g for _, g in out])
+
+
+def slow_token(config: AlgorithmConfig, new, old, adv, *, t: int, mates: list[int], selected: bool):
+    a, logp, r = adv[t], new[t], math.exp(new[t] - old[t])
+    low, high = 1 - config.clip_low, 1 + config.clip_high
+
+    def clip(ratio: float) -> tuple[float, float]:
+        if a >= 0:
+            return (-a * ratio, -a * ratio) if ratio <= high else (-a * high, 0.0)
+        return (-a * ratio, -a * ratio) if ratio >= low else (-a * low, 0.0)
+
+    if config.loss == "ppo_clip":
+        value, grad = clip(r)
+        if config.clip_dual is not None and a < 0 and value > -a * config.clip_dual:
+            return -a * config.clip_dual, 0.0
+        return value, grad
+    if config.loss == "reinforce":
+        return -a * logp, -a
+    if config.loss == "importance_sampling":
+        return -a * r, -a * r
+    if config.loss == "gspo":
+        return clip(math.prod(math.exp(new[u] - old[u]) for u in mates) ** (1 / len(mates)))
+    if config.loss == "gmpo":
+        product, is_open = 1.0, True
+        for u in mates:
+            ratio = math.exp(new[u] - old[u])
+            bounded = min(ratio, math.exp(config.clip_high)) if adv[u] >= 0 else max(ratio, math.exp(-config.clip_low))
+            product *= bounded
+            is_open = is_open if u != t else bounded == ratio
+        value = -a * product ** (1 / len(mates))
+        return value, value if is_open else 0.0
+    if config.loss == "cispo":
+        weight = min(max(r, low), high)
+        return -weight * a * logp, -weight * a
+    if config.loss == "sapo":
+        tau = config.sapo_tau_positive if a > 0 else config.sapo_tau_negative
+        gate = 1 / (1 + math.exp(-tau * (r - 1)))
+        return -a * gate * 4 / tau, -a * 4 * gate * (1 - gate) * r
+    if config.loss == "clip_cov":
+        return (0.0, 0.0) if selected else clip(r)
+    if config.loss == "kl_cov":
+        sign = math.copysign(1, new[t] - old[t])
+        penalty = config.cov_kl_coef if selected else 0.0
+        return -a * r + penalty * abs(new[t] - old[t]), -a * r + penalty * sign
+    if config.loss in {"dppo_tv", "dppo_kl"}:
+        p, q = math.exp(old[t]), math.exp(new[t])
+        tv, kl = abs(p - q), p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+        is_far = (tv if config.loss == "dppo_tv" else kl) > config.dppo_threshold
+        moves_away = (a > 0 and r > 1) or (a < 0 and r < 1)
+        return (0.0, 0.0) if is_far and moves_away else (-a * r, -a * r)
+    assert config.loss == "dro"
+    return -a * logp + config.dro_beta / 2 * (new[t] - old[t]) ** 2, -a + config.dro_beta * (new[t] - old[t])
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("per_turn", [False, True])
+def test_value_and_gradient_equal_the_slow_reference(loss: str, per_turn: bool) -> None:
+    config = config_for(loss, clip_dual=1.5) if loss == "ppo_clip" else config_for(loss)
+    for seed in range(8):
+        inputs = random_inputs(seed, per_turn=per_turn)
+        for got, expected in zip(value_and_grad(inputs, config), slow(inputs, config), strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("loss", "keys", "old", "log_ratios", "advantages", "expected"),
+    [
+        ("ppo_clip", {"clip_dual": 10.0}, -2, *map(list, zip(*PPO_CASES, strict=True))),
+        ("gspo", {"clip_low": 3e-4, "clip_high": 4e-4}, -2, [0.3, -0.1, 0.2], [1, 1, 1], [-1.0004] * 3),
+        ("cispo", {}, -1.5, [0.5], [1], [1.28]),
+        ("cispo", {}, -1, [-0.5], [1], [1.20]),
+        ("sapo", {}, -2, [0.5, 0.5], [1, -1], [-2.6268890, 2.5295122]),
+        ("gmpo", {"clip_low": 0.4, "clip_high": 0.4}, -2, [0.9, -0.9], [1, 1], [-math.exp(-0.25)] * 2),
+        ("reinforce", {}, -2, [0.5], [3], [4.5]),
+        ("dro", {"dro_beta": 0.2}, -2, [0.5], [1], [1.525]),
+    ],
+)
+def test_loss_equals_the_closed_form(loss: str, keys: dict, old: float, log_ratios, advantages, expected) -> None:
+    loss_L, _ = policy_loss(inputs_of(log_ratios, advantages, old=old), config=config_for(loss, **keys))
+    np.testing.assert_allclose(loss_L.detach().numpy(), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("loss", "threshold", "cut"),
+    # Old probabilities .001, .5, .5, .5; new ones .01 (ratio 10), .7, .7, .3
+    [("dppo_tv", 0.15, [0, 1, 0, 1]), ("dppo_tv", 0.25, [0, 0, 0, 0]), ("dppo_kl", 0.05, [0, 1, 0, 1])],
+)
+def test_trust_region_masks_probability_that_moves_not_ratios(loss: str, threshold: float, cut: list[int]) -> None:
+    new, old = torch.tensor([0.01, 0.7, 0.7, 0.3]).log(), torch.tensor([0.001, 0.5, 0.5, 0.5]).log()
+    inputs = replace(
+        inputs_of([0.0] * 4, [1, 1, -1, -1]),
+        logprobs_L=new.requires_grad_(),
+        old_logprobs_L=old,
+        advantages_L=torch.tensor([1.0, 1, -1, -1]),
+    )
+    loss_L, stats = policy_loss(inputs, config=config_for(loss, dppo_threshold=threshold))
+    assert (loss_L == 0).int().tolist() == cut
+    assert (stats.clipped_low.item(), stats.clipped_high.item()) == (cut[3], cut[1])
+
+
+def test_divergence_is_finite_where_a_token_was_certain() -> None:
+    inputs = inputs_of([0.0, -1.0], [1, -1], old=0.0)
+    for loss in ("dppo_tv", "dppo_kl"):
+        loss_L, _ = policy_loss(in_float32(inputs), config=config_for(loss))
+        assert torch.isfinite(loss_L).all() and loss_L[1] == 0 and loss_L[0] == -1
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_gradient_on_policy_is_the_policy_gradient(loss: str) -> None:
+    inputs = random_inputs(3)
+    inputs = replace(inputs, old_logprobs_L=inputs.logprobs_L.detach(), selected_L=torch.zeros(16, dtype=torch.bool))
+    _, grad = value_and_grad(inputs, config_for(loss))
+    np.testing.assert_allclose(grad, -inputs.advantages_L.numpy(), rtol=1e-12)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_good_token_becomes_likelier_and_a_bad_one_rarer(loss: str) -> None:
+    inputs = inputs_of([0.01, 0.01], [1.0, -1.0], lengths=[1, 1])
+    _, grad = value_and_grad(inputs, config_for(loss))
+    assert grad[0] < 0 < grad[1]
+
+
+def test_gspo_on_sequences_of_one_token_is_token_ppo() -> None:
+    inputs = random_inputs(5, lengths=(1,) * 9)
+    for got, expected in zip(
+        value_and_grad(inputs, config_for("gspo")), value_and_grad(inputs, config_for("ppo_clip")), strict=True
+    ):
+        np.testing.assert_allclose(got, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("loss", ["gspo", "gmpo"])
+def test_mean_over_own_tokens_has_the_gradient_of_the_sequence_objective(loss: str) -> None:
+    """The per-token form against the objective of the papers, differentiated numerically."""
+    config, inputs = config_for(loss, clip_low=0.1, clip_high=0.1), random_inputs(11)
+    lengths = torch.bincount(inputs.sequence_L, minlength=inputs.num_sequences)
+
+    def objective(logprobs_L: torch.Tensor) -> torch.Tensor:
+        loss_L, _ = policy_loss(replace(inputs, logprobs_L=logprobs_L), config=config)
+        return sum(loss_L[inputs.sequence_L == i][0] for i in range(5) if lengths[i] > 0)  # pyright: ignore
+
+    leaf_L = inputs.logprobs_L.detach().clone().requires_grad_()
+    loss_L, _ = policy_loss(replace(inputs, logprobs_L=leaf_L), config=config)
+    (loss_L / lengths[inputs.sequence_L]).sum().backward()
+    for t in range(len(leaf_L)):
+        step = torch.zeros_like(leaf_L)
+        step[t] = 1e-6
+        numeric = (objective(leaf_L.detach() + step) - objective(leaf_L.detach() - step)) / 2e-6
+        assert leaf_L.grad is not None
+        assert leaf_L.grad[t].item() == pytest.approx(numeric.item(), abs=1e-7)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_order_and_split_of_sequences_do_not_matter(loss: str) -> None:
+    lengths, config = (3, 1, 0, 7, 5), config_for(loss)
+    inputs = random_inputs(7, lengths=lengths)
+    value, grad = value_and_grad(inputs, config)
+    for parts in ([[0], [1, 2], [3, 4]], [[4, 2, 0, 3, 1]], [[3], [0, 4], [2], [1]]):
+        for members in parts:
+            index = torch.cat([torch.nonzero(inputs.sequence_L == i).squeeze(1) for i in members])
+            part = LossInputs(
+                logprobs_L=inputs.logprobs_L.detach()[index],
+                old_logprobs_L=inputs.old_logprobs_L[index],
+                advantages_L=inputs.advantages_L[index],
+                sequence_L=torch.repeat_interleave(
+                    torch.arange(len(members)), torch.tensor([lengths[i] for i in members])
+                ),
+                num_sequences=len(members),
+                selected_L=inputs.selected_L[index],
+            )
+            got = value_and_grad(part, config)
+            np.testing.assert_array_equal(got[0], value[index])
+            np.testing.assert_array_equal(got[1], grad[index])
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_absurd_ratios_stay_finite_and_no_token_gives_zeros(loss: str) -> None:
+    inputs = inputs_of([498.0, -400.0, 300.0, -350.0], [1.0, 1.0, -1.0, -1.0], old=-500.0)
+    inputs = in_float32(inputs)
+    value, grad = value_and_grad(inputs, config_for(loss))
+    assert np.isfinite(value).all() and np.isfinite(grad).all() and value.dtype == np.float32
+    empty = inputs_of([], [], lengths=[0])
+    loss_L, stats = policy_loss(empty, config=config_for(loss))
+    loss_L.sum().backward()
+    assert loss_L.shape == (0,) and stats.ratio_max == 0 and stats.ratio_sum == 0
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_half_precision_is_compared_in_float32(loss: str) -> None:
+    inputs = in_float32(inputs_of([0.01], [1.0], old=-10.01))
+    inputs = replace(inputs, logprobs_L=torch.tensor([-10.0], dtype=torch.bfloat16))
+    loss_L, stats = policy_loss(inputs, config=config_for(loss))
+    assert loss_L.dtype == torch.float32
+    assert stats.ratio_sum.item() == pytest.approx(math.exp(0.01), rel=1e-5)
 
 
 def test_gradient_vanishes_exactly_on_clipped_tokens() -> None:
-    logprobs_T, old_T, advantages_T = _inputs()
-    loss_T, _ = ppo_clip_loss(logprobs_T, old_T, advantages_T, **CLIP)
-    loss_T.sum().backward()
-    expected = torch.tensor([0.0, -math.exp(-0.5), math.exp(0.5), 0.0, 0.0])
-    torch.testing.assert_close(logprobs_T.grad, expected)
+    inputs = inputs_of([c[0] for c in PPO_CASES], [c[1] for c in PPO_CASES])
+    _, grad = value_and_grad(inputs, config_for("ppo_clip", clip_dual=10.0))
+    np.testing.assert_allclose(grad, [0.0, -math.exp(-0.5), math.exp(0.5), 0.0, 0.0], rtol=1e-12)
 
 
 def test_each_kind_of_clipping_is_counted_once() -> None:
-    _, stats = ppo_clip_loss(*_inputs(), **CLIP)
+    inputs = inputs_of([c[0] for c in PPO_CASES], [c[1] for c in PPO_CASES])
+    _, stats = policy_loss(inputs, config=config_for("ppo_clip", clip_dual=10.0))
     assert (stats.clipped_low.item(), stats.clipped_high.item(), stats.clipped_dual.item()) == (1, 1, 1)
-    ratios = [math.exp(c[0]) for c in CASES]
+    ratios = [math.exp(c[0]) for c in PPO_CASES]
     assert stats.ratio_sum.item() == pytest.approx(sum(ratios))
     assert stats.ratio_max.item() == pytest.approx(max(ratios))
     assert stats.kl_sum.item() == pytest.approx(sum(r - 1 - math.log(r) for r in ratios))
 
 
-def test_without_dual_clip_a_bad_token_far_off_is_not_bounded() -> None:
-    logprobs_T, old_T, advantages_T = _inputs()
-    loss_T, stats = ppo_clip_loss(logprobs_T, old_T, advantages_T, clip_low=0.2, clip_high=0.28, clip_dual=None)
-    assert loss_T[4].item() == pytest.approx(math.exp(3))
-    assert stats.clipped_dual.item() == 0
+def test_a_token_cut_by_clip_and_covariance_counts_once() -> None:
+    inputs = replace(inputs_of([0.5, 0.0], [1.0, 1.0]), selected_L=torch.tensor([True, True]))
+    _, stats = policy_loss(inputs, config=config_for("clip_cov"))
+    assert (stats.clipped_low.item(), stats.clipped_high.item()) == (0, 2)
 
 
-def test_on_policy_all_losses_have_the_policy_gradient() -> None:
-    torch.manual_seed(0)
-    logprobs_T, advantages_T = torch.randn(7), torch.randn(7)
-    for loss in (
-        lambda x: ppo_clip_loss(x, logprobs_T, advantages_T, **CLIP),
-        lambda x: reinforce_loss(x, logprobs_T, advantages_T, importance_ratio=True),
-        lambda x: reinforce_loss(x, logprobs_T, advantages_T, importance_ratio=False),
-    ):
-        leaf = logprobs_T.clone().requires_grad_()
-        loss(leaf)[0].sum().backward()
-        torch.testing.assert_close(leaf.grad, -advantages_T)
+@pytest.mark.parametrize("loss", SELECTING_LOSSES)
+def test_covariance_losses_refuse_to_run_without_a_selection(loss: str) -> None:
+    with pytest.raises(ValueError, match="selected_L is None"):
+        policy_loss(replace(inputs_of([0.0], [1.0]), selected_L=None), config=config_for(loss))
 
 
-def test_reinforce_with_ratio_corrects_for_the_age_of_the_sample() -> None:
-    logprobs_T, old_T, advantages_T = _inputs()
-    loss_T, _ = reinforce_loss(logprobs_T, old_T, advantages_T, importance_ratio=True)
-    loss_T.sum().backward()
-    expected = torch.tensor([-math.exp(c[0]) * c[1] for c in CASES])
-    torch.testing.assert_close(loss_T.detach(), expected)
-    torch.testing.assert_close(logprobs_T.grad, expected)
-
-
-def test_bfloat16_inputs_are_compared_in_float32() -> None:
-    logprobs_T, old_T = torch.tensor([-10.0]), torch.tensor([-10.01])
-    loss_T, _ = ppo_clip_loss(logprobs_T, old_T, torch.ones(1), **CLIP)
-    assert loss_T.dtype == torch.float32
-    assert loss_T.item() == pytest.approx(-math.exp(0.01), rel=1e-5)
-
-
-def test_absurd_ratio_stays_finite_and_no_token_gives_zeros() -> None:
-    loss_T, stats = reinforce_loss(torch.zeros(1), torch.full((1,), -500.0), torch.ones(1), importance_ratio=True)
-    assert torch.isfinite(loss_T).all() and torch.isfinite(stats.kl_sum)
-    loss_T, stats = ppo_clip_loss(torch.zeros(0), torch.zeros(0), torch.zeros(0), **CLIP)
-    assert loss_T.sum().item() == 0 and stats.ratio_max.item() == 0
-
-
-@pytest.mark.parametrize(("name", "first"), [("ppo_clip", -1.2), ("reinforce", -math.exp(0.5))])
-def test_config_chooses_the_loss(name: str, first: float) -> None:
-    loss_T, _ = policy_loss(*_inputs(), config=AlgorithmConfig(loss=name))
-    assert loss_T[0].item() == pytest.approx(first)
+def test_every_key_of_the_table_changes_its_loss() -> None:
+    """The table says what a loss reads; nothing in it may be inert."""
+    inputs = random_inputs(1)
+    moved = {
+        "clip_low": 0.05, "clip_high": 0.05, "clip_dual": 1.01, "sapo_tau_positive": 2.0, "sapo_tau_negative": 2.0,
+        "cov_kl_coef": 3.0, "dppo_threshold": 1e-6, "dro_beta": 2.0,
+    }  # fmt: skip
+    selection_keys = {"cov_frac", "cov_min", "cov_max"}  # read by trainer.algorithms.selection
+    assert LOSS_KEYS.keys() == set(LOSSES)
+    for loss in LOSSES:
+        plain, _ = value_and_grad(inputs, config_for(loss))
+        for key, value in moved.items():
+            changed, _ = value_and_grad(inputs, config_for(loss, **{key: value}))
+            assert np.array_equal(plain, changed) != (key in LOSS_KEYS[loss]), (loss, key)
+        assert not set(LOSS_KEYS[loss]) - moved.keys() - selection_keys

@@ -49,7 +49,8 @@ def test_every_shipped_configuration_validates_without_the_device_it_names(name:
 def test_every_group_option_sets_its_own_name_and_validates(group_option: str) -> None:
     config = load_config([group_option, "learner.max_tokens_per_micro_batch=65536"])
     group, option = group_option.split("=")
-    assert getattr(config, group).name == option
+    if group != "correction":  # a part of the section `algorithm`, which has a name already
+        assert getattr(config, group).name == option
 
 
 def test_dapo_7b_has_the_published_hyper_parameters() -> None:

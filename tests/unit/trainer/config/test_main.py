@@ -34,7 +34,7 @@ def run_trainer(*args: str, cwd: Path, path: Path = ROOT) -> subprocess.Complete
 def test_help_names_groups_keys_and_exit_codes(tmp_path: Path) -> None:
     result = run_trainer("--help", cwd=tmp_path)
     assert result.returncode == 0
-    for words in ("Usage:", "algorithm  dapo", "mode.max_staleness=1", "Examples:", "130  interrupted"):
+    for words in ("Usage:", "algorithm   cispo", "mode.max_staleness=1", "Examples:", "130  interrupted"):
         assert words in result.stdout
 
 

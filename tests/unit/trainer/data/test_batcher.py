@@ -20,7 +20,7 @@ from trainer.data.batcher import BatchLimits, batch_stats, build_train_batch
 if TYPE_CHECKING:
     from trainer.data.batch import MicroBatch, TrainBatch
 
-AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum")
+AGGREGATIONS = ("token_mean", "token_sum", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")
 
 
 def limits(num_ranks: int = 1, max_tokens: int = 1000) -> BatchLimits:
@@ -38,7 +38,7 @@ def token_losses(micro: MicroBatch) -> np.ndarray:
 
 def sequences(batch: TrainBatch) -> list[tuple[bytes, ...]]:
     """Every sequence that is not a filler, all fields, in a canonical order."""
-    names = ("token_ids", "loss_mask", "behaviour_logprobs", "advantages", "loss_weights")
+    names = ("token_ids", "loss_mask", "behaviour_logprobs", "versions", "advantages", "loss_weights")
     return sorted(
         tuple(getattr(micro, name)[a:b].tobytes() for name in names)
         for micro in micro_batches(batch)
@@ -84,10 +84,12 @@ def test_weights_are_the_mean_that_the_aggregation_names(seed: int, aggregation:
         "token_mean": lambda: np.mean(np.concatenate(per_sequence)),
         "seq_mean_token_mean": lambda: np.mean([np.mean(s) for s in per_sequence]),
         "seq_mean_token_sum": lambda: np.mean([np.sum(s) for s in per_sequence]),
+        "token_sum": lambda: np.sum(np.concatenate(per_sequence)),
+        "seq_mean_token_sum_norm": lambda: np.mean([np.sum(s) / 100 for s in per_sequence]),
     }
     weighted = sum(float(np.sum(m.loss_weights.astype(np.float64) * m.advantages)) for m in micro_batches(batch))
     assert weighted == pytest.approx(means[aggregation](), rel=1e-5, abs=1e-6)
-    if aggregation != "seq_mean_token_sum":
+    if aggregation in {"token_mean", "seq_mean_token_mean"}:
         assert sum(float(m.loss_weights.sum(dtype=np.float64)) for m in micro_batches(batch)) == pytest.approx(
             1, rel=1e-5
         )

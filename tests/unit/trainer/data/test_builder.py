@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 
 from tests.unit.trainer.data.conftest import make_group, make_trajectory, make_turn
-from trainer.algorithms.advantages import group_advantages
+from trainer.algorithms.advantages import step_advantages
+from trainer.config.library import groups as groups_of_options
+from trainer.config.library import packaged_configs
+from trainer.config.load import load_config
 from trainer.config.schema.algorithm import AlgorithmConfig
 from trainer.data.builder import BuiltSamples, build_samples
 
@@ -22,7 +25,7 @@ CENTRED = AlgorithmConfig(normalize_by_std=False)
 
 def build(*groups: Group, algorithm: AlgorithmConfig = CENTRED, max_response_tokens: int = 100) -> BuiltSamples:
     return build_samples(
-        groups, algorithm=algorithm, max_response_tokens=max_response_tokens, advantage_fn=group_advantages
+        groups, algorithm=algorithm, max_response_tokens=max_response_tokens, advantage_fn=step_advantages
     )
 
 
@@ -88,6 +91,73 @@ def test_overlong_shaping_moves_the_advantage_but_not_the_recorded_reward() -> N
     built = build(group, algorithm=shaped, max_response_tokens=20)
     assert [float(s.advantages[-1]) for s in built.samples] == [0.25, 0.0, -0.25]
     assert {s.reward for s in built.samples} == {1.0}
+
+
+def last_advantages(built: BuiltSamples) -> list[float]:
+    return [float(s.advantages[-1]) for s in built.samples]
+
+
+def test_lengths_reach_the_estimator() -> None:
+    sizes = [(2, 1.0), (4, 0.0), (6, 0.0), (4, 1.0)]
+    answers = [make_trajectory(i, num_tokens=n, reward=r) for i, (n, r) in enumerate(sizes)]
+    built = build(make_group(answers), algorithm=AlgorithmConfig(advantage="opo"))
+    assert last_advantages(built) == [0.625, -0.375, -0.375, 0.625]
+
+
+def test_rewards_are_normalised_over_all_groups_of_the_step_and_failures_take_no_part() -> None:
+    groups = [
+        make_group([make_trajectory(0, reward=1.0)], group_id=0),
+        make_group([make_trajectory(0, reward=0.0), make_trajectory(1, reward=0.0, status="truncated")], group_id=1),
+        make_group([make_trajectory(0, reward=1.0), make_trajectory(1, status="failed", reward=float("nan"))]),
+    ]
+    algorithm = AlgorithmConfig(advantage="reinforce_pp", mask_truncated=True)
+    built = build(*groups, algorithm=algorithm)
+    np.testing.assert_allclose(last_advantages(built), [0.8660239, -0.8660239, 0.8660239], atol=1e-6)
+    assert built.excluded == {"failed": 1, "truncated": 1}
+
+
+def test_a_lonely_answer_does_not_count_in_the_normalisation_of_an_estimator_with_peers() -> None:
+    pair = make_group([make_trajectory(0), make_trajectory(1)])
+    lonely = make_group([make_trajectory(0, reward=50.0)])
+    for name in ("reinforce_pp_baseline", "gpg"):
+        algorithm = AlgorithmConfig(advantage=name)
+        built = build(lonely, pair, algorithm=algorithm)
+        assert built.excluded == {"no_peer_in_group": 1}
+        assert last_advantages(built) == last_advantages(build(pair, algorithm=algorithm))
+
+
+def test_overlong_shaping_reaches_an_estimator_of_the_whole_step() -> None:
+    algorithm = AlgorithmConfig(advantage="reinforce_pp", overlong_buffer_tokens=10)
+    answers = [make_trajectory(i, num_tokens=n, reward=1.0) for i, n in enumerate([10, 20])]
+    first, second = last_advantages(build(make_group(answers), algorithm=algorithm, max_response_tokens=20))
+    assert first == pytest.approx(-second)
+    assert first > 0.7
+
+
+def test_reward_parts_reach_the_estimator() -> None:
+    values = [{"correct": 1.0, "format": 0.0}, {"correct": 0.0, "format": 0.0}, {"correct": 0.0, "format": 1.0}]
+    answers = [make_trajectory(i, reward=0.0, reward_parts=parts) for i, parts in enumerate(values)]
+    algorithm = AlgorithmConfig(advantage="gdpo", gdpo_weights={"correct": 2.0, "format": 1.0})
+    best, worst, middle = last_advantages(build(make_group(answers), algorithm=algorithm))
+    assert best > middle > worst
+    assert best + middle + worst == pytest.approx(0, abs=1e-6)
+    odd = [make_trajectory(0, reward_parts={"a": 1.0}), make_trajectory(1)]
+    with pytest.raises(ValueError, match=r"trajectory 1 of prompt 'train/0' has the reward parts \[\]"):
+        build(make_group(odd), algorithm=AlgorithmConfig(advantage="gdpo"))
+    # Other estimators do not look at parts, so they may differ.
+    assert last_advantages(build(make_group(odd))) == [-0.5, 0.5]
+
+
+@pytest.mark.parametrize("option", groups_of_options([packaged_configs()])["algorithm"])
+def test_every_shipped_algorithm_reaches_the_samples(option: str) -> None:
+    algorithm = load_config([f"algorithm={option}", "learner.max_tokens_per_micro_batch=65536"]).algorithm
+    answers = [
+        make_trajectory(i, num_tokens=i + 2, reward=r, reward_parts={"correct": r, "format": 1 - r / 2})
+        for i, r in enumerate([1.0, 0.0, 0.0])
+    ]
+    best, *others = last_advantages(build(make_group(answers), algorithm=algorithm))
+    assert best > max(others)
+    assert best > 0 >= others[0] == others[1]
 
 
 def test_trajectories_that_break_the_contract_are_refused() -> None:

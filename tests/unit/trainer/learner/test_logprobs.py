@@ -48,3 +48,48 @@ def test_no_loss_token_still_joins_the_graph() -> None:
     logp, _ = selected_logprobs(hidden, weight, torch.zeros(0, dtype=torch.long), temperature=1.0, chunk_tokens=4)
     logp.sum().backward()
     assert weight.grad is not None and weight.grad.eq(0).all()
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 4, 100])
+def test_entropy_gradient_passes_the_numerical_check(chunk_tokens: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    hidden, weight = (torch.randn(n, 4, generator=generator, dtype=torch.float64).requires_grad_() for n in (6, 9))
+    target = torch.randint(0, 9, (6,), generator=generator)
+
+    def both(h: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return selected_logprobs(h, w, target, temperature=0.7, chunk_tokens=chunk_tokens, entropy_has_grad=True)
+
+    assert torch.autograd.gradcheck(both, (hidden, weight))
+
+
+def test_entropy_gradient_equals_the_full_softmax_in_float32() -> None:
+    generator = torch.Generator().manual_seed(3)
+    hidden, weight = (torch.randn(n, 8, generator=generator) for n in (11, 19))
+    target, direction = torch.randint(0, 19, (11,), generator=generator), torch.randn(2, 11, generator=generator)
+    results = []
+    for chunked in (True, False):
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        if chunked:
+            both = selected_logprobs(h, w, target, temperature=0.6, chunk_tokens=4, entropy_has_grad=True)
+        else:
+            both = _reference(h, w, target, 0.6)
+        (torch.stack(both) * direction).sum().backward()
+        results.append((h.grad, w.grad))
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("used", ["logprobs", "entropy"])
+def test_one_output_may_stay_unused(used: str) -> None:
+    hidden, weight = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
+    target = torch.tensor([0, 4, 2])
+    logp, entropy = selected_logprobs(hidden, weight, target, temperature=1.0, chunk_tokens=2, entropy_has_grad=True)
+    (got,) = torch.autograd.grad((logp if used == "logprobs" else entropy).sum(), hidden)
+    (expected,) = torch.autograd.grad(_reference(hidden, weight, target, 1.0)[used == "entropy"].sum(), hidden)
+    torch.testing.assert_close(got, expected)
+
+
+def test_without_the_bonus_the_entropy_carries_no_gradient() -> None:
+    hidden, weight = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4)
+    logp, entropy = selected_logprobs(hidden, weight, torch.zeros(3, dtype=torch.long), temperature=1.0, chunk_tokens=2)
+    assert logp.requires_grad and not entropy.requires_grad

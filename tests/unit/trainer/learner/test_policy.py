@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -19,12 +19,15 @@ from tests.fakes.learner import (
     weights,
     without_loss,
 )
-from trainer.algorithms.losses import ppo_clip_loss
+from trainer.algorithms.losses.clipped import ppo_clip_loss
+from trainer.config.schema.correction import ClampConfig, CorrectionConfig, MaskConfig, RejectConfig
 from trainer.learner.errors import TrainingDiverged
+from trainer.learner.inputs import loss_inputs
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from trainer.config.schema import RunConfig
     from trainer.data.batch import MicroBatch
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -45,11 +48,8 @@ def test_loss_and_gradients_equal_a_plain_model_with_full_softmax(kind: str, tmp
     loss = torch.zeros(())
     for part in parts:
         logp = _slow_logprobs(model, part, cfg.rollout.temperature)
-        old, adv, w = (
-            torch.from_numpy(x[part.loss_mask]) for x in (part.behaviour_logprobs, part.advantages, part.loss_weights)
-        )
-        loss_T, _ = ppo_clip_loss(logp, old, adv, clip_low=0.2, clip_high=0.2, clip_dual=None)
-        loss = loss + (loss_T * w).sum()
+        loss_T, _ = ppo_clip_loss(loss_inputs(part, logp), clip_low=0.2, clip_high=0.2)
+        loss = loss + (loss_T * torch.from_numpy(part.loss_weights[part.loss_mask])).sum()
     loss.backward()
     learner = make_learner(cfg)
     got = gradients(learner, [pack(parts)])
@@ -174,3 +174,107 @@ def test_malformed_batches_are_refused(tiny_dir: Path) -> None:
         learner.train_step([replace(batch, loss_mask=np.ones_like(batch.loss_mask))], step=0)
     with pytest.raises(ValueError, match="cu_seqlens must rise"):
         learner.train_step([replace(batch, cu_seqlens=batch.cu_seqlens[:-1])], step=0)
+
+
+def _corrected(cfg: RunConfig, **correction: Any) -> RunConfig:
+    return replace(cfg, algorithm=replace(cfg.algorithm, correction=CorrectionConfig(**correction)))
+
+
+def _close(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    for name, tensor in expected.items():
+        scale = tensor.abs().max()
+        torch.testing.assert_close(got[name] / scale, tensor / scale, rtol=1e-5, atol=1e-5)
+
+
+def _sampled_by_the_learner(tiny_dir: Path, num: int = 8) -> list[MicroBatch]:
+    """Sequences whose engine had the learner's weights and kernels."""
+    learner, parts = make_learner(run_config(tiny_dir)), sequences(num)
+    return [replace(p, behaviour_logprobs=learner.logprobs(p)) for p in parts]
+
+
+def test_decoupled_on_samples_of_the_same_policy_equals_the_plain_loss(tiny_dir: Path) -> None:
+    cfg, batch = run_config(tiny_dir), pack(_sampled_by_the_learner(tiny_dir))
+    learner = make_learner(_corrected(cfg, objective="decoupled"))
+    _close(gradients(learner, [batch]), gradients(make_learner(cfg), [batch]))
+    metrics = learner.train_step([batch], step=0).metrics
+    assert metrics["correction_weight_mean"].mean == pytest.approx(1, abs=1e-5)
+    assert metrics["correction_ess_frac"].mean == pytest.approx(1, abs=1e-5)
+
+
+def test_the_proximal_policy_is_the_one_that_the_step_starts_with(tiny_dir: Path) -> None:
+    cfg, parts = run_config(tiny_dir, lr=1e-2), sequences(4)
+    learner = make_learner(_corrected(cfg, objective="decoupled"))
+    batch = pack(parts)
+    learner.train_step([batch], step=0)
+    before, mask = learner.logprobs(batch), batch.loss_mask
+    result = learner.train_step([pack(parts[:2]), pack(parts[2:])], step=1)
+    weight = np.exp(before - batch.behaviour_logprobs)[mask]
+    assert result.metrics["correction_weight_mean"].mean == pytest.approx(weight.mean(), rel=1e-5)
+    assert result.metrics["correction_weight_max"].mean == pytest.approx(weight.max(), rel=1e-5)
+    ess = weight.sum() ** 2 / (weight**2).sum() / mask.sum()
+    assert result.metrics["correction_ess_frac"].mean == pytest.approx(ess, rel=1e-4)
+    assert result.metrics["ratio_max"].mean == pytest.approx(1, abs=1e-5)
+    assert result.seconds.keys() == {"proximal", "forward", "backward", "optimizer", "step"}
+
+
+@pytest.mark.parametrize("objective", ["bypass", "decoupled", "loglinear"])
+def test_corrected_gradients_do_not_depend_on_the_micro_batch_split(objective: Any, tiny_dir: Path) -> None:
+    correction: dict[str, Any] = {
+        "objective": objective, "level": "sequence_mean", "clamp": ClampConfig(upper=1.1),
+        "mask": MaskConfig(lower=0.1), "reject": RejectConfig(metric="k2", upper=0.8),
+    }  # fmt: skip
+    learner, parts = make_learner(_corrected(run_config(tiny_dir), **correction)), sequences(12)
+    whole = gradients(learner, [pack(parts)])
+    for split in ([parts[:1], parts[1:]], [parts[6:], parts[:3], parts[3:6]], [[p] for p in parts]):
+        _close(gradients(learner, [*(pack(s) for s in split), without_loss()]), whole)
+    metrics = learner.train_step([pack(parts)], step=0).metrics
+    assert 0 < metrics["correction_rejected_frac"].mean < 1
+
+
+def test_a_rejected_answer_counts_as_zero_and_the_denominator_stays(tiny_dir: Path) -> None:
+    parts = _sampled_by_the_learner(tiny_dir)
+    shifted = parts[2].behaviour_logprobs - np.float32(3) * parts[2].loss_mask
+    parts[2] = replace(parts[2], behaviour_logprobs=shifted)
+    rejecting = _corrected(run_config(tiny_dir), reject=RejectConfig(upper=2.0))
+    got = gradients(make_learner(rejecting), [pack(parts)])
+    # The weights of the others are still shares of all tokens, the rejected ones included.
+    _close(got, gradients(make_learner(run_config(tiny_dir)), [pack([p for i, p in enumerate(parts) if i != 2])]))
+
+
+@pytest.mark.parametrize(("age", "cause", "other"), [(0, "engine", "stale"), (2, "stale", "engine")])
+def test_perturbed_logprobs_are_attributed_to_their_cause(age: int, cause: str, other: str, tiny_dir: Path) -> None:
+    parts, rng = _sampled_by_the_learner(tiny_dir), np.random.default_rng(0)
+    for i in range(0, len(parts), 2):
+        mask = parts[i].loss_mask
+        noise = np.where(mask, rng.choice([-0.2, 0.2], len(mask)), 0).astype(np.float32)
+        versions = np.where(mask, 3 - age, -1).astype(np.int32)
+        parts[i] = replace(parts[i], behaviour_logprobs=parts[i].behaviour_logprobs + noise, versions=versions)
+    for i in range(1, len(parts), 2):
+        versions = np.where(parts[i].loss_mask, 3 if age else 1, -1).astype(np.int32)
+        parts[i] = replace(parts[i], versions=versions)
+    metrics = make_learner(run_config(tiny_dir)).train_step([pack(parts)], step=3).metrics
+    assert metrics[f"mismatch_{cause}"].mean == pytest.approx(0.2, abs=1e-5)
+    assert metrics[f"mismatch_{cause}_kl"].mean == pytest.approx(0.02, abs=3e-3)
+    assert metrics[f"mismatch_{other}"].mean == pytest.approx(0, abs=1e-5)
+    assert metrics[f"mismatch_{other}_kl"].mean == pytest.approx(0, abs=1e-8)
+
+
+def test_metrics_of_a_correction_stand_only_where_it_is_active(tiny_dir: Path) -> None:
+    batch = pack(sequences(3))
+    plain = make_learner(run_config(tiny_dir)).train_step([batch], step=0).metrics
+    assert not [name for name in plain if name.startswith("correction_") or "stale" in name]
+    masking = make_learner(_corrected(run_config(tiny_dir), mask=MaskConfig(lower=0.5, upper=2.0)))
+    masked = masking.train_step([batch], step=0).metrics
+    assert {name for name in masked if name.startswith("correction_")} == {
+        "correction_weight_mean", "correction_weight_max", "correction_ess_frac", "correction_masked_frac",
+    }  # fmt: skip
+    nothing = masking.train_step([without_loss()], step=1).metrics
+    assert nothing["correction_ess_frac"].mean == nothing["correction_masked_frac"].mean == 0
+
+
+def test_a_token_from_the_future_is_refused(tiny_dir: Path) -> None:
+    batch = pack(sequences(2))
+    with pytest.raises(ValueError, match="sampled by version 4, but step 3 trains version 3"):
+        make_learner(run_config(tiny_dir)).train_step(
+            [replace(batch, versions=np.where(batch.loss_mask, 4, -1))], step=3
+        )

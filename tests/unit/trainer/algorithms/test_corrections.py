@@ -1,0 +1,339 @@
+"""Off-policy corrections against closed forms, a slow reference in float64, and what must never matter."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trainer.algorithms.corrections import Correction, correct, measure
+from trainer.algorithms.losses import LossInputs, policy_loss
+from trainer.config.schema.algorithm import AlgorithmConfig
+from trainer.config.schema.correction import ClampConfig, CorrectionConfig, MaskConfig, RejectConfig
+
+OBJECTIVES = ("bypass", "decoupled", "loglinear")
+LEVELS = ("token", "sequence", "sequence_mean")
+METRICS = ("ratio", "k1", "k2", "k3", "tv")
+
+
+def tokens(log_ratios: Any, lengths: Any = None, **others: Any) -> LossInputs:
+    """Inputs whose current log-probs are `log_ratios` above the engine's."""
+    log_ratio_L = torch.as_tensor(log_ratios, dtype=others.pop("dtype", torch.float64))
+    engine_L = torch.linspace(-3.0, -1.0, len(log_ratio_L), dtype=log_ratio_L.dtype)
+    lengths = [len(log_ratio_L)] if lengths is None else lengths
+    return LossInputs(
+        logprobs_L=engine_L + log_ratio_L,
+        old_logprobs_L=engine_L,
+        advantages_L=others.pop("advantages_L", torch.ones_like(log_ratio_L)),
+        sequence_L=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
+        num_sequences=len(lengths),
+        **others,
+    )
+
+
+def apply(inputs: LossInputs, config: CorrectionConfig, ages: Any = 0, proximal_L: Any = None) -> Correction:
+    """With the current policy as the proximal one, as at the first update of a step."""
+    age_L = torch.as_tensor(ages).expand(len(inputs.logprobs_L))
+    proximal_L = inputs.logprobs_L.detach() if proximal_L is None else proximal_L
+    return correct(inputs, age_L=age_L, proximal_L=proximal_L, config=config)
+
+
+def gradient(inputs: LossInputs, config: CorrectionConfig, loss: str = "ppo_clip", ages: Any = 0) -> torch.Tensor:
+    """Of the sum of corrected token losses, by the log-probs of the policy."""
+    logprobs_L = inputs.logprobs_L.detach().requires_grad_()
+    correction = apply(LossInputs(**{**_fields(inputs), "logprobs_L": logprobs_L}), config, ages)
+    loss_L, _ = policy_loss(correction.inputs, config=AlgorithmConfig(loss=loss))  # type: ignore[arg-type]
+    (loss_L * correction.weight_L).sum().backward()
+    assert logprobs_L.grad is not None
+    return logprobs_L.grad
+
+
+def _fields(inputs: LossInputs) -> dict[str, Any]:
+    return {name: getattr(inputs, name) for name in LossInputs.__slots__}  # type: ignore[attr-defined]
+
+
+def random_inputs(seed: int, *, spread: float = 0.7, num_sequences: int = 7) -> tuple[LossInputs, torch.Tensor]:
+    """Ragged sequences, one of them without a loss token; and ages."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 9, num_sequences)
+    lengths[num_sequences // 2] = 0
+    num_tokens = int(lengths.sum())
+    advantages_L = torch.from_numpy(rng.normal(size=num_tokens))
+    inputs = tokens(rng.normal(0, spread, num_tokens), lengths.tolist(), advantages_L=advantages_L)
+    return inputs, torch.from_numpy(rng.integers(0, 4, num_tokens))
+
+
+# --- closed forms -----------------------------------------------------------------------------------------------------
+
+
+def test_icepop_masks_what_is_outside_of_its_bounds() -> None:
+    inputs = tokens(np.log([0.4, 0.8, 6.0]))
+    config = CorrectionConfig(objective="decoupled", mask=MaskConfig(lower=0.5, upper=5.0))
+    torch.testing.assert_close(apply(inputs, config).weight_L, torch.tensor([0, 0.8, 0]).double(), rtol=0, atol=1e-6)
+    bypass = CorrectionConfig(mask=MaskConfig(lower=0.5, upper=5.0))
+    assert apply(inputs, bypass).weight_L.tolist() == [0, 1, 0]
+    # The ratio in the loss makes it the same gradient.
+    torch.testing.assert_close(gradient(inputs, bypass, "importance_sampling"), torch.tensor([0, -0.8, 0]).double())
+    torch.testing.assert_close(gradient(inputs, config, "importance_sampling"), torch.tensor([0, -0.8, 0]).double())
+
+
+def test_tis_caps_the_weight_of_a_token() -> None:
+    inputs = tokens(np.log([0.4, 0.8, 6.0]))
+    for objective in ("bypass", "decoupled"):
+        config = CorrectionConfig(objective=objective, clamp=ClampConfig(upper=2.0))
+        expected = torch.tensor([-0.4, -0.8, -2.0]).double()
+        torch.testing.assert_close(gradient(inputs, config, "importance_sampling"), expected, rtol=0, atol=1e-6)
+
+
+def test_tis_without_a_cap_is_plain_importance_sampling() -> None:
+    inputs, ages = random_inputs(0)
+    plain = -inputs.advantages_L * (inputs.logprobs_L - inputs.old_logprobs_L).exp()
+    no_cap = ClampConfig(upper=1e30)
+    for config in (CorrectionConfig(clamp=no_cap), CorrectionConfig(objective="decoupled", clamp=no_cap)):
+        torch.testing.assert_close(gradient(inputs, config, "importance_sampling", ages), plain)
+    # A weighted -A log pi has the gradient of -A r.
+    weight_L = apply(inputs, CorrectionConfig(objective="decoupled"), ages).weight_L
+    torch.testing.assert_close(-inputs.advantages_L * weight_L, plain)
+
+
+def test_sequence_levels_weigh_with_the_product_and_the_geometric_mean() -> None:
+    inputs = tokens(np.log([2.0, 4.0, 0.5]), [2, 1])
+    product = apply(inputs, CorrectionConfig(objective="decoupled", level="sequence")).weight_L
+    assert product.tolist() == pytest.approx([8, 8, 0.5], abs=1e-6)
+    geometric = apply(inputs, CorrectionConfig(objective="decoupled", level="sequence_mean")).weight_L
+    assert geometric.tolist() == pytest.approx([math.sqrt(8), math.sqrt(8), 0.5], abs=1e-6)
+    masked = CorrectionConfig(objective="decoupled", level="sequence", mask=MaskConfig(upper=2.0))
+    assert apply(inputs, masked).weight_L.tolist() == pytest.approx([0, 0, 0.5], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("metric", "at_plus", "at_minus"),
+    [
+        ("ratio", 1.6487213, 0.6065307),
+        ("k1", -0.5, 0.5),
+        ("k2", 0.125, 0.125),
+        ("k3", 0.1487213, 0.1065307),
+        ("tv", 0.3243606, 0.1967347),
+    ],
+)
+def test_metrics_at_a_log_ratio_of_a_half(metric: Any, at_plus: float, at_minus: float) -> None:
+    inputs = tokens([0.5, -0.5])
+    log_ratio_L = inputs.logprobs_L - inputs.old_logprobs_L
+    got = measure(log_ratio_L, inputs, metric=metric, level="token").tolist()
+    assert got == pytest.approx([at_plus, at_minus], abs=1e-6)
+
+
+def test_one_token_out_of_bounds_rejects_its_answer_and_no_other() -> None:
+    inputs = tokens(np.log([1.0, 1e-5, 1.0, 0.9, 1.1]), [3, 2])
+    config = CorrectionConfig(reject=RejectConfig(level="token", lower=1e-4))
+    correction = apply(inputs, config)
+    assert correction.weight_L.tolist() == [0, 0, 0, 1, 1]
+    assert correction.stats.rejected.item() == 3
+
+
+def test_loglinear_leaves_one_part_in_age_of_the_way_to_the_engine() -> None:
+    inputs = tokens([0.6, 0.6, 0.6, 0.6])
+    correction = apply(inputs, CorrectionConfig(objective="loglinear"), ages=[0, 1, 2, 3])
+    above_engine = (correction.inputs.old_logprobs_L - inputs.old_logprobs_L).tolist()
+    assert above_engine == pytest.approx([0.6, 0.0, 0.3, 0.4], abs=1e-6)
+    assert correction.weight_L.log().tolist() == pytest.approx([0.6, 0.0, 0.3, 0.4], abs=1e-6)
+
+
+# --- a slow reference -------------------------------------------------------------------------------------------------
+
+
+def slow_value(log_ratios: list[float], metric: str, level: str, t: int, seq: list[int]) -> float:
+    def one(x: float) -> float:
+        r = math.exp(x)
+        return {"k1": -x, "k2": x * x / 2, "k3": r - 1 - x, "tv": abs(r - 1) / 2}[metric]
+
+    own = [x for x, s in zip(log_ratios, seq, strict=True) if s == seq[t]] if level != "token" else [log_ratios[t]]
+    divisor = len(own) if level == "sequence_mean" else 1
+    if metric == "ratio":
+        return math.exp(sum(own) / divisor)
+    return sum(one(x) for x in own) / divisor
+
+
+def slow_weights(inputs: LossInputs, ages: list[int], config: CorrectionConfig) -> tuple[list[float], list[float]]:
+    """(old log-probs, weights), token by token."""
+    engine, current, seq = inputs.old_logprobs_L.tolist(), inputs.logprobs_L.tolist(), inputs.sequence_L.tolist()
+    old = []
+    for e, c, age in zip(engine, current, ages, strict=True):
+        mixed = c if age == 0 else e / age + c * (age - 1) / age
+        old.append({"bypass": e, "decoupled": c, "loglinear": mixed}[config.objective])
+    top = current if config.objective == "bypass" else old
+    x = [a - b for a, b in zip(top, engine, strict=True)]
+
+    def is_out(bounds: Any, level: str, t: int) -> bool:
+        value = slow_value(x, getattr(bounds, "metric", "ratio"), level, t, seq)
+        too_low = bounds.lower is not None and value < bounds.lower
+        return too_low or (bounds.upper is not None and value > bounds.upper)
+
+    weights = []
+    for t in range(len(x)):
+        ratio = slow_value(x, "ratio", config.level, t, seq)
+        weight = ratio if config.clamp.lower is None else max(ratio, config.clamp.lower)
+        weight = weight if config.clamp.upper is None else min(weight, config.clamp.upper)
+        if is_out(config.mask, config.level, t):
+            weight = 0.0
+        if any(is_out(config.reject, config.reject.level, u) for u in range(len(x)) if seq[u] == seq[t]):
+            weight = 0.0
+        weights.append(weight / ratio if config.objective == "bypass" else weight)
+    return old, weights
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_combination_equals_the_slow_reference(objective: Any, level: Any) -> None:
+    clamps = [ClampConfig(), ClampConfig(upper=1.5), ClampConfig(lower=0.7, upper=1.3)]
+    masks = [MaskConfig(), MaskConfig(lower=0.5, upper=2.0), *(MaskConfig(metric=m, upper=0.3) for m in METRICS[1:])]
+    rejects = [RejectConfig(), *(RejectConfig(level=lv, metric="k3", upper=0.4) for lv in LEVELS)]
+    for seed, (clamp, mask, reject) in enumerate(itertools.product(clamps, masks, rejects)):
+        inputs, ages = random_inputs(seed)
+        config = CorrectionConfig(objective=objective, level=level, clamp=clamp, mask=mask, reject=reject)
+        got = apply(inputs, config, ages)
+        old, weights = slow_weights(inputs, ages.tolist(), config)
+        np.testing.assert_allclose(got.weight_L.numpy(), weights, rtol=1e-9, atol=1e-12, err_msg=str(config))
+        np.testing.assert_allclose(got.inputs.old_logprobs_L.numpy(), old, rtol=1e-9)
+        assert ((got.keep_L == 0) == (got.weight_L == 0)).all()
+
+
+def test_statistics_are_those_of_the_weights() -> None:
+    inputs, ages = random_inputs(3)
+    config = CorrectionConfig(
+        objective="decoupled", clamp=ClampConfig(upper=1.5), mask=MaskConfig(metric="k2", upper=0.4),
+        reject=RejectConfig(upper=1.6),
+    )  # fmt: skip
+    stats, weight_L = apply(inputs, config, ages).stats, apply(inputs, config, ages).weight_L
+    log_ratio = (inputs.logprobs_L - inputs.old_logprobs_L).numpy()
+    assert stats.weight_sum.item() == pytest.approx(weight_L.sum().item())
+    assert stats.weight_sq_sum.item() == pytest.approx((weight_L**2).sum().item())
+    assert stats.weight_max.item() == weight_L.max().item() <= 1.5
+    assert stats.clamped.item() == (log_ratio > math.log(1.5)).sum() > 0
+    assert stats.masked.item() == (log_ratio**2 / 2 > 0.4).sum() > 0
+    assert 0 < stats.rejected.item() < len(log_ratio)
+
+
+# --- equivalences -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", ["ppo_clip", "importance_sampling", "gspo", "cispo", "reinforce"])
+def test_no_correction_keeps_every_bit_of_the_loss(loss: Any) -> None:
+    rng = np.random.default_rng(5)
+    inputs = tokens(rng.normal(0, 2, 64), [30, 0, 34], dtype=torch.float32)
+    correction = apply(inputs, CorrectionConfig(), ages=1)
+    assert correction.inputs.old_logprobs_L is inputs.old_logprobs_L
+    plain_L, _ = policy_loss(inputs, config=AlgorithmConfig(loss=loss))
+    loss_L, _ = policy_loss(correction.inputs, config=AlgorithmConfig(loss=loss))
+    assert (loss_L * correction.weight_L).equal(plain_L)
+
+
+@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "cispo", "sapo"])
+@pytest.mark.parametrize("objective", ["decoupled", "loglinear"])
+def test_policies_that_agree_need_no_correction(objective: Any, loss: Any) -> None:
+    inputs, ages = random_inputs(1, spread=0.0)
+    expected = gradient(inputs, CorrectionConfig(), loss, ages)
+    torch.testing.assert_close(gradient(inputs, CorrectionConfig(objective=objective), loss, ages), expected)
+
+
+def test_loglinear_without_age_is_decoupled_and_at_age_one_it_is_the_plain_loss() -> None:
+    inputs, _ = random_inputs(2)
+    loglinear, decoupled = CorrectionConfig(objective="loglinear"), CorrectionConfig(objective="decoupled")
+    assert gradient(inputs, loglinear, ages=0).equal(gradient(inputs, decoupled, ages=0))
+    torch.testing.assert_close(gradient(inputs, loglinear, ages=1), gradient(inputs, CorrectionConfig(), ages=1))
+
+
+def test_the_weight_has_no_gradient_and_moves_the_policy_to_what_was_rewarded() -> None:
+    inputs, ages = random_inputs(4)
+    config = CorrectionConfig(objective="decoupled", clamp=ClampConfig(upper=2.0))
+    grad_L = gradient(inputs, config, "ppo_clip", ages)
+    weight_L = apply(inputs, config, ages).weight_L
+    torch.testing.assert_close(grad_L, -inputs.advantages_L * weight_L)
+    assert not weight_L.requires_grad
+
+
+# --- what must not matter ---------------------------------------------------------------------------------------------
+
+BUSY = CorrectionConfig(
+    objective="loglinear", level="sequence_mean", clamp=ClampConfig(upper=1.4), mask=MaskConfig(lower=0.8),
+    reject=RejectConfig(level="sequence", metric="k3", upper=1.0),
+)  # fmt: skip
+
+
+def by_sequence(inputs: LossInputs, ages: torch.Tensor, order: list[int]) -> tuple[LossInputs, torch.Tensor]:
+    """The sequences in another order, or some of them."""
+    at = [torch.nonzero(inputs.sequence_L == n)[:, 0] for n in order]
+    index, lengths = torch.cat(at), torch.tensor([len(i) for i in at])
+    chosen = {name: getattr(inputs, name)[index] for name in ("logprobs_L", "old_logprobs_L", "advantages_L")}
+    sequence_L = torch.repeat_interleave(torch.arange(len(order)), lengths)
+    return LossInputs(**chosen, sequence_L=sequence_L, num_sequences=len(order)), ages[index]
+
+
+def test_neither_order_nor_split_of_the_answers_matters() -> None:
+    inputs, ages = random_inputs(8)
+    whole = apply(inputs, BUSY, ages)
+    assert 0 < (whole.keep_L == 0).sum() < len(ages)
+    for parts in ([[6, 2, 3, 0, 1, 5, 4]], [[0], [1, 2], [3], [4, 5, 6]], [[5, 0], [6, 4, 2, 3, 1]]):
+        chosen = [by_sequence(inputs, ages, order) for order in parts]
+        corrections = [apply(part, BUSY, part_ages) for part, part_ages in chosen]
+        weight_L = torch.cat([c.weight_L for c in corrections])
+        back = torch.cat([torch.nonzero(inputs.sequence_L == n)[:, 0] for order in parts for n in order])
+        assert weight_L.equal(whole.weight_L[back])
+        for name in ("weight_sum", "weight_sq_sum", "clamped", "masked", "rejected"):
+            total = sum(getattr(c.stats, name).item() for c in corrections)
+            assert total == pytest.approx(getattr(whole.stats, name).item(), rel=1e-12)
+
+
+def test_rejection_does_not_change_the_gradient_of_what_is_left() -> None:
+    inputs = tokens(np.log([1.1, 9.0, 1.2, 0.9]), [2, 2])
+    config = CorrectionConfig(reject=RejectConfig(level="token", upper=5.0))
+    plain, corrected = (
+        gradient(inputs, CorrectionConfig(), "importance_sampling"),
+        gradient(inputs, config, "importance_sampling"),
+    )
+    assert corrected[:2].tolist() == [0, 0]
+    assert corrected[2:].equal(plain[2:])
+
+
+def test_a_micro_batch_without_loss_tokens_is_zero() -> None:
+    inputs = tokens([], [0])
+    for objective in OBJECTIVES:
+        config = CorrectionConfig(
+            objective=objective, level="sequence", clamp=ClampConfig(upper=2.0), reject=BUSY.reject
+        )
+        stats = apply(inputs, config, torch.zeros(0, dtype=torch.int64)).stats
+        assert stats.weight_sum.item() == stats.weight_max.item() == stats.engine.num_tokens.item() == 0
+
+
+def test_an_impossible_token_stays_finite() -> None:
+    inputs = tokens([500.0, -500.0, 0.0], dtype=torch.float32)
+    for level in LEVELS:
+        correction = apply(inputs, CorrectionConfig(objective="decoupled", level=level))
+        assert torch.isfinite(correction.weight_L).all()
+        assert torch.isfinite(correction.stats.engine.kl_sum)
+
+
+# --- causes of mismatch -----------------------------------------------------------------------------------------------
+
+
+def test_a_mismatch_is_attributed_by_the_age_of_its_tokens() -> None:
+    log_ratio = np.array([0.3, 0.0, -0.2, 0.0])
+    for ages, engine_abs, stale_abs in (([0, 1, 0, 2], 0.5, 0.0), ([1, 0, 2, 0], 0.0, 0.5), ([0, 0, 1, 1], 0.3, 0.2)):
+        stats = apply(tokens(log_ratio), CorrectionConfig(), ages).stats
+        assert stats.engine.num_tokens.item() == stats.stale.num_tokens.item() == 2
+        assert stats.engine.abs_sum.item() == pytest.approx(engine_abs, abs=1e-9)
+        assert stats.stale.abs_sum.item() == pytest.approx(stale_abs, abs=1e-9)
+        kl = {0.3: math.exp(0.3) - 1.3, -0.2: math.exp(-0.2) - 0.8, 0.0: 0.0}
+        for mismatch, is_fresh in ((stats.engine, True), (stats.stale, False)):
+            expected = sum(kl[x] for x, age in zip(log_ratio.tolist(), ages, strict=True) if (age == 0) == is_fresh)
+            assert mismatch.kl_sum.item() == pytest.approx(expected, abs=1e-9)
+
+
+def test_decoupled_without_proximal_logprobs_is_refused() -> None:
+    inputs = tokens([0.0])
+    with pytest.raises(ValueError, match="needs proximal log-probs"):
+        correct(inputs, age_L=torch.zeros(1), proximal_L=None, config=CorrectionConfig(objective="decoupled"))

@@ -1,0 +1,229 @@
+"""Off-policy corrections: which old policy the loss compares with, and how much each sampled token still counts.
+
+One pipeline for every published recipe. An objective chooses the old policy, and with it the ratio
+rho = pi_learner / pi_engine of every token. Three actions look at that ratio, each by itself and none at what another
+left, so their order does not matter: `clamp` bounds the importance weight (TIS), `mask` takes tokens out (MIS, IcePop),
+`reject` takes whole answers out.
+
+With `bypass` the ratio stands inside the loss already, so the weight is only the factor by which the actions changed
+it; with `decoupled` and `loglinear` the weight is the ratio that is left:
+
+    bypass       loss(pi / engine)   x  keep clamp(rho) / rho     rho = pi / engine
+    decoupled    loss(pi / proximal) x  keep clamp(rho)           rho = proximal / engine
+    loglinear    loss(pi / approx)   x  keep clamp(rho)           rho = approx / engine
+
+Loss weights are divided by the counts of the whole step before any of this, and stay: what is masked or rejected
+contributes 0 and does not shrink the denominator, so the gradient of the rest does not depend on it, nor on how a step
+is split. Shape legend: `L` loss tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from trainer.algorithms.losses.inputs import MAX_LOG_RATIO, LossInputs, at_least_float32, sequence_mean, sequence_sum
+
+if TYPE_CHECKING:
+    from trainer.config.schema.correction import CorrectionConfig, Level, Metric
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mismatch:
+    """How far the learner's policy at the start of the step is from the one that sampled some tokens: sums over them,
+    0-d tensors."""
+
+    num_tokens: Tensor
+    abs_sum: Tensor
+    """Of |log ratio|, nats."""
+    kl_sum: Tensor
+    """Of (ratio - 1) - log ratio, the k3 estimate of KL(engine || learner) (Schulman 2020); never negative."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorrectionStats:
+    """Sums over the loss tokens of a micro-batch, as 0-d tensors without gradient."""
+
+    weight_sum: Tensor
+    """Of the importance weights keep x clamp(rho), under every objective."""
+    weight_sq_sum: Tensor
+    weight_max: Tensor
+    """0 if there is no token."""
+    clamped: Tensor
+    """Tokens whose ratio was out of the bounds of `clamp`."""
+    masked: Tensor
+    rejected: Tensor
+    """Tokens of rejected answers."""
+    engine: Mismatch
+    """Tokens sampled at the version that the learner starts the step with: the same weights, other kernels."""
+    stale: Mismatch
+    """Tokens sampled at older versions: what was learned since, and the engine's mismatch on top."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Correction:
+    """What becomes of the loss: loss(inputs) x weight, without gradient through the weight."""
+
+    inputs: LossInputs
+    """With the old policy that the objective chose."""
+    weight_L: Tensor
+    """float32"""
+    keep_L: Tensor
+    """float32: 0 on tokens that carry no loss at all, be it policy loss or entropy bonus, 1 elsewhere."""
+    stats: CorrectionStats
+
+
+@torch.no_grad()
+def correct(inputs: LossInputs, *, age_L: Tensor, proximal_L: Tensor | None, config: CorrectionConfig) -> Correction:
+    """Apply the pipeline of the module's description.
+
+    TIS: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training". MIS: Liu et al.
+    2025, "When Speed Kills Stability". IcePop: Ling Team 2025, arXiv:2510.18855. Decoupled objective: Hilton et al.
+    2022, arXiv:2110.00641, and AReaL, Fu et al. 2025, arXiv:2505.24298, section 5.2. Log-linear: A-3PO,
+    arXiv:2512.06547.
+
+    Args:
+        inputs: with the log-probs of the engine as old log-probs.
+        age_L: int64, >= 0: version that the learner starts the step with minus the version that sampled the token.
+        proximal_L: float32, log-probs under the weights that the learner starts the step with; only `decoupled` needs
+            them.
+
+    Raises:
+        ValueError: `decoupled` without `proximal_L`.
+
+    Example:
+        decoupled, ratios [.4, .8, 6], mask.lower .5, mask.upper 5: weights [0, .8, 0]  (IcePop)
+    """
+    engine_L, current_L = at_least_float32(inputs.old_logprobs_L), at_least_float32(inputs.logprobs_L)
+    old_L = _old_logprobs(inputs, age_L=age_L, proximal_L=proximal_L, config=config)
+    is_bypass = config.objective == "bypass"
+    log_ratio_L = (current_L if is_bypass else at_least_float32(old_L)) - engine_L
+    ratio_L = measure(log_ratio_L, inputs, metric="ratio", level=config.level)
+    clamped_L = _clamp(ratio_L, config)
+    is_masked_L, is_rejected_L = _masked(log_ratio_L, inputs, config), _rejected(log_ratio_L, inputs, config)
+    keep_L = (~(is_masked_L | is_rejected_L)).to(ratio_L.dtype)
+    weight_L = keep_L * clamped_L
+    stats = CorrectionStats(
+        weight_sum=weight_L.sum(),
+        weight_sq_sum=weight_L.square().sum(),
+        weight_max=weight_L.max() if weight_L.numel() > 0 else weight_L.new_zeros(()),
+        clamped=(clamped_L != ratio_L).sum().float(),
+        masked=is_masked_L.sum().float(),
+        rejected=is_rejected_L.sum().float(),
+        engine=_mismatch(current_L - engine_L, age_L == 0),
+        stale=_mismatch(current_L - engine_L, age_L > 0),
+    )
+    return Correction(
+        inputs=replace(inputs, old_logprobs_L=old_L),
+        # x / x is exactly 1, so where nothing acts the loss keeps its bits.
+        weight_L=keep_L * (clamped_L / ratio_L) if is_bypass else weight_L,
+        keep_L=keep_L,
+        stats=stats,
+    )
+
+
+def measure(log_ratio_L: Tensor, inputs: LossInputs, *, metric: Metric, level: Level) -> Tensor:
+    """How far every token, or its answer, is from the policy that sampled it.
+
+    With r = exp(log_ratio), kept within e^-20 and e^20: "ratio" r; "k1" -log r; "k2" (log r)^2 / 2; "k3" r - 1 - log r
+    (Schulman 2020, as estimates of KL(engine || learner)); "tv" |r - 1| / 2, whose mean is the total variation.
+    An answer has the sum ("sequence") or the mean ("sequence_mean") over its loss tokens; of ratios the product or the
+    geometric mean.
+
+    Returns:
+        float32[L]; tokens of one answer share the value of the answer.
+    """
+    if metric == "ratio":
+        return _at_level(log_ratio_L, inputs, level).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    log_ratio_L = log_ratio_L.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    match metric:
+        case "k1":
+            values_L = -log_ratio_L
+        case "k2":
+            values_L = 0.5 * log_ratio_L.square()
+        case "k3":
+            values_L = k3(log_ratio_L)
+        case "tv":
+            values_L = 0.5 * torch.expm1(log_ratio_L).abs()
+        case _:
+            raise ValueError(f"a correction's metric must be ratio, k1, k2, k3 or tv, got {metric!r}")
+    return _at_level(values_L, inputs, level)
+
+
+def k3(log_ratio_L: Tensor) -> Tensor:
+    """r - 1 - log r >= 0, without the cancellation of r - 1 near r = 1."""
+    return (torch.expm1(log_ratio_L) - log_ratio_L).clamp_min(0.0)
+
+
+def _old_logprobs(inputs: LossInputs, *, age_L: Tensor, proximal_L: Tensor | None, config: CorrectionConfig) -> Tensor:
+    match config.objective:
+        case "bypass":
+            return inputs.old_logprobs_L
+        case "decoupled":
+            if proximal_L is None:
+                raise ValueError(
+                    "algorithm.correction.objective=decoupled needs proximal log-probs, got None; take those of the "
+                    "learner before the step"
+                )
+            return proximal_L
+        case "loglinear":
+            # A token d versions old is d steps from the engine's policy and one from the proximal one, which A-3PO puts
+            # a step before the current: 1/d of the way remains. Without an age the current policy is the proximal one.
+            engine_L, current_L = at_least_float32(inputs.old_logprobs_L), at_least_float32(inputs.logprobs_L)
+            share_L = 1.0 / age_L.clamp_min(1).to(current_L.dtype)
+            return torch.where(age_L > 0, current_L + share_L * (engine_L - current_L), current_L)
+        case _:
+            raise ValueError(
+                f"algorithm.correction.objective must be bypass, decoupled or loglinear, got {config.objective!r}"
+            )
+
+
+def _at_level(values_L: Tensor, inputs: LossInputs, level: Level) -> Tensor:
+    match level:
+        case "token":
+            return values_L
+        case "sequence":
+            return sequence_sum(values_L, inputs)
+        case "sequence_mean":
+            return sequence_mean(values_L, inputs)
+        case _:
+            raise ValueError(f"a correction's level must be token, sequence or sequence_mean, got {level!r}")
+
+
+def _clamp(ratio_L: Tensor, config: CorrectionConfig) -> Tensor:
+    if not config.clamp.is_active:
+        return ratio_L
+    return ratio_L.clamp(config.clamp.lower, config.clamp.upper)
+
+
+def _masked(log_ratio_L: Tensor, inputs: LossInputs, config: CorrectionConfig) -> Tensor:
+    if not config.mask.is_active:
+        return torch.zeros_like(log_ratio_L, dtype=torch.bool)
+    values_L = measure(log_ratio_L, inputs, metric=config.mask.metric, level=config.level)
+    return _outside(values_L, config.mask.lower, config.mask.upper)
+
+
+def _rejected(log_ratio_L: Tensor, inputs: LossInputs, config: CorrectionConfig) -> Tensor:
+    if not config.reject.is_active:
+        return torch.zeros_like(log_ratio_L, dtype=torch.bool)
+    values_L = measure(log_ratio_L, inputs, metric=config.reject.metric, level=config.reject.level)
+    is_outside_L = _outside(values_L, config.reject.lower, config.reject.upper)
+    return sequence_sum(is_outside_L.to(log_ratio_L.dtype), inputs) > 0
+
+
+def _outside(values_L: Tensor, lower: float | None, upper: float | None) -> Tensor:
+    is_outside_L = torch.zeros_like(values_L, dtype=torch.bool)
+    if lower is not None:
+        is_outside_L |= values_L < lower
+    if upper is not None:
+        is_outside_L |= values_L > upper
+    return is_outside_L
+
+
+def _mismatch(log_ratio_L: Tensor, is_counted_L: Tensor) -> Mismatch:
+    # The clamp as everywhere: one impossible token must not turn a mean into infinity.
+    counted_L = torch.where(is_counted_L, log_ratio_L.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), 0.0)
+    return Mismatch(num_tokens=is_counted_L.sum().float(), abs_sum=counted_L.abs().sum(), kl_sum=k3(counted_L).sum())
