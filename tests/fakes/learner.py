@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -178,3 +179,5 @@ def run_ranks(job: Callable[[Path], Any], directory: Path, *, world_size: int) -
 def _rank_main(rank: int, world_size: int, job: Callable[[Path], Any], directory: Path) -> None:
     with process_group(directory / "store", rank=rank, world_size=world_size):
         torch.save(job(directory), directory / f"result_{rank}.pt")
+    # The work is done and the group is gone. torch's own teardown at exit sometimes aborts the process over a thread.
+    os._exit(0)

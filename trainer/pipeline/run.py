@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from trainer.config.errors import first_cause, note_log, one_line
+from trainer.config.objective import describe_objective
 from trainer.pipeline import compose, loops, telemetry
 from trainer.pipeline.cluster import Cluster
 from trainer.pipeline.evaluate import Evaluator
@@ -68,6 +69,7 @@ def run(cfg: RunConfig, *, started_at: float) -> int:
         _summary(cfg, state, run_dir),
     ):
         sinks.progress.note(f"run directory: {run_dir.path}")
+        sinks.progress.note(f"objective: {describe_objective(cfg.algorithm)}")
         if checked.resumed is not None:
             log.info("going on from %s", checked.resumed.path)
         asyncio.run(Driver(cfg, state, sinks, checked).run())

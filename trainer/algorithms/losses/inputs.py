@@ -44,8 +44,6 @@ class LossStats:
     """Of pi / pi_old, per token also where the loss uses the ratio of the sequence."""
     ratio_max: Tensor
     """0 if there is no token."""
-    kl_sum: Tensor
-    """Of (ratio - 1) - log ratio, the k3 estimate of KL(old || policy) (Schulman 2020); never negative."""
     clipped_low: Tensor
     """Tokens with a negative advantage whose update the loss cut (CISPO: tokens whose weight was raised)."""
     clipped_high: Tensor
@@ -104,13 +102,10 @@ def loss_stats(inputs: LossInputs, *, low: Tensor | None = None, high: Tensor | 
 @torch.no_grad()
 def clip_stats(inputs: LossInputs, *, low: Tensor, high: Tensor, dual: Tensor) -> LossStats:
     """Statistics of a loss; `low`, `high` and `dual` are bool[L]."""
-    ratio_L, log_ratio_L = ratio_and_log(inputs)
-    # The k3 estimate is >= 0 by convexity; float32 rounding can make it -1e-8 where the policies agree.
-    kl_L = (ratio_L - 1.0 - log_ratio_L).clamp_min(0.0)
+    ratio_L, _ = ratio_and_log(inputs)
     return LossStats(
         ratio_sum=ratio_L.sum(),
         ratio_max=ratio_L.max() if ratio_L.numel() > 0 else ratio_L.new_zeros(()),
-        kl_sum=kl_L.sum(),
         clipped_low=low.sum().float(),
         clipped_high=high.sum().float(),
         clipped_dual=dual.sum().float(),
