@@ -12,7 +12,7 @@
       link(routes) ─────────────────────────────────> linked
 
 Every message is one frame, msgpack(Envelope) + HMAC-SHA256 under the secret of the run. (One, not two: cut off in
-the middle of a message of several frames, libzmq was seen to end the sending process, session_base.cpp:233.) An envelope
+the middle of a message of several frames, libzmq was seen to end the sending process, in session_base.cpp.) An envelope
 names run, epoch, sender, session, a sequence number that grows with every frame and a request id that a retry keeps: a
 repeated frame is refused, a repeated request is answered from memory and not executed again. The server binds an
 ephemeral port and tells it (`endpoint`), so no two processes ever have to compute the same name. Frames that are
