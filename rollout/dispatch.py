@@ -23,7 +23,8 @@ from rollout.errors import EngineDead
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
-    from rollout.engine.router import Router
+    from rollout.engine.base import EngineLoad
+    from rollout.engine.turnstile import Order, Turnstile
     from rollout.types import Completion, FinishReason, SamplingParams
 
 MAX_FRUITLESS_SUBMISSIONS = 8
@@ -46,6 +47,14 @@ class EngineClient(Protocol):
 
         Raises:
             EngineDead: the replica stopped answering.
+        """
+        ...
+
+    async def load(self) -> EngineLoad:
+        """How busy it is.
+
+        Raises:
+            EngineDead: the replica does not answer.
         """
         ...
 
@@ -87,7 +96,7 @@ class _Request:
         if self.budget < 0:
             raise ValueError(f"an engine returned {self._num_tokens} tokens where at most {self.max_tokens} were asked")
         self._chunks.append(chunk)
-        if chunk.finish_reason in ("stop", "length"):
+        if chunk.finish_reason in ("stop", "length") and self.is_open:  # else nobody waits for it any more
             self.answer.set_result(join_chunks(self._chunks, chunk.finish_reason))
 
     def settle(self, finish_reason: FinishReason) -> None:
@@ -102,27 +111,28 @@ class GroupContext:
 
     key: str
     """Unique among the groups that are generated now; prefixes the request ids and makes routing sticky."""
-    sampling: SamplingParams
+    order: Order
+    """Its place among the groups that wait for an engine."""
     min_version: int
     """Weights older than this must not sample a token of this group."""
     timeout_s: float
-    """Longest time one generation may take, resubmissions included."""
-    seed_of: Callable[[int, int], int | None]
-    """(sample_index, number of the submission of that sample) -> seed of the request."""
+    """Longest time one generation may take, resubmissions and waits for room included."""
+    params_of: Callable[[int, int], SamplingParams]
+    """(sample_index, number of the submission of that sample) -> how to sample it; `max_tokens` is set here."""
 
 
 class GroupGenerator:
     """Generates for the samples of one group; an async context manager that leaves no task behind.
 
     Example:
-        async with GroupGenerator(context, engines, router) as generator:
+        async with GroupGenerator(context, engines, turnstile) as generator:
             completion = await generator.generate(0, prompt.token_ids, 1024)
     """
 
-    def __init__(self, context: GroupContext, engines: Mapping[str, EngineClient], router: Router) -> None:
+    def __init__(self, context: GroupContext, engines: Mapping[str, EngineClient], turnstile: Turnstile) -> None:
         self._context = context
         self._engines = engines
-        self._router = router
+        self._turnstile = turnstile
         self._batch: list[_Request] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_calls = 0
@@ -136,7 +146,7 @@ class GroupGenerator:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._router.forget(self._context.key)
+        self._turnstile.forget(self._context.key)
 
     async def generate(self, sample_index: int, token_ids: np.ndarray, max_tokens: int) -> Completion:
         """Continues `token_ids` (int32[T]) by up to `max_tokens` tokens.
@@ -179,7 +189,7 @@ class GroupGenerator:
             if num_fruitless == MAX_FRUITLESS_SUBMISSIONS:
                 raise RuntimeError(
                     f"engines gave the requests of {self._context.key} back {num_fruitless} times in a row without a "
-                    f"token; {self._router.quarantined or 'no replica is quarantined'}"
+                    f"token; {self._turnstile.router.quarantined or 'no replica is quarantined'}"
                 )
             tokens_before = sum(request.num_tokens for request in unanswered)
             try:
@@ -195,27 +205,29 @@ class GroupGenerator:
             num_fruitless = 0 if made_progress else num_fruitless + 1
 
     async def _submit(self, requests: Sequence[_Request]) -> None:
-        """One streaming call to one replica. A replica that dies, or has old weights, is quarantined."""
-        loads = [request.load for request in requests]
-        name = self._router.route(self._context.key, sum(loads))
+        """One streaming call to one replica, once there is room. A replica that dies, or has old weights, is
+        quarantined; what is left of the requests goes on elsewhere."""
+        loads, context = [request.load for request in requests], self._context
+        name = await self._turnstile.enter(context.key, context.order, tokens=sum(loads), num_requests=len(loads))
         is_outstanding = [True] * len(requests)
-        stream = self._engines[name].stream_group(
-            self._request_ids(requests),
-            [request.token_ids() for request in requests],
-            [self._params_of(request) for request in requests],
-        )
         try:
-            async with aclosing(stream):
+            stream = self._engines[name].stream_group(
+                self._request_ids(requests),
+                [request.token_ids() for request in requests],
+                [self._params_of(request) for request in requests],
+            )
+            async with self._turnstile.stay(name), aclosing(stream):
                 async for index, chunk in stream:
                     self._check_version(name, chunk)
                     requests[index].add(chunk)
                     if chunk.finish_reason is not None:
                         is_outstanding[index] = False
-                        self._router.done(name, loads[index])
+                        self._turnstile.leave(name, tokens=loads[index], num_requests=1)
         except EngineDead as error:
-            self._router.quarantine(name, str(error))
+            self._turnstile.quarantine(name, str(error))
         finally:
-            self._router.done(name, sum(load for load, left in zip(loads, is_outstanding, strict=True) if left))
+            left = [load for load, is_left in zip(loads, is_outstanding, strict=True) if is_left]
+            self._turnstile.leave(name, tokens=sum(left), num_requests=len(left))
 
     def _request_ids(self, requests: Sequence[_Request]) -> list[str]:
         self._num_calls += 1
@@ -225,8 +237,7 @@ class GroupGenerator:
         """Every submission has its own seed: a continuation must not replay the random numbers of its beginning."""
         submission = self._num_submissions.get(request.sample_index, 0)
         self._num_submissions[request.sample_index] = submission + 1
-        seed = self._context.seed_of(request.sample_index, submission)
-        return replace(self._context.sampling, max_tokens=request.budget, seed=seed)
+        return replace(self._context.params_of(request.sample_index, submission), max_tokens=request.budget)
 
     def _check_version(self, name: str, chunk: Completion) -> None:
         oldest = min((segment.version for segment in chunk.segments), default=self._context.min_version)

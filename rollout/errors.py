@@ -7,6 +7,18 @@ class DataError(Exception):
     """A data set, column, prompt or reward function cannot be used as configured. The process exits with code 2."""
 
 
+class PluginError(Exception):
+    """A dotted path of the configuration leads to nothing, or to something of another kind than it has to be."""
+
+
+class AgentError(Exception):
+    """An agent loop or its environment raised, hung, or broke its contract. Marks one trajectory."""
+
+
+class BaselineError(Exception):
+    """The greedy answer of a group has no reward, so none of its answers has an advantage. Fails the group."""
+
+
 class EngineDead(Exception):
     """An engine replica stopped answering; its requests continue elsewhere from the tokens they have."""
 

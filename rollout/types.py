@@ -8,6 +8,7 @@ This module imports without torch, Ray or vLLM.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence  # noqa: TC003 - dataclasses are introspected at runtime
 from dataclasses import dataclass, field
 from typing import Literal
@@ -96,8 +97,14 @@ class Turn:
     logprobs: np.ndarray
     """float32[T]"""
     segments: tuple[Segment, ...]
+    reward: float = 0.0
+    """Given by the environment for this turn, on top of the reward of the outcome. Finite."""
 
     def __post_init__(self) -> None:
+        if not math.isfinite(self.reward):
+            raise ValueError(f"Turn has reward {self.reward}; it must be finite, 0 if the environment gives none")
+        if self.reward != 0 and not np.any(self.is_generated):
+            raise ValueError(f"Turn has reward {self.reward} and no generated token that could have earned it")
         num_tokens = len(self.token_ids)
         if len(self.is_generated) != num_tokens or len(self.logprobs) != num_tokens:
             raise ValueError(
@@ -117,7 +124,7 @@ class Trajectory:
     sample_index: int
     turns: tuple[Turn, ...]
     reward: float
-    """NaN only when status is "failed"."""
+    """Of the outcome, without the rewards of the turns. NaN only when status is "failed"."""
     reward_parts: Mapping[str, float]
     status: TrajectoryStatus
     timings: Mapping[str, float]
@@ -126,6 +133,11 @@ class Trajectory:
     """The generated text, decoded once for rewards and for people."""
     error: str = ""
     """Why status is "failed"; empty otherwise."""
+
+    @property
+    def total_reward(self) -> float:
+        """Outcome and turns together; NaN if there is no outcome."""
+        return self.reward + math.fsum(turn.reward for turn in self.turns)
 
     @property
     def num_generated_tokens(self) -> int:
@@ -147,12 +159,25 @@ class Group:
     trajectories: Sequence[Trajectory]
     start_version: int
     """The policy version that was live when the group was admitted."""
+    baseline: Trajectory | None = None
+    """The greedy answer whose reward the others are compared with (ReMax); judged, and never trained."""
 
     @property
     def rewards(self) -> np.ndarray:
-        """float64[len(trajectories)]"""
-        return np.array([t.reward for t in self.trajectories], np.float64)
+        """float64[len(trajectories)]: outcome and turns together."""
+        return np.array([t.total_reward for t in self.trajectories], np.float64)
+
+    @property
+    def generated(self) -> tuple[Trajectory, ...]:
+        """Everything that engines generated for it: the trajectories, and the baseline if there is one."""
+        return tuple(self.trajectories) if self.baseline is None else (*self.trajectories, self.baseline)
+
+    @property
+    def has_equal_rewards(self) -> bool:
+        """Whether all judged answers, and the baseline if there is one, have the same reward: nothing to compare."""
+        return len({t.total_reward for t in self.generated if t.status != "failed"}) <= 1
 
     @property
     def num_generated_tokens(self) -> int:
-        return sum(t.num_generated_tokens for t in self.trajectories)
+        """Of everything that was generated."""
+        return sum(t.num_generated_tokens for t in self.generated)

@@ -1,7 +1,7 @@
 """The rollout worker: turns an admitted prompt into a group of rewarded trajectories.
 
-`RolloutWorker` is plain asyncio and knows engines, tokenizer and rewards only by what they do. `rollout_worker_actor`
-wraps it for Ray, and is the only place here that imports Ray.
+`RolloutWorker` is plain asyncio and knows engines, tokenizer and rewards only by what they do; `rollout/actor.py` wraps
+it for Ray.
 """
 
 from __future__ import annotations
@@ -10,24 +10,27 @@ import asyncio
 import hashlib
 import math
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from rollout.agent.loop import AgentLoop, SingleTurnLoop
+from rollout.agent.ledger import TokenLedger
+from rollout.agent.loop import AgentLoop, Episode, SingleTurnLoop
+from rollout.agent.play import play
 from rollout.dispatch import EngineClient, GroupContext, GroupGenerator
 from rollout.engine.router import Router
-from rollout.errors import EngineDead, RewardError
-from rollout.reward.pipeline import RewardPipeline
+from rollout.engine.turnstile import Turnstile
+from rollout.errors import AgentError, BaselineError, RewardError
+from rollout.load_watch import LoadReport, LoadWatch
 from rollout.reward.result import RewardResult
-from rollout.types import Completion, Group, Prompt, SamplingParams, Trajectory
+from rollout.types import Group, Prompt, SamplingParams, Trajectory
 
 if TYPE_CHECKING:
     from rollout.buffer.items import WorkItem
+    from rollout.engine.concurrency import Bounds
 
 
 class Decoder(Protocol):
@@ -36,6 +39,8 @@ class Decoder(Protocol):
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
 
 
+EVALUATION = -1
+"""In the place of a group's id, in the seeds of an evaluation."""
 Score = Callable[[Prompt, str], Awaitable[RewardResult]]
 """(prompt, generated text) -> reward; raises RewardError."""
 
@@ -48,7 +53,16 @@ class WorkerSpec:
     sampling: SamplingParams
     """Of training rollouts. `max_tokens` bounds everything after the prompt; `seed` is ignored."""
     request_timeout_s: float
-    """Longest time one generation may take, resubmissions included."""
+    """Longest time one generation may take, resubmissions and waits for room included."""
+    concurrency: Bounds | None = None
+    """Of the requests that one replica has from this worker at once; None sends everything at once."""
+    greedy_baseline: bool = False
+    """Every group gets one more answer, sampled greedily, for the baseline of its advantages."""
+    agent: str = ""
+    """Dotted path of the factory of the agent loop; empty is the single turn."""
+    agent_args: Mapping[str, object] = field(default_factory=dict)
+    agent_timeout_s: float | None = None
+    """Longest time one trajectory may take, environment included; None leaves it to `request_timeout_s`."""
     seed: int
     """Of the run."""
     seed_requests: bool = True
@@ -84,7 +98,8 @@ class RolloutWorker:
     ) -> None:
         self._spec = spec
         self._engines: dict[str, EngineClient] = {engine.name: engine for engine in engines}
-        self._router = Router(self._engines)
+        self._turnstile = Turnstile(Router(self._engines))
+        self._watch = LoadWatch(self._engines, self._turnstile, bounds=spec.concurrency)
         self._tokenizer = tokenizer
         self._score = score
         self._loop = SingleTurnLoop() if loop is None else loop
@@ -93,77 +108,134 @@ class RolloutWorker:
         self._timeout_error = f"generation took longer than request_timeout_s={spec.request_timeout_s:g}"
 
     async def run_group(self, item: WorkItem) -> Group:
-        """All samples of one prompt, in order of sample index, each with its reward.
+        """All samples of one prompt, in order of sample index, each with its reward; and the greedy one, if any.
 
-        A sample that ran out of time, or whose reward failed, is `failed` with the reason; the others count.
+        A sample that ran out of time, or whose loop or reward failed, is `failed` with the reason; the others count.
 
         Raises:
             NoReplica: all replicas are quarantined.
             TimeoutError: every sample ran out of time.
+            AgentError: the agent loop brought none of the samples to its end.
+            BaselineError: the greedy answer failed.
         """
+        size, sampling = self._spec.group_size, self._spec.sampling
+
+        def params_of(sample: int, submission: int) -> SamplingParams:
+            if sample == size:  # the baseline; nothing is drawn, so nothing is seeded
+                return SamplingParams(max_tokens=sampling.max_tokens, temperature=0.0)
+            return replace(sampling, seed=self._seed(item.prompt.prompt_id, item.group_id, sample, submission))
+
         context = GroupContext(
             key=f"g{item.group_id}.{item.attempt}",
-            sampling=self._spec.sampling,
+            order=(item.start_version, item.group_id),
             min_version=item.start_version,
             timeout_s=self._spec.request_timeout_s,
-            seed_of=lambda sample, submission: self._seed(item.prompt.prompt_id, item.group_id, sample, submission),
+            params_of=params_of,
         )
-        async with GroupGenerator(context, self._engines, self._router) as generator:
-            max_tokens = self._spec.sampling.max_tokens
+        async with GroupGenerator(context, self._engines, self._turnstile) as generator:
             trajectories = await _gather(
-                [self._run_sample(item.prompt, i, max_tokens, generator) for i in range(self._spec.group_size)]
+                [
+                    self._run_sample(item.prompt, i, sampling.max_tokens, generator)
+                    for i in range(size + self._spec.greedy_baseline)
+                ]
             )
-        if all(trajectory.error == self._timeout_error for trajectory in trajectories):
-            raise TimeoutError(f"no sample of prompt {item.prompt.prompt_id} ended: {self._timeout_error}")
+        self._require_an_end(item.prompt, trajectories[:size])
+        baseline = trajectories[size] if self._spec.greedy_baseline else None
+        if baseline is not None and baseline.status == "failed":
+            raise BaselineError(f"the greedy answer to prompt {item.prompt.prompt_id} failed: {baseline.error}")
         return Group(
-            group_id=item.group_id, prompt=item.prompt, trajectories=trajectories, start_version=item.start_version
+            group_id=item.group_id,
+            prompt=item.prompt,
+            trajectories=trajectories[:size],
+            start_version=item.start_version,
+            baseline=baseline,
         )
+
+    def _require_an_end(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> None:
+        """Raises if not one sample got as far as its reward."""
+        if any("reward_s" in trajectory.timings for trajectory in trajectories):
+            return
+        errors = [trajectory.error for trajectory in trajectories]
+        kind = TimeoutError if set(errors) == {self._timeout_error} else AgentError
+        raise kind(f"no sample of prompt {prompt.prompt_id} ended: {errors[0]}")
 
     async def evaluate(self, prompts: Sequence[Prompt], params: SamplingParams, *, engine: str) -> list[Trajectory]:
         """One trajectory per prompt, in order, all generated by the replica `engine` in one streaming call.
 
-        With `params.temperature=0` it is greedy. Rewards as in training; `params.seed` is used as it is.
+        With `params.temperature=0` it is greedy; else a prompt that comes several times is sampled that often, with
+        the same seeds in every evaluation. Rewards as in training.
 
         Raises:
             NoReplica: `engine` died. An evaluation does not move: it judges the version that this replica has.
         """
         self._num_evaluations += 1
+
+        def params_of(sample: int, submission: int) -> SamplingParams:
+            if params.temperature == 0:
+                return params
+            return replace(params, seed=self._seed(prompts[sample].prompt_id, EVALUATION, sample, submission))
+
         context = GroupContext(
             key=f"eval{self._num_evaluations}",
-            sampling=params,
+            order=(0, 0),
             min_version=0,
             timeout_s=self._spec.request_timeout_s,
-            seed_of=lambda _sample, _submission: params.seed,
+            params_of=params_of,
         )
-        async with GroupGenerator(context, {engine: self._engines[engine]}, Router([engine])) as generator:
+        # A turnstile of its own: training's limits, and that the replica rests for training, do not concern it.
+        turnstile = Turnstile(Router([engine]))
+        async with GroupGenerator(context, {engine: self._engines[engine]}, turnstile) as generator:
             return await _gather(
                 [self._run_sample(prompt, i, params.max_tokens, generator) for i, prompt in enumerate(prompts)]
             )
 
     def quarantine(self, name: str, reason: str) -> None:
-        """Sends nothing new to this replica. What runs there goes on until it ends or the replica dies."""
-        self._router.quarantine(name, reason)
+        """Sends nothing more to this replica. What runs there goes on elsewhere, from what it has."""
+        self._turnstile.quarantine(name, reason)
+
+    def rest(self, name: str) -> None:
+        """Sends nothing new to this replica until `resume`. What runs there goes on."""
+        self._turnstile.rest(name)
+
+    def resume(self, name: str) -> None:
+        """Ends a rest; a quarantine stays."""
+        self._turnstile.resume(name)
 
     def replace(self, engine: EngineClient) -> None:
         """A new engine, which has the live weights, takes the place of the one with its name from now on."""
-        self._router.restore(engine.name)
         self._engines[engine.name] = engine
+        self._watch.start_over(engine.name)
+        self._turnstile.restore(engine.name)
+
+    async def watch_loads(self) -> None:
+        """Adapts the limits of the replicas to what they say of themselves; see `LoadWatch.run`."""
+        await self._watch.run()
+
+    def loads(self) -> LoadReport:
+        """The replicas as this worker sees them."""
+        return self._watch.report()
 
     @property
     def quarantined(self) -> dict[str, str]:
         """Replica to reason."""
-        return self._router.quarantined
+        return self._turnstile.router.quarantined
 
     @property
     def outstanding_tokens(self) -> dict[str, int]:
         """Replica to tokens that this worker has sent there and that have not come back."""
-        return self._router.outstanding_tokens
+        return self._turnstile.router.outstanding_tokens
 
     async def _run_sample(
         self, prompt: Prompt, sample_index: int, max_tokens: int, generator: GroupGenerator
     ) -> Trajectory:
         started = self._clock()
-        episode = await self._loop.run(prompt, max_tokens, partial(generator.generate, sample_index))
+        generate, limit_s = partial(generator.generate, sample_index), self._spec.agent_timeout_s
+        try:
+            episode = await play(self._loop, prompt, max_tokens, generate=generate, timeout_s=limit_s)
+            error = self._timeout_error if episode.status == "failed" else ""
+        except AgentError as failure:
+            error = f"agent loop {self._spec.agent!r}: {failure}"
+            episode = Episode(turns=TokenLedger(prompt.token_ids).turns(), status="failed")
         generated = self._clock()
         generated_ids = np.concatenate([turn.token_ids[turn.is_generated] for turn in episode.turns]).tolist()
         trajectory = Trajectory(
@@ -175,9 +247,9 @@ class RolloutWorker:
             status=episode.status,
             timings={"generate_s": generated - started},
             text=self._tokenizer.decode(generated_ids, skip_special_tokens=True),
-            error=self._timeout_error if episode.status == "failed" else "",
+            error=error,
         )
-        return trajectory if episode.status == "failed" else await self._reward(prompt, trajectory)
+        return trajectory if error else await self._reward(prompt, trajectory)
 
     async def _reward(self, prompt: Prompt, trajectory: Trajectory) -> Trajectory:
         started = self._clock()
@@ -213,152 +285,3 @@ async def _gather(coroutines: Sequence[Coroutine[Any, Any, Trajectory]]) -> list
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-class RayEngine:
-    """An `EngineActor` behind a Ray handle, as an `EngineClient`.
-
-    One Ray stream carries all requests with the same tokens, because an item of a stream costs about a millisecond.
-    """
-
-    def __init__(self, name: str, handle: Any) -> None:
-        self._name = name
-        self._handle = handle
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    async def stream_group(
-        self, request_ids: Sequence[str], token_ids: Sequence[np.ndarray], params: Sequence[SamplingParams]
-    ) -> AsyncGenerator[tuple[int, Completion], None]:
-        """See `EngineClient`."""
-        from ray.exceptions import ObjectLostError, RayActorError
-
-        same_tokens: dict[bytes, list[int]] = {}
-        for index, tokens in enumerate(token_ids):
-            same_tokens.setdefault(tokens.tobytes(), []).append(index)
-        running = dict(enumerate(request_ids))
-        try:
-            streams = [self._stream(indices, request_ids, token_ids, params) for indices in same_tokens.values()]
-            async with aclosing(_merge(streams)) as chunks:
-                async for index, chunk in chunks:
-                    if chunk.finish_reason is not None:
-                        del running[index]
-                    yield index, chunk
-        except (RayActorError, ObjectLostError) as error:
-            running.clear()
-            raise EngineDead(f"{self._name}: {str(error).splitlines()[0]}") from error
-        except EngineDead:
-            running.clear()
-            raise
-        finally:
-            for request_id in running.values():
-                self._handle.abort.remote(request_id)
-
-    async def _stream(
-        self,
-        indices: Sequence[int],
-        request_ids: Sequence[str],
-        token_ids: Sequence[np.ndarray],
-        params: Sequence[SamplingParams],
-    ) -> AsyncGenerator[tuple[int, Completion], None]:
-        ids, sampling = [request_ids[index] for index in indices], [params[index] for index in indices]
-        async for ref in self._handle.generate_group.remote(ids, token_ids[indices[0]], sampling):
-            for position, chunk in await ref:
-                yield indices[position], chunk
-
-
-async def _merge(
-    streams: Sequence[AsyncGenerator[tuple[int, Completion], None]],
-) -> AsyncGenerator[tuple[int, Completion], None]:
-    """The items of all streams as they come. The first stream that fails ends it."""
-    queue: asyncio.Queue[tuple[int, Completion] | asyncio.Task[None]] = asyncio.Queue()
-
-    async def pump(stream: AsyncGenerator[tuple[int, Completion], None]) -> None:
-        async with aclosing(stream):
-            async for one in stream:
-                queue.put_nowait(one)
-
-    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
-    for task in tasks:
-        task.add_done_callback(queue.put_nowait)
-    try:
-        num_open = len(tasks)
-        while num_open:
-            item = await queue.get()
-            if isinstance(item, tuple):
-                yield item
-            else:
-                item.result()
-                num_open -= 1
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-class RolloutWorkerActor:
-    """Builds one rollout worker with its tokenizer and reward processes, and forwards calls to it. `start` it first."""
-
-    def __init__(self, spec: WorkerSpec, engines: Mapping[str, Any]) -> None:
-        self._spec, self._engines = spec, engines
-        self._rewards = RewardPipeline(
-            spec.reward, timeout_s=spec.reward_timeout_s, num_processes=spec.reward_processes
-        )
-        self._started: RolloutWorker | None = None
-
-    async def start(self) -> None:
-        """Loads the tokenizer, whose files may not be there before, and starts the reward processes.
-
-        Raises:
-            DataError: the reward does not import.
-        """
-        from transformers import AutoTokenizer
-
-        await self._rewards.start()
-        self._started = RolloutWorker(
-            self._spec,
-            [RayEngine(name, handle) for name, handle in self._engines.items()],
-            tokenizer=await asyncio.to_thread(AutoTokenizer.from_pretrained, self._spec.tokenizer_path),
-            score=self._rewards.score,
-        )
-
-    @property
-    def _worker(self) -> RolloutWorker:
-        if self._started is None:
-            raise RuntimeError("the rollout worker is not started; await start() first")
-        return self._started
-
-    async def run_group(self, item: WorkItem) -> Group:
-        return await self._worker.run_group(item)
-
-    async def evaluate(self, prompts: Sequence[Prompt], params: SamplingParams, engine: str) -> list[Trajectory]:
-        return await self._worker.evaluate(prompts, params, engine=engine)
-
-    async def quarantine(self, name: str, reason: str) -> None:
-        self._worker.quarantine(name, reason)
-
-    async def replace(self, name: str, handle: Any) -> None:
-        self._worker.replace(RayEngine(name, handle))
-
-    async def quarantined(self) -> dict[str, str]:
-        return self._worker.quarantined
-
-    async def close(self) -> None:
-        """Ends the reward processes."""
-        await self._rewards.close()
-
-
-def rollout_worker_actor() -> Any:
-    """`RolloutWorkerActor` as a Ray actor class, for the caller to give resources to.
-
-    Example:
-        worker = rollout_worker_actor().options(num_cpus=1).remote(spec, {"engine-0": handle})
-        await worker.start.remote()
-        group = await worker.run_group.remote(item)
-    """
-    import ray
-
-    # A group waits for its engine most of the time; none may wait for another's turn.
-    return ray.remote(max_concurrency=10_000)(RolloutWorkerActor)  # pyright: ignore[reportCallIssue]

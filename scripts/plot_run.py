@@ -61,7 +61,8 @@ def draw_timeline(axes: Any, events: list[dict[str, Any]], *, window_s: float) -
     base, ticks = 0, []
     for track, color in TRACKS.items():
         rows: list[float] = []
-        for _, begin, end in (span for span in shown if span[0] == track):
+        # "engine": one track per engine, "engine replica_0", drawn as one.
+        for _, begin, end in (span for span in shown if span[0].split(" ")[0] == track):
             row = next((i for i, free_at in enumerate(rows) if free_at <= begin), len(rows))
             rows[row:row + 1] = [end]  # fmt: skip
             axes.barh(base + row, max(end - begin, 0.003), left=begin, height=0.9, color=color)

@@ -19,7 +19,7 @@ for name in "${stages[@]}"; do
     lint) stage lint ruff check .; stage format ruff format --check . ;;
     types) stage types pyright ;;
     imports) stage imports lint-imports ;;
-    unit) stage unit pytest -q -m "not gpu" tests/unit tests/contract tests/house ;;
+    unit) stage unit pytest -q -m "not gpu" tests/unit tests/contract tests/house tests/simulation ;;
     integration) stage integration pytest -q -m "not gpu" tests/integration ;;
     e2e) stage e2e pytest -q -m "not gpu" tests/e2e ;;
     *) echo "unknown stage $name" >&2; exit 2 ;;

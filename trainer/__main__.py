@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return EXIT_DONE
             case "show_config":
                 return _show_config(line)
-            case "run":
+            case "dry_run" | "run":
                 return _run(line, started_at)
     except ConfigurationError as error:
         sys.stderr.write(f"{error}\n")
@@ -87,9 +87,14 @@ def _run(line: CommandLine, started_at: float) -> int:
     if problems:
         raise ConfigurationError(problems)
     # The heavy imports (torch, Ray, vLLM) come only after the configuration has been checked.
-    from trainer.pipeline.run import run
-
     try:
+        if line.action == "dry_run":
+            from trainer.planning.dry_run import dry_run
+
+            dry_run(config, device_memory_gib=line.device_memory_gib)
+            return EXIT_DONE
+        from trainer.pipeline.run import run
+
         return run(config, started_at=started_at)
     except DataError as error:
         sys.stderr.write(f"the data cannot be used as configured: {error}\n")

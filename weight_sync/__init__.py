@@ -1,0 +1,111 @@
+"""Weight sync: brings the weights of a sharded learner into running inference engines, in place, without a gather.
+
+Nothing here depends on the rest of the project. Importing the package imports nothing else: names are looked up when
+they are used, and those of plans, reports and errors need no torch.
+
+    learner process (one per rank)      params, shards, tensors = local_shards(model, rollout_dtype="bfloat16")
+                                        publisher = WeightPublisher(get_backend(), rank=rank)
+    engine process (one per worker)     service = WorkerService(lambda: WeightReceiver(model, get_backend(), worker=0))
+                                        or, in vLLM, `worker_extension_cls=EXTENSION` and `AsyncLLMReplica` around it
+    driver                              coordinator = SyncCoordinator(learners, replicas, options=SyncOptions())
+                                        await coordinator.open()
+                                        await coordinator.publish(1)           # every rank packs what it holds now
+                                        report = await coordinator.sync(1)     # every replica generates from version 1
+
+The driver reaches the other two by a `PublisherHandle` per rank and a `ReplicaHandle` per engine: any RPC that carries
+bytes. `weight_sync/example.py` is a whole program.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from weight_sync.coordinator import SyncCoordinator
+    from weight_sync.device.select import get_backend
+    from weight_sync.errors import (
+        DigestMismatch,
+        LeaseExpired,
+        PlanMismatch,
+        PublisherLost,
+        PullTimeout,
+        RelayStalled,
+        ReplicaDirty,
+        StaleEpoch,
+        TransportUnusable,
+        VersionUnavailable,
+        WeightSyncError,
+    )
+    from weight_sync.layout import local_shards
+    from weight_sync.members import PublisherHandle, ReplicaHandle
+    from weight_sync.opening import SyncOptions
+    from weight_sync.publisher import WeightPublisher
+    from weight_sync.receiver import WeightReceiver
+    from weight_sync.types import SyncReport
+    from weight_sync.vllm_compat import EXTENSION, UnsupportedVllm
+    from weight_sync.vllm_replica import AsyncLLMReplica
+    from weight_sync.wire import CommitResult, reply_state
+    from weight_sync.worker_service import WorkerService
+
+__all__ = [
+    "EXTENSION",
+    "AsyncLLMReplica",
+    "CommitResult",
+    "DigestMismatch",
+    "LeaseExpired",
+    "PlanMismatch",
+    "PublisherHandle",
+    "PublisherLost",
+    "PullTimeout",
+    "RelayStalled",
+    "ReplicaDirty",
+    "ReplicaHandle",
+    "StaleEpoch",
+    "SyncCoordinator",
+    "SyncOptions",
+    "SyncReport",
+    "TransportUnusable",
+    "UnsupportedVllm",
+    "VersionUnavailable",
+    "WeightPublisher",
+    "WeightReceiver",
+    "WeightSyncError",
+    "WorkerService",
+    "get_backend",
+    "local_shards",
+    "reply_state",
+]
+
+_HOMES = {
+    "coordinator": ("SyncCoordinator",),
+    "device.select": ("get_backend",),
+    "errors": (
+        "DigestMismatch", "LeaseExpired", "PlanMismatch", "PublisherLost", "PullTimeout", "RelayStalled",
+        "ReplicaDirty", "StaleEpoch", "TransportUnusable", "VersionUnavailable", "WeightSyncError",
+    ),
+    "layout": ("local_shards",),
+    "members": ("PublisherHandle", "ReplicaHandle"),
+    "opening": ("SyncOptions",),
+    "publisher": ("WeightPublisher",),
+    "receiver": ("WeightReceiver",),
+    "types": ("SyncReport",),
+    "vllm_compat": ("EXTENSION", "UnsupportedVllm"),
+    "vllm_replica": ("AsyncLLMReplica",),
+    "wire": ("CommitResult", "reply_state"),
+    "worker_service": ("WorkerService",),
+}  # fmt: skip
+"""Module of this package -> the public names that live there."""
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'weight_sync' has no attribute {name!r}; public names: {', '.join(__all__)}")
+    value: object = getattr(import_module(f"weight_sync.{_HOME_OF[name]}"), name)
+    globals()[name] = value  # found without this function from now on
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

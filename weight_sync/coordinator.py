@@ -21,17 +21,18 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from weight_sync.errors import DigestMismatch, ReplicaDirty, VersionUnavailable, WeightSyncError
-from weight_sync.members import Member, MemberState, Outcome, PublisherHandle, ReplicaHandle
+from weight_sync.members import Member, MemberState, Outcome, PublisherHandle, ReplicaHandle, replica_times
 from weight_sync.opening import Agreement, EpochOpener, SyncOptions
 from weight_sync.types import Manifest, SyncReport
 from weight_sync.wire import PackReport, PublishedDigests, RunDigests, decode, open_reply
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
 log = logging.getLogger(__name__)
 
 LINK_S = 10.0
+RETRY_S = 0.05
 
 __all__ = ["PublisherHandle", "ReplicaHandle", "SyncCoordinator", "SyncOptions"]
 
@@ -131,18 +132,19 @@ class SyncCoordinator:
         packs = self._published[version]  # a newer version may be published while this one waits or is on its way
         started = self._clock()
         async with self._membership_lock:
-            members = [member for member in self._members.values() if member.state == "live"]
+            live = [member for member in self._members.values() if member.state == "live"]
+            # Where every replica is leased, somebody has to wait.
+            members = [member for member in live if not member.num_leases] or live
             if not members:
                 raise ReplicaDirty(f"no live replica is left: {self.members}; restart them and open a new epoch")
             results = await self._bring(members, version, started + self._options.timeout_s)
             if any(member.state != "live" for member in members):
                 await self._relink()
-        outcomes: list[Outcome] = []
-        failures: list[BaseException] = []
-        for result in results:
-            (outcomes if isinstance(result, Outcome) else failures).append(result)  # pyright: ignore[reportArgumentType]
+        outcomes = {
+            member.name: result for member, result in zip(members, results, strict=True) if isinstance(result, Outcome)
+        }
         if not outcomes:
-            raise failures[0]
+            raise next(result for result in results if isinstance(result, BaseException))
         return self._report(version, outcomes, packs=packs, started=started)
 
     async def join(self, replica: ReplicaHandle) -> int | None:
@@ -206,7 +208,7 @@ class SyncCoordinator:
     async def _relink(self) -> None:
         """After a change of membership. Links only save time: whoever misses them reads from the learners, so a failure
         is logged and no more."""
-        live = [member for member in self._members.values() if member.state == "live"]
+        live = [member for member in self._members.values() if member.state == "live" and not member.num_leases]
         try:
             await self._opener.link(self._opened(), live, self._clock() + LINK_S)
         except (WeightSyncError, TimeoutError) as error:
@@ -253,15 +255,58 @@ class SyncCoordinator:
         async with member.commit_lock:
             yield member.live_version
 
+    @asynccontextmanager
+    async def lease(self, replica: str) -> AsyncIterator[int | None]:
+        """As `freeze`, but syncs pass the replica by while others are live. Begin it between two syncs: one that is
+        under way waits for the end.
+
+        When the block ends in order, the replica gets the newest version; if it cannot take it, it is lost as after a
+        failed sync, and nothing is raised.
+        """
+        member = self._members[replica]
+        member.num_leases += 1
+        try:
+            async with member.commit_lock:
+                await self._relink()  # nobody is to read from a replica that gets nothing
+                yield member.live_version
+        except (asyncio.CancelledError, GeneratorExit):
+            member.num_leases -= 1
+            raise
+        except BaseException:
+            await self._end_lease(member)
+            raise
+        await self._end_lease(member)
+
+    async def _end_lease(self, member: Member) -> None:
+        async with self._membership_lock:
+            member.num_leases -= 1
+            if member.num_leases or self._members.get(member.name) is not member or member.state != "live":
+                return
+            await self._relink()
+            give_up = self._clock() + self._options.timeout_s
+            while self._published and member.live_version != max(self._published):
+                try:
+                    await self._catch_up(member, give_up)
+                except (WeightSyncError, TimeoutError) as error:
+                    # The version may just be giving its slot to a newer one that is not known here yet.
+                    if isinstance(error, VersionUnavailable) and self._clock() < give_up:
+                        await asyncio.sleep(RETRY_S)
+                        continue
+                    member.state = "dead" if member.state == "live" else member.state
+                    log.warning("%s is lost after its lease: %s", member.name, error)
+                    return
+
     async def close(self) -> None:
         """Close every party that still answers. Idempotent."""
         await self._close_parties()
         self._agreement = None
 
     def _report(
-        self, version: int, outcomes: Sequence[Outcome], *, packs: Sequence[PackReport], started: float
+        self, version: int, by_replica: Mapping[str, Outcome], *, packs: Sequence[PackReport], started: float
     ) -> SyncReport:
+        outcomes = by_replica.values()
         pulls = [report for outcome in outcomes for report in outcome.reports]
+        lived = [m.live_version for m in self._members.values() if m.state == "live" and m.live_version is not None]
         ranks = {rank for report in pulls for rank in report.pull_by_source}
         counters: Counter[str] = Counter()
         for report in (*packs, *pulls):
@@ -270,6 +315,7 @@ class SyncCoordinator:
             version=version,
             pack_s=max(report.pack_s for report in packs),
             seal_s=max(report.seal_s for report in pulls),
+            lease_s=max(report.lease_s for report in pulls),
             pull_s=max(report.pull_s for report in pulls),
             pull_by_source={
                 rank: max(report.pull_by_source.get(rank, 0.0) for report in pulls) for rank in sorted(ranks)
@@ -279,14 +325,17 @@ class SyncCoordinator:
             drain_s=max(outcome.drain_s for outcome in outcomes),
             pause_s=max(outcome.pause_s for outcome in outcomes),
             commit_s=max(report.commit_s for report in pulls),
+            resume_s=max(outcome.resume_s for outcome in outcomes),
             end_to_end_s=self._clock() - started,
             nbytes=sum(report.nbytes for report in pulls),
             num_runs=sum(report.num_runs for report in pulls),
             num_stalls=sum(report.num_stalls for report in pulls),
             num_retries=sum(outcome.num_retries for outcome in outcomes),
+            version_lag=version - min(lived, default=version),
             replicas_live=len(outcomes),
             replicas_skipped=len(self._members) - len(outcomes),
             counters=dict(sorted(counters.items())),
+            replicas={name: replica_times(outcome, started=started) for name, outcome in by_replica.items()},
         )
 
     async def _close_parties(self) -> None:

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from weight_sync.errors import PlanMismatch
+from weight_sync.vllm_compat import rename_mapper
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -92,14 +93,11 @@ def synced_model(model_runner: Any) -> nn.Module:
     manager = _manager(model_runner)
     _check_slot(manager)
     model = model_runner.get_model()
-    mapper = getattr(model, "hf_to_vllm_mapper", None)
-    if mapper is not None and hasattr(mapper, "get_rename_mapper"):
-        mapper = mapper.get_rename_mapper()
     return AdapterSlot(
         manager.modules,
         manager.packed_modules,
         targets=getattr(manager.lora_config, "target_modules", None),
-        mapper=mapper,
+        mapper=rename_mapper(model),
         check=lambda: _check_slot(manager),
     )
 

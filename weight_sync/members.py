@@ -11,6 +11,7 @@ import msgspec
 from weight_sync.control import Membership, PollRequest, PrefetchRequest, Progress, Request
 from weight_sync.control_client import AsyncControlClient
 from weight_sync.errors import PullTimeout, ReplicaDirty, VersionUnavailable, WeightSyncError
+from weight_sync.types import ReplicaTimes
 from weight_sync.wire import CommitResult, PullReport, ReceiverInfo, open_reply, reply_state
 
 if TYPE_CHECKING:
@@ -61,7 +62,29 @@ class Outcome(msgspec.Struct, kw_only=True):
     reports: list[PullReport]
     pause_s: float
     drain_s: float
+    resume_s: float
+    is_staged: bool
+    asked_at: float
+    """When its workers were asked for the version, on the coordinator's clock."""
+    live_at: float
+    """When it went on with it, on the same clock."""
     num_retries: int
+
+
+def replica_times(outcome: Outcome, *, started: float) -> ReplicaTimes:
+    """`started`: the request to sync, on the coordinator's clock. A pull in place begins with the pause."""
+    live_at_s = outcome.live_at - started
+    lease_s = max(report.lease_s for report in outcome.reports)
+    pull_at_s = outcome.asked_at - started + lease_s if outcome.is_staged else live_at_s - outcome.pause_s
+    return ReplicaTimes(
+        is_staged=outcome.is_staged,
+        pull_at_s=pull_at_s,
+        pull_s=max(report.pull_s for report in outcome.reports),
+        attest_s=max(report.attest_s for report in outcome.reports),
+        live_at_s=live_at_s,
+        drain_s=outcome.drain_s,
+        pause_s=outcome.pause_s,
+    )
 
 
 class Member:
@@ -75,6 +98,8 @@ class Member:
         self.lines: tuple[AsyncControlClient, ...] = ()
         """To each worker's control thread; made when the epoch opens, like `workers`."""
         self.commit_lock = asyncio.Lock()
+        self.num_leases = 0
+        """Blocks for which it keeps its version while syncs pass it by."""
         self._clock = clock
 
     @property
@@ -128,11 +153,12 @@ class Member:
                 outcome.num_retries += attempt
                 return outcome
         self.state = "dirty" if is_dirty else "dead"
-        log.error("%s is %s and left out until the next epoch: %s", self.handle.name, self.state, error)
+        log.error("%s is %s and left out until it joins again: %s", self.handle.name, self.state, error)
         raise error
 
     async def _prefetch_and_commit(self, version: int, give_up: float, turnstile: asyncio.Semaphore) -> Outcome:
         name, handle = self.handle.name, self.handle
+        asked_at = self._clock()
         await self._prefetch(version, give_up)
         waiting_since = self._clock()
         async with self.commit_lock, turnstile:
@@ -141,6 +167,7 @@ class Member:
             if left_s <= 0:
                 raise PullTimeout(f"{name}: no time is left to commit version {version}")
             result = await handle.commit(version, "ws_commit", version, left_s, timeout_s=left_s + ANSWER_S)
+            live_at = self._clock()
         try:
             reports = [open_reply(reply, PullReport, party=f"{name}/{i}") for i, reply in enumerate(result.results)]
         except WeightSyncError as error:
@@ -153,6 +180,10 @@ class Member:
             reports=reports,
             pause_s=result.pause_s,
             drain_s=result.drain_s,
+            resume_s=result.resume_s,
+            asked_at=asked_at,
+            is_staged=all(info.commit == "staged" for info in self.workers),
+            live_at=live_at,
             num_retries=sum(report.num_retries for report in reports),
         )
 

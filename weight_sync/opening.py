@@ -18,7 +18,9 @@ from weight_sync.control import Linked, LinkRequest, Membership
 from weight_sync.errors import PlanMismatch, PullTimeout
 from weight_sync.members import gather_all
 from weight_sync.plan import build_manifest, manifest_to_bytes
+from weight_sync.pull import shadow_plan
 from weight_sync.routes import Party, RelayMode, plan_routes
+from weight_sync.transports.base import arena_bytes
 from weight_sync.types import Manifest, ParamMeta, WorkerLayout
 from weight_sync.wire import (
     BakeRequest,
@@ -99,8 +101,9 @@ class EpochOpener:
         manifest = await asyncio.to_thread(
             build_manifest, epoch=self._epoch, params=params, shards=shards, workers=first
         )
+        for line in _memory_lines(manifest, self._options):
+            log.info("%s", line)  # before anything is allocated
         publishers = await self._open_publishers(manifest, give_up)
-        _log_memory(manifest, self._options.num_slots)
         return Agreement(manifest=manifest, publishers=publishers, layout=first)
 
     async def check_layout(self, agreement: Agreement, member: Member, give_up: float) -> None:
@@ -247,9 +250,24 @@ def _check_and_log(info: ReceiverInfo, replica: str, manifest: Manifest) -> None
         log.warning("%s/%d does not read %s", replica, info.worker, reason)
 
 
-def _log_memory(manifest: Manifest, num_slots: int) -> None:
-    largest = max((plan.arena_bytes for plan in manifest.pack), default=0)
-    log.info(
-        "arena of each learner rank: %d slots of at most %.1f MB, %.1f MB in all; made once, kept until the end",
-        num_slots, largest / 1e6, num_slots * largest / 1e6,
-    )  # fmt: skip
+def _memory_lines(manifest: Manifest, options: SyncOptions) -> list[str]:
+    """What the parties are about to allocate, once for the whole epoch: per learner rank and per engine worker."""
+    arenas = [
+        f"rank {plan.rank} {options.num_slots} x {_size(plan.arena_bytes)}, with the probe "
+        f"{_size(arena_bytes(plan.arena_bytes, options.num_slots))}"
+        for plan in sorted(manifest.pack, key=lambda plan: plan.rank)
+    ]
+    match options.commit:
+        case "inplace":
+            return [f"memory of learners: {'; '.join(arenas)}", "memory of engines: no shadow, commits are in place"]
+        case "staged" | "auto":
+            shadows = [f"worker {plan.worker} {_size(shadow_plan(plan.runs).nbytes)}" for plan in manifest.pull]
+            note = "" if options.commit == "staged" else ", if it fits into what is free then"
+            return [
+                f"memory of learners: {'; '.join(arenas)}",
+                f"memory of engines, shadow in each replica{note}: {'; '.join(shadows)}",
+            ]
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.1f} MB" if nbytes >= 1e6 else f"{nbytes / 1e3:.1f} kB"

@@ -300,9 +300,10 @@ class WeightReceiver:
         return PullReport(
             worker=self._worker,
             version=version,
+            lease_s=pulled.lease_s,
             seal_s=pulled.seal_s,
             pull_s=pulled.pull_s,
-            pull_by_source=dict(pulled.by_source),
+            pull_by_source=pulled.seconds_by_source(),
             attest_s=pulled.attest_s,
             commit_s=commit_s,
             nbytes=plan.nbytes if has_moved else 0,

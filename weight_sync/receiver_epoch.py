@@ -40,13 +40,21 @@ if TYPE_CHECKING:
 class Pulled(NamedTuple):
     """What bringing one version cost."""
 
+    lease_s: float = 0.0
+    """From the request until every learner had sealed the version."""
     pull_s: float = 0.0
     attest_s: float = 0.0
     seal_s: float = 0.0
     num_retries: int = 0
     num_stalls: int = 0
     by_source: tuple[tuple[int, float], ...] = ()
-    """(learner rank, seconds of its pull)."""
+    """(learner rank, seconds of its pull); twice where a digest differed."""
+
+    def seconds_by_source(self) -> dict[int, float]:
+        seconds: dict[int, float] = {}
+        for rank, spent_s in self.by_source:
+            seconds[rank] = seconds.get(rank, 0.0) + spent_s
+        return seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,6 +270,7 @@ class ReceiverEpoch:
             )
 
     def _pull_all(self, version: int, *, give_up: Deadline, check: Callable[[], None]) -> Pulled:
+        asked = self._host.clock()
         self._leases.take(version, give_up=give_up)
 
         def keep_going() -> None:
@@ -270,48 +279,64 @@ class ReceiverEpoch:
                 raise PullTimeout(f"{self._holder}: version {version} did not arrive in time; it is not committed")
             self._leases.renew_if_due(give_up)
 
-        total = Pulled(seal_s=max((self._leases[rank].seal_s for rank in self._sources), default=0.0))
+        total = Pulled(
+            lease_s=self._host.clock() - asked,
+            seal_s=max((self._leases[rank].seal_s for rank in self._sources), default=0.0),
+        )
         self._relay.begin(version)
         for rank in self._sources:
             total = self._pull_source(rank, version, total, keep_going)
+        if self._request.verify:
+            # After all bytes: digests read as fast as memory can, which a pull should not have to share.
+            for rank in self._sources:
+                total = self._attest_source(rank, version, total, keep_going)
         self._leases.settle(version, give_up)
         return total
 
-    def _pull_source(self, rank: int, version: int, total: Pulled, keep_going: Callable[[], None]) -> Pulled:
+    def _pull_source(
+        self, rank: int, version: int, total: Pulled, keep_going: Callable[[], None], *, is_retry: bool = False
+    ) -> Pulled:
         clock, source, slot = self._host.clock, self._sources[rank], self._leases[rank].slot
         reach = self._reaches[rank]
 
         def direct(pieces: Sequence[Piece], on_arrived: OnArrived) -> None:
             reach.pull(slot, pieces, check=keep_going, on_arrived=on_arrived)
 
-        spent_s = attest_s = 0.0
-        num_stalls = 0
-        for attempt in range(2):
-            started = clock()
-            if attempt:
-                self._relay.restart(rank)
-            has_stalled = self._relay.pull(
-                rank, source.pieces, version=version, direct=direct, check=keep_going, may_relay=attempt == 0
-            )
-            num_stalls += has_stalled
-            pulled = clock()
-            wrong = self._wrong_runs(rank) if self._request.verify else []
-            spent_s += pulled - started
-            attest_s += clock() - pulled
-            if not wrong:
-                return total._replace(
-                    pull_s=total.pull_s + spent_s,
-                    attest_s=total.attest_s + attest_s,
-                    num_retries=total.num_retries + attempt,
-                    num_stalls=total.num_stalls + num_stalls,
-                    by_source=(*total.by_source, (rank, spent_s)),
-                )
-            keep_going()
-        names = sorted({self.plan.runs[i].dst_param for i in wrong})
-        raise DigestMismatch(
-            f"{self._holder}: {len(wrong)} of {len(source.runs)} runs from learner {rank} differ from what was packed, "
-            f"twice: {', '.join(names[:5])}; suspect the link or the memory of either host"
+        started = clock()
+        if is_retry:
+            self._relay.restart(rank)
+        has_stalled = self._relay.pull(
+            rank, source.pieces, version=version, direct=direct, check=keep_going, may_relay=not is_retry
         )
+        spent_s = clock() - started
+        return total._replace(
+            pull_s=total.pull_s + spent_s,
+            num_retries=total.num_retries + is_retry,
+            num_stalls=total.num_stalls + has_stalled,
+            by_source=(*total.by_source, (rank, spent_s)),
+        )
+
+    def _attest_source(self, rank: int, version: int, total: Pulled, keep_going: Callable[[], None]) -> Pulled:
+        """Compare what arrived from a learner with what it packed; what differs is pulled once more, past relays."""
+        wrong, total = self._timed_wrong_runs(rank, total)
+        if not wrong:
+            return total
+        keep_going()
+        total = self._pull_source(rank, version, total, keep_going, is_retry=True)
+        wrong, total = self._timed_wrong_runs(rank, total)
+        if not wrong:
+            return total
+        names = sorted({self.plan.runs[i].dst_param for i in wrong})
+        num_runs = len(self._sources[rank].runs)
+        raise DigestMismatch(
+            f"{self._holder}: {len(wrong)} of {num_runs} runs from learner {rank} differ from what was packed, twice: "
+            f"{', '.join(names[:5])}; suspect the link or the memory of either host"
+        )
+
+    def _timed_wrong_runs(self, rank: int, total: Pulled) -> tuple[list[int], Pulled]:
+        started = self._host.clock()
+        wrong = self._wrong_runs(rank)
+        return wrong, total._replace(attest_s=total.attest_s + self._host.clock() - started)
 
     def _wrong_runs(self, rank: int) -> list[int]:
         source, sent = self._sources[rank], self._leases[rank].digests

@@ -118,6 +118,21 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
 
 
+class ReplicaTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """What one version did to one replica, and when. Seconds; times of workers are those of the slowest."""
+
+    is_staged: bool
+    """Pulled beside generation; else in the pause."""
+    pull_at_s: float
+    """From the request to sync until the first byte could be read."""
+    pull_s: float
+    attest_s: float
+    live_at_s: float
+    """From the request to sync until the replica went on with the version; the pause ends here."""
+    drain_s: float
+    pause_s: float
+
+
 class SyncReport(msgspec.Struct, frozen=True, kw_only=True):
     """What one version cost on its way to the engines. Times in seconds, of the slowest party."""
 
@@ -126,6 +141,8 @@ class SyncReport(msgspec.Struct, frozen=True, kw_only=True):
     """What the learner waited for."""
     seal_s: float
     """Digests of the packed bytes, beside training."""
+    lease_s: float
+    """From the request for the version until its first byte could be read: mostly the wait for the seal."""
     pull_s: float
     pull_by_source: dict[int, float]
     """Learner rank -> slowest pull from it."""
@@ -137,6 +154,8 @@ class SyncReport(msgspec.Struct, frozen=True, kw_only=True):
     pause_s: float
     """Longest time any replica stood still."""
     commit_s: float
+    resume_s: float
+    """At the end of the pause: from the workers' answers until the engine went on."""
     end_to_end_s: float
     """From the request to sync until the last replica was live."""
     nbytes: int
@@ -144,7 +163,11 @@ class SyncReport(msgspec.Struct, frozen=True, kw_only=True):
     num_retries: int
     num_stalls: int
     """Sources that a replica could not read from another one as planned."""
+    version_lag: int
+    """This version minus the oldest that a live replica generates with at the end of the sync."""
     replicas_live: int
     replicas_skipped: int
     counters: dict[str, int]
     """Allocations, registrations, sockets, ... since the epoch opened; must not grow after the first sync."""
+    replicas: dict[str, ReplicaTimes]
+    """By name, of the replicas that took the version."""

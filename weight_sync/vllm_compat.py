@@ -27,6 +27,19 @@ class UnsupportedVllm(WeightSyncError):
     """vLLM is missing or of a version we do not support."""
 
 
+def rename_mapper(model: object) -> Any | None:
+    """What maps names of checkpoint layers to those of the engine's model, parts of fused layers kept apart.
+
+    The whole mapper would call q, k and v alike. The method that leaves fusing out is the first in 0.32 and
+    the second in 0.25.
+    """
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    for method in ("get_rename_mapper", "get_unstacked_mapper"):
+        if hasattr(mapper, method):
+            return getattr(mapper, method)()
+    return mapper
+
+
 def check_vllm_version(found: str | None = None) -> str:
     """The version of vLLM that is installed (or `found`), if it is supported.
 

@@ -142,6 +142,8 @@ class PullReport(msgspec.Struct, frozen=True, kw_only=True):
 
     worker: int
     version: int
+    lease_s: float
+    """From the request for the version until its first byte could be read."""
     seal_s: float
     """The slowest learner's digest and seal of this version."""
     pull_s: float
@@ -208,6 +210,8 @@ class CommitResult(msgspec.Struct, frozen=True, kw_only=True):
     """Generation stood still: from the end of the step under way until the engine went on."""
     drain_s: float = 0.0
     """Before that: from the request to pause until that step had ended. Its tokens count."""
+    resume_s: float = 0.0
+    """Of the pause: from the workers' answers until the engine went on."""
 
 
 def encode(value: object) -> bytes:

@@ -5,6 +5,7 @@ Tokens are only ever appended, never decoded and encoded again: what the policy 
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -61,21 +62,23 @@ class TokenLedger:
     Example:
         ledger = TokenLedger(prompt.token_ids)
         ledger.add_generated(completion)
+        ledger.add_reward(0.5)
         ledger.add_context(tool_result_ids)
-        ledger.turns()  # (Turn(prompt + completion), Turn(tool result))
+        ledger.turns()  # (Turn(prompt + completion, reward 0.5), Turn(tool result))
     """
 
     def __init__(self, prompt_token_ids: np.ndarray) -> None:
         self._closed_turns: list[Turn] = []
         self._context = [np.asarray(prompt_token_ids, np.int32)]
         self._generated: list[Completion] = []
+        self._reward = 0.0
         self._num_prompt_tokens = len(prompt_token_ids)
 
     def add_context(self, token_ids: np.ndarray) -> None:
         """Appends tokens that the policy did not sample, e.g. the result of a tool."""
         if self._generated:
             self._closed_turns.append(self._open_turn())
-            self._context, self._generated = [], []
+            self._context, self._generated, self._reward = [], [], 0.0
         self._context.append(np.asarray(token_ids, np.int32))
 
     def add_generated(self, completion: Completion) -> None:
@@ -83,6 +86,16 @@ class TokenLedger:
         check_chunk(completion)
         if len(completion.token_ids):
             self._generated.append(completion)
+
+    def add_reward(self, reward: float) -> None:
+        """Rewards the turn that was generated last, on top of what it has.
+
+        Raises:
+            ValueError: the reward is not finite.
+        """
+        if not math.isfinite(reward):
+            raise ValueError(f"reward of a turn must be a finite number, got {reward}; give 0 for none")
+        self._reward += float(reward)
 
     def token_ids(self) -> np.ndarray:
         """int32[T]: the whole sequence so far, as an engine should continue it."""
@@ -106,6 +119,7 @@ class TokenLedger:
             is_generated=np.repeat([False, True], [len(context), len(generated.token_ids)]),
             logprobs=np.concatenate([np.full(len(context), np.nan, np.float32), generated.logprobs]),
             segments=generated.segments,
+            reward=self._reward,
         )
 
 

@@ -1,22 +1,25 @@
 """How one trajectory comes about: who speaks when, and when it is over.
 
 A loop knows nothing of replicas, seeds, deadlines or rewards. It gets a `Generate` that continues a token sequence, and
-returns the turns. Token-in, token-out: nothing is re-tokenised between turns.
+returns the turns. Token-in, token-out: nothing is re-tokenised between turns. The reward of the outcome comes later,
+from the reward function; a loop may add rewards of single turns.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, get_args
+
+import numpy as np
 
 from rollout.agent.ledger import TokenLedger
+from rollout.errors import AgentError
+from rollout.types import TrajectoryStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
 
-    import numpy as np
-
-    from rollout.types import Completion, FinishReason, Prompt, TrajectoryStatus, Turn
+    from rollout.types import Completion, FinishReason, Prompt, Turn
 
 
 class Generate(Protocol):
@@ -27,11 +30,26 @@ class Generate(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """What an environment answers to a turn.
+
+    Example:
+        Reply(token_ids=tokenizer.encode("wrong, try again"), reward=-0.1)
+        Reply(token_ids=None, reward=1.0)  # the end, with a last reward
+    """
+
+    token_ids: np.ndarray | Sequence[int] | None
+    """int32[T]: context tokens, template tokens included; None ends the episode."""
+    reward: float = 0.0
+    """For the turn that has just ended; finite."""
+
+
 class Environment(Protocol):
     """What the policy talks to in a trajectory of several turns: tools, a game, a user. One instance per trajectory."""
 
-    async def step(self, turns: tuple[Turn, ...]) -> np.ndarray | None:
-        """The reply to the last turn as context tokens (int32[T], template tokens included); None ends the episode."""
+    async def step(self, turns: tuple[Turn, ...]) -> Reply:
+        """The reply to the last turn. `turns` is everything so far, the prompt included."""
         ...
 
 
@@ -84,12 +102,49 @@ class MultiTurnLoop:
             if completion.finish_reason != "stop":
                 return Episode(turns=ledger.turns(), status=_status(completion.finish_reason))
             reply = await environment.step(ledger.turns())
-            if reply is None:
+            ledger.add_reward(reply.reward)
+            if reply.token_ids is None:
                 return Episode(turns=ledger.turns(), status="completed")
-            if ledger.num_response_tokens + len(reply) >= max_tokens:
+            tokens = np.asarray(reply.token_ids, np.int32)
+            if ledger.num_response_tokens + len(tokens) >= max_tokens:
                 break  # no room for the reply and a token after it
-            ledger.add_context(reply)
+            ledger.add_context(tokens)
         return Episode(turns=ledger.turns(), status="truncated")
+
+
+def check_episode(episode: object, prompt: Prompt, max_tokens: int) -> Episode:
+    """The episode, if a loop kept its contract.
+
+    Raises:
+        AgentError: what is wrong, and what to do.
+    """
+    if not isinstance(episode, Episode):
+        raise AgentError(f"run() returned a {type(episode).__name__}; return an Episode")
+    if episode.status not in get_args(TrajectoryStatus):
+        allowed = ", ".join(get_args(TrajectoryStatus))
+        raise AgentError(f"the status of an episode must be one of {allowed}, got {episode.status!r}")
+    tokens = np.concatenate([np.empty(0, np.int32), *(turn.token_ids for turn in episode.turns)])
+    num_prompt = len(prompt.token_ids)
+    if not np.array_equal(tokens[:num_prompt], prompt.token_ids) or any(
+        turn.is_generated[: max(num_prompt - start, 0)].any() for start, turn in _starts(episode.turns)
+    ):
+        raise AgentError("the turns must begin with the prompt's tokens as context; begin a TokenLedger with them")
+    if len(tokens) - num_prompt > max_tokens:
+        raise AgentError(
+            f"the turns hold {len(tokens) - num_prompt} tokens after the prompt, at most max_tokens={max_tokens} are "
+            "allowed; end the episode as truncated before"
+        )
+    if not all(np.isfinite(turn.logprobs[turn.is_generated]).all() for turn in episode.turns):
+        raise AgentError("a generated token has no finite log-probability; add what generate() returned as it is")
+    return episode
+
+
+def _starts(turns: tuple[Turn, ...]) -> Iterator[tuple[int, Turn]]:
+    """Every turn with the index of its first token."""
+    start = 0
+    for turn in turns:
+        yield start, turn
+        start += len(turn.token_ids)
 
 
 def _status(finish_reason: FinishReason | None) -> TrajectoryStatus:

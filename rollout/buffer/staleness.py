@@ -52,7 +52,7 @@ the take succeeds. If t > L+S, nothing can be outstanding, and the step waits fo
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -62,9 +62,8 @@ class StalenessViolation(Exception):
     """A group is older than it may be: a broken promise of this module or of its caller, never a normal event."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class Outstanding:
-    """A group that was admitted and not yet taken. Orders by age, oldest first."""
+class Outstanding(NamedTuple):
+    """A group that was admitted and not yet taken. Orders by age, oldest first; a tuple, because it is sorted a lot."""
 
     start_version: int
     group_id: int

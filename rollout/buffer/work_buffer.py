@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rollout.buffer.items import WorkItem, dump_prompt, load_prompt
 from rollout.buffer.progress import ProgressGuard
-from rollout.buffer.staleness import Outstanding, Wait, select
+from rollout.buffer.staleness import Outstanding, Selection, Wait, select
 from rollout.buffer.stats import BufferStats
 from rollout.errors import BufferClosed, NoProgress
 
@@ -84,12 +84,15 @@ class WorkBuffer:
         self._progress = ProgressGuard(groups_per_step=groups_per_step, max_refills_per_step=max_refills_per_step)
 
         self._waiting_for: Wait | None = None
+        self._due: set[int] = set()
+        self._num_missing = 0
         self._closed: BufferClosed | None = None
         # The first two are level-triggered: set exactly while there is a free slot / a queued item (or the buffer is
-        # closed), so that no wake-up is lost when a waiter is cancelled. `_changed` wakes the one taker to look again.
+        # closed), so that no wake-up is lost when a waiter is cancelled. `_may_take` wakes the one taker to look again;
+        # a look costs time in proportion to the slots, so it is not set before what `Wait` asks for has come.
         self._has_slot = asyncio.Event()
         self._has_queued = asyncio.Event()
-        self._changed = asyncio.Event()
+        self._may_take = asyncio.Event()
         self._notify()
 
     # --- prompt_loop -------------------------------------------------------------------------------------------------
@@ -205,24 +208,28 @@ class WorkBuffer:
         while True:
             self._raise_if_closed()
             started = self._clock()
-            choice = select(
-                step,
-                [_outstanding(item) for item, _ in self._ready.values()],
-                [_outstanding(item) for item in (*self._queued, *self._running.values())],
-                groups_per_step=self._groups_per_step,
-                max_staleness=self._max_staleness,
-            )
+            choice = self._choose()
             if not isinstance(choice, Wait):
                 return self._hand_over(step, choice.group_ids)
             self._waiting_for = choice
-            self._changed.clear()
+            self._due, self._num_missing = set(choice.group_ids), choice.num_needed
+            self._may_take.clear()
             try:
-                await self._changed.wait()
+                await self._may_take.wait()
             finally:
                 self._waiting_for = None
                 waited_s = self._clock() - started
                 self._wait_s["take"] += waited_s
                 self._wait_s["forced"] += waited_s if choice.is_forced else 0.0
+
+    def _choose(self) -> Selection | Wait:
+        return select(
+            self._next_step,
+            [_outstanding(item) for item, _ in self._ready.values()],
+            [_outstanding(item) for item in (*self._queued, *self._running.values())],
+            groups_per_step=self._groups_per_step,
+            max_staleness=self._max_staleness,
+        )
 
     def _hand_over(self, step: int, group_ids: tuple[int, ...]) -> list[Group]:
         taken = [self._ready.pop(group_id) for group_id in group_ids]
@@ -274,9 +281,9 @@ class WorkBuffer:
     @property
     def waiting_for(self) -> str:
         """What `take` waits for, in words for a person or a stall message; empty if it does not wait."""
-        if self._waiting_for is None:
+        wait = None if self._waiting_for is None else self._choose()
+        if not isinstance(wait, Wait):
             return ""
-        wait = self._waiting_for
         old = f" that are due, although {len(self._ready)} are ready" if wait.is_forced else ""
         names = ", ".join(str(group_id) for group_id in wait.group_ids[:8]) or "none admitted"
         more = f" and {len(wait.group_ids) - 8} more" if len(wait.group_ids) > 8 else ""
@@ -368,6 +375,9 @@ class WorkBuffer:
         self._raise_if_closed()
         if group_id not in self._running:
             raise ValueError(f"cannot {verb} group {group_id}: it is not running; claim it first, and end it once")
+        if group_id in self._due:
+            self._due.remove(group_id)
+            self._num_missing -= 1
         return self._running.pop(group_id)
 
     def _require_slot(self) -> None:
@@ -385,11 +395,17 @@ class WorkBuffer:
             raise error
 
     def _notify(self) -> None:
-        """Brings the events up to date after any change, and lets the taker look again."""
+        """Brings the events up to date after any change, and lets the taker look again if that may help it."""
         is_closed = self._closed is not None
         _set(self._has_slot, is_closed or self._num_slots_used < self._num_slots)
         _set(self._has_queued, is_closed or bool(self._queued))
-        self._changed.set()
+        if is_closed or self._has_what_take_needs():
+            self._may_take.set()
+
+    def _has_what_take_needs(self) -> bool:
+        if self._waiting_for is not None and self._waiting_for.is_forced:
+            return self._num_missing <= 0
+        return len(self._ready) >= self._groups_per_step
 
 
 def _outstanding(item: WorkItem) -> Outstanding:

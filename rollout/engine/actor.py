@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from rollout.engine.base import Engine, EngineInfo, EngineSpec, EngineStats
+    from rollout.engine.base import Engine, EngineInfo, EngineLoad, EngineSpec, EngineStats
     from rollout.types import Completion, SamplingParams
     from weight_sync.wire import CommitResult
 
@@ -139,6 +139,9 @@ class EngineActor:
 
     async def stats(self) -> EngineStats:
         return self._engine.stats()
+
+    async def load(self) -> EngineLoad:
+        return self._engine.load()
 
     async def close(self) -> None:
         for task in self._tasks:

@@ -47,6 +47,8 @@ class EngineSpec:
     num_threads: int = 1
     """Compute threads per worker, on "cpu"."""
     enforce_eager: bool = False
+    reports_load: bool = False
+    """Whether the engine counts what `Engine.load` says of its cache and queue; costs it a little at every step."""
     stream_tokens: int = 64
     """Most tokens of one chunk: what a caller loses if the engine dies."""
     seed: int = 0
@@ -119,6 +121,23 @@ class EngineStats:
     paused_s: float
     """How long generation has been paused by now; 0 while it runs."""
     is_dead: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    """How busy an engine is, as of its last step: what decides whether it gets more requests or fewer.
+
+    Example: `EngineLoad(running=64, waiting=0, kv_usage_frac=0.4, num_preemptions=0)`
+    """
+
+    running: int
+    """Requests in its batch."""
+    waiting: int
+    """Requests that wait inside it for a place in the batch or in the cache."""
+    kv_usage_frac: float | None
+    """Share of the KV cache that running requests hold; None where the engine does not say."""
+    num_preemptions: int | None
+    """Requests that lost their cache to others, since start; None where the engine does not say."""
 
 
 class Engine(ABC):
@@ -199,6 +218,14 @@ class Engine(ABC):
 
     @abstractmethod
     def stats(self) -> EngineStats: ...
+
+    @abstractmethod
+    def load(self) -> EngineLoad:
+        """Without waiting.
+
+        Raises:
+            EngineDead: the engine is dead.
+        """
 
     @abstractmethod
     async def close(self) -> None:

@@ -1,13 +1,17 @@
-"""A gate between admissions and commits: no request may enter an engine while its weights change."""
+"""What holds an engine shut: a gate before admissions, turns between commits and sleep, and who may end a pause.
+
+No request may enter an engine while its weights change, and nothing may be sampled then. Every engine keeps these rules
+by using this file.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
 
 class AdmissionGate:
@@ -55,3 +59,95 @@ class AdmissionGate:
             async with self._changed:
                 self._is_closed = False
                 self._changed.notify_all()
+
+
+class GateTurns:
+    """Commits and sleep, one after the other, with the gate shut.
+
+    Sleep leaves the gate shut behind it, and the commit that wakes the engine opens it. A sleep that arrives during a
+    commit waits for its end; a commit that arrives during a sleep waits until the engine sleeps, and wakes it.
+    """
+
+    def __init__(self, gate: AdmissionGate) -> None:
+        self.is_asleep = False
+        """A commit sets it to False once the engine is awake."""
+        self._gate = gate
+        self._turn = asyncio.Lock()
+        self._kept_shut = AsyncExitStack()
+        """Holds the gate while the engine sleeps."""
+
+    @asynccontextmanager
+    async def commit(self) -> AsyncIterator[None]:
+        """Consumes: nothing. Waits for: its turn, then an empty passage. Unblocked by: the ends of both."""
+        async with self._turn:
+            shut, self._kept_shut = self._kept_shut, AsyncExitStack()
+            if not self.is_asleep:
+                await shut.enter_async_context(self._gate.closed())
+            try:
+                yield
+            finally:
+                if self.is_asleep:
+                    self._kept_shut = shut
+                else:
+                    await shut.aclose()
+
+    @asynccontextmanager
+    async def sleep(self) -> AsyncIterator[None]:
+        """Around what puts the engine to sleep; the gate opens again if that raises. Nothing to do if `is_asleep`.
+
+        Consumes: nothing. Waits for: its turn, then an empty passage. Unblocked by: the ends of both.
+        """
+        async with self._turn, AsyncExitStack() as shut:
+            if self.is_asleep:
+                yield
+                return
+            await shut.enter_async_context(self._gate.closed())
+            yield
+            self.is_asleep, self._kept_shut = True, shut.pop_all()
+
+
+class Pause:
+    """Since when an engine stands still, and whether a watchdog may end that. Knows no engine and no clock of its own.
+
+    begin ─> (workers write) ─> end ─> lift        a mixture is not lifted: the next commit begins in the same pause
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.is_dirty = False
+        """The weights are a mixture of versions, or gone."""
+        self._clock = clock
+        self._since: float | None = None
+        self._is_committing = False
+
+    @property
+    def seconds(self) -> float:
+        """0 while the engine runs."""
+        return 0.0 if self._since is None else self._clock() - self._since
+
+    @property
+    def is_on(self) -> bool:
+        """Nothing may be sampled."""
+        return self._since is not None
+
+    def begin(self) -> None:
+        """A commit begins."""
+        self._since = self._clock() if self._since is None else self._since
+        self._is_committing = True
+
+    def end(self, *, is_dirty: bool) -> None:
+        """The commit is over; `lift` must follow unless it left a mixture."""
+        self.is_dirty, self._is_committing = is_dirty, False
+
+    def lift(self) -> None:
+        """The engine runs again."""
+        self._since = None
+
+    def remedy(self) -> Literal["none", "resume", "die"]:
+        """What a watchdog has to do about a pause that lasts too long.
+
+        A commit under way is left alone: it has a deadline of its own, and its workers may be writing. A pause that a
+        commit left behind is lifted if the weights are whole. A mixture cannot generate: its engine must be given up.
+        """
+        if self._since is None or self._is_committing:
+            return "none"
+        return "die" if self.is_dirty else "resume"

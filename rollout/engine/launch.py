@@ -11,10 +11,14 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from rollout.engine.base import EngineSpec
+    from rollout.engine.load_meter import LoadMeter
 
 
-def launch(spec: EngineSpec) -> tuple[AsyncLLM, list[int]]:
-    """Import vLLM and start its processes (blocking). The engine and the tokens that end an answer."""
+def launch(spec: EngineSpec, meter: LoadMeter) -> tuple[AsyncLLM, list[int]]:
+    """Import vLLM and start its processes (blocking). The engine and the tokens that end an answer.
+
+    `meter` is told what every step says of the load, with `spec.reports_load`.
+    """
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -30,10 +34,39 @@ def launch(spec: EngineSpec) -> tuple[AsyncLLM, list[int]]:
 
         end = AutoTokenizer.from_pretrained(spec.tokenizer).eos_token_id
         stop.update(set() if end is None else {end})
-    llm = AsyncLLM.from_vllm_config(config, usage_context=UsageContext.ENGINE_CONTEXT, disable_log_stats=True)
+    listeners: list[Any] | None = [_listener(meter)] if spec.reports_load else None
+    llm = AsyncLLM.from_vllm_config(
+        config, usage_context=UsageContext.ENGINE_CONTEXT, disable_log_stats=True, stat_loggers=listeners
+    )
     return llm, sorted(stop)
 
 
 def engine_pids(llm: AsyncLLM) -> list[int]:
     manager: Any = llm.engine_core.resources.engine_manager
     return [process.pid for process in getattr(manager, "processes", ())]
+
+
+def _listener(meter: LoadMeter) -> type:
+    """A logger class for vLLM that passes everything on to `meter`.
+
+    With any logger of its own vLLM adds one for Prometheus, which costs more per step than all the rest, unless it is
+    given one that is of that class already. So this is one in name.
+    """
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+    class Listener(PrometheusStatLogger):
+        def __init__(self, vllm_config: Any, engine_indexes: Any = None) -> None:
+            del vllm_config, engine_indexes  # and no metric is registered
+
+        def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
+            meter.record(scheduler_stats, iteration_stats)
+
+        def log_engine_initialized(self) -> None: ...
+
+        def log(self) -> None: ...
+
+        def record_sleep_state(self, *_: Any, **__: Any) -> None: ...
+
+        def record_admission_rejection(self, *_: Any, **__: Any) -> None: ...
+
+    return Listener

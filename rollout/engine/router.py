@@ -1,7 +1,7 @@
-"""Which engine replica generates what: pure policy, no I/O.
+"""Which engine replica generates what, and how much at once: pure policy, no I/O.
 
 A group stays with one replica, because its samples share the prompt's prefix cache. A new group goes to the replica
-with the fewest outstanding tokens (prompt plus budget of what was sent and has not come back).
+with the fewest outstanding tokens (prompt plus budget of what was sent and has not come back) among those with room.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class NoReplica(Exception):
 
 
 class Router:
-    """Least outstanding tokens, sticky per group, around quarantined replicas.
+    """Least outstanding tokens, sticky per group, around replicas that are quarantined, at rest or full.
 
     Example:
         router = Router(["engine-0", "engine-1"])
@@ -31,34 +31,54 @@ class Router:
         self._outstanding_tokens = dict.fromkeys(names, 0)
         if not self._outstanding_tokens:
             raise ValueError("a router needs at least one replica, got none")
+        self._num_requests = dict.fromkeys(self._outstanding_tokens, 0)
+        self._limits: dict[str, int] = {}
         self._quarantined: dict[str, str] = {}
+        self._resting: set[str] = set()
         self._sticky: dict[str, str] = {}
 
-    def route(self, group_key: str, tokens: int) -> str:
-        """Chooses a replica for `tokens` more tokens of a group and counts them as outstanding there.
+    def route(self, group_key: str, tokens: int, *, num_requests: int = 1) -> str | None:
+        """Chooses a replica for `tokens` more tokens of a group, in `num_requests` requests, and counts them there.
+
+        Returns:
+            None if there is no room now: every replica that may take them (the group's own, if it has one) is full or
+            at rest. Nothing is counted then.
 
         Raises:
             NoReplica: all are quarantined.
         """
-        name = self._sticky.get(group_key)
-        if name is None or name in self._quarantined:
-            name = self._least_loaded()
-            self._sticky[group_key] = name
+        name = self._choose(group_key, num_requests)
+        if name is None:
+            return None
+        self._sticky[group_key] = name
         self._outstanding_tokens[name] += tokens
+        self._num_requests[name] += num_requests
         return name
 
-    def done(self, name: str, tokens: int) -> None:
-        """`tokens` that were routed to `name` came back, or never will."""
+    def home(self, group_key: str) -> str | None:
+        """The one replica that a group waits for; None if any will do."""
+        name = self._sticky.get(group_key)
+        return None if name is None or name in self._quarantined or name in self._resting else name
+
+    def done(self, name: str, tokens: int, *, num_requests: int = 1) -> None:
+        """`tokens` of `num_requests` requests that were routed to `name` came back, or never will."""
         left = self._outstanding_tokens[name] - tokens
-        if left < 0:
+        if left < 0 or self._num_requests[name] < num_requests:
             raise ValueError(
-                f"{tokens} tokens came back from {name!r}, but only {self._outstanding_tokens[name]} were outstanding"
+                f"{tokens} tokens came back from {name!r}, but only {self._outstanding_tokens[name]} were outstanding "
+                f"(requests: {num_requests} of {self._num_requests[name]})"
             )
         self._outstanding_tokens[name] = left
+        self._num_requests[name] -= num_requests
 
     def forget(self, group_key: str) -> None:
         """The group is over; nothing else of it will be routed."""
         self._sticky.pop(group_key, None)
+
+    def limit(self, name: str, num_requests: int) -> None:
+        """From now on `name` gets nothing while it has so many requests, except a group that finds it empty."""
+        self._require_known(name)
+        self._limits[name] = num_requests
 
     def quarantine(self, name: str, reason: str) -> None:
         """Sends nothing more to `name` until `restore`. The first reason is kept."""
@@ -66,9 +86,20 @@ class Router:
         self._quarantined.setdefault(name, reason)
 
     def restore(self, name: str) -> None:
-        """`name` works again."""
+        """`name` works again, and is not at rest."""
         self._require_known(name)
         self._quarantined.pop(name, None)
+        self._resting.discard(name)
+
+    def rest(self, name: str) -> None:
+        """Sends nothing new to `name` until `resume`; it is well, and what it has goes on."""
+        self._require_known(name)
+        self._resting.add(name)
+
+    def resume(self, name: str) -> None:
+        """`name` takes requests again, unless it is quarantined."""
+        self._require_known(name)
+        self._resting.discard(name)
 
     @property
     def quarantined(self) -> dict[str, str]:
@@ -80,12 +111,31 @@ class Router:
         """Replica to tokens."""
         return dict(self._outstanding_tokens)
 
-    def _least_loaded(self) -> str:
-        usable = [name for name in self._outstanding_tokens if name not in self._quarantined]
-        if not usable:
+    @property
+    def num_requests(self) -> dict[str, int]:
+        """Replica to requests that were sent there and have not come back."""
+        return dict(self._num_requests)
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """Replica to its limit, for those that have one."""
+        return dict(self._limits)
+
+    def _choose(self, group_key: str, num_requests: int) -> str | None:
+        home = self.home(group_key)
+        if home is not None:
+            return home if self._has_room(home, num_requests) else None
+        if len(self._quarantined) == len(self._outstanding_tokens):
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self._quarantined.items())
             raise NoReplica(f"all {len(self._outstanding_tokens)} engine replicas are quarantined ({reasons})")
-        return min(usable, key=lambda name: self._outstanding_tokens[name])
+        usable = [name for name in self._outstanding_tokens if self._has_room(name, num_requests)]
+        return min(usable, key=self._outstanding_tokens.__getitem__, default=None)
+
+    def _has_room(self, name: str, num_requests: int) -> bool:
+        if name in self._quarantined or name in self._resting:
+            return False
+        limit, used = self._limits.get(name), self._num_requests[name]
+        return limit is None or used == 0 or used + num_requests <= limit
 
     def _require_known(self, name: str) -> None:
         if name not in self._outstanding_tokens:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from rollout.engine.base import Engine, EngineInfo, EngineSpec, EngineStats
+from rollout.engine.base import Engine, EngineInfo, EngineLoad, EngineSpec, EngineStats
 from rollout.engine.chunks import ChunkBuilder, VersionLabels
-from rollout.engine.gate import AdmissionGate
+from rollout.engine.gate import AdmissionGate, GateTurns, Pause
 from rollout.errors import EngineDead
 from weight_sync.wire import CommitResult, Reply, encode, reply_state
 
@@ -55,6 +55,8 @@ class Faults:
     """The engine dies when it has generated this many tokens in all."""
     hang_generation: bool = False
     """Streams stand still."""
+    load: EngineLoad | None = None
+    """What the engine says of its load; None counts its requests."""
     worker_calls: list[tuple[str, tuple[object, ...]]] = field(default_factory=list)
     """Record of every worker call."""
 
@@ -83,12 +85,12 @@ class ScriptedEngine(Engine):
         self.faults = Faults()
         self._version = spec.initial_version
         self._gate = AdmissionGate()
+        self._turns = GateTurns(self._gate)
+        self._pause = Pause(clock)
         self._live: dict[str, _Live] = {}
         self._entering: set[str] = set()
         self._cancelled: set[str] = set()
         self._changed = asyncio.Condition()
-        self._is_paused = self._is_dirty = False
-        self._paused_at: float | None = None
         self._dead_reason = "it is not started"
         self._generated_tokens = self._prompt_tokens = self._finished_requests = 0
 
@@ -159,7 +161,7 @@ class ScriptedEngine(Engine):
         return "length" if at_limit else None
 
     def _can_step(self) -> bool:
-        return bool(self._dead_reason) or not (self._is_paused or self.faults.hang_generation)
+        return bool(self._dead_reason) or not (self._pause.is_on or self.faults.hang_generation)
 
     async def abort(self, request_id: str) -> None:
         if request_id in self._entering:
@@ -181,30 +183,47 @@ class ScriptedEngine(Engine):
         return await asyncio.shield(asyncio.ensure_future(self._commit(version, method, args, timeout_s)))
 
     async def _commit(self, version: int, method: str, args: tuple[object, ...], timeout_s: float) -> CommitResult:
-        async with self._gate.closed():
+        async with self._turns.commit():
             self._check_alive()
             begin = self._clock()
-            self._paused_at = begin if self._paused_at is None else self._paused_at
-            self._is_paused = True
-            state: Literal["ok", "failed", "dirty"] = "dirty" if self._is_dirty else "failed"
+            state: Literal["ok", "failed", "dirty"] = "dirty" if self._pause.is_dirty else "failed"
+            self._pause.begin()
             try:
                 if self._spec.in_flight == "abort":
-                    for live in self._live.values():
-                        live.ended_by = "abort"
+                    self._end_all("abort")
                 results = await self.call_workers(method, *args, timeout_s=timeout_s)
                 state = reply_state(results)
                 if state == "ok":
+                    self._turns.is_asleep = False
                     for live in self._live.values():
                         live.chunks.labels.switch(live.chunks.num_tokens, version)
                     self._version = version
             finally:
-                self._is_dirty = state == "dirty"
-                if not self._is_dirty:
+                # Sleep threw the weights away, so whatever happened, an engine that still sleeps holds none.
+                self._pause.end(is_dirty=state == "dirty" or self._turns.is_asleep)
+                if not self._pause.is_dirty:
                     await self._resume()
             return CommitResult(results=results, pause_s=self._clock() - begin)
 
+    async def sleep(self) -> None:
+        if not self._spec.sleep_mode:
+            return await super().sleep()
+        return await asyncio.shield(asyncio.ensure_future(self._fall_asleep()))
+
+    async def _fall_asleep(self) -> None:
+        async with self._turns.sleep():
+            self._check_alive()
+            if self._turns.is_asleep:
+                return
+            self._end_all("abort")
+            await self._sleep(self._worker_s)
+
+    def _end_all(self, reason: FinishReason) -> None:
+        for live in self._live.values():
+            live.ended_by = reason
+
     async def _resume(self) -> None:
-        self._is_paused, self._paused_at = False, None
+        self._pause.lift()
         await self.wake()
 
     async def wake(self) -> None:
@@ -213,12 +232,15 @@ class ScriptedEngine(Engine):
             self._changed.notify_all()
 
     async def end_pause(self, reason: str) -> None:
-        if self._paused_at is None or self._dead_reason:
+        if self._dead_reason:
             return
-        if self._is_dirty:
-            await self.die(f"its weights are a mixture of versions: {reason}")
-        else:
-            await self._resume()
+        match self._pause.remedy():
+            case "none":
+                return
+            case "resume":
+                await self._resume()
+            case "die":
+                await self.die(f"its weights are a mixture of versions: {reason}")
 
     async def die(self, reason: str) -> None:
         """Die now: every stream and every later call raises `EngineDead`."""
@@ -239,8 +261,16 @@ class ScriptedEngine(Engine):
             prompt_tokens=self._prompt_tokens,
             finished_requests=self._finished_requests,
             kv_usage_frac=None,
-            paused_s=0.0 if self._paused_at is None else self._clock() - self._paused_at,
+            paused_s=self._pause.seconds,
             is_dead=bool(self._dead_reason),
+        )
+
+    def load(self) -> EngineLoad:
+        self._check_alive()
+        if self.faults.load is not None:
+            return self.faults.load
+        return EngineLoad(
+            running=len(self._live), waiting=self._gate.num_waiting, kv_usage_frac=None, num_preemptions=None
         )
 
     async def close(self) -> None:

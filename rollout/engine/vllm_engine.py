@@ -12,17 +12,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
-from rollout.engine.base import Engine, EngineInfo, EngineSpec, EngineStats
+from rollout.engine.base import Engine, EngineInfo, EngineLoad, EngineSpec, EngineStats
 from rollout.engine.chunks import ChunkBuilder, VersionLabels
 from rollout.engine.environment import environment
-from rollout.engine.gate import AdmissionGate
+from rollout.engine.gate import AdmissionGate, GateTurns, Pause
 from rollout.engine.launch import engine_pids, launch
+from rollout.engine.load_meter import LoadMeter
 from rollout.engine.outputs import Fence, known_finish_reason, sampled_logprobs
 from rollout.engine.reaper import OrphanReaper
 from rollout.engine.settings import process_env
@@ -32,7 +32,7 @@ from weight_sync import vllm_compat
 from weight_sync.wire import CommitResult, open_reply, reply_state
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import RequestOutputCollector
@@ -74,6 +74,9 @@ class VllmEngine(Engine):
         self._read_replies = read_replies
         self._version = spec.initial_version
         self._gate = AdmissionGate()
+        self._turns = GateTurns(self._gate)
+        self._pause = Pause(clock)
+        self._meter = LoadMeter()
         self._live: dict[str, _Live] = {}
         self._entering: set[str] = set()
         self._cancelled: set[str] = set()
@@ -83,13 +86,6 @@ class VllmEngine(Engine):
         self._stopping: list[asyncio.Future[None]] = []
         self._reapers: list[OrphanReaper] = []
         self._vllm_dead_errors: tuple[type[Exception], ...] = ()
-        self._is_dirty = False
-        self._is_committing = False
-        self._is_asleep = False
-        self._sleep_lock = asyncio.Lock()
-        self._sleeping_gate = AsyncExitStack()
-        """Keeps the gate shut while the engine sleeps."""
-        self._paused_at: float | None = None
         self._stop_token_ids: list[int] = []
         self._generated_tokens = self._prompt_tokens = self._finished_requests = 0
 
@@ -99,7 +95,7 @@ class VllmEngine(Engine):
         begin = self._clock()
         with environment(process_env(self._spec), self._spec.env):
             # In a thread: loading blocks for seconds, and whoever waits for other engines shares this event loop.
-            llm, stop_token_ids = await asyncio.to_thread(launch, self._spec)
+            llm, stop_token_ids = await asyncio.to_thread(launch, self._spec, self._meter)
         from vllm.v1.engine.exceptions import EngineDeadError
 
         self._llm, self._stop_token_ids, self._vllm_dead_errors = llm, stop_token_ids, (EngineDeadError,)
@@ -252,20 +248,19 @@ class VllmEngine(Engine):
         return await asyncio.shield(asyncio.ensure_future(self._commit(version, method, args, timeout_s)))
 
     async def _commit(self, version: int, method: str, args: tuple[object, ...], timeout_s: float) -> CommitResult:
-        async with self._sleep_lock, self._closed_gate():
+        async with self._turns.commit():
             engine, begin = self._engine, self._clock()
-            self._paused_at = begin if self._paused_at is None else self._paused_at
 
             def left_s() -> float:
                 return timeout_s - (self._clock() - begin)
 
             # Sleep threw the weights away: until they are written and it is awake, the engine holds garbage.
-            state: ReplyState = "dirty" if self._is_dirty else "failed"
-            self._is_committing = True
+            state: ReplyState = "dirty" if self._pause.is_dirty else "failed"
+            self._pause.begin()
             try:
                 await self._within(vllm_compat.pause_engine(engine, mode=self._spec.in_flight), left_s(), "pause")
                 paused = self._clock()
-                if self._is_asleep:
+                if self._turns.is_asleep:
                     await self._within(engine.wake_up(tags=["weights"]), left_s(), "wake-up of the weights")
                 # Beside the workers' call: nothing is sampled any more, so the counts stand.
                 counting = asyncio.ensure_future(self._count_tokens(engine, left_s()))
@@ -276,58 +271,44 @@ class VllmEngine(Engine):
                 except BaseException:
                     counting.cancel()
                     raise
-                if state == "ok" and self._is_asleep:
+                if state == "ok" and self._turns.is_asleep:
                     await self._within(engine.wake_up(tags=["kv_cache"]), left_s(), "wake-up of the cache")
-                    self._is_asleep = False
+                    self._turns.is_asleep = False
                 if state == "ok":
                     for chunks, num_tokens in boundaries:
                         chunks.labels.switch(num_tokens, version)
                     self._version = version
             finally:
-                if self._is_asleep:
-                    state = "dirty"
-                self._is_dirty, self._is_committing = state == "dirty", False
-                if not self._is_dirty and not self._is_dead:
+                written = self._clock()
+                self._pause.end(is_dirty=state == "dirty" or self._turns.is_asleep)
+                if not self._pause.is_dirty and not self._is_dead:
                     await self._resume(engine)
-            return CommitResult(results=results, pause_s=self._clock() - paused, drain_s=paused - begin)
+            resumed = self._clock()
+            return CommitResult(
+                results=results, pause_s=resumed - paused, drain_s=paused - begin, resume_s=resumed - written
+            )
 
     async def sleep(self) -> None:
         if not self._spec.sleep_mode:
             return await super().sleep()
-        async with self._sleep_lock:
-            if not self._is_asleep:
-                await self._fall_asleep()
-        return None
+        # A task of its own, as a commit: half-way asleep the engine must not be left.
+        return await asyncio.shield(asyncio.ensure_future(self._fall_asleep()))
 
     async def _fall_asleep(self) -> None:
-        gate = AsyncExitStack()
-        await gate.enter_async_context(self._gate.closed())
-        try:
+        async with self._turns.sleep():
             engine = self._engine
-            await self._within(vllm_compat.pause_engine(engine, mode="abort"), _SLEEP_TIMEOUT_S, "pause")
-            # Level 2 throws weights away, level 1 keeps them on the host: no sync brings the base of an adapter back.
-            level = 1 if self._spec.lora_rank else 2
-            await self._within(engine.sleep(level=level), _SLEEP_TIMEOUT_S, "sleep")
-            if self._spec.extension == vllm_compat.EXTENSION and level == 2:
-                await self.call_workers("ws_forget", timeout_s=_SLEEP_TIMEOUT_S)
-        except BaseException:
-            await gate.aclose()
-            raise
-        self._is_asleep, self._sleeping_gate = True, gate
-
-    @asynccontextmanager
-    async def _closed_gate(self) -> AsyncIterator[None]:
-        """The gate shut, also if sleep holds it shut already; open afterwards unless the engine still sleeps."""
-        gate, self._sleeping_gate = self._sleeping_gate, AsyncExitStack()
-        if not self._is_asleep:
-            await gate.enter_async_context(self._gate.closed())
-        try:
-            yield
-        finally:
-            if self._is_asleep:
-                self._sleeping_gate = gate
-            else:
-                await gate.aclose()
+            if self._turns.is_asleep:
+                return
+            try:
+                await self._within(vllm_compat.pause_engine(engine, mode="abort"), _SLEEP_TIMEOUT_S, "pause")
+                # Level 2 throws weights away, level 1 keeps them on the host: no sync brings an adapter's base back.
+                level = 1 if self._spec.lora_rank else 2
+                await self._within(engine.sleep(level=level), _SLEEP_TIMEOUT_S, "sleep")
+                if self._spec.extension == vllm_compat.EXTENSION and level == 2:
+                    await self.call_workers("ws_forget", timeout_s=_SLEEP_TIMEOUT_S)
+            except Exception as error:
+                self._die(f"it did not fall asleep, so what its memory holds is unknown: {error}")
+                raise
 
     async def _count_tokens(self, engine: AsyncLLM, timeout_s: float) -> list[tuple[ChunkBuilder, int]]:
         """Per request that can go on: how many tokens it has been given so far. The engine must be paused."""
@@ -344,15 +325,18 @@ class VllmEngine(Engine):
 
     async def _resume(self, engine: AsyncLLM) -> None:
         await self._within(vllm_compat.resume_engine(engine), _RESUME_TIMEOUT_S, "resume")
-        self._paused_at = None
+        self._pause.lift()
 
     async def end_pause(self, reason: str) -> None:
-        if self._paused_at is None or self._is_dead or self._is_committing:
-            return  # a commit has a deadline of its own, and workers may be writing
-        if self._is_dirty:
-            self._die(f"its weights are a mixture of versions and no commit repaired them: {reason}")
-        else:
-            await self._resume(self._engine)
+        if self._is_dead:
+            return
+        match self._pause.remedy():
+            case "none":
+                return
+            case "resume":
+                await self._resume(self._engine)
+            case "die":
+                self._die(f"its weights are a mixture of versions and no commit repaired them: {reason}")
 
     # ---------------------------------------------------------------- state
 
@@ -370,10 +354,16 @@ class VllmEngine(Engine):
             generated_tokens=self._generated_tokens,
             prompt_tokens=self._prompt_tokens,
             finished_requests=self._finished_requests,
-            kv_usage_frac=None,
-            paused_s=0.0 if self._paused_at is None else self._clock() - self._paused_at,
+            kv_usage_frac=self._meter.load(len(states)).kv_usage_frac,
+            paused_s=self._pause.seconds,
             is_dead=self._is_dead,
         )
+
+    def load(self) -> EngineLoad:
+        states = self._engine.output_processor.request_states
+        load = self._meter.load(len(states))
+        # Without figures from the scheduler: whatever is inside is taken to run.
+        return load if self._spec.reports_load else replace(load, running=len(states))
 
     @property
     def _is_dead(self) -> bool:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.fakes.trainer_process import TrainerProcess
+from tests.fakes.trainer_process import ROOT, TrainerProcess
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -22,11 +22,14 @@ def tiny_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start(tiny_cache: Path) -> Iterator[Callable[..., TrainerProcess]]:
-    """`start(run_dir, *overrides)`; everything that still runs is killed at the end of the test."""
+    """`start(run_dir, *overrides)`; everything that still runs is killed at the end of the test.
+
+    Runs start in the repository, or in `directory`.
+    """
     with contextlib.ExitStack() as stack:
 
-        def begin(run_dir: Path, *overrides: str, cache: Path = tiny_cache) -> TrainerProcess:
-            process = TrainerProcess(run_dir, *overrides, cache=cache)
+        def begin(run_dir: Path, *overrides: str, cache: Path = tiny_cache, directory: Path = ROOT) -> TrainerProcess:
+            process = TrainerProcess(run_dir, *overrides, cache=cache, directory=directory)
             stack.callback(process.close)
             return process
 

@@ -131,29 +131,3 @@ def test_kill_9_during_the_start_takes_the_maker_of_the_model_along(start: Start
     run.until(lambda: any("raylet" in name for name in run.names))
     run.kill()
     assert run.left_over(within_s=GONE_WITHIN_S) == []
-
-
-def test_a_synchronous_run_repeats_itself(start: Start, tmp_path: Path) -> None:
-    """The same prompts, sampled tokens, rewards, losses and gradients, to the last bit."""
-    keys = ("reward/mean", "learner/loss", "learner/kl_behaviour", "learner/entropy", "learner/grad_norm")
-    lines: list[list[list[float]]] = []
-    sampled: list[dict[int, tuple[list[int], list[float]]]] = []
-    for name in ("first", "second"):
-        run = start(tmp_path / name, *SMALL, "mode=sync", "trainer.total_steps=6")
-        assert run.wait() == 0, run.text[-3000:]
-        lines.append([[line[key] for key in keys] for line in run.lines])
-        # Groups that are admitted behind the last step may or may not end in time.
-        sampled.append({group_id: what for group_id, what in sampled_by(run).items() if group_id < 6 * 8})
-    assert len(sampled[0]) == 6 * 8
-    assert sampled[0] == sampled[1]
-    assert lines[0] == lines[1]
-
-
-def sampled_by(run: TrainerProcess) -> dict[int, tuple[list[int], list[float]]]:
-    """Group id -> all its tokens, and its rewards."""
-    found: dict[int, tuple[list[int], list[float]]] = {}
-    for path in (run.run_dir / "trajectories").glob("*.jsonl"):
-        for group in map(json.loads, path.read_text().splitlines()):
-            tokens = [token for t in group["trajectories"] for turn in t["turns"] for token in turn["token_ids"]]
-            found[group["group_id"]] = (tokens, group["rewards"])
-    return found

@@ -107,8 +107,12 @@ def test_the_trace_shows_weights_moving_while_groups_are_generated(job: TrainerP
     events = json.loads((job.run_dir / "trace.json").read_text())
     groups, syncs = spans(events, "group "), spans(events, "sync v")
     assert len(syncs) >= STEPS // 2
-    overlapping = [s for s in syncs if any(g[0] < s[1] and s[0] < g[1] for g in groups)]
-    assert len(overlapping) >= len(syncs) // 2
+    pulls, pauses = spans(events, "pull v"), spans(events, "paused for v")
+    assert len(pulls) == len(pauses) == len(syncs)
+    overlapping = [p for p in pulls if any(g[0] < p[1] and p[0] < g[1] for g in groups)]
+    assert len(overlapping) >= len(pulls) // 2
+    # Staged: a version's bytes are there before its pause begins.
+    assert all(pulled[1] <= pause[0] for pulled, pause in zip(pulls, pauses, strict=True))
     steps = spans(events, "step ")
     assert len(steps) == STEPS
     assert any(g[0] < s[1] and s[0] < g[1] for s in steps for g in groups), "generation and training never overlap"

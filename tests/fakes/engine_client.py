@@ -19,6 +19,7 @@ from rollout.types import Completion, Segment
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
+    from rollout.engine.base import EngineLoad
     from rollout.types import FinishReason, SamplingParams
 
 STOP_TOKEN = 0
@@ -61,6 +62,8 @@ class FakeEngine:
     give_back_after_chunks: int | None = None
     """Chunks per request after which it is given back with "abort"."""
     hangs: bool = False
+    said_load: EngineLoad | None = None
+    """What it says of its load; None is a replica that does not answer."""
     calls: list[Call] = field(default_factory=list)
     num_chunks: int = 0
 
@@ -91,6 +94,11 @@ class FakeEngine:
                     yield index, chunk
         finally:
             call.is_closed = True
+
+    async def load(self) -> EngineLoad:
+        if self.said_load is None:
+            raise EngineDead(f"{self.name} does not answer")
+        return self.said_load
 
     def _chunk(self, sequence: list[int], budget: int) -> Completion:
         tokens: list[int] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 VOCAB = 61
+RANKS_TIMEOUT_S = 100.0
 TINY = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -171,8 +173,18 @@ def weights(learner: PolicyLearner) -> dict[str, torch.Tensor]:
 
 
 def run_ranks(job: Callable[[Path], Any], directory: Path, *, world_size: int) -> list[Any]:
-    """Run `job(directory)` in `world_size` new processes with a process group; returns what each rank returned."""
-    mp.spawn(_rank_main, args=(world_size, job, directory), nprocs=world_size)
+    """Run `job(directory)` in `world_size` new processes with a process group; returns what each rank returned.
+
+    Raises:
+        TimeoutError: they hang, say in a collective that one of them never entered. They are killed.
+    """
+    ranks = mp.spawn(_rank_main, args=(world_size, job, directory), nprocs=world_size, join=False)
+    give_up = time.monotonic() + RANKS_TIMEOUT_S
+    while not ranks.join(timeout=1.0):
+        if time.monotonic() > give_up:
+            for process in ranks.processes:
+                process.kill()
+            raise TimeoutError(f"{world_size} ranks were not done after {RANKS_TIMEOUT_S} s")
     return [torch.load(directory / f"result_{rank}.pt", weights_only=False) for rank in range(world_size)]
 
 

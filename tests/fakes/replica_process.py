@@ -97,6 +97,9 @@ class ReplicaParty:
         """From now on this process is on `node`, reached at `host`."""
         settle(node, host)
 
+    def see_is_committing(self) -> bool:
+        return self._traps.is_committing
+
     def see_transports(self) -> list[dict[int, str]]:
         """Of each worker: learner rank -> how its slots are read when they are read directly."""
         return [receiver._epoch.transports for receiver in self.replica.receivers if receiver._epoch is not None]

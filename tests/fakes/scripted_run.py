@@ -141,6 +141,7 @@ class World:
     evaluated: list[int] = field(default_factory=list)
     num_generating: int = 0
     frozen: asyncio.Lock = field(default_factory=asyncio.Lock)
+    load_record: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.script.seed)
@@ -231,6 +232,7 @@ def sync_report(version: int, **changes: Any) -> SyncReport:
         "version": version,
         "pack_s": 0.1,
         "seal_s": 0.0,
+        "lease_s": 0.0,
         "pull_s": 0.5,
         "pull_by_source": {0: 0.5},
         "pull_bytes_per_s": 20.0,
@@ -238,14 +240,17 @@ def sync_report(version: int, **changes: Any) -> SyncReport:
         "attest_s": 0.0,
         "pause_s": 0.1,
         "commit_s": 0.1,
+        "resume_s": 0.0,
         "end_to_end_s": 0.6,
         "nbytes": 10,
         "num_runs": 1,
         "num_retries": 0,
         "num_stalls": 0,
+        "version_lag": 0,
         "replicas_live": 1,
         "replicas_skipped": 0,
         "counters": {"allocations": 2},
+        "replicas": {},
     }
     return SyncReport(**(values | changes))
 
@@ -328,8 +333,7 @@ class ScriptedRun:
             parts = self.parts()
             extra = meddle(parts) if meddle is not None else None
             try:
-                if parts.evaluator.is_possible and self.cfg.trainer.eval_at_start:
-                    await loops.begin_evaluation(parts, supervisor)
+                await loops.evaluate_at_start(parts, supervisor)
                 supervisor.spawn(loops.prompt_loop(parts), name="prompt_loop")
                 supervisor.spawn(loops.rollout_loop(parts), name="rollout_loop")
                 supervisor.spawn(loops.batch_loop(parts), name="batch_loop", may_end=True)

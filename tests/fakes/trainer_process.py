@@ -25,14 +25,14 @@ LOOK_EVERY_S = 0.2
 class TrainerProcess:
     """Starts at once, in a session of its own. `close` stops whatever still runs."""
 
-    def __init__(self, run_dir: Path, *overrides: str, cache: Path) -> None:
+    def __init__(self, run_dir: Path, *overrides: str, cache: Path, directory: Path = ROOT) -> None:
         self.run_dir = run_dir
         self.output = run_dir.with_name(f"{run_dir.name}.{time.monotonic_ns()}.out")
         env = {**os.environ, "TANDEM_CACHE_DIR": str(cache), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-m", "trainer", f"run_dir={run_dir}", "telemetry.progress=plain", *overrides]
         with self.output.open("wb") as output:
             self._process = subprocess.Popen(
-                command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+                command, cwd=directory, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )
         self.pid = self._process.pid
         self._seen: dict[int, psutil.Process] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import os
 import re
 import shlex
@@ -88,6 +89,46 @@ def test_scripts_that_documents_name_exist_and_can_be_run() -> None:
     assert not missing, "\n".join(missing)
     shell = sorted({script for _, script in named if script.endswith(".sh")})
     assert all(os.access(ROOT / script, os.X_OK) for script in shell), f"chmod +x one of {shell}"
+
+
+def anchors(document: Path) -> set[str]:
+    """What a link into a document can name: its headings, as GitHub writes them into its pages."""
+    found: set[str] = set()
+    for heading in re.findall(r"^#+ +(.+?) *#*$", without_code(document), re.MULTILINE):
+        slug = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        numbered = (f"{slug}-{number}" for number in itertools.count(1))
+        found.add(slug if slug not in found else next(name for name in numbered if name not in found))
+    return found
+
+
+def without_code(document: Path) -> str:
+    return re.sub(r"^```.*?^```", "", document.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+
+
+def links() -> Iterator[tuple[Path, str]]:
+    """(document, target) of every link that stays in the repository."""
+    for document in documents():
+        for target in re.findall(r"\]\(([^)\s]+)\)", without_code(document)):
+            if not re.match(r"[a-z]+:", target):
+                yield document, target
+
+
+def test_links_between_documents_lead_to_a_file_and_a_heading() -> None:
+    dangling: list[str] = []
+    for document, target in links():
+        name, _, anchor = target.partition("#")
+        file = document.parent / name if name else document
+        if not file.exists():
+            dangling.append(f"{document.name} links to {target}: no such file")
+        elif anchor and anchor not in anchors(file):
+            dangling.append(f"{document.name} links to {target}: no such heading")
+    assert not dangling, "\n".join(dangling)
+
+
+def test_headings_become_the_anchors_that_github_makes(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# On 8 H200s, 2026-11-21\n## `a_b`: what?\n```\n# no heading\n```\n## Same\n## Same\n")
+    assert anchors(page) == {"on-8-h200s-2026-11-21", "a_b-what", "same", "same-1"}
 
 
 @pytest.mark.parametrize("command", trainer_commands())

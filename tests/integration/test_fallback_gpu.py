@@ -1,4 +1,5 @@
-"""An fp8 engine on a device, graphs and all, follows a bfloat16 learner through the fallback."""
+"""An engine on a device, graphs and asynchronous scheduling and all, follows a learner bit for bit: bfloat16 weights as
+they are, and fp8 weights through the fallback."""
 
 from __future__ import annotations
 
@@ -13,13 +14,13 @@ from transformers import Qwen2Config
 
 from tests.fakes.sync_world import LocalPublisher
 from tests.integration.test_fallback_vllm import write_checkpoints
-from tests.integration.test_weight_sync_vllm import VllmReplica
 from weight_sync.coordinator import SyncCoordinator, SyncOptions
 from weight_sync.device.select import get_backend
 from weight_sync.layout import shard_descs
 from weight_sync.publisher import WeightPublisher
 from weight_sync.types import ParamMeta
 from weight_sync.vllm_compat import EXTENSION
+from weight_sync.vllm_replica import AsyncLLMReplica
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,7 +36,7 @@ CONFIG = Qwen2Config(
     vocab_size=512, max_position_embeddings=256, tie_word_embeddings=False, eos_token_id=1,
 )  # fmt: skip
 PROMPT = list(range(5, 37))
-ENGINE: dict[str, Any] = {"quantization": "fp8", "enforce_eager": False, "gpu_memory_utilization": 0.2}
+ENGINE: dict[str, Any] = {"enforce_eager": False, "async_scheduling": True, "gpu_memory_utilization": 0.2}
 
 
 class Learner(LocalPublisher):
@@ -66,7 +67,9 @@ async def start_engine(folder: Path, changes: dict[str, Any]) -> Any:
         model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=256, max_num_seqs=8,
         worker_extension_cls=EXTENSION, disable_log_stats=True, enable_prefix_caching=False, **changes,
     )  # fmt: skip
-    return await asyncio.to_thread(AsyncLLM.from_engine_args, args)
+    engine = await asyncio.to_thread(AsyncLLM.from_engine_args, args)
+    assert engine.vllm_config.scheduler_config.async_scheduling
+    return engine
 
 
 async def sample(engine: Any, name: str) -> list[tuple[int, float]]:
@@ -91,7 +94,7 @@ async def check(home: Path, engine_changes: dict[str, Any], device: str) -> None
         for commit in ("staged", "inplace"):
             learner = Learner(new, device)
             coordinator = SyncCoordinator(
-                [learner], [VllmReplica(engine, 1)], options=SyncOptions(timeout_s=120.0, commit=commit)
+                [learner], [AsyncLLMReplica(engine, name="r0")], options=SyncOptions(timeout_s=120.0, commit=commit)
             )
             await coordinator.open()
             for version, full in ((1, new), (2, old), (3, new)):
@@ -114,15 +117,16 @@ async def check(home: Path, engine_changes: dict[str, Any], device: str) -> None
         gc.collect()  # its finalizer must not run after the interpreter has torn vLLM down
     assert found["loaded old"] != found["loaded new"], "both checkpoints answer the same; nothing was tested"
     for commit in ("staged", "inplace"):
-        assert found[f"{commit} 1"] == found["loaded new"], f"{commit}: other log-probs than a fresh fp8 engine"
+        assert found[f"{commit} 1"] == found["loaded new"], f"{commit}: other log-probs than a fresh engine"
         assert found[f"{commit} 2"] == found["loaded old"]
         assert found[f"{commit} 3"] == found["loaded new"]
 
 
-async def test_fp8_engine_gives_the_log_probs_of_one_that_loaded_the_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("changes", [{}, {"quantization": "fp8"}], ids=["bfloat16", "fp8"])
+async def test_an_engine_gives_the_log_probs_of_one_that_loaded_the_checkpoint(
+    changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     monkeypatch.setenv("VLLM_NO_USAGE_STATS", "1")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    await check(tmp_path, ENGINE, "cuda")
+    await check(tmp_path, ENGINE | changes, "cuda")

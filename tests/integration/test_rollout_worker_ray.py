@@ -15,12 +15,14 @@ import ray
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from rollout.actor import rollout_worker_actor
 from rollout.buffer.items import WorkItem
 from rollout.engine.actor import EngineActor
 from rollout.engine.base import EngineSpec
+from rollout.engine.router import NoReplica
 from rollout.engine.scripted_engine import ScriptedEngine
 from rollout.types import Group, Prompt, SamplingParams
-from rollout.worker import WorkerSpec, rollout_worker_actor
+from rollout.worker import WorkerSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -106,6 +108,10 @@ async def test_groups_survive_the_death_of_a_replica_and_evaluation_names_the_de
     assert [trajectory.prompt_id for trajectory in trajectories] == [prompt.prompt_id for prompt in prompts]
     assert all(trajectory.versions == (2,) for trajectory in trajectories)
 
+    async with asyncio.timeout(20.0):  # the worker asks the engines how busy they are
+        while any(one.load is None for one in (await worker.loads.remote()).replicas.values()):
+            await asyncio.sleep(0.1)
+
     running = [asyncio.ensure_future(worker.run_group.remote(item(index))) for index in range(4)]
     await asyncio.sleep(0.3)
     os.kill(await engines["e0"].pid.remote(), signal.SIGKILL)
@@ -115,6 +121,8 @@ async def test_groups_survive_the_death_of_a_replica_and_evaluation_names_the_de
 
     with pytest.raises(ray.exceptions.RayTaskError, match="NoReplica"):
         await worker.evaluate.remote(prompts, greedy, "e0")
+    with pytest.raises(NoReplica):  # as the driver asks: an evaluation begins again elsewhere then
+        await asyncio.wrap_future(worker.evaluate.remote(prompts, greedy, "e0").future())
     await worker.close.remote()
 
 

@@ -48,12 +48,18 @@ class World:
     """Two learners and two replicas, each in a process of its own. `step(v)` trains to the weights of seed v."""
 
     def __init__(
-        self, commit: str = "staged", *, num_replicas: int = 2, pause_limit_s: float = 60.0, num_slots: int = 2
+        self,
+        commit: str = "staged",
+        *,
+        num_replicas: int = 2,
+        pause_limit_s: float = 60.0,
+        num_slots: int = 2,
+        transport: str = "auto",
     ) -> None:
         patience = Patience(lease_s=LEASE_S, pause_limit_s=pause_limit_s)
         self.learners = [PublisherProcess(rank, 2) for rank in range(2)]
         self.replicas = [ReplicaProcess(f"r{i}", patience=patience) for i in range(num_replicas)]
-        self.options = SyncOptions(timeout_s=20.0, commit=commit, num_slots=num_slots)
+        self.options = SyncOptions(timeout_s=20.0, commit=commit, num_slots=num_slots, transport=transport)
         self.coordinator = self.new_coordinator(self.replicas)
         self._others: list[PartyProcess] = []
         for party in (*self.learners, *self.replicas):
@@ -178,9 +184,13 @@ async def test_learner_lost_while_it_publishes_leaves_engines_at_the_old_version
 
 
 @SIGNALS
-@pytest.mark.parametrize("state", [*PULLING, "committing"])
-async def test_learner_lost_while_staged_receivers_pull_leaves_whole_versions(state: State, number: int) -> None:
-    async with world_at_1() as world:
+@pytest.mark.parametrize(("transport", "state"), [*(("auto", state) for state in (*PULLING, "committing")),
+                                                  ("gloo", "pulling")])  # fmt: skip
+async def test_learner_lost_while_staged_receivers_pull_leaves_whole_versions(
+    transport: str, state: State, number: int
+) -> None:
+    async with world_at_1(transport=transport) as world:
+        assert world.coordinator.transport == ("ipc" if transport == "auto" else transport)
         world.train(2)
         await world.coordinator.publish(2)
         world.replicas[0].arm(state, number, target=world.learners[1])
@@ -238,10 +248,15 @@ async def test_replica_lost_while_it_opens_does_not_keep_the_others_from_opening
 
 
 @SIGNALS
-@pytest.mark.parametrize(("commit", "state"), [*(("staged", state) for state in (*PULLING, "committing")),
-                                               ("inplace", "pulling"), ("inplace", "committing")])  # fmt: skip
-async def test_lost_replica_is_left_out_and_the_other_goes_on(state: State, commit: str, number: int) -> None:
-    async with world_at_1(commit) as world:
+@pytest.mark.parametrize(
+    ("transport", "commit", "state"),
+    [*(("auto", "staged", state) for state in (*PULLING, "committing")),
+     ("auto", "inplace", "pulling"), ("auto", "inplace", "committing"), ("gloo", "staged", "pulling")],
+)  # fmt: skip
+async def test_lost_replica_is_left_out_and_the_other_goes_on(
+    state: State, commit: str, transport: str, number: int
+) -> None:
+    async with world_at_1(commit, transport=transport) as world:
         lost, survivor = world.replicas
         world.train(2)
         await world.coordinator.publish(2)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from typing import TYPE_CHECKING
+
+import psutil
+import pytest
 
 from tests.fakes.publisher_process import PublisherProcess
 from tests.fakes.replica_process import ReplicaProcess
@@ -12,19 +16,29 @@ from weight_sync.coordinator import SyncCoordinator, SyncOptions
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-LEARNER_NODE, OTHER_NODE = ("a", "127.0.0.2"), ("b", "127.0.0.3")
+IPV4 = ("127.0.0.2", "127.0.0.3")
+IPV6 = ("::1", "::1")
+"""There is one loopback address only; the nodes have names of their own."""
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
+            probe.bind((IPV6[0], 0))
+    except OSError:
+        return False
+    return True
 
 
 class Cluster:
     """Two learner ranks and a replica on one node, two replicas on another."""
 
-    def __init__(self) -> None:
+    def __init__(self, hosts: tuple[str, str]) -> None:
         self.learners = [PublisherProcess(rank, 2) for rank in range(2)]
         self.replicas = [ReplicaProcess(name) for name in ("near", "far0", "far1")]
-        for party, (node, host) in zip(
-            [*self.learners, *self.replicas], [LEARNER_NODE] * 3 + [OTHER_NODE] * 2, strict=True
-        ):
-            party.ask("settle", node, host)
+        for number, party in enumerate([*self.learners, *self.replicas]):
+            is_other = number >= 3
+            party.ask("settle", "ab"[is_other], hosts[is_other])
         handles = [replica.handle for replica in self.replicas]
         self.coordinator = SyncCoordinator(self.learners, handles, options=SyncOptions(timeout_s=20.0, host=None))
 
@@ -48,8 +62,8 @@ class Cluster:
 
 
 @contextlib.asynccontextmanager
-async def opened() -> AsyncIterator[Cluster]:
-    cluster = Cluster()
+async def opened(hosts: tuple[str, str] = IPV4) -> AsyncIterator[Cluster]:
+    cluster = Cluster(hosts)
     try:
         await cluster.coordinator.open()
         yield cluster
@@ -58,13 +72,22 @@ async def opened() -> AsyncIterator[Cluster]:
         cluster.close()
 
 
-async def test_a_version_enters_a_node_once_and_is_handed_on_there() -> None:
-    async with opened() as cluster:
+@pytest.mark.parametrize(
+    "hosts",
+    [
+        IPV4,
+        pytest.param(IPV6, marks=pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6 loopback")),
+    ],
+    ids=["ipv4", "ipv6"],
+)
+async def test_a_version_enters_a_node_once_and_is_handed_on_there(hosts: tuple[str, str]) -> None:
+    async with opened(hosts) as cluster:
         near, far0, far1 = cluster.replicas
         assert near.ask("see_transports") == [{0: "ipc", 1: "ipc"}]
         assert far0.ask("see_transports") == far1.ask("see_transports") == [{0: "gloo", 1: "gloo"}]
         endpoints = [info.endpoint for member in cluster.coordinator._members.values() for info in member.workers]
-        assert [endpoint.rpartition(":")[0] for endpoint in endpoints] == ["tcp://127.0.0.2"] + ["tcp://127.0.0.3"] * 2
+        home, other = (f"tcp://[{host}]" if ":" in host else f"tcp://{host}" for host in hosts)
+        assert [endpoint.rpartition(":")[0] for endpoint in endpoints] == [home, other, other]
         before = cluster.sent()
         num_syncs = 4
         for version in range(1, num_syncs + 1):
@@ -75,6 +98,9 @@ async def test_a_version_enters_a_node_once_and_is_handed_on_there() -> None:
         assert "near/0" not in crossed, "what is on the learner's node is mapped"
         # Two sources cross the border once per version, whichever of the two takes them.
         assert sum(crossed.values()) == 2 * num_syncs
+        other_family = {IPV4: "tcp6", IPV6: "tcp4"}[hosts]
+        for party in (*cluster.learners, *cluster.replicas):
+            assert psutil.Process(party.pid).net_connections(other_family) == [], "messages or bytes take another way"
 
 
 async def test_a_node_whose_head_dies_gets_its_versions_from_the_learners() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,8 +15,9 @@ from tests.fakes.fsdp_rank import TINY, RankProcess
 from weight_sync.control import PollRequest, Progress
 from weight_sync.coordinator import SyncCoordinator, SyncOptions
 from weight_sync.errors import VersionUnavailable, WeightSyncError
-from weight_sync.vllm_compat import EXTENSION, pause_engine, resume_engine
-from weight_sync.wire import CommitResult, ReadBack, WorkerStatus, open_reply, reply_state
+from weight_sync.vllm_compat import EXTENSION
+from weight_sync.vllm_replica import AsyncLLMReplica
+from weight_sync.wire import ReadBack, WorkerStatus, open_reply
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -35,33 +35,20 @@ ENVIRONMENT = {
 }
 
 
-class VllmReplica:
-    """A replica handle without Ray: the engine lives in this process's child."""
+class Rig:
+    """Learner ranks, and an engine in this process's child."""
 
-    def __init__(self, engine: Any, num_workers: int) -> None:
-        self.name, self.engine, self.num_workers = "r0", engine, num_workers
-
-    async def call(self, method: str, *args: object, timeout_s: float) -> list[Any]:
-        return await asyncio.wait_for(self.engine.collective_rpc(method, args=args), timeout_s)
-
-    async def commit(self, version: int, method: str, *args: object, timeout_s: float) -> CommitResult:
-        started = time.monotonic()
-        results: list[bytes] = []
-        await pause_engine(self.engine)
-        try:
-            results = await self.call(method, *args, timeout_s=timeout_s)
-        finally:
-            if not results or reply_state(results) != "dirty":
-                await resume_engine(self.engine)
-        return CommitResult(results=results, pause_s=time.monotonic() - started)
+    def __init__(self, ranks: list[RankProcess], engine: Any, num_workers: int) -> None:
+        self.ranks, self.engine, self.num_workers = ranks, engine, num_workers
+        self.replica = AsyncLLMReplica(engine, name="r0")
 
     async def generate(self, prompt: list[int], *, max_tokens: int, name: str) -> list[int]:
         from vllm import SamplingParams
 
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
-        salt = {"prompt_token_ids": prompt, "cache_salt": name}
+        salted = {"prompt_token_ids": prompt, "cache_salt": self.replica.cache_salt}
         last = None
-        async for output in self.engine.generate(salt, sampling, request_id=name):
+        async for output in self.engine.generate(salted, sampling, request_id=name):
             last = output
         assert last is not None
         return list(last.outputs[0].token_ids)
@@ -69,14 +56,9 @@ class VllmReplica:
     async def parameters(self) -> list[dict[str, torch.Tensor]]:
         """Every worker's live parameters, flat, as the engine itself would read them."""
         names = engine_names()
-        replies = await self.call("ws_read_back", names, timeout_s=30.0)
+        replies = await self.replica.call("ws_read_back", names, timeout_s=30.0)
         found = [open_reply(reply, ReadBack, party="r0") for reply in replies]
         return [{n: torch.frombuffer(bytearray(b), dtype=torch.bfloat16) for n, b in f.params.items()} for f in found]
-
-
-class Rig:
-    def __init__(self, ranks: list[RankProcess], replica: VllmReplica) -> None:
-        self.ranks, self.replica = ranks, replica
 
     async def everyone(self, method: str, *args: object) -> list[Any]:
         """Collectives need all ranks at once."""
@@ -84,8 +66,8 @@ class Rig:
 
     async def assert_equal(self) -> None:
         full = (await self.everyone("full_state"))[0]
-        for worker, held in enumerate(await self.replica.parameters()):
-            expected = expected_worker(full, worker, self.replica.num_workers)
+        for worker, held in enumerate(await self.parameters()):
+            expected = expected_worker(full, worker, self.num_workers)
             assert held.keys() == expected.keys()
             for name, tensor in expected.items():
                 assert torch.equal(held[name], tensor.reshape(-1)), f"worker {worker}: {name} differs"
@@ -144,7 +126,7 @@ async def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         )  # fmt: skip
         engine = await asyncio.to_thread(AsyncLLM.from_engine_args, args)
         try:
-            yield Rig(ranks, VllmReplica(engine, request.param))
+            yield Rig(ranks, engine, request.param)
         finally:
             engine.shutdown()
             del engine
@@ -168,10 +150,9 @@ async def test_live_engine_follows_the_learner_bit_for_bit_while_it_generates(ri
         await rig.assert_equal()
         await coordinator.self_test()
         prompt = list(range(5, 21))
-        before = await rig.replica.generate(prompt, max_tokens=12, name=f"{commit}-before")
+        before = await rig.generate(prompt, max_tokens=12, name=f"{commit}-before")
         running = [
-            asyncio.create_task(rig.replica.generate([i + 1, *prompt], max_tokens=250, name=f"{commit}-{i}"))
-            for i in range(8)
+            asyncio.create_task(rig.generate([i + 1, *prompt], max_tokens=250, name=f"{commit}-{i}")) for i in range(8)
         ]
         num_while_running = 0
         for version in range(2, 6):
@@ -184,13 +165,14 @@ async def test_live_engine_follows_the_learner_bit_for_bit_while_it_generates(ri
         assert [len(tokens) for tokens in await asyncio.gather(*running)] == [250] * 8, "a request was lost"
         names = ("allocations", "registrations", "sockets", "control_sessions")
         assert {n: report.counters[n] for n in names} == {n: first.counters[n] for n in names}
-        other = await rig.replica.generate(prompt, max_tokens=12, name=f"{commit}-after")
+        other = await rig.generate(prompt, max_tokens=12, name=f"{commit}-after")
         await rig.everyone("train", 1)
         await coordinator.publish(6)
         await coordinator.sync(6)
-        again = await rig.replica.generate(prompt, max_tokens=12, name=f"{commit}-again")
+        again = await rig.generate(prompt, max_tokens=12, name=f"{commit}-again")
         assert other != before, "new weights are not used"
         assert again == before, "the same weights must give the same greedy tokens"
+        assert rig.replica.version == 6
     finally:
         await coordinator.close()
 

@@ -7,6 +7,7 @@ Shape legend: `G` answers of a group.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -19,14 +20,17 @@ from trainer.algorithms.group_baselines import (
     leave_one_out,
     length_weighted_baseline,
     mean_baseline,
+    minus_greedy,
 )
+from trainer.algorithms.own_advantage import own_advantages
 from trainer.algorithms.step_baselines import (
     decoupled_rewards,
     group_policy_gradient,
     minus_group_mean,
-    normalized_over_step,
+    normalized_over_tokens,
 )
-from trainer.config.estimators import ESTIMATORS
+from trainer.config.estimators import ESTIMATORS, traits_of
+from trainer.config.own_function import is_own
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -38,6 +42,9 @@ if TYPE_CHECKING:
 class GroupRewards:
     """What an estimator sees of the judged answers to one prompt.
 
+    Estimators of the reward-to-go (`ESTIMATORS[...].reward_to_go`) see stretches instead: each turn of each answer is
+    an entry with what is still to come from there, and gets an advantage of its own.
+
     Raises:
         ValueError: a reward is not finite, or shapes differ.
 
@@ -46,11 +53,13 @@ class GroupRewards:
     """
 
     rewards_G: FloatArray
-    """float64[G]: after shaping."""
+    """float64[G]: after shaping; outcome and turns together."""
     lengths_G: npt.NDArray[np.int64]
     """int64[G]: generated tokens."""
     parts_G: Mapping[str, FloatArray] = field(default_factory=dict[str, FloatArray])
     """Name -> float64[G]: the named parts of the rewards, before shaping."""
+    baseline: float | None = None
+    """Reward of the greedy answer, after shaping; None unless the estimator takes it."""
 
     def __post_init__(self) -> None:
         shape = self.rewards_G.shape
@@ -64,6 +73,8 @@ class GroupRewards:
                 raise ValueError(
                     f"{name} of a group must be finite, got {values.tolist()}; drop failed trajectories first"
                 )
+        if self.baseline is not None and not math.isfinite(self.baseline):
+            raise ValueError(f"baseline of a group must be finite, got {self.baseline}; fail the group instead")
 
 
 class AdvantageFn(Protocol):
@@ -84,7 +95,8 @@ def step_advantages(groups: Sequence[GroupRewards], *, config: AlgorithmConfig) 
         float64[G] for each group. They depend on other groups only where `ESTIMATORS[...].spans_step`.
 
     Raises:
-        ValueError: the estimator compares answers and a group has fewer than 2, or lacks the reward parts it needs.
+        ValueError: the estimator compares answers and a group has fewer than 2, or a group lacks the reward parts or
+            the baseline that it needs.
 
     Example:
         group = GroupRewards(rewards_G=np.array([1.0, 0, 0, 1]), lengths_G=np.full(4, 9))
@@ -92,7 +104,7 @@ def step_advantages(groups: Sequence[GroupRewards], *, config: AlgorithmConfig) 
     """
     if not groups:
         return []
-    if ESTIMATORS[config.advantage].needs_peers:
+    if traits_of(config).needs_peers:
         _require_peers(groups, config.advantage)
     rewards = [group.rewards_G for group in groups]
     match config.advantage:
@@ -103,19 +115,34 @@ def step_advantages(groups: Sequence[GroupRewards], *, config: AlgorithmConfig) 
         case "reinforce":
             return [r.copy() for r in rewards]
         case "reinforce_pp":
-            return normalized_over_step(rewards)
+            return normalized_over_tokens(rewards, [g.lengths_G for g in groups])
         case "reinforce_pp_baseline":
-            return normalized_over_step(minus_group_mean(rewards))
+            return normalized_over_tokens(minus_group_mean(rewards), [g.lengths_G for g in groups])
+        case "remax":
+            return [minus_greedy(g.rewards_G, baseline=_baseline(g)) for g in groups]
         case "opo":
             return [length_weighted_baseline(g.rewards_G, g.lengths_G) for g in groups]
         case "gpg":
             return group_policy_gradient(rewards, scale=config.gpg_scale)
         case "pass_at_k":
             return [best_answer_margin(r, normalize_by_std=config.normalize_by_std) for r in rewards]
+        case "gae":
+            raise ValueError("advantage 'gae' takes the values of a critic, got rewards alone; the learner finishes it")
         case "gdpo":
             return decoupled_rewards([g.parts_G for g in groups], weights=config.gdpo_weights)
+        case path if is_own(path):
+            return own_advantages(groups, path=path, args=config.advantage_args)
         case _:
             raise ValueError(f"algorithm.advantage must be one of {', '.join(ESTIMATORS)}, got {config.advantage!r}")
+
+
+def _baseline(group: GroupRewards) -> float:
+    if group.baseline is None:
+        raise ValueError(
+            "advantage 'remax' takes the reward of a greedy answer off, got a group without one; "
+            "roll out with a greedy baseline, or use algorithm.advantage=reinforce"
+        )
+    return group.baseline
 
 
 def _require_peers(groups: Sequence[GroupRewards], name: str) -> None:

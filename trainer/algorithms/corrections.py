@@ -6,11 +6,17 @@ left, so their order does not matter: `clamp` bounds the importance weight (TIS)
 `reject` takes whole answers out.
 
 With `bypass` the ratio stands inside the loss already, so the weight is only the factor by which the actions changed
-it; with `decoupled` and `loglinear` the weight is the ratio that is left:
+it. That puts the clamped ratio in the place of the other one only if the loss is proportional to what is clamped: a
+clamp is refused with every other loss (`trainer.config.loss_keys.LOSS_RATIOS`). With `decoupled` and `loglinear` the
+weight is the ratio that is left, of any level:
 
     bypass       loss(pi / engine)   x  keep clamp(rho) / rho     rho = pi / engine
     decoupled    loss(pi / proximal) x  keep clamp(rho)           rho = proximal / engine
     loglinear    loss(pi / approx)   x  keep clamp(rho)           rho = approx / engine
+
+The proximal policy is the learner's at the start of the step. A batch is one optimizer step, so that is the policy
+being trained, without gradient: it costs no forward pass, and pi / proximal is 1, where no bound of a loss can act. So
+`decoupled` takes losses without one.
 
 Loss weights are divided by the counts of the whole step before any of this, and stay: what is masked or rejected
 contributes 0 and does not shrink the denominator, so the gradient of the rest does not depend on it, nor on how a step
@@ -77,7 +83,7 @@ class Correction:
 
 
 @torch.no_grad()
-def correct(inputs: LossInputs, *, age_L: Tensor, proximal_L: Tensor | None, config: CorrectionConfig) -> Correction:
+def correct(inputs: LossInputs, *, age_L: Tensor, config: CorrectionConfig) -> Correction:
     """Apply the pipeline of the module's description.
 
     TIS: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training". MIS: Liu et al.
@@ -88,17 +94,12 @@ def correct(inputs: LossInputs, *, age_L: Tensor, proximal_L: Tensor | None, con
     Args:
         inputs: with the log-probs of the engine as old log-probs.
         age_L: int64, >= 0: version that the learner starts the step with minus the version that sampled the token.
-        proximal_L: float32, log-probs under the weights that the learner starts the step with; only `decoupled` needs
-            them.
-
-    Raises:
-        ValueError: `decoupled` without `proximal_L`.
 
     Example:
         decoupled, ratios [.4, .8, 6], mask.lower .5, mask.upper 5: weights [0, .8, 0]  (IcePop)
     """
     engine_L, current_L = at_least_float32(inputs.old_logprobs_L), at_least_float32(inputs.logprobs_L)
-    old_L = _old_logprobs(inputs, age_L=age_L, proximal_L=proximal_L, config=config)
+    old_L = _old_logprobs(inputs, age_L=age_L, config=config)
     is_bypass = config.objective == "bypass"
     log_ratio_L = (current_L if is_bypass else at_least_float32(old_L)) - engine_L
     ratio_L = measure(log_ratio_L, inputs, metric="ratio", level=config.level)
@@ -158,17 +159,12 @@ def k3(log_ratio_L: Tensor) -> Tensor:
     return (torch.expm1(log_ratio_L) - log_ratio_L).clamp_min(0.0)
 
 
-def _old_logprobs(inputs: LossInputs, *, age_L: Tensor, proximal_L: Tensor | None, config: CorrectionConfig) -> Tensor:
+def _old_logprobs(inputs: LossInputs, *, age_L: Tensor, config: CorrectionConfig) -> Tensor:
     match config.objective:
         case "bypass":
             return inputs.old_logprobs_L
         case "decoupled":
-            if proximal_L is None:
-                raise ValueError(
-                    "algorithm.correction.objective=decoupled needs proximal log-probs, got None; take those of the "
-                    "learner before the step"
-                )
-            return proximal_L
+            return inputs.logprobs_L.detach()
         case "loglinear":
             # A token d versions old is d steps from the engine's policy and one from the proximal one, which A-3PO puts
             # a step before the current: 1/d of the way remains. Without an age the current policy is the proximal one.

@@ -1,6 +1,7 @@
 """Advantages from the rewards of one group alone: each answer against the others to the same prompt. Numpy only.
 
-Every function takes finite float64[G] with G >= 2 and returns float64[G]. Shape legend: `G` answers of a group.
+Every function takes finite float64[G], with G >= 2 unless it says otherwise, and returns float64[G].
+Shape legend: `G` answers of a group.
 """
 
 from __future__ import annotations
@@ -50,6 +51,17 @@ def length_weighted_baseline(rewards_G: FloatArray, lengths_G: npt.NDArray[np.in
     if weights_G.sum() == 0:
         return rewards_G - rewards_G.mean()
     return rewards_G - weights_G @ rewards_G / weights_G.sum()
+
+
+def minus_greedy(rewards_G: FloatArray, *, baseline: float) -> FloatArray:
+    """r - reward of the greedy answer to the same prompt: ReMax (Li et al. 2023, arXiv:2310.10505, algorithm 2).
+
+    The baseline depends on the prompt and the policy alone, so it moves no expectation. G may be 1.
+
+    Example:
+        rewards [1, 0] with a greedy reward of 1 give [0, -1].
+    """
+    return rewards_G - baseline
 
 
 def best_answer_margin(rewards_G: FloatArray, *, normalize_by_std: bool) -> FloatArray:

@@ -1,7 +1,7 @@
 """Advantages that also depend on the other groups of the optimizer step. Numpy only.
 
 Every function takes and returns one array per group of the step. Rewards are finite float64[G]; groups may differ in
-size. Shape legend: `G` answers of a group, `N` answers of the step.
+size. Shape legend: `G` answers of a group (or stretches of tokens with a reward-to-go of their own), `N` of the step.
 """
 
 from __future__ import annotations
@@ -15,21 +15,48 @@ from trainer.algorithms.group_baselines import STD_EPS, FloatArray, mean_baselin
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    import numpy.typing as npt
+
     from trainer.config.estimators import GpgScale
+
+
+MIN_VARIANCE = 1e-8
+"""Smallest variance that tokens are divided by, so that equal returns give zeros, not NaN."""
+
+
+def normalized_over_tokens(values: Sequence[FloatArray], lengths: Sequence[npt.NDArray[np.int64]]) -> list[FloatArray]:
+    """(a - mean) / sqrt(max(variance, 1e-8)), mean and variance over all generated tokens of the step.
+
+    REINFORCE++ if the values are returns; its form with a baseline if they are rewards minus the mean of their group
+    (Hu et al. 2025, arXiv:2501.03262, global advantage normalization). As in the authors' OpenRLHF a value counts once
+    for each of its tokens, and the variance is the biased one.
+
+    Args:
+        lengths: generated tokens of each value, int64[G] per group. Without any token in the step all values give 0.
+    """
+    joined_N, tokens_N = np.concatenate(values), np.concatenate(lengths).astype(np.float64)
+    num_tokens = tokens_N.sum()
+    if num_tokens == 0:
+        return [np.zeros_like(v) for v in values]
+    centred_N = joined_N - tokens_N @ joined_N / num_tokens
+    variance = tokens_N @ centred_N**2 / num_tokens
+    return _split_like(centred_N / np.sqrt(max(variance, MIN_VARIANCE)), values)
 
 
 def normalized_over_step(values: Sequence[FloatArray]) -> list[FloatArray]:
     """(a - mean) / (std + 1e-6), mean and unbiased standard deviation over all answers of the step.
 
-    REINFORCE++ if the values are rewards; its form with a baseline if they are rewards minus the mean of their group
-    (Hu et al. 2025, arXiv:2501.03262, global advantage normalization). An answer counts once, whatever its length. A
-    step of a single answer has no spread and gives 0.
+    An answer counts once, whatever its length. A step of a single answer has no spread and gives 0.
     """
     joined_N = np.concatenate(values)
     centred_N = joined_N - joined_N.mean()
     if joined_N.size > 1:
         centred_N = centred_N / (joined_N.std(ddof=1) + STD_EPS)
-    return np.split(centred_N, np.cumsum([v.size for v in values])[:-1])
+    return _split_like(centred_N, values)
+
+
+def _split_like(joined_N: FloatArray, values: Sequence[FloatArray]) -> list[FloatArray]:
+    return np.split(joined_N, np.cumsum([v.size for v in values])[:-1])
 
 
 def minus_group_mean(rewards: Sequence[FloatArray]) -> list[FloatArray]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 DEFAULT_CONFIG = "tiny"
 
-Action = Literal["run", "show_config", "help", "version"]
+Action = Literal["run", "dry_run", "show_config", "help", "version"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,8 @@ class CommandLine:
     config_name: str
     config_dir: Path | None
     overrides: tuple[str, ...]
+    device_memory_gib: float | None = None
+    """Of a device that a dry run plans for; None asks this machine."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -42,6 +45,8 @@ def parse(argv: Sequence[str]) -> CommandLine:
     parser.add_argument("--cfg", "-c", choices=["job"])
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--version", action="store_true")
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--device-memory-gib", type=float)
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_intermixed_args(list(argv))
     action: Action = "run"
@@ -51,9 +56,20 @@ def parse(argv: Sequence[str]) -> CommandLine:
         action = "version"
     elif args.cfg:
         action = "show_config"
+    elif args.dry_run:
+        action = "dry_run"
+    _check_device_memory(args.device_memory_gib, action)
     return CommandLine(
         action=action,
         config_name=str(args.config_name).removesuffix(".yaml"),
         config_dir=args.config_dir,
         overrides=tuple(args.overrides),
+        device_memory_gib=args.device_memory_gib,
     )
+
+
+def _check_device_memory(given: float | None, action: Action) -> None:
+    if given is None or (action == "dry_run" and 0 < given < math.inf):
+        return
+    allowed = "must be > 0" if action == "dry_run" else "plans for other devices; only --dry-run plans"
+    raise ConfigurationError([Problem(key="--device-memory-gib", got=f"{given:g}", allowed=allowed)])

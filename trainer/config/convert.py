@@ -19,11 +19,14 @@ from trainer.config.describe import (
     bounds_text,
     is_optional,
     own_keys,
+    takes_own_function,
     type_text,
     value_text,
     without_none,
+    words_of,
 )
 from trainer.config.errors import Problem
+from trainer.config.own_function import is_dotted_path, is_own
 from trainer.config.schema.run import RunConfig
 
 
@@ -128,8 +131,10 @@ def _value(hint: Any, value: object) -> object:
     """`value` as the type `hint` asks for. Raises `_Refused`."""
     if is_optional(hint):
         return None if value is None else _value(without_none(hint), value)
+    if takes_own_function(hint):
+        return _word_or_path(words_of(hint), value)
     if get_origin(hint) is Literal:
-        return _word(get_args(hint), value)
+        return _word(words_of(hint), value)
     if get_origin(hint) is dict:
         return _mapping(get_args(hint)[1], value)
     if hint is Any:
@@ -156,6 +161,18 @@ def _word(words: tuple[object, ...], value: object) -> object:
     close = difflib.get_close_matches(str(value), [str(word) for word in words], n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
     raise _Refused(f"must be one of {', '.join(str(word) for word in words)}{hint}")
+
+
+def _word_or_path(words: tuple[object, ...], value: object) -> object:
+    own = "the dotted path of your own function (package.module.function)"
+    if not isinstance(value, str) or not is_own(value):
+        try:
+            return _word(words, value)
+        except _Refused as refused:
+            raise _Refused(f"{refused}; or {own}") from None
+    if not is_dotted_path(value):
+        raise _Refused(f"must be one of {', '.join(str(word) for word in words)}, or {own}, which joins names by dots")
+    return value
 
 
 def _mapping(hint: Any, value: object) -> dict[str, object]:

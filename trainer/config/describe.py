@@ -41,8 +41,10 @@ class KeyInfo:
     @property
     def is_text(self) -> bool:
         """Whether values are plain text: free, or one of a list of words."""
-        return self.hint is str or (
-            get_origin(self.hint) is Literal and all(isinstance(word, str) for word in get_args(self.hint))
+        return (
+            self.hint is str
+            or takes_own_function(self.hint)
+            or (get_origin(self.hint) is Literal and all(isinstance(word, str) for word in get_args(self.hint)))
         )
 
 
@@ -71,6 +73,17 @@ def is_optional(hint: Any) -> bool:
     return get_origin(hint) in (Union, UnionType) and type(None) in get_args(hint)
 
 
+def takes_own_function(hint: Any) -> bool:
+    """`Literal[...] | str`: one of some words, or the dotted path of a function."""
+    return get_origin(hint) in (Union, UnionType) and str in get_args(hint) and type(None) not in get_args(hint)
+
+
+def words_of(hint: Any) -> tuple[object, ...]:
+    """The words of `Literal[...]`, and of `Literal[...] | str`."""
+    literal = next(arg for arg in get_args(hint) if arg is not str) if takes_own_function(hint) else hint
+    return get_args(literal)
+
+
 def without_none(hint: Any) -> Any:
     """`X` for `X | None`."""
     return next(arg for arg in get_args(hint) if arg is not type(None))
@@ -80,8 +93,10 @@ def type_text(hint: Any) -> str:
     """A type in the words of a person: "integer", "one of a, b", "number or null"."""
     if is_optional(hint):
         return f"{type_text(without_none(hint))} or null"
+    if takes_own_function(hint):
+        return "one of " + ", ".join(str(word) for word in words_of(hint)) + ", or the dotted path of your own function"
     if get_origin(hint) is Literal:
-        return "one of " + ", ".join(str(word) for word in get_args(hint))
+        return "one of " + ", ".join(str(word) for word in words_of(hint))
     if get_origin(hint) is dict:
         return f"map of name to {type_text(get_args(hint)[1])}"
     if is_dataclass(hint):

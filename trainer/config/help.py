@@ -40,6 +40,8 @@ Options:
   --config-name NAME   configuration to start from (default: {default}); there are: {names}
   --config-dir DIR     folder with your own YAML files; they come before those of Tandem
   --cfg job            print the resolved configuration and stop
+  --dry-run            print placement, memory per device and traffic, refuse what cannot fit, start nothing
+  --device-memory-gib N  with --dry-run: plan for devices of N GiB, whatever this machine has
   --help               print this text and stop
   --version            print the version and stop
 
@@ -56,6 +58,7 @@ Examples:
   python -m trainer --config-name grpo_7b algorithm=dapo task=math
   python -m trainer --config-dir my_configs --config-name my_run learner.lr=3e-6
   python -m trainer task.train_path=train.jsonl task.eval_path=test.jsonl task.reward.name=my_reward.py:score
+  python -m trainer algorithm.loss=my_package.losses.my_loss      (docs/add_a_loss.md; python -m trainer.check_plugin)
 
 Exit codes:
   0  done

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from trainer.config.describe import value_text
-from trainer.config.estimators import ESTIMATORS
-from trainer.config.loss_keys import LOSS_KEYS
+from trainer.config.estimators import traits_of
+from trainer.config.loss_keys import read_keys
+from trainer.config.own_function import is_own
+from trainer.config.schema.critic import DEFAULT_LR_RATIO
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
+    from trainer.config.estimators import EstimatorTraits
     from trainer.config.schema.algorithm import AlgorithmConfig
     from trainer.config.schema.correction import CorrectionConfig
+    from trainer.config.schema.critic import CriticConfig
+    from trainer.config.schema.run import RunConfig
 
 
 def describe_objective(algorithm: AlgorithmConfig) -> str:
@@ -21,21 +27,92 @@ def describe_objective(algorithm: AlgorithmConfig) -> str:
     Example: `grpo / std -> ppo_clip(clip_low=0.2, clip_high=0.28, clip_dual=null) -> token_mean; engine's log-probs as
     old policy`.
     """
-    traits = ESTIMATORS[algorithm.advantage]
-    estimator: str = algorithm.advantage
-    if traits.reads_normalize_by_std:
-        estimator += " / std" if algorithm.normalize_by_std else " without std"
-    loss = f"{algorithm.loss}({_values(algorithm, LOSS_KEYS[algorithm.loss])})"
+    traits = traits_of(algorithm)
+    estimator = _estimator(algorithm, traits)
+    loss = f"{algorithm.loss}({_values(algorithm, read_keys(algorithm.loss))})"
+    if is_own(algorithm.loss):
+        loss = f"own {algorithm.loss}({_numbers(algorithm.loss_args)})"
+    if algorithm.kl.in_reward:
+        estimator += f" of reward - {value_text(algorithm.kl.coef)} x KL to the first policy ({algorithm.kl.estimator})"
+    if algorithm.kl.in_loss:
+        loss += f" + {value_text(algorithm.kl.coef)} x KL to the first policy ({algorithm.kl.estimator})"
     if algorithm.entropy_coef > 0:
         loss += f" - {value_text(algorithm.entropy_coef)} x entropy"
-    parts = [f"{estimator} -> {loss} -> {algorithm.aggregation}", _correction(algorithm.correction)]
+    parts = [f"{estimator} -> {loss} -> {_aggregation(algorithm)}", _correction(algorithm.correction)]
     if algorithm.filter_zero_variance:
-        parts.append("groups of equal rewards are filtered and refilled")
+        equal = "rewards equal to the greedy one" if traits.greedy_baseline else "equal rewards"
+        parts.append(f"groups of {equal} are filtered and refilled")
     if algorithm.overlong_buffer_tokens:
-        parts.append(f"overlong penalty over the last {algorithm.overlong_buffer_tokens} tokens")
+        penalty = f"overlong penalty of up to {value_text(algorithm.overlong_penalty)}"
+        parts.append(f"{penalty} over the last {algorithm.overlong_buffer_tokens} tokens")
     if algorithm.mask_truncated:
         parts.append("truncated answers carry no loss")
     return "; ".join(parts)
+
+
+def _estimator(algorithm: AlgorithmConfig, traits: EstimatorTraits) -> str:
+    """Its name and the keys that it reads; of the user's own also what it declares, since other code goes by that."""
+    name = algorithm.advantage
+    if is_own(name):
+        declared = [trait.name for trait in fields(traits) if getattr(traits, trait.name)]
+        return f"own {name}({_numbers(algorithm.advantage_args)}) [{', '.join(declared) if declared else 'no trait'}]"
+    if traits.reads_normalize_by_std:
+        return f"{name} / std" if algorithm.normalize_by_std else f"{name} without std"
+    match name:
+        case "gpg":
+            return f"{name}({_values(algorithm, ['gpg_scale'])})"
+        case "gdpo":
+            weights = algorithm.gdpo_weights
+            return f"{name}({_numbers(weights) if weights else 'every part once'})"
+        case "gae":
+            whitened = ", whitened" if algorithm.whiten_advantages else ""
+            return f"{name}({_values(algorithm, ['gae_gamma', 'gae_lambda'])}){whitened}"
+        case _:
+            return f"{name} (one more, greedy answer per group)" if traits.greedy_baseline else name
+
+
+def _aggregation(algorithm: AlgorithmConfig) -> str:
+    if algorithm.aggregation != "seq_mean_token_sum_norm":
+        return algorithm.aggregation
+    tokens = algorithm.aggregation_norm_tokens
+    return f"{algorithm.aggregation}({'rollout.max_response_tokens' if tokens is None else tokens})"
+
+
+def describe_critic(critic: CriticConfig, *, policy_lr: float) -> str:
+    """What gives the values, and how it learns: after `describe_objective`, with GAE only.
+
+    Example: `critic: own backbone, lr 1e-05, 1 update per step`.
+    """
+    if critic.shared_backbone:
+        return f"critic: value head on the policy's backbone, + {value_text(critic.value_coef)} x value loss"
+    lr = DEFAULT_LR_RATIO * policy_lr if critic.lr is None else critic.lr
+    told = f"critic: own backbone, lr {value_text(lr)}, {critic.updates_per_step} update(s) per step"
+    if critic.value_clip is not None:
+        told += f", values clipped at {value_text(critic.value_clip)}"
+    return told + (f", alone for {critic.warmup_steps} steps" if critic.warmup_steps else "")
+
+
+def describe_rollout(config: RunConfig) -> str:
+    """How many requests the engines get, and what an evaluation is.
+
+    Example: `adaptive, 8 to 256 requests per engine; evaluation: 4 answers per prompt at temperature 1, pass@4`.
+    """
+    rollout, trainer = config.rollout, config.trainer
+    highest = rollout.max_concurrency
+    match rollout.concurrency:
+        case "adaptive":
+            highest = rollout.max_num_seqs if highest is None else highest
+            told = f"adaptive, {rollout.min_concurrency} to {highest} requests per engine"
+        case "fixed":
+            told = "all requests at once" if highest is None else f"at most {highest} requests per engine"
+    if not config.task.eval_path or not (trainer.eval_every or trainer.eval_at_start or trainer.eval_at_end):
+        return f"{told}; no evaluation"
+    answers = f"{trainer.eval_samples} answers per prompt at temperature {value_text(trainer.eval_temperature)}"
+    if trainer.eval_temperature == 0:
+        answers = "one greedy answer per prompt"
+    k = trainer.eval_samples if trainer.eval_pass_k is None else trainer.eval_pass_k
+    waits = ", the learner waits for it" if trainer.eval_blocking else ""
+    return f"{told}; evaluation: {answers}, pass@{k}{waits}"
 
 
 def _correction(correction: CorrectionConfig) -> str:
@@ -58,6 +135,10 @@ def _correction(correction: CorrectionConfig) -> str:
 
 def _bounds(lower: float | None, upper: float | None) -> str:
     return f"{'' if lower is None else value_text(lower)}..{'' if upper is None else value_text(upper)}"
+
+
+def _numbers(args: Mapping[str, float]) -> str:
+    return ", ".join(f"{name}={value_text(value)}" for name, value in args.items())
 
 
 def _values(algorithm: AlgorithmConfig, keys: Iterable[str]) -> str:

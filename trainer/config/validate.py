@@ -6,10 +6,16 @@ import math
 import re
 from typing import TYPE_CHECKING
 
-from trainer.config.describe import all_keys, value_text
+from trainer.config.conflicts import conflict as _conflict
+from trainer.config.conflicts import ineffective as _ineffective
+from trainer.config.describe import value_text
 from trainer.config.errors import Problem
-from trainer.config.estimators import ESTIMATORS
-from trainer.config.loss_keys import LOSSES_WITHOUT_RATIO, unread_keys
+from trainer.config.estimators import EstimatorTraits, traits_of
+from trainer.config.loss_keys import unread_keys
+from trainer.config.own_function import is_own
+from trainer.config.validate_correction import correction_problems
+from trainer.config.validate_critic import critic_problems, kl_problems, kl_reward_problems
+from trainer.config.validate_rollout import concurrency_problems, evaluation_problems
 from weight_sync.vllm_compat import LORA_RANKS
 
 if TYPE_CHECKING:
@@ -23,24 +29,6 @@ BUILTIN_TASK = "builtin:arithmetic"
 def check_combinations(config: RunConfig) -> list[Problem]:
     """Every problem, in the order of the schema's sections. Each value is known to have the right type and range."""
     return [problem for check in _CHECKS for problem in check(config)]
-
-
-def _value(config: RunConfig, key: str) -> object:
-    value: object = config
-    for name in key.split("."):
-        value = getattr(value, name)
-    return value
-
-
-def _conflict(config: RunConfig, key: str, allowed: str, do: str, *also: str) -> Problem:
-    return Problem(key=key, got=value_text(_value(config, key)), allowed=allowed, do=do, also=also)
-
-
-def _ineffective(config: RunConfig, key: str, why: str, *also: str) -> Iterator[Problem]:
-    """A problem if `key` was moved away from its default although nothing reads it."""
-    default = all_keys()[key].default
-    if _value(config, key) != default:
-        yield _conflict(config, key, f"has no effect: {why}", f"leave it at {value_text(default)}", *also)
 
 
 def _run(config: RunConfig) -> Iterator[Problem]:
@@ -88,9 +76,29 @@ def _task(config: RunConfig) -> Iterator[Problem]:
         yield from _ineffective(config, "task.max_operand", why, "task.train_path", "task.eval_path")
 
 
+def _agent(config: RunConfig) -> Iterator[Problem]:
+    task = config.task
+    if task.agent:
+        return
+    why = "task.agent is empty: every answer is a single turn"
+    for key in ("task.agent_args", "task.agent_timeout_s"):
+        yield from _ineffective(config, key, why, "task.agent")
+    if task.reward.name == "zero":
+        allowed = "rewards nothing, and without task.agent no environment rewards the turns"
+        do = "set task.agent, or use another reward"
+        yield _conflict(config, "task.reward.name", allowed, do, "task.agent")
+
+
 def _advantage(config: RunConfig) -> Iterator[Problem]:
+    # What a user's own estimator needs is known once it is imported, which is not done here: preflight checks it.
+    if not is_own(config.algorithm.advantage):
+        yield from estimator_problems(config, traits_of(config.algorithm))
+
+
+def estimator_problems(config: RunConfig, traits: EstimatorTraits) -> Iterator[Problem]:
+    """Keys that do not go together with an estimator of these traits."""
     algorithm, group_size = config.algorithm, config.rollout.group_size
-    traits, chosen = ESTIMATORS[algorithm.advantage], f"algorithm.advantage={algorithm.advantage}"
+    chosen, own = f"algorithm.advantage={algorithm.advantage}", is_own(algorithm.advantage)
     if traits.needs_peers and group_size == 1:
         allowed = f"must be >= 2: {chosen} compares the answers of a group"
         do = "use rollout.group_size=8, or algorithm.advantage=reinforce"
@@ -99,18 +107,25 @@ def _advantage(config: RunConfig) -> Iterator[Problem]:
         allowed = f"must be >= 2 with one answer per group: {chosen} normalises over the answers of a step"
         also = "rollout.group_size", "algorithm.advantage"
         yield _conflict(config, "trainer.groups_per_step", allowed, "every advantage would be 0; raise it", *also)
-    if not traits.reads_normalize_by_std:
+    if own or not traits.reads_normalize_by_std:
         why = f"{chosen} does not switch its normalisation"
         yield from _ineffective(config, "algorithm.normalize_by_std", why, "algorithm.advantage")
     if algorithm.advantage != "gpg":
         why = f"{chosen} has no factor for answers that teach nothing"
         yield from _ineffective(config, "algorithm.gpg_scale", why, "algorithm.advantage")
+    elif algorithm.gpg_scale == "nonzero_rewards":
+        yield from _counted_rewards(config)
     if traits.uses_parts:
         yield from _reward_parts(config)
-    else:
-        why = f"{chosen} takes the total reward, not its parts"
+    if config.rollout.top_k == 1 and (traits.needs_peers or traits.greedy_baseline):
+        other = "the greedy answer" if traits.greedy_baseline else "the answers of a group"
+        allowed = f"samples greedily: {chosen} compares with {other}, which would be the same one"
+        yield _conflict(config, "rollout.top_k", allowed, "use 0, or 2 and more", "algorithm.advantage")
+    if own or not traits.uses_parts:
+        why = f"{chosen} {'reads algorithm.advantage_args' if own else 'takes the total reward, not its parts'}"
         yield from _ineffective(config, "algorithm.gdpo_weights", why, "algorithm.advantage")
-    yield from _zero_variance(config)
+    yield from _zero_variance(config, traits)
+    yield from kl_reward_problems(config, traits)
 
 
 def _reward_parts(config: RunConfig) -> Iterator[Problem]:
@@ -120,14 +135,31 @@ def _reward_parts(config: RunConfig) -> Iterator[Problem]:
             yield Problem(key="algorithm.gdpo_weights", got=got, allowed="must be finite and not 0", do=do)
     why = f"algorithm.advantage={config.algorithm.advantage} takes the parts of the reward, shaping moves their total"
     yield from _ineffective(config, "algorithm.overlong_buffer_tokens", why, "algorithm.advantage")
+    if config.task.agent:
+        chosen = f"algorithm.advantage={config.algorithm.advantage}"
+        allowed = f"may reward turns, which are no named part of a reward: {chosen} would not see them"
+        yield _conflict(config, "task.agent", allowed, "use an estimator of the total reward", "algorithm.advantage")
 
 
-def _zero_variance(config: RunConfig) -> Iterator[Problem]:
+def _counted_rewards(config: RunConfig) -> Iterator[Problem]:
+    """The count of answers with a reward other than 0 is only one of right answers if nothing else moves rewards."""
+    key, do = "algorithm.gpg_scale", "use valid_groups"
+    if config.algorithm.overlong_buffer_tokens > 0:
+        allowed = "counts answers with a reward other than 0, which the overlong penalty makes of wrong ones"
+        yield _conflict(config, key, allowed, do, "algorithm.overlong_buffer_tokens")
+    if config.task.agent:
+        allowed = "counts answers with a reward other than 0, and turns may be rewarded whatever the answer is worth"
+        yield _conflict(config, key, allowed, do, "task.agent")
+
+
+def _zero_variance(config: RunConfig, traits: EstimatorTraits) -> Iterator[Problem]:
     """Dynamic sampling drops groups of equal rewards: wrong where those would teach something."""
-    algorithm, traits = config.algorithm, ESTIMATORS[config.algorithm.advantage]
+    algorithm = config.algorithm
     if not algorithm.filter_zero_variance:
         return
     key, chosen = "algorithm.filter_zero_variance", f"algorithm.advantage={algorithm.advantage}"
+    if traits.greedy_baseline:
+        return  # it drops the groups whose every answer is worth what the greedy one is, whatever their size
     if config.rollout.group_size == 1:
         allowed = "drops every group: one answer never differs from itself"
         yield _conflict(config, key, allowed, "use false", "rollout.group_size")
@@ -147,12 +179,24 @@ def _algorithm(config: RunConfig) -> Iterator[Problem]:
     if algorithm.overlong_buffer_tokens == 0:
         why = "algorithm.overlong_buffer_tokens=0 turns the penalty off"
         yield from _ineffective(config, "algorithm.overlong_penalty", why, "algorithm.overlong_buffer_tokens")
+    elif algorithm.overlong_penalty == 0:
+        key, allowed = "algorithm.overlong_penalty", "must be above 0: nothing is taken off over the buffer"
+        do = "raise it, or set algorithm.overlong_buffer_tokens=0"
+        yield _conflict(config, key, allowed, do, "algorithm.overlong_buffer_tokens")
     if algorithm.overlong_buffer_tokens > config.rollout.max_response_tokens:
         allowed = f"must be at most rollout.max_response_tokens={config.rollout.max_response_tokens}"
         yield _conflict(
             config, "algorithm.overlong_buffer_tokens", allowed, "it is the last part of an answer",
             "rollout.max_response_tokens",
         )  # fmt: skip
+
+
+def _own_functions(config: RunConfig) -> Iterator[Problem]:
+    """The numbers of own functions, which built-in ones do not take."""
+    for key, name in (("advantage", config.algorithm.advantage), ("loss", config.algorithm.loss)):
+        if not is_own(name):
+            why = f"algorithm.{key}={name} is built in and has keys of its own"
+            yield from _ineffective(config, f"algorithm.{key}_args", why, f"algorithm.{key}")
 
 
 def _loss(config: RunConfig) -> Iterator[Problem]:
@@ -166,61 +210,6 @@ def _loss(config: RunConfig) -> Iterator[Problem]:
     if algorithm.aggregation != "seq_mean_token_sum_norm":
         why = f"algorithm.aggregation={algorithm.aggregation} has no constant divisor"
         yield from _ineffective(config, "algorithm.aggregation_norm_tokens", why, "algorithm.aggregation")
-
-
-def _correction(config: RunConfig) -> Iterator[Problem]:
-    algorithm, correction, prefix = config.algorithm, config.algorithm.correction, "algorithm.correction"
-    objective = f"{prefix}.objective={correction.objective}"
-    if algorithm.loss in LOSSES_WITHOUT_RATIO:
-        why, do = f"algorithm.loss={algorithm.loss} holds no ratio", "use algorithm.loss=importance_sampling"
-        if correction.objective != "bypass":
-            yield _conflict(config, f"{prefix}.objective", f"must be bypass: {why}", do, "algorithm.loss")
-        for bound in ("lower", "upper"):
-            yield from _ineffective(config, f"{prefix}.clamp.{bound}", f"{why} to clamp", "algorithm.loss")
-    if correction.objective == "loglinear" and config.mode.max_staleness == 0:
-        allowed = "interpolates over the age of tokens, which is always 0 with mode.max_staleness=0"
-        yield _conflict(config, f"{prefix}.objective", allowed, "use bypass or decoupled", "mode.max_staleness")
-    if correction.objective == "bypass" and not correction.clamp.is_active and not correction.mask.is_active:
-        why = f"with {objective} only clamp and mask read it, and neither has a bound"
-        also = f"{prefix}.objective", f"{prefix}.clamp", f"{prefix}.mask"
-        yield from _ineffective(config, f"{prefix}.level", why, *also)
-    for action, key in (("mask", "metric"), ("reject", "metric"), ("reject", "level")):
-        if not getattr(correction, action).is_active:
-            bounds = f"{prefix}.{action}.lower", f"{prefix}.{action}.upper"
-            yield from _ineffective(config, f"{prefix}.{action}.{key}", "no bound is set", *bounds)
-    yield from _bounds(config, "clamp", "ratio")
-    yield from _bounds(config, "mask", correction.mask.metric)
-    yield from _bounds(config, "reject", correction.reject.metric)
-    yield from _clamped_beyond_mask(config)
-
-
-def _bounds(config: RunConfig, action: str, metric: str) -> Iterator[Problem]:
-    """Bounds that cut nothing, or also the tokens on which both policies agree."""
-    prefix, also = f"algorithm.correction.{action}", f"algorithm.correction.{action}.metric"
-    bounds = getattr(config.algorithm.correction, action)
-    lower, upper = bounds.lower, bounds.upper
-    agreed = 1.0 if metric == "ratio" else 0.0
-    others = () if action == "clamp" else (also,)
-    if lower is not None and metric != "k1" and lower <= 0:
-        yield _conflict(config, f"{prefix}.lower", f"has no effect: {metric} is never below 0", "use null", *others)
-    elif lower is not None and lower >= agreed:
-        allowed = f"must be below {agreed:g}, the {metric} where both policies agree"
-        yield _conflict(config, f"{prefix}.lower", allowed, "lower it, or use null", *others)
-    if upper is not None and upper <= agreed:
-        allowed = f"must be above {agreed:g}, the {metric} where both policies agree"
-        yield _conflict(config, f"{prefix}.upper", allowed, "raise it, or use null", *others)
-
-
-def _clamped_beyond_mask(config: RunConfig) -> Iterator[Problem]:
-    clamp, mask, prefix = config.algorithm.correction.clamp, config.algorithm.correction.mask, "algorithm.correction"
-    if mask.metric != "ratio":
-        return
-    if clamp.upper is not None and mask.upper is not None and clamp.upper >= mask.upper:
-        allowed = f"has no effect: {prefix}.mask.upper={mask.upper:g} takes those tokens out"
-        yield _conflict(config, f"{prefix}.clamp.upper", allowed, "lower it, or use null", f"{prefix}.mask.upper")
-    if clamp.lower is not None and mask.lower is not None and clamp.lower <= mask.lower:
-        allowed = f"has no effect: {prefix}.mask.lower={mask.lower:g} takes those tokens out"
-        yield _conflict(config, f"{prefix}.clamp.lower", allowed, "raise it, or use null", f"{prefix}.mask.lower")
 
 
 def _mode(config: RunConfig) -> Iterator[Problem]:
@@ -255,9 +244,12 @@ def _learner(config: RunConfig) -> Iterator[Problem]:
     if learner.lr_schedule == "constant":
         why = "learner.lr_schedule=constant never lowers the learning rate"
         yield from _ineffective(config, "learner.min_lr_frac", why, "learner.lr_schedule")
-    elif learner.warmup_steps >= trainer.total_steps:
-        allowed = f"leaves no step for the {learner.lr_schedule} schedule; must be < trainer.total_steps"
-        also = "trainer.total_steps", "learner.lr_schedule"
+        return
+    alone = config.critic.warmup_steps if config.algorithm.uses_critic else 0
+    if learner.warmup_steps >= trainer.total_steps - alone:
+        left = "trainer.total_steps" if alone == 0 else "trainer.total_steps - critic.warmup_steps"
+        allowed = f"leaves no step for the {learner.lr_schedule} schedule; must be < {left}"
+        also = "trainer.total_steps", "learner.lr_schedule", *(["critic.warmup_steps"] if alone else [])
         yield _conflict(config, "learner.warmup_steps", allowed, "lower it or raise trainer.total_steps", *also)
 
 
@@ -277,7 +269,10 @@ def _trainer(config: RunConfig) -> Iterator[Problem]:
 def _ray(config: RunConfig) -> Iterator[Problem]:
     if not config.ray.address:
         yield _conflict(config, "ray.address", "must be local, auto or HOST:PORT", "use local for a private cluster")
-    elif config.ray.address != "local":
+    elif config.ray.address == "local":
+        why = "ray.address=local starts a cluster that nobody else uses"
+        yield from _ineffective(config, "ray.placement_timeout_s", why, "ray.address")
+    else:
         for key in ("ray.num_cpus", "ray.object_store_gib"):
             why = f"ray.address={config.ray.address} joins a cluster that is already set up"
             yield from _ineffective(config, key, why, "ray.address")
@@ -294,6 +289,7 @@ def longest_sequence(config: RunConfig) -> int:
 
 
 _CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
-    _run, _model, _device, _task, _advantage, _algorithm, _loss,
-    _correction, _mode, _rollout, _learner, _trainer, _telemetry, _ray,
+    _run, _model, _device, _task, _agent, _advantage, _algorithm, _own_functions, _loss,
+    critic_problems, kl_problems, correction_problems, _mode, _rollout, concurrency_problems, _learner, _trainer,
+    evaluation_problems, _telemetry, _ray,
 )  # fmt: skip

@@ -7,8 +7,12 @@ Imports without torch.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from trainer.algorithms.advantages import GroupRewards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +33,10 @@ class TrainSample:
     """float32[T]"""
     versions: np.ndarray
     """int32[T]: policy version that sampled the token; -1 outside `loss_mask`."""
+    rewards: np.ndarray
+    """float32[T]: of each turn at its last generated token, of the outcome (after shaping) at the last one of all."""
+    answer: int
+    """Counts the judged answers of the step, whether they are trained or not."""
     group_id: int
     sample_index: int
     reward: float
@@ -40,6 +48,25 @@ class TrainSample:
     @property
     def num_loss_tokens(self) -> int:
         return int(np.count_nonzero(self.loss_mask))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenRewards:
+    """What the learner finishes the advantages of a micro-batch from."""
+
+    rewards: np.ndarray
+    """float32[T]: see `TrainSample.rewards`."""
+    answers: np.ndarray
+    """int32[N]: `TrainSample.answer` of every sequence; -1 for a filler."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRewards:
+    """What the learner has to know of the whole step to finish its advantages; the same on every rank."""
+
+    groups: tuple[GroupRewards, ...]
+    """Of all judged answers in the order of their numbers, for estimators that compare answers."""
+    num_loss_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,13 +85,15 @@ class MicroBatch:
     versions: np.ndarray
     """int32[T]: policy version that sampled the token; -1 outside `loss_mask`."""
     advantages: np.ndarray
-    """float32[T]"""
+    """float32[T]; 0 where the learner has to finish them."""
     loss_weights: np.ndarray
     """float32[T]: share of each token in the step's loss: 1 / (global denominator) as the aggregation defines it,
     0 outside `loss_mask`. The loss of the whole step is the plain sum of weight x token loss over all ranks and
     micro-batches, so it cannot depend on how the batch was split."""
     cov_selected: np.ndarray | None = None
     """bool[T]: tokens chosen for their covariance over the whole step; None with a loss that chooses none."""
+    unfinished: TokenRewards | None = None
+    """None where `advantages` are final."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,3 +106,5 @@ class TrainBatch:
     num_samples: int
     num_tokens: int
     num_loss_tokens: int
+    rewards: StepRewards | None = None
+    """None where the advantages of the micro-batches are final."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,7 +11,7 @@ from trainer.algorithms.advantages import step_advantages
 from trainer.algorithms.aggregate import loss_weights
 from trainer.algorithms.selection import lottery, select_tokens, token_covariances
 from trainer.config.loss_keys import SELECTING_LOSSES
-from trainer.data.batch import MicroBatch, TrainBatch, TrainSample
+from trainer.data.batch import MicroBatch, StepRewards, TokenRewards, TrainBatch, TrainSample
 from trainer.data.builder import build_samples
 from trainer.data.packing import plan_micro_batches
 
@@ -73,14 +73,18 @@ def build_train_batch(
 
     def packed(members: Sequence[int]) -> MicroBatch:
         held_back = None if selected is None else [selected[i] for i in members]
-        return _pack([samples[i] for i in members], [weights[i] for i in members], held_back)
+        own = [samples[i] for i in members]
+        unfinished = _token_rewards(own) if algorithm.finishes_on_ranks else None
+        return replace(_pack(own, [weights[i] for i in members], held_back), unfinished=unfinished)
 
+    rewards = StepRewards(groups=built.groups, num_loss_tokens=sum(num_loss_tokens))
     batch = TrainBatch(
         step=step,
         micro_batches=tuple(tuple(packed(members) for members in rank) for rank in plan),
         num_samples=len(samples),
         num_tokens=sum(lengths),
         num_loss_tokens=sum(num_loss_tokens),
+        rewards=rewards if algorithm.finishes_on_ranks else None,
     )
     return BuiltBatch(
         batch=batch,
@@ -127,6 +131,15 @@ def _pack(
     )
 
 
+def _token_rewards(samples: Sequence[TrainSample]) -> TokenRewards:
+    """Of the same samples as `_pack`; of a filler if there are none."""
+    if not samples:
+        return TokenRewards(rewards=np.zeros(_FILLER_TOKENS, np.float32), answers=np.array([-1], np.int32))
+    return TokenRewards(
+        rewards=np.concatenate([s.rewards for s in samples]), answers=np.array([s.answer for s in samples], np.int32)
+    )
+
+
 def _filler(*, selects: bool) -> MicroBatch:
     return MicroBatch(
         cu_seqlens=np.array([0, _FILLER_TOKENS], np.int32),
@@ -143,7 +156,8 @@ def _filler(*, selects: bool) -> MicroBatch:
 def batch_stats(groups: Sequence[Group], step: int) -> dict[str, float]:
     """Metrics of the groups of one step, before anything is left out of training.
 
-    Rewards are the raw ones (before overlong shaping) of the trajectories that have one. Staleness is in policy
+    Rewards are the raw ones (before overlong shaping) of the trajectories that have one, outcome and turns together.
+    Greedy baselines count in `reward/greedy_mean` alone. Staleness is in policy
     versions: of a token, `step` minus the version that sampled it; of a group, `step` minus its start version.
     Keys whose value would be undefined (no judged trajectory, no generated token) are absent.
     """
@@ -160,15 +174,24 @@ def batch_stats(groups: Sequence[Group], step: int) -> dict[str, float]:
         "response/failed_frac": 1 - len(judged) / len(trajectories),
         "staleness/group_mean": float(group_ages.mean()),
         "staleness/group_max": float(group_ages.max()),
-        "reward/zero_variance_frac": sum(_has_zero_variance(g) for g in groups) / len(groups),
+        "reward/zero_variance_frac": sum(g.has_equal_rewards for g in groups) / len(groups),
     }
     if judged:
-        rewards = np.array([t.reward for t in judged], np.float64)
+        rewards = np.array([t.total_reward for t in judged], np.float64)
         stats |= {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
         for name in sorted({name for t in judged for name in t.reward_parts}):
             parts = [t.reward_parts[name] for t in judged if name in t.reward_parts]
             stats[f"reward/part/{name}"] = float(np.mean(parts))
+        stats |= _turn_rewards(judged)
+    if baselines := [g.baseline.total_reward for g in groups if g.baseline is not None]:
+        stats["reward/greedy_mean"] = float(np.mean(baselines))
     return stats | _token_staleness(trajectories, step)
+
+
+def _turn_rewards(judged: Sequence[Trajectory]) -> dict[str, float]:
+    """Absent where no environment rewarded a turn."""
+    rewards = [sum(turn.reward for turn in t.turns) for t in judged]
+    return {"reward/turns_mean": float(np.mean(rewards))} if any(rewards) else {}
 
 
 def _token_staleness(trajectories: Sequence[Trajectory], step: int) -> dict[str, float]:
@@ -178,9 +201,3 @@ def _token_staleness(trajectories: Sequence[Trajectory], step: int) -> dict[str,
     ages = np.array([step - s.version for s in segments], np.float64)
     counts = np.array([s.num_tokens for s in segments], np.float64)
     return {"staleness/mean": float(ages @ counts / counts.sum()), "staleness/max": float(ages.max())}
-
-
-def _has_zero_variance(group: Group) -> bool:
-    """Whether all judged answers of the group have the same reward, so that it teaches nothing."""
-    rewards = [t.reward for t in group.trajectories if t.status != "failed"]
-    return len(set(rewards)) <= 1

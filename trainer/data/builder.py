@@ -1,23 +1,27 @@
 """From groups of trajectories to samples with advantages: what is trained, and what is left out and why.
 
-Shape legend: `T` tokens of one sample, `G` trajectories of a group.
+Shape legend: `T` tokens of one sample, `G` trajectories of a group, `K` stretches of one trajectory: consecutive
+generated tokens with one advantage. With the reward-to-go every turn is a stretch, else the whole trajectory is one.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rollout.reward.length import overlong_penalty
 from trainer.algorithms.advantages import AdvantageFn, GroupRewards
-from trainer.config.estimators import ESTIMATORS
+from trainer.algorithms.returns import reward_to_go, token_rewards
+from trainer.config.estimators import traits_of
 from trainer.data.batch import TrainSample
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from rollout.types import Group, Trajectory, Turn
     from trainer.config.schema.algorithm import AlgorithmConfig
@@ -33,16 +37,19 @@ class BuiltSamples:
     samples: tuple[TrainSample, ...]
     excluded: Mapping[str, int]
     """Reason -> number of trajectories."""
+    groups: tuple[GroupRewards, ...]
+    """What the estimator saw. If the learner finishes the advantages, one entry per judged answer."""
 
 
 def build_samples(
     groups: Sequence[Group], *, algorithm: AlgorithmConfig, max_response_tokens: int, advantage_fn: AdvantageFn
 ) -> BuiltSamples:
-    """Flattens every trajectory that may be trained and gives each of its tokens the advantage of its answer.
+    """Flattens every trajectory that may be trained and gives each of its tokens the advantage of its stretch.
 
     Failed trajectories (no usable reward) take no part at all. Truncated ones are peers in the advantage of their
     group and step, and with `mask_truncated` carry no loss themselves (DAPO, overlong filtering). Overlong shaping is
-    added to the reward before advantages are taken.
+    added to the reward of the outcome before advantages are taken, that of a greedy baseline included. A baseline is
+    never trained.
 
     Args:
         groups: all of one optimizer step; some estimators normalise over them.
@@ -53,24 +60,41 @@ def build_samples(
     """
     excluded: Counter[str] = Counter()
     judged = _judged_groups(groups, algorithm, excluded)
-    rewards = [_group_rewards(trajectories, algorithm, max_response_tokens) for _, trajectories in judged]
-    advantages = advantage_fn(rewards, config=algorithm)
+    shape = partial(_shaped_reward, algorithm=algorithm, max_response_tokens=max_response_tokens)
+    to_go = traits_of(algorithm).reward_to_go and not algorithm.finishes_on_ranks
+    stretches = [[_stretches(t, shape(t), to_go=to_go) for t in trajectories] for _, trajectories in judged]
+    rewards = [
+        _group_rewards(group, trajectories, of_group, algorithm=algorithm, shape=shape)
+        for (group, trajectories), of_group in zip(judged, stretches, strict=True)
+    ]
+    if algorithm.finishes_on_ranks:
+        advantages = [np.zeros_like(group.rewards_G) for group in rewards]
+    else:
+        advantages = advantage_fn(rewards, config=algorithm)
     samples: list[TrainSample] = []
-    for (group, trajectories), advantages_G in zip(judged, advantages, strict=True):
-        for trajectory, advantage in zip(trajectories, advantages_G.tolist(), strict=True):
-            reason = _reason_to_exclude(trajectory, algorithm)
+    answers = count()
+    for (group, trajectories), of_group, advantages_G in zip(judged, stretches, advantages, strict=True):
+        starts = np.cumsum([len(one.lengths_K) for one in of_group])[:-1]
+        for trajectory, one, advantages_K in zip(trajectories, of_group, np.split(advantages_G, starts), strict=True):
+            reason, answer = _reason_to_exclude(trajectory, algorithm), next(answers)
             if reason:
                 excluded[reason] += 1
             else:
-                samples.append(_sample(trajectory, group.group_id, advantage))
-    return BuiltSamples(samples=tuple(samples), excluded={k: n for k, n in sorted(excluded.items()) if n})
+                sample = _sample(trajectory, group.group_id, answer=answer, outcome=shape(trajectory))
+                sample.advantages[sample.loss_mask] = np.repeat(advantages_K, one.lengths_K)
+                samples.append(sample)
+    return BuiltSamples(
+        samples=tuple(samples),
+        excluded={k: n for k, n in sorted(excluded.items()) if n},
+        groups=tuple(rewards),
+    )
 
 
 def _judged_groups(
     groups: Sequence[Group], algorithm: AlgorithmConfig, excluded: Counter[str]
 ) -> list[tuple[Group, list[Trajectory]]]:
     """The groups that have an advantage, with their judged trajectories; counts the others in `excluded`."""
-    needs_peers = ESTIMATORS[algorithm.advantage].needs_peers
+    needs_peers = traits_of(algorithm).needs_peers
     found: list[tuple[Group, list[Trajectory]]] = []
     for group in groups:
         judged = [t for t in group.trajectories if t.status != "failed"]
@@ -82,13 +106,55 @@ def _judged_groups(
     return found
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stretches:
+    rewards_K: np.ndarray
+    """float64[K]: the reward that the stretch is judged by."""
+    lengths_K: np.ndarray
+    """int64[K]: generated tokens."""
+
+
+def _stretches(trajectory: Trajectory, outcome: float, *, to_go: bool) -> _Stretches:
+    """The stretches of a trajectory whose outcome is worth `outcome`: its turns with what is still to come (`to_go`),
+    else one with the sum of all; at least one, of no token if there is none."""
+    turns, num_generated = trajectory.turns, trajectory.num_generated_tokens
+    if not to_go or num_generated == 0:
+        total = outcome + sum(turn.reward for turn in turns)
+        return _Stretches(rewards_K=np.array([total]), lengths_K=np.array([num_generated]))
+    loss_mask_T, rewards_T = _joined(turns, "is_generated"), _token_rewards(turns, outcome)
+    lengths = [int(np.sum(turn.is_generated)) for turn in turns]
+    lengths_K = np.array([n for n in lengths if n], np.int64)
+    # Nothing is rewarded between the tokens of a turn, so its first token stands for all of them.
+    firsts_K = np.cumsum(lengths_K) - lengths_K
+    return _Stretches(rewards_K=reward_to_go(rewards_T, loss_mask_T)[loss_mask_T][firsts_K], lengths_K=lengths_K)
+
+
+def _token_rewards(turns: Sequence[Turn], outcome: float) -> np.ndarray:
+    """float64[T]"""
+    return token_rewards(
+        _joined(turns, "is_generated"),
+        turn_rewards_K=[turn.reward for turn in turns],
+        turn_lengths_K=[len(turn.token_ids) for turn in turns],
+        outcome=outcome,
+    )
+
+
 def _group_rewards(
-    trajectories: Sequence[Trajectory], algorithm: AlgorithmConfig, max_response_tokens: int
+    group: Group,
+    trajectories: Sequence[Trajectory],
+    stretches: Sequence[_Stretches],
+    *,
+    algorithm: AlgorithmConfig,
+    shape: Callable[[Trajectory], float],
 ) -> GroupRewards:
+    traits, baseline = traits_of(algorithm), None
+    if traits.greedy_baseline and group.baseline is not None:
+        baseline = shape(group.baseline) + sum(turn.reward for turn in group.baseline.turns)
     return GroupRewards(
-        rewards_G=np.array([_shaped_reward(t, algorithm, max_response_tokens) for t in trajectories], np.float64),
-        lengths_G=np.array([t.num_generated_tokens for t in trajectories], np.int64),
-        parts_G=_parts(trajectories) if ESTIMATORS[algorithm.advantage].uses_parts else {},
+        rewards_G=np.concatenate([one.rewards_K for one in stretches]),
+        lengths_G=np.concatenate([one.lengths_K for one in stretches]),
+        parts_G=_parts(trajectories) if traits.uses_parts else {},
+        baseline=baseline,
     )
 
 
@@ -122,7 +188,8 @@ def _reason_to_exclude(trajectory: Trajectory, algorithm: AlgorithmConfig) -> st
     return ""
 
 
-def _sample(trajectory: Trajectory, group_id: int, advantage: float) -> TrainSample:
+def _sample(trajectory: Trajectory, group_id: int, *, answer: int, outcome: float) -> TrainSample:
+    """With advantages of 0, to be filled in."""
     turns = trajectory.turns
     loss_mask = _joined(turns, "is_generated")
     if loss_mask[0]:
@@ -142,11 +209,13 @@ def _sample(trajectory: Trajectory, group_id: int, advantage: float) -> TrainSam
         token_ids=_joined(turns, "token_ids").astype(np.int32, copy=False),
         loss_mask=loss_mask,
         behaviour_logprobs=logprobs,
-        advantages=loss_mask * np.float32(advantage),
+        advantages=np.zeros(len(loss_mask), np.float32),
         versions=versions,
+        rewards=_token_rewards(turns, outcome).astype(np.float32),
+        answer=answer,
         group_id=group_id,
         sample_index=trajectory.sample_index,
-        reward=trajectory.reward,
+        reward=trajectory.total_reward,
     )
 
 

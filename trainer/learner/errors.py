@@ -16,4 +16,5 @@ class LearnerError(Exception):
 
 
 class TrainingDiverged(Exception):
-    """A gradient is not finite. Raised on every rank, before the optimizer touches a weight."""
+    """A gradient, a value or a log-prob of the reference is not finite. Raised on every rank, before the optimizer
+    touches a weight."""

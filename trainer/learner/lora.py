@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import re
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -97,6 +98,20 @@ def adapters_of(hf: nn.Module) -> tuple[Adapter, ...]:
             b = named[f"{match['module']}.lora_B.default.weight"]
             found.append(Adapter(module=match["module"], a=param, b=b, scaling=float(layer.scaling["default"])))
     return tuple(found)
+
+
+@contextmanager
+def without_adapters(hf: nn.Module) -> Iterator[None]:
+    """The model computes as its frozen base. Changes nothing on a model without adapters."""
+    layers: list[Any] = [module for module in hf.modules() if hasattr(module, "_disable_adapters")]
+    # Not PEFT's enable_adapters: that also switches requires_grad, which FSDP2 and the optimizer have read already.
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
 
 
 def is_adapter(name: str) -> bool:

@@ -1,5 +1,7 @@
 """The policy as a module: a Hugging Face causal LM whose forward ends in log-probabilities, sharded by FSDP2.
 
+`hollow_model` and `settle` are what every model here goes through: made without memory, sharded, and only then filled.
+
 Shape legend: `T` packed tokens, `L` loss tokens, `E` hidden size.
 """
 
@@ -8,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -26,6 +28,7 @@ from trainer.learner.errors import ModelError
 from trainer.learner.logprobs import selected_logprobs
 from trainer.learner.lora import add_adapters, init_adapters
 from trainer.learner.parallel import UNSHARDED_SHARE, ShardingPlan, shard_model
+from trainer.learner.value_head import ValueHead
 from trainer.learner.weights import checkpoint_files, copy_rows, init_rows, load_rows
 
 if TYPE_CHECKING:
@@ -44,29 +47,36 @@ TESTED = "Qwen2, Qwen3, Qwen3-MoE, Llama or Mistral"
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
 
 
+class PolicyOutput(NamedTuple):
+    """A tuple, because FSDP2 looks for the tensors in a module's output."""
+
+    logprobs_L: Tensor
+    """float32, of the loss tokens, after temperature."""
+    entropy_L: Tensor
+    """float32, nats; with gradient only for an entropy bonus."""
+    values_L: Tensor | None
+    """float32, if the critic shares the backbone."""
+
+
 class PolicyModel(nn.Module):
     """Backbone, output matrix and chunked log-probs in one forward.
 
     One module, because FSDP2 gathers the root's parameters (embedding and output matrix) for the root's forward only.
     """
 
-    def __init__(self, hf: PreTrainedModel, cfg: RunConfig) -> None:
+    def __init__(self, hf: PreTrainedModel, cfg: RunConfig, *, value_head: ValueHead | None = None) -> None:
+        """`value_head` is the critic's, if it shares the backbone. It is no part of `hf`: nothing publishes it."""
         super().__init__()
         self.hf = hf
+        self.value_head = value_head
         self._temperature = cfg.rollout.temperature
         self._chunk_tokens = cfg.learner.logprob_chunk_tokens
         self._entropy_has_grad = cfg.algorithm.entropy_coef > 0
 
-    def forward(self, inputs: PackedInputs) -> tuple[Tensor, Tensor]:
-        """(log-probs float32[L], entropy float32[L]) of the loss tokens, after temperature."""
-        output = self.hf.base_model(
-            input_ids=inputs.token_ids_1T,
-            position_ids=inputs.position_ids_1T,
-            use_cache=False,
-            packed=inputs.layout,
-        )
-        hidden_LE = output.last_hidden_state.squeeze(0).index_select(0, inputs.source_L)
-        return selected_logprobs(
+    def forward(self, inputs: PackedInputs) -> PolicyOutput:
+        """Log-probs, entropy and values of the loss tokens."""
+        hidden_LE = source_states(self.hf, inputs)
+        logprobs_L, entropy_L = selected_logprobs(
             hidden_LE,
             cast("nn.Linear", self.hf.get_output_embeddings()).weight,
             inputs.target_L,
@@ -74,6 +84,45 @@ class PolicyModel(nn.Module):
             chunk_tokens=self._chunk_tokens,
             entropy_has_grad=self._entropy_has_grad,
         )
+        values_L = None if self.value_head is None else self.value_head(hidden_LE)
+        return PolicyOutput(logprobs_L, entropy_L, values_L)
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """What the optimizer moves: parameters of the model by their names in it, and of the value head."""
+        named = dict(self.hf.named_parameters())
+        if self.value_head is not None:
+            named |= {f"value_head.{name}": param for name, param in self.value_head.named_parameters()}
+        return {name: param for name, param in named.items() if param.requires_grad}
+
+
+def source_states(hf: PreTrainedModel, inputs: PackedInputs) -> Tensor:
+    """Last hidden states at the positions that predict the loss tokens, [L, E] in the compute dtype."""
+    output = hf.base_model(
+        input_ids=inputs.token_ids_1T,
+        position_ids=inputs.position_ids_1T,
+        use_cache=False,
+        packed=inputs.layout,
+    )
+    return output.last_hidden_state.squeeze(0).index_select(0, inputs.source_L)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """Where models live."""
+
+    mesh: DeviceMesh
+    device: torch.device
+    backend: Backend
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HollowModel:
+    """A causal LM without memory, of a kind that we can run packed."""
+
+    hf: PreTrainedModel
+    blocks: nn.ModuleList
+    source_dir: Path
+    """Where config, tokenizer and (if any) weights come from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,19 +137,33 @@ class BuiltPolicy:
     """Where config, tokenizer and (if any) weights came from."""
 
 
-def build_policy(cfg: RunConfig, *, mesh: DeviceMesh, device: torch.device, backend: Backend) -> BuiltPolicy:
-    """Load or initialise the policy, sharded over `mesh`, masters in float32 (with LoRA: those of the adapters).
+def build_policy(cfg: RunConfig, site: Site) -> BuiltPolicy:
+    """Load or initialise the policy, sharded, masters in float32 (with LoRA: those of the adapters).
 
-    The model is made without memory, sharded, and only then filled: no rank ever holds the whole of it. A directory
-    with a config but no weights is initialised from `cfg.seed`, equally on every number of ranks.
+    A directory with a config but no weights is initialised from `cfg.seed`, equally on every number of ranks.
+
+    Raises:
+        ModelError: missing or damaged files, or a kind of model we do not train.
+    """
+    hollow = hollow_model(cfg.model.path, cfg)
+    if cfg.model.lora.rank:
+        add_adapters(hollow.hf, hollow.blocks, cfg.model.lora, base_dtype=torch_dtype(cfg.model.compute_dtype))
+    shares = cfg.algorithm.uses_critic and cfg.critic.shared_backbone
+    policy = PolicyModel(hollow.hf, cfg, value_head=ValueHead(hidden_size(hollow.hf)) if shares else None)
+    layout = settle(policy, hollow, cfg, site=site, cpu_offload=cfg.learner.cpu_offload)
+    init_adapters(hollow.hf, seed=cfg.seed)
+    return BuiltPolicy(policy=policy, layout=layout, source_dir=hollow.source_dir)
+
+
+def hollow_model(path: str, cfg: RunConfig) -> HollowModel:
+    """The model in `path`, without memory and dropout, with our attention.
 
     Raises:
         ModelError: missing or damaged files, or a kind of model we do not train.
     """
     register_packed_attention()
-    source_dir = resolve_model_dir(cfg.model.path)
+    source_dir = resolve_model_dir(path)
     config = load_config(cfg.model, source_dir)
-    compute_dtype = torch_dtype(cfg.model.compute_dtype)
     with torch.device("meta"):
         hf = AutoModelForCausalLM.from_config(
             config,
@@ -109,29 +172,49 @@ def build_policy(cfg: RunConfig, *, mesh: DeviceMesh, device: torch.device, back
             trust_remote_code=cfg.model.trust_remote_code,
         )
     _disable_dropout(hf)
-    blocks = check_architecture(hf)
-    if cfg.model.lora.rank:
-        add_adapters(hf, blocks, cfg.model.lora, base_dtype=compute_dtype)
-    _prepare_blocks(hf, blocks, cfg)
-    policy = PolicyModel(hf, cfg)
+    return HollowModel(hf=hf, blocks=check_architecture(hf), source_dir=source_dir)
+
+
+def settle(root: nn.Module, hollow: HollowModel, cfg: RunConfig, *, site: Site, cpu_offload: bool) -> LayoutFn:
+    """Shard `root`, which holds the hollow model, then give it memory and weights: no rank ever holds the whole of it.
+
+    A root whose parameters are all frozen is never computed with gradient, and given back block by block.
+
+    Returns:
+        The packed layout that its attention wants.
+
+    Raises:
+        ModelError: the weights are missing or damaged.
+    """
+    hf, compute_dtype = hollow.hf, torch_dtype(cfg.model.compute_dtype)
+    is_trained = any(param.requires_grad for param in root.parameters())
+    _prepare_blocks(hf, hollow.blocks, cfg, recomputes=is_trained and cfg.learner.activation_checkpointing)
     unsharded_bytes = sum(p.numel() for p in hf.parameters()) * compute_dtype.itemsize
     plan = ShardingPlan(
-        mesh=mesh,
+        mesh=site.mesh,
         compute_dtype=compute_dtype,
-        keep_unsharded=unsharded_bytes <= UNSHARDED_SHARE * backend.memory_info()[1],
-        cpu_offload=cfg.learner.cpu_offload,
+        keep_unsharded=is_trained and unsharded_bytes <= UNSHARDED_SHARE * site.backend.memory_info()[1],
+        cpu_offload=cpu_offload,
     )
-    shard_model(policy, list(blocks), plan)
-    _materialise(policy, torch.device("cpu") if cfg.learner.cpu_offload else device, buffers=device)
-    fill(hf, source_dir, cfg)
-    init_adapters(hf, seed=cfg.seed)
+    heads = [module for module in root.modules() if isinstance(module, ValueHead)]
+    shard_model(root, list(hollow.blocks), plan, float32_modules=heads)
+    _materialise(root, hf, torch.device("cpu") if cpu_offload else site.device, buffers=site.device)
+    fill(hf, hollow.source_dir, cfg)
+    for head in heads:
+        head.reset()
+    root.train()
+    return _layout(hf, site.device, compute_dtype)
+
+
+def hidden_size(hf: PreTrainedModel) -> int:
+    return int(hf.config.get_text_config().hidden_size)
+
+
+def _layout(hf: PreTrainedModel, device: torch.device, compute_dtype: torch.dtype) -> LayoutFn:
+    config = hf.config
     head_dim = getattr(config, "head_dim", None)
     head_dim = config.hidden_size // config.num_attention_heads if head_dim is None else head_dim
-    layout: LayoutFn = padded_layout
-    if has_varlen_kernel(device, compute_dtype, head_dim=head_dim):
-        layout = varlen_layout
-    policy.train()
-    return BuiltPolicy(policy=policy, layout=layout, source_dir=source_dir)
+    return varlen_layout if has_varlen_kernel(device, compute_dtype, head_dim=head_dim) else padded_layout
 
 
 def resolve_model_dir(path: str) -> Path:
@@ -250,8 +333,8 @@ def _download(name: str) -> Path:
         ) from error
 
 
-def _prepare_blocks(hf: PreTrainedModel, blocks: nn.ModuleList, cfg: RunConfig) -> None:
-    if cfg.learner.activation_checkpointing:
+def _prepare_blocks(hf: PreTrainedModel, blocks: nn.ModuleList, cfg: RunConfig, *, recomputes: bool) -> None:
+    if recomputes:
         hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if cfg.learner.compile:
         for block in blocks:
@@ -266,14 +349,14 @@ def _disable_dropout(hf: PreTrainedModel) -> None:
             module.p = 0.0
 
 
-def _materialise(policy: PolicyModel, device: torch.device, *, buffers: torch.device) -> None:
+def _materialise(root: nn.Module, hf: PreTrainedModel, device: torch.device, *, buffers: torch.device) -> None:
     """Give the sharded model memory, and let transformers compute the buffers that no checkpoint holds (rotary)."""
-    policy.to_empty(device=device)
+    root.to_empty(device=device)
     with torch.no_grad():
-        for module in policy.modules():
+        for module in hf.modules():
             if any(True for _ in module.buffers(recurse=False)):
                 module._apply(partial(_to, device=buffers), recurse=False)
-                policy.hf._init_weights(module)
+                hf._init_weights(module)
 
 
 def _to(tensor: Tensor, *, device: torch.device) -> Tensor:

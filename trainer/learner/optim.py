@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from trainer.config.schema.learner import LearnerConfig
 
 
@@ -55,12 +57,12 @@ class _Slot:
 class ShardedAdamW:
     """AdamW (Loshchilov and Hutter 2019) with decay on matrices only: not on norms and biases."""
 
-    def __init__(self, model: nn.Module, *, config: LearnerConfig) -> None:
+    def __init__(self, params: Mapping[str, nn.Parameter], *, config: LearnerConfig) -> None:
+        """`params` by the names that they have in checkpoints; all of them are trained."""
         self._config = config
         self._slots = [
             _Slot(name=name, param=param, local=_local(param.detach()).requires_grad_())
-            for name, param in model.named_parameters()
-            if param.requires_grad
+            for name, param in params.items()
         ]
         decayed = [slot.local for slot in self._slots if slot.param.ndim >= 2]
         plain = [slot.local for slot in self._slots if slot.param.ndim < 2]
@@ -101,6 +103,10 @@ class ShardedAdamW:
         for slot in self._slots:
             slot.local.grad = None
             slot.param.grad = None
+
+    def weights(self) -> dict[str, Tensor]:
+        """What is trained, by parameter name, for checkpoints."""
+        return {slot.name: slot.param.detach() for slot in self._slots}
 
     def state(self) -> dict[str, Tensor]:
         """Moments by parameter name, as (D)Tensors that share memory with the optimizer, for checkpoints."""

@@ -97,8 +97,12 @@ class ShardingPlan:
     cpu_offload: bool
 
 
-def shard_model(root: nn.Module, blocks: Sequence[nn.Module], plan: ShardingPlan) -> None:
+def shard_model(
+    root: nn.Module, blocks: Sequence[nn.Module], plan: ShardingPlan, *, float32_modules: Sequence[nn.Module] = ()
+) -> None:
     """`fully_shard` every block, then the root with what is left (embedding, final norm, output matrix).
+
+    `float32_modules` inside the root are computed in float32 whatever the plan says.
 
     Gradients are reduced in float32 and **summed** over ranks: the loss weights already hold the one global
     denominator, so FSDP2's mean would divide a second time.
@@ -116,9 +120,18 @@ def shard_model(root: nn.Module, blocks: Sequence[nn.Module], plan: ShardingPlan
             offload_policy=offload,
             reshard_after_forward=not plan.keep_unsharded,
         )
+    for module in float32_modules:
+        fully_shard(module, mesh=plan.mesh, offload_policy=offload)
     fully_shard(root, mesh=plan.mesh, mp_policy=precision, offload_policy=offload)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             # gloo has no pre-multiplied sum, which a factor other than the world size would otherwise ask for.
             module.set_force_sum_reduction_for_comms(True)
+
+
+def reshard(root: nn.Module) -> None:
+    """Give back what a forward gathered. Without a backward, the root would stay whole."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

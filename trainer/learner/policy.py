@@ -9,27 +9,34 @@ import time
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from trainer.algorithms.corrections import correct
 from trainer.algorithms.losses import policy_loss
+from trainer.algorithms.losses.kl import kl_penalty
+from trainer.learner.critic import OwnCritic, UpdateAt, build_critic
 from trainer.learner.errors import TrainingDiverged
 from trainer.learner.export import export_hf
 from trainer.learner.inputs import PackedInputs, loss_inputs, to_device, token_ages
-from trainer.learner.model import build_policy
+from trainer.learner.model import Site, build_policy
 from trainer.learner.optim import ShardedAdamW, learning_rate
 from trainer.learner.parallel import learner_mesh
+from trainer.learner.preparation import Preparation
+from trainer.learner.reference import build_reference
 from trainer.learner.result import Metric, MicroBatchLoss, PhaseTimer, StepResult, StepTotals
+from trainer.learner.scoring import over_tokens, score
 from trainer.learner.sharded_state import load_sharded, save_sharded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    import torch
     from transformers import PreTrainedModel
 
     from trainer.config.schema import RunConfig
-    from trainer.data.batch import MicroBatch
+    from trainer.data.batch import MicroBatch, StepRewards
+    from trainer.learner.model import PolicyOutput
+    from trainer.learner.preparation import PreparedStep
     from weight_sync.device.base import Backend
 
 
@@ -52,9 +59,15 @@ class PolicyLearner:
     ) -> None:
         """Raises ModelError if `cfg.model` cannot be trained."""
         self._cfg, self._rank, self._device, self._clock = cfg, rank, device, clock
-        built = build_policy(cfg, mesh=learner_mesh(backend, world_size), device=device, backend=backend)
+        site = Site(mesh=learner_mesh(backend, world_size), device=device, backend=backend)
+        built = build_policy(cfg, site)
         self._policy, self._layout, self._source_dir = built.policy, built.layout, built.source_dir
-        self._optimizer = ShardedAdamW(built.policy.hf, config=cfg.learner)
+        self._critic = build_critic(cfg, built, site)
+        self._preparation = Preparation(
+            cfg, reference=build_reference(cfg, built, site), critic=self._critic, device=device
+        )
+        self._optimizer = ShardedAdamW(built.policy.trained(), config=cfg.learner)
+        self._critic_alone_steps = cfg.critic.warmup_steps if cfg.algorithm.uses_critic else 0
 
     @property
     def model(self) -> PreTrainedModel:
@@ -66,61 +79,63 @@ class PolicyLearner:
         """Where the forward runs."""
         return self._device
 
-    def train_step(self, micro_batches: Sequence[MicroBatch], *, step: int) -> StepResult:
+    def train_step(
+        self, micro_batches: Sequence[MicroBatch], *, step: int, rewards: StepRewards | None = None
+    ) -> StepResult:
         """One optimizer step over this rank's micro-batches; all ranks must bring the same number of them.
 
-        The loss is the sum of weight x token loss over all ranks and micro-batches.
+        The loss is the sum of weight x token loss over all ranks and micro-batches. In the first
+        `critic.warmup_steps` steps only the critic is trained; the policy's learning rate starts after them.
+
+        Args:
+            rewards: of the whole step, where advantages are finished here (`algorithm.finishes_on_ranks`).
 
         Raises:
-            TrainingDiverged: the gradient is not finite. No weight has been changed.
+            TrainingDiverged: a gradient of policy or critic, a value, or a log-prob of the reference is not finite on
+                any rank. No weight has been changed; with `critic.updates_per_step` > 1, earlier updates of the step
+                have been made.
             ValueError: no micro-batch, or one is malformed or younger than the weights.
         """
         if not micro_batches:
             raise ValueError("train_step needs at least one micro-batch per rank; pad ranks with a batch without loss")
-        correction = self._cfg.algorithm.correction
         timer = PhaseTimer(self._device, clock=self._clock)
-        totals = StepTotals(self._device, correction=correction)
-        proximal: Sequence[np.ndarray | None] = [None] * len(micro_batches)
-        if correction.objective == "decoupled":
-            proximal = [self.logprobs(batch) for batch in micro_batches]
-            timer.mark("proximal")
-        for index, (batch, proximal_T) in enumerate(zip(micro_batches, proximal, strict=True)):
-            self._policy.set_is_last_backward(index == len(micro_batches) - 1)  # pyright: ignore[reportCallIssue]
-            part = self._loss(batch, step=step, proximal_T=proximal_T)
-            timer.mark("forward")
-            part.loss.backward()
-            timer.mark("backward")
-            totals.add(part, num_tokens=len(batch.token_ids))
-        metrics, grad_norm = totals.reduce(self._optimizer.grad_sq_sum())
-        if not np.isfinite(grad_norm):
-            self._optimizer.zero_grad()
-            raise TrainingDiverged(
-                f"gradient norm of step {step} is {grad_norm} (loss {metrics['loss'].mean}); lower learner.lr or "
-                "learner.max_grad_norm, or look for wrong rewards and log-probs in the recorded trajectories"
-            )
-        lr = learning_rate(step, config=self._cfg.learner, total_steps=self._cfg.trainer.total_steps)
-        self._optimizer.step(lr=lr, grad_norm=grad_norm)
+        trains_policy = step >= self._critic_alone_steps
+        try:
+            prepared = self._preparation.prepare(micro_batches, rewards, trains_policy=trains_policy, timer=timer)
+        except TrainingDiverged:
+            self._drop_gradients()
+            raise
+        metrics: dict[str, Metric] = {}
+        norms: dict[str, float] = {}
+        if trains_policy:
+            metrics, norms["learner"] = self._policy_gradients(prepared, step=step, timer=timer)
+        if isinstance(self._critic, OwnCritic):
+            norms["critic"] = self._critic.grad_norm()
+        self._refuse_divergence(norms, step=step)
+        if trains_policy:
+            alone, config = self._critic_alone_steps, self._cfg.learner
+            lr = learning_rate(step - alone, config=config, total_steps=self._cfg.trainer.total_steps - alone)
+            self._optimizer.step(lr=lr, grad_norm=norms["learner"])
+            metrics |= {"lr": Metric(sum=lr), "grad_norm": Metric(sum=norms["learner"])}
         timer.mark("optimizer")
-        metrics["lr"] = Metric(sum=lr)
+        if isinstance(self._critic, OwnCritic):
+            metrics |= self._critic.update(prepared, UpdateAt(step=step, grad_norm=norms["critic"]))
+        if self._critic is not None:
+            metrics |= prepared.totals.reduce(self._device)
+            timer.mark("critic")
         return StepResult(step=step, metrics=metrics, seconds=timer.seconds())
 
-    @torch.no_grad()
     def logprobs(self, batch: MicroBatch) -> np.ndarray:
         """Log-probabilities of the loss tokens under the current weights, after temperature.
 
         Returns:
             float32[T], 0 outside `loss_mask`.
         """
-        inputs = PackedInputs.of(batch, device=self._device, layout=self._layout)
-        logprobs_L, _ = self._policy(inputs)
-        self._policy.reshard()  # pyright: ignore[reportCallIssue]  # without a backward the root stays gathered
-        out_T = np.zeros(len(batch.token_ids), np.float32)
-        out_T[batch.loss_mask] = logprobs_L.cpu().numpy()
-        return out_T
+        return over_tokens(score(self._policy, batch, layout=self._layout, device=self._device).logprobs_L, batch)
 
     def save(self, path: Path, *, step: int) -> None:
         """Write this rank's part of model and optimizer into the directory `path` (see `checkpoint.begin`)."""
-        save_sharded(path, model=self.model, optimizer=self._optimizer, step=step)
+        save_sharded(path, self._optimizers(), step=step)
 
     def load(self, path: Path) -> int:
         """Restore model and optimizer, also from another number of ranks; returns the step they were saved at.
@@ -128,25 +143,78 @@ class PolicyLearner:
         Raises:
             CheckpointError: a file is missing or truncated, or the checkpoint is of another model.
         """
-        return load_sharded(path, model=self.model, optimizer=self._optimizer)
+        return load_sharded(path, self._optimizers())
 
     def export_hf(self, path: Path) -> None:
         """Write the policy as a Hugging Face model directory in `model.rollout_dtype`; rank 0 writes."""
         export_hf(path, model=self.model, source_dir=self._source_dir, config=self._cfg.model, rank=self._rank)
 
-    def _loss(self, batch: MicroBatch, *, step: int, proximal_T: np.ndarray | None) -> MicroBatchLoss:
-        """Forward, correction and loss of one micro-batch."""
+    def _optimizers(self) -> dict[str, ShardedAdamW]:
+        own = {"critic.": self._critic.optimizer} if isinstance(self._critic, OwnCritic) else {}
+        return {"": self._optimizer, **own}
+
+    def _policy_gradients(
+        self, prepared: PreparedStep, *, step: int, timer: PhaseTimer
+    ) -> tuple[dict[str, Metric], float]:
+        """Forward and backward of every micro-batch: (metrics, norm of the whole gradient)."""
+        totals = StepTotals(self._device, correction=self._cfg.algorithm.correction)
+        for index, batch in enumerate(prepared.batches):
+            is_last = index == len(prepared.batches) - 1
+            self._policy.set_is_last_backward(is_last)  # pyright: ignore[reportCallIssue]
+            output = self._policy(PackedInputs.of(batch, device=self._device, layout=self._layout))
+            part = self._loss(batch, output, step=step, reference_T=prepared.references[index])
+            loss = part.loss
+            if output.values_L is not None:
+                value_loss = prepared.totals.loss(
+                    output.values_L, batch, prepared.targets[index], clip=self._cfg.critic.value_clip
+                )
+                loss = loss + self._cfg.critic.value_coef * value_loss
+            timer.mark("forward")
+            loss.backward()
+            timer.mark("backward")
+            totals.add(part, num_tokens=len(batch.token_ids))
+        return totals.reduce(self._optimizer.grad_sq_sum())
+
+    def _refuse_divergence(self, norms: Mapping[str, float], *, step: int) -> None:
+        """Raises TrainingDiverged, with all gradients dropped, if a norm, which is of all ranks, is not finite."""
+        for section, norm in norms.items():
+            if not np.isfinite(norm):
+                self._drop_gradients()
+                raise TrainingDiverged(
+                    f"{'' if section == 'learner' else f'{section} '}gradient norm of step {step} is {norm}; lower "
+                    f"{section}.lr or {section}.max_grad_norm, or look for wrong rewards and log-probs in the recorded "
+                    "trajectories"
+                )
+
+    def _drop_gradients(self) -> None:
+        for optimizer in self._optimizers().values():
+            optimizer.zero_grad()
+
+    def _loss(
+        self, batch: MicroBatch, output: PolicyOutput, *, step: int, reference_T: np.ndarray | None
+    ) -> MicroBatchLoss:
+        """Correction and policy loss of one micro-batch."""
         algorithm, mask = self._cfg.algorithm, batch.loss_mask
-        logprobs_L, entropy_L = self._policy(PackedInputs.of(batch, device=self._device, layout=self._layout))
         correction = correct(
-            loss_inputs(batch, logprobs_L),
+            loss_inputs(batch, output.logprobs_L),
             age_L=token_ages(batch, step=step, device=self._device),
-            proximal_L=None if proximal_T is None else to_device(proximal_T[mask], self._device),
             config=algorithm.correction,
         )
         loss_L, stats = policy_loss(correction.inputs, config=algorithm)
         loss_L = loss_L * correction.weight_L
         if algorithm.entropy_coef > 0:
-            loss_L = loss_L - algorithm.entropy_coef * entropy_L * correction.keep_L
-        loss = (loss_L * to_device(batch.loss_weights[mask], self._device)).sum()
-        return MicroBatchLoss(loss=loss, stats=stats, correction=correction.stats, entropy_L=entropy_L.detach())
+            loss_L = loss_L - algorithm.entropy_coef * output.entropy_L * correction.keep_L
+        kl_L = None
+        if reference_T is not None:
+            reference_L = to_device(reference_T[mask], self._device)
+            if algorithm.kl.placement == "loss":
+                penalty_L = kl_penalty(output.logprobs_L, reference_L, algorithm.kl.estimator)
+                loss_L = loss_L + algorithm.kl.coef * penalty_L * correction.keep_L
+            kl_L = kl_penalty(output.logprobs_L.detach(), reference_L, "k3")
+        return MicroBatchLoss(
+            loss=(loss_L * to_device(batch.loss_weights[mask], self._device)).sum(),
+            stats=stats,
+            correction=correction.stats,
+            entropy_L=output.entropy_L.detach(),
+            kl_L=kl_L,
+        )

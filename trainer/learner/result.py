@@ -40,13 +40,16 @@ class StepResult:
     step: int
     metrics: Mapping[str, Metric]
     """Equal on every rank. `loss`, `grad_norm`, `lr`, `ratio_mean`, `ratio_max`, `clip_low_frac`, `clip_high_frac`,
-    `clip_dual_frac`, `entropy` (nats per token), `kl_behaviour` (k3, nats per token), `num_loss_tokens`,
+    `clip_dual_frac`, `entropy` (nats per token), `kl_behaviour` (k3, nats per token), `num_loss_tokens`, with a
+    reference `kl_reference` (k3, nats per token),
     `num_tokens`; `mismatch_engine`, `mismatch_engine_kl`, `mismatch_stale`, `mismatch_stale_kl` (nats per token);
     with a correction `correction_weight_mean`, `correction_weight_max`, `correction_ess_frac`, and of its actions
-    `correction_clamped_frac`, `correction_masked_frac`, `correction_rejected_frac`."""
+    `correction_clamped_frac`, `correction_masked_frac`, `correction_rejected_frac`. With a critic `value_loss`,
+    `value_mean`, `return_mean`, `value_explained_variance`, `value_clip_frac`, and of one with its own backbone
+    `critic_grad_norm` and `critic_lr`. While only the critic is trained, those are all."""
     seconds: Mapping[str, float]
-    """`proximal` (only with a decoupled objective), `forward`, `backward`, `optimizer` (reduction and clipping
-    included) and `step`."""
+    """`reference` and `critic` (if there is one), `advantages` (where they are finished without a critic), `forward`,
+    `backward`, `optimizer` (reduction and clipping included) and `step`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +62,8 @@ class MicroBatchLoss:
     correction: CorrectionStats
     entropy_L: Tensor
     """float32, without gradient."""
+    kl_L: Tensor | None
+    """float32, without gradient: KL of the policy to the reference (k3); None without a reference."""
 
 
 class StepTotals:
@@ -69,8 +74,10 @@ class StepTotals:
         self._device, self._correction = device, correction
         self._sums = torch.zeros(len(_SUMS), device=device)
         self._max = torch.zeros(2, device=device)
+        self._zero = torch.zeros((), device=device)
         self._num_tokens = 0
         self._num_loss_tokens = 0
+        self._has_reference = False
 
     @torch.no_grad()
     def add(self, part: MicroBatchLoss, *, num_tokens: int) -> None:
@@ -94,7 +101,9 @@ class StepTotals:
             "stale_tokens": stale.num_tokens,
             "stale_abs": stale.abs_sum,
             "stale_kl": stale.kl_sum,
+            "kl_reference": self._zero if part.kl_L is None else part.kl_L.sum(),
         }
+        self._has_reference |= part.kl_L is not None
         self._sums += torch.stack([sums[name] for name in _SUMS])
         self._max = torch.maximum(self._max, torch.stack((stats.ratio_max, correction.weight_max)))
         self._num_tokens += num_tokens
@@ -119,10 +128,11 @@ class StepTotals:
             "clip_dual_frac": sums["clip_dual"],
             "entropy": sums["entropy"],
         }
+        if self._has_reference:
+            per_token["kl_reference"] = sums["kl_reference"]
         metrics = {name: Metric(sum=total, count=num_loss) for name, total in per_token.items()}
         for name, value in (
             ("loss", sums["loss"]),
-            ("grad_norm", grad_norm),
             ("ratio_max", ratio_max),
             ("num_loss_tokens", num_loss),
             ("num_tokens", num_tokens),
@@ -135,7 +145,7 @@ class StepTotals:
 
 _SUMS: tuple[str, ...] = (
     "loss", "entropy", "ratio", "clip_low", "clip_high", "clip_dual", "weight", "weight_sq", "clamped", "masked",
-    "rejected", "engine_tokens", "engine_abs", "engine_kl", "stale_tokens", "stale_abs", "stale_kl",
+    "rejected", "engine_tokens", "engine_abs", "engine_kl", "stale_tokens", "stale_abs", "stale_kl", "kl_reference",
 )  # fmt: skip
 
 

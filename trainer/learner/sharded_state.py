@@ -1,4 +1,4 @@
-"""Model and optimizer as torch distributed checkpoints: every rank writes its own shards, any number of ranks reads."""
+"""Weights and optimizers as torch distributed checkpoints: every rank writes its shards, any number of ranks reads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pickle
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from trainer.learner.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from trainer.learner.optim import ShardedAdamW
@@ -22,14 +23,18 @@ SHARDS_DIR = "learner"
 """Inside a checkpoint directory."""
 
 
-def save_sharded(path: Path, *, model: nn.Module, optimizer: ShardedAdamW, step: int) -> None:
-    """Collective. `path` exists (`checkpoint.begin`); the shards go to `path/learner`."""
-    counters = {"step": torch.tensor(step), "num_updates": torch.tensor(optimizer.num_updates)}
-    save(_tensors(model, optimizer) | counters, checkpoint_id=path / SHARDS_DIR)
+def save_sharded(path: Path, optimizers: Mapping[str, ShardedAdamW], *, step: int) -> None:
+    """Collective. `path` exists (`checkpoint.begin`); the shards go to `path/learner`.
+
+    Args:
+        optimizers: everything that is trained, by a prefix of its names in the checkpoint ("" for the policy).
+    """
+    counters = {f"{prefix}num_updates": torch.tensor(one.num_updates) for prefix, one in optimizers.items()}
+    save(_tensors(optimizers) | counters | {"step": torch.tensor(step)}, checkpoint_id=path / SHARDS_DIR)
 
 
-def load_sharded(path: Path, *, model: nn.Module, optimizer: ShardedAdamW) -> int:
-    """Collective. Fill model and optimizer in place; returns the step of the checkpoint.
+def load_sharded(path: Path, optimizers: Mapping[str, ShardedAdamW]) -> int:
+    """Collective. Fill weights and optimizers in place; returns the step of the checkpoint.
 
     Raises:
         CheckpointError: files are missing or damaged, or belong to a model with other parameters.
@@ -37,22 +42,25 @@ def load_sharded(path: Path, *, model: nn.Module, optimizer: ShardedAdamW) -> in
     directory = path / SHARDS_DIR
     if not (directory / ".metadata").is_file():
         raise CheckpointError(f"checkpoint file {directory / '.metadata'} is missing; use another checkpoint")
-    counters = {"step": torch.tensor(0), "num_updates": torch.tensor(0)}
+    counters = {f"{prefix}num_updates": torch.tensor(0) for prefix in optimizers} | {"step": torch.tensor(0)}
     try:
-        load(_tensors(model, optimizer) | counters, checkpoint_id=directory)
+        load(_tensors(optimizers) | counters, checkpoint_id=directory)
     except (CheckpointException, RuntimeError, ValueError, OSError, EOFError, pickle.UnpicklingError) as error:
-        # CheckpointException holds one error per rank; the first line names what did not fit.
-        reason = " ".join(str(error).split())[:600]
+        # CheckpointException holds one traceback per rank; the last line names what did not fit.
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1][:600]
         raise CheckpointError(
             f"checkpoint {directory} cannot be loaded: {reason}; it is damaged, or model.path is another model "
-            "than the one that was saved"
+            "than the one that was saved, or the critic is"
         ) from error
-    optimizer.set_num_updates(int(counters["num_updates"]))
+    for prefix, optimizer in optimizers.items():
+        optimizer.set_num_updates(int(counters[f"{prefix}num_updates"]))
     return int(counters["step"])
 
 
-def _tensors(model: nn.Module, optimizer: ShardedAdamW) -> dict[str, Tensor]:
-    # What is frozen (the base below LoRA adapters) is read from model.path again.
-    weights = {f"model.{name}": param.detach() for name, param in model.named_parameters() if param.requires_grad}
-    moments = {f"optimizer.{name}": tensor for name, tensor in optimizer.state().items()}
-    return weights | moments
+def _tensors(optimizers: Mapping[str, ShardedAdamW]) -> dict[str, Tensor]:
+    # What is frozen (the base below LoRA adapters, the reference) is read from model.path again.
+    tensors: dict[str, Tensor] = {}
+    for prefix, optimizer in optimizers.items():
+        tensors |= {f"{prefix}model.{name}": tensor for name, tensor in optimizer.weights().items()}
+        tensors |= {f"{prefix}optimizer.{name}": tensor for name, tensor in optimizer.state().items()}
+    return tensors

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from trainer.config.schema import RunConfig
-    from trainer.data.batch import MicroBatch, TrainBatch
+    from trainer.data.batch import MicroBatch, StepRewards, TrainBatch
     from trainer.learner.parallel import Rendezvous
     from trainer.learner.policy import PolicyLearner
     from trainer.learner.result import StepResult
@@ -107,9 +107,11 @@ class LearnerWorker:
         publisher = WeightPublisher(self._backend, rank=self._rank)
         self._ready = _Ready(learner=learner, publisher=publisher, tensors={})
 
-    def train_step(self, micro_batches: Sequence[MicroBatch], step: int) -> StepResult:
+    def train_step(
+        self, micro_batches: Sequence[MicroBatch], step: int, rewards: StepRewards | None = None
+    ) -> StepResult:
         """See `PolicyLearner.train_step`."""
-        return self._parts.learner.train_step(micro_batches, step=step)
+        return self._parts.learner.train_step(micro_batches, step=step, rewards=rewards)
 
     def save(self, path: str, step: int) -> None:
         """See `PolicyLearner.save`."""
@@ -230,7 +232,7 @@ class LearnerGroup:
                 f"{len(self._ranks)}; pack with learner.num_ranks"
             )
         refs = await asyncio.gather(*(asyncio.to_thread(ray.put, part) for part in batch.micro_batches))
-        results: list[StepResult] = await self._gather("train_step", [(ref, batch.step) for ref in refs])
+        results: list[StepResult] = await self._gather("train_step", [(ref, batch.step, batch.rewards) for ref in refs])
         seconds = {phase: max(r.seconds[phase] for r in results) for phase in results[0].seconds}
         return replace(results[0], seconds=seconds)
 

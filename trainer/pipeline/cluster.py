@@ -6,20 +6,32 @@ import logging
 import os
 import shutil
 import tempfile
+import time
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.util import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from trainer.builtin.tiny_model import cache_dir
 from trainer.config.errors import ConfigurationError, Problem
-from trainer.pipeline.placement import check_fits
+from trainer.pipeline.placement import (
+    SIZES,
+    Node,
+    assign_nodes,
+    bundles_by_actor,
+    check_fits,
+    describe_bundles,
+    describe_nodes,
+)
 from trainer.pipeline.reaper import MARK, Reaper
 
 if TYPE_CHECKING:
     from trainer.config.schema import RunConfig
-    from trainer.pipeline.placement import Placement
+    from trainer.pipeline.placement import Bundle, Placement
     from weight_sync.device.base import Backend
 
 log = logging.getLogger(__name__)
@@ -32,6 +44,16 @@ COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 SHORT_TEMP = "/tmp"
 MAX_TEMP_BYTES = 14
 """A socket's path has at most 107 bytes, of which our directory, Ray's session in it and the name take 93."""
+_NOT_ASKED_FOR = (
+    "node:",
+    "memory",
+    "object_store_memory",
+    "accelerator_type:",
+    "bundle_group_",
+    "CPU_group",
+    "GPU_group",
+)
+"""Beginnings of the names of resources that Ray adds by itself."""
 MAX_LOG_BYTES = 4 * 2**20
 """Of each actor log that is kept; the end of it."""
 
@@ -39,7 +61,9 @@ MAX_LOG_BYTES = 4 * 2**20
 class Cluster:
     """A connection to Ray. `start` blocks for some seconds: call it in a thread."""
 
-    def __init__(self, scratch: Path | None, reaper: Reaper | None = None) -> None:
+    def __init__(self, placement: Placement, *, scratch: Path | None = None, reaper: Reaper | None = None) -> None:
+        self.placement = placement
+        """The one asked for; on a cluster that was joined, with a seat for every actor."""
         self._scratch = scratch
         """Ray's session directory if the cluster is ours; its sockets need a short path, so it is not in the run
         directory."""
@@ -47,10 +71,10 @@ class Cluster:
 
     @classmethod
     def start(cls, cfg: RunConfig, placement: Placement, backend: Backend) -> Cluster:
-        """Start the private cluster, or join `ray.address`.
+        """Start the private cluster, or join `ray.address` and set aside there what every actor needs.
 
         Raises:
-            ConfigurationError: not enough devices, or no cluster at that address.
+            ConfigurationError: not enough devices, no cluster at that address, or no room on it.
         """
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         if cfg.ray.address != "local":
@@ -61,7 +85,7 @@ class Cluster:
         scratch = Path(tempfile.mkdtemp(prefix=f"{SCRATCH_PREFIX}{os.getpid()}-", dir=_scratch_home()))
         run_id = uuid.uuid4().hex
         os.environ[MARK] = run_id  # inherited by everything that is started from here on
-        cluster = cls(scratch, Reaper(run_id, scratch))
+        cluster = cls(placement, scratch=scratch, reaper=Reaper(run_id, scratch))
         custom = backend.ray_resource not in (None, "GPU")
         try:
             ray.init(
@@ -90,14 +114,19 @@ class Cluster:
                 key="ray.address",
                 got=cfg.ray.address,
                 allowed=f"no Ray cluster can be reached there: {error}",
-                do="start one with `ray start --head`, or use ray.address=local",
+                do="start one with `ray start --head`, or use ray.address=local; if it runs, and was started where Ray "
+                "has a token (~/.ray/auth_token), set RAY_AUTH_MODE=token here too",
             )
             raise ConfigurationError([problem]) from error
-        resource = backend.ray_resource
-        if resource is not None:
-            num_devices = int(ray.cluster_resources().get(resource, 0))
-            check_fits(cfg, placement, backend=backend.name, num_devices=num_devices, where="the Ray cluster")
-        return cls(None)
+        try:
+            resource = backend.ray_resource
+            if resource is not None:
+                num_devices = int(ray.cluster_resources().get(resource, 0))
+                check_fits(cfg, placement, backend=backend.name, num_devices=num_devices, where="the Ray cluster")
+            return cls(_seated(cfg, placement))
+        except BaseException:
+            ray.shutdown()
+            raise
 
     def stop(self, *, keep_logs_in: Path | None) -> None:
         """Leave the cluster; end it if it is ours, and remove its scratch directory. Idempotent.
@@ -109,6 +138,74 @@ class Cluster:
         ray.shutdown()
         if self._reaper is not None:
             self._reaper.close()
+
+
+def _seated(cfg: RunConfig, placement: Placement) -> Placement:
+    """Set aside the resources of every actor, each on the node that was chosen for it.
+
+    A placement group per actor, so that one engine can move when its node is lost. The groups end with the driver.
+
+    Raises:
+        ConfigurationError: the cluster is too small, or others hold its resources for `ray.placement_timeout_s`.
+    """
+    nodes, bundles = _nodes(), bundles_by_actor(cfg, placement)
+    chosen = assign_nodes(cfg, placement, nodes)
+    # The target is soft, and Ray has only this spelling for it: a group whose node is full or lost goes elsewhere.
+    # A label selector on the node's id would be hard, and a lost engine could not come back.
+    groups = {
+        name: placement_group([dict(bundles[name])], "STRICT_PACK", name=name, _soft_target_node_id=node_id)
+        for name, node_id in chosen.items()
+    }
+    give_up = time.monotonic() + cfg.ray.placement_timeout_s
+    late = [name for name, group in groups.items() if not group.wait(max(0.0, give_up - time.monotonic()))]
+    if late:
+        for group in groups.values():
+            remove_placement_group(group)
+        raise ConfigurationError([_no_room(cfg, {name: bundles[name] for name in late}, nodes)])
+    log.info("nodes: %s", _who_sits_where(chosen, nodes))
+    return replace(
+        placement,
+        seats={
+            name: PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+            for name, group in groups.items()
+        },
+    )
+
+
+def _nodes() -> list[Node]:
+    """The nodes that live, with the resources that actors can ask for; the driver's first."""
+    own = ray.get_runtime_context().get_node_id()
+    found = [
+        Node(
+            node_id=node["NodeID"],
+            address=node["NodeManagerAddress"],
+            resources={name: n for name, n in node["Resources"].items() if not name.startswith(_NOT_ASKED_FOR)},
+            is_driver=node["NodeID"] == own,
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+    return sorted(found, key=lambda node: not node.is_driver)
+
+
+def _no_room(cfg: RunConfig, late: dict[str, Bundle], nodes: list[Node]) -> Problem:
+    free = {name: n for name, n in ray.available_resources().items() if not name.startswith(_NOT_ASKED_FOR)}
+    return Problem(
+        key=SIZES,
+        got=f"no room for {', '.join(late)}: {describe_bundles(late)}",
+        allowed=f"the Ray cluster is large enough ({describe_nodes(nodes)}), but after "
+        f"ray.placement_timeout_s={cfg.ray.placement_timeout_s:g} others still held it; free were {free}",
+        do="`ray status` says who; wait for them, or ask for fewer ranks or replicas",
+    )
+
+
+def _who_sits_where(chosen: dict[str, str], nodes: list[Node]) -> str:
+    """Example: `10.0.0.1 (driver): learner_0, rollout_worker_0; 10.0.0.2: replica_0`"""
+    return "; ".join(
+        f"{node.address}{' (driver)' if node.is_driver else ''}: "
+        f"{', '.join(name for name, node_id in chosen.items() if node_id == node.node_id) or 'nobody'}"
+        for node in nodes
+    )
 
 
 def actor_options(resources: dict[str, Any], *, env: dict[str, str], name: str) -> dict[str, Any]:

@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from rollout.actor import rollout_worker_actor
 from rollout.buffer.work_buffer import WorkBuffer
 from rollout.engine.actor import engine_actor
 from rollout.engine.base import EngineSpec
+from rollout.engine.concurrency import Bounds
 from rollout.prompts.source import PromptSource
 from rollout.types import SamplingParams
-from rollout.worker import WorkerSpec, rollout_worker_actor
+from rollout.worker import WorkerSpec
 from trainer.config.errors import first_cause, one_line
+from trainer.config.estimators import traits_of
 from trainer.learner.worker import LearnerGroup, learner_actor
 from trainer.pipeline.cluster import actor_options
 from trainer.pipeline.handles import EngineReplica, answer
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from trainer.config.schema import RunConfig
+    from trainer.config.schema.rollout import RolloutConfig
     from trainer.pipeline.inputs import Inputs
     from trainer.pipeline.placement import Placement
     from trainer.pipeline.resume import Resumed
@@ -67,12 +71,12 @@ def create_actors(cfg: RunConfig, placement: Placement, backend: Backend, *, ver
     cfg = with_model_directory(cfg)
     replicas = [f"replica_{index}" for index in range(cfg.rollout.num_replicas)]
     spec = engine_spec(cfg, backend, version=version)
-    engine_options = {name: _options(cfg, backend, placement.engine, role="engine", name=name) for name in replicas}
+    engine_options = {name: _options(cfg, backend, placement, role="engine", name=name) for name in replicas}
     engines = {name: engine_actor().options(**engine_options[name]).remote(spec) for name in replicas}
     world_size = cfg.learner.num_ranks
     ranks = [
         learner_actor()
-        .options(**_options(cfg, backend, placement.learner, role="learner", name=f"learner_{rank}"))
+        .options(**_options(cfg, backend, placement, role="learner", name=f"learner_{rank}"))
         .remote(cfg, rank=rank, world_size=world_size)
         for rank in range(world_size)
     ]
@@ -82,7 +86,7 @@ def create_actors(cfg: RunConfig, placement: Placement, backend: Backend, *, ver
 def new_engine(cfg: RunConfig, placement: Placement, backend: Backend, *, name: str, version: int) -> Any:
     """One more engine actor like those of `create_actors`, not yet started."""
     cfg = with_model_directory(cfg)
-    options = _options(cfg, backend, placement.engine, role="engine", name=name)
+    options = _options(cfg, backend, placement, role="engine", name=name)
     return engine_actor().options(**options).remote(engine_spec(cfg, backend, version=version))
 
 
@@ -113,7 +117,7 @@ def with_workers(cfg: RunConfig, placement: Placement, actors: Actors) -> Actors
     cfg = with_model_directory(cfg)
     workers = tuple(
         rollout_worker_actor()
-        .options(**placement.rollout_worker, name=f"rollout_worker_{index}", max_restarts=0)
+        .options(**placement.options(name := f"rollout_worker_{index}"), name=name, max_restarts=0)
         .remote(worker_spec(cfg), actors.engines)
         for index in range(cfg.rollout.num_workers)
     )
@@ -185,7 +189,8 @@ def make_source(cfg: RunConfig, inputs: Inputs, resumed: Resumed | None) -> Prom
 
 
 def make_pool(cfg: RunConfig, actors: Actors) -> WorkerPool:
-    return WorkerPool(actors.workers, group_timeout_s=cfg.rollout.request_timeout_s + cfg.task.reward.timeout_s)
+    limit_s = cfg.task.agent_timeout_s if cfg.task.agent else cfg.rollout.request_timeout_s
+    return WorkerPool(actors.workers, group_timeout_s=limit_s + cfg.task.reward.timeout_s)
 
 
 def engine_spec(cfg: RunConfig, backend: Backend, *, version: int) -> EngineSpec:
@@ -205,6 +210,7 @@ def engine_spec(cfg: RunConfig, backend: Backend, *, version: int) -> EngineSpec
         num_threads=cfg.device.cpu_threads,
         enforce_eager=rollout.enforce_eager,
         stream_tokens=rollout.stream_tokens,
+        reports_load=rollout.concurrency == "adaptive",
         seed=cfg.seed,
         in_flight=cfg.mode.in_flight,
         initial_version=version,
@@ -219,8 +225,18 @@ def engine_spec(cfg: RunConfig, backend: Backend, *, version: int) -> EngineSpec
     )
 
 
+def concurrency_of(rollout: RolloutConfig) -> Bounds | None:
+    """What one of the rollout workers may have on one replica; None for everything at once."""
+    if rollout.concurrency == "adaptive":
+        highest = rollout.max_num_seqs if rollout.max_concurrency is None else rollout.max_concurrency
+        return Bounds(lowest=rollout.min_concurrency, highest=highest).share(rollout.num_workers)
+    if rollout.max_concurrency is None:
+        return None
+    return Bounds(lowest=rollout.max_concurrency, highest=rollout.max_concurrency).share(rollout.num_workers)
+
+
 def worker_spec(cfg: RunConfig) -> WorkerSpec:
-    rollout, reward = cfg.rollout, cfg.task.reward
+    rollout, task, reward = cfg.rollout, cfg.task, cfg.task.reward
     return WorkerSpec(
         group_size=rollout.group_size,
         sampling=SamplingParams(
@@ -230,6 +246,11 @@ def worker_spec(cfg: RunConfig) -> WorkerSpec:
             top_k=rollout.top_k,
         ),
         request_timeout_s=rollout.request_timeout_s,
+        concurrency=concurrency_of(rollout),
+        greedy_baseline=traits_of(cfg.algorithm).greedy_baseline,
+        agent=task.agent,
+        agent_args=task.agent_args,
+        agent_timeout_s=task.agent_timeout_s if task.agent else None,
         seed=cfg.seed,
         tokenizer_path=_tokenizer_path(cfg),
         reward=reward.name,
@@ -238,9 +259,9 @@ def worker_spec(cfg: RunConfig) -> WorkerSpec:
     )
 
 
-def _options(cfg: RunConfig, backend: Backend, resources: dict[str, Any], *, role: Role, name: str) -> dict[str, Any]:
+def _options(cfg: RunConfig, backend: Backend, placement: Placement, *, role: Role, name: str) -> dict[str, Any]:
     env = merge_env(backend.process_env(role), cfg.device.env, dict(os.environ))
-    return actor_options(resources, env=env, name=name)
+    return actor_options(placement.options(name), env=env, name=name)
 
 
 def _tokenizer_path(cfg: RunConfig) -> str:

@@ -22,9 +22,12 @@ from rollout.reward.registry import lookup
 from trainer.builtin import tiny_model
 from trainer.builtin.tokenizer import build_tokenizer
 from trainer.config.errors import ConfigurationError, Problem
+from trainer.config.estimators import traits_of
 from trainer.learner.errors import ModelError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from rollout.types import Prompt
     from trainer.config.schema import RunConfig
 
@@ -50,26 +53,31 @@ def load_inputs(cfg: RunConfig) -> Inputs:
 
     Raises:
         DataError: a data set, column, prompt or reward cannot be used.
-        ConfigurationError: the tokenizer cannot be loaded, or the model is not one that we can train.
+        ConfigurationError: the tokenizer cannot be loaded, the model is not one that we can train, or the reward does
+            not give the parts that the estimator reads.
     """
     _check_peft(cfg)
-    _check_model(cfg)
+    _check_models(cfg)
     tokenizer = _tokenizer(cfg)
     train = load_prompts(_source_spec(cfg, cfg.task.train_path, cfg.task.train_split), tokenizer)
     evaluation: tuple[Prompt, ...] = ()
     if cfg.task.eval_path:
         held_out = load_prompts(_source_spec(cfg, cfg.task.eval_path, cfg.task.eval_split), tokenizer)
         evaluation = eval_subset(held_out, size=cfg.task.eval_size)
-    check_reward(cfg.task.reward.name, sample=train.prompts[0], timeout_s=cfg.task.reward.timeout_s)
+    result = check_reward(cfg.task.reward.name, sample=train.prompts[0], timeout_s=cfg.task.reward.timeout_s)
+    _check_parts(cfg, result.parts)
     log.info("%d training prompts, %d held out", len(train.prompts), len(evaluation))
     return Inputs(tokenizer=tokenizer, train=train, evaluation=evaluation)
 
 
 def with_model_directory(cfg: RunConfig) -> RunConfig:
     """The configuration with built-in names replaced by the directories that actors load from."""
-    if cfg.model.path != tiny_model.BUILTIN_TINY:
-        return cfg
-    return replace(cfg, model=replace(cfg.model, path=str(tiny_model.cached_path())))
+    tiny = tiny_model.BUILTIN_TINY
+    if cfg.model.path == tiny:
+        cfg = replace(cfg, model=replace(cfg.model, path=str(tiny_model.cached_path())))
+    if cfg.critic.path == tiny:
+        cfg = replace(cfg, critic=replace(cfg.critic, path=str(tiny_model.cached_path())))
+    return cfg
 
 
 async def ensure_model(cfg: RunConfig) -> None:
@@ -79,9 +87,9 @@ async def ensure_model(cfg: RunConfig) -> None:
         RuntimeError: its process failed or took too long.
     """
     path = tiny_model.cached_path()
-    if cfg.model.path != tiny_model.BUILTIN_TINY or tiny_model.is_ready(path):
+    if tiny_model.BUILTIN_TINY not in {cfg.model.path, cfg.critic.path} or tiny_model.is_ready(path):
         return
-    log.info("making %s in %s (first use)", cfg.model.path, path)
+    log.info("making %s in %s (first use)", tiny_model.BUILTIN_TINY, path)
     await _run_python(["-m", "trainer.builtin.tiny_model", str(path)], timeout_s=MAKE_MODEL_TIMEOUT_S)
 
 
@@ -182,18 +190,48 @@ def _check_peft(cfg: RunConfig) -> None:
     raise ConfigurationError([Problem(key="model.lora.rank", got=str(cfg.model.lora.rank), allowed=allowed, do=do)])
 
 
-def _check_model(cfg: RunConfig) -> None:
-    """A model in a directory is checked here; one of the hub when the learner has it, since it may be large."""
-    directory = Path(cfg.model.path).expanduser()
-    if cfg.model.path == tiny_model.BUILTIN_TINY or not directory.is_dir():
-        return
-    from trainer.learner.model import check_model
+def _check_models(cfg: RunConfig) -> None:
+    """Models in directories are checked here; those of the hub when the learner has them, since they may be large."""
+    paths = {"model.path": cfg.model.path}
+    if cfg.critic.path is not None:
+        paths["critic.path"] = cfg.critic.path
+    for key, path in paths.items():
+        directory = Path(path).expanduser()
+        if path == tiny_model.BUILTIN_TINY or not directory.is_dir():
+            continue
+        from trainer.learner.model import check_model
 
-    try:
-        check_model(cfg.model, directory)
-    except ModelError as error:
-        problem = Problem(key="model.path", got=cfg.model.path, allowed=" ".join(str(error).split()))
-        raise ConfigurationError([problem]) from error
+        try:
+            check_model(cfg.model, directory)
+        except ModelError as error:
+            problem = Problem(key=key, got=path, allowed=" ".join(str(error).split()))
+            raise ConfigurationError([problem]) from error
+
+
+def _check_parts(cfg: RunConfig, parts: Mapping[str, float]) -> None:
+    """What the estimator wants of the parts of a reward, against those of the trial call."""
+    algorithm, reward = cfg.algorithm, cfg.task.reward.name
+    if not traits_of(algorithm).uses_parts:
+        return
+    if not parts:
+        allowed = f"reads the named parts of a reward, and {reward} returns none"
+        do = 'let it return a dict such as {"reward": total, "correct": .., "format": ..}, or use another estimator'
+        problem = Problem(
+            key="algorithm.advantage", got=algorithm.advantage, allowed=allowed, do=do, also=("task.reward.name",)
+        )
+        raise ConfigurationError([problem])
+    problems = [
+        Problem(
+            key="algorithm.gdpo_weights",
+            got=name,
+            allowed=f"must name parts that {reward} returns: {', '.join(sorted(parts))}",
+            also=("task.reward.name",),
+        )
+        for name in algorithm.gdpo_weights
+        if name not in parts
+    ]
+    if problems:
+        raise ConfigurationError(problems)
 
 
 def _source_spec(cfg: RunConfig, path: str, split: str) -> SourceSpec:

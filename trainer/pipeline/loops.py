@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from rollout.types import Group
 from trainer.data.batcher import BatchLimits, BuiltBatch, build_train_batch
+from trainer.pipeline.flow import GroupFlow
 from trainer.pipeline.records import StepRecorder, StepTimes, buffer_record, sync_record
 
 if TYPE_CHECKING:
@@ -68,14 +69,17 @@ class Parts:
     checkpointer: Checkpointer
     batches: asyncio.Queue[Ready] = field(default_factory=lambda: asyncio.Queue(maxsize=1))
     recorder: StepRecorder = field(default_factory=StepRecorder)
+    flow: GroupFlow = field(default_factory=GroupFlow)
 
 
 async def prompt_loop(parts: Parts) -> None:
     """Consumes: the prompt source. Waits for: a free slot. Unblocked by: release, filter, drop; close."""
     while True:
         await parts.buffer.wait_for_slot()
-        if parts.buffer.readmit() is None:
-            parts.buffer.admit(parts.source.next())
+        item = parts.buffer.readmit()
+        if item is None:
+            item = parts.buffer.admit(parts.source.next())
+        parts.flow.admitted(item.group_id)
 
 
 async def rollout_loop(parts: Parts) -> None:
@@ -92,10 +96,12 @@ async def rollout_loop(parts: Parts) -> None:
 
 async def _roll_out(parts: Parts, item: WorkItem) -> None:
     started_at = time.time()
+    parts.flow.claimed(item.group_id)
     try:
         group = await parts.workers.run_group(item)
     except Exception as error:  # noqa: BLE001 - the edge of one group: its failure is counted and retried, not the run's
         outcome = parts.buffer.fail(item.group_id, error)
+        parts.flow.failed(item.group_id, outcome)
         log.warning("group %d (%s) failed and was %s: %s", item.group_id, item.prompt.prompt_id, outcome, error)
         return
     parts.telemetry.tracer.add_span(
@@ -105,17 +111,19 @@ async def _roll_out(parts: Parts, item: WorkItem) -> None:
     reason = filter_reason(group, filter_zero_variance=parts.cfg.algorithm.filter_zero_variance)
     await parts.telemetry.record_group(group, "filtered" if reason else "ready", reason)
     if reason:
+        parts.flow.filtered(group)
         parts.buffer.filter(item.group_id, reason)
     else:
+        parts.flow.finished(group)
         parts.buffer.finish(group)
 
 
 def filter_reason(group: Group, *, filter_zero_variance: bool) -> str:
     """Why a finished group is replaced before it costs a training slot; empty if it is to be trained."""
-    rewards = [t.reward for t in group.trajectories if t.status != "failed"]
-    if len(rewards) < min(MIN_USABLE, len(group.trajectories)):
+    num_judged = sum(t.status != "failed" for t in group.trajectories)
+    if num_judged < min(MIN_USABLE, len(group.trajectories)):
         return "rewards_failed"
-    if filter_zero_variance and len(set(rewards)) == 1:
+    if filter_zero_variance and group.has_equal_rewards:
         return "zero_variance"
     return ""
 
@@ -131,6 +139,7 @@ async def batch_loop(parts: Parts) -> None:
     )
     for step in range(parts.state.step, cfg.trainer.total_steps):
         groups = await parts.buffer.take(step)
+        parts.flow.taken(groups)
         with parts.telemetry.tracer.span("batch_loop", f"build {step}"):
             built = await asyncio.to_thread(
                 build_train_batch, groups, step=step, algorithm=cfg.algorithm, limits=limits
@@ -156,6 +165,7 @@ async def train_loop(parts: Parts) -> None:
         record = await _train_step(parts, *ready, waited_for_data_s=waited_for_data_s)
         is_last = state.step >= total or state.stop_reason is not None
         if not is_last:  # the last line waits for the last evaluation
+            await evaluate_if_blocking(parts)
             # Before the checkpoint: a run that goes on from there does not come back for the line.
             await parts.telemetry.write_step(with_evaluation(parts, record))
         await parts.checkpointer.after_step(state.step)
@@ -196,18 +206,19 @@ async def _train_step(
     await parts.pump.publish(step + 1)
     parts.state.step = step + 1
     times = StepTimes(waited_for_data_s=waited_for_data_s, waited_for_sync_s=time.monotonic() - waited_from)
-    record = parts.recorder.step_record(groups, built, result, times)
-    return {"step": step + 1, "version": step + 1, "time_s": parts.state.time_s, **record, **_surroundings(parts)}
+    record = parts.recorder.step_record(groups, built, result, times, max_staleness=parts.cfg.mode.max_staleness)
+    passed = _surroundings(parts, groups)
+    return {"step": step + 1, "version": step + 1, "time_s": parts.state.time_s, **record, **passed}
 
 
 def check_ages(groups: Sequence[Group], *, step: int, max_staleness: int) -> None:
-    """The promise, asserted where it counts.
+    """The promise, asserted where it counts; a baseline is no older than what is compared with it.
 
     Raises:
         StalenessBroken: with every group that is too old.
     """
     old = {g.group_id: g.start_version for g in groups if step - g.start_version > max_staleness}
-    tokens = {g.group_id: min(v) for g in groups if (v := [v for t in g.trajectories for v in t.versions])}
+    tokens = {g.group_id: min(v) for g in groups if (v := [v for t in g.generated for v in t.versions])}
     old |= {group: version for group, version in tokens.items() if step - version > max_staleness}
     if old:
         raise StalenessBroken(
@@ -217,20 +228,21 @@ def check_ages(groups: Sequence[Group], *, step: int, max_staleness: int) -> Non
         )
 
 
-def _surroundings(parts: Parts) -> dict[str, object]:
-    """Buffer and weight sync as they are now."""
+def _surroundings(parts: Parts, groups: Sequence[Group]) -> dict[str, object]:
+    """Buffer and weight sync as they are now, and how the groups of the step got here."""
     telemetry = parts.telemetry
     stats = parts.buffer.stats()
     record = {
         **buffer_record(stats),
-        "wait/engine_for_slots_s": stats.slot_wait_s,
+        **parts.flow.step_record(groups, num_replicas=parts.cfg.rollout.num_replicas, slot_wait_s=stats.slot_wait_s),
         "telemetry/sink_errors": telemetry.writer.num_errors,
         "telemetry/trace_dropped": telemetry.tracer.num_dropped,
     }
     if telemetry.recorder is not None:
         record["telemetry/trajectory_errors"] = telemetry.recorder.num_errors
-    lag = parts.state.step - parts.pump.live_version
-    return record | sync_record(parts.pump.last_report, version_lag=lag)
+    report = parts.pump.last_report
+    record |= parts.workers.load_record
+    return record | sync_record(report, version_lag=parts.state.step - report.version + report.version_lag)
 
 
 def with_evaluation(parts: Parts, record: dict[str, object]) -> dict[str, object]:
@@ -272,7 +284,26 @@ async def on_live(parts: Parts, supervisor: Supervisor, report: SyncReport) -> N
     version = report.version
     parts.state.live_version = version
     parts.buffer.release(version - 1, version=version)
-    if parts.evaluator.is_due(version) and version < parts.cfg.trainer.total_steps:
+    trainer = parts.cfg.trainer
+    if parts.evaluator.is_due(version) and version < trainer.total_steps and not trainer.eval_blocking:
+        await begin_evaluation(parts, supervisor)
+
+
+async def evaluate_if_blocking(parts: Parts) -> None:
+    """With `trainer.eval_blocking`: a due evaluation of exactly this step's version, while the learner waits."""
+    if parts.cfg.trainer.eval_blocking and parts.evaluator.is_due(parts.state.step):
+        await parts.pump.drained()
+        await evaluate_now(parts)
+
+
+async def evaluate_at_start(parts: Parts, supervisor: Supervisor) -> None:
+    """The version that the run begins with, if that is asked for: beside training, or before it."""
+    trainer = parts.cfg.trainer
+    if not (parts.evaluator.is_possible and trainer.eval_at_start):
+        return
+    if trainer.eval_blocking:
+        await evaluate_now(parts)
+    else:
         await begin_evaluation(parts, supervisor)
 
 

@@ -7,7 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rollout.agent.loading import make_loop
+from rollout.errors import PluginError
 from trainer.config.errors import ConfigurationError, Problem
+from trainer.config.estimators import traits_of
+from trainer.config.own_function import is_own, load_own
+from trainer.config.validate import estimator_problems
 from trainer.pipeline.compose import make_source
 from trainer.pipeline.inputs import Inputs, check_engine_package, check_torchvision, load_inputs
 from trainer.pipeline.placement import Placement, check_fits, plan_placement
@@ -37,6 +42,8 @@ def preflight(cfg: RunConfig) -> Checked:
     """
     check_engine_package()
     check_torchvision()
+    check_own_functions(cfg)
+    check_agent(cfg)
     backend = _backend(cfg)
     placement = plan_placement(cfg, resource=backend.ray_resource)
     if cfg.ray.address == "local":
@@ -47,6 +54,34 @@ def preflight(cfg: RunConfig) -> Checked:
     if resumed is not None:
         make_source(cfg, inputs, resumed)  # raises if the data set is not the one that the checkpoint was made with
     return Checked(backend=backend, placement=placement, inputs=inputs, resumed=resumed)
+
+
+def check_own_functions(cfg: RunConfig) -> None:
+    """Import the estimator and the loss that are given by dotted path, and check what the estimator needs.
+
+    Raises:
+        ConfigurationError: one does not import, is no function, does not take its numbers, or does not go together
+            with the rest of the configuration.
+    """
+    algorithm = cfg.algorithm
+    if is_own(algorithm.loss):
+        load_own(algorithm.loss, key="algorithm.loss", args=algorithm.loss_args)
+    if is_own(algorithm.advantage):
+        problems = list(estimator_problems(cfg, traits_of(algorithm)))
+        if problems:
+            raise ConfigurationError(problems)
+
+
+def check_agent(cfg: RunConfig) -> None:
+    """Make the agent loop once.
+
+    Raises:
+        ConfigurationError: its path does not lead to a factory, or the factory does not make a loop of its arguments.
+    """
+    try:
+        make_loop(cfg.task.agent, cfg.task.agent_args)
+    except PluginError as error:
+        raise ConfigurationError([Problem(key="task.agent", got=cfg.task.agent, allowed=str(error))]) from error
 
 
 def _backend(cfg: RunConfig) -> Backend:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from trainer.data.batcher import BuiltBatch, batch_stats
+from trainer.pipeline.length_bias import EarlyLengths, ks_distance
 
 if TYPE_CHECKING:
     from rollout.buffer.stats import BufferStats
@@ -40,6 +41,7 @@ class StepRecorder:
         self._generated_tokens = 0
         self._generated_lengths: deque[Sequence[int]] = deque(maxlen=LENGTH_WINDOW_GROUPS)
         self._trained_lengths: deque[Sequence[int]] = deque(maxlen=LENGTH_WINDOW_GROUPS)
+        self._early = EarlyLengths()
 
     def count_generated(self, group: Group) -> None:
         """A group came back from the engines, whatever becomes of it."""
@@ -47,7 +49,7 @@ class StepRecorder:
         self._generated_lengths.append([t.num_generated_tokens for t in group.trajectories])
 
     def step_record(
-        self, groups: Sequence[Group], built: BuiltBatch, result: StepResult, times: StepTimes
+        self, groups: Sequence[Group], built: BuiltBatch, result: StepResult, times: StepTimes, *, max_staleness: int
     ) -> dict[str, object]:
         """Metrics of one step, without what only the driver's state and the buffer know."""
         now = self._clock()
@@ -55,9 +57,12 @@ class StepRecorder:
         self._last_at = now
         generated, self._generated_tokens = self._generated_tokens, 0
         self._trained_lengths.extend([t.num_generated_tokens for t in g.trajectories] for g in groups)
+        step = built.batch.step
+        self._early.trained(groups, step=step, max_staleness=max_staleness)
         learner_s = max(result.seconds["step"], 1e-9)
         return {
-            **batch_stats(groups, built.batch.step),
+            **batch_stats(groups, step),
+            **token_ages(groups, step=step, max_staleness=max_staleness),
             **{f"learner/{name}": metric.mean for name, metric in result.metrics.items()},
             **{f"learner/{phase}_s": seconds for phase, seconds in result.seconds.items()},
             "learner/num_samples": built.batch.num_samples,
@@ -67,10 +72,33 @@ class StepRecorder:
             "perf/rollout_tokens_per_s": generated / step_s,
             "perf/train_tokens_per_s": built.batch.num_tokens / learner_s,
             "perf/tokens_per_s": built.batch.num_tokens / step_s,
+            "perf/learner_busy_frac": min(learner_s / step_s, 1.0),
             "wait/learner_for_data_s": times.waited_for_data_s,
             "wait/learner_for_sync_s": times.waited_for_sync_s,
-            "length_bias/ks": _ks_distance(self._generated_lengths, self._trained_lengths),
+            "discarded/excluded_tokens": _num_judged_tokens(groups) - built.batch.num_loss_tokens,
+            "length_bias/ks": ks_distance(_flat(self._generated_lengths), _flat(self._trained_lengths)),
+            **self._early.record(),
         }
+
+
+def token_ages(groups: Sequence[Group], *, step: int, max_staleness: int) -> dict[str, object]:
+    """How old the trained tokens are: fractions at every age from 0 to S (each age that occurs beyond it would be a
+    bug, and is shown), median and 90th percentile. Nothing without tokens."""
+    tokens = np.zeros(max_staleness + 1, np.int64)
+    for trajectory in (t for group in groups for t in group.trajectories):
+        for segment in (s for turn in trajectory.turns for s in turn.segments):
+            age = step - segment.version
+            tokens = np.pad(tokens, (0, max(0, age + 1 - len(tokens))))
+            tokens[age] += segment.num_tokens
+    total = int(tokens.sum())
+    if total == 0:
+        return {}
+    cumulated = np.cumsum(tokens)
+    return {
+        **{f"staleness/age_frac/{age}": count / total for age, count in enumerate(tokens.tolist())},
+        "staleness/p50": int(np.searchsorted(cumulated, 0.5 * total)),
+        "staleness/p90": int(np.searchsorted(cumulated, 0.9 * total)),
+    }
 
 
 def sync_record(report: SyncReport, *, version_lag: int) -> dict[str, object]:
@@ -78,6 +106,7 @@ def sync_record(report: SyncReport, *, version_lag: int) -> dict[str, object]:
     return {
         "sync/pack_s": report.pack_s,
         "sync/seal_s": report.seal_s,
+        "sync/lease_s": report.lease_s,
         "sync/pull_s": report.pull_s,
         "sync/pull_gb_per_s": report.pull_bytes_per_s / 1e9,
         **{f"sync/pull_s/learner_{rank}": seconds for rank, seconds in report.pull_by_source.items()},
@@ -85,6 +114,7 @@ def sync_record(report: SyncReport, *, version_lag: int) -> dict[str, object]:
         "sync/drain_s": report.drain_s,
         "sync/pause_s": report.pause_s,
         "sync/commit_s": report.commit_s,
+        "sync/resume_s": report.resume_s,
         "sync/end_to_end_s": report.end_to_end_s,
         "sync/bytes": report.nbytes,
         "sync/num_runs": report.num_runs,
@@ -108,11 +138,9 @@ def buffer_record(stats: BufferStats) -> dict[str, object]:
     return record
 
 
-def _ks_distance(generated: Sequence[Sequence[int]], trained: Sequence[Sequence[int]]) -> float:
-    """Kolmogorov-Smirnov distance between two samples of lengths, in [0, 1]; 0 if either is empty."""
-    a, b = (np.sort(np.array([n for group in side for n in group], np.int64)) for side in (generated, trained))
-    if not a.size or not b.size:
-        return 0.0
-    points = np.union1d(a, b)
-    cdf_a, cdf_b = (np.searchsorted(side, points, side="right") / side.size for side in (a, b))
-    return float(np.max(np.abs(cdf_a - cdf_b)))
+def _num_judged_tokens(groups: Sequence[Group]) -> int:
+    return sum(t.num_generated_tokens for g in groups for t in g.trajectories if t.status != "failed")
+
+
+def _flat(sides: Iterable[Sequence[int]]) -> list[int]:
+    return [length for group in sides for length in group]

@@ -41,7 +41,8 @@ def find_resume(cfg: RunConfig, directory: Path | None) -> Resumed | None:
     `directory` is `run_dir/checkpoints`, which need not exist; None for a run directory that will be new.
 
     Raises:
-        ConfigurationError: it is truncated or missing, or `never` meets a directory that has one.
+        ConfigurationError: it is truncated or missing, `never` meets a directory that has one, or the run would go on
+            with another origin than it began with.
     """
     wanted = cfg.checkpoint.resume
     latest = None if directory is None else checkpoint.find_latest(directory)
@@ -53,13 +54,67 @@ def find_resume(cfg: RunConfig, directory: Path | None) -> Resumed | None:
     if path is None:
         return None
     try:
-        return Resumed(path=path, state=checkpoint.read_state(path))
+        resumed = Resumed(path=path, state=checkpoint.read_state(path))
     except CheckpointError as error:
         raise _refused(cfg, str(error), f"delete {path} to go on from an older one, or name another") from error
+    _check_origin(cfg, resumed)
+    return resumed
 
 
 def _refused(cfg: RunConfig, allowed: str, do: str) -> ConfigurationError:
     return ConfigurationError([Problem(key="checkpoint.resume", got=cfg.checkpoint.resume, allowed=allowed, do=do)])
+
+
+def origin(cfg: RunConfig) -> dict[str, Any]:
+    """What a run began with and reads again at every start, since no checkpoint holds it: key -> value, JSON-able.
+
+    `seed` is None where the model has weights: then nothing that is read again is made from it. The contents of a
+    directory are not looked at.
+    """
+    return {
+        "model.path": _located(cfg.model.path),
+        "seed": cfg.seed if _has_no_weights(cfg.model.path) else None,
+        "critic.path": None if cfg.critic.path is None else _located(cfg.critic.path),
+    }
+
+
+def _check_origin(cfg: RunConfig, resumed: Resumed) -> None:
+    """Raises ConfigurationError if what has to stay as it was is not; a checkpoint that does not tell is taken as it
+    is."""
+    why: dict[str, str] = {}
+    if cfg.model.lora.rank:
+        why |= dict.fromkeys(("model.path", "seed"), "adapters are trained on frozen weights (model.lora)")
+    elif cfg.algorithm.kl.coef > 0:
+        why |= dict.fromkeys(("model.path", "seed"), "the reference is the first policy (algorithm.kl)")
+    if cfg.algorithm.uses_critic and not cfg.critic.shared_backbone:
+        why["critic.path"] = "the critic goes on from the checkpoint, and another start would change nothing"
+    before, now = resumed.state.get("origin", {}), origin(cfg)
+    do = "use what the run began with (a link will do if it was moved), or begin a new run in another run_dir"
+    problems = [
+        Problem(
+            key=key,
+            got=str(now[key]),
+            allowed=f"must stay {before[key]}, as in {resumed.path}: {reason}",
+            do=do,
+            also=("checkpoint.resume",),
+        )
+        for key, reason in why.items()
+        if key in before and before[key] != now[key]
+    ]
+    if problems:
+        raise ConfigurationError(problems)
+
+
+def _located(path: str) -> str:
+    """Directories by their absolute path, names of the hub as they are."""
+    directory = Path(path).expanduser()
+    return str(directory.resolve()) if directory.is_dir() else path
+
+
+def _has_no_weights(path: str) -> bool:
+    directory = Path(path).expanduser()
+    patterns = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
+    return directory.is_dir() and not any(any(directory.glob(pattern)) for pattern in patterns)
 
 
 class Checkpointer:
@@ -101,6 +156,7 @@ class Checkpointer:
                 "run": self._state.state_dict(),
                 "buffer": self._buffer.state_dict(step),
                 "source": self._source.state_dict(),
+                "origin": origin(self._cfg),
             }
             tmp = await asyncio.to_thread(checkpoint.begin, directory, step)
             await self._learner.save(tmp, step=step)

@@ -10,18 +10,21 @@ import math
 import signal
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from rollout.collector import rare_collections
 from trainer.config.errors import first_cause, note_log, one_line
-from trainer.config.objective import describe_objective
+from trainer.config.objective import describe_critic, describe_objective, describe_rollout
 from trainer.pipeline import compose, loops, telemetry
 from trainer.pipeline.cluster import Cluster
-from trainer.pipeline.evaluate import Evaluator
+from trainer.pipeline.evaluate import Evaluator, leased
 from trainer.pipeline.inputs import ensure_model
 from trainer.pipeline.keeper import EngineKeeper
+from trainer.pipeline.placement import RESTARTED
 from trainer.pipeline.preflight import Checked, preflight
 from trainer.pipeline.resume import Checkpointer
 from trainer.pipeline.state import RunState
@@ -70,6 +73,9 @@ def run(cfg: RunConfig, *, started_at: float) -> int:
     ):
         sinks.progress.note(f"run directory: {run_dir.path}")
         sinks.progress.note(f"objective: {describe_objective(cfg.algorithm)}")
+        sinks.progress.note(f"rollout: {describe_rollout(cfg)}")
+        if cfg.algorithm.uses_critic:
+            sinks.progress.note(describe_critic(cfg.critic, policy_lr=cfg.learner.lr))
         if checked.resumed is not None:
             log.info("going on from %s", checked.resumed.path)
         asyncio.run(Driver(cfg, state, sinks, checked).run())
@@ -115,6 +121,7 @@ class Driver:
         try:
             with progress.phase("starting Ray"):
                 cluster = await _start_cluster(cfg, self._checked)
+                self._checked = replace(self._checked, placement=cluster.placement)
                 self._listen()  # Ray has put a handler for SIGTERM in place that ends the process
             try:
                 await self._with_cluster(model)
@@ -142,7 +149,8 @@ class Driver:
                 live = await coordinator.sync(self._state.step)
                 if cfg.weight_sync.self_test:
                     await coordinator.self_test()
-            await self._train(actors, coordinator, live)
+            with rare_collections():
+                await self._train(actors, coordinator, live)
         finally:
             with progress.phase("stopping"):
                 await coordinator.close()
@@ -153,12 +161,12 @@ class Driver:
             parts = self._parts(actors, coordinator, supervisor=supervisor, live=live)
             self._is_training = True
             try:
-                if parts.evaluator.is_possible and self._cfg.trainer.eval_at_start:
-                    await loops.begin_evaluation(parts, supervisor)
+                await loops.evaluate_at_start(parts, supervisor)
                 supervisor.spawn(loops.prompt_loop(parts), name="prompt_loop")
                 supervisor.spawn(loops.rollout_loop(parts), name="rollout_loop")
                 supervisor.spawn(loops.batch_loop(parts), name="batch_loop", may_end=True)
                 supervisor.spawn(parts.pump.run(), name="sync_loop")
+                supervisor.spawn(parts.workers.watch_loads(), name="load_watch")
                 supervisor.spawn(self._keeper(actors, coordinator, parts).run(), name="engine_keeper")
                 await supervisor.until(loops.train_loop(parts))
                 self._state.stop("completed")
@@ -176,7 +184,7 @@ class Driver:
                     cfg,
                     checked.placement,
                     checked.backend,
-                    name=f"{name}_restart_{next(numbers)}",
+                    name=f"{name}{RESTARTED}{next(numbers)}",
                     version=self._state.live_version,
                 )
 
@@ -217,7 +225,7 @@ class Driver:
             evaluator=Evaluator(
                 cfg,
                 self._checked.inputs.evaluation,
-                freeze=coordinator.freeze,
+                freeze=partial(leased, coordinator=coordinator, workers=workers),
                 generate=workers.evaluate,
                 replicas=lambda: [name for name, member in coordinator.members.items() if member == "live"],
             ),

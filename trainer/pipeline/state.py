@@ -18,12 +18,23 @@ class Evaluation:
 
     version: int
     accuracy: float
+    """Mean reward of all answers."""
     num_prompts: int
+    num_samples: int = 1
+    """Answers per prompt."""
+    pass_at: dict[int, float] = field(default_factory=dict)
+    """k -> estimated probability that one of k answers to a prompt passes, mean over prompts."""
+    tokens_mean: float = 0.0
     truncated_frac: float
+    failed_frac: float = 0.0
     time_s: float
 
     def record(self) -> dict[str, float]:
         return {
+            **{f"eval/pass_at/{k}": value for k, value in self.pass_at.items()},
+            "eval/num_samples": self.num_samples,
+            "eval/tokens_mean": self.tokens_mean,
+            "eval/failed_frac": self.failed_frac,
             "eval/accuracy": self.accuracy,
             "eval/version": self.version,
             "eval/num_prompts": self.num_prompts,
@@ -91,4 +102,7 @@ class RunState:
         self.step = self.live_version = self.resumed_from_step = int(state["step"])
         self.first_accuracy = state["first_accuracy"]
         last = state["last_evaluation"]
-        self.last_evaluation = None if last is None else Evaluation(**last)
+        if last is not None:  # JSON made text of the k
+            pass_at = {int(k): value for k, value in last.get("pass_at", {}).items()}
+            last = Evaluation(**{**last, "pass_at": pass_at})
+        self.last_evaluation = last

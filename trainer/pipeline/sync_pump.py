@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Protocol
 
 from weight_sync.errors import VersionUnavailable
-from weight_sync.types import SyncReport
+from weight_sync.types import ReplicaTimes, SyncReport
 
 if TYPE_CHECKING:
     from trainer.telemetry.spans import Tracer
@@ -101,19 +101,33 @@ class SyncPump:
             await self._changed.wait_for(lambda: self._live >= self._published)
 
     def _trace(self, report: SyncReport, started_at: float) -> None:
-        ended_at = started_at + report.end_to_end_s
-        self._tracer.add_span(
-            "sync", f"sync v{report.version}", start_s=started_at, end_s=ended_at, overlapping=True, bytes=report.nbytes
-        )
-        pulled_at = min(ended_at, started_at + report.pull_s + report.attest_s)
         self._tracer.add_span(
             "sync",
-            f"pull v{report.version}",
+            f"sync v{report.version}",
             start_s=started_at,
-            end_s=pulled_at,
+            end_s=started_at + report.end_to_end_s,
             overlapping=True,
+            bytes=report.nbytes,
             gb_per_s=report.pull_bytes_per_s / 1e9,
             **{f"learner_{rank}_s": seconds for rank, seconds in report.pull_by_source.items()},
         )
-        paused_from = max(started_at, ended_at - report.pause_s)
-        self._tracer.add_span("engine", f"paused for v{report.version}", start_s=paused_from, end_s=ended_at)
+        for name, times in report.replicas.items():
+            self._trace_replica(f"v{report.version}", name, times, started_at)
+
+    def _trace_replica(self, version: str, name: str, times: ReplicaTimes, started_at: float) -> None:
+        """Where a replica was: bytes and digests on the way to it, and the pause of its generation."""
+        pulled_at = started_at + times.pull_at_s
+        attested_at = pulled_at + times.pull_s
+        live_at = started_at + times.live_at_s
+        for what, begin, end in (
+            ("pull", pulled_at, attested_at),
+            ("digests", attested_at, attested_at + times.attest_s),
+        ):
+            self._tracer.add_span("sync", f"{what} {version} {name}", start_s=begin, end_s=end, overlapping=True)
+        self._tracer.add_span(
+            f"engine {name}",
+            f"paused for {version}",
+            start_s=live_at - times.pause_s,
+            end_s=live_at,
+            drain_s=times.drain_s,
+        )

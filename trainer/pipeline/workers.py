@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING, Any
 
 from trainer.pipeline.handles import answer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from rollout.buffer.items import WorkItem
+    from rollout.load_watch import LoadReport, ReplicaLoad
     from rollout.types import Group, Prompt, SamplingParams, Trajectory
 
+log = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+"""Between two looks at the engines' load."""
 GROUP_GRACE_S = 60.0
 """A worker bounds generation and rewards itself; a live one has answered this much later."""
 
@@ -24,6 +30,8 @@ class WorkerPool:
         self._actors = tuple(actors)
         self._in_flight = [0] * len(self._actors)
         self._group_timeout_s = group_timeout_s + GROUP_GRACE_S
+        self.load_record: dict[str, float] = {}
+        """Metrics of the engines' load as they were last; empty before the first look."""
 
     async def run_group(self, item: WorkItem) -> Group:
         """Generate and reward one group. Raises what the worker raised, or TimeoutError."""
@@ -41,10 +49,61 @@ class WorkerPool:
 
     async def replace(self, name: str, engine: Any) -> None:
         """All workers send to this engine actor what is meant for the replica `name`, quarantined or not."""
-        calls = (answer(actor.replace.remote(name, engine), timeout_s=GROUP_GRACE_S) for actor in self._actors)
-        await asyncio.gather(*calls)
+        await self._tell_all(lambda actor: actor.replace.remote(name, engine))
+
+    async def rest(self, name: str) -> None:
+        """No worker sends anything new to this replica until `resume`; what runs there goes on."""
+        await self._tell_all(lambda actor: actor.rest.remote(name))
+
+    async def resume(self, name: str) -> None:
+        """Ends a rest."""
+        await self._tell_all(lambda actor: actor.resume.remote(name))
+
+    async def watch_loads(self) -> None:
+        """Keeps `load_record` new. Consumes: the workers' reports. Waits for: its interval, and each answer, which has
+        a deadline. Unblocked by: cancellation."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            calls = (answer(actor.loads.remote(), timeout_s=GROUP_GRACE_S) for actor in self._actors)
+            reports = await asyncio.gather(*calls, return_exceptions=True)
+            for report in reports:
+                if isinstance(report, Exception):  # figures only: who needs the worker itself finds out by itself
+                    log.warning("a rollout worker did not say how busy the engines are: %s", report)
+            good = [report for report in reports if not isinstance(report, BaseException)]
+            self.load_record = load_record(good) if good else {}
 
     async def quarantine(self, name: str, reason: str) -> None:
-        """No worker sends anything new to this replica."""
-        calls = (answer(actor.quarantine.remote(name, reason), timeout_s=GROUP_GRACE_S) for actor in self._actors)
-        await asyncio.gather(*calls)
+        """No worker sends anything more to this replica; what runs there goes on elsewhere, from what it has."""
+        await self._tell_all(lambda actor: actor.quarantine.remote(name, reason))
+
+    async def _tell_all(self, call: Callable[[Any], Any]) -> None:
+        await asyncio.gather(*(answer(call(actor), timeout_s=GROUP_GRACE_S) for actor in self._actors))
+
+
+def load_record(reports: Sequence[LoadReport]) -> dict[str, float]:
+    """Metrics of the engines' load, from what each worker sees. Pure.
+
+    Limits, requests in flight and held are summed over workers; what an engine says of itself is the same for all.
+    """
+    record: dict[str, float] = {"engine/held": sum(report.held for report in reports)}
+    for name in reports[0].replicas:
+        shares = [report.replicas[name] for report in reports]
+        limits = [share.limit for share in shares if share.limit is not None]
+        if limits:
+            record[f"engine/limit/{name}"] = sum(limits)
+        record[f"engine/in_flight/{name}"] = sum(share.in_flight for share in shares)
+        record |= _said(name, shares)
+    return record
+
+
+def _said(name: str, shares: Sequence[ReplicaLoad]) -> dict[str, float]:
+    load = next((share.load for share in shares if share.load is not None), None)
+    if load is None:
+        return {}
+    said = {
+        "running": load.running,
+        "waiting": load.waiting,
+        "kv_usage_frac": load.kv_usage_frac,
+        "preemptions": load.num_preemptions,
+    }
+    return {f"engine/{figure}/{name}": value for figure, value in said.items() if value is not None}

@@ -79,6 +79,8 @@ def _group(group: Group) -> dict[str, object]:
         },
         "rewards": to_jsonable(group.rewards),
         "trajectories": [_trajectory(trajectory) for trajectory in group.trajectories],
+        # Greedy, only there to be compared with: never trained.
+        "baseline": None if group.baseline is None else _trajectory(group.baseline),
     }
 
 
@@ -104,6 +106,7 @@ def _turn(turn: Turn) -> dict[str, object]:
         "generated": _ranges(turn.is_generated),
         # float32 has 7 digits; 5 behind the point are plenty for people and half the file.
         "logprobs": np.round(turn.logprobs[turn.is_generated].astype(np.float64), 5).tolist(),
+        "reward": to_jsonable(turn.reward),
         "segments": [[segment.version, segment.num_tokens] for segment in turn.segments],
     }
 

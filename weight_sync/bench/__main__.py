@@ -79,6 +79,11 @@ def _add_sync(found: argparse.ArgumentParser) -> None:
     add("--commit", choices=("auto", "staged", "inplace"), help="default auto")
     add("--slots", type=int, metavar="N", help="versions a learner can hold at once (default 2)")
     add("--verify", action=on_off, help="compare digests of what arrives (default on)")
+    add(
+        "--churn",
+        action=on_off,
+        help="before every sync all processes allocate, free, and empty their allocator's cache",
+    )
     add("--option", action="append", metavar="FIELD=VALUE", help="any other field of SyncOptions; may be repeated")
     add("--syncs", type=int, metavar="N", help="syncs that count, after 2 to warm up (default 20)")
     add("--timeout", type=float, metavar="S", help="deadline of one sync (default 60)")

@@ -37,6 +37,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     syncs: int = 20
     slots: int = 2
     verify: bool = True
+    churn: bool = False
     timeout: float = 60.0
     case_timeout: float = 300.0
     baselines: bool = True

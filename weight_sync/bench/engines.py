@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weight_sync.bench.children import Child
-from weight_sync.bench.traffic import Traffic, Windows, merged
+from weight_sync.bench.traffic import Traffic, Window, Windows, merged
 from weight_sync.device.select import get_backend
-from weight_sync.vllm_compat import EXTENSION, check_vllm_version, pause_engine, resume_engine
+from weight_sync.vllm_compat import EXTENSION, check_vllm_version
+from weight_sync.vllm_replica import AsyncLLMReplica
 from weight_sync.wire import CommitResult, reply_state
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
     from weight_sync.bench.case import Case
     from weight_sync.bench.processes import Fleet, Journal, Replica
-    from weight_sync.bench.results import Results
+    from weight_sync.bench.results import Results, SyncSample
     from weight_sync.device.base import Backend
 
 PROMPT_TOKENS = 32
@@ -103,14 +104,14 @@ class VllmReplica:
         self.children = (child,)
 
     async def call(self, method: str, *args: object, timeout_s: float) -> list[Any]:
-        answer = await self.children[0].ask("call", method, args, timeout_s=timeout_s)
+        answer = await self.children[0].ask("call", method, args, timeout_s, timeout_s=timeout_s)
         if method == "ws_open":
             self._journal.note_opened(self.name, answer.value)
         return answer.value
 
     async def commit(self, version: int, method: str, *args: object, timeout_s: float) -> CommitResult:
         started = time.monotonic()
-        answer = await self.children[0].ask("commit", version, method, args, timeout_s=timeout_s)
+        answer = await self.children[0].ask("commit", version, method, args, timeout_s, timeout_s=timeout_s)
         result: CommitResult = answer.value
         if reply_state(result.results) == "ok":
             self._journal.note_commit(self.name, result.results, started)
@@ -123,21 +124,25 @@ class VllmHost:
     def __init__(self, case: Case, environment: dict[str, str]) -> None:
         os.environ.update(environment)  # before anything asks which devices there are
         self._case = case
-        self._folder = tempfile.TemporaryDirectory(prefix="weight-sync-bench-")
-        config = json.dumps(case.architecture.config(case.dtype))
-        (Path(self._folder.name) / "config.json").write_text(config, encoding="utf-8")
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="engine-loop", daemon=True)
         self._thread.start()
-        self._engine = _launch(engine_arguments(case, get_backend(case.device), self._folder.name))
+        # Gone once the engine is up, so that one that is killed leaves nothing behind.
+        with tempfile.TemporaryDirectory(prefix="weight-sync-bench-") as folder:
+            config = json.dumps(case.architecture.config(case.dtype))
+            (Path(folder) / "config.json").write_text(config, encoding="utf-8")
+            self._engine = _launch(engine_arguments(case, get_backend(case.device), folder))
+        self._replica = AsyncLLMReplica(self._engine, name="engine")
         self._traffic = Traffic(self._generate, max_tokens=case.max_tokens)
 
     def call(self, method: str, *args: Any) -> Any:
         match method:
             case "call":
-                return self._run(self._on_workers(*args))
+                name, passed, timeout_s = args
+                return self._run(self._replica.call(name, *passed, timeout_s=timeout_s))
             case "commit":
-                return self._run(self._commit(*args))
+                version, name, passed, timeout_s = args
+                return self._run(self._replica.commit(version, name, *passed, timeout_s=timeout_s))
             case "start_traffic":
                 return self._run(self._start_traffic())
             case "end_traffic":
@@ -152,25 +157,9 @@ class VllmHost:
         self._engine.shutdown()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(SHUTDOWN_S)
-        self._folder.cleanup()
 
     def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
-    async def _on_workers(self, method: str, args: tuple[object, ...]) -> list[Any]:
-        # The caller's deadline is in `args`, and the worker keeps it: vLLM's own would leave a late answer in the pipe.
-        return await self._engine.collective_rpc(method, args=args)
-
-    async def _commit(self, version: int, method: str, args: tuple[object, ...]) -> CommitResult:
-        asked, results = time.monotonic(), []
-        await pause_engine(self._engine)
-        drained = time.monotonic()
-        try:
-            results = await self._on_workers(method, args)
-        finally:
-            if not results or reply_state(results) != "dirty":
-                await resume_engine(self._engine)
-        return CommitResult(results=results, pause_s=time.monotonic() - drained, drain_s=drained - asked)
 
     async def _start_traffic(self) -> None:
         self._traffic.start(self._case.requests)
@@ -198,6 +187,10 @@ class VllmHost:
         )
         async for output in self._engine.generate(prompt, sampling, request_id=f"bench-{number}"):
             yield len(output.outputs[0].token_ids)
+
+
+def _hull(windows: Sequence[Window]) -> Window:
+    return min(start for start, _ in windows), max(stop for _, stop in windows)
 
 
 def _launch(arguments: dict[str, Any]) -> Any:
@@ -231,16 +224,22 @@ class Generation:
         """Let the requests end and put what they saw into the results."""
         summaries: list[dict[str, Any]] = []
         for child in self._children:
-            commits, pulls = [], []
-            for sample in results.samples:
-                spans = [span for span in sample.spans if span.phase == "commit"]
-                commits += [(span.started, span.stopped) for span in spans if span.party == child.name]
-                # While the first replica commits, others may wait for their turn: not a pull any more.
-                pulls.append((sample.published, min(span.started for span in spans)))
-            windows = Windows(self._undisturbed, pulls, commits)
+            windows = self._windows(child.name, results.samples)
             timeout_s = self._case.timeout
             summaries.append((await child.ask("end_traffic", windows, timeout_s, timeout_s=2 * timeout_s)).value)
         results.generation = merged(summaries)
+
+    def _windows(self, replica: str, samples: Sequence[SyncSample]) -> Windows:
+        commits, pulls, attests, until_commits = [], [], [], []
+        for sample in samples:
+            spans = [span for span in sample.spans if span.phase == "commit"]
+            commits += [(span.started, span.stopped) for span in spans if span.party == replica]
+            # While the first replica commits, others may wait for their turn, with nothing going on.
+            until_commits.append((sample.published, min(span.started for span in spans)))
+            workers = [name for name in sample.pulls if name.startswith(f"{replica}/")]
+            pulls.append(_hull([sample.pull_window(name) for name in workers]))
+            attests.append(_hull([sample.attest_window(name) for name in workers]))
+        return Windows(self._undisturbed, pulls, attests, until_commits, commits)
 
     def kill_orphans(self) -> None:
         """vLLM's engine process does not notice that its owner is gone; call this when the fleet has closed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 GROWTH = 1.0625
 """Every element changes by this factor from version to version: more than rounding hides, less than overflows."""
 GROWTH_PERIOD = 64
+CHURN_BLOCKS, CHURN_BYTES = 16, 64 << 20
 
 
 class Place:
@@ -49,6 +51,18 @@ class Place:
         self.backend.synchronize()
         free, total = self.backend.memory_info()
         return total - free
+
+    def churn(self, seed: int) -> None:
+        """Allocate and free blocks of many sizes, then hand all that torch's allocator has cached back to the driver:
+        memory that weight sync registered must be none of it."""
+        generator = random.Random(seed)
+        sizes = [generator.randrange(1, CHURN_BYTES) for _ in range(CHURN_BLOCKS)]
+        kept = [torch.empty(size, dtype=torch.uint8, device=self.device).fill_(0xA5) for size in sizes]
+        generator.shuffle(kept)
+        while kept:
+            kept.pop()
+        self.backend.synchronize()
+        torch.accelerator.empty_cache()
 
     def join(self, spec: GroupSpec) -> None:
         self._parties.append(baselines.join(spec, self.backend, self.device, self.params))
@@ -93,6 +107,8 @@ class LearnerHost:
                 self._train(*args)
             case "used_bytes":
                 return self._place.used_bytes()
+            case "churn":
+                self._place.churn(*args)
             case "join":
                 self._place.join(*args)
             case "leave":
@@ -147,6 +163,8 @@ class WorkerHost:
         match method:
             case "used_bytes":
                 return self._place.used_bytes()
+            case "churn":
+                self._place.churn(*args)
             case "digests":
                 return [self._place.backend.digest(tensor) for tensor in self._model.tensors()]
             case "join":

@@ -37,6 +37,17 @@ class SyncSample:
     """By worker ("r0/1")."""
     spans: Sequence[Span]
 
+    def pull_window(self, worker: str) -> tuple[float, float]:
+        """While bytes came in. Reckoned from when the coordinator asked, so a message's way too early."""
+        pull = self.pulls[worker]
+        started = self.published + pull.lease_s
+        return started, started + pull.pull_s
+
+    def attest_window(self, worker: str) -> tuple[float, float]:
+        """While digests were taken, right after all bytes."""
+        _, pulled = self.pull_window(worker)
+        return pulled, pulled + self.pulls[worker].attest_s
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaselineResult:
@@ -199,14 +210,13 @@ def _reports(sample: SyncSample) -> dict[str, Any]:
 def timeline(sample: SyncSample) -> list[dict[str, Any]]:
     """Phases of one sync, in seconds since its start.
 
-    Publishing and commits are as their processes saw them. A pull is drawn from the request to sync on, and what
-    follows it until the commit is digests, polling and waiting for a turn.
+    Publishing and commits are as their processes saw them. A pull is drawn from the request to sync and the wait for
+    the learners' seals on; between its digests and the commit are messages, polling and the wait for a turn.
     """
     rows = [(span.party, span.phase, span.started, span.stopped) for span in sample.spans]
-    for name, pull in sample.pulls.items():
-        pulled = sample.published + pull.pull_s
-        rows.append((name, "pull", sample.published, pulled))
-        rows.append((name, "attest", pulled, pulled + pull.attest_s))
+    for name in sample.pulls:
+        pull, attest = sample.pull_window(name), sample.attest_window(name)
+        rows += [(name, "pull", *pull), (name, "attest", *attest)]
     return [
         {"party": party, "phase": phase, "start_s": start - sample.started, "stop_s": stop - sample.started}
         for party, phase, start, stop in sorted(rows, key=lambda row: (row[0], row[2]))

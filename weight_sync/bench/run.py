@@ -22,6 +22,7 @@ from weight_sync.errors import DigestMismatch, WeightSyncError
 from weight_sync.vllm_compat import UnsupportedVllm
 
 if TYPE_CHECKING:
+    from weight_sync.bench.children import Child
     from weight_sync.types import Manifest
 
 BASELINE_ROUNDS = 3
@@ -37,6 +38,8 @@ def measure(case: Case) -> Results:
     """
     try:
         backend = get_backend(case.device)
+        if case.churn and backend.name == "cpu":
+            raise CaseError("--churn empties the cache of a device's allocator, and cpu has none; leave it out")
         devices = assign_devices(case, backend.num_devices())
         make_replica = vllm_replicas(case, backend) if case.engine == "vllm" else synthetic_replica(case)
     except (DeviceError, UnsupportedVllm) as error:
@@ -153,6 +156,8 @@ class _Run:
         if self.generation is not None:
             await asyncio.sleep(BETWEEN_SYNCS_S)  # so that each sync meets an engine in full swing
         await self.fleet.on_learners("train", self.version, timeout_s=self.case.timeout)
+        if self.case.churn:
+            await self._churn()
         journal = self.fleet.journal
         journal.clear()
         started = time.monotonic()
@@ -171,14 +176,20 @@ class _Run:
             spans=tuple(journal.spans),
         )
 
+    async def _churn(self) -> None:
+        children = self._own_children()
+        await all_of(child.ask("churn", self.version, timeout_s=self.case.timeout) for child in children)
+
     async def _used_bytes(self) -> dict[str, int]:
-        children = (
-            list(self.fleet.children())
-            if self.case.engine == "synthetic"
-            else [learner.child for learner in self.fleet.learners]
-        )
+        children = self._own_children()
         answers = await all_of(child.ask("used_bytes", timeout_s=self.case.timeout) for child in children)
         return {child.name: answer.value for child, answer in zip(children, answers, strict=True)}
+
+    def _own_children(self) -> list[Child]:
+        """The processes that are the bench's own: all but those of a real engine."""
+        if self.case.engine == "synthetic":
+            return list(self.fleet.children())
+        return [learner.child for learner in self.fleet.learners]
 
     async def _check(self) -> None:
         try:

@@ -20,6 +20,11 @@ class Windows(NamedTuple):
 
     undisturbed: Sequence[Window]
     pulls: Sequence[Window]
+    """While bytes come in."""
+    attests: Sequence[Window]
+    """While their digests are taken."""
+    until_commits: Sequence[Window]
+    """From the publication to the first pause: the pull, the comparison of digests, and the messages around them."""
     commits: Sequence[Window]
 
 
@@ -64,6 +69,8 @@ class TokenLog:
         return {
             "undisturbed_tokens_s": self.rate(windows.undisturbed),
             "pull_tokens_s": self.rate(windows.pulls),
+            "attest_tokens_s": self.rate(windows.attests),
+            "until_commit_tokens_s": self.rate(windows.until_commits),
             "median_step_s": self.median_step(windows.undisturbed),
             "commit_gap_p50_s": statistics.median(gaps) if gaps else 0.0,
             "commit_gap_max_s": max(gaps, default=0.0),
@@ -125,8 +132,11 @@ class Traffic:
 
 def merged(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One row for all replicas: rates add up, times are those of the slowest."""
-    rates = ("undisturbed_tokens_s", "pull_tokens_s", "requests_done", "requests_lost")
     return {
-        name: sum(each[name] for each in summaries) if name in rates else max(each[name] for each in summaries)
+        name: sum(each[name] for each in summaries) if _adds_up(name) else max(each[name] for each in summaries)
         for name in summaries[0]
     }
+
+
+def _adds_up(name: str) -> bool:
+    return name.endswith("_tokens_s") or name.startswith("requests_")

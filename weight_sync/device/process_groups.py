@@ -178,12 +178,14 @@ class CollectiveGroup:
         name: str,
         rank: int,
         grouped: bool,
+        device: torch.device,
     ) -> None:
         """`grouped`: the messages of one call are one launch (the library can do that)."""
         self.name = name
         self.is_aborted = False
         self._stop = stop
         self._grouped = grouped
+        self._device = device
         self._peer = 1 - rank
         self._abort_lock = threading.Lock()
         try:
@@ -230,6 +232,7 @@ class CollectiveGroup:
     def _start(self, operation: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> CollectiveTransfer:
         if self.is_aborted:
             raise LinkBroken(f"{self.name}: the group was aborted")
+        self._require_own(tensors)
         try:
             if not self._grouped:
                 return CollectiveTransfer([operation([tensor], self._peer, 0) for tensor in tensors], self)
@@ -239,6 +242,20 @@ class CollectiveGroup:
             return CollectiveTransfer([self._group._end_coalescing()], self)
         except RuntimeError as error:
             raise LinkBroken(f"{self.name}: {_first_line(error)}") from error
+
+    def _require_own(self, tensors: Sequence[torch.Tensor]) -> None:
+        """The library would quietly build a second communicator for another device, which nobody on the other side
+        joins. A tensor gets there easily: torch's current device is one per thread, and the first one in a new thread.
+
+        Raises:
+            ValueError: a tensor lies on another device.
+        """
+        for tensor in tensors:
+            if tensor.device != self._device:
+                raise ValueError(
+                    f"{self.name} of {self._device} cannot move a tensor on {tensor.device}; name the device when the "
+                    "tensor is made"
+                )
 
 
 def nccl_group(store: Store, *, rank: int, timeout_s: float, device: torch.device) -> CollectiveGroup:
@@ -266,7 +283,7 @@ def nccl_group(store: Store, *, rank: int, timeout_s: float, device: torch.devic
         with _environment({"TORCH_NCCL_BLOCKING_WAIT": "1"}):
             return make(store, rank, 2, options)
 
-    group = CollectiveGroup(build, lambda built: built.abort(), name="nccl", rank=rank, grouped=True)
+    group = CollectiveGroup(build, lambda built: built.abort(), name="nccl", rank=rank, grouped=True, device=device)
     group.greet(torch.zeros(16, dtype=torch.uint8, device=device), rank=rank, timeout_s=timeout_s)
     return group
 
@@ -298,7 +315,7 @@ def hccl_group(store: Store, *, rank: int, timeout_s: float, device: torch.devic
     def stop(built: Any) -> None:
         built.abort_hccl_comm("the peer of a weight transfer is gone")
 
-    group = CollectiveGroup(build, stop, name="hccl", rank=rank, grouped=False)
+    group = CollectiveGroup(build, stop, name="hccl", rank=rank, grouped=False, device=device)
     group.greet(torch.zeros(16, dtype=torch.uint8, device=device), rank=rank, timeout_s=timeout_s)
     return group
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from weight_sync.control import Request
     from weight_sync.wire import ArenaHandle
 
+PROBE_BYTES = 1 << 20
 SLOT_ALIGN_BYTES = 4096
 BATCH_BYTES = 128 << 20
 """Bytes between two reports: 0.35 ms of a 381 GB/s link. Two batches are under way at a time, each on a stream of its
@@ -79,6 +80,11 @@ def batched(
 
 def slot_stride(slot_bytes: int) -> int:
     return -(-slot_bytes // SLOT_ALIGN_BYTES) * SLOT_ALIGN_BYTES
+
+
+def arena_bytes(slot_bytes: int, num_slots: int) -> int:
+    """Of a publisher's block: its slots, and a page with the probe pattern behind them. 0 if it publishes nothing."""
+    return slot_stride(slot_bytes) * num_slots + min(PROBE_BYTES, slot_bytes)
 
 
 def require_slot(arena: ArenaHandle, slot: int) -> None:

@@ -109,11 +109,22 @@ class Landing:
         self._blocks.clear()
 
 
+class Standing:
+    """A group that both sides are in, and how many orders went to it."""
+
+    def __init__(self, group: PairGroup, group_id: bytes) -> None:
+        self.group = group
+        self.group_id = group_id
+        self.num_orders = 0
+
+
 class Job:
     """One pull."""
 
-    def __init__(self, slot: int, messages: Sequence[Message]) -> None:
+    def __init__(self, slot: int, messages: Sequence[Message], standing: Standing | None) -> None:
+        """`standing` is the group to use; None if the pull must build one."""
         self.slot = slot
+        self.standing = standing
         self.messages = messages
         self.done = threading.Event()
         self.error: BaseException | None = None
@@ -130,17 +141,18 @@ class Job:
         if self._is_cancelled:
             raise LinkBroken("the pull was stopped")
 
-    def begin_receiving(self) -> None:
-        """As `go_on`; if it does not raise, `cancel` knows that the pieces are in use."""
+    def begin_receiving(self, standing: Standing) -> None:
+        """As `go_on`; if it does not raise, `cancel` knows the group, and that the pieces are in use."""
         with self._lock:
             self.go_on()
+            self.standing = standing
             self.is_receiving = True
 
-    def cancel(self) -> bool:
-        """Whether messages may be on their way into the pieces. If not, none will be."""
+    def cancel(self) -> Standing | None:
+        """The group that it uses or was to use. If it receives not yet, it never will."""
         with self._lock:
             self._is_cancelled = True
-            return self.is_receiving
+            return self.standing
 
 
 class Inbound:
@@ -161,9 +173,8 @@ class Inbound:
         self._landing = landing
         self._connect = connect
         self._timing = timing
-        self._group: PairGroup | None = None
-        self._group_id = b""
-        self._num_orders = 0
+        self._standing: Standing | None = None
+        """Belongs to the caller's thread: what the thread of a stopped pull still does cannot reach the next pull."""
         self._stuck: threading.Thread | None = None
 
     def pull(self, slot: int, pieces: Iterable[Piece], *, check: Callable[[], None]) -> None:
@@ -175,7 +186,8 @@ class Inbound:
                 f"{self._name()}: an aborted transfer still holds its memory; restart this engine process"
             )
         limit_bytes = self._landing.message_bytes
-        job = Job(slot, [message for piece in pieces for message in _messages(piece, limit_bytes)])
+        messages = [message for piece in pieces for message in _messages(piece, limit_bytes)]
+        job = Job(slot, messages, self._standing)
         thread = threading.Thread(target=self._work, args=(job,), name="weight-sync-pull", daemon=True)
         thread.start()
         try:
@@ -184,14 +196,11 @@ class Inbound:
         except BaseException:
             self._stop(job, thread)
             raise
+        self._standing = job.standing
 
     def close(self) -> None:
         """Leave the group. Idempotent."""
-        group, self._group = self._group, None
-        if group is not None:
-            with contextlib.suppress(DeviceError):
-                group.abort()
-            self._tell_dropped()
+        self._leave(self._standing)
 
     def _supervise(self, job: Job, check: Callable[[], None]) -> None:
         heard = watched = time.monotonic()
@@ -202,18 +211,19 @@ class Inbound:
                 heard = now  # the thread itself asks the publisher
             elif now - watched > WATCH_S:
                 watched = now
-                heard = self._watch(heard)
+                heard = self._watch(job, heard)
         if job.error is not None:
             raise job.error
 
-    def _watch(self, heard: float) -> float:
+    def _watch(self, job: Job, heard: float) -> float:
         """When the publisher was last heard of.
 
         Raises:
             PublisherLost: too long ago, or it says that the group fell.
         """
+        assert job.standing is not None
         try:
-            state = self._line.ask(PairWatch(group=self._group_id), PairState, deadline_s=ASK_S)
+            state = self._line.ask(PairWatch(group=job.standing.group_id), PairState, deadline_s=ASK_S)
         except PublisherLost as error:
             if time.monotonic() - heard > self._timing.silence_s:
                 raise PublisherLost(f"{self._name()}: silent in the middle of a transfer: {error}") from error
@@ -223,41 +233,49 @@ class Inbound:
         return time.monotonic()
 
     def _stop(self, job: Job, thread: threading.Thread) -> None:
-        """Returns when nothing is written into the pieces any more (or remembers that this could not be had)."""
-        was_receiving = job.cancel()
-        group, self._group = self._group, None
+        """Returns when the pull's thread is gone, so that it neither writes into the pieces nor speaks to the publisher
+        any more (or remembers that this could not be had)."""
         try:
-            if group is not None:
-                with contextlib.suppress(DeviceError):
-                    group.abort()
-                self._tell_dropped()
+            self._leave(job.cancel())
         finally:
-            if was_receiving:
-                thread.join(LEAVE_S)
-                self._stuck = thread if thread.is_alive() else None
+            thread.join(LEAVE_S)
+            self._stuck = thread if job.is_receiving and thread.is_alive() else None
 
-    def _tell_dropped(self) -> None:
+    def _leave(self, standing: Standing | None) -> None:
+        self._standing = None
+        if standing is None:
+            return
+        with contextlib.suppress(DeviceError):
+            standing.group.abort()
         # A publisher that cannot be told notices by itself, later; and its line may be closed already.
         with contextlib.suppress(WeightSyncError, zmq.ZMQError):
-            self._line.ask(PairDrop(group=self._group_id), PairState, deadline_s=ASK_S / 2)
+            self._line.ask(PairDrop(group=standing.group_id), PairState, deadline_s=ASK_S / 2)
 
     def _work(self, job: Job) -> None:
         """The thread of a pull."""
         try:
             with self._landing.enter():
-                group = self._meet(job) if self._group is None else self._group
-                job.begin_receiving()
-                self._receive(job, group)
+                standing = self._meet(job) if job.standing is None else job.standing
+                self._begin(job, standing)
+                self._receive(job, standing)
         except BaseException as error:  # noqa: BLE001 - the caller's thread raises it
             job.error = self._explained(error)
         finally:
             job.done.set()
 
-    def _receive(self, job: Job, group: PairGroup) -> None:
+    def _begin(self, job: Job, standing: Standing) -> None:
+        try:
+            job.begin_receiving(standing)
+        except LinkBroken:
+            # Whoever stopped the pull did not know of this group, so nobody else will abort it.
+            standing.group.abort()
+            raise
+
+    def _receive(self, job: Job, standing: Standing) -> None:
         for part in orders(job.messages):
             ranges = tuple((message.offset, message.dst.numel()) for message in part)
-            order = PairSend(group=self._group_id, number=self._num_orders, slot=job.slot, ranges=ranges)
-            self._num_orders += 1
+            order = PairSend(group=standing.group_id, number=standing.num_orders, slot=job.slot, ranges=ranges)
+            standing.num_orders += 1
             state = self._ask(job, order, PairState)
             if state.error:
                 raise LinkBroken(f"the publisher left the group: {state.error}")
@@ -267,7 +285,7 @@ class Inbound:
                 if len(pending) == BATCHES_IN_FLIGHT:
                     self._finish(job, *pending.popleft())
                 targets = self._landing.targets(batch)
-                pending.append((group.receive(targets), batch, targets))
+                pending.append((standing.group.receive(targets), batch, targets))
         while pending:
             self._finish(job, *pending.popleft())
 
@@ -276,16 +294,16 @@ class Inbound:
         job.go_on()
         self._landing.deliver(batch, targets)
 
-    def _meet(self, job: Job) -> PairGroup:
+    def _meet(self, job: Job) -> Standing:
         """Build both halves of a new group. The library blocks until the other half is there, so it has a thread."""
-        self._group_id, self._num_orders = secrets.token_bytes(16), 0
+        group_id = secrets.token_bytes(16)
         mirror = StoreMirror()
         half = Half(lambda: self._connect(mirror))
         try:
             while True:
                 is_built = half.done.wait(MEET_S)
                 # Once more after it is built: the publisher may need what the library wrote last to finish its half.
-                met = self._ask(job, PairMeet(group=self._group_id, entries=mirror.news()), PairMet)
+                met = self._ask(job, PairMeet(group=group_id, entries=mirror.news()), PairMet)
                 if met.error:
                     raise LinkBroken(f"the publisher could not join: {met.error}")
                 mirror.learn(met.entries)
@@ -295,9 +313,8 @@ class Inbound:
         except BaseException:
             half.abandon()
             raise
-        self._group = group
         self.num_connected += 1
-        return group
+        return Standing(group, group_id)
 
     def _ask(self, job: Job, request: Request, kind: type[R]) -> R:
         """Ask until there is an answer. Every request of ours may be repeated.

@@ -6,15 +6,13 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 from weight_sync.device.cpu import CpuBackend
-from weight_sync.transports.base import slot_stride
+from weight_sync.transports.base import PROBE_BYTES, arena_bytes, slot_stride
 from weight_sync.wire import ArenaHandle
 
 if TYPE_CHECKING:
     import torch
 
     from weight_sync.device.base import Backend, PersistentBlock
-
-PROBE_BYTES = 1 << 20
 
 
 class Slots(ABC):
@@ -31,8 +29,8 @@ class Slots(ABC):
         self.stride = slot_stride(slot_bytes)
         self.owner = backend
         self.probe_bytes = min(PROBE_BYTES, slot_bytes)
-        size = self.stride * num_slots + self.probe_bytes
-        self.block: PersistentBlock | None = backend.alloc_persistent(size) if slot_bytes else None
+        size = arena_bytes(slot_bytes, num_slots)
+        self.block: PersistentBlock | None = backend.alloc_persistent(size) if size else None
 
     def readable(self, index: int) -> torch.Tensor:
         """uint8[slot_bytes]: what receivers get once the slot is sealed. Index `num_slots` is the probe,

@@ -18,7 +18,7 @@ from rollout.errors import EngineDead
 from rollout.types import Completion, SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterator
+    from collections.abc import AsyncIterator, Awaitable, Container, Iterator
 
     from rollout.engine.base import Engine, InFlight
 
@@ -89,6 +89,19 @@ class EngineContract:
             assert chunk.logprobs.dtype == np.float32
             assert len(chunk.logprobs) == len(chunk.token_ids) == sum(s.num_tokens for s in chunk.segments)
         assert (answer.logprobs <= 0).all()
+
+    async def test_the_load_counts_the_requests_that_are_inside(self, engine: Engine) -> None:
+        assert (engine.load().running, engine.load().waiting) == (0, 0)
+        params = SamplingParams(max_tokens=self.long_tokens, seed=1)
+        running = [asyncio.ensure_future(collect(engine, f"load-{i}", params)) for i in range(3)]
+        async with asyncio.timeout(60):
+            while engine.load().running < 3:
+                assert not all(task.done() for task in running)
+                await asyncio.sleep(0)
+        await asyncio.gather(*running)
+        load = engine.load()
+        assert (load.running, load.waiting) == (0, 0)
+        assert load.kv_usage_frac in (None, 0.0)
 
     async def test_every_token_carries_the_version_that_sampled_it(self, engine: Engine) -> None:
         first = engine.version
@@ -251,6 +264,91 @@ class EngineContract:
         committing.cancel()
         self.assert_labels(await asyncio.wait_for(running, 30))
         assert engine.version == version
+        assert engine.stats().paused_s == 0
+
+    async def test_a_watchdog_leaves_the_pause_of_a_commit_under_way_alone(self, engine: Engine) -> None:
+        before = engine.version
+        running = asyncio.ensure_future(collect(engine, "watched", SamplingParams(max_tokens=self.long_tokens, seed=1)))
+        await self.wait_for_tokens(engine, 1)
+        committing = asyncio.ensure_future(self.commit(engine, before + 1))
+        await self.wait_for_pause(engine)
+        await engine.end_pause("the test's watchdog is impatient")
+        assert engine.stats().paused_s > 0, "the workers are writing"
+        assert not committing.done()
+        await committing
+        answer = await asyncio.wait_for(running, 30)
+        self.assert_labels(answer)
+        assert set(answer.labels) <= {before, before + 1}
+        assert engine.stats().paused_s == 0
+        assert not engine.stats().is_dead
+        await engine.end_pause("nothing is paused")
+        assert len((await collect(engine, "goes-on", SamplingParams(max_tokens=5, seed=1))).tokens) == 5
+
+    @pytest.fixture
+    async def sleeper(self) -> AsyncIterator[Engine]:
+        """Another engine, started with `EngineSpec.sleep_mode`."""
+        pytest.skip("this engine cannot sleep on this device")
+        yield
+
+    async def test_an_engine_without_sleep_mode_refuses_to_sleep(self, engine: Engine) -> None:
+        with pytest.raises(ValueError, match="sleep_mode"):
+            await engine.sleep()
+        assert len((await collect(engine, "awake", SamplingParams(max_tokens=5, seed=1))).tokens) == 5
+
+    async def test_a_sleep_that_arrives_during_a_commit_waits_for_its_end(self, sleeper: Engine) -> None:
+        order: list[str] = []
+
+        async def noting(name: str, doing: Awaitable[None]) -> None:
+            await asyncio.wait_for(doing, 10)
+            order.append(name)
+
+        before = sleeper.version
+        running = asyncio.ensure_future(collect(sleeper, "before", SamplingParams(max_tokens=10_000, seed=1)))
+        await self.wait_for_tokens(sleeper, 1)
+        committing = asyncio.ensure_future(noting("commit", self.commit(sleeper, before + 1)))
+        await self.wait_for_pause(sleeper)
+        await noting("sleep", sleeper.sleep())
+        await committing
+        assert order == ["commit", "sleep"]
+        answer = await asyncio.wait_for(running, 30)
+        assert answer.finish_reason == "abort"
+        self.assert_labels(answer)
+        await self.assert_asleep_until_committed(sleeper, before + 2)
+
+    async def test_a_commit_that_arrives_while_the_engine_falls_asleep_wakes_it(self, sleeper: Engine) -> None:
+        before = sleeper.version
+        falling_asleep = asyncio.ensure_future(sleeper.sleep())
+        await asyncio.sleep(0)
+        await asyncio.wait_for(self.commit(sleeper, before + 1), 10)
+        assert falling_asleep.done()
+        answer = await asyncio.wait_for(collect(sleeper, "woken", SamplingParams(max_tokens=5, seed=1)), 30)
+        assert set(answer.labels) == {before + 1}
+        self.assert_labels(answer)
+
+    async def test_a_refused_commit_leaves_a_sleeping_engine_asleep(self, sleeper: Engine) -> None:
+        before = sleeper.version
+        await sleeper.sleep()
+        await sleeper.sleep()
+        await self.commit(sleeper, before + 1, outcome="failed")
+        assert sleeper.version == before
+        await self.assert_asleep_until_committed(sleeper, before + 2)
+
+    async def test_a_sleep_goes_to_its_end_when_its_caller_goes_away(self, sleeper: Engine) -> None:
+        before = sleeper.version
+        falling_asleep = asyncio.ensure_future(sleeper.sleep())
+        await asyncio.sleep(0)
+        falling_asleep.cancel()
+        await self.assert_asleep_until_committed(sleeper, before + 1)
+
+    async def assert_asleep_until_committed(self, engine: Engine, version: int) -> None:
+        waiting = asyncio.ensure_future(collect(engine, f"waits-for-{version}", SamplingParams(max_tokens=5, seed=1)))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        assert engine.stats().waiting == 1
+        await asyncio.wait_for(self.commit(engine, version), 10)
+        answer = await asyncio.wait_for(waiting, 30)
+        assert set(answer.labels) == {version}
+        self.assert_labels(answer)
         assert engine.stats().paused_s == 0
 
     async def test_zz_a_dead_engine_tells_everyone(self, engine: Engine) -> None:

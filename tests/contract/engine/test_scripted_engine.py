@@ -34,17 +34,33 @@ class TestScriptedEngine(EngineContract):
     stream_tokens = 16
     max_model_len = 20_000
     stop_token = STOP
+    long_tokens = 1000
 
     @pytest.fixture
     async def engine(self) -> AsyncIterator[Engine]:
         ENDING.clear()
-        spec = EngineSpec(
-            model="scripted", stream_tokens=self.stream_tokens, max_model_len=self.max_model_len, stop_token_ids=(STOP,)
-        )
-        engine = ScriptedEngine(spec, script=script, workers=workers, worker_s=0.005)
+        engine = self.make()
         await engine.start()
         yield engine
         await engine.close()
+
+    @pytest.fixture
+    async def sleeper(self) -> AsyncIterator[Engine]:
+        ENDING.clear()
+        engine = self.make(sleep_mode=True)
+        await engine.start()
+        yield engine
+        await engine.close()
+
+    def make(self, *, sleep_mode: bool = False) -> ScriptedEngine:
+        spec = EngineSpec(
+            model="scripted",
+            stream_tokens=self.stream_tokens,
+            max_model_len=self.max_model_len,
+            stop_token_ids=(STOP,),
+            sleep_mode=sleep_mode,
+        )
+        return ScriptedEngine(spec, script=script, workers=workers, worker_s=0.005)
 
     def letters(self, version: int) -> Container[int]:
         return {STOP} if version in ENDING else range(10 + 10 * (version % 2), 20 + 10 * (version % 2))

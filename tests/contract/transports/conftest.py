@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from tests.contract.transports.host_hccl import HostHcclKind
 from tests.contract.transports.world import QUICK, Kind, Local, Remote
 from tests.fakes.drivers.build import compile_fakes, compiler
 
@@ -21,23 +22,26 @@ REAL_NCCL = pytest.param(
         pytest.mark.skipif(torch.cuda.device_count() < 2, reason="a pair needs two devices; this machine has fewer"),
     ],
 )
-KINDS = ("ipc", "shm", "gloo", "gloo-staged", "nccl-on-host", REAL_NCCL)
-PAIRS = ("gloo", "nccl-on-host", REAL_NCCL)
+KINDS = ("ipc", "shm", "gloo", "gloo-staged", "nccl-on-host", "hccl-on-host", REAL_NCCL)
+PAIRS = ("gloo", "nccl-on-host", "hccl-on-host", REAL_NCCL)
 
 
 @pytest.fixture(scope="session")
-def fake_cuda(tmp_path_factory: pytest.TempPathFactory) -> str:
+def fake_drivers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Backend -> its fake driver library."""
     if compiler() is None:
         pytest.skip("no C compiler `cc` to build the fake driver library with")
-    return compile_fakes(tmp_path_factory.mktemp("drivers"))["cuda"]
+    return compile_fakes(tmp_path_factory.mktemp("drivers"))
 
 
 def make_kind(name: str, request: pytest.FixtureRequest) -> Kind:
     match name:
         case "gloo-staged":
-            return Kind("gloo", backend="cuda", library=request.getfixturevalue("fake_cuda"))
+            return Kind("gloo", backend="cuda", library=request.getfixturevalue("fake_drivers")["cuda"])
         case "nccl-on-host":
-            return Kind("nccl", backend="cuda", library=request.getfixturevalue("fake_cuda"))
+            return Kind("nccl", backend="cuda", library=request.getfixturevalue("fake_drivers")["cuda"])
+        case "hccl-on-host":
+            return HostHcclKind("hccl", backend="npu", library=request.getfixturevalue("fake_drivers")["npu"])
         case "nccl":
             return Kind("nccl", backend="cuda", environ={"NCCL_NVLS_ENABLE": "0"})
         case _:

@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -232,8 +232,9 @@ class Local:
 
     def empty(self, nbytes: int = SLOT_BYTES) -> torch.Tensor:
         """Zeros where this receiver's engine would have its parameters."""
-        device = "cpu" if self.kind.library is not None else f"{self.backend.torch_device}"
-        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        on_host = self.kind.library is not None or self.kind.backend == "cpu"
+        # By its index: torch's current device is one per thread, and the first one in a thread that a test starts.
+        return torch.zeros(nbytes, dtype=torch.uint8, device="cpu" if on_host else f"{self.backend.torch_device}:1")
 
     def close(self) -> None:
         for end in self._ends:
@@ -288,8 +289,14 @@ class HostNccl:
             self._gloo.abort()
 
 
+class AbortableGroup(Protocol):
+    is_aborted: bool
+
+
 class HostWork:
-    def __init__(self, group: HostNccl, transfers: list[process_groups.GlooTransfer]) -> None:
+    """What a fake of a vendor's group returns for a transfer."""
+
+    def __init__(self, group: AbortableGroup, transfers: list[process_groups.GlooTransfer]) -> None:
         self._group = group
         self._transfers = transfers
         self._error: RuntimeError | None = None

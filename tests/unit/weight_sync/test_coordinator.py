@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +20,9 @@ from weight_sync.errors import (
     VersionUnavailable,
     WeightSyncError,
 )
+from weight_sync.opening import _memory_lines, _size
 from weight_sync.transports import mapped
+from weight_sync.types import Manifest, PackPlan, PullPlan, Run
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -66,6 +69,24 @@ async def test_engines_hold_the_learners_weights_bit_for_bit(commit: str, num_ra
             await world.coordinator.self_test()
         assert replica.versions == [0, 1, 2]
         assert world.coordinator.live_versions == {"r0": 2}
+
+
+@pytest.mark.parametrize("commit", ["staged", "inplace"])
+async def test_a_report_says_when_each_replica_pulled_and_went_live(commit: str) -> None:
+    async with opened(2, [LocalReplica("r0"), LocalReplica("r1")], commit=commit) as world:
+        report = await world.step(1)
+        assert report.version_lag == 0
+        assert set(report.replicas) == {"r0", "r1"}
+        for times in report.replicas.values():
+            assert times.is_staged == (commit == "staged")
+            assert 0 < times.live_at_s <= report.end_to_end_s
+            paused_at_s, pulled_at_s = times.live_at_s - times.pause_s, times.pull_at_s + times.pull_s
+            assert 0 < times.pull_at_s < pulled_at_s < times.live_at_s
+            # Staged bytes move before the pause, those in place in it.
+            assert (pulled_at_s <= paused_at_s) == (commit == "staged")
+        # No two may pause at once: at most half of the group, here one, commits at a time.
+        first, second = sorted(report.replicas.values(), key=lambda times: times.live_at_s)
+        assert first.live_at_s <= second.live_at_s - second.pause_s + 0.001
 
 
 @pytest.mark.parametrize("commit", ["staged", "inplace"])
@@ -239,7 +260,56 @@ async def test_drift_is_refused_before_a_byte_moves() -> None:
     await world.coordinator.close()
 
 
-async def test_auto_lets_the_learner_send_when_its_memory_cannot_be_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_memory_is_printed_before_any_of_it_is_allocated(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "weight_sync")
+    world = World(2, [LocalReplica("r0", 2)], commit="staged", num_slots=3)
+    printed: list[str] = []
+    opening = world.publishers[1].ws_open
+
+    def open_later(request: bytes) -> bytes:
+        printed.append(caplog.text)
+        return opening(request)
+
+    world.publishers[1].ws_open = open_later  # type: ignore[method-assign]
+    await world.coordinator.open()
+    try:
+        manifest = world.coordinator.manifest
+        assert manifest is not None
+        blocks = [publisher.publisher._epoch.end._slots.block for publisher in world.publishers]
+        shadows = [receiver._epoch.landing.shadow for receiver in world.replicas[0].receivers]
+        lines = _memory_lines(manifest, SyncOptions(commit="staged", num_slots=3))
+        assert all(line in printed[0] for line in lines)
+        for rank, block in enumerate(blocks):
+            slot = _size(manifest.pack[rank].arena_bytes)
+            assert f"rank {rank} 3 x {slot}, with the probe {_size(block.nbytes)}" in lines[0]
+        for worker, shadow in enumerate(shadows):
+            assert f"worker {worker} {_size(shadow.nbytes)}" in lines[1]
+    finally:
+        await world.coordinator.close()
+
+
+def test_memory_lines_have_the_figures_of_a_large_plan() -> None:
+    run = Run(src_rank=1, src_off=0, dst_param="w", dst_off=0, nbytes=5_000_000)
+    manifest = Manifest(
+        epoch=1,
+        params=(),
+        pack=(PackPlan(rank=1, items=(), arena_bytes=5_000_000), PackPlan(rank=0, items=(), arena_bytes=0)),
+        pull=(PullPlan(worker=0, runs=(run,)),),
+        digest="",
+    )
+    learners, engines = _memory_lines(manifest, SyncOptions(num_slots=2))
+    # A slot begins at a page; the probe behind the slots has a megabyte of 2^20 bytes.
+    assert (
+        learners
+        == "memory of learners: rank 0 2 x 0.0 kB, with the probe 0.0 kB; rank 1 2 x 5.0 MB, with the probe 11.1 MB"
+    )
+    assert engines.endswith("if it fits into what is free then: worker 0 5.0 MB")
+    assert "no shadow" in _memory_lines(manifest, SyncOptions(commit="inplace"))[1]
+
+
+async def test_auto_lets_the_learner_send_when_its_memory_cannot_be_mapped(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def refuse(*_: object) -> object:
         raise TransportUnusable("no peer access")
 
@@ -247,6 +317,11 @@ async def test_auto_lets_the_learner_send_when_its_memory_cannot_be_mapped(monke
     replica = LocalReplica("r0")
     async with opened(2, [replica], transport="auto") as world:
         assert world.coordinator.transport == "gloo"
+        warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        for rank in (0, 1):
+            # In the worker's own log, and in that of the coordinator, which people read.
+            assert f"learner {rank} cannot be reached by ipc: no peer access" in warned
+            assert f"r0/0 does not read learner {rank} by ipc: no peer access" in warned
         await world.step(1)
         replica.assert_holds(world.full)
 

@@ -13,6 +13,7 @@ from weight_sync.vllm_compat import (
     check_vllm_version,
     pause_engine,
     rearranged_experts,
+    rename_mapper,
     resume_engine,
 )
 
@@ -125,3 +126,15 @@ def test_plain_experts_compute_the_weighted_sum_of_their_experts(fold_weights_fi
     alone = torch.empty(1, 32)
     _apply_plain_experts(experts, alone, x[:1], w13, w2, weights[:1], ids[:1], **how)
     assert torch.equal(alone, output[:1])  # a token's bits do not depend on its neighbours
+
+
+@pytest.mark.parametrize("method", ["get_rename_mapper", "get_unstacked_mapper"])
+def test_parts_of_fused_layers_keep_their_names_with_every_vllm(method: str) -> None:
+    whole = SimpleNamespace(**{method: lambda: "unfused"})
+    assert rename_mapper(SimpleNamespace(hf_to_vllm_mapper=whole)) == "unfused"
+
+
+def test_a_mapper_that_fuses_nothing_is_taken_as_it_is() -> None:
+    plain = SimpleNamespace()
+    assert rename_mapper(SimpleNamespace(hf_to_vllm_mapper=plain)) is plain
+    assert rename_mapper(SimpleNamespace()) is None

@@ -13,8 +13,10 @@ from trainer.algorithms.losses.clipped import (
     sapo_loss,
 )
 from trainer.algorithms.losses.covariance import clip_cov_loss, kl_cov_loss
+from trainer.algorithms.losses.own import own_loss
 from trainer.algorithms.losses.sequence import gmpo_loss, gspo_loss
 from trainer.algorithms.losses.trust_region import dppo_loss
+from trainer.config.own_function import is_own
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +26,10 @@ if TYPE_CHECKING:
 
 
 def policy_loss(inputs: LossInputs, *, config: AlgorithmConfig) -> tuple[Tensor, LossStats]:
-    """The loss that `config.loss` names: (float32[L], stats). It reads the keys of `trainer.config.loss_keys`."""
+    """The loss that `config.loss` names: (float32[L], stats). It reads the keys of `trainer.config.loss_keys`.
+
+    A name with a dot is the path of a user's own loss, which gets `config.loss_args`.
+    """
     low, high = config.clip_low, config.clip_high
     match config.loss:
         case "ppo_clip":
@@ -51,5 +56,7 @@ def policy_loss(inputs: LossInputs, *, config: AlgorithmConfig) -> tuple[Tensor,
             return dppo_loss(inputs, divergence="kl", threshold=config.dppo_threshold)
         case "dro":
             return dro_loss(inputs, beta=config.dro_beta)
+        case path if is_own(path):
+            return own_loss(inputs, path=path, args=config.loss_args)
         case _:
             raise ValueError(f"algorithm.loss {config.loss!r} has no function; add a case to policy_loss")

@@ -7,14 +7,14 @@ gradient of k2 (Tang and Munos 2025, arXiv:2506.09477). Shape legend: `L` loss t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from trainer.algorithms.losses.inputs import MAX_LOG_RATIO, at_least_float32
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-KlEstimator = Literal["k1", "k2", "k3", "k1_straight_through", "k3_straight_through"]
+    from trainer.config.schema.kl import KlEstimator
 
 
 def kl_penalty(logprobs_L: Tensor, reference_logprobs_L: Tensor, estimator: KlEstimator) -> Tensor:

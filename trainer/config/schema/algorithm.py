@@ -8,18 +8,24 @@ from trainer.config.estimators import AdvantageName, GpgScale
 from trainer.config.loss_keys import AggregationName, LossName
 from trainer.config.schema.correction import CorrectionConfig
 from trainer.config.schema.field import key
+from trainer.config.schema.kl import KlConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmConfig:
     name: str = key("grpo", "Shown in logs; the parts below define the objective.")
-    advantage: AdvantageName = key(
+    advantage: AdvantageName | str = key(
         "grpo",
         "Advantage estimator: the reward against the group's mean (grpo), the mean of the others (rloo), or a "
         "length-weighted mean (opo); only the single best answer of a group (pass_at_k); the plain reward (reinforce); "
-        "the reward normalised over the step (reinforce_pp), after the group's mean is taken off "
+        "the reward normalised over the step's tokens (reinforce_pp), after the group's mean is taken off "
         "(reinforce_pp_baseline); the group's mean with a factor for answers that teach nothing (gpg); each reward "
-        "part normalised in its group (gdpo).",
+        "part normalised in its group (gdpo); per token from the values of a critic (gae); the reward of one "
+        "more, greedy answer per group (remax). Of several turns reinforce and reinforce_pp credit a token with the "
+        "rewards from its turn on; the group estimators add them up.",
+    )
+    advantage_args: dict[str, float] = key(
+        factory=dict, doc="Your own estimator (a dotted path in `algorithm.advantage`): its numbers, by name."
     )
     normalize_by_std: bool = key(
         True, "GRPO and pass@k: divide by the group's standard deviation; false with grpo is Dr. GRPO."
@@ -29,14 +35,31 @@ class AlgorithmConfig:
         "GPG: the factor is all answers of the step over those with a reward other than 0 (the released "
         "implementation, for rewards of 0 and 1), or over those in groups with unequal rewards (the paper's eq. 7).",
     )
+    gae_gamma: float = key(
+        1.0, "GAE: discount per generated token. Below 1, an early token hardly sees the outcome of a long answer.",
+        gt=0, le=1,
+    )  # fmt: skip
+    gae_lambda: float = key(
+        1.0,
+        "GAE: 1 takes the return minus the value, which a critic that starts at 0 cannot bias; below 1 trusts the "
+        "critic, and fades the outcome by a factor of lambda per token.",
+        ge=0,
+        le=1,
+    )
+    whiten_advantages: bool = key(
+        True, "GAE: bring the advantages of all loss tokens of the step to mean 0 and standard deviation 1."
+    )
     gdpo_weights: dict[str, float] = key(
         factory=dict, doc="GDPO: weight per named part of the reward; empty takes all parts once, else only these."
     )
-    loss: LossName = key(
+    loss: LossName | str = key(
         "ppo_clip",
         "Policy loss: clipped surrogate (PPO, DAPO), plain policy gradient (reinforce), the same with the ratio "
         "(importance_sampling), ratio of the sequence (gspo, gmpo), clipped weight (cispo), soft gate (sapo), "
         "covariance (clip_cov, kl_cov), divergence mask (dppo_tv, dppo_kl), or square around the old policy (dro).",
+    )
+    loss_args: dict[str, float] = key(
+        factory=dict, doc="Your own loss (a dotted path in `algorithm.loss`): its numbers, by name."
     )
     clip_low: float = key(
         0.2,
@@ -79,7 +102,7 @@ class AlgorithmConfig:
         None, "seq_mean_token_sum_norm: its constant divisor; null takes `rollout.max_response_tokens`.", ge=1
     )
     filter_zero_variance: bool = key(
-        False, "Dynamic sampling (DAPO): drop groups whose rewards are all equal, and refill them."
+        False, "Dynamic sampling (DAPO): drop groups of equal rewards (remax: equal to the greedy one), and refill."
     )
     max_refills_per_step: int = key(
         64,
@@ -92,4 +115,14 @@ class AlgorithmConfig:
     )
     overlong_penalty: float = key(1.0, "Largest overlong penalty.", ge=0)
     mask_truncated: bool = key(False, "DAPO overlong filtering: truncated answers carry no loss.")
+    kl: KlConfig = key(factory=KlConfig, doc="KL to the reference policy.")
     correction: CorrectionConfig = key(factory=CorrectionConfig, doc="Off-policy correction.")
+
+    @property
+    def uses_critic(self) -> bool:
+        return self.advantage == "gae"
+
+    @property
+    def finishes_on_ranks(self) -> bool:
+        """Whether advantages need the learner: the values of a critic, or the log-probs of the reference."""
+        return self.uses_critic or self.kl.in_reward

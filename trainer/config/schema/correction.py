@@ -62,14 +62,16 @@ class RejectConfig:
 class CorrectionConfig:
     objective: Objective = key(
         "bypass",
-        "Old policy of the loss. `bypass`: the one that sampled. `decoupled`: the learner's at the start of the step, "
-        "recomputed by one more forward pass, with its ratio to the sampling policy as weight of the token. "
-        "`loglinear`: the same, but interpolated by the age of the token without a forward pass (A-3PO).",
+        "Old policy of the loss. `bypass`: the one that sampled. `decoupled`: the learner's at the start of the step "
+        "(a batch is one step, so no forward pass is needed, and a loss with a bound of its own is refused), with its "
+        "ratio to the sampling policy as weight of the token. `loglinear`: the same, but interpolated between the two "
+        "by the age of the token (A-3PO).",
     )
     level: Level = key(
         "token",
         "Ratio that `clamp` and `mask` look at, and that `decoupled` and `loglinear` weigh with: of the token, of the "
-        "whole answer (product), or the geometric mean over the answer.",
+        "whole answer (product), or the geometric mean over the answer. A clamp with `bypass` needs the one that the "
+        "loss holds.",
     )
     clamp: ClampConfig = key(factory=ClampConfig, doc="Keep importance weights within bounds.")
     mask: MaskConfig = key(factory=MaskConfig, doc="Tokens out of bounds carry no loss.")

@@ -27,6 +27,9 @@ class LearnerConfig:
     activation_checkpointing: bool = key(False, "Recompute each block in the backward.")
     compile: bool = key(False, "torch.compile each block.")
     cpu_offload: bool = key(False, "Keep parameters and optimizer state in host memory (FSDP2 CPU offload).")
+    reference_cpu_offload: bool = key(
+        False, "Keep the reference policy (`algorithm.kl.coef` > 0) in host memory between its forward passes."
+    )
     port: int = key(
         0,
         "Port where learner ranks meet (on rank 0's node); 0 takes a free one; fix it where a firewall needs to know.",

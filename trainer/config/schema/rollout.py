@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from trainer.config.schema.field import key
 
@@ -20,11 +20,26 @@ class RolloutConfig:
     max_response_tokens: int = key(1024, "Longest answer, in tokens.", ge=1)
     max_model_len: int = key(0, "Engine context length; 0 means prompt plus response limits.", ge=0)
     max_num_seqs: int = key(256, "Most sequences an engine runs at once.", ge=1)
+    concurrency: Literal["fixed", "adaptive"] = key(
+        "fixed",
+        "How many requests an engine has at once; the others wait, the oldest group first, and go where room is first. "
+        "`fixed`: `max_concurrency`. `adaptive`: between `min_concurrency` and `max_concurrency`, fewer while the "
+        "engine preempts, queues or fills its KV cache, more while it has room.",
+    )
+    min_concurrency: int = key(1, "Fewest requests of an engine at once, with `concurrency=adaptive`.", ge=1)
+    max_concurrency: int | None = key(
+        None,
+        "Most requests of an engine at once; null is `max_num_seqs` with `concurrency=adaptive`, and no limit with "
+        "`fixed`. Shared out evenly over the rollout workers.",
+        ge=1,
+    )
     gpu_memory_utilization: float = key(0.85, "Share of device memory for an engine (accelerators).", gt=0, le=1)
     kv_cache_gib: float = key(1.0, "KV cache of an engine on `cpu`, GiB.", gt=0)
     enforce_eager: bool = key(False, "Never capture device graphs.")
     stream_tokens: int = key(64, "Tokens per streamed chunk; a dead engine loses at most one chunk.", ge=1)
-    request_timeout_s: float = key(600.0, "Longest time one sequence may take to generate.", gt=0)
+    request_timeout_s: float = key(
+        600.0, "Longest time one sequence may take to generate, waits for room included.", gt=0
+    )
     max_retries: int = key(2, "Retries of a prompt whose group failed, before it is dropped and counted.", ge=0)
     max_engine_restarts: int = key(
         3, "Times that a lost engine is started again within a run; 0 leaves it out for good.", ge=0

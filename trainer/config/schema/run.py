@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from trainer.config.schema.algorithm import AlgorithmConfig
 from trainer.config.schema.checkpoint import CheckpointConfig
+from trainer.config.schema.critic import CriticConfig
 from trainer.config.schema.device import DeviceConfig
 from trainer.config.schema.field import key
 from trainer.config.schema.learner import LearnerConfig
@@ -30,6 +31,7 @@ class RunConfig:
     model: ModelConfig = key(factory=ModelConfig, doc="The policy.")
     task: TaskConfig = key(factory=TaskConfig, doc="Prompts and rewards.")
     algorithm: AlgorithmConfig = key(factory=AlgorithmConfig, doc="The objective.")
+    critic: CriticConfig = key(factory=CriticConfig, doc="The value function of PPO.")
     mode: ModeConfig = key(factory=ModeConfig, doc="How far generation runs ahead.")
     rollout: RolloutConfig = key(factory=RolloutConfig, doc="Engines and sampling.")
     learner: LearnerConfig = key(factory=LearnerConfig, doc="Training.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from trainer.config.schema.field import key
 
@@ -12,8 +12,8 @@ from trainer.config.schema.field import key
 class RewardConfig:
     name: str = key(
         "arithmetic",
-        "A registered reward (`arithmetic`, `math`), or your own function as `path/to/file.py:name` or "
-        "`package.module:name`.",
+        "A registered reward (`arithmetic`, `math`; `zero` where an environment rewards the turns), or your own "
+        "function as `path/to/file.py:name` or `package.module.name`.",
         is_path=True,
     )
     timeout_s: float = key(10.0, "Wall-clock limit of one reward call; past it the process is killed.", gt=0)
@@ -45,4 +45,13 @@ class TaskConfig:
     shuffle: bool = key(True, "Shuffle training prompts with the run's seed, anew each epoch.")
     eval_size: int = key(256, "Prompts per evaluation; 0 means all held-out prompts.", ge=0)
     max_operand: int = key(49, "builtin:arithmetic only: largest operand of the additions.", ge=9)
+    agent: str = key(
+        "",
+        "How an answer comes about: empty is a single turn, else the dotted path (`package.module.name`) of a factory "
+        "of agent loops, for several turns, tools and environments. Evaluation uses it too.",
+    )
+    agent_args: dict[str, Any] = key(factory=dict, doc="Keyword arguments of the factory in `task.agent`.")
+    agent_timeout_s: float = key(
+        600.0, "Longest time that one trajectory of `task.agent` may take, its environment included.", gt=0
+    )
     reward: RewardConfig = key(factory=RewardConfig, doc="How answers are judged.")

@@ -14,6 +14,21 @@ class TrainerConfig:
     eval_every: int = key(10, "Evaluate after every so many steps; 0 turns periodic evaluation off.", ge=0)
     eval_at_start: bool = key(True, "Evaluate version 0 (or the resumed version) before the first step.")
     eval_at_end: bool = key(True, "Evaluate the last version.")
+    eval_samples: int = key(1, "Answers per held-out prompt in an evaluation.", ge=1)
+    eval_temperature: float = key(
+        0.0, "Sampling temperature of evaluations, over the whole vocabulary; 0 is greedy.", ge=0
+    )
+    eval_pass_k: int | None = key(
+        None,
+        "k of `eval/pass_at/k`: how likely one of k answers passes, estimated from `eval_samples` answers; null is "
+        "`eval_samples`. `eval/pass_at/1` is always there.",
+        ge=1,
+    )
+    eval_pass_reward: float = key(1.0, "Reward from which a held-out answer passes.")
+    eval_blocking: bool = key(
+        False,
+        "Let the learner wait for each evaluation at the start and between steps. Otherwise they run beside training.",
+    )
     stop_at_accuracy: float | None = key(
         None, "Stop successfully once a held-out evaluation reaches this accuracy; null never does.", gt=0, le=1
     )

@@ -5,11 +5,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from rollout.agent.loop import MultiTurnLoop, SingleTurnLoop
-from rollout.types import Completion, Prompt, Segment
+from rollout.agent.loop import Episode, MultiTurnLoop, Reply, SingleTurnLoop, check_episode
+from rollout.errors import AgentError
+from rollout.types import Completion, Prompt, Segment, Turn
 
 if TYPE_CHECKING:
-    from rollout.types import FinishReason, Turn
+    from rollout.types import FinishReason
 
 PROMPT = Prompt(prompt_id="p", token_ids=np.array([1, 2], np.int32), text="", answer="")
 
@@ -33,15 +34,18 @@ class Scripted:
 
 
 class Replies:
-    """An environment that gives its replies in order, then ends."""
+    """An environment that gives its replies in order, each with a reward of 1, then ends with `last_reward`."""
 
-    def __init__(self, *replies: list[int]) -> None:
+    def __init__(self, *replies: list[int], last_reward: float = 0.0) -> None:
         self.replies = list(replies)
+        self.last_reward = last_reward
         self.seen: list[int] = []
 
-    async def step(self, turns: tuple[Turn, ...]) -> np.ndarray | None:
+    async def step(self, turns: tuple[Turn, ...]) -> Reply:
         self.seen.append(len(turns))
-        return np.array(self.replies.pop(0), np.int32) if self.replies else None
+        if not self.replies:
+            return Reply(token_ids=None, reward=self.last_reward)
+        return Reply(token_ids=self.replies.pop(0), reward=1.0)
 
 
 @pytest.mark.parametrize(
@@ -83,3 +87,63 @@ async def test_a_turn_cut_by_the_budget_ends_the_episode_without_asking_the_envi
     episode = await MultiTurnLoop(lambda _: replies, max_turns=5).run(PROMPT, 1, generate)
     assert episode.status == "truncated"
     assert replies.seen == []
+
+
+async def test_each_turn_has_its_own_reward_and_the_last_one_too() -> None:
+    generate = Scripted(([3], "stop"), ([4, 5], "stop"), ([6], "stop"))
+    replies = Replies([90], [91], last_reward=-0.5)
+    episode = await MultiTurnLoop(lambda _: replies, max_turns=5).run(PROMPT, 20, generate)
+    assert episode.status == "completed"
+    assert [turn.reward for turn in episode.turns] == [1.0, 1.0, -0.5]
+
+
+async def test_a_reward_counts_although_its_reply_finds_no_room() -> None:
+    episode = await MultiTurnLoop(lambda _: Replies([90, 91]), max_turns=5).run(PROMPT, 3, Scripted(([3], "stop")))
+    assert (episode.status, [turn.reward for turn in episode.turns]) == ("truncated", [1.0])
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
+async def test_a_reward_that_is_not_finite_is_refused(reward: float) -> None:
+    loop = MultiTurnLoop(lambda _: Replies(last_reward=reward), max_turns=5)
+    with pytest.raises(ValueError, match="reward of a turn must be a finite number"):
+        await loop.run(PROMPT, 10, Scripted(([3], "stop")))
+
+
+def a_turn(tokens: list[int], num_context: int, *, logprob: float = -1.0, reward: float = 0.0) -> Turn:
+    num_generated = len(tokens) - num_context
+    return Turn(
+        token_ids=np.array(tokens, np.int32),
+        is_generated=np.arange(len(tokens)) >= num_context,
+        logprobs=np.array([np.nan] * num_context + [logprob] * num_generated, np.float32),
+        segments=(Segment(version=0, num_tokens=num_generated),),
+        reward=reward,
+    )
+
+
+def test_a_turn_refuses_a_reward_that_no_token_earned_or_that_is_not_finite() -> None:
+    with pytest.raises(ValueError, match="no generated token that could have earned it"):
+        a_turn([1, 2], 2, reward=1.0)
+    with pytest.raises(ValueError, match="must be finite"):
+        a_turn([1, 2], 1, reward=float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("episode", "message"),
+    [
+        (None, "returned a NoneType; return an Episode"),
+        (Episode(turns=(a_turn([1, 2, 3], 2),), status="done"), "must be one of completed, truncated, failed, got 'do"),
+        (Episode(turns=(), status="completed"), "begin with the prompt's tokens as context"),
+        (Episode(turns=(a_turn([1, 3, 4], 2),), status="completed"), "begin with the prompt's tokens as context"),
+        (Episode(turns=(a_turn([1, 2, 3], 1),), status="completed"), "begin with the prompt's tokens as context"),
+        (Episode(turns=(a_turn([1, 2, 3, 4, 5, 6], 2),), status="completed"), "hold 4 tokens after the prompt, at m"),
+        (Episode(turns=(a_turn([1, 2, 3], 2, logprob=np.nan),), status="completed"), "no finite log-probability"),
+    ],
+)
+def test_an_episode_that_breaks_the_contract_is_refused(episode: object, message: str) -> None:
+    with pytest.raises(AgentError, match=message):
+        check_episode(episode, PROMPT, 3)
+
+
+def test_an_episode_whose_prompt_spans_two_turns_is_fine() -> None:
+    episode = Episode(turns=(a_turn([1], 1), a_turn([2, 3], 1)), status="completed")
+    assert check_episode(episode, PROMPT, 3) is episode

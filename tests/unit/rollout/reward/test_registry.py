@@ -20,12 +20,16 @@ def call(target: str) -> object:
     return load(target)(prompt="", response="", answer="", metadata={})
 
 
-def test_every_builtin_loads_and_needs_an_answer() -> None:
-    for name in ("arithmetic", "math"):
+def test_every_builtin_loads_and_says_whether_it_needs_an_answer() -> None:
+    for name in BUILTIN_REWARDS:
         entry = lookup(name)
         assert entry is BUILTIN_REWARDS[name]
-        assert entry.needs_answer
+        assert entry.needs_answer == (name != "zero")
         load(entry.target)
+
+
+def test_the_reward_for_environments_is_always_zero() -> None:
+    assert call(lookup("zero").target) == 0.0
 
 
 def test_a_relative_file_is_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,13 +67,14 @@ def test_a_module_is_found_by_its_dotted_name(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "pkg_of_mine" / "scores.py").write_text(GOOD)
     monkeypatch.syspath_prepend(str(tmp_path))
     assert call(lookup("pkg_of_mine.scores:reward").target) == 2.0
+    assert call(lookup("pkg_of_mine.scores.reward").target) == 2.0
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("arithmetik", "did you mean 'arithmetic'.*allowed: arithmetic, math"),
-        ("module.function", "allowed: arithmetic, math, or your own function"),
+        ("arithmetik", "did you mean 'arithmetic'.*allowed: arithmetic, math, zero"),
+        ("my_rewards.py", "allowed: arithmetic, math, zero, or your own function"),
         ("nowhere/mine.py:reward", "there is no file .*nowhere/mine.py"),
         ("mine.py:", "unknown reward"),
         (":reward", "unknown reward"),
@@ -86,7 +91,7 @@ def test_unknown_names_are_refused_with_what_is_allowed(name: str, message: str)
         ("def reward(:\n", "SyntaxError"),
         ("import sys\nsys.exit(2)\n", "SystemExit: 2"),
         ("1 / 0\n", "ZeroDivisionError: division by zero"),
-        ("def rewards(*, prompt, response, answer, metadata): ...\n", "no function 'reward'; did you mean 'rewards'"),
+        ("def rewards(*, prompt, response, answer, metadata): ...\n", "has no 'reward'; did you mean 'rewards'"),
         ("def reward(response): ...\n", "got an unexpected keyword argument 'prompt'.*its signature is"),
         ("def reward(*, prompt, response, answer, metadata, extra): ...\n", "missing a required .*'extra'"),
         ("async def reward(**kwargs): ...\n", "an async function"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from statistics import fmean, stdev
+from statistics import fmean, pstdev, stdev
 from typing import TYPE_CHECKING, get_args
 
 import numpy as np
@@ -29,6 +29,7 @@ GPG = AlgorithmConfig(advantage="gpg")
 GPG_VALID = AlgorithmConfig(advantage="gpg", gpg_scale="valid_groups")
 PASS_AT_K = AlgorithmConfig(advantage="pass_at_k")
 PASS_AT_K_PLAIN = AlgorithmConfig(advantage="pass_at_k", normalize_by_std=False)
+REMAX = AlgorithmConfig(advantage="remax")
 GDPO = AlgorithmConfig(advantage="gdpo")
 GDPO_WEIGHTED = AlgorithmConfig(advantage="gdpo", gdpo_weights={"format": 0.5})
 CONFIGS = {
@@ -43,6 +44,7 @@ CONFIGS = {
     "gpg_valid": GPG_VALID,
     "pass_at_k": PASS_AT_K,
     "pass_at_k_plain": PASS_AT_K_PLAIN,
+    "remax": REMAX,
     "gdpo": GDPO,
     "gdpo_weighted": GDPO_WEIGHTED,
 }
@@ -55,11 +57,13 @@ def group(
     *,
     lengths: Sequence[int] | None = None,
     parts: Mapping[str, Sequence[float]] | None = None,
+    baseline: float = 0.25,
 ) -> GroupRewards:
     return GroupRewards(
         rewards_G=np.array(rewards, np.float64),
         lengths_G=np.array([1] * len(rewards) if lengths is None else lengths, np.int64),
         parts_G={name: np.array(values, np.float64) for name, values in (parts or {}).items()},
+        baseline=baseline,
     )
 
 
@@ -104,14 +108,26 @@ def test_reinforce_is_the_reward_itself() -> None:
 
 def test_reinforce_pp_knows_no_groups() -> None:
     apart = advantages_of(group([1.0]), group([0.0]), group([0.0, 1.0]), config=REINFORCE_PP)
-    close(np.concatenate(apart), 0.8660239 * SIGNS, atol=1e-7)
+    close(np.concatenate(apart), SIGNS)
+
+
+def test_reinforce_pp_counts_tokens_and_not_answers() -> None:
+    # Three tokens of 1 and one of 0: mean .75, variance .75 x .25.
+    size = math.sqrt(0.75 * 0.25)
+    close(advantages_of(group([1.0, 0.0], lengths=[3, 1]), config=REINFORCE_PP), [[0.25 / size, -0.75 / size]])
+    assert advantages_of(group([1.0, 0.0], lengths=[0, 0]), config=REINFORCE_PP) == [[0.0, 0.0]]
 
 
 def test_reinforce_pp_baseline_takes_the_mean_of_the_group_and_the_spread_of_the_step() -> None:
-    # Centred: +-.5 and +-1.5, whose unbiased deviation is sqrt(5 / 3).
-    size = math.sqrt(5 / 3) + 1e-6
+    # Centred: +-.5 and +-1.5, whose variance is 1.25.
+    size = math.sqrt(1.25)
     got = advantages_of(group([1.0, 0.0]), group([7.0, 10.0]), config=REINFORCE_PP_BASELINE)
     close(got, [[0.5 / size, -0.5 / size], [-1.5 / size, 1.5 / size]])
+
+
+def test_remax_takes_the_reward_of_the_greedy_answer_off_even_from_a_single_one() -> None:
+    got = advantages_of(group([1.0, 0.0], baseline=1.0), group([1.0], baseline=-0.5), config=REMAX)
+    assert got == [[0.0, -1.0], [1.5]]
 
 
 def test_gpg_makes_up_for_answers_without_signal_in_the_whole_step() -> None:
@@ -158,11 +174,11 @@ def reference(groups: Sequence[GroupRewards], config: AlgorithmConfig) -> list[l
         case "reinforce":
             return rewards
         case "reinforce_pp":
-            return [[(r - fmean(everything)) / (stdev(everything) + 1e-6) for r in rs] for rs in rewards]
+            return over_tokens(rewards, groups)
         case "reinforce_pp_baseline":
-            centred = [[r - fmean(rs) for r in rs] for rs in rewards]
-            size = stdev([c for cs in centred for c in cs]) + 1e-6
-            return [[c / size for c in cs] for cs in centred]
+            return over_tokens([[r - fmean(rs) for r in rs] for rs in rewards], groups)
+        case "remax":
+            return [[r - g.baseline for r in rs] for rs, g in zip(rewards, groups, strict=True)]
         case "opo":
             return [[r - token_mean(g) for r in g.rewards_G.tolist()] for g in groups]
         case "gpg":
@@ -180,6 +196,13 @@ def reference(groups: Sequence[GroupRewards], config: AlgorithmConfig) -> list[l
             sums = [[weighted(g, i, weights) for i in range(len(g.rewards_G))] for g in groups]
             joined = [s for ss in sums for s in ss]
             return [[(s - fmean(joined)) / (stdev(joined) + 1e-6) for s in ss] for ss in sums]
+
+
+def over_tokens(values: Sequence[Sequence[float]], groups: Sequence[GroupRewards]) -> list[list[float]]:
+    """Every token written down with the value of its answer."""
+    lengths = [g.lengths_G.tolist() for g in groups]
+    tokens = [v for vs, ns in zip(values, lengths, strict=True) for v, n in zip(vs, ns, strict=True) for _ in range(n)]
+    return [[(v - fmean(tokens)) / max(pstdev(tokens), 1e-4) for v in vs] for vs in values]
 
 
 def spread(rewards: Sequence[float], config: AlgorithmConfig) -> float:
@@ -236,6 +259,7 @@ def test_the_order_of_answers_and_of_groups_does_not_matter(name: str) -> None:
             rewards_G=g.rewards_G[order],
             lengths_G=g.lengths_G[order],
             parts_G={n: v[order] for n, v in g.parts_G.items()},
+            baseline=g.baseline,
         )
         for g, order in zip(groups, orders, strict=True)
     ]
@@ -261,6 +285,7 @@ def test_the_best_answer_is_never_below_another(name: str) -> None:
             rewards_G=answers.rewards_G,
             lengths_G=answers.lengths_G,
             parts_G={"format": answers.rewards_G, "correct": 2 * answers.rewards_G},
+            baseline=answers.baseline,
         )
         (advantages,) = step_advantages([same], config=CONFIGS[name])
         assert advantages[answers.rewards_G.argmax()] == advantages.max() > advantages.min()
@@ -291,13 +316,22 @@ def test_a_step_of_one_answer_or_of_none_gives_finite_numbers(name: str) -> None
 
 
 def test_the_table_lists_every_name_of_the_schema_and_the_dispatch_knows_them() -> None:
-    assert set(ESTIMATORS) == set(get_args(AdvantageName)) == {c.advantage for c in CONFIGS.values()}
+    of_the_learner = {"gae"}  # takes the values of a critic
+    assert set(ESTIMATORS) == set(get_args(AdvantageName)) == {c.advantage for c in CONFIGS.values()} | of_the_learner
 
 
 @pytest.mark.parametrize("name", [n for n, traits in ESTIMATORS.items() if traits.needs_peers])
 def test_one_answer_is_refused_with_the_key_to_change(name: AdvantageName) -> None:
     with pytest.raises(ValueError, match=r"at least 2, got 1; raise rollout\.group_size"):
         step_advantages([group(REWARDS), group([1.0])], config=AlgorithmConfig(advantage=name))
+
+
+def test_remax_refuses_a_group_without_a_finite_baseline() -> None:
+    bare = GroupRewards(rewards_G=np.zeros(2), lengths_G=np.ones(2, np.int64))
+    with pytest.raises(ValueError, match="'remax' takes the reward of a greedy answer off, got a group without one"):
+        step_advantages([bare], config=REMAX)
+    with pytest.raises(ValueError, match="baseline of a group must be finite, got nan"):
+        group([1.0], baseline=math.nan)
 
 
 def test_nan_and_shapes_that_differ_are_refused() -> None:

@@ -35,11 +35,9 @@ def tokens(log_ratios: Any, lengths: Any = None, **others: Any) -> LossInputs:
     )
 
 
-def apply(inputs: LossInputs, config: CorrectionConfig, ages: Any = 0, proximal_L: Any = None) -> Correction:
-    """With the current policy as the proximal one, as at the first update of a step."""
+def apply(inputs: LossInputs, config: CorrectionConfig, ages: Any = 0) -> Correction:
     age_L = torch.as_tensor(ages).expand(len(inputs.logprobs_L))
-    proximal_L = inputs.logprobs_L.detach() if proximal_L is None else proximal_L
-    return correct(inputs, age_L=age_L, proximal_L=proximal_L, config=config)
+    return correct(inputs, age_L=age_L, config=config)
 
 
 def gradient(inputs: LossInputs, config: CorrectionConfig, loss: str = "ppo_clip", ages: Any = 0) -> torch.Tensor:
@@ -96,8 +94,7 @@ def test_tis_without_a_cap_is_plain_importance_sampling() -> None:
     for config in (CorrectionConfig(clamp=no_cap), CorrectionConfig(objective="decoupled", clamp=no_cap)):
         torch.testing.assert_close(gradient(inputs, config, "importance_sampling", ages), plain)
     # A weighted -A log pi has the gradient of -A r.
-    weight_L = apply(inputs, CorrectionConfig(objective="decoupled"), ages).weight_L
-    torch.testing.assert_close(-inputs.advantages_L * weight_L, plain)
+    torch.testing.assert_close(gradient(inputs, CorrectionConfig(objective="decoupled"), "reinforce", ages), plain)
 
 
 def test_sequence_levels_weigh_with_the_product_and_the_geometric_mean() -> None:
@@ -333,7 +330,8 @@ def test_a_mismatch_is_attributed_by_the_age_of_its_tokens() -> None:
             assert mismatch.kl_sum.item() == pytest.approx(expected, abs=1e-9)
 
 
-def test_decoupled_without_proximal_logprobs_is_refused() -> None:
-    inputs = tokens([0.0])
-    with pytest.raises(ValueError, match="needs proximal log-probs"):
-        correct(inputs, age_L=torch.zeros(1), proximal_L=None, config=CorrectionConfig(objective="decoupled"))
+def test_the_proximal_policy_is_the_current_one_without_gradient() -> None:
+    inputs = tokens([0.5, -0.25])
+    current_L = inputs.logprobs_L.requires_grad_()
+    old_L = apply(inputs, CorrectionConfig(objective="decoupled")).inputs.old_logprobs_L
+    assert old_L.equal(current_L) and not old_L.requires_grad

@@ -44,7 +44,10 @@ def refused(**keys: Any) -> list[str]:
         ({"objective": "loglinear", "mode__name": "sync", "mode__max_staleness": 0}, "objective"),
         ({"objective": "decoupled", "algorithm__loss": "reinforce"}, "objective"),
         ({"objective": "loglinear", "algorithm__loss": "dro"}, "objective"),
-        ({"clamp__upper": 2.0, "algorithm__loss": "reinforce"}, "clamp.upper"),
+        (
+            {"clamp__upper": 2.0, "algorithm__loss": "reinforce", "mode__name": "sync", "mode__max_staleness": 0},
+            "clamp.upper",
+        ),
     ],
 )
 def test_a_correction_without_meaning_is_refused(keys: dict[str, Any], key: str) -> None:
@@ -55,11 +58,16 @@ def test_a_correction_without_meaning_is_refused(keys: dict[str, Any], key: str)
     "keys",
     [
         {"clamp__upper": 2.0, "mask__upper": 5.0, "reject__upper": 1.1},
-        {"level": "sequence_mean", "clamp__upper": 2.0},
-        {"level": "sequence", "objective": "decoupled"},
+        {"level": "sequence_mean", "clamp__upper": 2.0, "algorithm__loss": "gspo"},
+        {"level": "sequence", "objective": "decoupled", "algorithm__loss": "importance_sampling"},
         {"mask__metric": "k1", "mask__lower": -1.0, "mask__upper": 1.0},
         {"mask__metric": "k3", "mask__upper": 0.1, "clamp__upper": 2.0},
-        {"objective": "decoupled", "mode__name": "sync", "mode__max_staleness": 0},
+        {
+            "objective": "decoupled",
+            "algorithm__loss": "importance_sampling",
+            "mode__name": "sync",
+            "mode__max_staleness": 0,
+        },
         {"mask__upper": 5.0, "algorithm__loss": "reinforce"},
     ],
 )
@@ -71,10 +79,11 @@ def test_a_correction_with_meaning_passes(keys: dict[str, Any]) -> None:
 def test_every_preset_composes_and_all_but_none_differ_from_the_default(preset: str) -> None:
     config = load_config([f"correction={preset}"]).algorithm
     assert (config.correction == CorrectionConfig()) == (preset == "none")
-    assert config.loss == RunConfig().algorithm.loss
+    expected = "importance_sampling" if preset == "decoupled" else RunConfig().algorithm.loss
+    assert config.loss == expected
 
 
 def test_a_preset_can_be_refined_key_by_key() -> None:
-    config = load_config(["correction=tis", "algorithm.correction.objective=decoupled", "algorithm=dapo"]).algorithm
-    assert config.correction.objective == "decoupled" and config.correction.clamp.upper == 2.0
+    config = load_config(["correction=tis", "algorithm.correction.objective=loglinear", "algorithm=dapo"]).algorithm
+    assert config.correction.objective == "loglinear" and config.correction.clamp.upper == 2.0
     assert config.name == "dapo"

@@ -24,7 +24,8 @@ MOVED: dict[str, Any] = {
 
 
 def config_with(**algorithm: Any) -> RunConfig:
-    config, problems = to_run_config({"algorithm": algorithm})
+    """Synchronous, so that losses which are blind to the age of a sample are right too."""
+    config, problems = to_run_config({"algorithm": algorithm, "mode": {"name": "sync", "max_staleness": 0}})
     assert problems == []
     return config
 

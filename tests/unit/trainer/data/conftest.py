@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 NUM_PROMPT_TOKENS = 3
 
 
-def make_turn(num_context: int, segments: Sequence[tuple[int, int]], *, first_token: int = 10) -> Turn:
+def make_turn(
+    num_context: int, segments: Sequence[tuple[int, int]], *, first_token: int = 10, reward: float = 0.0
+) -> Turn:
     """Context tokens, then generated ones; `segments` are (version, num_tokens). Token i has logprob -i / 64."""
     num_generated = sum(n for _, n in segments)
     num_tokens = num_context + num_generated
@@ -26,6 +28,7 @@ def make_turn(num_context: int, segments: Sequence[tuple[int, int]], *, first_to
         is_generated=np.arange(num_tokens) >= num_context,
         logprobs=logprobs,
         segments=tuple(Segment(version=v, num_tokens=n) for v, n in segments),
+        reward=reward,
     )
 
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from trainer.data.batch import TrainBatch
+from trainer.data.batch import StepRewards, TrainBatch
 from trainer.learner.errors import CheckpointError, LearnerError
+from trainer.learner.result import StepResult
 from trainer.learner.worker import LearnerGroup
 
 
@@ -81,3 +82,16 @@ async def test_a_batch_for_another_number_of_ranks_is_refused() -> None:
     batch = TrainBatch(step=3, micro_batches=((), ()), num_samples=0, num_tokens=0, num_loss_tokens=0)
     with pytest.raises(LearnerError, match="split for 2 ranks, the group has 1"):
         await LearnerGroup([HandActor()], timeout_s=1.0).train_step(batch)
+
+
+async def test_every_rank_gets_its_own_micro_batches_and_the_rewards_of_the_whole_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("trainer.learner.worker.ray.put", lambda part: ("stored", part))
+    rewards = StepRewards(groups=(), num_loss_tokens=5)
+    batch = TrainBatch(step=3, micro_batches=((), ()), num_samples=0, num_tokens=0, num_loss_tokens=5, rewards=rewards)
+    seconds = ({"step": 1.0}, {"step": 2.0})
+    actors = [HandActor(train_step=StepResult(step=3, metrics={}, seconds=own)) for own in seconds]
+    result = await LearnerGroup(actors, timeout_s=1.0).train_step(batch)
+    assert [actor.calls for actor in actors] == [[("train_step", (("stored", ()), 3, rewards))]] * 2
+    assert result.seconds == {"step": 2.0}, "of the slowest rank"

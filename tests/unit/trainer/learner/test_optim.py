@@ -31,7 +31,7 @@ def _model() -> nn.Module:
 def test_update_equals_plain_adamw_with_clipping_and_no_decay_on_vectors() -> None:
     config = LearnerConfig(lr=0.1, weight_decay=0.3, max_grad_norm=0.5, beta2=0.95)
     ours, plain = _model(), _model()
-    optimizer = ShardedAdamW(ours, config=config)
+    optimizer = ShardedAdamW(dict(ours.named_parameters()), config=config)
     matrices, vectors = ([p for p in plain.parameters() if (p.ndim > 1) is m] for m in (True, False))
     groups = [{"params": matrices, "weight_decay": 0.3}, {"params": vectors, "weight_decay": 0.0}]
     reference = torch.optim.AdamW(groups, lr=0.1, betas=(0.9, 0.95))
@@ -50,7 +50,9 @@ def test_update_equals_plain_adamw_with_clipping_and_no_decay_on_vectors() -> No
 
 def test_gradients_below_the_limit_are_left_alone() -> None:
     model = _model()
-    optimizer = ShardedAdamW(model, config=LearnerConfig(lr=0.0001, max_grad_norm=100.0, beta1=0.0))
+    optimizer = ShardedAdamW(
+        dict(model.named_parameters()), config=LearnerConfig(lr=0.0001, max_grad_norm=100.0, beta1=0.0)
+    )
     model(torch.ones(1, 4)).square().sum().backward()
     expected = model[0].weight.grad.clone()
     optimizer.step(lr=0.0001, grad_norm=optimizer.grad_sq_sum().sqrt().item())

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -38,17 +39,17 @@ def test_scratch_of_a_dead_driver_is_swept_and_that_of_a_live_one_stays(scratch_
 
 
 def test_a_cluster_that_does_not_start_leaves_no_scratch(scratch_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Path] = []
+    modes: list[int] = []
 
     def broken(**options: Any) -> None:
-        seen.extend(scratch_root.iterdir())
+        modes.extend(stat.S_IMODE(path.stat().st_mode) for path in scratch_root.iterdir())
         raise RuntimeError("no port is free")
 
     monkeypatch.setattr(cluster.ray, "init", broken)
     cfg = config()
     with pytest.raises(RuntimeError, match="no port is free"):
         cluster.Cluster.start(cfg, plan_placement(cfg, resource=None), get_backend("cpu", cpu_threads=1))
-    assert len(seen) == 1
+    assert modes == [0o700], "sockets and logs of a run are its owner's"
     assert list(scratch_root.iterdir()) == []
 
 

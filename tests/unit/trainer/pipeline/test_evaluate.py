@@ -141,6 +141,6 @@ def test_a_failed_answer_counts_as_wrong_and_a_truncated_one_as_it_was_judged() 
         replace(trajectory(PROMPT, 2, [(0, 1)], reward=1.0), status="truncated"),
         trajectory(PROMPT, 3, [(0, 1)], reward=0.0),
     ]
-    result = summarise(answers, version=1, time_s=2.0)
+    result = summarise(answers, config().trainer, version=1, time_s=2.0)
     assert (result.accuracy, result.truncated_frac, result.num_prompts) == (0.5, 0.25, 4)
     assert result.record()["eval/accuracy"] == 0.5

@@ -65,6 +65,24 @@ def test_weights_wait_for_a_running_evaluation_and_training_goes_on(scripted: Ma
     assert first_live >= 20.0 > trained[0]
 
 
+def test_a_blocking_evaluation_is_of_exactly_its_step_and_the_learner_waits_for_it(scripted: Make, play: Play) -> None:
+    run = scripted(Script(evaluate_s=20.0, pull_s=5.0), trainer={"eval_blocking": True}, mode={"max_staleness": 4})
+    play(run)
+    assert evaluations(run) == {2: 2, 4: 4, 6: 6} | {0: 1}
+    begun = {number: time for time, what, number in run.world.events if what == "train"}
+    live = {number: time for time, what, number in run.world.events if what == "live"}
+    assert begun[0] >= 20.0
+    for version in (2, 4):
+        assert begun[version] >= live[version] + 20.0
+
+
+def test_the_learner_does_not_wait_for_an_evaluation_otherwise(scripted: Make, play: Play) -> None:
+    run = scripted(Script(evaluate_s=20.0, generate_s=(0.1, 0.2)), mode={"max_staleness": 4})
+    play(run)
+    begun = [time for time, what, _ in run.world.events if what == "train"]
+    assert begun[4] < 20.0
+
+
 def test_beginning_an_evaluation_waits_until_no_commit_can_slip_in(scripted: Make) -> None:
     """Somebody else keeps the replica for three seconds."""
     run = scripted()

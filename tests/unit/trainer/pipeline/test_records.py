@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from math import nan
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,7 +13,8 @@ from rollout.types import Group
 from tests.fakes.scripted_run import config, prompt_set, sync_report, trajectory
 from trainer.data.batcher import BatchLimits, BuiltBatch, build_train_batch
 from trainer.learner.result import Metric, StepResult
-from trainer.pipeline.records import StepRecorder, StepTimes, _ks_distance, buffer_record, sync_record
+from trainer.pipeline.length_bias import EarlyLengths, ks_distance
+from trainer.pipeline.records import StepRecorder, StepTimes, buffer_record, sync_record, token_ages
 from trainer.telemetry.catalog import check_complete, check_known
 
 if TYPE_CHECKING:
@@ -26,12 +29,12 @@ def test_the_ks_distance_is_the_largest_gap_of_the_two_distributions(a: list[int
         return sum(n <= limit for n in side) / len(side)
 
     slow = max(abs(share(a, limit) - share(b, limit)) for limit in range(13))
-    assert _ks_distance([a], [b[:1], b[1:]]) == pytest.approx(slow)
+    assert ks_distance(a, b) == pytest.approx(slow)
 
 
 def test_without_lengths_there_is_no_distance() -> None:
-    assert _ks_distance([], [[3]]) == _ks_distance([[3]], [[]]) == 0.0
-    assert _ks_distance([[1, 1]], [[2, 2]]) == 1.0
+    assert ks_distance([], [3]) == ks_distance([3], []) == 0.0
+    assert ks_distance([1, 1], [2, 2]) == 1.0
 
 
 def groups(lengths: Sequence[int], *, first: int = 0) -> list[Group]:
@@ -67,7 +70,7 @@ def test_rates_are_tokens_over_the_time_between_two_steps() -> None:
     for group in trained:
         recorder.count_generated(group)
     now[0] = 110.0
-    record = recorder.step_record(trained, built(trained), RESULT, TIMES)
+    record = recorder.step_record(trained, built(trained), RESULT, TIMES, max_staleness=1)
     num_tokens = 2 * (3 + 2) + 2 * (3 + 4)
     assert record["perf/step_s"] == 10.0
     assert record["perf/rollout_tokens_per_s"] == pytest.approx(12 / 10)
@@ -76,7 +79,7 @@ def test_rates_are_tokens_over_the_time_between_two_steps() -> None:
     assert record["learner/loss"] == 2.0
     assert (record["wait/learner_for_data_s"], record["wait/learner_for_sync_s"]) == (3.0, 0.5)
     now[0] = 115.0
-    again = recorder.step_record(trained, built(trained), RESULT, TIMES)
+    again = recorder.step_record(trained, built(trained), RESULT, TIMES, max_staleness=1)
     assert again["perf/step_s"] == 5.0
     assert again["perf/rollout_tokens_per_s"] == 0.0, "tokens were counted twice"
 
@@ -86,8 +89,8 @@ def test_a_preference_for_short_answers_shows_as_length_bias() -> None:
     short, long = groups([1, 1]), groups([9, 9], first=2)
     for group in (*short, *long):
         recorder.count_generated(group)
-    assert recorder.step_record(short, built(short), RESULT, TIMES)["length_bias/ks"] == 0.5
-    assert recorder.step_record(long, built(long), RESULT, TIMES)["length_bias/ks"] == 0.0
+    assert recorder.step_record(short, built(short), RESULT, TIMES, max_staleness=1)["length_bias/ks"] == 0.5
+    assert recorder.step_record(long, built(long), RESULT, TIMES, max_staleness=1)["length_bias/ks"] == 0.0
 
 
 def test_a_line_is_known_and_complete() -> None:
@@ -97,7 +100,7 @@ def test_a_line_is_known_and_complete() -> None:
         "step": 1,
         "version": 1,
         "time_s": 0.0,
-        **StepRecorder().step_record(trained, built(trained), RESULT, TIMES),
+        **StepRecorder().step_record(trained, built(trained), RESULT, TIMES, max_staleness=1),
         **buffer_record(buffer.stats()),
         **sync_record(sync_report(0), version_lag=1),
     }
@@ -106,3 +109,62 @@ def test_a_line_is_known_and_complete() -> None:
     assert record["buffer/num_slots"] == 4
     assert record["sync/counter/allocations"] == 2
     assert record["sync/version_lag"] == 1
+
+
+def answers(group_id: int, start_version: int, segments: Sequence[Sequence[tuple[int, int]]]) -> Group:
+    """One trajectory per list of (version, tokens)."""
+    prompt = prompt_set().prompts[0]
+    return Group(
+        group_id=group_id,
+        prompt=prompt,
+        trajectories=[trajectory(prompt, i, list(parts), reward=1.0) for i, parts in enumerate(segments)],
+        start_version=start_version,
+    )
+
+
+def test_ages_are_counted_by_token() -> None:
+    spread = [answers(0, 3, [[(3, 6), (5, 2)], [(4, 1)]]), answers(1, 5, [[(5, 1)]])]
+    ages = token_ages(spread, step=5, max_staleness=3)
+    assert ages == {
+        "staleness/age_frac/0": 0.3,
+        "staleness/age_frac/1": 0.1,
+        "staleness/age_frac/2": 0.6,
+        "staleness/age_frac/3": 0.0,
+        "staleness/p50": 2,
+        "staleness/p90": 2,
+    }
+    assert token_ages(spread[::-1], step=5, max_staleness=3) == ages
+    assert token_ages([], step=5, max_staleness=3) == {}
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), min_size=1, max_size=8))
+def test_ages_agree_with_a_list_of_every_token(segments: list[tuple[int, int]]) -> None:
+    slow = sorted(3 - version for version, tokens in segments for _ in range(tokens))
+    ages = token_ages([answers(0, 0, [segments])], step=3, max_staleness=3)
+    assert [ages[f"staleness/age_frac/{age}"] for age in range(4)] == [slow.count(a) / len(slow) for a in range(4)]
+    for name, share in (("staleness/p50", 0.5), ("staleness/p90", 0.9)):
+        assert ages[name] == next(a for a in slow if sum(b <= a for b in slow) >= share * len(slow))
+
+
+def test_a_cohort_that_is_trained_whole_shows_no_preference() -> None:
+    early = EarlyLengths()
+    early.trained([answers(0, 0, [[(0, 1)]]), answers(1, 0, [[(0, 9)]])], step=0, max_staleness=0)
+    assert early.record() == {"length_bias/early_ks": 0.0, "length_bias/early_length_ratio": 1.0}
+
+
+def test_a_cohort_whose_short_answers_are_trained_first_shows_it_once_the_long_ones_are_in() -> None:
+    early = EarlyLengths()
+    early.trained([answers(0, 0, [[(0, 1)], [(0, 3)]])], step=0, max_staleness=1)
+    assert early.record() == {}, "long answers may still be on their way"
+    early.trained([answers(1, 0, [[(0, 9)], [(0, 11)]]), answers(2, 1, [[(1, 99)]])], step=1, max_staleness=1)
+    assert early.record() == {"length_bias/early_ks": 0.5, "length_bias/early_length_ratio": 2 / 6}
+    assert early.record()["length_bias/early_length_ratio"] < 1
+
+
+def test_answers_that_carry_no_loss_are_counted_in_tokens() -> None:
+    trained = groups([2, 4])
+    dropped = replace(trained[1], trajectories=[replace(trained[1].trajectories[0], status="failed", reward=nan)])
+    record = StepRecorder().step_record([trained[0], dropped], built([trained[0]]), RESULT, TIMES, max_staleness=1)
+    assert record["discarded/excluded_tokens"] == 0, "a failed answer is counted where it fails"
+    record = StepRecorder().step_record(trained, built([trained[0]]), RESULT, TIMES, max_staleness=1)
+    assert record["discarded/excluded_tokens"] == 2 * 4

@@ -1,18 +1,23 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.fakes.scripted_run import config
 from trainer.config.errors import ConfigurationError
+from trainer.config.schema.kl import KlConfig
+from trainer.config.schema.model import LoraConfig
 from trainer.learner import checkpoint
-from trainer.pipeline.resume import find_resume
+from trainer.pipeline.resume import find_resume, origin
 from trainer.pipeline.state import Evaluation, RunState
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from trainer.config.schema import RunConfig
 
 
 def save(directory: Path, step: int) -> Path:
@@ -68,6 +73,81 @@ def test_a_damaged_checkpoint_is_refused_and_never_passed_over(tmp_path: Path, d
     with pytest.raises(ConfigurationError, match=r"checkpoint\.resume") as caught:
         resume(wanted, tmp_path)
     assert "step_11" in str(caught.value) if damage == "no such directory" else "weights" in str(caught.value)
+
+
+LORA = {"model": {"path": "org/first", "lora": LoraConfig(rank=8)}}
+WITH_KL = {"model": {"path": "org/first"}, "algorithm": {"kl": KlConfig(coef=0.1)}}
+PPO = {"model": {"path": "org/first"}, "algorithm": {"advantage": "gae"}, "critic": {"path": "org/critic"}}
+
+
+def merged(keys: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
+    both = {**keys, **change}
+    return {name: {**keys.get(name, {}), **value} if isinstance(value, dict) else value for name, value in both.items()}
+
+
+def with_seed(seed: int = 0, **sections: Any) -> RunConfig:
+    return replace(config(**sections), seed=seed)
+
+
+def go_on(directory: Path, keys: dict[str, Any], change: dict[str, Any]) -> Any:
+    """A checkpoint of a run with `keys`, resumed with `change` in them."""
+    tmp = checkpoint.begin(directory, 5)
+    checkpoint.commit(tmp, {"run": {"step": 5}, "origin": origin(with_seed(**keys))})
+    return find_resume(with_seed(**merged(keys, change), checkpoint={"resume": "auto"}), directory)
+
+
+@pytest.mark.parametrize(
+    ("keys", "change", "key"),
+    [
+        (WITH_KL, {"model": {"path": "org/second"}}, "model.path"),
+        (LORA, {"model": {"path": "org/second"}}, "model.path"),
+        (PPO, {"critic": {"path": "org/second"}}, "critic.path"),
+        (PPO, {"critic": {"path": None}}, "critic.path"),
+    ],
+)
+def test_what_no_checkpoint_holds_must_stay_as_it_was(
+    tmp_path: Path, keys: dict[str, Any], change: dict[str, Any], key: str
+) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        go_on(tmp_path, keys, change)
+    (problem,) = caught.value.problems
+    assert problem.key == key and "must stay org/" in problem.allowed
+    assert go_on(tmp_path, keys, {}).step == 5
+
+
+@pytest.mark.parametrize(
+    ("keys", "change"),
+    [
+        ({"model": {"path": "org/first"}}, {"model": {"path": "org/second"}}),
+        (PPO, {"model": {"path": "org/second"}}),
+        (WITH_KL, {"seed": 7}),
+        ({**PPO, "algorithm": {}}, {"critic": {"path": "org/second"}}),
+    ],
+)
+def test_what_is_not_read_again_may_change(tmp_path: Path, keys: dict[str, Any], change: dict[str, Any]) -> None:
+    assert go_on(tmp_path, keys, change).step == 5
+
+
+def test_a_reference_made_from_the_seed_keeps_it(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    keys = {**WITH_KL, "model": {"path": str(model)}}
+    with pytest.raises(ConfigurationError, match="seed"):
+        go_on(tmp_path / "run", keys, {"seed": 7})
+    (model / "model.safetensors").write_bytes(b"")
+    assert go_on(tmp_path / "run", keys, {"seed": 7}).step == 5
+
+
+def test_a_directory_is_the_same_by_any_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    keys = {**WITH_KL, "model": {"path": "model"}}
+    assert go_on(tmp_path / "run", keys, {"model": {"path": str(tmp_path / "model")}}).step == 5
+
+
+def test_a_checkpoint_that_does_not_tell_is_taken_as_it_is(tmp_path: Path) -> None:
+    save(tmp_path, 5)
+    assert find_resume(config(**WITH_KL, checkpoint={"resume": "auto"}), tmp_path).step == 5  # type: ignore[union-attr]
 
 
 def new_state(now: float = 100.0) -> RunState:

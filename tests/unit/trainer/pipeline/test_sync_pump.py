@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +13,11 @@ from trainer.pipeline.supervise import Supervisor
 from trainer.pipeline.sync_pump import SyncPump
 from trainer.telemetry.spans import Tracer
 from weight_sync.errors import VersionUnavailable
+from weight_sync.types import ReplicaTimes
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
+    from pathlib import Path
 
     from weight_sync.types import SyncReport
 
@@ -198,3 +201,25 @@ def test_version_that_is_lost_with_nothing_in_its_place_is_an_error() -> None:
 
     with pytest.raises(VersionUnavailable):
         pumped(Forgetful(), main, live_at=[])
+
+
+@pytest.mark.parametrize(("is_staged", "pull_at_s"), [(True, 1.0), (False, 6.5)])
+def test_the_trace_shows_bytes_where_they_moved(is_staged: bool, pull_at_s: float, tmp_path: Path) -> None:
+    times = ReplicaTimes(
+        is_staged=is_staged, pull_at_s=pull_at_s, pull_s=2.0, attest_s=0.5, live_at_s=9.0, drain_s=0.1, pause_s=2.5
+    )
+    report = sync_report(1, end_to_end_s=10.0, replicas={"replica_0": times})
+    tracer = Tracer(tmp_path / "trace.json")
+    pump = SyncPump(Coordinator(), on_live=_nothing, tracer=tracer, first=sync_report(0))
+    pump._trace(report, 100.0)
+    tracer.close()
+    events = {(event["name"], event["ph"]): event for event in json.loads((tmp_path / "trace.json").read_text())}
+    paused = events["paused for v1", "X"]
+    assert (paused["ts"] / 1e6, paused["dur"] / 1e6) == (pytest.approx(106.5), pytest.approx(2.5))
+    moved = events["pull v1 replica_0", "b"]["ts"] / 1e6, events["pull v1 replica_0", "e"]["ts"] / 1e6
+    assert moved == (pytest.approx(100.0 + pull_at_s), pytest.approx(102.0 + pull_at_s))
+    compared = events["digests v1 replica_0", "b"]["ts"] / 1e6, events["digests v1 replica_0", "e"]["ts"] / 1e6
+    assert compared == (pytest.approx(102.0 + pull_at_s), pytest.approx(102.5 + pull_at_s))
+
+
+async def _nothing(_report: SyncReport) -> None: ...

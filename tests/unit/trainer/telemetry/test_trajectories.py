@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +22,7 @@ def make_group(group_id: int, *, text: str = "19", metadata: dict[str, object] |
         is_generated=is_generated,
         logprobs=np.where(is_generated, np.float32(-0.5), np.nan).astype(np.float32),
         segments=(Segment(version=2, num_tokens=1), Segment(version=3, num_tokens=2)),
+        reward=0.25,
     )
     trajectories = [
         Trajectory(
@@ -53,7 +55,8 @@ def test_a_group_is_recorded_in_full(tmp_path: Path) -> None:
         2,
     )
     assert line["time_s"] == 12.5
-    assert line["rewards"] == [1.0, None]
+    assert line["rewards"] == [1.25, None]
+    assert line["baseline"] is None
     assert line["prompt"]["text"] == "12+7="
     assert line["prompt"]["metadata"] == {"level": 3}
     good, failed = line["trajectories"]
@@ -62,7 +65,7 @@ def test_a_group_is_recorded_in_full(tmp_path: Path) -> None:
     assert good["turns"] == [
         {
             "token_ids": [5, 6, 7, 8, 9], "generated": [[1, 3], [4, 5]], "logprobs": [-0.5, -0.5, -0.5],
-            "segments": [[2, 1], [3, 2]],
+            "reward": 0.25, "segments": [[2, 1], [3, 2]],
         }
     ]  # fmt: skip
 
@@ -88,3 +91,12 @@ def test_a_disk_that_refuses_is_counted_and_stops_nothing(tmp_path: Path) -> Non
     recorder.write(make_group(0), "ready")
     recorder.write(make_group(1), "ready")
     assert (recorder.num_groups, recorder.num_errors) == (0, 2)
+
+
+def test_a_baseline_is_recorded_apart_from_what_is_trained(tmp_path: Path) -> None:
+    group = make_group(1)
+    greedy = replace(group.trajectories[0], sample_index=2, reward=0.5, text="18")
+    TrajectoryRecorder(tmp_path).write(replace(group, baseline=greedy), "ready")
+    (line,) = recorded(tmp_path)
+    assert [t["sample_index"] for t in line["trajectories"]] == [0, 1]
+    assert (line["baseline"]["sample_index"], line["baseline"]["reward"], line["baseline"]["text"]) == (2, 0.5, "18")

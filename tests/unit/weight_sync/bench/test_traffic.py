@@ -42,9 +42,11 @@ def test_the_longest_gap_is_of_waits_that_touch_the_window() -> None:
 
 
 def test_a_summary_names_the_worst_commit() -> None:
-    found = steady(stall=(4.0, 4.8)).summary(Windows([(0.0, 3.0)], [(6.0, 8.0)], [(4.2, 4.3), (8.0, 8.05)]))
+    windows = Windows([(0.0, 3.0)], [(6.0, 8.0)], [(9.0, 9.5)], [(3.0, 4.0), (4.0, 5.0)], [(4.2, 4.3), (8.0, 8.05)])
+    found = steady(stall=(4.0, 4.8)).summary(windows)
     assert found["commit_gap_max_s"] == pytest.approx(0.8)
     assert found["undisturbed_tokens_s"] == pytest.approx(found["pull_tokens_s"])
+    assert found["until_commit_tokens_s"] == pytest.approx(found["pull_tokens_s"] * 1.2 / 2, rel=0.1)
 
 
 async def test_requests_stay_in_flight_until_the_end_and_short_ones_are_lost() -> None:

@@ -1,0 +1,203 @@
+"""The Ray shells of a rollout worker: the engines that it generates on, behind their handles, and its own actor."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import ExitStack, aclosing
+from typing import TYPE_CHECKING, Any
+
+from rollout.agent.loading import make_loop
+from rollout.collector import rare_collections
+from rollout.errors import EngineDead
+from rollout.reward.pipeline import RewardPipeline
+from rollout.worker import RolloutWorker
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Mapping, Sequence
+
+    import numpy as np
+
+    from rollout.buffer.items import WorkItem
+    from rollout.engine.base import EngineLoad
+    from rollout.load_watch import LoadReport
+    from rollout.types import Completion, Group, Prompt, SamplingParams, Trajectory
+    from rollout.worker import WorkerSpec
+
+
+class RayEngine:
+    """An `EngineActor` behind a Ray handle, as an `EngineClient`.
+
+    One Ray stream carries all requests with the same tokens, because an item of a stream costs about a millisecond.
+    """
+
+    def __init__(self, name: str, handle: Any) -> None:
+        self._name = name
+        self._handle = handle
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    async def stream_group(
+        self, request_ids: Sequence[str], token_ids: Sequence[np.ndarray], params: Sequence[SamplingParams]
+    ) -> AsyncGenerator[tuple[int, Completion], None]:
+        """See `EngineClient`."""
+        from ray.exceptions import ObjectLostError, RayActorError
+
+        same_tokens: dict[bytes, list[int]] = {}
+        for index, tokens in enumerate(token_ids):
+            same_tokens.setdefault(tokens.tobytes(), []).append(index)
+        running = dict(enumerate(request_ids))
+        try:
+            streams = [self._stream(indices, request_ids, token_ids, params) for indices in same_tokens.values()]
+            async with aclosing(_merge(streams)) as chunks:
+                async for index, chunk in chunks:
+                    if chunk.finish_reason is not None:
+                        del running[index]
+                    yield index, chunk
+        except (RayActorError, ObjectLostError) as error:
+            running.clear()
+            raise EngineDead(f"{self._name}: {str(error).splitlines()[0]}") from error
+        except EngineDead:
+            running.clear()
+            raise
+        finally:
+            for request_id in running.values():
+                self._handle.abort.remote(request_id)
+
+    async def load(self) -> EngineLoad:
+        """See `EngineClient`."""
+        from ray.exceptions import RayActorError
+
+        try:
+            return await self._handle.load.remote()
+        except RayActorError as error:
+            raise EngineDead(f"{self._name}: {str(error).splitlines()[0]}") from error
+
+    async def _stream(
+        self,
+        indices: Sequence[int],
+        request_ids: Sequence[str],
+        token_ids: Sequence[np.ndarray],
+        params: Sequence[SamplingParams],
+    ) -> AsyncGenerator[tuple[int, Completion], None]:
+        ids, sampling = [request_ids[index] for index in indices], [params[index] for index in indices]
+        async for ref in self._handle.generate_group.remote(ids, token_ids[indices[0]], sampling):
+            for position, chunk in await ref:
+                yield indices[position], chunk
+
+
+async def _merge(
+    streams: Sequence[AsyncGenerator[tuple[int, Completion], None]],
+) -> AsyncGenerator[tuple[int, Completion], None]:
+    """The items of all streams as they come. The first stream that fails ends it."""
+    queue: asyncio.Queue[tuple[int, Completion] | asyncio.Task[None]] = asyncio.Queue()
+
+    async def pump(stream: AsyncGenerator[tuple[int, Completion], None]) -> None:
+        async with aclosing(stream):
+            async for one in stream:
+                queue.put_nowait(one)
+
+    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
+    for task in tasks:
+        task.add_done_callback(queue.put_nowait)
+    try:
+        num_open = len(tasks)
+        while num_open:
+            item = await queue.get()
+            if isinstance(item, tuple):
+                yield item
+            else:
+                item.result()
+                num_open -= 1
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class RolloutWorkerActor:
+    """Builds one rollout worker with its tokenizer and reward processes, and forwards calls to it. `start` it first."""
+
+    def __init__(self, spec: WorkerSpec, engines: Mapping[str, Any]) -> None:
+        self._spec, self._engines = spec, engines
+        self._rewards = RewardPipeline(
+            spec.reward, timeout_s=spec.reward_timeout_s, num_processes=spec.reward_processes
+        )
+        self._started: RolloutWorker | None = None
+        self._for_life = ExitStack()
+        self._watching: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Loads the tokenizer, whose files may not be there before, and starts the reward processes.
+
+        Raises:
+            DataError: the reward does not import.
+            PluginError: the agent loop does not load.
+        """
+        from transformers import AutoTokenizer
+
+        await self._rewards.start()
+        self._for_life.enter_context(rare_collections())
+        self._started = RolloutWorker(
+            self._spec,
+            [RayEngine(name, handle) for name, handle in self._engines.items()],
+            tokenizer=await asyncio.to_thread(AutoTokenizer.from_pretrained, self._spec.tokenizer_path),
+            score=self._rewards.score,
+            loop=make_loop(self._spec.agent, self._spec.agent_args),
+        )
+        self._watching = asyncio.create_task(self._started.watch_loads(), name="load-watch")
+
+    @property
+    def _worker(self) -> RolloutWorker:
+        if self._started is None:
+            raise RuntimeError("the rollout worker is not started; await start() first")
+        return self._started
+
+    async def run_group(self, item: WorkItem) -> Group:
+        return await self._worker.run_group(item)
+
+    async def evaluate(self, prompts: Sequence[Prompt], params: SamplingParams, engine: str) -> list[Trajectory]:
+        return await self._worker.evaluate(prompts, params, engine=engine)
+
+    async def quarantine(self, name: str, reason: str) -> None:
+        self._worker.quarantine(name, reason)
+
+    async def rest(self, name: str) -> None:
+        self._worker.rest(name)
+
+    async def resume(self, name: str) -> None:
+        self._worker.resume(name)
+
+    async def loads(self) -> LoadReport:
+        """As `RolloutWorker.loads`; raises what ended the watch, if something did."""
+        if self._watching is not None and self._watching.done():
+            self._watching.result()
+        return self._worker.loads()
+
+    async def replace(self, name: str, handle: Any) -> None:
+        self._worker.replace(RayEngine(name, handle))
+
+    async def quarantined(self) -> dict[str, str]:
+        return self._worker.quarantined
+
+    async def close(self) -> None:
+        """Ends the watch and the reward processes."""
+        if self._watching is not None:
+            self._watching.cancel()
+        await self._rewards.close()
+        self._for_life.close()
+
+
+def rollout_worker_actor() -> Any:
+    """`RolloutWorkerActor` as a Ray actor class, for the caller to give resources to.
+
+    Example:
+        worker = rollout_worker_actor().options(num_cpus=1).remote(spec, {"engine-0": handle})
+        await worker.start.remote()
+        group = await worker.run_group.remote(item)
+    """
+    import ray
+
+    # A group waits for its engine most of the time; none may wait for another's turn.
+    return ray.remote(max_concurrency=10_000)(RolloutWorkerActor)  # pyright: ignore[reportCallIssue]

@@ -1,0 +1,66 @@
+"""Runs an agent loop for one trajectory, and tells its failures from those of the engines."""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rollout.agent.loop import Episode, check_episode
+from rollout.errors import AgentError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from rollout.agent.loop import AgentLoop, Generate
+    from rollout.types import Completion, Prompt
+
+
+async def play(
+    loop: AgentLoop, prompt: Prompt, max_tokens: int, *, generate: Generate, timeout_s: float | None
+) -> Episode:
+    """One episode of `loop`, checked. `timeout_s` bounds all of it; None leaves the limit to `generate`.
+
+    Raises:
+        AgentError: the loop or its environment raised, took too long, or broke the contract; concerns this trajectory.
+        Exception: what `generate` raised, whatever the loop made of it; concerns all trajectories that are generated.
+    """
+    watched = _Watched(generate)
+    limit = asyncio.timeout(timeout_s)
+    try:
+        async with limit:
+            episode = await loop.run(prompt, max_tokens, watched)
+    except Exception as error:
+        if watched.error is not None:
+            raise watched.error from error
+        if limit.expired():
+            raise AgentError(f"the trajectory took longer than task.agent_timeout_s={timeout_s:g}") from error
+        if isinstance(error, AgentError):
+            raise
+        raise AgentError(f"raised {type(error).__name__}: {error}{_where(error)}") from error
+    if watched.error is not None:
+        raise watched.error
+    return check_episode(episode, prompt, max_tokens)
+
+
+class _Watched:
+    """A `Generate` that remembers how it failed."""
+
+    def __init__(self, generate: Generate) -> None:
+        self._generate = generate
+        self.error: Exception | None = None
+
+    async def __call__(self, token_ids: np.ndarray, max_tokens: int) -> Completion:
+        if max_tokens < 1:
+            raise AgentError(f"generate() needs max_tokens >= 1, got {max_tokens}; end the episode as truncated before")
+        try:
+            return await self._generate(token_ids, max_tokens)
+        except Exception as error:
+            self.error = error
+            raise
+
+
+def _where(error: Exception) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""

@@ -1,0 +1,108 @@
+"""Looks at the engines again and again, and sets how many requests each of them gets."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rollout.engine.concurrency import Bounds, Concurrency, Demand
+from rollout.errors import EngineDead
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping
+
+    from rollout.dispatch import EngineClient
+    from rollout.engine.base import EngineLoad
+    from rollout.engine.turnstile import Turnstile
+
+LOOK_S = 0.5
+"""Between two looks: many decode steps, so that a look sees what the one before has led to."""
+ANSWER_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaLoad:
+    """One replica, as one sender sees it."""
+
+    limit: int | None
+    """Most requests that this sender has there at once; None without a limit."""
+    in_flight: int
+    """Requests of this sender that are there."""
+    load: EngineLoad | None
+    """What the engine said last; None before its first answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """All replicas, as one sender sees them."""
+
+    replicas: Mapping[str, ReplicaLoad]
+    held: int
+    """Requests of this sender that wait for room."""
+
+
+class LoadWatch:
+    """Feeds one `Concurrency` per replica and passes its limits on.
+
+    Args:
+        engines: the replicas by name; the mapping may change.
+        turnstile: gets the limits.
+        bounds: of this sender's share of each replica; None for no limit.
+    """
+
+    def __init__(
+        self,
+        engines: Mapping[str, EngineClient],
+        turnstile: Turnstile,
+        *,
+        bounds: Bounds | None,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._engines = engines
+        self._turnstile = turnstile
+        self._sleep = sleep
+        self._bounds = bounds
+        self._states: dict[str, Concurrency] = {}
+        self._loads: dict[str, EngineLoad] = {}
+        for name in engines:
+            self.start_over(name)
+
+    def start_over(self, name: str) -> None:
+        """The replica is a new one: what was learned about the old one is forgotten."""
+        self._loads.pop(name, None)
+        if self._bounds is not None:
+            self._states[name] = Concurrency.start(self._bounds)
+            self._turnstile.limit(name, self._states[name].limit)
+
+    async def run(self) -> None:
+        """Consumes: the engines' loads. Waits for: its interval, and each answer, which has a deadline. Unblocked by:
+        cancellation."""
+        while True:
+            await self._sleep(LOOK_S)
+            lost = self._turnstile.router.quarantined
+            await asyncio.gather(*(self._look(name) for name in self._engines if name not in lost))
+
+    def report(self) -> LoadReport:
+        """As things are now; the engines' own figures are of the last look."""
+        router = self._turnstile.router
+        replicas = {
+            name: ReplicaLoad(limit=router.limits.get(name), in_flight=in_flight, load=self._loads.get(name))
+            for name, in_flight in router.num_requests.items()
+        }
+        return LoadReport(replicas=replicas, held=self._turnstile.num_held)
+
+    async def _look(self, name: str) -> None:
+        engine = self._engines[name]
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                load = await engine.load()
+        except (EngineDead, TimeoutError):
+            return  # whoever generates there finds out, and says so; a limit that is not changed does no harm
+        if self._engines[name] is not engine:
+            return
+        self._loads[name] = load
+        if self._bounds is not None:
+            demand = Demand(in_flight=self._turnstile.router.num_requests[name], held=self._turnstile.num_held)
+            self._states[name] = self._states[name].next(load, demand)
+            self._turnstile.limit(name, self._states[name].limit)

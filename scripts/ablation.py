@@ -1,0 +1,192 @@
+"""Train the built-in task once per algorithm or per mode and draw the curves: does every one of them learn?
+
+Usage: python scripts/ablation.py OUT.json [--suite algorithms|mismatch|modes] [--only NAME,NAME] [--plot OUT.png]
+       python scripts/ablation.py OUT.json --plot OUT.png --plot-only
+
+One run after another, each a `python -m trainer` of its own, in about 20 minutes on two CPU cores. A run that fails or
+stays below its goal is in the file and makes the exit code 1. Plotting needs matplotlib, which is not a dependency of
+Tandem: pip install matplotlib
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+GOAL = 0.9
+"""Held-out accuracy that a run must reach."""
+TIMEOUT_S = 600.0
+COMMON = ("device=cpu", "mode.max_staleness=2", "trainer.eval_every=10", "trainer.stop_at_accuracy=0.92")
+NOISE = (
+    "task.agent=tests.fakes.perturbed_agent.PerturbedLoop",
+    "task.agent_args.std=1.5",
+)
+"""The engine reports log-probabilities that are wrong by a normal error of this many nats."""
+WEIGHTED = ("algorithm.correction.objective=decoupled", "algorithm.loss=importance_sampling")
+"""The ratio as a weight beside the loss, as TIS and MIS were published."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One line of the picture."""
+
+    name: str
+    overrides: tuple[str, ...]
+    goal: float = GOAL
+    """Held-out accuracy that it must reach; 0 asks for nothing."""
+
+
+SUITES = {
+    "algorithms": tuple(
+        Run(name=name, overrides=(f"algorithm={name}", "correction=tis", *more))
+        for name, *more in (
+            ("grpo",),
+            ("dapo",),
+            ("rloo",),
+            ("reinforce_pp",),
+            ("ppo",),
+            ("gspo", "algorithm.correction.level=sequence_mean"),  # the ratio that its loss holds
+            ("cispo", "algorithm.correction.clamp.upper=null"),  # its loss bounds the weight itself
+        )
+    ),
+    "mismatch": (
+        Run(name="no error", overrides=()),
+        Run(name="uncorrected", overrides=NOISE, goal=0.0),
+        Run(name="TIS", overrides=(*NOISE, "correction=tis", *WEIGHTED)),
+        # It throws away most answers of so wrong an engine, and so takes twice the steps.
+        Run(name="MIS", overrides=(*NOISE, "correction=mis", *WEIGHTED), goal=0.8),
+        Run(name="IcePop", overrides=(*NOISE, "correction=icepop", *WEIGHTED)),
+    ),
+    "modes": (
+        # One in-flight policy is enough here: with S=0 nothing is in flight when weights change.
+        Run(name="S=0", overrides=("mode=sync", "mode.max_staleness=0")),
+        *(
+            Run(name=f"S={bound} {policy}", overrides=(f"mode.max_staleness={bound}", f"mode.in_flight={policy}"))
+            for bound in (1, 4)
+            for policy in ("keep", "recompute", "abort")
+        ),
+    ),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("out", type=Path, help="JSON file with the curves; written after every run")
+    parser.add_argument("--suite", choices=sorted(SUITES), default="algorithms")
+    parser.add_argument("--only", default="", help="names of runs, separated by commas (default: all)")
+    parser.add_argument("--plot", type=Path, help="draw the curves into this PNG")
+    parser.add_argument("--plot-only", action="store_true", help="train nothing, draw what is in the file")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="for every run, after its own")
+    args = parser.parse_intermixed_args()
+    if args.plot_only and args.plot is None:
+        parser.error("--plot-only needs --plot OUT.png")
+    if not args.plot_only:
+        train(choose(parser, args.suite, args.only), args.out, suite=args.suite, overrides=args.overrides)
+    found = json.loads(args.out.read_text())
+    for run in found["runs"]:
+        sys.stdout.write(
+            f"{run['name']:<14} best accuracy {run['best']:.3f} after {run['num_steps']} steps, {run['seconds']:.0f} s"
+            f"{'' if run['ok'] else '   FAILED: ' + run['problem']}\n"
+        )
+    if args.plot is not None:
+        plot(found, args.plot)
+    return 0 if all(run["ok"] for run in found["runs"]) else 1
+
+
+def choose(parser: argparse.ArgumentParser, suite: str, only: str) -> list[Run]:
+    runs = {run.name: run for run in SUITES[suite]}
+    names = [name for name in only.split(",") if name]
+    if unknown := [name for name in names if name not in runs]:
+        parser.error(f"--only: suite {suite} has no run {', '.join(unknown)}; there are {', '.join(runs)}")
+    return [runs[name] for name in names] if names else list(runs.values())
+
+
+def train(runs: list[Run], out: Path, *, suite: str, overrides: list[str]) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    results: list[dict[str, Any]] = []
+    for run in runs:
+        results.append(train_one(run, overrides))
+        out.write_text(json.dumps({"suite": suite, "goal": GOAL, "runs": results}, indent=1) + "\n")
+        sys.stdout.write(f"{run.name}: best {results[-1]['best']:.3f} in {results[-1]['seconds']:.0f} s\n")
+        sys.stdout.flush()
+
+
+def train_one(run: Run, overrides: list[str]) -> dict[str, Any]:
+    """Train, and read the curve from the run's metrics."""
+    chosen = [*COMMON, *run.overrides, *overrides]
+    folder = Path(tempfile.mkdtemp(prefix="ablation-"))
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    started = time.monotonic()
+    try:
+        command = [sys.executable, "-m", "trainer", *chosen, f"run_dir={folder / 'run'}"]
+        with (folder / "output.txt").open("w") as output:
+            ended = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=output, stderr=subprocess.STDOUT)
+            try:
+                code = ended.wait(TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                ended.terminate()  # it saves and ends by itself
+                code = ended.wait(TIMEOUT_S)
+        curve = read_curve(folder / "run")
+        text = (folder / "output.txt").read_text().splitlines()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    best = max((point["accuracy"] for point in curve["points"]), default=0.0)
+    problem = ""
+    if code != 0:
+        problem = f"exit code {code}: {text[-1] if text else 'no output'}"
+    elif best < run.goal:
+        problem = f"best accuracy {best:.3f} is below {run.goal}"
+    objective = next((line.partition("objective: ")[2] for line in text if "objective: " in line), "")
+    return {
+        "name": run.name, "overrides": chosen, "objective": objective, "seconds": time.monotonic() - started,
+        "best": best, "ok": not problem, "problem": problem, **curve,
+    }  # fmt: skip
+
+
+def read_curve(run_dir: Path) -> dict[str, Any]:
+    """Accuracy by version, and means of what tells causes apart."""
+    metrics, log = run_dir / "metrics.jsonl", run_dir / "log.txt"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
+    # The log has every evaluation; a line of metrics only the newest that ended since the line before.
+    told = re.findall(r"version (\d+): held-out accuracy ([\d.]+)", log.read_text() if log.is_file() else "")
+    points = [{"version": int(version), "accuracy": float(accuracy)} for version, accuracy in told]
+    wanted = ("learner/mismatch", "learner/correction")
+    names = sorted({name for line in lines for name in line if name.startswith(wanted)})
+    means = {name: sum(v) / len(v) for name in names if (v := [line[name] for line in lines if name in line])}
+    rewards = [[line["step"], line["reward/mean"]] for line in lines if "reward/mean" in line]
+    return {"num_steps": lines[-1]["step"] if lines else 0, "points": points, "rewards": rewards, "means": means}
+
+
+def plot(found: dict[str, Any], out: Path) -> None:
+    """Held-out accuracy against steps, a line per run."""
+    import matplotlib as mpl  # pyright: ignore[reportMissingImports]
+
+    mpl.use("Agg")
+    from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    for run in found["runs"]:
+        points = run["points"]
+        axes.plot([p["version"] for p in points], [p["accuracy"] for p in points], "o-", ms=3, label=run["name"])
+    axes.axhline(found["goal"], color="gray", lw=0.8, ls=":")
+    axes.set(xlabel="optimizer step", ylabel="held-out accuracy (greedy)", ylim=(0, 1))
+    axes.legend(loc="lower right", ncols=2)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, dpi=110)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+#!/usr/bin/env bash
+# One run over several nodes. Start it on every node, with the same environment and Tandem at the same path; the head
+# trains, the others lend their devices until the head is done. docs/multinode.md has the whole story.
+# Usage: scripts/multinode.sh head NUM_NODES [KEY=VALUE | --OPTION ...]     as for python -m trainer
+#        scripts/multinode.sh worker HEAD_ADDRESS
+# Environment: TANDEM_RAY_PORT (6379), TANDEM_NODES_TIMEOUT_S (600), TANDEM_RAY_ARGS (more for `ray start`),
+#        RAY_AUTH_MODE (token), PYTHON
+set -euo pipefail
+cd "$(dirname "$0")/.."
+say() { printf '\033[1m==> %s\033[0m\n' "$*"; }
+die() { printf 'multinode: %s\n' "$*" >&2; exit 2; }
+usage() { sed -n '4,7s/^# //p' "$0" >&2; exit 2; }
+
+role=${1:-}; shift || usage
+port=${TANDEM_RAY_PORT:-6379}
+limit_s=${TANDEM_NODES_TIMEOUT_S:-600}
+read -r -a ray_args <<<"${TANDEM_RAY_ARGS:-}"
+[[ $port =~ ^[0-9]+$ ]] || die "TANDEM_RAY_PORT must be a port number, got '$port'"
+[[ $limit_s =~ ^[0-9]+$ ]] || die "TANDEM_NODES_TIMEOUT_S must be whole seconds, got '$limit_s'"
+
+python=${PYTHON:-}
+if [ -z "$python" ]; then
+  python=python
+  if [ -x .venv/bin/python ]; then python=.venv/bin/python; fi
+fi
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+
+# Ray's daemons pass their environment on to every actor, and read some of it only when they start: what the device needs
+# is set now. A value that is set already stays.
+wanted=$("$python" - <<'EOF'
+import shlex
+from weight_sync.device import get_backend
+backend = get_backend("auto")
+variables = {v.name: v for role in ("driver", "learner", "engine") for v in backend.process_env(role)}
+early = [v for v in variables.values() if v.before_ray_start]
+print("\n".join(f"export {v.name}=${{{v.name}-{shlex.quote(v.value)}}}" for v in early))
+EOF
+) || die "Tandem does not import in $python; install it on every node, or set PYTHON"
+eval "$wanted"
+# Ray hides the devices from processes that ask for none, unless it is told not to.
+export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=${RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO:-0}
+
+# Whoever reaches a cluster without a token can run code on it. Every node needs the same one, and Ray does not say which
+# mode a cluster has: so both are said here.
+if [ -z "${RAY_AUTH_MODE:-}" ] && "$python" -c 'from ray.scripts.scripts import get_auth_token' 2>/dev/null; then
+  export RAY_AUTH_MODE=token
+fi
+if [ "${RAY_AUTH_MODE:-}" = token ] && ! "$python" -m ray.scripts.scripts get-auth-token >/dev/null 2>&1; then
+  [ "$role" = head ] || die "there is no Ray token on this node: copy ~/.ray/auth_token from the head, or set RAY_AUTH_MODE=disabled on all nodes of a closed network"
+  "$python" -m ray.scripts.scripts get-auth-token --generate >/dev/null 2>&1 || die "Ray could not make a token; set RAY_AUTH_TOKEN_PATH, or RAY_AUTH_MODE=disabled on all nodes of a closed network"
+fi
+
+log=$(mktemp -t tandem-start.XXXXXX)
+daemon= trainer=
+stop() {
+  local code=$?
+  trap - EXIT INT TERM
+  if [ -n "$daemon" ] && kill -TERM "$daemon" 2>/dev/null; then
+    for _ in $(seq 50); do kill -0 "$daemon" 2>/dev/null || break; sleep 0.2; done
+    kill -KILL "$daemon" 2>/dev/null || true
+  fi
+  if [ "$code" = 0 ]; then rm -f "$log"; fi
+  exit "$code"
+}
+# The trainer saves and ends by itself; everything else ends now.
+pass_on() { if [ -n "$trainer" ]; then kill -s "$1" "$trainer" 2>/dev/null || true; else exit "$2"; fi; }
+trap stop EXIT
+trap 'pass_on INT 130' INT
+trap 'pass_on TERM 143' TERM
+
+# With --block Ray's daemons are children of one process of ours: that alone is what we stop, never another cluster.
+begin() {
+  say "ray start $*"
+  "$python" -m ray.scripts.scripts start "$@" --block --disable-usage-stats "${ray_args[@]}" >"$log" 2>&1 &
+  daemon=$!
+}
+
+num_alive() {
+  "$python" - "$1" <<'EOF' 2>/dev/null || echo 0
+import logging, sys, ray
+ray.init(address=sys.argv[1], logging_level=logging.ERROR, log_to_driver=False)
+print(sum(node["Alive"] for node in ray.nodes()))
+EOF
+}
+
+case $role in
+head)
+  num_nodes=${1:-}; shift || usage
+  [[ $num_nodes =~ ^[1-9][0-9]*$ ]] || die "NUM_NODES must be a whole number >= 1, got '$num_nodes'"
+  address=${TANDEM_HOST:-$("$python" -c 'from weight_sync.addresses import reachable_host; print(reachable_host())')}
+  begin --head --node-ip-address "$address" --port "$port" --include-dashboard=false
+  say "waiting for $num_nodes nodes; on each of the others: scripts/multinode.sh worker $address"
+  give_up=$((SECONDS + limit_s))
+  until found=$(num_alive "$address:$port") && [ "$found" -ge "$num_nodes" ]; do
+    kill -0 "$daemon" 2>/dev/null || { tail -n 5 "$log" >&2; die "ray did not start; $log has all of it"; }
+    [ $SECONDS -lt $give_up ] || die "only $found of $num_nodes nodes joined within TANDEM_NODES_TIMEOUT_S=$limit_s s; look at the others, or ask for fewer"
+    sleep 1
+  done
+  say "python -m trainer $* ray.address=$address:$port"
+  "$python" -m trainer "$@" "ray.address=$address:$port" &
+  trainer=$!
+  code=0
+  while kill -0 "$trainer" 2>/dev/null; do  # a signal ends a wait, and not what is waited for
+    wait "$trainer" || true
+  done
+  wait "$trainer" || code=$?
+  exit "$code"
+  ;;
+worker)
+  [ $# -eq 1 ] || usage
+  head=$1
+  begin --address "$head:$port" ${TANDEM_HOST:+--node-ip-address "$TANDEM_HOST"}
+  say "lending this node to $head:$port until the head ends; Ctrl-C takes it back"
+  started=$SECONDS
+  while ! wait "$daemon"; do
+    if grep -q 'Ray runtime started' "$log"; then break; fi  # it was there, and has ended
+    # Ray gives up at once where no head listens yet: the head may start later than we do.
+    if grep -q InvalidAuthToken "$log"; then die "the head has another Ray token: copy its ~/.ray/auth_token to this node"; fi
+    [ $((SECONDS - started)) -lt "$limit_s" ] || die "no cluster at $head:$port within $limit_s s; $log says why"
+    sleep 2
+    begin --address "$head:$port" ${TANDEM_HOST:+--node-ip-address "$TANDEM_HOST"}
+  done
+  ;;
+*) usage ;;
+esac

@@ -1,0 +1,36 @@
+"""A fake engine error: log-probabilities that are misreported, to show what off-policy corrections are good for."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rollout.agent.loop import Episode, Generate, SingleTurnLoop
+
+if TYPE_CHECKING:
+    from rollout.types import Completion, Prompt
+
+
+class PerturbedLoop:
+    """A single turn whose recorded log-probs are off by normal noise of `std` nats; what was sampled stays as it is.
+
+    The noise depends on prompt and answer alone, so a synchronous run repeats itself. As an agent loop:
+    `task.agent=tests.fakes.perturbed_agent.PerturbedLoop task.agent_args.std=1.5`.
+    """
+
+    def __init__(self, std: float) -> None:
+        self._loop = SingleTurnLoop()
+        self._std = std
+
+    async def run(self, prompt: Prompt, max_tokens: int, generate: Generate) -> Episode:
+        async def perturbed(token_ids: np.ndarray, max_tokens: int) -> Completion:
+            completion = await generate(token_ids, max_tokens)
+            text = token_ids.tobytes() + completion.token_ids.tobytes()
+            seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+            noise = np.random.default_rng(seed).normal(0.0, self._std, len(completion.logprobs))
+            return replace(completion, logprobs=(completion.logprobs + noise).astype(np.float32))
+
+        return await self._loop.run(prompt, max_tokens, perturbed)

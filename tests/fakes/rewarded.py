@@ -1,0 +1,118 @@
+"""Micro-batches whose advantages the learner finishes: two turns each, rewards on tokens, and what a step knows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tests.fakes.learner import VOCAB, pack, run_config, without_loss
+from trainer.algorithms.advantages import GroupRewards
+from trainer.config.schema.algorithm import AlgorithmConfig
+from trainer.config.schema.critic import CriticConfig
+from trainer.config.schema.kl import KlConfig
+from trainer.data.batch import MicroBatch, StepRewards, TokenRewards
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    import torch
+
+    from trainer.config.schema import RunConfig
+    from trainer.learner.policy import PolicyLearner
+
+GROUP_SIZE = 2
+
+
+def rewarded(num: int, *, seed: int = 0) -> tuple[list[MicroBatch], StepRewards]:
+    """`num` single-sequence batches (prompt, turn, context, turn) in groups of two, and the rewards of their step."""
+    rng = np.random.default_rng(seed)
+    parts = [_sequence(rng, answer) for answer in range(num)]
+    total = sum(int(p.loss_mask.sum()) for p in parts)
+    parts = [replace(p, loss_weights=p.loss_weights / np.float32(total)) for p in parts]
+    sums = np.array([p.unfinished.rewards.astype(np.float64).sum() for p in parts if p.unfinished is not None])
+    lengths = np.array([int(p.loss_mask.sum()) for p in parts])
+    groups = tuple(
+        GroupRewards(rewards_G=sums[i : i + GROUP_SIZE], lengths_G=lengths[i : i + GROUP_SIZE], baseline=0.25)
+        for i in range(0, num, GROUP_SIZE)
+    )
+    return parts, StepRewards(groups=groups, num_loss_tokens=total)
+
+
+def _sequence(rng: np.random.Generator, answer: int) -> MicroBatch:
+    kinds = [(False, 1), (True, 1), (False, 0), (True, 1)]
+    mask = np.concatenate([np.full(int(rng.integers(low, 6)), kind) for kind, low in kinds])
+    mask[0] = False
+    length, generated = len(mask), np.flatnonzero(mask)
+    rewards = np.zeros(length, np.float32)
+    rewards[generated[len(generated) // 2]] = rng.normal()
+    rewards[generated[-1]] += rng.normal()
+    return MicroBatch(
+        cu_seqlens=np.array([0, length], np.int32),
+        token_ids=rng.integers(0, VOCAB, length).astype(np.int32),
+        loss_mask=mask,
+        behaviour_logprobs=np.where(mask, rng.normal(-4, 0.3, length), 0).astype(np.float32),
+        versions=np.where(mask, 0, -1).astype(np.int32),
+        advantages=np.zeros(length, np.float32),
+        loss_weights=mask.astype(np.float32),
+        unfinished=TokenRewards(rewards=rewards, answers=np.array([answer], np.int32)),
+    )
+
+
+def pack_rewarded(parts: Sequence[MicroBatch]) -> MicroBatch:
+    own = [p.unfinished for p in parts if p.unfinished is not None]
+    rewards, answers = (np.concatenate([getattr(one, name) for one in own]) for name in ("rewards", "answers"))
+    return replace(pack(parts), unfinished=TokenRewards(rewards=rewards, answers=answers))
+
+
+def filler() -> MicroBatch:
+    """What a rank that ran out of samples gets."""
+    rewards = TokenRewards(rewards=np.zeros(2, np.float32), answers=np.array([-1], np.int32))
+    return replace(without_loss(), unfinished=rewards)
+
+
+def config(model_dir: Path, *, critic: dict[str, Any] | None = None, **algorithm: Any) -> RunConfig:
+    """PPO unless `advantage` says otherwise; `kl` takes the keys of its section."""
+    keys: dict[str, Any] = {"advantage": "gae", **algorithm}
+    if "kl" in keys:
+        keys["kl"] = KlConfig(**keys["kl"])
+    values = {"lr": 1e-2, "max_grad_norm": 1e9, **({} if critic is None else critic)}
+    return replace(run_config(model_dir), algorithm=AlgorithmConfig(**keys), critic=CriticConfig(**values))
+
+
+def all_gradients(
+    learner: PolicyLearner, batches: Sequence[MicroBatch], rewards: StepRewards
+) -> dict[str, torch.Tensor]:
+    """Whole gradients of policy and critic of one step, which is then not taken. Of the first update only."""
+    captured: dict[str, torch.Tensor] = {}
+    optimizers = learner._optimizers()
+
+    def capture(prefix: str) -> Any:
+        def step(**_: float) -> None:
+            for slot in optimizers[prefix]._slots:
+                assert slot.param.grad is not None, slot.name
+                captured[f"{prefix}{slot.name}"] = slot.param.grad.full_tensor().clone()
+            optimizers[prefix].zero_grad()
+
+        return step
+
+    originals = {prefix: one.step for prefix, one in optimizers.items()}
+    for prefix, one in optimizers.items():
+        one.step = capture(prefix)
+    try:
+        learner.train_step(batches, step=0, rewards=rewards)
+    finally:
+        for prefix, one in optimizers.items():
+            one.step = originals[prefix]
+    return captured
+
+
+def all_weights(learner: PolicyLearner) -> dict[str, torch.Tensor]:
+    """Of everything that is trained, whole."""
+    return {
+        f"{prefix}{name}": tensor.full_tensor().clone()
+        for prefix, one in learner._optimizers().items()
+        for name, tensor in one.weights().items()
+    }

@@ -1,0 +1,84 @@
+"""Learner and engine on one device: the engine sleeps, the learner trains, a sync brings its weights and wakes it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rollout.engine.base import EngineSpec
+from rollout.engine.vllm_engine import VllmEngine
+from rollout.types import SamplingParams
+from tests.contract.engine.suite import collect
+from tests.integration.test_fallback_gpu import CONFIG, PROMPT, Learner
+from tests.integration.test_fallback_vllm import write_checkpoints
+from tests.integration.test_lora_vllm import EngineHandle
+from weight_sync.coordinator import SyncCoordinator, SyncOptions
+from weight_sync.vllm_compat import EXTENSION
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = [
+    pytest.mark.asyncio,
+    pytest.mark.timeout(300),
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+GIB = 1 << 30
+
+
+def make_spec(folder: Path, **changes: Any) -> EngineSpec:
+    return EngineSpec(
+        model=str(folder), device="cuda", dtype="bfloat16", max_model_len=256, max_num_seqs=8,
+        gpu_memory_utilization=0.2, enforce_eager=False, stream_tokens=8, extension=EXTENSION, **changes,
+    )  # fmt: skip
+
+
+async def answer(engine: VllmEngine, name: str) -> tuple[list[int], np.ndarray]:
+    found = await asyncio.wait_for(collect(engine, name, GREEDY, np.array(PROMPT, np.int32)), 60)
+    return list(found.tokens), found.logprobs
+
+
+async def answer_of_fresh(folder: Path) -> tuple[list[int], np.ndarray]:
+    engine = VllmEngine(make_spec(folder))
+    await engine.start()
+    try:
+        return await answer(engine, "fresh")
+    finally:
+        await engine.close()
+
+
+async def test_an_engine_wakes_with_the_weights_that_were_trained_while_it_slept(tmp_path: Path) -> None:
+    write_checkpoints(tmp_path, CONFIG, std=0.2)
+    full = {which: load_file(tmp_path / which / "model.safetensors") for which in ("old", "new")}
+    expected = {which: await answer_of_fresh(tmp_path / which) for which in full}
+    assert expected["old"][0] != expected["new"][0], "both checkpoints answer the same; nothing would be tested"
+    engine = VllmEngine(make_spec(tmp_path / "old", sleep_mode=True))
+    await engine.start()
+    try:
+        for commit in ("staged", "inplace"):
+            learner = Learner(full["old"], "cuda")
+            options = SyncOptions(timeout_s=60.0, commit=commit)
+            coordinator = SyncCoordinator([learner], [EngineHandle(engine)], options=options)
+            await coordinator.open()
+            for version, which in enumerate(("new", "old", "new"), start=1):
+                awake, _ = torch.cuda.mem_get_info()
+                await engine.sleep()
+                asleep, _ = torch.cuda.mem_get_info()
+                assert asleep - awake > 10 * GIB, "the cache takes a fifth of the device and must be given back"
+                learner.full = full[which]
+                await coordinator.publish(version)
+                await coordinator.sync(version)
+                await coordinator.self_test()
+                tokens, logprobs = await answer(engine, f"{commit}-{version}")
+                assert tokens == expected[which][0]
+                np.testing.assert_array_equal(logprobs, expected[which][1])
+            await coordinator.close()
+    finally:
+        await engine.close()

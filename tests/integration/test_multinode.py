@@ -1,0 +1,145 @@
+"""Runs on a Ray cluster that exists, with several nodes. Here they are raylets of one machine, each with a node name
+and a loopback address of its own, so that weights may not take the way that only processes of one node have.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from ray.cluster_utils import Cluster as RayCluster
+
+from tests.fakes.trainer_process import ROOT, TrainerProcess
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+STEPS = 2
+SMALL = (
+    "device=cpu",
+    "learner.num_ranks=1",
+    "trainer.groups_per_step=8",
+    "rollout.group_size=4",
+    "trainer.eval_at_start=false",
+    "trainer.eval_at_end=false",
+    "trainer.eval_every=0",
+    "trainer.stop_at_accuracy=null",
+    "checkpoint.every_steps=0",
+    "checkpoint.save_at_end=false",
+    "checkpoint.export_hf=false",
+)
+
+pytestmark = pytest.mark.timeout(300)
+
+
+class Nodes:
+    """A Ray cluster on this machine; `add` returns a node that can be taken away."""
+
+    def __init__(self) -> None:
+        self._cluster = RayCluster(shutdown_at_exit=False)
+        self._num_nodes = 0
+
+    @property
+    def address(self) -> str:
+        return self._cluster.address
+
+    def add(self, *, num_cpus: int) -> Any:
+        """The first one is the head, where the driver is. Node number i has the address 127.0.0.(i + 1)."""
+        self._num_nodes += 1
+        env = {
+            "TANDEM_NODE": f"node-{self._num_nodes}",
+            "TANDEM_HOST": f"127.0.0.{self._num_nodes + 1}",
+            "PYTHONPATH": str(ROOT),
+        }
+        return self._cluster.add_node(
+            num_cpus=num_cpus, env_vars=env, object_store_memory=80 * 2**20, include_dashboard=False
+        )
+
+    def lose(self, node: Any) -> None:
+        """As if its power had failed."""
+        self._cluster.remove_node(node, allow_graceful=False)
+
+    def close(self) -> None:
+        self._cluster.shutdown()
+
+
+@pytest.fixture
+def nodes() -> Iterator[Nodes]:
+    nodes = Nodes()
+    try:
+        yield nodes
+    finally:
+        nodes.close()
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def start(tmp_path: Path, cache: Path, nodes: Nodes) -> Iterator[Any]:
+    """`start(*overrides)`: a run on the cluster."""
+    processes: list[TrainerProcess] = []
+
+    def begin(*overrides: str) -> TrainerProcess:
+        process = TrainerProcess(
+            tmp_path / f"run{len(processes)}", f"ray.address={nodes.address}", *SMALL, *overrides, cache=cache
+        )
+        processes.append(process)
+        return process
+
+    yield begin
+    for process in processes:
+        process.close()
+
+
+def test_a_run_spans_nodes_and_survives_the_loss_of_an_engine(nodes: Nodes, start: Any) -> None:
+    """Weights cross between nodes by sockets, engines sit on nodes of their own; if one goes, the other goes on."""
+    nodes.add(num_cpus=2)
+    nodes.add(num_cpus=1)
+    third = nodes.add(num_cpus=1)
+    process = start("rollout.num_replicas=2", "rollout.max_engine_restarts=0", "trainer.total_steps=40")
+    process.until(lambda: len(process.lines) >= STEPS, timeout_s=200)
+    assert process.lines[0]["sync/replicas_live"] == 2
+    seats = re.search(r"nodes: (.*)", process.text)
+    assert seats is not None
+    assert [place.partition(": ")[2] for place in seats[1].split("; ")] == [
+        "learner_0, rollout_worker_0",
+        "replica_0",
+        "replica_1",
+    ]
+    ways = re.findall(r"replica_\d/0: .*?learner 0 by (\w+)", process.text)
+    assert ways == ["gloo", "gloo"], "nodes share no memory"
+    nodes.lose(third)
+    assert process.wait(timeout_s=200) == 0, process.text[-4000:]
+    assert process.lines[-1]["sync/replicas_live"] == 1
+    assert process.lines[-1]["step"] == 40
+    assert {line["discarded_tokens"] for line in process.lines} == {0}
+    assert "replica_1" in process.text
+
+
+def test_a_cluster_that_is_too_small_is_refused_with_what_every_node_has(nodes: Nodes, start: Any) -> None:
+    nodes.add(num_cpus=1)
+    nodes.add(num_cpus=1)
+    process = start("rollout.tensor_parallel_size=2", "trainer.total_steps=1")
+    assert process.wait(timeout_s=60) == 2
+    assert "1 learner of 1 CPU, 1 replica of 2 CPU, 1 rollout worker of 0.5 CPU" in process.text
+    assert "1 CPU; " in process.text
+    assert "no node has 2 CPU" in process.text
+
+
+def test_a_run_whose_learner_is_lost_ends_with_the_reason(nodes: Nodes, start: Any) -> None:
+    """Two ranks have room together on one node only, which is neither the driver's nor an engine's."""
+    nodes.add(num_cpus=1)
+    second = nodes.add(num_cpus=2)
+    nodes.add(num_cpus=1)
+    process = start("learner.num_ranks=2", "trainer.total_steps=100000")
+    process.until(lambda: len(process.lines) >= STEPS, timeout_s=200)
+    assert re.search(r"nodes: .*: learner_0, learner_1(;|$)", process.text, re.MULTILINE)
+    nodes.lose(second)
+    assert process.wait(timeout_s=120) == 1, process.text[-4000:]
+    # Weight sync or the step notices first: the step names the rank, Ray's own words the actor.
+    assert re.search(r"learner rank [01]|[Aa]ctor", process.summary["error"]), process.summary["error"]

@@ -1,0 +1,230 @@
+"""`mode=sync` is the plain synchronous loop: generate, reward, train, bring the weights over, repeat.
+
+The plain loop stands here in one function, without buffer, tasks, queue, rollout worker or sync pump. It asks the
+engine for one answer at a time, so that no two answers ever share a batch, while the run generates all answers of a
+step together. Both are to end with the same tokens, metrics and weights, bit for bit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from rollout.types import Group, Prompt, SamplingParams, Segment, Trajectory, Turn
+from rollout.worker import derive_seed
+from tests.fakes.trainer_process import ROOT, TrainerProcess
+from trainer.config.load import load_config
+from trainer.data.batcher import BatchLimits, build_train_batch
+from trainer.pipeline import compose
+from trainer.pipeline.cluster import Cluster
+from trainer.pipeline.inputs import ensure_model
+from trainer.pipeline.preflight import Checked, preflight
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from trainer.config.schema import RunConfig
+
+STEPS, GROUPS, SAMPLES = 4, 12, 4
+OVERRIDES = (
+    "mode=sync",
+    "device=cpu",
+    "seed=5",
+    f"trainer.total_steps={STEPS}",
+    f"trainer.groups_per_step={GROUPS}",
+    f"rollout.group_size={SAMPLES}",
+    "rollout.stream_tokens=2",
+    "trainer.eval_at_start=false",
+    "trainer.eval_at_end=false",
+    "trainer.eval_every=0",
+    "trainer.stop_at_accuracy=null",
+    "checkpoint.every_steps=0",
+)
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@dataclass(slots=True)
+class Story:
+    """What is to be equal."""
+
+    tokens: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    """(group, sample) -> prompt and answer."""
+    logprobs: dict[tuple[int, int], list[float]] = field(default_factory=dict)
+    """Of the answer, rounded as the file has them; their last bits show in the learner's metrics."""
+    rewards: dict[tuple[int, int], float] = field(default_factory=dict)
+    versions: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    """By step: everything the learner computed, and the mean reward; no times."""
+    weights: str = ""
+    """SHA-256 of the exported model."""
+
+
+async def plain_loop(cfg: RunConfig, checked: Checked, actors: compose.Actors, story: Story) -> None:
+    """Synchronous RL as a textbook has it."""
+    source = compose.make_source(cfg, checked.inputs, None)
+    coordinator = compose.make_coordinator(cfg, actors)
+    (engine,) = actors.engines.values()
+    limits = BatchLimits(
+        num_ranks=cfg.learner.num_ranks,
+        max_tokens_per_micro_batch=cfg.learner.max_tokens_per_micro_batch,
+        max_response_tokens=cfg.rollout.max_response_tokens,
+    )
+    await coordinator.open()
+    await coordinator.publish(0)
+    await coordinator.sync(0)
+    for step in range(STEPS):
+        groups: list[Group] = []
+        for group_id in range(step * GROUPS, (step + 1) * GROUPS):
+            prompt = source.next()
+            answers = [await one_answer(cfg, checked, engine, prompt, (group_id, i)) for i in range(SAMPLES)]
+            groups.append(Group(group_id=group_id, prompt=prompt, trajectories=answers, start_version=step))
+        built = build_train_batch(groups, step=step, algorithm=cfg.algorithm, limits=limits)
+        result = await actors.learner.train_step(built.batch)
+        await coordinator.publish(step + 1)
+        await coordinator.sync(step + 1)
+        remember(story, groups, {f"learner/{name}": metric.mean for name, metric in result.metrics.items()})
+    await coordinator.close()
+
+
+async def one_answer(
+    cfg: RunConfig, checked: Checked, engine: Any, prompt: Prompt, place: tuple[int, int]
+) -> Trajectory:
+    """Answer number `place[1]` of group `place[0]`, alone in the engine, judged."""
+    group_id, sample = place
+    params = SamplingParams(
+        max_tokens=cfg.rollout.max_response_tokens,
+        temperature=cfg.rollout.temperature,
+        seed=derive_seed(cfg.seed, prompt.prompt_id, group_id, sample, 0),
+    )
+    chunks = [await ref async for ref in engine.generate.remote(f"plain/{group_id}/{sample}", prompt.token_ids, params)]
+    answer = np.concatenate([chunk.token_ids for chunk in chunks]).astype(np.int32)
+    logprobs = np.concatenate([chunk.logprobs for chunk in chunks])
+    (version,) = {segment.version for chunk in chunks for segment in chunk.segments}
+    turn = Turn(
+        token_ids=np.concatenate([prompt.token_ids, answer]),
+        is_generated=np.arange(len(prompt.token_ids) + len(answer)) >= len(prompt.token_ids),
+        logprobs=np.concatenate([np.full(len(prompt.token_ids), np.nan, np.float32), logprobs]),
+        segments=(Segment(version=version, num_tokens=len(answer)),),
+    )
+    text = checked.inputs.tokenizer.decode(answer.tolist(), skip_special_tokens=True)
+    return Trajectory(
+        prompt_id=prompt.prompt_id,
+        sample_index=sample,
+        turns=(turn,),
+        reward=float(text == prompt.answer),
+        reward_parts={},
+        status={"stop": "completed", "length": "truncated"}[chunks[-1].finish_reason],  # type: ignore[arg-type]
+        timings={},
+        text=text,
+    )
+
+
+def remember(story: Story, groups: list[Group], metrics: dict[str, float]) -> None:
+    for group in groups:
+        for t in group.trajectories:
+            key, turn = (group.group_id, t.sample_index), t.turns[0]
+            story.tokens[key] = turn.token_ids.tolist()
+            story.logprobs[key] = np.round(turn.logprobs[turn.is_generated].astype(np.float64), 5).tolist()
+            story.rewards[key] = t.reward
+            story.versions[key] = list(t.versions)
+    rewards = np.array([t.reward for group in groups for t in group.trajectories])
+    story.metrics.append({**metrics, "reward/mean": float(rewards.mean())})
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Story:
+    folder = tmp_path_factory.mktemp("plain")
+    story = Story()
+
+    async def whole_life(cfg: RunConfig, checked: Checked) -> None:
+        await ensure_model(cfg)
+        cluster = await asyncio.to_thread(Cluster.start, cfg, checked.placement, checked.backend)
+        try:
+            actors = compose.create_actors(cfg, checked.placement, checked.backend, version=0)
+            try:
+                await compose.start_actors(cfg, actors, None)
+                await plain_loop(cfg, checked, actors, story)
+                await actors.learner.export_hf(folder / "export")
+            finally:
+                await actors.close(timeout_s=30.0)
+        finally:
+            await asyncio.to_thread(cluster.stop, keep_logs_in=None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("TANDEM_CACHE_DIR", str(cache)), ("HF_HUB_OFFLINE", "1"), ("PYTHONPATH", str(ROOT))):
+            patch.setenv(name, value)
+        patch.setenv("TANDEM_RUN_ID", "")  # set by the cluster, and taken back with the rest
+        cfg = load_config([*OVERRIDES, f"run_dir={folder / 'run'}"])
+        checked = preflight(cfg)
+        asyncio.run(whole_life(cfg, checked))
+    story.weights = digest(folder / "export")
+    return story
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[Story]:
+    run_dir = tmp_path_factory.mktemp("pipeline") / "run"
+    process = TrainerProcess(run_dir, *OVERRIDES, cache=cache)
+    try:
+        assert process.wait(timeout_s=300) == 0, process.text[-4000:]
+        yield story_of(process)
+    finally:
+        process.close()
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def story_of(process: TrainerProcess) -> Story:
+    """What a run wrote down."""
+    story = Story(weights=digest(process.run_dir / "export"))
+    for file in sorted((process.run_dir / "trajectories").glob("*.jsonl")):
+        for group in map(json.loads, file.read_text().splitlines()):
+            if group["start_version"] == STEPS:
+                continue  # admitted when the last version went live, and never trained
+            for t in group["trajectories"]:
+                key, turns = (group["group_id"], t["sample_index"]), t["turns"]
+                story.tokens[key] = [token for turn in turns for token in turn["token_ids"]]
+                story.logprobs[key] = [value for turn in turns for value in turn["logprobs"]]
+                story.rewards[key], story.versions[key] = t["reward"], t["versions"]
+    for line in process.lines:
+        of_learner = {name: value for name, value in line.items() if name.startswith("learner/")}
+        story.metrics.append({**of_learner, "reward/mean": line["reward/mean"]})
+    return story
+
+
+def digest(folder: Path) -> str:
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+
+
+def test_every_token_and_its_version_are_the_same(plain: Story, pipeline: Story) -> None:
+    assert len(plain.tokens) == STEPS * GROUPS * SAMPLES
+    assert pipeline.tokens == plain.tokens
+    assert pipeline.logprobs == plain.logprobs
+    assert pipeline.versions == plain.versions == {key: [key[0] // GROUPS] for key in plain.tokens}
+
+
+def test_every_reward_is_the_same(plain: Story, pipeline: Story) -> None:
+    assert pipeline.rewards == plain.rewards
+    assert {0.0, 1.0} == set(plain.rewards.values()), "with equal rewards nothing would be learned"
+
+
+def test_loss_and_gradient_are_the_same_in_every_bit(plain: Story, pipeline: Story) -> None:
+    assert len(plain.metrics) == len(pipeline.metrics) == STEPS
+    for expected, found in zip(plain.metrics, pipeline.metrics, strict=True):
+        assert {name: found[name] for name in expected} == expected
+        assert expected["learner/grad_norm"] > 0
+
+
+def test_the_final_weights_are_the_same_in_every_bit(plain: Story, pipeline: Story) -> None:
+    assert pipeline.weights == plain.weights

@@ -1,0 +1,132 @@
+"""The promises of the asynchronous pipeline, over random worlds and at length; see `world.py` for what is real."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout.collector import rare_collections
+from rollout.engine.scripted_replica import Workload
+from tests.fakes.virtual_time import run_virtual
+from tests.simulation.fleet import Plan
+from tests.simulation.world import Simulation, simulation
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Thousands of planned failures are no news."""
+    logging.disable(logging.ERROR)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def play(plan: Plan) -> Simulation:
+    """Runs the plan to its end; whoever waits for ever raises `Deadlock`, whoever waits too long `Stalled`."""
+    with tempfile.TemporaryDirectory() as folder, simulation(plan, Path(folder) / "run") as run:
+        run_virtual(run.run())
+    return run
+
+
+def check_promises(run: Simulation) -> None:
+    """Ages, exact tokens and the size of steps were checked as they came (`Books`)."""
+    plan, stats, books = run.plan, run.buffer.stats(), run.books
+    assert books.trained_steps == plan.num_steps
+    assert stats.discarded_tokens == 0
+    owed = [entry["group_id"] for entry in run.buffer.state_dict(plan.num_steps)["prompts"]]
+    assert sorted([*books.fates, *owed]) == list(range(stats.admitted)), "a prompt was lost, or counted twice"
+    fates = Counter(books.fates.values())
+    assert fates["trained"] == plan.num_steps * plan.groups_per_step
+    assert fates["filtered"] == sum(stats.filtered.values())
+    assert fates["dropped"] == sum(stats.dropped.values())
+    assert books.most_attempts <= plan.max_retries + 1
+    assert max(run.fleet.num_restarts.values(), default=0) <= plan.max_restarts
+    if not plan.group_error_frac:
+        assert stats.failed == 0, "the loss of a replica cost a group"
+
+
+def check_tables(run: Simulation) -> None:
+    """Nothing grows with the length of the run: every table is bounded by slots, replicas or a window."""
+    plan, window = run.plan, 256
+    bound = max(window, plan.num_replicas, plan.num_slots * (plan.group_size + 5) + 32)
+    assert run.peaks["buffer._running"] <= plan.num_slots
+    assert run.peaks["streams"] <= plan.num_slots
+    too_large = {name: size for name, size in run.peaks.items() if size > bound}
+    assert not too_large
+
+
+plans = st.builds(
+    Plan,
+    num_steps=st.integers(3, 16),
+    groups_per_step=st.integers(1, 5),
+    max_staleness=st.integers(0, 4),
+    group_size=st.integers(1, 3),
+    num_replicas=st.integers(1, 5),
+    num_workers=st.integers(1, 2),
+    workload=st.builds(
+        Workload,
+        tail=st.sampled_from([0.7, 1.1, 3.0]),
+        first_token_s=st.sampled_from([0.0, 0.5, 20.0]),
+        stream_tokens=st.sampled_from([1, 7, 64]),
+    ),
+    max_response_tokens=st.sampled_from([1, 20, 200]),
+    train_s=st.sampled_from([0.0, 1.0, 30.0]),
+    sync_s=st.sampled_from([0.0, 1.0, 60.0]),
+    pause_s=st.sampled_from([0.0, 3.0]),
+    aborts_at_commit=st.booleans(),
+    death_every_s=st.sampled_from([0.0, 3.0, 20.0]),
+    restart_s=st.sampled_from([0.0, 10.0, 500.0]),
+    max_restarts=st.sampled_from([0, 1, 1000]),
+    reward_error_frac=st.sampled_from([0.0, 0.1]),
+    group_error_frac=st.sampled_from([0.0, 0.0, 0.1, 0.3]),
+    filter_zero_variance=st.booleans(),
+    max_retries=st.integers(0, 2),
+    most_requests=st.sampled_from([0, 1, 4]),
+    seed=st.integers(0, 2**32),
+)
+
+
+@settings(max_examples=120, deadline=None)
+@given(plans)
+def test_every_promise_holds_in_random_worlds(plan: Plan) -> None:
+    if plan.filter_zero_variance and plan.group_size == 1:
+        return  # everything would be filtered
+    run = play(plan)
+    check_promises(run)
+    check_tables(run)
+
+
+def long_plan(num_groups: int, **changes: Any) -> Plan:
+    """Everything goes wrong now and then; `num_groups` are trained."""
+    sizes: dict[str, Any] = {"groups_per_step": 50, "num_steps": num_groups // 50, "max_staleness": 2}
+    fates: dict[str, Any] = {"death_every_s": 60.0, "reward_error_frac": 0.01, "group_error_frac": 0.002}
+    workload = Workload(tail=1.1, stream_tokens=64)
+    return Plan(**({"num_replicas": 8, "workload": workload, "seed": 7} | sizes | fates | changes))
+
+
+def test_a_hundred_thousand_groups_take_no_more_room_and_work_each_than_a_thousand() -> None:
+    with rare_collections():
+        short, long = play(long_plan(1_000)), play(long_plan(100_000))
+    for run in (short, long):
+        check_promises(run)
+        check_tables(run)
+    assert sum(long.fleet.num_lost.values()) > 20
+    assert set(long.fleet.num_lost) == {"death", "silence", "missed commit"}
+    assert long.buffer.stats().retried > 100
+    assert long.books.num_resumed > 1_000
+    assert max(long.books.ages) == 2
+    turns_short, turns_long = (run.num_turns / run.buffer.stats().admitted for run in (short, long))
+    assert turns_long < 1.15 * turns_short
+    for run in (short, long):  # a look sorts all slots: the first, one when B are ready, and one per old group at most
+        assert run.num_choices <= 4 * run.plan.num_steps
+    for name, size in long.peaks.items():
+        assert size <= 1.5 * short.peaks[name] + 32, name

@@ -1,0 +1,300 @@
+"""A run in virtual time: the real loops, buffer, worker pool, rollout worker, dispatch, router, keeper and batcher
+around scripted replicas, learner and weight sync.
+
+    Plan, Fleet (fleet.py)  ->  Simulation (the run)  ->  Books (books.py: what became of every group)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+from collections import Counter
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from rollout.buffer.work_buffer import WorkBuffer
+from rollout.engine.concurrency import Bounds
+from rollout.errors import RewardError
+from rollout.prompts.source import PromptSource
+from rollout.reward.result import RewardResult
+from rollout.types import SamplingParams
+from rollout.worker import RolloutWorker, WorkerSpec
+from tests.fakes.scripted_run import InlineExecutor, config, prompt_set, sync_report
+from tests.simulation.books import Books
+from tests.simulation.fleet import Fleet, Plan
+from trainer.pipeline import loops
+from trainer.pipeline.evaluate import Evaluator
+from trainer.pipeline.keeper import EngineKeeper
+from trainer.pipeline.resume import Checkpointer
+from trainer.pipeline.state import RunState
+from trainer.pipeline.supervise import Supervisor
+from trainer.pipeline.sync_pump import SyncPump
+from trainer.pipeline.telemetry import Telemetry
+from trainer.pipeline.workers import WorkerPool
+from trainer.telemetry.progress import Progress
+from trainer.telemetry.run_dir import open_run_dir
+from trainer.telemetry.sinks.build import build_writer
+from trainer.telemetry.spans import Tracer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from rollout.buffer.items import WorkItem
+    from rollout.engine.scripted_replica import ScriptedReplica
+    from rollout.types import Group, Prompt
+    from trainer.config.schema import RunConfig
+    from weight_sync.types import SyncReport
+
+REQUEST_TIMEOUT_S = 5_000.0
+
+
+class _Ref:
+    def __init__(self, future: Future[Any]) -> None:
+        self._future = future
+
+    def future(self) -> Future[Any]:
+        return self._future
+
+
+class _Method:
+    def __init__(self, function: Callable[..., Any], tasks: set[asyncio.Task[Any]]) -> None:
+        self._function, self._tasks = function, tasks
+
+    def remote(self, *args: Any) -> _Ref:
+        future: Future[Any] = Future()
+
+        def settle(task: asyncio.Task[Any]) -> None:
+            self._tasks.discard(task)
+            if task.cancelled():
+                future.cancel()
+            elif not future.cancelled():
+                error = task.exception()
+                if error is None:
+                    future.set_result(task.result())
+                else:
+                    future.set_exception(error)
+
+        task = asyncio.get_running_loop().create_task(self._function(*args))
+        self._tasks.add(task)
+        task.add_done_callback(settle)
+        return _Ref(future)
+
+
+class LocalWorker:
+    """A rollout worker as `WorkerPool` sees an actor: `.method.remote(...)`, and answers that come later."""
+
+    def __init__(self, worker: RolloutWorker, books: Books) -> None:
+        self.tasks: set[asyncio.Task[Any]] = set()
+        self._worker, self._books = worker, books
+
+    def __getattr__(self, method: str) -> _Method:
+        return _Method(getattr(self, f"do_{method}"), self.tasks)
+
+    async def do_run_group(self, item: WorkItem) -> Group:
+        self._books.on_attempt(item)
+        return await self._worker.run_group(item)
+
+    async def do_quarantine(self, name: str, reason: str) -> None:
+        self._worker.quarantine(name, reason)
+
+    async def do_replace(self, _name: str, engine: ScriptedReplica) -> None:
+        self._worker.replace(engine)
+
+    @property
+    def worker(self) -> RolloutWorker:
+        return self._worker
+
+
+class Counting:
+    """Decodes to nothing much: what a text costs is not what is simulated."""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return str(len(token_ids)) if skip_special_tokens else ""
+
+
+class Simulation:
+    """One run; `await run()` under `run_virtual`. Afterwards `books`, `buffer`, `peaks` and `fleet` say what was."""
+
+    def __init__(self, plan: Plan, telemetry: Telemetry, cfg: RunConfig) -> None:
+        self.plan, self.telemetry, self.cfg = plan, telemetry, cfg
+        self.books = Books(plan)
+        self.peaks: Counter[str] = Counter()
+        """Largest size of every table of the control plane, looked at after each step."""
+        self.num_choices = 0
+        """How often `take` looked through the buffer."""
+        self.running: list[int] = []
+        """Groups that were being generated, at each step."""
+        self.num_turns = 0
+        """Turns of the event loop."""
+
+    async def run(self) -> None:
+        asyncio.get_running_loop().set_default_executor(InlineExecutor(1))
+        clock = asyncio.get_running_loop().time
+        self.fleet = Fleet(self.plan)
+        self.workers = [LocalWorker(self._worker(clock), self.books) for _ in range(self.plan.num_workers)]
+        self.pool = WorkerPool(self.workers, group_timeout_s=2 * REQUEST_TIMEOUT_S)
+        self.buffer = WorkBuffer(
+            groups_per_step=self.plan.groups_per_step,
+            max_staleness=self.plan.max_staleness,
+            max_retries=self.plan.max_retries,
+            max_refills_per_step=self.cfg.algorithm.max_refills_per_step,
+            clock=clock,
+        )
+        self.books.watch(self.buffer, self.plan.num_steps)
+        self._count_work(self.buffer)
+        async with Supervisor() as supervisor:
+            parts = self._parts(supervisor)
+            try:
+                await self._run_loops(parts, supervisor)
+            finally:
+                parts.buffer.close()
+        await self._end_workers()
+
+    async def _run_loops(self, parts: loops.Parts, supervisor: Supervisor) -> None:
+        supervisor.spawn(loops.prompt_loop(parts), name="prompt_loop")
+        supervisor.spawn(loops.rollout_loop(parts), name="rollout_loop")
+        supervisor.spawn(loops.batch_loop(parts), name="batch_loop", may_end=True)
+        supervisor.spawn(parts.pump.run(), name="sync_loop")
+        if self.plan.most_requests:
+            for local in self.workers:
+                supervisor.spawn(local.worker.watch_loads(), name="load_watch")
+        if self.plan.death_every_s:
+            keeper = EngineKeeper(
+                lambda: self.fleet.states,
+                lambda name: self.fleet.restart(name, self.pool),
+                max_restarts=self.plan.max_restarts,
+            )
+            supervisor.spawn(keeper.run(), name="engine_keeper")
+            supervisor.spawn(self.fleet.lose_replicas(), name="losses")
+        await supervisor.until(loops.train_loop(parts))
+
+    def _count_work(self, buffer: Any) -> None:
+        selector: Any = asyncio.get_running_loop()._selector  # type: ignore[attr-defined]
+        select, choose = selector.select, buffer._choose
+
+        def counting_select(timeout: float | None = None) -> list[Any]:
+            self.num_turns += 1
+            return select(timeout)
+
+        def counting_choose() -> Any:
+            self.num_choices += 1
+            return choose()
+
+        selector.select, buffer._choose = counting_select, counting_choose
+
+    async def _end_workers(self) -> None:
+        """Actors outlive the loops; these end with the run."""
+        tasks = [task for worker in self.workers for task in worker.tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _worker(self, clock: Callable[[], float]) -> RolloutWorker:
+        spec = WorkerSpec(
+            group_size=self.plan.group_size,
+            sampling=SamplingParams(max_tokens=self.plan.max_response_tokens),
+            request_timeout_s=REQUEST_TIMEOUT_S,
+            concurrency=Bounds(lowest=1, highest=self.plan.most_requests) if self.plan.most_requests else None,
+            seed=self.plan.seed,
+        )
+        engines = list(self.fleet.replicas.values())
+        return RolloutWorker(spec, engines, tokenizer=Counting(), score=self._score, clock=clock)
+
+    async def _score(self, prompt: Prompt, _text: str) -> RewardResult:
+        draw, plan = self.fleet.rng.random(), self.plan
+        if draw < plan.group_error_frac:
+            raise OSError(f"the reward of {prompt.prompt_id} is not there")
+        if draw < plan.group_error_frac + plan.reward_error_frac:
+            raise RewardError("no verdict")
+        return RewardResult(reward=float(self.fleet.rng.random() < 0.5))
+
+    def _parts(self, supervisor: Supervisor) -> loops.Parts:
+        cfg, fleet, state = self.cfg, self.fleet, RunState(started_at=0.0, wall_clock=lambda: 0.0)
+        anything: Any = fleet
+        source = PromptSource(prompt_set(200), seed=self.plan.seed, shuffle=True)
+
+        async def on_live(report: SyncReport) -> None:
+            for name, member in fleet.states.items():
+                if member != "live":
+                    await self.pool.quarantine(name, f"weight sync: {member}")
+            await loops.on_live(parts, supervisor, report)
+            self._look(parts)
+
+        pump = SyncPump(anything, on_live=on_live, tracer=self.telemetry.tracer, first=sync_report(0))
+        evaluator = Evaluator(cfg, (), freeze=fleet.freeze, generate=self.pool.evaluate, replicas=list)
+        checkpointer = Checkpointer(
+            cfg, self.telemetry, learner=anything, buffer=self.buffer, source=source, state=state
+        )
+        parts = loops.Parts(
+            cfg=cfg,
+            state=state,
+            telemetry=self.telemetry,
+            source=source,
+            buffer=self.buffer,
+            workers=self.pool,
+            learner=anything,
+            pump=pump,
+            evaluator=evaluator,
+            checkpointer=checkpointer,
+        )
+        return parts
+
+    def _look(self, parts: loops.Parts) -> None:
+        buffer = vars(parts.buffer)
+        sizes = {f"buffer.{name}": len(buffer[name]) for name in ("_queued", "_running", "_ready", "_taken", "_tokens")}
+        sizes |= {"tasks": len(asyncio.all_tasks()), "groups at workers": sum(len(w.tasks) for w in self.workers)}
+        sizes["streams"] = sum(replica.num_streams for replica in self.fleet.replicas.values())
+        for index, local in enumerate(self.workers):
+            turnstile = local.worker._turnstile
+            for name, value in (vars(turnstile) | vars(turnstile.router)).items():
+                if hasattr(value, "__len__"):
+                    sizes[f"router {index}.{name}"] = len(value)
+        sizes |= {f"recorder.{k}": len(v) for k, v in vars(parts.recorder).items() if hasattr(v, "__len__")}
+        self.running.append(sizes["buffer._running"])
+        for name, size in sizes.items():
+            self.peaks[name] = max(self.peaks[name], size)
+
+
+def run_config(plan: Plan) -> RunConfig:
+    return config(
+        rollout={
+            "group_size": plan.group_size,
+            "max_response_tokens": plan.max_response_tokens,
+            "max_retries": plan.max_retries,
+        },
+        trainer={
+            "total_steps": plan.num_steps,
+            "groups_per_step": plan.groups_per_step,
+            "eval_every": 0,
+            "eval_at_start": False,
+            "eval_at_end": False,
+            "stall_timeout_s": 1e6,
+        },
+        algorithm={"max_refills_per_step": 1_000, "filter_zero_variance": plan.filter_zero_variance},
+        learner={"max_tokens_per_micro_batch": 64 * plan.max_response_tokens},
+        mode={"max_staleness": plan.max_staleness},
+    )
+
+
+@contextlib.contextmanager
+def simulation(plan: Plan, path: Path) -> Iterator[Simulation]:
+    """With the real metric sinks in `path`; without trace and trajectory files, which cost more than the run."""
+    cfg = run_config(plan)
+    run_dir = open_run_dir(replace(cfg, run_dir=str(path)))
+    with contextlib.ExitStack() as stack:
+        stack.callback(run_dir.close)
+        writer = stack.enter_context(contextlib.closing(build_writer(cfg, run_dir, resume_step=None)))
+        telemetry = Telemetry(
+            run_dir=run_dir,
+            progress=Progress(cfg, console=Console(file=io.StringIO())),
+            writer=writer,
+            tracer=Tracer(None),
+            recorder=None,
+            thread=InlineExecutor(1),
+        )
+        yield Simulation(plan, telemetry, cfg)

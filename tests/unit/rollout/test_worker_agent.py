@@ -1,0 +1,170 @@
+"""Agent loops in a real worker: what they may do, and what happens when they fail."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from rollout.agent.loop import Episode, MultiTurnLoop, Reply
+from rollout.engine.router import NoReplica
+from rollout.errors import AgentError
+from rollout.types import SamplingParams
+from rollout.worker import RolloutWorker
+from tests.fakes.engine_client import FakeEngine
+from tests.fakes.virtual_time import run_virtual
+from tests.unit.rollout.test_worker import Numbers, item, length_score, spec
+
+if TYPE_CHECKING:
+    from rollout.agent.loop import AgentLoop, Generate
+    from rollout.types import Prompt, Turn
+
+
+class Countdown:
+    """Says 60 and gives half a point after every turn but the last, which gets 2."""
+
+    def __init__(self, num_turns: int) -> None:
+        self.num_left = num_turns
+
+    async def step(self, turns: tuple[Turn, ...]) -> Reply:
+        self.num_left -= 1
+        return Reply(token_ids=[60], reward=0.5) if self.num_left else Reply(token_ids=None, reward=2.0)
+
+
+class Played:
+    """A loop out of a function."""
+
+    def __init__(self, run: Any) -> None:
+        self.run = run
+
+
+def agent_worker(loop: AgentLoop, *engines: FakeEngine, **changes: Any) -> RolloutWorker:
+    clock = asyncio.get_running_loop().time
+    settings = spec(**({"agent": "mine.make", "agent_timeout_s": 100.0} | changes))
+    return RolloutWorker(settings, engines, tokenizer=Numbers(), score=length_score, loop=loop, clock=clock)
+
+
+def test_turns_carry_their_rewards_and_the_outcome_comes_on_top() -> None:
+    async def main() -> None:
+        loop = MultiTurnLoop(lambda _: Countdown(2), max_turns=3)
+        group = await agent_worker(loop, FakeEngine("e0", stop_one_in=4)).run_group(item())
+        ended = [t for t in group.trajectories if t.status == "completed"]
+        assert ended
+        for trajectory in ended:
+            assert [turn.reward for turn in trajectory.turns] == [0.5, 2.0]
+            assert trajectory.total_reward == trajectory.reward + 2.5 == len(trajectory.text.split()) + 2.5
+
+    run_virtual(main())
+
+
+def test_evaluation_and_the_greedy_baseline_use_the_loop_too() -> None:
+    async def main() -> None:
+        loop = MultiTurnLoop(lambda _: Countdown(2), max_turns=3)
+        busy = agent_worker(loop, FakeEngine("e0", stop_one_in=4), greedy_baseline=True, group_size=1)
+        group = await busy.run_group(item())
+        assert group.baseline is not None
+        assert len(group.baseline.turns) == 2
+        (trajectory,) = await busy.evaluate([item().prompt], SamplingParams(max_tokens=20), engine="e0")
+        assert [turn.reward for turn in trajectory.turns] == [0.5, 2.0]
+
+    run_virtual(main())
+
+
+def failing_on_odd_calls(fail: Any) -> AgentLoop:
+    """Every second trajectory goes wrong in its own way, the others answer in one turn."""
+    calls = 0
+
+    async def run(prompt: Prompt, max_tokens: int, generate: Generate) -> Episode:
+        nonlocal calls
+        calls += 1
+        if calls % 2 == 0:
+            return await fail(prompt, max_tokens, generate)
+        return await MultiTurnLoop(lambda _: Countdown(1), max_turns=1).run(prompt, max_tokens, generate)
+
+    return Played(run)
+
+
+async def raises(*_: Any) -> Any:
+    raise KeyError("tool")
+
+
+async def hangs(*_: Any) -> Any:
+    await asyncio.sleep(10_000)
+
+
+async def returns_nothing(*_: Any) -> Any:
+    return None
+
+
+async def asks_for_nothing(prompt: Prompt, _: int, generate: Generate) -> Any:
+    await generate(prompt.token_ids, 0)
+
+
+async def rewards_with_nan(prompt: Prompt, max_tokens: int, generate: Generate) -> Episode:
+    class Broken:
+        async def step(self, turns: tuple[Turn, ...]) -> Reply:
+            return Reply(token_ids=None, reward=float("nan"))
+
+    return await MultiTurnLoop(lambda _: Broken(), max_turns=2).run(prompt, max_tokens, generate)
+
+
+@pytest.mark.parametrize(
+    ("fail", "message"),
+    [
+        (raises, r"agent loop 'mine.make': raised KeyError: 'tool' \(test_worker_agent.py:\d+\)"),
+        (hangs, r"the trajectory took longer than task.agent_timeout_s=100"),
+        (returns_nothing, "returned a NoneType; return an Episode"),
+        (asks_for_nothing, "needs max_tokens >= 1, got 0"),
+        (rewards_with_nan, "raised ValueError: reward of a turn must be a finite number, got nan"),
+    ],
+)
+def test_a_loop_that_fails_costs_its_trajectory_and_not_the_others(fail: Any, message: str) -> None:
+    async def main() -> None:
+        group = await agent_worker(failing_on_odd_calls(fail), FakeEngine("e0", stop_one_in=4)).run_group(item())
+        good, bad = group.trajectories[::2], group.trajectories[1::2]
+        assert {t.status for t in bad} == {"failed"}
+        assert all(np.isnan(t.reward) and t.num_generated_tokens == 0 for t in bad)
+        assert all(t.status == "completed" and t.error == "" for t in good)
+        with pytest.raises(AssertionError, match=message):
+            raise AssertionError(bad[0].error)
+
+    run_virtual(main())
+
+
+def test_a_loop_that_always_fails_fails_the_group_with_its_reason() -> None:
+    async def main() -> None:
+        with pytest.raises(AgentError, match=r"no sample of prompt train/1 ended: agent loop .* raised KeyError"):
+            await agent_worker(Played(raises), FakeEngine("e0")).run_group(item())
+
+    run_virtual(main())
+
+
+def test_a_failure_of_the_engines_is_none_of_the_loop_whatever_the_loop_makes_of_it() -> None:
+    async def swallow(prompt: Prompt, max_tokens: int, generate: Generate) -> Episode:
+        try:
+            await generate(prompt.token_ids, max_tokens)
+        except NoReplica as error:
+            raise KeyError("hidden") from error
+        raise AssertionError
+
+    async def main() -> None:
+        with pytest.raises(NoReplica, match="e0 was killed"):
+            await agent_worker(Played(swallow), FakeEngine("e0", die_after_chunks=0)).run_group(item())
+
+    run_virtual(main())
+
+
+def test_a_trajectory_that_is_given_up_in_mid_generation_does_not_disturb_the_others() -> None:
+    async def impatient(prompt: Prompt, max_tokens: int, generate: Generate) -> Any:
+        async with asyncio.timeout(0.02):
+            await generate(prompt.token_ids, max_tokens)
+
+    async def main() -> None:
+        loop = failing_on_odd_calls(impatient)
+        group = await agent_worker(loop, FakeEngine("e0", step_s=0.01)).run_group(item())
+        assert [t.status for t in group.trajectories] == ["truncated", "failed"] * 2
+        assert "raised TimeoutError" in group.trajectories[1].error
+
+    run_virtual(main())

@@ -1,0 +1,274 @@
+"""Runs are played by two machines with known speeds, so the right diagnosis is known."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+
+from trainer.advise.__main__ import main
+from trainer.advise.diagnosis import Diagnosis, TooFewSteps, diagnose, splits_of, steady
+from trainer.advise.facts import Setup, StepLine
+from trainer.advise.reading import idle_seconds, read_lines, read_trace, spans_of
+from trainer.config.convert import to_plain
+from trainer.config.schema import RunConfig
+from trainer.telemetry.spans import Tracer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SETUP = Setup(
+    num_ranks=4,
+    num_replicas=4,
+    tensor_parallel_size=1,
+    max_staleness=1,
+    groups_per_step=8,
+    group_size=4,
+    max_num_seqs=32,
+    sync_slots=2,
+    device_name="an accelerator",
+)
+
+
+def play(generate_s: float, learn_s: float, *, sync_s: float = 0.0, max_staleness: int = 1) -> tuple[
+    list[StepLine], list[tuple[float, float]], list[tuple[float, float]]
+]:  # fmt: skip
+    """Batch k is generated once the weights of step k - 1 - S are live, trained when it is there: (lines, generations,
+    trainings). The learner waits `sync_s` after each step."""
+    lines: list[StepLine] = []
+    generations: list[tuple[float, float]] = []
+    trainings: list[tuple[float, float]] = []
+    live: list[float] = []
+    at, idle_since, engine_free = 0.0, 0.0, 0.0
+    for k in range(40):
+        begin = max(engine_free, live[k - 1 - max_staleness] if k > max_staleness else 0.0)
+        engine_free = begin + generate_s
+        generations.append((begin, engine_free))
+        ready = max(at, engine_free)
+        trainings.append((ready, ready + learn_s))
+        end = ready + learn_s + sync_s
+        live.append(end)
+        lines.append(
+            StepLine(
+                step=k + 1, step_s=end - at, learner_s=learn_s, data_wait_s=ready - at, sync_wait_s=sync_s,
+                pack_s=0.1 * sync_s, engines_idle_s=begin - idle_since, slot_wait_s=begin - idle_since,
+                forced_wait_s=0.0,
+            )
+        )  # fmt: skip
+        at, idle_since = end, engine_free
+    return lines, generations, trainings
+
+
+def advice(generate_s: float, learn_s: float, *, setup: Setup = SETUP, sync_s: float = 0.0) -> Diagnosis:
+    lines, _, _ = play(generate_s, learn_s, sync_s=sync_s, max_staleness=setup.max_staleness)
+    return diagnose(steady(lines, max_staleness=setup.max_staleness), setup, trace=None)
+
+
+def test_slow_engines_get_devices_of_the_learner() -> None:
+    told = advice(9.0, 3.0)
+    found = told.findings
+    assert found.verdict == "learner_waits"
+    assert (found.learning_s, found.generation_s) == (pytest.approx(3.0), pytest.approx(9.0))
+    assert found.shares.learner_waits_for_data == pytest.approx(6 / 9)
+    assert told.recommendation.keys == {"learner.num_ranks": 2, "rollout.num_replicas": 6}
+    assert told.recommendation.step_s == pytest.approx(6.0), "9 x 4/6 = 3 x 4/2"
+
+
+def test_a_slow_learner_gets_devices_of_the_engines() -> None:
+    told = advice(3.0, 9.0)
+    assert told.findings.verdict == "engines_wait"
+    assert told.findings.generation_s == pytest.approx(3.0)
+    assert told.findings.shares.engines_idle == pytest.approx(6 / 9)
+    assert told.recommendation.keys == {"learner.num_ranks": 6, "rollout.num_replicas": 2}
+    assert told.recommendation.step_s == pytest.approx(6.0)
+
+
+def test_a_balanced_run_is_left_alone() -> None:
+    told = advice(5.0, 5.0)
+    assert (told.findings.verdict, told.recommendation.keys) == ("balanced", {})
+    assert told.findings.splits[0].num_ranks == 4
+
+
+def test_a_learner_that_waits_for_free_slots_of_weight_sync_gets_one_more() -> None:
+    told = advice(4.0, 3.0, sync_s=4.0)
+    assert told.findings.verdict == "sync_waits"
+    assert told.findings.shares.learner_waits_for_sync == pytest.approx(4 / 7)
+    assert told.recommendation.keys == {"weight_sync.num_slots": 3}
+    packing = [replace(line, pack_s=line.sync_wait_s) for line in play(4.0, 3.0, sync_s=4.0)[0]]
+    assert diagnose(packing, SETUP, trace=None).recommendation.keys == {"trainer.groups_per_step": 16}
+
+
+def test_taking_turns_is_told_from_being_slow() -> None:
+    told = advice(5.0, 4.0, setup=replace(SETUP, max_staleness=0))
+    found = told.findings
+    assert found.verdict == "both_wait"
+    assert found.step_s == pytest.approx(9.0)
+    assert (found.learning_s, found.generation_s) == (pytest.approx(4.0), pytest.approx(5.0))
+    assert told.recommendation.keys == {"mode.max_staleness": 1}
+    assert told.recommendation.step_s == pytest.approx(5.0)
+    assert advice(5.0, 4.0).findings.step_s == pytest.approx(5.0), "what is promised is what the other mode takes"
+    assert "S = 0" in found.limits[0]
+
+
+def test_what_the_model_promises_is_what_the_machines_do() -> None:
+    told = advice(9.0, 3.0)
+    best = told.findings.splits[0]
+    after = advice(9.0 * 4 / best.num_replicas, 3.0 * 4 / best.num_ranks)
+    assert after.findings.step_s == pytest.approx(best.step_s)
+    assert after.findings.verdict == "balanced"
+
+
+def test_every_split_uses_all_devices_and_none_is_better() -> None:
+    setup = replace(SETUP, num_ranks=3, num_replicas=2, tensor_parallel_size=2)
+    splits = splits_of(setup, 6.0, 4.0, sync_s=1.0)
+    assert {(s.num_ranks, s.num_replicas) for s in splits} == {(5, 1), (3, 2), (1, 3)}
+    slow = {(r, k): max(5.0 * 3 / r + 1.0, 4.0 * 2 / k) for r, k in ((5, 1), (3, 2), (1, 3))}
+    assert {(s.num_ranks, s.num_replicas): s.step_s for s in splits} == pytest.approx(slow)
+    assert [s.step_s for s in splits] == sorted(s.step_s for s in splits)
+
+
+def test_shared_cores_are_not_divided() -> None:
+    assert advice(9.0, 3.0, setup=replace(SETUP, device_name="cpu")).recommendation.keys == {}
+
+
+def test_two_devices_cannot_be_divided_otherwise() -> None:
+    told = advice(9.0, 3.0, setup=replace(SETUP, num_ranks=1, num_replicas=1))
+    assert told.recommendation.keys == {"rollout.num_replicas": 2}
+
+
+def test_few_slots_for_large_engines_are_named() -> None:
+    assert any("groups_per_step" in limit for limit in advice(9.0, 3.0).findings.limits), "64 answers for 128 seats"
+    assert not advice(9.0, 3.0, setup=replace(SETUP, max_num_seqs=16)).findings.limits
+
+
+def test_old_groups_that_hold_the_learner_up_speak_for_a_larger_s() -> None:
+    lines = [replace(line, forced_wait_s=2.0 * line.step) for line in play(9.0, 3.0)[0]]
+    found = diagnose(lines[5:], SETUP, trace=None).findings
+    assert found.shares.old_groups_hold_up == pytest.approx(2 * 34 / (9 * 35))
+    assert "S = 1 limits" in found.limits[0]
+
+
+def test_without_idle_times_the_generation_bound_is_unknown() -> None:
+    lines = [replace(line, engines_idle_s=None, slot_wait_s=None) for line in play(9.0, 3.0)[0]]
+    found = diagnose(lines[5:], SETUP, trace=None).findings
+    assert (found.generation_s, found.splits, found.verdict) == (None, (), "learner_waits")
+    assert any("unknown" in text for text in found.unknown)
+
+
+def test_the_first_steps_are_left_out_and_a_few_say_nothing() -> None:
+    lines = play(9.0, 3.0)[0]
+    assert [line.step for line in steady(lines[:7][::-1], max_staleness=1)] == [4, 5, 6, 7]
+    with pytest.raises(TooFewSteps, match="5 steps were recorded"):
+        steady(lines[:5], max_staleness=1)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+def test_idle_time_agrees_with_looking_every_moment(num_replicas: int) -> None:
+    spans = [(0, 4), (2, 9), (2, 5), (12, 20), (19, 30)]
+    slow = sum(
+        max(0, num_replicas - sum(a <= t < b for a, b in spans)) / num_replicas for t in range(30)
+    )  # fmt: skip
+    assert idle_seconds([(float(a), float(b)) for a, b in spans], (0.0, 30.0), num_replicas=num_replicas) == (
+        pytest.approx(slow)
+    )
+
+
+def write_run(
+    run_dir: Path, *, generate_s: float = 9.0, learn_s: float = 3.0, with_idle: bool = True
+) -> list[StepLine]:
+    run_dir.mkdir()
+    lines, generations, trainings = play(generate_s, learn_s)
+    data: dict[str, Any] = to_plain(RunConfig())
+    data["learner"]["num_ranks"], data["rollout"]["num_replicas"], data["from_another_version"] = 4, 4, 1
+    data["device"]["name"] = "cuda"
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(data))
+    with (run_dir / "metrics.jsonl").open("w") as file:
+        for line in lines:
+            record: dict[str, Any] = {
+                "step": line.step, "perf/step_s": line.step_s, "learner/step_s": line.learner_s,
+                "wait/learner_for_data_s": line.data_wait_s, "wait/learner_for_sync_s": line.sync_wait_s,
+                "sync/pack_s": line.pack_s, "buffer/forced_wait_s": line.forced_wait_s,
+            }  # fmt: skip
+            if with_idle:
+                record |= {"wait/engines_idle_s": line.engines_idle_s, "wait/producer_for_slots_s": line.slot_wait_s}
+            file.write(json.dumps(record) + "\n")
+        file.write('{"step": 99, "perf/st')
+    tracer = Tracer(run_dir / "trace.json")
+    for k, ((a, b), (c, d)) in enumerate(zip(generations, trainings, strict=True)):
+        for replica in range(4):
+            name = f"group {4 * k + replica}"
+            tracer.add_span("groups", name, start_s=1e9 + a, end_s=1e9 + b, overlapping=True)
+        tracer.add_span("learner", f"step {k}", start_s=1e9 + c, end_s=1e9 + d)
+    tracer.close()
+    return lines
+
+
+@pytest.mark.parametrize("bounds", [(9.0, 3.0), (3.0, 9.0)])
+def test_the_trace_tells_what_older_metrics_do_not(tmp_path: Path, bounds: tuple[float, float]) -> None:
+    written = write_run(tmp_path / "run", generate_s=bounds[0], learn_s=bounds[1], with_idle=False)
+    lines = steady(read_lines(tmp_path / "run"), max_staleness=1)
+    trace = read_trace(tmp_path / "run", lines, num_replicas=4)
+    assert trace is not None
+    told = diagnose(lines, SETUP, trace=trace).findings
+    direct = diagnose(steady(written, max_staleness=1), SETUP, trace=None).findings
+    assert told.shares.engines_idle == pytest.approx(direct.shares.engines_idle, abs=0.02)
+    assert told.verdict == direct.verdict
+
+
+def test_a_run_directory_becomes_advice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "run")
+    assert main([str(tmp_path / "run")]) == 0
+    text = capsys.readouterr().out
+    assert "The learner waits" in text
+    assert "learner.num_ranks=2 rollout.num_replicas=6" in text
+    assert main([str(tmp_path / "run"), "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["verdict"] == "learner_waits"
+    assert values["recommendation"]["keys"] == {"learner.num_ranks": 2, "rollout.num_replicas": 6}
+
+
+def test_an_automatic_device_is_asked_for_or_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "run")
+    path = tmp_path / "run" / "config.yaml"
+    path.write_text(path.read_text().replace("name: cuda", "name: auto"))
+    assert main([str(tmp_path / "run")]) == 0
+    assert "is taken for" in capsys.readouterr().out
+    assert main([str(tmp_path / "run"), "--device", "cpu"]) == 0
+    assert "share the cores of this machine" in capsys.readouterr().out
+    assert main([str(tmp_path / "run"), "--device", "cuda"]) == 0
+    assert "rollout.num_replicas=6" in capsys.readouterr().out
+
+
+def test_what_is_no_run_ends_with_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path / "nowhere")]) == 2
+    assert "is not a directory" in capsys.readouterr().err
+    assert main([str(tmp_path)]) == 2
+    assert "config.yaml cannot be read" in capsys.readouterr().err
+    write_run(tmp_path / "run")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    whole = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(whole[:4]))
+    assert main([str(tmp_path / "run")]) == 1
+    assert "let the run go on" in capsys.readouterr().err
+    metrics.write_text("".join([*whole[:4], "{}\n", *whole[4:]]))
+    assert main([str(tmp_path / "run")]) == 2
+    assert "line 5" in capsys.readouterr().err
+    metrics.unlink()
+    assert main([str(tmp_path / "run")]) == 2
+    assert "metrics.jsonl cannot be read" in capsys.readouterr().err
+
+
+def test_torn_and_unfinished_events_of_a_trace_are_passed_over() -> None:
+    events = [
+        "[",
+        '{"name":"thread_name","ph":"M","args":{"name":"groups"},"pid":1,"tid":1},',
+        '{"name":"group 0","ph":"b","id":1,"ts":1000000,"tid":1},',
+        '{"name":"group 1","ph":"b","id":2,"ts":1000000,"tid":1},',
+        '{"name":"group 0","ph":"e","id":1,"ts":3000000,"tid":1},',
+        '{"name":"gro',
+    ]
+    (span,) = spans_of(events)
+    assert (span.track, span.name, span.begin_s, span.end_s) == ("groups", "group 0", 1.0, 3.0)

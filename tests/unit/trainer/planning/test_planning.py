@@ -1,0 +1,285 @@
+"""Estimates against closed forms, and against what a real learner allocates."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from tests.fakes.learner import KINDS, process_group, run_config, save_tiny
+from trainer.config.schema import RunConfig
+from trainer.config.schema.model import LoraConfig, ModelConfig
+from trainer.learner.parallel import UNSHARDED_SHARE
+from trainer.learner.policy import PolicyLearner
+from trainer.planning import engine, learner, plan
+from trainer.planning.model import model_shape
+from trainer.planning.plan import engine_plan, learner_plan, plan_run, problems
+from trainer.planning.report import in_words
+from trainer.planning.schedule import step_work, sync_traffic
+from trainer.planning.sizes import GIB, Device, ModelShape, total
+from weight_sync.device.select import get_backend
+from weight_sync.landing import SHADOW_HEADROOM
+from weight_sync.layout import chunk_rows
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+QWEN_7B = Qwen2Config(
+    vocab_size=152064,
+    hidden_size=3584,
+    intermediate_size=18944,
+    num_hidden_layers=28,
+    num_attention_heads=28,
+    num_key_value_heads=4,
+    tie_word_embeddings=False,
+)
+NUM_7B = 7_615_616_512
+BIG = Device(name="accelerator", total_bytes=80 * GIB, is_shared=False)
+
+
+@pytest.fixture(scope="module")
+def shape_7b(tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
+    directory = tmp_path_factory.mktemp("qwen")
+    QWEN_7B.save_pretrained(directory)
+    return model_shape(ModelConfig(), str(directory))
+
+
+def config(**sections: dict[str, Any]) -> RunConfig:
+    base = RunConfig()
+    base = replace(
+        base,
+        learner=replace(base.learner, num_ranks=4, activation_checkpointing=True),
+        rollout=replace(base.rollout, num_replicas=4, group_size=16),
+    )
+    return replace(base, **{name: replace(getattr(base, name), **keys) for name, keys in sections.items()})
+
+
+def planned(cfg: RunConfig, shape: ModelShape, device: Device = BIG) -> plan.RunPlan:
+    return plan_run(cfg, shape, device, critic=None, prompt_tokens=100.0)
+
+
+def sizes(found: plan.RunPlan) -> dict[str, int]:
+    return {part.name: part.nbytes for part in (*found.learner, *found.engine.parts)}
+
+
+def test_a_shape_is_read_from_the_config_alone(shape_7b: ModelShape) -> None:
+    assert shape_7b.num_params == NUM_7B
+    assert shape_7b.num_head_params == 152064 * 3584
+    block = 2 * 3584 * 3584 + 2 * 3584 * 512 + (3584 + 2 * 512) + 3 * 3584 * 18944 + 2 * 3584
+    assert (shape_7b.num_block_params, shape_7b.num_layers) == (block, 28)
+    assert shape_7b.num_root_params == NUM_7B - 28 * block
+    assert shape_7b.kv_bytes_per_token(tensor_parallel_size=1, dtype_bytes=2) == 2 * 28 * 4 * 128 * 2
+    assert shape_7b.kv_bytes_per_token(tensor_parallel_size=8, dtype_bytes=2) == 2 * 28 * 1 * 128 * 2
+
+
+def test_tied_weights_count_once_and_experts_by_what_a_token_visits(tmp_path: Path) -> None:
+    for kind in ("qwen2", "qwen3_moe"):
+        KINDS[kind]().save_pretrained(tmp_path / kind)
+    tied = model_shape(ModelConfig(), str(tmp_path / "qwen2"))
+    assert tied.num_head_params == 0
+    assert model_shape(ModelConfig(), str(tmp_path / "qwen3_moe")).intermediate_size == 2 * 32
+
+
+def test_state_of_a_rank_is_sixteen_bytes_per_parameter_over_the_ranks(shape_7b: ModelShape) -> None:
+    got = sizes(planned(config(), shape_7b))
+    assert got["masters (float32)"] == NUM_7B * 4 // 4
+    assert got["moments (AdamW)"] == NUM_7B * 8 // 4
+    assert got["gradients (float32)"] == NUM_7B * 4 // 4
+    assert got["arenas of weight sync (2 slots)"] == 2 * NUM_7B * 2 // 4
+    assert got["unsharded weights"] == 2 * (shape_7b.num_root_params + 2 * shape_7b.num_block_params)
+    assert got["logits of a chunk"] == 3 * 4 * 1024 * 152064
+    assert got["weights"] == NUM_7B * 2
+    small = sizes(planned(config(), shape_7b, replace(BIG, total_bytes=1000 * GIB)))
+    assert small["unsharded weights"] == 2 * NUM_7B, "a model that is small beside the device stays whole"
+
+
+def test_every_switch_moves_its_part(shape_7b: ModelShape) -> None:
+    got = sizes(planned(config(algorithm={"kl": replace(RunConfig().algorithm.kl, coef=0.1)}), shape_7b))
+    assert got["reference"] == NUM_7B * 2 // 4
+    offloaded = sizes(planned(config(learner={"cpu_offload": True}), shape_7b))
+    assert not {"masters (float32)", "moments (AdamW)", "gradients (float32)"} & set(offloaded)
+    cfg = config()
+    both = plan_run(cfg, shape_7b, BIG, critic=shape_7b, prompt_tokens=1.0)
+    assert sizes(both)["critic"] == 16 * (NUM_7B - 152064 * 3584 + 3584 + 1) // 4
+    with_three = sizes(planned(config(weight_sync={"num_slots": 3}), shape_7b))
+    assert with_three["arenas of weight sync (3 slots)"] == 3 * NUM_7B * 2 // 4
+    whole = sizes(planned(config(learner={"activation_checkpointing": False}), shape_7b))["activations"]
+    again = sizes(planned(cfg, shape_7b))["activations"]
+    per_block = learner.activation_bytes_per_block(
+        shape_7b, num_tokens=cfg.learner.max_tokens_per_micro_batch, compute_bytes=2
+    )
+    assert whole == 28 * per_block
+    assert again == per_block + 28 * cfg.learner.max_tokens_per_micro_batch * 3584 * 2
+
+
+def test_adapters_alone_are_trained_and_published(tmp_path: Path, shape_7b: ModelShape) -> None:
+    pytest.importorskip("peft")
+    QWEN_7B.save_pretrained(tmp_path)
+    shape = model_shape(ModelConfig(lora=LoraConfig(rank=8)), str(tmp_path))
+    # q, o: 2 x (in + out); k, v; gate, up, down.
+    e, kv, i = 3584, 512, 18944
+    assert shape.num_adapter_params == 28 * 8 * (2 * (e + e) + 2 * (e + kv) + 3 * (e + i))
+    assert shape.num_params == NUM_7B
+    got = sizes(planned(config(), shape))
+    assert got["masters (float32)"] == shape.num_adapter_params * 4 // 4
+    assert got["frozen weights"] == NUM_7B * 2 // 4
+    assert got["unsharded gradients"] == 0
+
+
+def test_the_cache_gets_what_weights_and_workspace_leave(shape_7b: ModelShape) -> None:
+    cfg = config(rollout={"gpu_memory_utilization": 0.5, "max_num_seqs": 10, "max_model_len": 2048})
+    found = planned(cfg, shape_7b).engine
+    assert found.kv_bytes == 40 * GIB - 2 * NUM_7B - 2 * GIB
+    assert found.kv_tokens == found.kv_bytes // (2 * 28 * 4 * 128 * 2)
+    assert found.wanted_tokens == 20480
+    assert found.is_staged
+    tight = planned(config(rollout={"gpu_memory_utilization": 0.85}), shape_7b).engine
+    assert not tight.is_staged, "12 GiB are left, the shadow would need 14.2"
+
+
+def test_a_version_moves_every_published_byte_to_every_replica(shape_7b: ModelShape) -> None:
+    sync = sync_traffic(shape_7b, dtype_bytes=2, num_ranks=4, num_replicas=3, tensor_parallel_size=2)
+    assert (sync.version_bytes, sync.device_bytes) == (2 * NUM_7B, NUM_7B)
+    assert sync.rank_bytes == -(-3 * 2 * NUM_7B // 4)
+    assert sync.floor_s(25e9) == pytest.approx(3 * 2 * NUM_7B / 4 / 25e9)
+
+
+def test_slots_and_answers_in_flight(shape_7b: ModelShape) -> None:
+    found = planned(config(mode={"max_staleness": 2}, trainer={"groups_per_step": 5}), shape_7b)
+    assert (found.num_slots, found.num_answers) == (15, 15 * 16)
+
+
+def test_the_side_with_less_arithmetic_per_device_waits(shape_7b: ModelShape) -> None:
+    even = step_work(shape_7b, (4, 4), prompt_tokens=0.0, response_tokens=1000, passes=3.0)
+    assert even.engine_flops / even.learner_flops == pytest.approx(1 / 3)
+    more = step_work(shape_7b, (1, 7), prompt_tokens=0.0, response_tokens=1000, passes=3.0)
+    assert more.generation_over_learning == pytest.approx(even.generation_over_learning / 7), (
+        "4/7 of the work here, 4 there"
+    )
+
+
+def test_what_fits_is_not_refused(shape_7b: ModelShape) -> None:
+    assert problems(planned(config(), shape_7b), config()) == []
+
+
+@pytest.mark.parametrize(
+    ("gib", "sections", "key", "words"),
+    [
+        (24, {}, "learner.num_ranks", "masters (float32), moments (AdamW), gradients"),
+        (80, {"learner": {"activation_checkpointing": False, "max_tokens_per_micro_batch": 1 << 17}},
+         "learner.max_tokens_per_micro_batch", "activations"),
+        (80, {"rollout": {"gpu_memory_utilization": 0.15}}, "rollout.gpu_memory_utilization", "must hold one sequence"),
+        (80, {"rollout": {"gpu_memory_utilization": 0.95}, "weight_sync": {"commit": "staged"}},
+         "weight_sync.commit", "only 4.00 GiB are left"),
+    ],
+)  # fmt: skip
+def test_what_cannot_fit_is_refused_by_name(
+    shape_7b: ModelShape, gib: int, sections: dict[str, Any], key: str, words: str
+) -> None:
+    cfg = config(**sections)
+    found = problems(planned(cfg, shape_7b, replace(BIG, total_bytes=gib * GIB)), cfg)
+    assert key in [problem.key for problem in found]
+    assert words in "\n".join(map(str, found))
+
+
+def test_processes_that_share_a_host_are_added_up(shape_7b: ModelShape) -> None:
+    cfg = config()
+    host = Device(name="cpu", total_bytes=200 * GIB, is_shared=True)
+    found = planned(cfg, shape_7b, host)
+    assert found.engine.kv_bytes == GIB
+    assert problems(found, cfg), "4 ranks of 40 GiB and 4 engines of 30 GiB"
+    assert not problems(planned(cfg, shape_7b, replace(host, total_bytes=2000 * GIB)), cfg)
+
+
+def test_the_plan_in_words_names_what_decides(shape_7b: ModelShape) -> None:
+    cfg = config(mode={"max_staleness": 2})
+    text = in_words(planned(cfg, shape_7b), cfg)
+    for words in (
+        "4 devices, one FSDP2 rank each", "7,615,616,512 parameters", "(2 + 1) x 32 = 96 groups", "commit: in place",
+        "14.19 GiB", "moments (AdamW)",
+    ):  # fmt: skip
+        assert words in text
+
+
+def test_assumptions_shared_with_the_code_that_allocates_are_the_same() -> None:
+    assert plan.UNSHARDED_SHARE == UNSHARDED_SHARE
+    assert engine.SHADOW_HEADROOM == SHADOW_HEADROOM
+
+
+@pytest.fixture(scope="module")
+def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("tiny"), "llama")
+
+
+def test_a_real_learner_allocates_what_was_planned(tiny_dir: Path, tmp_path: Path) -> None:
+    cfg = run_config(tiny_dir, num_ranks=1)
+    backend = get_backend("cpu")
+    with process_group(tmp_path / "store"):
+        real = PolicyLearner(cfg, rank=0, world_size=1, device=torch.device("cpu"), backend=backend)
+        params = [p.to_local() if isinstance(p, DTensor) else p for p in real.model.parameters()]
+        moments = [t for state in real._optimizer._adamw.state.values() for t in state.values() if t.ndim]
+    shape = model_shape(cfg.model, str(tiny_dir))
+    parts = {part.name: part.nbytes for part in learner.learner_parts(shape, _plan(cfg, shape))}
+    assert parts["masters (float32)"] == sum(p.numel() * p.element_size() for p in params)
+    assert parts["moments (AdamW)"] == sum(t.numel() * t.element_size() for t in moments)
+
+
+def _plan(cfg: RunConfig, shape: ModelShape) -> learner.LearnerPlan:
+    return learner_plan(cfg, shape, Device(name="cpu", total_bytes=64 * GIB, is_shared=True), critic=None)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_rows_that_do_not_divide_cost_little(num_ranks: int) -> None:
+    with torch.device("meta"):
+        hf = AutoModelForCausalLM.from_config(QWEN_7B)
+    largest = 0
+    for rank in range(num_ranks):
+        held = 0
+        for param in hf.parameters():
+            start, stop = chunk_rows(param.shape[0], num_ranks, rank)
+            held += (stop - start) * (param.numel() // param.shape[0])
+        largest = max(largest, held)
+    assert largest == pytest.approx(NUM_7B / num_ranks, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("llama", torch.float32), ("llama", torch.bfloat16), ("qwen2", torch.bfloat16)]
+)
+def test_activations_are_estimated_within_half(kind: str, dtype: torch.dtype) -> None:
+    """What autograd keeps of one block, parameters left out, with attention that keeps no scores."""
+    num_tokens = 64
+    settings = KINDS[kind]()
+    for name, value in {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 1}.items():
+        setattr(settings, name, value)
+    settings.head_dim = 32
+    model = AutoModelForCausalLM.from_config(settings, attn_implementation="sdpa").to(dtype)
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    holding: list[torch.Tensor] = []
+    with saved_tensors_hooks(lambda t: holding.append(t) or keep(t), lambda t: t):
+        model.base_model(input_ids=torch.zeros(1, num_tokens, dtype=torch.long))
+    shape = ModelShape(
+        num_params=0, num_block_params=0, num_root_params=0, num_head_params=0, num_layers=1, hidden_size=128,
+        intermediate_size=344, num_heads=4, num_kv_heads=2, head_dim=32, vocab_size=61,
+    )  # fmt: skip
+    expected = learner.activation_bytes_per_block(shape, num_tokens=num_tokens, compute_bytes=dtype.itemsize)
+    assert sum(kept.values()) == pytest.approx(expected, rel=0.5)
+
+
+def test_the_cache_of_a_cpu_engine_is_what_the_key_says() -> None:
+    host = Device(name="cpu", total_bytes=64 * GIB, is_shared=True)
+    assert engine_plan(config(rollout={"kv_cache_gib": 0.25}), host).kv_bytes == GIB // 4
+    assert engine_plan(config(), BIG).kv_bytes is None
+    assert total(()) == 0

@@ -1,0 +1,249 @@
+"""Built-in functions keep the contracts, and wrong ones break the promise that they should."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, get_args
+
+import numpy as np
+import pytest
+import torch
+
+from rollout.reward.call import Item
+from rollout.reward.registry import BUILTIN_REWARDS, load
+from trainer.algorithms.advantages import step_advantages
+from trainer.algorithms.losses import policy_loss
+from trainer.algorithms.losses.inputs import LossInputs, loss_stats, ratio_and_log
+from trainer.config.estimators import ESTIMATORS, OWN_TRAITS, EstimatorTraits
+from trainer.config.loss_keys import SELECTING_LOSSES, LossName
+from trainer.config.schema.algorithm import AlgorithmConfig
+from trainer.plugins.advantage_contract import advantage_checks
+from trainer.plugins.contract import Broken, Check, outcomes, require
+from trainer.plugins.loss_contract import loss_checks
+from trainer.plugins.reward_contract import RewardTrial, reward_checks
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def broken(checks: Sequence[Check]) -> str:
+    return "\n".join(str(outcome) for outcome in outcomes(checks) if outcome.reason)
+
+
+@pytest.mark.parametrize("loss", get_args(LossName))
+def test_a_built_in_loss_keeps_the_contract(loss: LossName) -> None:
+    require(loss_checks(partial(policy_loss, config=AlgorithmConfig(loss=loss)), selects=loss in SELECTING_LOSSES))
+
+
+def policy_gradient(inputs: LossInputs, *, wrong: str = "") -> Any:
+    ratio_L, _ = ratio_and_log(inputs)
+    loss_L = -inputs.advantages_L * ratio_L
+    stats = loss_stats(inputs)
+    match wrong:
+        case "":
+            pass
+        case "sign":
+            loss_L = -loss_L
+        case "mean":
+            loss_L = loss_L.mean()
+        case "spread mean":
+            loss_L = loss_L.mean().expand(loss_L.shape) if len(loss_L) else loss_L
+        case "mixes sequences":
+            loss_L = loss_L - 0.1 * loss_L.sum()
+        case "shifted by one":
+            loss_L = -inputs.advantages_L.roll(1) * ratio_L
+        case "nan":
+            loss_L = loss_L / (inputs.advantages_L - 1.0)
+        case "divides by advantage":
+            loss_L = loss_L * (inputs.advantages_L / inputs.advantages_L)
+        case "no bound":
+            loss_L = -inputs.advantages_L * (inputs.logprobs_L - inputs.old_logprobs_L).exp()
+        case "no gradient":
+            loss_L = loss_L.detach()
+        case "other input":
+            loss_L = -inputs.advantages_L * torch.zeros_like(loss_L, requires_grad=True)
+        case "own parameter":
+            loss_L = loss_L * torch.ones((), requires_grad=True)
+        case "half precision":
+            loss_L = loss_L.bfloat16()
+        case "random":
+            loss_L = loss_L * (1 + torch.rand(()))
+        case "in place":
+            inputs.advantages_L.mul_(2.0)
+        case "no stats":
+            return loss_L
+        case "stats of means":
+            stats = replace(stats, ratio_sum=stats.ratio_sum / len(loss_L))
+        case "fractions":
+            stats = replace(stats, clipped_low=torch.tensor(0.5))
+        case _:
+            raise ValueError(wrong)
+    return loss_L, stats
+
+
+@pytest.mark.parametrize(
+    ("wrong", "promise"),
+    [
+        ("sign", "becomes likelier"),
+        ("mean", "one float32 per loss token"),
+        ("spread mean", "any order and any micro-batch"),
+        ("mixes sequences", "any order and any micro-batch"),
+        ("shifted by one", "becomes likelier"),
+        ("nan", "are finite"),
+        ("divides by advantage", "are finite"),
+        ("no bound", "stays finite"),
+        ("no gradient", "has no gradient"),
+        ("other input", "nothing else"),
+        ("own parameter", "nothing else"),
+        ("half precision", "bfloat16"),
+        ("random", "same bits"),
+        ("in place", "leave the inputs alone"),
+        ("no stats", "LossStats"),
+        ("stats of means", "statistics"),
+        ("fractions", "must count tokens"),
+    ],
+)
+def test_a_wrong_loss_breaks_its_promise(wrong: str, promise: str) -> None:
+    require(loss_checks(policy_gradient))
+    assert promise in broken(loss_checks(partial(policy_gradient, wrong=wrong)))
+
+
+@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name != "gae"])  # gae is no function of rewards alone
+def test_a_built_in_estimator_keeps_the_contract(name: Any) -> None:
+    estimator = partial(step_advantages, config=AlgorithmConfig(advantage=name))
+    require(advantage_checks(estimator, traits=ESTIMATORS[name]))
+
+
+def minus_mean(groups: Any, *, wrong: str = "") -> Any:
+    advantages = [group.rewards_G - group.rewards_G.mean() for group in groups]
+    match wrong:
+        case "":
+            pass
+        case "sign":
+            return [-a for a in advantages]
+        case "second best":
+            return [-np.abs(group.rewards_G - 0.6) for group in groups]
+        case "zero":
+            return [0 * a for a in advantages]
+        case "nan":
+            return [a / a.std() for a in advantages]
+        case "over the step":
+            return [group.rewards_G - np.mean([r for g in groups for r in g.rewards_G]) for group in groups]
+        case "first answer":
+            return [group.rewards_G - group.rewards_G[0] for group in groups]
+        case "first group":
+            return [group.rewards_G - groups[0].rewards_G.mean() for group in groups]
+        case "one number":
+            return [a.mean() for a in advantages]
+        case "one array":
+            return np.concatenate(advantages)
+        case "random":
+            return [a + np.random.default_rng().random(a.shape) for a in advantages]
+        case "in place":
+            for group in groups:
+                group.rewards_G[:] = 0.0
+        case _:
+            raise ValueError(wrong)
+    return advantages
+
+
+@pytest.mark.parametrize(
+    ("wrong", "promise"),
+    [
+        ("sign", "never gets less"),
+        ("sign", "check the sign"),
+        ("second best", "check the sign"),
+        ("zero", "nothing is learned"),
+        ("nan", "are finite"),
+        ("over the step", "other groups do not matter"),
+        ("first answer", "order of answers"),
+        ("first group", "order of groups"),
+        ("one number", "one advantage per answer"),
+        ("one array", "a list of one array"),
+        ("random", "same bits"),
+        ("in place", "leave the groups alone"),
+    ],
+)
+def test_a_wrong_estimator_breaks_its_promise(wrong: str, promise: str) -> None:
+    traits = EstimatorTraits(needs_peers=True)
+    require(advantage_checks(minus_mean, traits=traits))
+    with np.errstate(invalid="ignore"):
+        assert promise in broken(advantage_checks(partial(minus_mean, wrong=wrong), traits=traits))
+
+
+def test_spanning_the_step_is_allowed_by_declaration_and_by_default() -> None:
+    estimator = partial(minus_mean, wrong="over the step")
+    require(advantage_checks(estimator, traits=OWN_TRAITS))
+
+
+@pytest.mark.parametrize("name", BUILTIN_REWARDS)
+def test_a_built_in_reward_keeps_the_contract(name: str) -> None:
+    require(reward_checks(load(BUILTIN_REWARDS[name].target), trial=trial()))
+
+
+def trial(timeout_s: float = 5.0) -> RewardTrial:
+    item = Item(prompt="1+1=", response="2", answer="2", metadata={"level": [1]})
+    return RewardTrial(item=item, timeout_s=timeout_s)
+
+
+def exact(*, prompt: str, response: str, answer: str, metadata: dict, wrong: str = "") -> Any:
+    del prompt
+    value = float(response.strip() == answer)
+    match wrong:
+        case "":
+            return {"reward": value, "long": float(len(response) > 100)}
+        case "sign":
+            return -value
+        case "nan":
+            return value / float("nan")
+        case "empty":
+            return value * float(ord(response[0]) > 0)
+        case "parts":
+            return {"reward": value, **({"correct": 1.0} if value else {})}
+        case "random":
+            return np.random.default_rng().random()
+        case "metadata":
+            metadata.clear()
+            return value
+        case "text":
+            return "good"
+        case _:
+            raise ValueError(wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "promise"),
+    [
+        ("sign", "at least as much as an empty one"),
+        ("nan", "must be finite"),
+        ("empty", "IndexError"),
+        ("parts", "same named parts"),
+        ("random", "two calls"),
+        ("metadata", "leaves metadata alone"),
+        ("text", "a reward is a finite number"),
+    ],
+)
+def test_a_wrong_reward_breaks_its_promise(wrong: str, promise: str) -> None:
+    require(reward_checks(exact, trial=trial()))
+    assert promise in broken(reward_checks(partial(exact, wrong=wrong), trial=trial()))
+
+
+def test_a_slow_reward_is_told_its_time() -> None:
+    assert "task.reward.timeout_s" in broken(reward_checks(exact, trial=trial(timeout_s=1e-12)))
+
+
+def test_every_failure_is_told_at_once_and_user_errors_name_their_line() -> None:
+    def fails() -> None:
+        raise KeyError("lost")
+
+    def breaks() -> None:
+        raise Broken("got 3")
+
+    checks = [Check(promise="a", run=fails), Check(promise="b", run=lambda: None), Check(promise="c", run=breaks)]
+    with pytest.raises(Broken, match=r"2 of 3 checks failed") as error:
+        require(checks)
+    assert "KeyError: 'lost'" in str(error.value)
+    assert "test_contract.py:" in str(error.value)
+    assert "got 3" in str(error.value)
+    assert [bool(outcome.reason) for outcome in outcomes(checks)] == [True, False, True]

@@ -1,0 +1,81 @@
+"""A replica that is evaluated in the middle of an in-place sync: its lease runs out, and nobody waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING
+
+from tests.fakes.sync_world import LocalPublisher, LocalReplica, full_weights
+from weight_sync.coordinator import SyncCoordinator, SyncOptions
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from weight_sync.types import SyncReport
+
+TIMEOUT_S = 1.0
+
+
+class World:
+    def __init__(self) -> None:
+        self.learner = LocalPublisher(0, 1, full_weights(0))
+        self.replicas = [LocalReplica(f"r{i}") for i in range(2)]
+        options = SyncOptions(timeout_s=TIMEOUT_S, commit="inplace")
+        self.coordinator = SyncCoordinator([self.learner], self.replicas, options=options)
+
+    async def publish(self, version: int) -> None:
+        self.learner.full = full_weights(version)
+        await asyncio.wait_for(self.coordinator.publish(version), 10)
+
+    async def sync(self, version: int) -> SyncReport:
+        return await asyncio.wait_for(self.coordinator.sync(version), 10)
+
+
+@contextlib.asynccontextmanager
+async def world_at_1() -> AsyncIterator[World]:
+    world = World()
+    await world.coordinator.open()
+    try:
+        await world.publish(1)
+        await world.sync(1)
+        yield world
+    finally:
+        await world.coordinator.close()
+
+
+async def wait_in_freeze(world: World) -> asyncio.Task[SyncReport]:
+    """r1 takes version 2. r0, which is frozen, has leased it and outlives its lease."""
+    await world.publish(2)
+    syncing = asyncio.create_task(world.sync(2))
+    await asyncio.sleep(1.5 * TIMEOUT_S)
+    assert not syncing.done()
+    world.replicas[0].assert_holds(full_weights(1))
+    world.replicas[1].assert_holds(full_weights(2))
+    return syncing
+
+
+async def test_a_thawed_replica_leases_its_version_again_and_takes_it() -> None:
+    async with world_at_1() as world:
+        async with world.coordinator.freeze("r0"):
+            syncing = await wait_in_freeze(world)
+        assert (await syncing).replicas_live == 2
+        world.replicas[0].assert_holds(full_weights(2))
+
+
+async def test_a_version_whose_slot_is_needed_passes_a_frozen_replica_by_and_the_next_one_reaches_it() -> None:
+    """The learner does not wait for an evaluation; the replica writes nothing of a version that is gone."""
+    async with world_at_1() as world:
+        async with world.coordinator.freeze("r0"):
+            syncing = await wait_in_freeze(world)
+            for version in (3, 4):
+                await world.publish(version)
+        assert (await syncing).replicas_live == 1
+        replica = world.replicas[0]
+        replica.assert_holds(full_weights(1))
+        assert not replica.is_paused
+        assert not replica.receivers[0].is_dirty
+        assert world.coordinator.members == {"r0": "live", "r1": "live"}
+        assert world.coordinator.live_versions == {"r0": 1, "r1": 2}
+        assert (await world.sync(4)).replicas_live == 2
+        replica.assert_holds(full_weights(4))

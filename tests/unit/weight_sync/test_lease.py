@@ -1,0 +1,80 @@
+"""A replica that keeps its version while syncs pass it by, and catches up."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.fakes.sync_world import LocalReplica
+from tests.unit.weight_sync.test_coordinator import opened
+
+pytestmark = pytest.mark.parametrize("commit", ["staged", "inplace"])
+
+
+async def test_syncs_pass_a_leased_replica_by_and_it_catches_up_at_the_end(commit: str) -> None:
+    replicas = [LocalReplica("r0"), LocalReplica("r1")]
+    async with opened(2, replicas, commit=commit) as world:
+        await world.step(1)
+        async with world.coordinator.lease("r0") as version:
+            assert version == 1
+            for number in (2, 3):
+                report = await asyncio.wait_for(world.step(number), 10)
+                assert (report.replicas_live, report.replicas_skipped) == (1, 1)
+            assert (replicas[0].versions, replicas[1].versions) == ([1], [1, 2, 3])
+            assert world.coordinator.live_versions == {"r0": 1, "r1": 3}
+        assert replicas[0].versions == [1, 3], "the newest, not every one it missed"
+        replicas[0].assert_holds(world.full)
+        report = await world.step(4)
+        assert report.replicas_live == 2
+        replicas[0].assert_holds(world.full)
+
+
+async def test_a_lease_without_a_sync_meanwhile_changes_nothing(commit: str) -> None:
+    replicas = [LocalReplica("r0"), LocalReplica("r1")]
+    async with opened(1, replicas, commit=commit) as world:
+        await world.step(1)
+        async with world.coordinator.lease("r1"):
+            pass
+        assert [replica.versions for replica in replicas] == [[1], [1]]
+
+
+async def test_where_every_live_replica_is_leased_a_sync_waits(commit: str) -> None:
+    replicas = [LocalReplica("r0")]
+    async with opened(1, replicas, commit=commit) as world:
+        await world.step(1)
+        async with world.coordinator.lease("r0"):
+            syncing = asyncio.create_task(world.step(2))
+            await asyncio.sleep(0.3)
+            assert not syncing.done()
+            assert replicas[0].versions == [1]
+        report = await asyncio.wait_for(syncing, 10)
+        assert report.replicas_live == 1
+        replicas[0].assert_holds(world.full)
+
+
+async def test_a_block_that_fails_leaves_a_replica_with_the_newest_version(commit: str) -> None:
+    replicas = [LocalReplica("r0"), LocalReplica("r1")]
+    async with opened(1, replicas, commit=commit) as world:
+        await world.step(1)
+        with pytest.raises(OSError, match="the evaluation failed"):
+            async with world.coordinator.lease("r0"):
+                await world.step(2)
+                raise OSError("the evaluation failed")
+        replicas[0].assert_holds(world.full)
+        assert (await world.step(3)).replicas_live == 2
+
+
+async def test_a_replica_that_cannot_catch_up_is_lost_and_nothing_is_raised(commit: str) -> None:
+    replicas = [LocalReplica("r0"), LocalReplica("r1")]
+
+    def die() -> None:
+        raise ConnectionError("engine process is gone")
+
+    async with opened(1, replicas, commit=commit) as world:
+        await world.step(1)
+        async with world.coordinator.lease("r0"):
+            await world.step(2)
+            replicas[0].before_commit = die
+        assert world.coordinator.members == {"r0": "dead", "r1": "live"}
+        assert (await world.step(3)).replicas_live == 1

@@ -1,0 +1,41 @@
+"""What others import from the package, and what that costs."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+import weight_sync
+from weight_sync import errors
+
+
+def test_every_public_name_can_be_had() -> None:
+    assert set(weight_sync._HOME_OF) == set(weight_sync.__all__) <= set(dir(weight_sync))
+    for name in weight_sync.__all__:
+        found = getattr(weight_sync, name)
+        home = f"weight_sync.{weight_sync._HOME_OF[name]}"
+        assert not inspect.isclass(found) or (found.__name__, found.__module__) == (name, home)
+
+
+def test_every_error_is_public() -> None:
+    ours = {name for name, kind in inspect.getmembers(errors, inspect.isclass) if kind.__module__ == errors.__name__}
+    assert ours <= set(weight_sync.__all__)
+
+
+def test_an_unknown_name_is_refused_with_those_there_are() -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'Publisher'; public names: .*WeightPublisher"):
+        weight_sync.Publisher  # noqa: B018
+
+
+def test_the_package_imports_nothing_heavy_until_a_name_is_used() -> None:
+    code = """
+import sys, weight_sync
+heavy = {"torch", "numpy", "zmq", "msgspec", "vllm"}
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
+from weight_sync import PlanMismatch, SyncReport
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

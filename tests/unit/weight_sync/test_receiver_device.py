@@ -1,0 +1,96 @@
+"""Every thread of a receiver works on the device of its worker, on a cpu backend that remembers who called for what."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tests.fakes.sync_world import FusedModel, LocalPublisher, LocalReplica, full_weights
+from weight_sync.coordinator import SyncCoordinator, SyncOptions
+from weight_sync.device.cpu import CpuBackend
+from weight_sync.receiver import WeightReceiver
+from weight_sync.worker_service import WorkerService
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+DEVICE = torch.device("cpu", 3)
+DEVICE_CALLS = ("alloc_persistent", "ipc_open", "ipc_export", "new_stream", "copy_async", "synchronize", "digester",
+                "digest", "mover", "memory_info")  # fmt: skip
+
+
+class RecordingBackend(CpuBackend):
+    """As a driver has it: a device chosen by `set_device`, and in each thread torch's own, which is 0 at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._chosen = 0
+        self._of_thread = threading.local()
+        self.seen: defaultdict[str, set[tuple[str, int, int]]] = defaultdict(set)
+        """Thread -> (call, device of the driver, device of torch)."""
+
+    def set_device(self, index: int) -> torch.device:
+        self._chosen = self._of_thread.index = index
+        return DEVICE
+
+    def note(self, call: str) -> None:
+        thread = threading.current_thread().name.rstrip("0123456789-")
+        self.seen[thread].add((call, self._chosen, getattr(self._of_thread, "index", 0)))
+
+
+def _noted(name: str) -> Any:
+    original = getattr(CpuBackend, name)
+
+    def call(self: RecordingBackend, *args: Any, **kwargs: Any) -> Any:
+        self.note(name)
+        return original(self, *args, **kwargs)
+
+    return call
+
+
+for _name in DEVICE_CALLS:
+    setattr(RecordingBackend, _name, _noted(_name))
+
+
+class OnDevice3(FusedModel):
+    """Host memory that says it lies on a device with a number."""
+
+    def parameters(self, recurse: bool = True) -> Iterator[Any]:
+        for parameter in super().parameters(recurse):
+            yield type("Parameter", (), {"device": DEVICE, "dtype": parameter.dtype})
+
+
+def replica(name: str) -> tuple[LocalReplica, RecordingBackend]:
+    made, backend = LocalReplica(name), RecordingBackend()
+    made.models[0] = OnDevice3()
+    receiver = WeightReceiver(made.models[0], backend, worker=0)
+    made.receivers[0], made.services[0] = receiver, WorkerService(lambda: receiver)
+    return made, backend
+
+
+async def test_threads_of_a_receiver_work_on_the_device_of_its_worker() -> None:
+    """Relays are on, so the control thread maps another replica's memory and makes streams."""
+    learner = LocalPublisher(0, 1, full_weights(1))
+    replicas, backends = zip(*(replica(f"r{i}") for i in range(3)), strict=True)
+    coordinator = SyncCoordinator([learner], replicas, options=SyncOptions(timeout_s=20.0, commit="staged"))
+    await coordinator.open()
+    try:
+        await coordinator.publish(1)
+        await coordinator.sync(1)
+        for one in replicas:
+            one.assert_holds(full_weights(1))
+    finally:
+        await coordinator.close()
+    for backend in backends:
+        for thread, calls in backend.seen.items():
+            wrong = {call for call, chosen, _ in calls if chosen != DEVICE.index}
+            assert not wrong, f"{thread} made {sorted(wrong)} on device 0"
+        pulling = backend.seen["weight-sync-prefetch"]
+        assert pulling, "nothing was pulled beside the engine"
+        assert {torch_index for *_, torch_index in pulling} == {DEVICE.index}, "torch of the pulling thread is on 0"
+    by_control = set().union(*(backend.seen["weight-sync-control"] for backend in backends))
+    assert {call for call, *_ in by_control} >= {"ipc_open", "new_stream"}, "no replica was linked to another"

@@ -1,0 +1,278 @@
+"""Who waits for whom in a run, and what would change it. Pure functions over records.
+
+The model, on purpose simple:
+
+- *learning-bound time* of a step: what is left of it without the wait for data. It shrinks with the learner's devices,
+  but for the wait for weight sync.
+- *generation-bound time* of a step: what is left of it without the time in which engines had nothing to do. It shrinks
+  with the number of replicas.
+- A step takes the larger of both, if S lets the two overlap; their sum if S = 0.
+
+It does not know: communication between more ranks, memory that would no longer suffice, engines that run faster when
+they have more to do at once (so the generation-bound time of a run whose engines often wait is an upper bound).
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from trainer.advise.facts import Setup, StepLine, TraceFacts
+
+MIN_STEPS = 3
+"""Fewer steady steps say nothing."""
+SURE_STEPS = 20
+MATTERS = 0.05
+"""A share of the time, or a gain, that is smaller is not worth a word of advice."""
+
+Verdict = Literal["learner_waits", "engines_wait", "sync_waits", "both_wait", "balanced"]
+
+
+class TooFewSteps(Exception):
+    """The run has not enough steady steps to say anything."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """Waits as shares of the steady time. They overlap, so they need not add up. None: not recorded."""
+
+    learner_waits_for_data: float
+    learner_waits_for_sync: float
+    engines_idle: float | None
+    producer_waits_for_slots: float | None
+    old_groups_hold_up: float
+    """Part of the wait for data in which enough groups were ready, but older ones had to come first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """A division of the devices, and the time of a step that the model gives it."""
+
+    num_ranks: int
+    num_replicas: int
+    step_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recommendation:
+    """One thing to change. `keys` is empty if nothing is worth it."""
+
+    keys: dict[str, int]
+    why: str
+    step_s: float | None
+    """Time of a step that the model expects; None where it has no say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """What a run shows."""
+
+    num_steps: int
+    step_s: float
+    shares: Shares
+    learning_s: float
+    """Learning-bound time of a step."""
+    generation_s: float | None
+    """Generation-bound time of a step; None if nothing tells when engines were idle."""
+    verdict: Verdict
+    splits: tuple[Split, ...]
+    """Best first; of as many devices as the run has."""
+    limits: tuple[str, ...]
+    unknown: tuple[str, ...]
+    """What could not be known, in words."""
+
+    @property
+    def floor_s(self) -> float:
+        """The larger of both bounds: no schedule of these devices is faster."""
+        return max(self.learning_s, 0.0 if self.generation_s is None else self.generation_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """What a run shows, and what to do about it."""
+
+    findings: Findings
+    recommendation: Recommendation
+
+
+def steady(lines: Sequence[StepLine], *, max_staleness: int) -> list[StepLine]:
+    """Without the first S + 2 steps: until then slots fill up for the first time, kernels compile and caches warm up.
+
+    Raises:
+        TooFewSteps: nearly nothing is left.
+    """
+    left = sorted(lines, key=lambda line: line.step)[max_staleness + 2 :]
+    if len(left) < MIN_STEPS:
+        raise TooFewSteps(
+            f"{len(lines)} steps were recorded; the first {max_staleness + 2} fill the pipeline, and at least "
+            f"{MIN_STEPS} more are needed; let the run go on"
+        )
+    return left
+
+
+def diagnose(lines: Sequence[StepLine], setup: Setup, *, trace: TraceFacts | None) -> Diagnosis:
+    """Args:
+    lines: of steady steps.
+    trace: what the trace says about the same steps; None without one.
+    """
+    total_s = sum(line.step_s for line in lines)
+    shares = _shares(lines, total_s, trace)
+    step_s, learning_s = total_s / len(lines), total_s * (1 - shares.learner_waits_for_data) / len(lines)
+    generation_s = None if shares.engines_idle is None else step_s * (1 - shares.engines_idle)
+    sync_s = step_s * shares.learner_waits_for_sync
+    splits = () if generation_s is None else splits_of(setup, learning_s, generation_s, sync_s=sync_s)
+    verdict = _verdict(shares, setup)
+    found = Findings(
+        num_steps=len(lines),
+        step_s=step_s,
+        shares=shares,
+        learning_s=learning_s,
+        generation_s=generation_s,
+        verdict=verdict,
+        splits=splits,
+        limits=tuple(_limits(shares, setup, verdict)),
+        unknown=tuple(_unknown(lines, setup, shares, trace)),
+    )
+    pack_s = sum(line.pack_s for line in lines) / len(lines)
+    return Diagnosis(findings=found, recommendation=_recommend(found, setup, pack_s=pack_s))
+
+
+def splits_of(setup: Setup, learning_s: float, generation_s: float, *, sync_s: float) -> tuple[Split, ...]:
+    """Every way to give all devices away, fastest first; of equal ones, that nearest to today's.
+
+    Args:
+        learning_s: of a step, with `sync_s` of waiting for weight sync, which more ranks do not shorten.
+    """
+    found: list[Split] = []
+    for replicas in range(1, setup.num_devices // setup.tensor_parallel_size + 1):
+        ranks = setup.num_devices - replicas * setup.tensor_parallel_size
+        if ranks >= 1:
+            learning = (learning_s - sync_s) * setup.num_ranks / ranks + sync_s
+            generation = generation_s * setup.num_replicas / replicas
+            together = learning + generation if setup.max_staleness == 0 else max(learning, generation)
+            found.append(Split(num_ranks=ranks, num_replicas=replicas, step_s=together))
+    return tuple(sorted(found, key=lambda s: (round(s.step_s, 9), abs(s.num_ranks - setup.num_ranks))))
+
+
+def _shares(lines: Sequence[StepLine], total_s: float, trace: TraceFacts | None) -> Shares:
+    idle = [line.engines_idle_s for line in lines if line.engines_idle_s is not None]
+    slots = [line.slot_wait_s for line in lines if line.slot_wait_s is not None]
+    forced_s = sum(max(0.0, b.forced_wait_s - a.forced_wait_s) for a, b in itertools.pairwise(lines))
+    idle_s: float | None = None
+    if len(idle) == len(lines):
+        idle_s = sum(idle)
+    elif trace is not None:
+        idle_s = trace.engines_idle_s
+
+    def share(seconds: float) -> float:
+        return min(max(seconds / total_s, 0.0), 1.0) if total_s > 0 else 0.0
+
+    return Shares(
+        learner_waits_for_data=share(sum(line.data_wait_s for line in lines)),
+        learner_waits_for_sync=share(sum(line.sync_wait_s for line in lines)),
+        engines_idle=None if idle_s is None else share(idle_s),
+        producer_waits_for_slots=share(sum(slots)) if len(slots) == len(lines) else None,
+        old_groups_hold_up=share(forced_s),
+    )
+
+
+def _verdict(shares: Shares, setup: Setup) -> Verdict:
+    idle = 0.0 if shares.engines_idle is None else shares.engines_idle
+    data, sync = shares.learner_waits_for_data, shares.learner_waits_for_sync
+    if sync >= 2 * MATTERS and sync >= max(data, idle if data >= MATTERS else 0.0):
+        return "sync_waits"
+    if data >= MATTERS and idle >= MATTERS and (setup.max_staleness == 0 or min(data, idle) >= 2 * MATTERS):
+        return "both_wait"
+    if max(data, idle) < MATTERS:
+        return "balanced"
+    return "learner_waits" if data > idle else "engines_wait"
+
+
+def _limits(shares: Shares, setup: Setup, verdict: Verdict) -> list[str]:
+    """What S and the size of a step stand in the way of, in words."""
+    found: list[str] = []
+    if setup.max_staleness == 0:
+        found.append("S = 0: generation and learning take turns, by definition.")
+    elif shares.old_groups_hold_up >= MATTERS:
+        found.append(
+            f"S = {setup.max_staleness} limits: {shares.old_groups_hold_up:.0%} of the time the learner waited for old "
+            "groups although enough others were ready."
+        )
+    elif verdict == "both_wait":
+        found.append(f"S = {setup.max_staleness} limits: both sides wait, so they do not overlap enough.")
+    num_sequences = (setup.max_staleness + 1) * setup.groups_per_step * setup.group_size
+    room = setup.num_replicas * setup.max_num_seqs
+    if num_sequences < room and verdict in ("learner_waits", "both_wait"):
+        found.append(
+            f"trainer.groups_per_step = {setup.groups_per_step} may limit: (S + 1) x groups_per_step x group_size = "
+            f"{num_sequences} answers can be in flight at most, the engines take {room} at once."
+        )
+    return found
+
+
+def _unknown(lines: Sequence[StepLine], setup: Setup, shares: Shares, trace: TraceFacts | None) -> list[str]:
+    found: list[str] = []
+    if len(lines) < SURE_STEPS:
+        found.append(f"Only {len(lines)} steady steps: the shares may still change.")
+    if shares.engines_idle is None:
+        found.append("Neither metrics nor a trace tell when engines were idle: the generation-bound time is unknown.")
+    elif shares.engines_idle >= 2 * MATTERS:
+        found.append("Engines that often wait run with few requests; with more to do their rate may be higher.")
+    if trace is not None and trace.evaluation_s >= MATTERS * sum(line.step_s for line in lines):
+        found.append("Evaluations ran beside a good part of these steps; their work counts as nobody's here.")
+    if setup.is_device_assumed:
+        found.append(
+            f"device.name=auto is taken for {setup.device_name}, as on this machine; on another, say --device."
+        )
+    if setup.shares_devices:
+        found.append("Learner and engines share this machine's cores: no split of devices can be judged from it.")
+    return found
+
+
+def _recommend(found: Findings, setup: Setup, *, pack_s: float) -> Recommendation:
+    match found.verdict:
+        case "sync_waits":
+            return _about_sync(found, setup, pack_s=pack_s)
+        case "both_wait":
+            why = "both sides wait for each other: let generation run further ahead"
+            return Recommendation(keys={"mode.max_staleness": setup.max_staleness + 1}, why=why, step_s=found.floor_s)
+        case "learner_waits" | "engines_wait":
+            return _about_devices(found, setup)
+        case "balanced":
+            return Recommendation(keys={}, why="neither side waits for the other; leave it as it is", step_s=None)
+        case _:
+            raise ValueError(f"unknown verdict {found.verdict!r}")
+
+
+def _about_sync(found: Findings, setup: Setup, *, pack_s: float) -> Recommendation:
+    waits_s = found.step_s * found.shares.learner_waits_for_sync
+    if pack_s < 0.5 * waits_s and setup.sync_slots < 4:
+        why = "the learner waits for a free slot, not for packing: engines still read an old version"
+        keys = {"weight_sync.num_slots": setup.sync_slots + 1}
+        return Recommendation(keys=keys, why=why, step_s=found.step_s - waits_s + pack_s)
+    why = "every step pays for one packing of the weights: larger steps pay less often (the step then does more work)"
+    return Recommendation(keys={"trainer.groups_per_step": 2 * setup.groups_per_step}, why=why, step_s=None)
+
+
+def _about_devices(found: Findings, setup: Setup) -> Recommendation:
+    learner_waits = found.verdict == "learner_waits"
+    side = "the learner waits for data" if learner_waits else "the engines have nothing to do"
+    if setup.shares_devices:
+        return Recommendation(keys={}, why=f"{side}, and both share the cores of this machine", step_s=None)
+    if found.splits:
+        best = found.splits[0]
+        today = next(split for split in found.splits if split.num_ranks == setup.num_ranks)
+        if best.step_s < (1 - MATTERS) * today.step_s:
+            keys = {"learner.num_ranks": best.num_ranks, "rollout.num_replicas": best.num_replicas}
+            return Recommendation(keys=keys, why=f"{side}: divide the devices otherwise", step_s=best.step_s)
+    more, key, count = (
+        ("replicas", "rollout.num_replicas", setup.num_replicas)
+        if learner_waits
+        else ("learner devices", "learner.num_ranks", setup.num_ranks)
+    )
+    why = f"{side}, and no other division of {setup.num_devices} devices is much better: add {more}"
+    return Recommendation(keys={key: count + 1}, why=why, step_s=None)

@@ -1,0 +1,58 @@
+"""What is known of a run: its sizes, and one line of plain numbers per optimizer step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """The keys of a configuration that decide who waits for whom."""
+
+    num_ranks: int
+    num_replicas: int
+    tensor_parallel_size: int
+    max_staleness: int
+    groups_per_step: int
+    group_size: int
+    max_num_seqs: int
+    sync_slots: int
+    device_name: str
+    is_device_assumed: bool = False
+    """The configuration says `auto`, and this machine was asked what that is."""
+
+    @property
+    def shares_devices(self) -> bool:
+        """Learner and engines compute on the same cores, so that none has devices of its own to give away."""
+        return self.device_name == "cpu"
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_ranks + self.num_replicas * self.tensor_parallel_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLine:
+    """One optimizer step, seconds. What this run did not record is None."""
+
+    step: int
+    step_s: float
+    """Since the end of the step before."""
+    learner_s: float
+    data_wait_s: float
+    sync_wait_s: float
+    pack_s: float
+    engines_idle_s: float | None
+    slot_wait_s: float | None
+    forced_wait_s: float
+    """Total since the start of the process, not of this step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceFacts:
+    """What the trace says about the steps that count."""
+
+    engines_idle_s: float
+    """Time that an engine had no group, mean over all engines."""
+    evaluation_s: float
+    """Time during which an evaluation ran beside them."""

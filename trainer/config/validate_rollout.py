@@ -1,0 +1,53 @@
+"""Combinations of values around the number of requests an engine gets, and around evaluation. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainer.config.conflicts import conflict, ineffective
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from trainer.config.errors import Problem
+    from trainer.config.schema.run import RunConfig
+
+_EVALUATION_KEYS = ("eval_samples", "eval_temperature", "eval_pass_k", "eval_pass_reward", "eval_blocking")
+
+
+def concurrency_problems(config: RunConfig) -> Iterator[Problem]:
+    """Bounds that are empty, or too tight to be shared out."""
+    rollout = config.rollout
+    if rollout.concurrency == "fixed":
+        why = "rollout.concurrency=fixed does not adapt"
+        yield from ineffective(config, "rollout.min_concurrency", why, "rollout.concurrency")
+    highest = rollout.max_num_seqs if rollout.max_concurrency is None else rollout.max_concurrency
+    key = "max_num_seqs" if rollout.max_concurrency is None else "max_concurrency"
+    if rollout.concurrency == "adaptive" and rollout.min_concurrency >= highest:
+        allowed = f"must be below rollout.{key}={highest}"
+        do = "lower it, or use rollout.concurrency=fixed"
+        yield conflict(config, "rollout.min_concurrency", allowed, do, f"rollout.{key}", "rollout.concurrency")
+    if rollout.max_concurrency is not None and rollout.max_concurrency < rollout.num_workers:
+        allowed = f"must be at least rollout.num_workers={rollout.num_workers}: each of them needs its share"
+        yield conflict(config, "rollout.max_concurrency", allowed, "raise it", "rollout.num_workers")
+
+
+def evaluation_problems(config: RunConfig) -> Iterator[Problem]:
+    """Samples and k that do not go together; keys that nothing reads because nothing is evaluated."""
+    trainer = config.trainer
+    beside = trainer.eval_every > 0 or trainer.eval_at_start
+    if not config.task.eval_path or not (beside or trainer.eval_at_end):
+        why, also = "nothing is evaluated", ("task.eval_path", "trainer.eval_every")
+        for name in _EVALUATION_KEYS:
+            yield from ineffective(config, f"trainer.{name}", why, *also)
+        return
+    if not beside:
+        why = "only the last version is evaluated, when training is over"
+        yield from ineffective(config, "trainer.eval_blocking", why, "trainer.eval_every")
+    if trainer.eval_samples > 1 and trainer.eval_temperature == 0:
+        allowed = "must be 1 with trainer.eval_temperature=0: greedy answers to one prompt are all the same"
+        do = "use trainer.eval_temperature=1.0, or one sample"
+        yield conflict(config, "trainer.eval_samples", allowed, do, "trainer.eval_temperature")
+    if trainer.eval_pass_k is not None and trainer.eval_pass_k > trainer.eval_samples:
+        allowed = f"must be at most trainer.eval_samples={trainer.eval_samples}: there is no estimate beyond it"
+        yield conflict(config, "trainer.eval_pass_k", allowed, "raise trainer.eval_samples", "trainer.eval_samples")

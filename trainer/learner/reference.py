@@ -1,0 +1,55 @@
+"""The reference policy: the one that the run began with, frozen. Shape legend: `T` packed tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainer.learner.lora import without_adapters
+from trainer.learner.model import PolicyModel, hollow_model, settle, torch_dtype
+from trainer.learner.scoring import over_tokens, score
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from trainer.config.schema import RunConfig
+    from trainer.data.batch import MicroBatch
+    from trainer.learner.inputs import LayoutFn
+    from trainer.learner.model import BuiltPolicy, Site
+
+
+class Reference:
+    """What the policy is held near. It is read from `model.path` (or the seed) again, never from a checkpoint, so a
+    resumed run has the reference that it began with."""
+
+    def __init__(self, model: PolicyModel, *, layout: LayoutFn, device: torch.device) -> None:
+        """`model` may be the policy itself if it has adapters: they are switched off for every call."""
+        self._model, self._layout, self._device = model, layout, device
+
+    def logprobs(self, batch: MicroBatch) -> np.ndarray:
+        """Log-probabilities of the loss tokens after temperature: float32[T], 0 outside `loss_mask`. Collective."""
+        with without_adapters(self._model.hf):
+            output = score(self._model, batch, layout=self._layout, device=self._device)
+        return over_tokens(output.logprobs_L, batch)
+
+
+def build_reference(cfg: RunConfig, built: BuiltPolicy, site: Site) -> Reference | None:
+    """The reference that `algorithm.kl` asks for; None while its coefficient is 0.
+
+    With LoRA it is the policy without its adapters and costs no memory. Otherwise it is a second model in the compute
+    dtype, sharded like the policy, and with `learner.reference_cpu_offload` kept on the host.
+
+    Raises:
+        ModelError: its weights cannot be loaded.
+    """
+    if cfg.algorithm.kl.coef == 0:
+        return None
+    if cfg.model.lora.rank:
+        return Reference(built.policy, layout=built.layout, device=site.device)
+    hollow = hollow_model(cfg.model.path, cfg)
+    for param in hollow.hf.parameters():
+        param.requires_grad_(False)
+        param.data = param.data.to(torch_dtype(cfg.model.compute_dtype))
+    model = PolicyModel(hollow.hf, cfg)
+    layout = settle(model, hollow, cfg, site=site, cpu_offload=cfg.learner.reference_cpu_offload)
+    return Reference(model, layout=layout, device=site.device)

@@ -1,0 +1,1 @@
+"""`python -m trainer --dry-run`: what a configuration needs, before anything is started."""

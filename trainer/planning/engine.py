@@ -1,0 +1,84 @@
+"""Bytes on one device of an engine, and how many tokens its KV cache holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainer.planning.sizes import GIB, Part
+
+if TYPE_CHECKING:
+    from trainer.planning.sizes import Device, ModelShape
+
+MAX_WORKSPACE_BYTES = 2 * GIB
+WORKSPACE_SHARE = 1 / 16
+SHADOW_HEADROOM = 0.9
+"""`commit=auto` stages only if the shadow takes at most this share of what is free (weight_sync/landing.py)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePlan:
+    """What the configuration says about one engine."""
+
+    tensor_parallel_size: int
+    dtype_bytes: int
+    memory_share: float
+    """rollout.gpu_memory_utilization; it has no meaning where `kv_bytes` is given."""
+    kv_bytes: int | None
+    """Size of the cache where it is set directly (on a CPU); None where it takes what is left."""
+    max_model_len: int
+    max_num_seqs: int
+    commit: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineMemory:
+    """One device of an engine."""
+
+    parts: tuple[Part, ...]
+    is_staged: bool
+    shadow_fits: bool
+    kv_bytes: int
+    """Room for the cache; negative if not even the weights fit."""
+    kv_tokens: int
+    wanted_tokens: int
+    """For max_num_seqs sequences of full length, all at once."""
+
+
+def workspace_bytes(device: Device) -> int:
+    """Assumed for what an engine measures at its start and keeps free: activations of a prefill and captured graphs."""
+    return min(MAX_WORKSPACE_BYTES, int(WORKSPACE_SHARE * device.total_bytes))
+
+
+def engine_memory(shape: ModelShape, plan: EnginePlan, device: Device) -> EngineMemory:
+    """The engine takes its share of the device; the shadow of a staged commit must fit into the rest."""
+    tp = plan.tensor_parallel_size
+    weights = -(-shape.num_params * plan.dtype_bytes // tp)
+    shadow = -(-shape.num_trained_params * plan.dtype_bytes // tp)
+    if plan.kv_bytes is None:
+        own_bytes = int(plan.memory_share * device.total_bytes)
+        workspace = workspace_bytes(device)
+        kv_bytes = own_bytes - weights - workspace
+        free = device.total_bytes - own_bytes
+    else:
+        workspace, kv_bytes = 0, plan.kv_bytes
+        free = device.total_bytes - weights - kv_bytes
+    fits = shadow <= (SHADOW_HEADROOM * free if plan.commit == "auto" else free)
+    is_staged = plan.commit == "staged" or (plan.commit == "auto" and fits)
+    per_token = shape.kv_bytes_per_token(tensor_parallel_size=tp, dtype_bytes=plan.dtype_bytes)
+    parts = [
+        Part(name="weights", nbytes=weights, remedy="rollout.tensor_parallel_size: more devices per engine"),
+        Part(name="workspace (assumed)", nbytes=workspace, remedy="rollout.engine_args", is_exact=False),
+        Part(name="KV cache", nbytes=max(0, kv_bytes), remedy="rollout.gpu_memory_utilization"),
+    ]
+    if is_staged:
+        remedy = "weight_sync.commit=inplace, or a lower rollout.gpu_memory_utilization"
+        parts.append(Part(name="shadow of a staged commit", nbytes=shadow, remedy=remedy))
+    return EngineMemory(
+        parts=tuple(parts),
+        is_staged=is_staged,
+        shadow_fits=fits,
+        kv_bytes=kv_bytes,
+        kv_tokens=max(0, kv_bytes) // per_token,
+        wanted_tokens=plan.max_num_seqs * plan.max_model_len,
+    )

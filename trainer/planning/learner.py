@@ -1,0 +1,140 @@
+"""Bytes on one device of the learner.
+
+FSDP2 gives each of N ranks 1/N of masters, moments and gradients. While a block computes, its weights are whole, in the
+compute dtype, and the next block's are already being gathered; the embedding and the output matrix are whole all the
+time. Activations follow the layers of a Llama-like block; the constant per layer is counted below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainer.planning.sizes import Part
+
+if TYPE_CHECKING:
+    from trainer.planning.sizes import ModelShape
+
+MASTER_BYTES, MOMENTS_BYTES, GRADIENT_BYTES = 4, 8, 4
+"""Per trained parameter: float32 weight; two float32 moments of AdamW; float32 gradient."""
+GATHERED_BLOCKS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerPlan:
+    """What the configuration says about one learner rank."""
+
+    num_ranks: int
+    compute_bytes: int
+    """Of one number in the forward."""
+    published_bytes: int
+    """Of one number in the arena."""
+    keeps_unsharded: bool
+    max_tokens: int
+    """Per micro-batch."""
+    logprob_chunk_tokens: int
+    checkpoints_activations: bool
+    cpu_offload: bool
+    num_slots: int
+    has_reference: bool
+    reference_cpu_offload: bool
+    critic: ModelShape | None
+    """Backbone of a critic of its own."""
+    critic_cpu_offload: bool
+
+
+def activation_bytes_per_block(shape: ModelShape, *, num_tokens: int, compute_bytes: int) -> int:
+    """What the backward of one block needs from its forward, without checkpointing and with attention that keeps no
+    scores.
+
+    Per token, with b bytes a number: two norms keep their input and its normalised form in float32 and the result in
+    b; two residual sums; queries, keys and values before and after the rotation, and the output of attention; gate, up,
+    activation and product of the MLP.
+    """
+    b, e = compute_bytes, shape.hidden_size
+    norms, residuals = 2 * e * (4 + 4 + 2 * b), 2 * e * b
+    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    attention = b * (2 * q + 4 * kv + q)
+    return num_tokens * (norms + residuals + attention + 4 * b * shape.intermediate_size)
+
+
+def activation_bytes(shape: ModelShape, plan: LearnerPlan) -> int:
+    """Of one micro-batch: all blocks, or with checkpointing the input of each block and the one being recomputed."""
+    block = activation_bytes_per_block(shape, num_tokens=plan.max_tokens, compute_bytes=plan.compute_bytes)
+    if not plan.checkpoints_activations:
+        return shape.num_layers * block
+    return shape.num_layers * plan.max_tokens * shape.hidden_size * plan.compute_bytes + block
+
+
+def logits_bytes(shape: ModelShape, plan: LearnerPlan) -> int:
+    """Of one chunk, in float32: logits, probabilities and the gradient."""
+    return 3 * 4 * min(plan.logprob_chunk_tokens, plan.max_tokens) * shape.vocab_size
+
+
+def unsharded_params(shape: ModelShape, *, keeps_unsharded: bool) -> int:
+    """Parameters that are whole on a rank at the worst moment."""
+    if keeps_unsharded:
+        return shape.num_params
+    blocks = min(GATHERED_BLOCKS, shape.num_layers) * shape.num_block_params
+    return min(shape.num_params, shape.num_root_params + blocks)
+
+
+def learner_parts(shape: ModelShape, plan: LearnerPlan) -> tuple[Part, ...]:
+    """Everything on one device of the learner, at the worst moment of a step."""
+    n, b = plan.num_ranks, plan.compute_bytes
+    trained, frozen = shape.num_trained_params, shape.num_params if shape.num_adapter_params else 0
+    whole = unsharded_params(shape, keeps_unsharded=plan.keeps_unsharded)
+    in_backward = shape.num_root_params + shape.num_block_params if not frozen else 0
+    more_ranks = "learner.num_ranks: more ranks, or learner.cpu_offload=true"
+    fewer_tokens = "learner.max_tokens_per_micro_batch: fewer"
+    recompute = "" if plan.checkpoints_activations else ", or learner.activation_checkpointing=true"
+    parts = [
+        Part(name="unsharded weights", nbytes=whole * b, remedy="model.compute_dtype=bfloat16", is_exact=False),
+        Part(name="unsharded gradients", nbytes=in_backward * (b + 4), remedy="a smaller model", is_exact=False),
+        Part(
+            name="activations",
+            nbytes=activation_bytes(shape, plan),
+            remedy=f"{fewer_tokens}{recompute}",
+            is_exact=False,
+        ),
+        Part(
+            name="logits of a chunk",
+            nbytes=logits_bytes(shape, plan),
+            remedy="learner.logprob_chunk_tokens: fewer",
+            is_exact=False,
+        ),
+        Part(
+            name=f"arenas of weight sync ({plan.num_slots} slots)",
+            nbytes=plan.num_slots * _share(trained * plan.published_bytes, n),
+            remedy="weight_sync.num_slots: fewer",
+        ),
+    ]
+    if not plan.cpu_offload:
+        parts += [
+            Part(name="masters (float32)", nbytes=_share(trained * MASTER_BYTES, n), remedy=more_ranks),
+            Part(name="moments (AdamW)", nbytes=_share(trained * MOMENTS_BYTES, n), remedy=more_ranks),
+            Part(name="gradients (float32)", nbytes=_share(trained * GRADIENT_BYTES, n), remedy=more_ranks),
+        ]
+        if frozen:
+            parts.append(Part(name="frozen weights", nbytes=_share(frozen * b, n), remedy=more_ranks))
+    return (*parts, *_more_models(shape, plan))
+
+
+def _more_models(shape: ModelShape, plan: LearnerPlan) -> list[Part]:
+    """Reference and critic."""
+    parts: list[Part] = []
+    if plan.has_reference and not shape.num_adapter_params and not plan.reference_cpu_offload:
+        nbytes = _share(shape.num_params * plan.compute_bytes, plan.num_ranks)
+        parts.append(Part(name="reference", nbytes=nbytes, remedy="learner.reference_cpu_offload=true"))
+    if plan.critic is not None and not plan.critic_cpu_offload:
+        each = MASTER_BYTES + MOMENTS_BYTES + GRADIENT_BYTES
+        num_params = plan.critic.num_params - plan.critic.num_head_params + plan.critic.hidden_size + 1
+        nbytes = _share(num_params * each, plan.num_ranks)
+        parts.append(
+            Part(name="critic", nbytes=nbytes, remedy="critic.cpu_offload=true or critic.shared_backbone=true")
+        )
+    return parts
+
+
+def _share(nbytes: int, num_ranks: int) -> int:
+    return -(-nbytes // num_ranks)

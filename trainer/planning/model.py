@@ -1,0 +1,64 @@
+"""The shape of a model, from its config alone: built without memory, no weights are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from trainer.learner.lora import add_adapters
+from trainer.learner.model import check_architecture, load_config, torch_dtype
+from trainer.planning.sizes import ModelShape
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedConfig
+
+    from trainer.config.schema.model import ModelConfig
+
+
+def model_shape(model: ModelConfig, path: str) -> ModelShape:
+    """Of the model at `path` (a directory, or a hub name, of which only the config is fetched), with its adapters.
+
+    Raises:
+        ModelError: there is no config, or none that we can train.
+    """
+    config = load_config(model, Path(path).expanduser())
+    with torch.device("meta"):
+        hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=model.trust_remote_code)
+    blocks = check_architecture(hf)
+    num_params, of_blocks = _count(hf), [_count(block) for block in blocks]
+    embedding, head = hf.get_input_embeddings().weight, hf.get_output_embeddings().weight
+    text = config.get_text_config()
+    if model.lora.rank:
+        add_adapters(hf, blocks, model.lora, base_dtype=torch_dtype(model.compute_dtype))
+    heads, head_dim = int(text.num_attention_heads), getattr(text, "head_dim", None)
+    kv_heads = getattr(text, "num_key_value_heads", None)
+    return ModelShape(
+        num_params=num_params,
+        num_block_params=max(of_blocks),
+        num_root_params=num_params - sum(of_blocks),
+        num_head_params=0 if head is embedding else head.numel(),
+        num_layers=len(blocks),
+        hidden_size=int(text.hidden_size),
+        intermediate_size=_active_intermediate_size(text),
+        num_heads=heads,
+        num_kv_heads=heads if kv_heads is None else int(kv_heads),
+        head_dim=int(text.hidden_size) // heads if head_dim is None else int(head_dim),
+        vocab_size=int(text.vocab_size),
+        num_adapter_params=sum(p.numel() for name, p in hf.named_parameters() if ".lora_" in name),
+    )
+
+
+def _active_intermediate_size(text: PreTrainedConfig) -> int:
+    """Of the experts that one token visits, together; of a dense MLP."""
+    expert, visited = getattr(text, "moe_intermediate_size", None), getattr(text, "num_experts_per_tok", None)
+    if expert is None or visited is None:
+        return int(text.intermediate_size)
+    return int(expert) * int(visited)
+
+
+def _count(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())

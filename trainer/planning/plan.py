@@ -1,0 +1,166 @@
+"""What a whole configuration needs, and what of it cannot fit. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainer.config.errors import Problem
+from trainer.config.estimators import traits_of
+from trainer.planning.engine import EngineMemory, EnginePlan, engine_memory
+from trainer.planning.learner import LearnerPlan, learner_parts
+from trainer.planning.schedule import StepWork, SyncTraffic, step_work, sync_traffic
+from trainer.planning.sizes import GIB, Device, ModelShape, Part, least, total
+
+if TYPE_CHECKING:
+    from trainer.config.schema import RunConfig
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+UNSHARDED_SHARE = 1 / 8
+"""As trainer/learner/parallel.py has it; tests compare the two."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """All of it."""
+
+    shape: ModelShape
+    device: Device
+    learner: tuple[Part, ...]
+    engine: EngineMemory
+    sync: SyncTraffic
+    work: StepWork
+    num_slots: int
+    """Groups between admission and live weights."""
+    num_answers: int
+    """Answers in flight at most."""
+
+
+def plan_run(
+    cfg: RunConfig, shape: ModelShape, device: Device, *, critic: ModelShape | None, prompt_tokens: float
+) -> RunPlan:
+    """
+    Args:
+        critic: of a critic with its own backbone.
+        prompt_tokens: mean length of the training prompts.
+    """
+    rollout, tp = cfg.rollout, cfg.rollout.tensor_parallel_size
+    group = rollout.group_size + traits_of(cfg.algorithm).greedy_baseline
+    answers = cfg.trainer.groups_per_step * rollout.group_size
+    num_slots = (cfg.mode.max_staleness + 1) * cfg.trainer.groups_per_step
+    return RunPlan(
+        shape=shape,
+        device=device,
+        learner=learner_parts(shape, learner_plan(cfg, shape, device, critic=critic)),
+        engine=engine_memory(shape, engine_plan(cfg, device), device),
+        sync=sync_traffic(
+            shape,
+            dtype_bytes=DTYPE_BYTES[cfg.model.rollout_dtype],
+            num_ranks=cfg.learner.num_ranks,
+            num_replicas=rollout.num_replicas,
+            tensor_parallel_size=tp,
+        ),
+        work=step_work(
+            shape,
+            (cfg.learner.num_ranks, rollout.num_replicas * tp),
+            prompt_tokens=answers * prompt_tokens,
+            response_tokens=answers * rollout.max_response_tokens,
+            passes=3.0 + cfg.learner.activation_checkpointing + (cfg.algorithm.kl.coef > 0) + 3 * (critic is not None),
+        ),
+        num_slots=num_slots,
+        num_answers=num_slots * group,
+    )
+
+
+def learner_plan(cfg: RunConfig, shape: ModelShape, device: Device, *, critic: ModelShape | None) -> LearnerPlan:
+    learner, compute = cfg.learner, DTYPE_BYTES[cfg.model.compute_dtype]
+    return LearnerPlan(
+        num_ranks=learner.num_ranks,
+        compute_bytes=compute,
+        published_bytes=DTYPE_BYTES[cfg.model.rollout_dtype],
+        keeps_unsharded=shape.num_params * compute <= UNSHARDED_SHARE * device.total_bytes,
+        max_tokens=learner.max_tokens_per_micro_batch,
+        logprob_chunk_tokens=learner.logprob_chunk_tokens,
+        checkpoints_activations=learner.activation_checkpointing,
+        cpu_offload=learner.cpu_offload,
+        num_slots=cfg.weight_sync.num_slots,
+        has_reference=cfg.algorithm.kl.coef > 0,
+        reference_cpu_offload=learner.reference_cpu_offload,
+        critic=critic,
+        critic_cpu_offload=cfg.critic.cpu_offload,
+    )
+
+
+def engine_plan(cfg: RunConfig, device: Device) -> EnginePlan:
+    rollout = cfg.rollout
+    needed = cfg.task.max_prompt_tokens + rollout.max_response_tokens
+    return EnginePlan(
+        tensor_parallel_size=rollout.tensor_parallel_size,
+        dtype_bytes=DTYPE_BYTES[cfg.model.rollout_dtype],
+        memory_share=rollout.gpu_memory_utilization,
+        kv_bytes=int(rollout.kv_cache_gib * GIB) if device.is_shared else None,
+        max_model_len=rollout.max_model_len if rollout.max_model_len else needed,
+        max_num_seqs=rollout.max_num_seqs,
+        commit=cfg.weight_sync.commit,
+    )
+
+
+def problems(plan: RunPlan, cfg: RunConfig) -> list[Problem]:
+    """What cannot fit, even if every estimate is twice too large."""
+    found: list[Problem] = []
+    if plan.device.is_shared:
+        needed = cfg.learner.num_ranks * least(plan.learner) + (
+            cfg.rollout.num_replicas * cfg.rollout.tensor_parallel_size * least(plan.engine.parts)
+        )
+        found += _too_large("this host", needed, (*plan.learner, *plan.engine.parts), plan.device)
+    else:
+        found += _too_large("a learner device", least(plan.learner), plan.learner, plan.device)
+    return [*found, *_engine_problems(plan, cfg)]
+
+
+def _too_large(where: str, needed: int, parts: tuple[Part, ...], device: Device) -> list[Problem]:
+    if needed <= device.total_bytes:
+        return []
+    by_remedy = {part.remedy: [other for other in parts if other.remedy == part.remedy] for part in parts}
+    remedy, largest = max(by_remedy.items(), key=lambda item: sum(part.least_bytes for part in item[1]))
+    names, nbytes = ", ".join(part.name for part in largest), sum(part.nbytes for part in largest)
+    return [
+        Problem(
+            key=remedy.split(":")[0].split("=")[0],
+            got=f"{gib(total(parts))} for {where}",
+            allowed=f"{where} has {gib(device.total_bytes)}; most of it is for {names}: {gib(nbytes)}",
+            do=remedy,
+        )
+    ]
+
+
+def _engine_problems(plan: RunPlan, cfg: RunConfig) -> list[Problem]:
+    engine, device, found = plan.engine, plan.device, list[Problem]()
+    longest = engine.wanted_tokens // cfg.rollout.max_num_seqs
+    if engine.kv_tokens < longest:
+        weights = engine.parts[0]
+        where = "rollout.kv_cache_gib" if device.is_shared else "rollout.gpu_memory_utilization"
+        found.append(
+            Problem(
+                key=where,
+                got=f"room for {engine.kv_tokens} tokens beside {gib(weights.nbytes)} of weights",
+                allowed=f"an engine device of {gib(device.total_bytes)} must hold one sequence of {longest} tokens",
+                do=f"raise it, lower rollout.max_model_len or rollout.max_response_tokens, or {weights.remedy}",
+            )
+        )
+    if cfg.weight_sync.commit == "staged" and not engine.shadow_fits and not device.is_shared:
+        shadow = engine.parts[-1]
+        found.append(
+            Problem(
+                key="weight_sync.commit",
+                got=f"staged: {gib(shadow.nbytes)} of shadow per engine device",
+                allowed=f"only {gib(int((1 - cfg.rollout.gpu_memory_utilization) * device.total_bytes))} are left",
+                do=shadow.remedy,
+            )
+        )
+    return found
+
+
+def gib(nbytes: int) -> str:
+    """Bytes as a person reads them."""
+    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB / 10 else f"{nbytes / (1 << 20):.2f} MiB"

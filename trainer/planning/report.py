@@ -1,0 +1,97 @@
+"""A plan in words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainer.planning.engine import workspace_bytes
+from trainer.planning.plan import gib
+from trainer.planning.schedule import DECODING_EFFICIENCY, LINK_BYTES_PER_S
+from trainer.planning.sizes import least, total
+
+if TYPE_CHECKING:
+    from trainer.config.schema import RunConfig
+    from trainer.planning.plan import RunPlan
+    from trainer.planning.sizes import Part
+
+
+def in_words(plan: RunPlan, cfg: RunConfig) -> str:
+    """What `--dry-run` prints."""
+    lines = [*_placement(plan, cfg), *_memory(plan, cfg), *_traffic(plan, cfg), *_flight(plan, cfg), *_balance(plan)]
+    return "\n".join(lines) + "\n"
+
+
+def _placement(plan: RunPlan, cfg: RunConfig) -> list[str]:
+    ranks, replicas, tp = cfg.learner.num_ranks, cfg.rollout.num_replicas, cfg.rollout.tensor_parallel_size
+    shape, what = plan.shape, "processes on the CPU" if plan.device.is_shared else "devices"
+    adapters = f", of which {shape.num_adapter_params:,} in adapters are trained" if shape.num_adapter_params else ""
+    return [
+        "Placement",
+        f"  learner         {ranks} {what}, one FSDP2 rank each",
+        f"  engines         {replicas} x {tp} = {replicas * tp} {what}",
+        f"  rollout workers {cfg.rollout.num_workers} processes on the CPU",
+        f"  device          {plan.device.name}: {gib(plan.device.total_bytes)}"
+        + (", shared by all" if plan.device.is_shared else " each"),
+        "",
+        f"Model: {shape.num_params + shape.num_adapter_params:,} parameters in {shape.num_layers} blocks{adapters}",
+        "",
+    ]
+
+
+def _memory(plan: RunPlan, cfg: RunConfig) -> list[str]:
+    engine = plan.engine
+    commit = "staged" if engine.is_staged else "in place"
+    seats = f"{cfg.rollout.max_num_seqs} x {engine.wanted_tokens // cfg.rollout.max_num_seqs}"
+    share = min(engine.kv_tokens / engine.wanted_tokens, 1.0)
+    full = "all of them" if share == 1 else f"{share:.0%} of them; the rest waits, or prompts and answers are shorter"
+    lines = [
+        *_table("Per learner device", plan.learner, plan),
+        *_table(f"Per engine device (commit: {commit})", engine.parts, plan),
+        f"  The cache holds {engine.kv_tokens:,} tokens; {seats} = {engine.wanted_tokens:,} may be wanted: {full}.",
+    ]
+    if not plan.device.is_shared:
+        lines.append(
+            f"  Assumed workspace of the engine: {gib(workspace_bytes(plan.device))}; it measures its own at the start."
+        )
+    return [*lines, "  ~ marks an estimate, which may be off by half; attention is taken to keep no scores.", ""]
+
+
+def _table(title: str, parts: tuple[Part, ...], plan: RunPlan) -> list[str]:
+    rows = [
+        f"  {part.name:<34}{gib(part.nbytes):>12}{'' if part.is_exact else ' ~'}"
+        for part in sorted(parts, key=lambda part: -part.nbytes)
+        if part.nbytes
+    ]
+    needed = total(parts)
+    tight = needed > plan.device.total_bytes >= least(parts)
+    return [title, *rows, f"  {'together':<34}{gib(needed):>12}{'  (may not fit)' if tight else ''}"]
+
+
+def _traffic(plan: RunPlan, cfg: RunConfig) -> list[str]:
+    sync = plan.sync
+    floors = "; ".join(f"{sync.floor_s(rate):.3g} s at {rate / 1e9:.0f} GB/s" for rate in LINK_BYTES_PER_S)
+    ends = f"each engine device reads {gib(sync.device_bytes)}, each learner rank serves {gib(sync.rank_bytes)}"
+    return [
+        "Weight sync, per version",
+        f"  published {gib(sync.version_bytes)} ({cfg.model.rollout_dtype}); {ends} without relays",
+        f"  no pull is faster than {floors} per device (assumed rates of a link)",
+        "",
+    ]
+
+
+def _flight(plan: RunPlan, cfg: RunConfig) -> list[str]:
+    staleness, groups = cfg.mode.max_staleness, cfg.trainer.groups_per_step
+    slots = f"(S + 1) x B = ({staleness} + 1) x {groups} = {plan.num_slots} groups"
+    seats = cfg.rollout.num_replicas * cfg.rollout.max_num_seqs
+    return [f"In flight: {slots}, at most {plan.num_answers} answers over {seats} seats", ""]
+
+
+def _balance(plan: RunPlan) -> list[str]:
+    ratio = plan.work.generation_over_learning
+    side = "generation" if ratio > 1 else "learning"
+    times = f"{ratio:.2g} times the time of learning"
+    return [
+        f"Expected bottleneck: {side} (generation takes {times}), if all answers have full length and decoding",
+        f"reaches {DECODING_EFFICIENCY:.0%} of the arithmetic efficiency of training. A guess: run some steps, and ask",
+        "python -m trainer.advise RUN_DIR.",
+    ]

@@ -1,0 +1,1 @@
+"""Contracts of the functions that users bring: policy losses, advantage estimators, rewards."""
