@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from contextlib import ExitStack, aclosing
 from typing import TYPE_CHECKING, Any
 
@@ -30,9 +31,12 @@ class RayEngine:
     One Ray stream carries all requests with the same tokens, because an item of a stream costs about a millisecond.
     """
 
-    def __init__(self, name: str, handle: Any) -> None:
+    def __init__(self, name: str, handle: Any, *, sender: str) -> None:
+        """`sender` keeps request ids apart: a group whose worker died is generated again by another one, while the
+        engine may still have the first attempt."""
         self._name = name
         self._handle = handle
+        self._sender = sender
 
     @property
     def name(self) -> str:
@@ -63,7 +67,7 @@ class RayEngine:
             raise
         finally:
             for request_id in running.values():
-                self._handle.abort.remote(request_id)
+                self._handle.abort.remote(self._full_id(request_id))
 
     async def load(self) -> EngineLoad:
         """See `EngineClient`."""
@@ -81,10 +85,13 @@ class RayEngine:
         token_ids: Sequence[np.ndarray],
         params: Sequence[SamplingParams],
     ) -> AsyncGenerator[tuple[int, Completion], None]:
-        ids, sampling = [request_ids[index] for index in indices], [params[index] for index in indices]
+        ids, sampling = [self._full_id(request_ids[index]) for index in indices], [params[index] for index in indices]
         async for ref in self._handle.generate_group.remote(ids, token_ids[indices[0]], sampling):
             for position, chunk in await ref:
                 yield indices[position], chunk
+
+    def _full_id(self, request_id: str) -> str:
+        return f"{self._sender}/{request_id}"
 
 
 async def _merge(
@@ -121,6 +128,7 @@ class RolloutWorkerActor:
 
     def __init__(self, spec: WorkerSpec, engines: Mapping[str, Any]) -> None:
         self._spec, self._engines = spec, engines
+        self._sender = uuid.uuid4().hex[:8]
         self._rewards = RewardPipeline(
             spec.reward, timeout_s=spec.reward_timeout_s, num_processes=spec.reward_processes
         )
@@ -141,7 +149,7 @@ class RolloutWorkerActor:
         self._for_life.enter_context(rare_collections())
         self._started = RolloutWorker(
             self._spec,
-            [RayEngine(name, handle) for name, handle in self._engines.items()],
+            [RayEngine(name, handle, sender=self._sender) for name, handle in self._engines.items()],
             tokenizer=await asyncio.to_thread(AutoTokenizer.from_pretrained, self._spec.tokenizer_path),
             score=self._rewards.score,
             loop=make_loop(self._spec.agent, self._spec.agent_args),
@@ -176,7 +184,7 @@ class RolloutWorkerActor:
         return self._worker.loads()
 
     async def replace(self, name: str, handle: Any) -> None:
-        self._worker.replace(RayEngine(name, handle))
+        self._worker.replace(RayEngine(name, handle, sender=self._sender))
 
     async def quarantined(self) -> dict[str, str]:
         return self._worker.quarantined
@@ -187,6 +195,20 @@ class RolloutWorkerActor:
             self._watching.cancel()
         await self._rewards.close()
         self._for_life.close()
+
+
+def is_actor_lost(error: BaseException) -> bool:
+    """Whether a remote call failed because its actor is gone or cannot be reached, and not by what the actor did."""
+    from ray.exceptions import RayActorError, RayTaskError
+
+    return isinstance(error, RayActorError) and not isinstance(error, RayTaskError)
+
+
+def kill_actor(actor: Any) -> None:
+    """End an actor's process, also one that is stopped. Its pending calls fail at once."""
+    import ray
+
+    ray.kill(actor)
 
 
 def rollout_worker_actor() -> Any:

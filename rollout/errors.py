@@ -23,6 +23,10 @@ class EngineDead(Exception):
     """An engine replica stopped answering; its requests continue elsewhere from the tokens they have."""
 
 
+class WorkerLost(Exception):
+    """A rollout worker died or stopped answering with a group in hand. Says nothing about the group."""
+
+
 class RewardError(Exception):
     """A reward call raised, hung, or returned something that is not a finite number. Marks one trajectory."""
 

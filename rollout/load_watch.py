@@ -1,8 +1,14 @@
-"""Looks at the engines again and again, and sets how many requests each of them gets."""
+"""Looks at the engines again and again: sets how many requests each of them gets, and gives up those that hang.
+
+A replica is silent while it does not answer a look, or has requests that it should generate for and gives no token.
+Its event loop answers whatever else goes on: a commit, a pause, sleep, an evaluation, a slow step. While it may not
+generate `EngineLoad.still_s` is 0, and before its first answer it is taken to start, which others bound.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -40,6 +46,8 @@ class LoadReport:
     replicas: Mapping[str, ReplicaLoad]
     held: int
     """Requests of this sender that wait for room."""
+    quarantined: Mapping[str, str]
+    """Replica -> why this sender gave it up."""
 
 
 class LoadWatch:
@@ -49,6 +57,8 @@ class LoadWatch:
         engines: the replicas by name; the mapping may change.
         turnstile: gets the limits.
         bounds: of this sender's share of each replica; None for no limit.
+        silence_timeout_s: how long a replica may be silent.
+        give_up: (name, reason) of one that was silent for longer.
     """
 
     def __init__(
@@ -57,20 +67,26 @@ class LoadWatch:
         turnstile: Turnstile,
         *,
         bounds: Bounds | None,
+        silence_timeout_s: float,
+        give_up: Callable[[str, str], None],
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._engines = engines
         self._turnstile = turnstile
         self._sleep = sleep
         self._bounds = bounds
+        self._silence_timeout_s = silence_timeout_s
+        self._give_up = give_up
         self._states: dict[str, Concurrency] = {}
         self._loads: dict[str, EngineLoad] = {}
+        self._unanswered_s: defaultdict[str, float] = defaultdict(float)
         for name in engines:
             self.start_over(name)
 
     def start_over(self, name: str) -> None:
         """The replica is a new one: what was learned about the old one is forgotten."""
         self._loads.pop(name, None)
+        self._unanswered_s.pop(name, None)
         if self._bounds is not None:
             self._states[name] = Concurrency.start(self._bounds)
             self._turnstile.limit(name, self._states[name].limit)
@@ -90,19 +106,33 @@ class LoadWatch:
             name: ReplicaLoad(limit=router.limits.get(name), in_flight=in_flight, load=self._loads.get(name))
             for name, in_flight in router.num_requests.items()
         }
-        return LoadReport(replicas=replicas, held=self._turnstile.num_held)
+        return LoadReport(replicas=replicas, held=self._turnstile.num_held, quarantined=router.quarantined)
 
     async def _look(self, name: str) -> None:
         engine = self._engines[name]
         try:
             async with asyncio.timeout(ANSWER_S):
                 load = await engine.load()
-        except (EngineDead, TimeoutError):
-            return  # whoever generates there finds out, and says so; a limit that is not changed does no harm
+        except (EngineDead, TimeoutError) as error:
+            if self._engines[name] is engine and name in self._loads:
+                self._on_silence(name, error)
+            return  # a limit that is not changed does no harm
         if self._engines[name] is not engine:
             return
         self._loads[name] = load
-        if self._bounds is not None:
+        self._unanswered_s.pop(name, None)
+        if load.still_s > self._silence_timeout_s:
+            self._give_up(name, f"it has requests and gave no token for {load.still_s:.0f} s")
+        elif self._bounds is not None:
             demand = Demand(in_flight=self._turnstile.router.num_requests[name], held=self._turnstile.num_held)
             self._states[name] = self._states[name].next(load, demand)
             self._turnstile.limit(name, self._states[name].limit)
+
+    def _on_silence(self, name: str, error: EngineDead | TimeoutError) -> None:
+        if isinstance(error, EngineDead):
+            self._give_up(name, str(error))
+            return
+        # Counted in looks and not by a clock: where it is this sender that stood still, no replica was silent.
+        self._unanswered_s[name] += LOOK_S + ANSWER_S
+        if self._unanswered_s[name] > self._silence_timeout_s:
+            self._give_up(name, f"it answered nothing for {self._unanswered_s[name]:.0f} s")

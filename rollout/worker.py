@@ -39,6 +39,8 @@ class Decoder(Protocol):
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
 
 
+SILENCE_S = 120.0
+"""Longer than any step of a model and whatever is compiled on the way; far shorter than a request's deadline."""
 EVALUATION = -1
 """In the place of a group's id, in the seeds of an evaluation."""
 Score = Callable[[Prompt, str], Awaitable[RewardResult]]
@@ -56,6 +58,8 @@ class WorkerSpec:
     """Longest time one generation may take, resubmissions and waits for room included."""
     concurrency: Bounds | None = None
     """Of the requests that one replica has from this worker at once; None sends everything at once."""
+    silence_timeout_s: float = SILENCE_S
+    """How long a replica may answer nothing, or generate nothing of what it should, before it is given up."""
     greedy_baseline: bool = False
     """Every group gets one more answer, sampled greedily, for the baseline of its advantages."""
     agent: str = ""
@@ -66,8 +70,8 @@ class WorkerSpec:
     seed: int
     """Of the run."""
     seed_requests: bool = True
-    """Give every request its own seed, so that a synchronous run repeats itself bit for bit. Costs an engine some
-    speed, because it samples seeded requests one by one."""
+    """Give every request of training its own seed, so that a synchronous run repeats itself bit for bit. Costs an
+    engine some speed, because it samples seeded requests one by one. Evaluations are always seeded."""
     tokenizer_path: str = ""
     reward: str = ""
     reward_timeout_s: float = 10.0
@@ -99,7 +103,14 @@ class RolloutWorker:
         self._spec = spec
         self._engines: dict[str, EngineClient] = {engine.name: engine for engine in engines}
         self._turnstile = Turnstile(Router(self._engines))
-        self._watch = LoadWatch(self._engines, self._turnstile, bounds=spec.concurrency)
+        self._evaluations: set[Turnstile] = set()
+        self._watch = LoadWatch(
+            self._engines,
+            self._turnstile,
+            bounds=spec.concurrency,
+            silence_timeout_s=spec.silence_timeout_s,
+            give_up=self.quarantine,
+        )
         self._tokenizer = tokenizer
         self._score = score
         self._loop = SingleTurnLoop() if loop is None else loop
@@ -123,6 +134,8 @@ class RolloutWorker:
         def params_of(sample: int, submission: int) -> SamplingParams:
             if sample == size:  # the baseline; nothing is drawn, so nothing is seeded
                 return SamplingParams(max_tokens=sampling.max_tokens, temperature=0.0)
+            if not self._spec.seed_requests:
+                return sampling
             return replace(sampling, seed=self._seed(item.prompt.prompt_id, item.group_id, sample, submission))
 
         context = GroupContext(
@@ -184,14 +197,21 @@ class RolloutWorker:
         )
         # A turnstile of its own: training's limits, and that the replica rests for training, do not concern it.
         turnstile = Turnstile(Router([engine]))
-        async with GroupGenerator(context, {engine: self._engines[engine]}, turnstile) as generator:
-            return await _gather(
-                [self._run_sample(prompt, i, params.max_tokens, generator) for i, prompt in enumerate(prompts)]
-            )
+        self._evaluations.add(turnstile)
+        try:
+            async with GroupGenerator(context, {engine: self._engines[engine]}, turnstile) as generator:
+                return await _gather(
+                    [self._run_sample(prompt, i, params.max_tokens, generator) for i, prompt in enumerate(prompts)]
+                )
+        finally:
+            self._evaluations.discard(turnstile)
 
     def quarantine(self, name: str, reason: str) -> None:
-        """Sends nothing more to this replica. What runs there goes on elsewhere, from what it has."""
-        self._turnstile.quarantine(name, reason)
+        """Sends nothing more to this replica. What runs there goes on elsewhere, from what it has; an evaluation there
+        fails with `NoReplica`."""
+        for turnstile in (self._turnstile, *self._evaluations):
+            if name in turnstile.router.num_requests:
+                turnstile.quarantine(name, reason)
 
     def rest(self, name: str) -> None:
         """Sends nothing new to this replica until `resume`. What runs there goes on."""
@@ -261,9 +281,7 @@ class RolloutWorker:
         timings = {**trajectory.timings, "reward_s": self._clock() - started}
         return replace(trajectory, reward=result.reward, reward_parts=result.parts, timings=timings)
 
-    def _seed(self, prompt_id: str, group_id: int, sample_index: int, submission: int) -> int | None:
-        if not self._spec.seed_requests:
-            return None
+    def _seed(self, prompt_id: str, group_id: int, sample_index: int, submission: int) -> int:
         return derive_seed(self._spec.seed, prompt_id, group_id, sample_index, submission)
 
 

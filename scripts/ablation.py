@@ -76,6 +76,10 @@ SUITES = {
             for bound in (1, 4)
             for policy in ("keep", "recompute", "abort")
         ),
+        *(
+            Run(name=f"colocated S={bound}", overrides=("mode=colocated", f"mode.max_staleness={bound}"))
+            for bound in (0, 1)
+        ),
     ),
 }
 

@@ -110,16 +110,17 @@ worker)
   [ $# -eq 1 ] || usage
   head=$1
   begin --address "$head:$port" ${TANDEM_HOST:+--node-ip-address "$TANDEM_HOST"}
-  say "lending this node to $head:$port until the head ends; Ctrl-C takes it back"
+  say "waiting for $head:$port"
   started=$SECONDS
-  while ! wait "$daemon"; do
-    if grep -q 'Ray runtime started' "$log"; then break; fi  # it was there, and has ended
-    # Ray gives up at once where no head listens yet: the head may start later than we do.
+  until grep -q 'Ray runtime started' "$log"; do
     if grep -q InvalidAuthToken "$log"; then die "the head has another Ray token: copy its ~/.ray/auth_token to this node"; fi
     [ $((SECONDS - started)) -lt "$limit_s" ] || die "no cluster at $head:$port within $limit_s s; $log says why"
-    sleep 2
-    begin --address "$head:$port" ${TANDEM_HOST:+--node-ip-address "$TANDEM_HOST"}
+    # Where no head listens yet Ray gives up by itself, at once or after minutes: the head may start later than we do.
+    kill -0 "$daemon" 2>/dev/null || begin --address "$head:$port" ${TANDEM_HOST:+--node-ip-address "$TANDEM_HOST"}
+    sleep 1
   done
+  say "lending this node to $head:$port until the head ends; Ctrl-C takes it back"
+  while kill -0 "$daemon" 2>/dev/null; do wait "$daemon" || true; done
   ;;
 *) usage ;;
 esac

@@ -215,7 +215,7 @@ class SyncCoordinator:
             log.warning("not every worker learned whom to read from: %s", error)
 
     async def _bring(self, members: Sequence[Member], version: int, give_up: float) -> list[Outcome | BaseException]:
-        turnstile = asyncio.Semaphore(max(1, len(members) // 2))
+        turnstile = asyncio.Semaphore(max(1, len(members) // 2) if self._options.rolling else len(members))
         calls = (member.bring(version, give_up=give_up, turnstile=turnstile) for member in members)
         return await asyncio.gather(*calls, return_exceptions=True)
 

@@ -51,6 +51,9 @@ class SyncOptions(msgspec.Struct, frozen=True, kw_only=True):
     verify: bool = True
     host: str | None = "127.0.0.1"
     """Address that every party binds its control socket to; None lets each take the one that other nodes reach."""
+    rolling: bool = True
+    """At most half of the replicas commit at a time, so that the others go on generating. False where all of them stand
+    still anyway."""
     relay: RelayMode = "auto"
     """Whether replicas hand versions on to each other where they outnumber the learners, or are on other nodes."""
 

@@ -1,6 +1,6 @@
 r"""The work buffer: every prompt between admission and the weights it led to, and who waits for whom.
 
-    prompt_loop   wait_for_slot -> readmit | admit      waits for a free slot          woken by release, filter, fail
+    prompt_loop   wait_for_slot -> readmit | admit      waits for a slot, if needed     woken by release, filter, fail
     rollout_loop  claim -> finish | filter | fail       waits for an admitted prompt   woken by admit, fail (retry)
     batch_loop    take(step)                            waits for finished groups      woken by finish, filter, ...
     train_loop    release(step, version=step + 1)       never waits
@@ -10,6 +10,7 @@ r"""The work buffer: every prompt between admission and the weights it led to, a
        \--fail (retry)---/ \--fail (no retry left)---------------------------> (gone: slot free, counted)
 
 A group holds one of the (S+1)*B slots in each of the four states. `staleness.py` has the rule of `take` and its proof.
+Near the end slots stay empty: nothing is admitted that no step is left for.
 One event loop, no threads: every method that is not `async` is atomic.
 """
 
@@ -24,8 +25,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from rollout.buffer.items import WorkItem, dump_prompt, load_prompt
 from rollout.buffer.progress import ProgressGuard
 from rollout.buffer.staleness import Outstanding, Selection, Wait, select
-from rollout.buffer.stats import BufferStats
-from rollout.errors import BufferClosed, NoProgress
+from rollout.buffer.stats import BufferStats, Tally
+from rollout.buffer.taker import Taker, describe
+from rollout.errors import BufferClosed, NoProgress, WorkerLost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -42,6 +44,7 @@ class WorkBuffer:
         max_retries: how often a failed group is tried again before its prompt is dropped.
         max_refills_per_step: when to give up with `NoProgress`, see `ProgressGuard`.
         version: the policy version that is live now; the first step to be taken.
+        end_step: the step that is not taken any more; None for no end.
         next_group_id: the first group id to hand out.
         clock: seconds, for waiting times only; no decision depends on it.
     """
@@ -54,6 +57,7 @@ class WorkBuffer:
         max_retries: int,
         max_refills_per_step: int,
         version: int = 0,
+        end_step: int | None = None,
         next_group_id: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -67,6 +71,7 @@ class WorkBuffer:
         self._num_slots = (max_staleness + 1) * groups_per_step
         self._version = version
         self._next_step = version
+        self._end_step = end_step
         self._next_group_id = next_group_id
         self._clock = clock
 
@@ -76,34 +81,27 @@ class WorkBuffer:
         self._ready: dict[int, tuple[WorkItem, Group]] = {}
         self._taken: dict[int, tuple[WorkItem, ...]] = {}
 
-        self._counts: Counter[str] = Counter()
-        self._filtered: Counter[str] = Counter()
-        self._dropped: Counter[str] = Counter()
+        self._tally = Tally()
         self._tokens: Counter[str] = Counter()
-        self._wait_s = {"take": 0.0, "forced": 0.0, "slot": 0.0}
         self._progress = ProgressGuard(groups_per_step=groups_per_step, max_refills_per_step=max_refills_per_step)
 
-        self._waiting_for: Wait | None = None
-        self._due: set[int] = set()
-        self._num_missing = 0
+        self._taker = Taker()
         self._closed: BufferClosed | None = None
-        # The first two are level-triggered: set exactly while there is a free slot / a queued item (or the buffer is
-        # closed), so that no wake-up is lost when a waiter is cancelled. `_may_take` wakes the one taker to look again;
-        # a look costs time in proportion to the slots, so it is not set before what `Wait` asks for has come.
+        # Level-triggered: set exactly while there is a slot to fill / a queued item (or the buffer is closed), so that
+        # no wake-up is lost when a waiter is cancelled.
         self._has_slot = asyncio.Event()
         self._has_queued = asyncio.Event()
-        self._may_take = asyncio.Event()
         self._notify()
 
     # --- prompt_loop -------------------------------------------------------------------------------------------------
 
     async def wait_for_slot(self) -> None:
-        """Returns when a slot is free. With several callers, each must look again: `admit` refuses without a slot."""
+        """Returns when a slot is free and one more group is needed. Of several callers each must look again."""
         started = self._clock()
         try:
             await self._has_slot.wait()
         finally:
-            self._wait_s["slot"] += self._clock() - started
+            self._tally.seconds["slot"] += self._clock() - started
         self._raise_if_closed()
 
     def readmit(self) -> WorkItem | None:
@@ -128,7 +126,7 @@ class WorkBuffer:
             raise RuntimeError(f"{len(self._returning)} prompts of the resumed run come first; call readmit()")
         group_id = self._next_group_id
         self._next_group_id += 1
-        self._counts["admitted"] += 1
+        self._tally.counts["admitted"] += 1
         return self._enqueue(group_id, prompt)
 
     # --- rollout_loop ------------------------------------------------------------------------------------------------
@@ -158,7 +156,7 @@ class WorkBuffer:
                 f"{group.start_version}; copy it from the WorkItem"
             )
         self._ready[group.group_id] = (item, group)
-        self._counts["finished"] += 1
+        self._tally.counts["finished"] += 1
         self._tokens["finished"] += group.num_generated_tokens
         self._progress.on_finished()
         self._notify()
@@ -170,24 +168,28 @@ class WorkBuffer:
             NoProgress: too many were filtered since the last step was taken. The buffer is closed with this error.
         """
         self._end_running(group_id, "filter")
-        self._filtered[reason] += 1
+        self._tally.filtered[reason] += 1
         self._notify()
         self._stop_if(self._progress.on_filtered(reason))
 
     def fail(self, group_id: int, error: Exception) -> Literal["retried", "dropped"]:
         """Ends a claimed attempt that produced nothing: retried with the live version as its start, or dropped.
 
+        A `WorkerLost` is not the group's failure, so it costs none of its retries.
+
         Raises:
             NoProgress: many prompts in a row were dropped. Carries the first error; the buffer is closed with it.
         """
         item = self._end_running(group_id, "fail")
-        self._counts["failed"] += 1
-        if item.attempt < self._max_retries:
-            self._counts["retried"] += 1
-            self._queued.appendleft(replace(item, start_version=self._version, attempt=item.attempt + 1))
+        self._tally.counts["failed"] += 1
+        is_blameless = isinstance(error, WorkerLost)
+        if is_blameless or item.attempt < self._max_retries:
+            self._tally.counts["retried"] += 1
+            attempt = item.attempt if is_blameless else item.attempt + 1
+            self._queued.appendleft(replace(item, start_version=self._version, attempt=attempt))
             self._notify()
             return "retried"
-        self._dropped[type(error).__name__] += 1
+        self._tally.dropped[type(error).__name__] += 1
         self._notify()
         self._stop_if(self._progress.on_dropped(error))
         return "dropped"
@@ -211,16 +213,10 @@ class WorkBuffer:
             choice = self._choose()
             if not isinstance(choice, Wait):
                 return self._hand_over(step, choice.group_ids)
-            self._waiting_for = choice
-            self._due, self._num_missing = set(choice.group_ids), choice.num_needed
-            self._may_take.clear()
             try:
-                await self._may_take.wait()
+                await self._taker.wait(choice)
             finally:
-                self._waiting_for = None
-                waited_s = self._clock() - started
-                self._wait_s["take"] += waited_s
-                self._wait_s["forced"] += waited_s if choice.is_forced else 0.0
+                self._tally.take_waited(self._clock() - started, is_forced=choice.is_forced)
 
     def _choose(self) -> Selection | Wait:
         return select(
@@ -252,18 +248,9 @@ class WorkBuffer:
         if version != step + 1:
             raise ValueError(f"step {step} makes policy version {step + 1}, but was released with {version}")
         for earlier in [s for s in self._taken if s <= step]:
-            self._counts["trained"] += len(self._taken.pop(earlier))
+            self._tally.counts["trained"] += len(self._taken.pop(earlier))
         self._version = max(self._version, version)
         self._notify()
-
-    def set_version(self, version: int) -> None:
-        """`version` is live from now on, although the slots of its step are not free yet. Never goes back."""
-        if not self._version <= version <= self._next_step:
-            raise ValueError(
-                f"version {version} cannot be live: {self._version} already was, and steps before {self._next_step} "
-                "are all that were taken"
-            )
-        self._version = version
 
     # --- shutdown, statistics, resume --------------------------------------------------------------------------------
 
@@ -281,18 +268,13 @@ class WorkBuffer:
     @property
     def waiting_for(self) -> str:
         """What `take` waits for, in words for a person or a stall message; empty if it does not wait."""
-        wait = None if self._waiting_for is None else self._choose()
-        if not isinstance(wait, Wait):
-            return ""
-        old = f" that are due, although {len(self._ready)} are ready" if wait.is_forced else ""
-        names = ", ".join(str(group_id) for group_id in wait.group_ids[:8]) or "none admitted"
-        more = f" and {len(wait.group_ids) - 8} more" if len(wait.group_ids) > 8 else ""
-        return f"step {self._next_step} waits for {wait.num_needed} of the unfinished groups{old} ({names}{more})"
+        wait = self._choose() if self._taker.is_waiting else None
+        return describe(wait, self._next_step, num_ready=len(self._ready)) if isinstance(wait, Wait) else ""
 
     def stats(self) -> BufferStats:
         start_versions = [item.start_version for item in self._outstanding_items()]
         ready_tokens = sum(group.num_generated_tokens for _, group in self._ready.values())
-        return BufferStats(
+        return self._tally.stats(
             num_slots=self._num_slots,
             num_slots_used=self._num_slots_used,
             num_queued=len(self._queued),
@@ -301,18 +283,7 @@ class WorkBuffer:
             num_taken=sum(len(items) for items in self._taken.values()),
             oldest_age=self._next_step - min(start_versions, default=self._next_step),
             version=self._version,
-            admitted=self._counts["admitted"],
-            finished=self._counts["finished"],
-            trained=self._counts["trained"],
-            filtered=dict(self._filtered),
-            failed=self._counts["failed"],
-            retried=self._counts["retried"],
-            dropped=dict(self._dropped),
-            refilled=self._filtered.total() + self._dropped.total(),
             discarded_tokens=self._tokens["finished"] - self._tokens["taken"] - ready_tokens,
-            take_wait_s=self._wait_s["take"],
-            forced_wait_s=self._wait_s["forced"],
-            slot_wait_s=self._wait_s["slot"],
         )
 
     def state_dict(self, step: int) -> dict[str, Any]:
@@ -329,14 +300,12 @@ class WorkBuffer:
         untrained = list(self._outstanding_items())
         untrained += [item for taken_by, items in self._taken.items() if taken_by >= step for item in items]
         owed = sorted([(item.group_id, item.prompt) for item in untrained] + list(self._returning), key=lambda o: o[0])
-        trained = self._counts["trained"] + sum(len(items) for s, items in self._taken.items() if s < step)
+        trained = self._tally.counts["trained"] + sum(len(items) for s, items in self._taken.items() if s < step)
         return {
             "step": step,
             "next_group_id": self._next_group_id,
             "prompts": [{"group_id": group_id, "prompt": dump_prompt(prompt)} for group_id, prompt in owed],
-            "counts": {**self._counts, "finished": trained, "trained": trained},
-            "filtered": dict(self._filtered),
-            "dropped": dict(self._dropped),
+            **self._tally.state_dict(num_trained=trained),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -345,22 +314,23 @@ class WorkBuffer:
         Raises:
             ValueError: the buffer is in use, or starts at another version than the checkpoint.
         """
-        if self._num_slots_used or self._counts or self._returning:
+        if self._num_slots_used or self._tally.counts or self._returning:
             raise ValueError("load_state_dict needs a buffer that was not used yet")
         if state["step"] != self._version:
             raise ValueError(f"the checkpoint is of step {state['step']}, but this buffer starts at {self._version}")
         self._next_group_id = state["next_group_id"]
         self._returning.extend((entry["group_id"], load_prompt(entry["prompt"])) for entry in state["prompts"])
-        self._counts.update(state["counts"])
-        self._filtered.update(state["filtered"])
-        self._dropped.update(state["dropped"])
+        self._tally.load_state_dict(state)
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
     @property
     def _num_slots_used(self) -> int:
-        taken = sum(len(items) for items in self._taken.values())
-        return len(self._queued) + len(self._running) + len(self._ready) + taken
+        return self._num_outstanding + sum(len(items) for items in self._taken.values())
+
+    @property
+    def _num_outstanding(self) -> int:
+        return len(self._queued) + len(self._running) + len(self._ready)
 
     def _outstanding_items(self) -> tuple[WorkItem, ...]:
         return (*self._queued, *self._running.values(), *(item for item, _ in self._ready.values()))
@@ -375,9 +345,7 @@ class WorkBuffer:
         self._raise_if_closed()
         if group_id not in self._running:
             raise ValueError(f"cannot {verb} group {group_id}: it is not running; claim it first, and end it once")
-        if group_id in self._due:
-            self._due.remove(group_id)
-            self._num_missing -= 1
+        self._taker.on_ended(group_id)
         return self._running.pop(group_id)
 
     def _require_slot(self) -> None:
@@ -397,15 +365,16 @@ class WorkBuffer:
     def _notify(self) -> None:
         """Brings the events up to date after any change, and lets the taker look again if that may help it."""
         is_closed = self._closed is not None
-        _set(self._has_slot, is_closed or self._num_slots_used < self._num_slots)
+        _set(self._has_slot, is_closed or (self._num_slots_used < self._num_slots and self._is_group_missing))
         _set(self._has_queued, is_closed or bool(self._queued))
-        if is_closed or self._has_what_take_needs():
-            self._may_take.set()
+        if is_closed or self._taker.may_go_on(has_step=len(self._ready) >= self._groups_per_step):
+            self._taker.wake()
 
-    def _has_what_take_needs(self) -> bool:
-        if self._waiting_for is not None and self._waiting_for.is_forced:
-            return self._num_missing <= 0
-        return len(self._ready) >= self._groups_per_step
+    @property
+    def _is_group_missing(self) -> bool:
+        """Whether the steps that are left need more groups than are outstanding."""
+        end = self._end_step
+        return end is None or self._num_outstanding < (end - self._next_step) * self._groups_per_step
 
 
 def _outstanding(item: WorkItem) -> Outstanding:
@@ -413,10 +382,7 @@ def _outstanding(item: WorkItem) -> Outstanding:
 
 
 def _set(event: asyncio.Event, value: bool) -> None:
-    if value:
-        event.set()
-    else:
-        event.clear()
+    (event.set if value else event.clear)()
 
 
 def _check(name: str, value: int, smallest: int) -> None:

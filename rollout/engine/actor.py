@@ -134,6 +134,9 @@ class EngineActor:
     async def commit(self, version: int, method: str, args: Sequence[object], timeout_s: float) -> CommitResult:
         return await self._engine.commit(version, method, *args, timeout_s=timeout_s)
 
+    async def sleep(self) -> None:
+        await self._engine.sleep()
+
     async def version(self) -> int:
         return self._engine.version
 

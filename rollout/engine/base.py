@@ -23,6 +23,11 @@ InFlight = Literal["keep", "recompute", "abort"]
 finish reason "abort" (the caller resubmits prompt plus tokens so far)."""
 
 
+SleepLevel = Literal[0, 1, 2]
+"""What a sleeping engine gives back: 2 all its device memory, 1 the same but weights are kept on the host (where a sync
+does not bring all of them: below an adapter), 0 only compute (a device whose memory vLLM cannot give back)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
     """Everything needed to start one engine replica, as plain values (it travels to a Ray actor).
@@ -61,8 +66,8 @@ class EngineSpec:
     """Rank of the policy's LoRA adapter, which is all that weight sync then moves; 0 syncs the whole model."""
     lora_targets: tuple[str, ...] = ()
     """Layers that have adapters, by their last name: ("q_proj", "v_proj")."""
-    sleep_mode: bool = False
-    """Whether `sleep` works: the engine's device memory can be given back and taken again."""
+    sleep_level: SleepLevel | None = None
+    """How deep `sleep` goes; None for an engine that never sleeps."""
     extension: str = ""
     """Dotted path of the class whose methods `call_workers` reaches; empty for none."""
     engine_args: Mapping[str, Any] = field(default_factory=dict)
@@ -138,6 +143,8 @@ class EngineLoad:
     """Share of the KV cache that running requests hold; None where the engine does not say."""
     num_preemptions: int | None
     """Requests that lost their cache to others, since start; None where the engine does not say."""
+    still_s: float = 0.0
+    """For how long it has had requests and given no token; 0 while it may not generate: paused, asleep, or idle."""
 
 
 class Engine(ABC):
@@ -197,15 +204,15 @@ class Engine(ABC):
         """
 
     async def sleep(self) -> None:
-        """Give the device memory of weights and cache back, for a learner that shares the device. Running requests end
+        """Leave the device to a learner that shares it, as far as `EngineSpec.sleep_level` says. Running requests end
         with finish reason "abort"; new ones wait. The next commit takes the memory again and wakes the engine: it must
-        write every weight, since what was there is gone.
+        write every weight, since what was there may be gone.
 
         Raises:
-            ValueError: the engine was not started with `EngineSpec.sleep_mode`.
+            ValueError: the engine was not started with `EngineSpec.sleep_level`.
             TimeoutError, EngineDead: as `call_workers`.
         """
-        raise ValueError("this engine cannot sleep; start it with EngineSpec.sleep_mode on a device that supports it")
+        raise ValueError("this engine cannot sleep; start it with EngineSpec.sleep_level")
 
     @abstractmethod
     async def end_pause(self, reason: str) -> None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
 
 class AdmissionGate:
@@ -106,6 +107,14 @@ class GateTurns:
             self.is_asleep, self._kept_shut = True, shut.pop_all()
 
 
+@dataclass(slots=True)
+class Attempt:
+    """A commit under way."""
+
+    state: Literal["ok", "failed", "dirty"]
+    """What is known of the weights: "failed" are whole and old, "dirty" a mixture."""
+
+
 class Pause:
     """Since when an engine stands still, and whether a watchdog may end that. Knows no engine and no clock of its own.
 
@@ -129,6 +138,21 @@ class Pause:
         """Nothing may be sampled."""
         return self._since is not None
 
+    @asynccontextmanager
+    async def commit(
+        self, *, is_asleep: Callable[[], bool], resume: Callable[[], Awaitable[None]]
+    ) -> AsyncIterator[Attempt]:
+        """A pause around what a commit does. `resume` lets the engine go on and calls `lift`; not after a mixture."""
+        attempt = Attempt("dirty" if self.is_dirty else "failed")
+        self.begin()
+        try:
+            yield attempt
+        finally:
+            # Sleep threw the weights away, so whatever happened, an engine that still sleeps holds none.
+            self.end(is_dirty=attempt.state == "dirty" or is_asleep())
+            if not self.is_dirty:
+                await resume()
+
     def begin(self) -> None:
         """A commit begins."""
         self._since = self._clock() if self._since is None else self._since
@@ -151,3 +175,15 @@ class Pause:
         if self._since is None or self._is_committing:
             return "none"
         return "die" if self.is_dirty else "resume"
+
+    async def cut_short(
+        self, reason: str, *, resume: Callable[[], Awaitable[None]], give_up: Callable[[str], None]
+    ) -> None:
+        """Do what `remedy` says."""
+        match self.remedy():
+            case "none":
+                return
+            case "resume":
+                await resume()
+            case "die":
+                give_up(f"its weights are a mixture of versions and no commit repaired them: {reason}")

@@ -1,4 +1,4 @@
-"""Starting vLLM: from an `EngineSpec` to a running `AsyncLLM`."""
+"""Where our plain values become vLLM's: a spec becomes a running `AsyncLLM`, and sampling its sampling."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from rollout.engine.base import EngineSpec
     from rollout.engine.load_meter import LoadMeter
+    from rollout.types import SamplingParams
 
 
 def launch(spec: EngineSpec, meter: LoadMeter) -> tuple[AsyncLLM, list[int]]:
@@ -39,6 +40,25 @@ def launch(spec: EngineSpec, meter: LoadMeter) -> tuple[AsyncLLM, list[int]]:
         config, usage_context=UsageContext.ENGINE_CONTEXT, disable_log_stats=True, stat_loggers=listeners
     )
     return llm, sorted(stop)
+
+
+def vllm_sampling(params: SamplingParams, stop_token_ids: list[int]) -> Any:
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import SamplingParams as VllmParams
+
+    return VllmParams(
+        max_tokens=params.max_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        seed=params.seed,
+        ignore_eos=params.ignore_eos,
+        stop_token_ids=None if params.ignore_eos else stop_token_ids,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
 
 
 def engine_pids(llm: AsyncLLM) -> list[int]:

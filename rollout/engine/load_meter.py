@@ -1,10 +1,13 @@
-"""Reads an engine's load from the figures that vLLM's scheduler gives to its loggers after every step."""
+"""What an engine says of its load: the figures of vLLM's scheduler after every step, and how long it stands still."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollout.engine.base import EngineLoad
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _KV_FIGURES = ("kv_cache_usage", "gpu_cache_usage")
 """vLLM calls its statistics unstable; a figure that is not there under any known name is unknown, not 0."""
@@ -40,3 +43,22 @@ class LoadMeter:
             kv_usage_frac=0.0 if is_idle and self._kv_usage_frac is not None else self._kv_usage_frac,
             num_preemptions=self._num_preemptions,
         )
+
+
+class Stillness:
+    """For how long an engine that should generate gave nothing. Its process may be well while its device hangs."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._since = clock()
+
+    def moved(self) -> None:
+        """A token came, or there is work where there was none."""
+        self._since = self._clock()
+
+    def seconds(self, *, should_generate: bool) -> float:
+        """As of now. Time in which it need not generate does not count."""
+        if not should_generate:
+            self.moved()
+            return 0.0
+        return self._clock() - self._since

@@ -10,13 +10,14 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rollout.engine.base import Engine, EngineInfo, EngineLoad, EngineSpec, EngineStats
 from rollout.engine.chunks import ChunkBuilder, VersionLabels
 from rollout.engine.gate import AdmissionGate, GateTurns, Pause
+from rollout.engine.load_meter import Stillness
 from rollout.errors import EngineDead
 from weight_sync.wire import CommitResult, Reply, encode, reply_state
 
@@ -87,6 +88,7 @@ class ScriptedEngine(Engine):
         self._gate = AdmissionGate()
         self._turns = GateTurns(self._gate)
         self._pause = Pause(clock)
+        self._stillness = Stillness(clock)
         self._live: dict[str, _Live] = {}
         self._entering: set[str] = set()
         self._cancelled: set[str] = set()
@@ -134,6 +136,8 @@ class ScriptedEngine(Engine):
                 self._check_alive()
                 live = _Live(ChunkBuilder(VersionLabels(self._version), self._spec.stream_tokens))
                 live.ended_by = "abort" if request_id in self._cancelled else None
+                if not self._live:
+                    self._stillness.moved()
                 self._live[request_id] = live
                 self._prompt_tokens += len(token_ids)
                 return live
@@ -153,6 +157,7 @@ class ScriptedEngine(Engine):
         token_id, logprob = self._script(prompt, position, self._version)
         live.chunks.add([token_id], [logprob])
         self._generated_tokens += 1
+        self._stillness.moved()
         if self.faults.die_after_tokens is not None and self._generated_tokens >= self.faults.die_after_tokens:
             await self.die("scripted death")
         if token_id in self._spec.stop_token_ids and not params.ignore_eos:
@@ -186,27 +191,20 @@ class ScriptedEngine(Engine):
         async with self._turns.commit():
             self._check_alive()
             begin = self._clock()
-            state: Literal["ok", "failed", "dirty"] = "dirty" if self._pause.is_dirty else "failed"
-            self._pause.begin()
-            try:
+            async with self._pause.commit(is_asleep=lambda: self._turns.is_asleep, resume=self._resume) as attempt:
                 if self._spec.in_flight == "abort":
                     self._end_all("abort")
                 results = await self.call_workers(method, *args, timeout_s=timeout_s)
-                state = reply_state(results)
-                if state == "ok":
+                attempt.state = reply_state(results)
+                if attempt.state == "ok":
                     self._turns.is_asleep = False
                     for live in self._live.values():
                         live.chunks.labels.switch(live.chunks.num_tokens, version)
                     self._version = version
-            finally:
-                # Sleep threw the weights away, so whatever happened, an engine that still sleeps holds none.
-                self._pause.end(is_dirty=state == "dirty" or self._turns.is_asleep)
-                if not self._pause.is_dirty:
-                    await self._resume()
             return CommitResult(results=results, pause_s=self._clock() - begin)
 
     async def sleep(self) -> None:
-        if not self._spec.sleep_mode:
+        if self._spec.sleep_level is None:
             return await super().sleep()
         return await asyncio.shield(asyncio.ensure_future(self._fall_asleep()))
 
@@ -232,20 +230,17 @@ class ScriptedEngine(Engine):
             self._changed.notify_all()
 
     async def end_pause(self, reason: str) -> None:
-        if self._dead_reason:
-            return
-        match self._pause.remedy():
-            case "none":
-                return
-            case "resume":
-                await self._resume()
-            case "die":
-                await self.die(f"its weights are a mixture of versions: {reason}")
+        if not self._dead_reason:
+            await self._pause.cut_short(reason, resume=self._resume, give_up=self._give_up)
+            await self.wake()
 
     async def die(self, reason: str) -> None:
         """Die now: every stream and every later call raises `EngineDead`."""
-        self._dead_reason = self._dead_reason or reason
+        self._give_up(reason)
         await self.wake()
+
+    def _give_up(self, reason: str) -> None:
+        self._dead_reason = self._dead_reason or reason
 
     @property
     def version(self) -> int:
@@ -269,8 +264,13 @@ class ScriptedEngine(Engine):
         self._check_alive()
         if self.faults.load is not None:
             return self.faults.load
+        should_generate = bool(self._live) and not (self._pause.is_on or self._turns.is_asleep)
         return EngineLoad(
-            running=len(self._live), waiting=self._gate.num_waiting, kv_usage_frac=None, num_preemptions=None
+            running=len(self._live),
+            waiting=self._gate.num_waiting,
+            kv_usage_frac=None,
+            num_preemptions=None,
+            still_s=self._stillness.seconds(should_generate=should_generate),
         )
 
     async def close(self) -> None:

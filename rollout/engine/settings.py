@@ -46,7 +46,7 @@ def engine_args(spec: EngineSpec) -> dict[str, Any]:
             "max_lora_rank": engine_lora_rank(spec.lora_rank),
             "lora_target_modules": list(spec.lora_targets),
         }
-    if spec.sleep_mode:
+    if spec.sleep_level:
         args["enable_sleep_mode"] = True
     if spec.extension:
         args["worker_extension_cls"] = spec.extension

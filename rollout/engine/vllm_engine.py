@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
@@ -21,11 +22,12 @@ from rollout.engine.base import Engine, EngineInfo, EngineLoad, EngineSpec, Engi
 from rollout.engine.chunks import ChunkBuilder, VersionLabels
 from rollout.engine.environment import environment
 from rollout.engine.gate import AdmissionGate, GateTurns, Pause
-from rollout.engine.launch import engine_pids, launch
-from rollout.engine.load_meter import LoadMeter
+from rollout.engine.launch import engine_pids, launch, vllm_sampling
+from rollout.engine.load_meter import LoadMeter, Stillness
 from rollout.engine.outputs import Fence, known_finish_reason, sampled_logprobs
 from rollout.engine.reaper import OrphanReaper
 from rollout.engine.settings import process_env
+from rollout.engine.start_failure import printed_cause
 from rollout.errors import EngineDead
 from rollout.types import Completion, SamplingParams
 from weight_sync import vllm_compat
@@ -77,6 +79,7 @@ class VllmEngine(Engine):
         self._turns = GateTurns(self._gate)
         self._pause = Pause(clock)
         self._meter = LoadMeter()
+        self._stillness = Stillness(clock)
         self._live: dict[str, _Live] = {}
         self._entering: set[str] = set()
         self._cancelled: set[str] = set()
@@ -92,6 +95,10 @@ class VllmEngine(Engine):
     # ---------------------------------------------------------------- life
 
     async def start(self) -> EngineInfo:
+        with printed_cause():
+            return await self._start()
+
+    async def _start(self) -> EngineInfo:
         begin = self._clock()
         with environment(process_env(self._spec), self._spec.env):
             # In a thread: loading blocks for seconds, and whoever waits for other engines shares this event loop.
@@ -167,8 +174,9 @@ class VllmEngine(Engine):
         is_finished = False
         try:
             while not is_finished:
-                output = await self._next_output(live)
+                output: Any = live.queue.get_nowait() or await self._guard(live.queue.get())
                 completion = output.outputs[0]
+                self._stillness.moved()
                 live.chunks.add(completion.token_ids, sampled_logprobs(completion))
                 self._generated_tokens += len(completion.token_ids)
                 is_finished = output.finished
@@ -198,38 +206,17 @@ class VllmEngine(Engine):
                     "prompt_token_ids": token_ids.tolist(),
                     "cache_salt": f"v{self._version}",
                 }
-                sampling = self._sampling(params)
-                entry = engine.add_request(request_id, prompt, sampling, lora_request=self._adapter)
-                queue = await self._guard(entry)
-                labels = VersionLabels(self._version)
-                live = _Live(queue=queue, chunks=ChunkBuilder(labels, self._spec.stream_tokens))
+                sampling = vllm_sampling(params, self._stop_token_ids)
+                queue = await self._guard(engine.add_request(request_id, prompt, sampling, lora_request=self._adapter))
+                live = _Live(queue, ChunkBuilder(VersionLabels(self._version), self._spec.stream_tokens))
+                if not self._live:
+                    self._stillness.moved()
                 self._live[request_id] = live
                 self._prompt_tokens += len(token_ids)
                 return live
         finally:
             self._entering.discard(request_id)
             self._cancelled.discard(request_id)
-
-    async def _next_output(self, live: _Live) -> Any:
-        return live.queue.get_nowait() or await self._guard(live.queue.get())
-
-    def _sampling(self, params: SamplingParams) -> Any:
-        from vllm.sampling_params import RequestOutputKind
-        from vllm.sampling_params import SamplingParams as VllmParams
-
-        return VllmParams(
-            max_tokens=params.max_tokens,
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            seed=params.seed,
-            ignore_eos=params.ignore_eos,
-            stop_token_ids=None if params.ignore_eos else self._stop_token_ids,
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-        )
 
     async def abort(self, request_id: str) -> None:
         if request_id in self._entering:
@@ -254,42 +241,41 @@ class VllmEngine(Engine):
             def left_s() -> float:
                 return timeout_s - (self._clock() - begin)
 
-            # Sleep threw the weights away: until they are written and it is awake, the engine holds garbage.
-            state: ReplyState = "dirty" if self._pause.is_dirty else "failed"
-            self._pause.begin()
-            try:
+            async with self._pause.commit(
+                is_asleep=lambda: self._turns.is_asleep, resume=partial(self._resume, engine)
+            ) as attempt:
                 await self._within(vllm_compat.pause_engine(engine, mode=self._spec.in_flight), left_s(), "pause")
                 paused = self._clock()
-                if self._turns.is_asleep:
+                if self._turns.is_asleep and self._spec.sleep_level:
                     await self._within(engine.wake_up(tags=["weights"]), left_s(), "wake-up of the weights")
                 # Beside the workers' call: nothing is sampled any more, so the counts stand.
                 counting = asyncio.ensure_future(self._count_tokens(engine, left_s()))
                 try:
                     results = await self.call_workers(method, *args, timeout_s=left_s())
-                    state = self._read_replies(results)
+                    attempt.state = self._read_replies(results)
                     boundaries = await counting
                 except BaseException:
                     counting.cancel()
                     raise
-                if state == "ok" and self._turns.is_asleep:
-                    await self._within(engine.wake_up(tags=["kv_cache"]), left_s(), "wake-up of the cache")
-                    self._turns.is_asleep = False
-                if state == "ok":
+                if attempt.state == "ok":
+                    await self._wake_up(engine, left_s())
                     for chunks, num_tokens in boundaries:
                         chunks.labels.switch(num_tokens, version)
                     self._version = version
-            finally:
                 written = self._clock()
-                self._pause.end(is_dirty=state == "dirty" or self._turns.is_asleep)
-                if not self._pause.is_dirty and not self._is_dead:
-                    await self._resume(engine)
             resumed = self._clock()
             return CommitResult(
                 results=results, pause_s=resumed - paused, drain_s=paused - begin, resume_s=resumed - written
             )
 
+    async def _wake_up(self, engine: AsyncLLM, timeout_s: float) -> None:
+        """The last step out of sleep: the weights are written."""
+        if self._turns.is_asleep and self._spec.sleep_level:
+            await self._within(engine.wake_up(tags=["kv_cache"]), timeout_s, "wake-up of the cache")
+        self._turns.is_asleep = False
+
     async def sleep(self) -> None:
-        if not self._spec.sleep_mode:
+        if self._spec.sleep_level is None:
             return await super().sleep()
         # A task of its own, as a commit: half-way asleep the engine must not be left.
         return await asyncio.shield(asyncio.ensure_future(self._fall_asleep()))
@@ -301,9 +287,9 @@ class VllmEngine(Engine):
                 return
             try:
                 await self._within(vllm_compat.pause_engine(engine, mode="abort"), _SLEEP_TIMEOUT_S, "pause")
-                # Level 2 throws weights away, level 1 keeps them on the host: no sync brings an adapter's base back.
-                level = 1 if self._spec.lora_rank else 2
-                await self._within(engine.sleep(level=level), _SLEEP_TIMEOUT_S, "sleep")
+                level = self._spec.sleep_level
+                if level:
+                    await self._within(engine.sleep(level=level), _SLEEP_TIMEOUT_S, "sleep")
                 if self._spec.extension == vllm_compat.EXTENSION and level == 2:
                     await self.call_workers("ws_forget", timeout_s=_SLEEP_TIMEOUT_S)
             except Exception as error:
@@ -324,19 +310,13 @@ class VllmEngine(Engine):
         return counts
 
     async def _resume(self, engine: AsyncLLM) -> None:
-        await self._within(vllm_compat.resume_engine(engine), _RESUME_TIMEOUT_S, "resume")
-        self._pause.lift()
+        if not self._is_dead:
+            await self._within(vllm_compat.resume_engine(engine), _RESUME_TIMEOUT_S, "resume")
+            self._pause.lift()
 
     async def end_pause(self, reason: str) -> None:
-        if self._is_dead:
-            return
-        match self._pause.remedy():
-            case "none":
-                return
-            case "resume":
-                await self._resume(self._engine)
-            case "die":
-                self._die(f"its weights are a mixture of versions and no commit repaired them: {reason}")
+        if not self._is_dead:
+            await self._pause.cut_short(reason, resume=partial(self._resume, self._engine), give_up=self._die)
 
     # ---------------------------------------------------------------- state
 
@@ -362,8 +342,10 @@ class VllmEngine(Engine):
     def load(self) -> EngineLoad:
         states = self._engine.output_processor.request_states
         load = self._meter.load(len(states))
+        is_on = not (self._pause.is_on or self._turns.is_asleep)
+        still_s = self._stillness.seconds(should_generate=bool(self._live) and is_on)
         # Without figures from the scheduler: whatever is inside is taken to run.
-        return load if self._spec.reports_load else replace(load, running=len(states))
+        return replace(load, still_s=still_s, running=load.running if self._spec.reports_load else len(states))
 
     @property
     def _is_dead(self) -> bool:
@@ -382,12 +364,9 @@ class VllmEngine(Engine):
         if self._dead_reason or self._llm is None:
             return
         self._dead_reason = reason
-        self._wake_streams()
-        self._stopping.append(asyncio.ensure_future(asyncio.to_thread(self._llm.shutdown)))
-
-    def _wake_streams(self) -> None:
         for live in self._live.values():
             live.queue.put(EngineDead(f"engine is dead: {self._dead_reason}"))
+        self._stopping.append(asyncio.ensure_future(asyncio.to_thread(self._llm.shutdown)))
 
     async def _guard(self, awaitable: Awaitable[T]) -> T:
         """Await with vLLM's errors of a dead engine turned into ours."""

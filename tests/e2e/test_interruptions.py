@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 
     Start = Callable[..., TrainerProcess]
 
-GONE_WITHIN_S = 15.0
+pytestmark = pytest.mark.timeout(900)
+
+GONE_WITHIN_S = 30.0
+ENDED_WITHIN_S = 10.0
+"""Who ends in an orderly way has ended its processes first; the kernel may take a moment to bury them."""
 SMALL = (
     "rollout.group_size=4",
     "trainer.groups_per_step=8",
@@ -32,7 +36,6 @@ REWARD = "def reward(*, prompt, response, answer, metadata):\n    return float(r
 ENDLESS = "trainer.total_steps=100000"
 
 
-@pytest.mark.timeout(600)  # three runs
 def test_a_run_survives_kill_9_and_an_interrupt(start: Start, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     checkpoints = run_dir / "checkpoints"
@@ -40,8 +43,8 @@ def test_a_run_survives_kill_9_and_an_interrupt(start: Start, tmp_path: Path) ->
     (tmp_path / "mine.py").write_text(REWARD)
     reward = f"task.reward.name={tmp_path / 'mine.py'}:reward"
 
-    killed = start(run_dir, *SMALL, ENDLESS, reward, "checkpoint.every_steps=10")
-    killed.until(lambda: find_latest(checkpoints) is not None and len(killed.lines) >= 12)
+    killed = start(run_dir, *SMALL, ENDLESS, reward, "checkpoint.every_steps=3")
+    killed.until(lambda: find_latest(checkpoints) is not None and len(killed.lines) >= 5)
     names = " ".join(killed.names)
     for expected in ("ray::LearnerWorker", "ray::EngineActor", "EngineCore", "rollout.reward.child", "raylet"):
         assert expected in names
@@ -56,7 +59,7 @@ def test_a_run_survives_kill_9_and_an_interrupt(start: Start, tmp_path: Path) ->
     interrupted.until(lambda: "weight sync epoch" in interrupted.text and len(interrupted.lines) >= before + 3)
     interrupted.terminate()
     assert interrupted.wait() == 130, interrupted.text[-3000:]
-    assert interrupted.left_over(within_s=3.0) == []
+    assert interrupted.left_over(within_s=ENDED_WITHIN_S) == []
     assert interrupted.scratch == []
     # So is the session directory of the driver that was killed.
     assert killed.scratch == []
@@ -71,7 +74,7 @@ def test_a_run_survives_kill_9_and_an_interrupt(start: Start, tmp_path: Path) ->
     assert finished.summary["resumed_from_step"] == done
     assert [line["step"] for line in finished.lines] == list(range(1, done + 4))
     assert {line["discarded_tokens"] for line in finished.lines} == {0}
-    assert finished.left_over(within_s=3.0) == []
+    assert finished.left_over(within_s=ENDED_WITHIN_S) == []
     # Every prompt was trained under one group id, in whichever process.
     driver = json.loads((checkpoints / f"step_{done + 3}" / "driver.json").read_text())
     owed = {entry["group_id"] for entry in driver["buffer"]["prompts"]}
@@ -82,11 +85,11 @@ def test_a_learner_that_is_killed_ends_the_run_with_the_reason(start: Start, tmp
     run = start(tmp_path / "run", *SMALL, ENDLESS)
     run.until(lambda: len(run.lines) >= 3)
     run.process("ray::LearnerWorker").kill()
-    assert run.wait(timeout_s=60.0) == 1, run.text[-3000:]
+    assert run.wait(timeout_s=180.0) == 1, run.text[-3000:]
     last = run.text.strip().splitlines()[-1]
     assert last.startswith("failed: ")
     assert "LearnerWorker" in last or "learner" in last
-    assert run.left_over(within_s=3.0) == []
+    assert run.left_over(within_s=ENDED_WITHIN_S) == []
     assert run.scratch == []
     assert run.summary["exit_reason"] == "failed"
     assert run.summary["error"]
@@ -101,7 +104,7 @@ def test_an_engine_that_is_killed_costs_no_group_and_comes_back(start: Start, tm
     returned = len(run.lines)
     run.until(lambda: len(run.lines) >= returned + 3)
     run.interrupt()
-    assert run.wait(timeout_s=60.0) == 130, run.text[-3000:]
+    assert run.wait(timeout_s=180.0) == 130, run.text[-3000:]
     lines = run.lines
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1)), "training went on all the while"
     assert {line["sync/replicas_live"] for line in lines[-2:]} == {2}
@@ -119,8 +122,8 @@ def test_an_interrupt_during_the_start_leaves_nothing(start: Start, tmp_path: Pa
     run.until(lambda: any("trainer.builtin.tiny_model" in name for name in run.names))
     run.until(lambda: any("ray::LearnerWorker" in name for name in run.names))
     run.interrupt()
-    assert run.wait(timeout_s=60.0) == 130, run.text[-3000:]
-    assert run.left_over(within_s=3.0) == []
+    assert run.wait(timeout_s=180.0) == 130, run.text[-3000:]
+    assert run.left_over(within_s=ENDED_WITHIN_S) == []
     assert run.scratch == []
     assert run.summary["exit_reason"] == "interrupted"
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+pytestmark = pytest.mark.timeout(900)
+
 STEPS, MAX_STALENESS, GROUPS, SAMPLES = 40, 1, 32, 8
 
 
@@ -167,7 +169,7 @@ def test_the_exported_policy_loads_and_can_add(job: TrainerProcess) -> None:
 
 def test_nothing_is_left_behind(job: TrainerProcess) -> None:
     assert job.num_seen >= 6
-    assert job.left_over(within_s=3.0) == []
+    assert job.left_over(within_s=10.0) == []
     assert job.scratch == []
     assert not (job.run_dir / "owner.lock").exists()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import time
 from dataclasses import replace
@@ -22,6 +23,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from tests.fakes.party_process import PRELOAD
 from trainer.config.schema import RunConfig
 from trainer.config.schema.algorithm import AlgorithmConfig
 from trainer.config.schema.learner import LearnerConfig
@@ -36,7 +38,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 VOCAB = 61
-RANKS_TIMEOUT_S = 100.0
+RANKS_TIMEOUT_S = 250.0
+MODELS = ["transformers.models.qwen2.modeling_qwen2", "torch.distributed.fsdp", "tests.fakes.learner"]
+"""What every rank would import for several seconds. A test process has one fork server: where weight sync's tests have
+started it without these, ranks only start slower."""
 TINY = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -178,7 +183,10 @@ def run_ranks(job: Callable[[Path], Any], directory: Path, *, world_size: int) -
     Raises:
         TimeoutError: they hang, say in a collective that one of them never entered. They are killed.
     """
-    ranks = mp.spawn(_rank_main, args=(world_size, job, directory), nprocs=world_size, join=False)
+    multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOAD, *MODELS])
+    ranks = mp.start_processes(
+        _rank_main, (world_size, job, directory), nprocs=world_size, join=False, start_method="forkserver"
+    )
     give_up = time.monotonic() + RANKS_TIMEOUT_S
     while not ranks.join(timeout=1.0):
         if time.monotonic() > give_up:

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 PRELOAD = ["torch._dynamo", "tests.fakes.replica_process", "tests.fakes.coordinator_process"]
 """The first use of a recorder imports torch._dynamo, which takes most of a second."""
 PR_SET_PDEATHSIG = 1
+TOLD = -1
+"""The number of every question that goes on without its answer."""
 
 
 def settle(node: str, host: str) -> None:
@@ -75,16 +77,28 @@ class Line:
             number = next(self._ids)
             try:
                 self.connection.send((number, method, args))
-                while True:
-                    if not self.connection.poll(timeout_s):
-                        raise TimeoutError(f"{self.name} did not answer {method} within {timeout_s:.1f} s")
-                    answered, is_good, value = self.connection.recv()
-                    if answered == number:
-                        break
-            except (EOFError, OSError) as error:
-                if isinstance(error, TimeoutError):
-                    raise
+            except OSError as error:
                 raise ConnectionError(f"{self.name} is gone: {error!r}") from error
+            return self._answer(number, method, timeout_s)
+
+    def answer(self, number: int, *, timeout_s: float) -> Any:
+        """Of a question that was sent already. Raises as `ask` does."""
+        with self._lock:
+            return self._answer(number, f"question {number}", timeout_s)
+
+    def _answer(self, number: int, method: str, timeout_s: float) -> Any:
+        until = time.monotonic() + timeout_s
+        try:
+            while True:
+                if not self.connection.poll(max(0.0, until - time.monotonic())):
+                    raise TimeoutError(f"{self.name} did not answer {method} within {timeout_s:.1f} s")
+                answered, is_good, value = self.connection.recv()
+                if answered == number:
+                    break
+        except (EOFError, OSError) as error:
+            if isinstance(error, TimeoutError):
+                raise
+            raise ConnectionError(f"{self.name} is gone: {error!r}") from error
         if not is_good:
             raise value
         return value
@@ -110,6 +124,7 @@ class PartyProcess:
         theirs = [pipe[1] for pipe in pipes]
         self.name = name
         self.lines = [Line(name, pipe[0]) for pipe in pipes]
+        self._trappers: list[PartyProcess] = []
         self.process = context.Process(target=_serve, args=(theirs, build, args), name=name, daemon=True)
         self.process.start()
         for connection in theirs:
@@ -124,8 +139,12 @@ class PartyProcess:
         return self.lines[0].ask(method, *args, timeout_s=timeout_s)
 
     def tell(self, method: str, *args: object) -> None:
-        """Ask, and never look at the answer."""
-        self.lines[0].connection.send((-1, method, args))
+        """Ask, and go on. `told` is the answer; the next `ask` throws it away."""
+        self.lines[0].connection.send((TOLD, method, args))
+
+    def told(self, timeout_s: float = 15.0) -> Any:
+        """What came of the last `tell`. Raises as `ask` does."""
+        return self.lines[0].answer(TOLD, timeout_s=timeout_s)
 
     def await_loss(self, timeout_s: float = 10.0) -> None:
         """Until the process is dead or stopped.
@@ -141,6 +160,8 @@ class PartyProcess:
 
     def arm(self, state: State, number: int, *, target: PartyProcess | None = None) -> None:
         """When this process reaches `state`, signal `number` goes to `target` (default: itself)."""
+        if target is not None:
+            target._trappers.append(self)
         self.ask("arm", state, number, (self if target is None else target).pid)
 
     def vitals(self) -> Vitals:
@@ -148,6 +169,12 @@ class PartyProcess:
 
     def signal(self, number: int) -> None:
         os.kill(self.pid, number)
+
+    def wake(self) -> None:
+        """SIGCONT, once the process whose trap stopped this one knows that it did."""
+        for trapper in self._trappers:
+            trapper.ask("await_effect")
+        self.signal(signal.SIGCONT)
 
     def is_gone_or_stopped(self) -> bool:
         return process_state(self.pid) in "TtZX"
@@ -205,6 +232,8 @@ class _Desk:
         match method:
             case "arm":
                 return self._traps.arm(*args)
+            case "await_effect":
+                return self._traps.await_effect()
             case "vitals":
                 return vitals()
             case "stacks":

@@ -47,7 +47,7 @@ def signal_and_see(pid: int, number: int) -> None:
 
 
 class Traps:
-    """At most one is armed, and it closes once."""
+    """At most one is armed, and it closes once. Whoever wakes its victim first calls `await_effect`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -65,12 +65,18 @@ class Traps:
             if armed is None or armed[0] != state:
                 return
             self._armed = None
-        _, number, pid = armed
-        if pid == os.getpid():
-            os.kill(pid, number)
-            time.sleep(0.05)  # a process runs on for a moment before a signal to itself stops it
-        else:
-            signal_and_see(pid, number)
+            _, number, pid = armed
+            if pid == os.getpid():
+                os.kill(pid, number)
+                time.sleep(0.05)  # a process runs on for a moment before a signal to itself stops it
+            else:
+                signal_and_see(pid, number)
+
+    def await_effect(self) -> None:
+        """Until a trap that is closing has seen its signal's effect: woken before, the victim would never be seen
+        stopped."""
+        with self._lock:
+            pass
 
     @contextlib.contextmanager
     def committing(self) -> Iterator[None]:

@@ -28,6 +28,7 @@ from trainer.config.schema.telemetry import TelemetryConfig
 from trainer.config.schema.trainer import TrainerConfig
 from trainer.learner.result import Metric, StepResult
 from trainer.pipeline import loops
+from trainer.pipeline.device_turns import OwnDevices
 from trainer.pipeline.evaluate import Evaluator
 from trainer.pipeline.resume import Checkpointer
 from trainer.pipeline.supervise import Supervisor
@@ -312,6 +313,7 @@ class ScriptedRun:
             buffer=self.buffer,
             workers=anything,
             learner=anything,
+            devices=OwnDevices(anything),
             pump=SyncPump(anything, on_live=on_live, tracer=self.telemetry.tracer, first=sync_report(state.step)),
             evaluator=Evaluator(
                 cfg,

@@ -91,7 +91,7 @@ class TrainerProcess:
     def summary(self) -> dict[str, Any]:
         return json.loads((self.run_dir / "summary.json").read_text())
 
-    def until(self, condition: Callable[[], bool], *, timeout_s: float = 120.0) -> None:
+    def until(self, condition: Callable[[], bool], *, timeout_s: float = 300.0) -> None:
         """Wait for a condition while the process runs. AssertionError with its last words otherwise."""
         deadline = time.monotonic() + timeout_s
         while not condition():
@@ -111,7 +111,7 @@ class TrainerProcess:
         """kill -9 of the driver alone."""
         os.kill(self.pid, signal.SIGKILL)
 
-    def wait(self, *, timeout_s: float = 180.0) -> int:
+    def wait(self, *, timeout_s: float = 600.0) -> int:
         try:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:

@@ -59,7 +59,7 @@ async def test_an_engine_wakes_with_the_weights_that_were_trained_while_it_slept
     full = {which: load_file(tmp_path / which / "model.safetensors") for which in ("old", "new")}
     expected = {which: await answer_of_fresh(tmp_path / which) for which in full}
     assert expected["old"][0] != expected["new"][0], "both checkpoints answer the same; nothing would be tested"
-    engine = VllmEngine(make_spec(tmp_path / "old", sleep_mode=True))
+    engine = VllmEngine(make_spec(tmp_path / "old", sleep_level=2))
     await engine.start()
     try:
         for commit in ("staged", "inplace"):

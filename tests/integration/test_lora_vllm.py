@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 RANK, ALPHA, LAYERS, HEADS = 8, 12.0, 2, 2
 TARGETS = "q_proj+v_proj+o_proj+gate_proj+up_proj+down_proj"
 """Without k_proj: a fused layer of which a part has no adapter."""

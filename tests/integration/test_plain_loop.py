@@ -1,4 +1,5 @@
-"""`mode=sync` is the plain synchronous loop: generate, reward, train, bring the weights over, repeat.
+"""`mode=sync`, and `mode=colocated` with S = 0, are the plain synchronous loop: generate, reward, train, bring the
+weights over, repeat.
 
 The plain loop stands here in one function, without buffer, tasks, queue, rollout worker or sync pump. It asks the
 engine for one answer at a time, so that no two answers ever share a batch, while the run generates all answers of a
@@ -32,10 +33,10 @@ if TYPE_CHECKING:
 
     from trainer.config.schema import RunConfig
 
-STEPS, GROUPS, SAMPLES = 4, 12, 4
+STEPS, GROUPS, SAMPLES = 3, 8, 4
 OVERRIDES = (
-    "mode=sync",
     "device=cpu",
+    "learner.num_ranks=1",
     "seed=5",
     f"trainer.total_steps={STEPS}",
     f"trainer.groups_per_step={GROUPS}",
@@ -48,7 +49,7 @@ OVERRIDES = (
     "checkpoint.every_steps=0",
 )
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 
 
 @dataclass(slots=True)
@@ -148,7 +149,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Story:
         await ensure_model(cfg)
         cluster = await asyncio.to_thread(Cluster.start, cfg, checked.placement, checked.backend)
         try:
-            actors = compose.create_actors(cfg, checked.placement, checked.backend, version=0)
+            actors, _ = await compose.create_actors(cfg, checked.placement, checked.backend, version=0)
             try:
                 await compose.start_actors(cfg, actors, None)
                 await plain_loop(cfg, checked, actors, story)
@@ -162,27 +163,23 @@ def plain(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Story:
         for name, value in (("TANDEM_CACHE_DIR", str(cache)), ("HF_HUB_OFFLINE", "1"), ("PYTHONPATH", str(ROOT))):
             patch.setenv(name, value)
         patch.setenv("TANDEM_RUN_ID", "")  # set by the cluster, and taken back with the rest
-        cfg = load_config([*OVERRIDES, f"run_dir={folder / 'run'}"])
+        cfg = load_config(["mode=sync", *OVERRIDES, f"run_dir={folder / 'run'}"])
         checked = preflight(cfg)
         asyncio.run(whole_life(cfg, checked))
     story.weights = digest(folder / "export")
     return story
 
 
-@pytest.fixture(scope="module")
-def pipeline(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[Story]:
+@pytest.fixture(scope="module", params=["sync", "colocated"])
+def pipeline(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[Story]:
     run_dir = tmp_path_factory.mktemp("pipeline") / "run"
-    process = TrainerProcess(run_dir, *OVERRIDES, cache=cache)
+    process = TrainerProcess(run_dir, f"mode={request.param}", *OVERRIDES, cache=cache)
     try:
-        assert process.wait(timeout_s=300) == 0, process.text[-4000:]
+        request.getfixturevalue("plain")  # beside the first run, since both mostly wait for their processes to start
+        assert process.wait(timeout_s=600) == 0, process.text[-4000:]
         yield story_of(process)
     finally:
         process.close()
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
 
 
 def story_of(process: TrainerProcess) -> Story:

@@ -29,6 +29,7 @@ from transformers import (
 )
 
 pytest.importorskip("vllm", reason="the engine is an optional dependency")
+pytestmark = pytest.mark.timeout(600)
 
 _ROOT = Path(__file__).parents[2]
 _TINY: dict[str, Any] = {
@@ -103,7 +104,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=500,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-10000:]

@@ -141,6 +141,18 @@ async def test_an_error_in_a_worker_reaches_the_caller_and_leaves_the_engine_ali
 
 
 @ONE_LOOP
+async def test_an_engine_that_is_not_asked_to_count_says_only_how_many_requests_it_has(engine: Engine) -> None:
+    params = SamplingParams(max_tokens=1000, seed=0, ignore_eos=True)
+    task = asyncio.ensure_future(collect(engine, "counted", params, random_prompt(0)))
+    async with asyncio.timeout(60):
+        while not engine.load().running:
+            await asyncio.sleep(0.005)
+    load = engine.load()
+    assert (load.running, load.waiting, load.kv_usage_frac, load.num_preemptions) == (1, 0, None, None)
+    assert len((await task).tokens) == 1000
+
+
+@ONE_LOOP
 class TestVllmEngine(EngineContract):
     stream_tokens = 16
     max_model_len = 4096

@@ -39,7 +39,7 @@ class TestVllmEngineOnDevice(on_cpu.TestVllmEngine):
 @on_cpu.ONE_LOOP
 async def test_sleeping_engine_gives_its_memory_back_and_wakes_with_the_weights_of_the_commit(model_dir: Path) -> None:
     changes = {"device": "cuda", "dtype": "bfloat16", "enforce_eager": False, "gpu_memory_utilization": 0.2}
-    engine = VllmEngine(on_cpu.make_spec(model_dir, sleep_mode=True, **changes))
+    engine = VllmEngine(on_cpu.make_spec(model_dir, sleep_level=2, **changes))
     contract = TestVllmEngineOnDevice()
     await engine.start()
     try:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-import pytest
 
 from rollout.engine.vllm_engine import VllmEngine
 from rollout.types import SamplingParams
@@ -63,22 +62,3 @@ async def test_queue_cache_and_preemptions_show_while_a_small_engine_is_overload
         assert engine.load() == replace(idle, num_preemptions=preemptions[-1])
     finally:
         await engine.close()
-
-
-async def test_an_engine_that_is_not_asked_to_count_says_only_how_many_requests_it_has(
-    model_dir: Path,  # noqa: F811
-) -> None:
-    engine = VllmEngine(make_spec(model_dir))
-    await engine.start()
-    try:
-        task = asyncio.create_task(generate(engine, 1))
-        async with asyncio.timeout(60):
-            while not engine.load().running:
-                await asyncio.sleep(0.01)
-        load = engine.load()
-        assert (load.running, load.waiting, load.kv_usage_frac, load.num_preemptions) == (1, 0, None, None)
-        await task
-    finally:
-        await engine.close()
-    with pytest.raises(Exception, match="dead"):
-        engine.load()

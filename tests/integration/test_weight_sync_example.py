@@ -15,7 +15,7 @@ def test_the_example_brings_three_versions_to_its_engine() -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
     )
     assert ended.returncode == 0, ended.stderr
     # Two matrices of 64 x 64 in two bytes each.

@@ -27,6 +27,7 @@ from tests.fakes.scripted_run import InlineExecutor, config, prompt_set, sync_re
 from tests.simulation.books import Books
 from tests.simulation.fleet import Fleet, Plan
 from trainer.pipeline import loops
+from trainer.pipeline.device_turns import OwnDevices
 from trainer.pipeline.evaluate import Evaluator
 from trainer.pipeline.keeper import EngineKeeper
 from trainer.pipeline.resume import Checkpointer
@@ -238,6 +239,7 @@ class Simulation:
             buffer=self.buffer,
             workers=self.pool,
             learner=anything,
+            devices=OwnDevices(anything),
             pump=pump,
             evaluator=evaluator,
             checkpointer=checkpointer,

@@ -7,6 +7,7 @@ The model, on purpose simple:
 - *generation-bound time* of a step: what is left of it without the time in which engines had nothing to do. It shrinks
   with the number of replicas.
 - A step takes the larger of both, if S lets the two overlap; their sum if S = 0.
+- Of a run whose sides take turns on the same devices, the model says what devices of their own would give.
 
 It does not know: communication between more ranks, memory that would no longer suffice, engines that run faster when
 they have more to do at once (so the generation-bound time of a run whose engines often wait is an upper bound).
@@ -29,7 +30,7 @@ SURE_STEPS = 20
 MATTERS = 0.05
 """A share of the time, or a gain, that is smaller is not worth a word of advice."""
 
-Verdict = Literal["learner_waits", "engines_wait", "sync_waits", "both_wait", "balanced"]
+Verdict = Literal["learner_waits", "engines_wait", "sync_waits", "both_wait", "balanced", "take_turns"]
 
 
 class TooFewSteps(Exception):
@@ -122,6 +123,8 @@ def diagnose(lines: Sequence[StepLine], setup: Setup, *, trace: TraceFacts | Non
     total_s = sum(line.step_s for line in lines)
     shares = _shares(lines, total_s, trace)
     step_s, learning_s = total_s / len(lines), total_s * (1 - shares.learner_waits_for_data) / len(lines)
+    if setup.takes_turns:  # moving in and out is neither learning nor generation
+        learning_s = sum(line.learner_s + line.pack_s for line in lines) / len(lines)
     generation_s = None if shares.engines_idle is None else step_s * (1 - shares.engines_idle)
     sync_s = step_s * shares.learner_waits_for_sync
     splits = () if generation_s is None else splits_of(setup, learning_s, generation_s, sync_s=sync_s)
@@ -153,7 +156,8 @@ def splits_of(setup: Setup, learning_s: float, generation_s: float, *, sync_s: f
         if ranks >= 1:
             learning = (learning_s - sync_s) * setup.num_ranks / ranks + sync_s
             generation = generation_s * setup.num_replicas / replicas
-            together = learning + generation if setup.max_staleness == 0 else max(learning, generation)
+            overlap = setup.max_staleness > 0 or setup.takes_turns
+            together = max(learning, generation) if overlap else learning + generation
             found.append(Split(num_ranks=ranks, num_replicas=replicas, step_s=together))
     return tuple(sorted(found, key=lambda s: (round(s.step_s, 9), abs(s.num_ranks - setup.num_ranks))))
 
@@ -181,6 +185,8 @@ def _shares(lines: Sequence[StepLine], total_s: float, trace: TraceFacts | None)
 
 
 def _verdict(shares: Shares, setup: Setup) -> Verdict:
+    if setup.takes_turns:
+        return "take_turns"
     idle = 0.0 if shares.engines_idle is None else shares.engines_idle
     data, sync = shares.learner_waits_for_data, shares.learner_waits_for_sync
     if sync >= 2 * MATTERS and sync >= max(data, idle if data >= MATTERS else 0.0):
@@ -195,7 +201,9 @@ def _verdict(shares: Shares, setup: Setup) -> Verdict:
 def _limits(shares: Shares, setup: Setup, verdict: Verdict) -> list[str]:
     """What S and the size of a step stand in the way of, in words."""
     found: list[str] = []
-    if setup.max_staleness == 0:
+    if setup.takes_turns:
+        found.append("Learner and engines take turns on the same devices, by definition.")
+    elif setup.max_staleness == 0:
         found.append("S = 0: generation and learning take turns, by definition.")
     elif shares.old_groups_hold_up >= MATTERS:
         found.append(
@@ -228,7 +236,9 @@ def _unknown(lines: Sequence[StepLine], setup: Setup, shares: Shares, trace: Tra
         found.append(
             f"device.name=auto is taken for {setup.device_name}, as on this machine; on another, say --device."
         )
-    if setup.shares_devices:
+    if setup.takes_turns and setup.max_staleness > 0:
+        found.append("Sleeping engines hold requests, which counts as work: the generation-bound time is too long.")
+    if setup.shares_cores:
         found.append("Learner and engines share this machine's cores: no split of devices can be judged from it.")
     return found
 
@@ -242,6 +252,8 @@ def _recommend(found: Findings, setup: Setup, *, pack_s: float) -> Recommendatio
             return Recommendation(keys={"mode.max_staleness": setup.max_staleness + 1}, why=why, step_s=found.floor_s)
         case "learner_waits" | "engines_wait":
             return _about_devices(found, setup)
+        case "take_turns":
+            return _about_turns(found, setup)
         case "balanced":
             return Recommendation(keys={}, why="neither side waits for the other; leave it as it is", step_s=None)
         case _:
@@ -258,10 +270,24 @@ def _about_sync(found: Findings, setup: Setup, *, pack_s: float) -> Recommendati
     return Recommendation(keys={"trainer.groups_per_step": 2 * setup.groups_per_step}, why=why, step_s=None)
 
 
+def _about_turns(found: Findings, setup: Setup) -> Recommendation:
+    """Whether devices of their own would be better, with generation one step ahead."""
+    if setup.shares_cores or not found.splits:
+        why = "learner and engines take turns, and nothing tells what devices of their own would give"
+        return Recommendation(keys={}, why=why, step_s=None)
+    best = found.splits[0]
+    if best.step_s >= (1 - MATTERS) * found.step_s:
+        why = f"taking turns on {setup.num_devices} devices is about as fast as any division of them, and on-policy"
+        return Recommendation(keys={}, why=why, step_s=None)
+    keys = {"learner.num_ranks": best.num_ranks, "rollout.num_replicas": best.num_replicas}
+    why = "with mode=async and devices of their own both sides work at once; answers are then up to S = 1 steps old"
+    return Recommendation(keys=keys, why=why, step_s=best.step_s)
+
+
 def _about_devices(found: Findings, setup: Setup) -> Recommendation:
     learner_waits = found.verdict == "learner_waits"
     side = "the learner waits for data" if learner_waits else "the engines have nothing to do"
-    if setup.shares_devices:
+    if setup.shares_cores:
         return Recommendation(keys={}, why=f"{side}, and both share the cores of this machine", step_s=None)
     if found.splits:
         best = found.splits[0]

@@ -18,16 +18,20 @@ class Setup:
     max_num_seqs: int
     sync_slots: int
     device_name: str
+    takes_turns: bool = False
+    """Learner and engines compute on the same devices, one after the other (mode=colocated)."""
     is_device_assumed: bool = False
     """The configuration says `auto`, and this machine was asked what that is."""
 
     @property
-    def shares_devices(self) -> bool:
+    def shares_cores(self) -> bool:
         """Learner and engines compute on the same cores, so that none has devices of its own to give away."""
         return self.device_name == "cpu"
 
     @property
     def num_devices(self) -> int:
+        if self.takes_turns:
+            return self.num_ranks
         return self.num_ranks + self.num_replicas * self.tensor_parallel_size
 
 

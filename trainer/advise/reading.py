@@ -53,6 +53,7 @@ def read_setup(run_dir: Path) -> Setup:
         max_num_seqs=cfg.rollout.max_num_seqs,
         sync_slots=cfg.weight_sync.num_slots,
         device_name=cfg.device.name,
+        takes_turns=cfg.mode.shares_devices,
     )
 
 

@@ -14,6 +14,7 @@ VERDICTS: dict[Verdict, str] = {
     "engines_wait": "The engines wait: learning is the slower side.",
     "sync_waits": "The learner waits for weight sync.",
     "both_wait": "Both sides wait for each other.",
+    "take_turns": "Learner and engines take turns.",
     "balanced": "Neither side waits: the run is balanced.",
 }
 
@@ -48,7 +49,7 @@ def as_values(diagnosis: Diagnosis) -> dict[str, object]:
 
 
 def _split_text(found: Findings, setup: Setup) -> list[str]:
-    if not found.splits or setup.shares_devices:
+    if not found.splits or setup.shares_cores or setup.takes_turns:
         return []
     best = found.splits[0]
     today = next((s for s in found.splits if s.num_ranks == setup.num_ranks), best)

@@ -15,6 +15,7 @@ from trainer.config.loss_keys import unread_keys
 from trainer.config.own_function import is_own
 from trainer.config.validate_correction import correction_problems
 from trainer.config.validate_critic import critic_problems, kl_problems, kl_reward_problems
+from trainer.config.validate_mode import mode_problems
 from trainer.config.validate_rollout import concurrency_problems, evaluation_problems
 from weight_sync.vllm_compat import LORA_RANKS
 
@@ -212,15 +213,6 @@ def _loss(config: RunConfig) -> Iterator[Problem]:
         yield from _ineffective(config, "algorithm.aggregation_norm_tokens", why, "algorithm.aggregation")
 
 
-def _mode(config: RunConfig) -> Iterator[Problem]:
-    fixed = {"sync": 0, "one_step_off": 1}
-    wanted = fixed.get(config.mode.name)
-    if wanted is not None and config.mode.max_staleness != wanted:
-        allowed = f"must be {wanted} with mode.name={config.mode.name}"
-        do = "choose the group mode=async to set the staleness freely"
-        yield _conflict(config, "mode.max_staleness", allowed, do, "mode.name")
-
-
 def _rollout(config: RunConfig) -> Iterator[Problem]:
     rollout, longest = config.rollout, longest_sequence(config)
     limits = "task.max_prompt_tokens", "rollout.max_response_tokens"
@@ -290,6 +282,6 @@ def longest_sequence(config: RunConfig) -> int:
 
 _CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _run, _model, _device, _task, _agent, _advantage, _algorithm, _own_functions, _loss,
-    critic_problems, kl_problems, correction_problems, _mode, _rollout, concurrency_problems, _learner, _trainer,
-    evaluation_problems, _telemetry, _ray,
+    critic_problems, kl_problems, correction_problems, mode_problems, _rollout, concurrency_problems, _learner,
+    _trainer, evaluation_problems, _telemetry, _ray,
 )  # fmt: skip

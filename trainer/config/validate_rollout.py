@@ -39,9 +39,11 @@ def evaluation_problems(config: RunConfig) -> Iterator[Problem]:
     if not config.task.eval_path or not (beside or trainer.eval_at_end):
         why, also = "nothing is evaluated", ("task.eval_path", "trainer.eval_every")
         for name in _EVALUATION_KEYS:
+            if name == "eval_blocking" and config.mode.shares_devices:
+                continue  # that mode sets it, whether or not anything is evaluated
             yield from ineffective(config, f"trainer.{name}", why, *also)
         return
-    if not beside:
+    if not beside and not config.mode.shares_devices:
         why = "only the last version is evaluated, when training is over"
         yield from ineffective(config, "trainer.eval_blocking", why, "trainer.eval_every")
     if trainer.eval_samples > 1 and trainer.eval_temperature == 0:

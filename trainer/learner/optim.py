@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from trainer.config.schema.learner import LearnerConfig
 
@@ -116,6 +116,12 @@ class ShardedAdamW:
             for key in ("exp_avg", "exp_avg_sq"):
                 state[f"{key}.{slot.name}"] = _like(slot.param, moments[key])
         return state
+
+    def tensors(self) -> Iterator[Tensor]:
+        """This rank's shards of what is trained and of the moments: all that takes memory between two steps."""
+        for slot in self._slots:
+            moments = self._adamw.state[slot.local]
+            yield from (slot.local, moments["exp_avg"], moments["exp_avg_sq"])
 
     @property
     def num_updates(self) -> int:

@@ -18,6 +18,7 @@ from trainer.learner.errors import TrainingDiverged
 from trainer.learner.export import export_hf
 from trainer.learner.inputs import PackedInputs, loss_inputs, to_device, token_ages
 from trainer.learner.model import Site, build_policy
+from trainer.learner.offload import Offload
 from trainer.learner.optim import ShardedAdamW, learning_rate
 from trainer.learner.parallel import learner_mesh
 from trainer.learner.preparation import Preparation
@@ -63,10 +64,13 @@ class PolicyLearner:
         built = build_policy(cfg, site)
         self._policy, self._layout, self._source_dir = built.policy, built.layout, built.source_dir
         self._critic = build_critic(cfg, built, site)
-        self._preparation = Preparation(
-            cfg, reference=build_reference(cfg, built, site), critic=self._critic, device=device
-        )
+        reference = build_reference(cfg, built, site)
+        self._preparation = Preparation(cfg, reference=reference, critic=self._critic, device=device)
         self._optimizer = ShardedAdamW(built.policy.trained(), config=cfg.learner)
+        moments = (tensor for optimizer in self._optimizers().values() for tensor in optimizer.tensors())
+        frozen = () if reference is None else reference.parameters()
+        self.offload = Offload((*built.policy.parameters(), *frozen, *moments), backend=backend)
+        """What takes device memory between two steps: weights, moments, a critic's, the reference."""
         self._critic_alone_steps = cfg.critic.warmup_steps if cfg.algorithm.uses_critic else 0
 
     @property
@@ -98,6 +102,7 @@ class PolicyLearner:
         """
         if not micro_batches:
             raise ValueError("train_step needs at least one micro-batch per rank; pad ranks with a batch without loss")
+        self.offload.require_device("train_step")
         timer = PhaseTimer(self._device, clock=self._clock)
         trains_policy = step >= self._critic_alone_steps
         try:
@@ -134,8 +139,9 @@ class PolicyLearner:
         return over_tokens(score(self._policy, batch, layout=self._layout, device=self._device).logprobs_L, batch)
 
     def save(self, path: Path, *, step: int) -> None:
-        """Write this rank's part of model and optimizer into the directory `path` (see `checkpoint.begin`)."""
-        save_sharded(path, self._optimizers(), step=step)
+        """Write this rank's part of model and optimizer into the directory `path` (see `checkpoint.begin`). Works
+        while they are on the host, too."""
+        save_sharded(path, self._optimizers(), step=step, readable=self.offload.readable)
 
     def load(self, path: Path) -> int:
         """Restore model and optimizer, also from another number of ranks; returns the step they were saved at.
@@ -143,10 +149,12 @@ class PolicyLearner:
         Raises:
             CheckpointError: a file is missing or truncated, or the checkpoint is of another model.
         """
+        self.offload.require_device("load")
         return load_sharded(path, self._optimizers())
 
     def export_hf(self, path: Path) -> None:
         """Write the policy as a Hugging Face model directory in `model.rollout_dtype`; rank 0 writes."""
+        self.offload.require_device("export_hf")
         export_hf(path, model=self.model, source_dir=self._source_dir, config=self._cfg.model, rank=self._rank)
 
     def _optimizers(self) -> dict[str, ShardedAdamW]:

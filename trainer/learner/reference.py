@@ -9,6 +9,8 @@ from trainer.learner.model import PolicyModel, hollow_model, settle, torch_dtype
 from trainer.learner.scoring import over_tokens, score
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import numpy as np
     import torch
 
@@ -25,6 +27,9 @@ class Reference:
     def __init__(self, model: PolicyModel, *, layout: LayoutFn, device: torch.device) -> None:
         """`model` may be the policy itself if it has adapters: they are switched off for every call."""
         self._model, self._layout, self._device = model, layout, device
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        return self._model.parameters()
 
     def logprobs(self, batch: MicroBatch) -> np.ndarray:
         """Log-probabilities of the loss tokens after temperature: float32[T], 0 outside `loss_mask`. Collective."""

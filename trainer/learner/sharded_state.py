@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from trainer.learner.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from trainer.learner.optim import ShardedAdamW
@@ -23,14 +23,22 @@ SHARDS_DIR = "learner"
 """Inside a checkpoint directory."""
 
 
-def save_sharded(path: Path, optimizers: Mapping[str, ShardedAdamW], *, step: int) -> None:
+def save_sharded(
+    path: Path,
+    optimizers: Mapping[str, ShardedAdamW],
+    *,
+    step: int,
+    readable: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+) -> None:
     """Collective. `path` exists (`checkpoint.begin`); the shards go to `path/learner`.
 
     Args:
         optimizers: everything that is trained, by a prefix of its names in the checkpoint ("" for the policy).
+        readable: where the bytes of a tensor can be read, if not in the tensor (`Offload.readable`).
     """
     counters = {f"{prefix}num_updates": torch.tensor(one.num_updates) for prefix, one in optimizers.items()}
-    save(_tensors(optimizers) | counters | {"step": torch.tensor(step)}, checkpoint_id=path / SHARDS_DIR)
+    tensors = {name: readable(tensor) for name, tensor in _tensors(optimizers).items()}
+    save(tensors | counters | {"step": torch.tensor(step)}, checkpoint_id=path / SHARDS_DIR)
 
 
 def load_sharded(path: Path, optimizers: Mapping[str, ShardedAdamW]) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -51,6 +52,17 @@ class _Ready:
     """Local shards, filled by `ws_describe`."""
     refresh: Callable[[], None] = lambda: None
     """Brings `tensors` up to date with the parameters, where they do not share memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadReport:
+    """What one rank moved between its device and the host, and what its device has left."""
+
+    nbytes: int
+    seconds: float
+    free_bytes: int
+    """Of the whole device, whoever else is on it."""
+    total_bytes: int
 
 
 class LearnerWorker:
@@ -125,6 +137,28 @@ class LearnerWorker:
         """See `PolicyLearner.export_hf`."""
         self._parts.learner.export_hf(Path(path))
 
+    def visible_devices(self) -> str:
+        """What this process sees, as the backend's variable writes it, its own device first. Before `setup`, too."""
+        name = self._backend.visible_devices_var
+        return "" if name is None else os.environ.get(name, "")
+
+    def offload(self) -> OffloadReport:
+        """Move weights and moments to the host, for an engine on the same device. Local, not collective."""
+        return self._moved(self._parts.learner.offload.to_host)
+
+    def onload(self) -> OffloadReport:
+        """Undo `offload`. Local, not collective."""
+        return self._moved(self._parts.learner.offload.to_device)
+
+    def _moved(self, move: Callable[[], None]) -> OffloadReport:
+        began = time.perf_counter()
+        move()
+        seconds = time.perf_counter() - began
+        free, total = self._backend.memory_info()
+        return OffloadReport(
+            nbytes=self._parts.learner.offload.nbytes, seconds=seconds, free_bytes=free, total_bytes=total
+        )
+
     def ws_describe(self) -> bytes:
         """What this rank can publish; remembers the live local tensors behind it."""
         from trainer.learner.lora import AdapterSource
@@ -146,6 +180,7 @@ class LearnerWorker:
     def ws_publish(self, version: int, deadline_s: float) -> bytes:
         """Pack the current weights as `version`; the optimizer may go on when this returns."""
         parts = self._parts
+        parts.learner.offload.require_device("ws_publish")
         parts.refresh()
         device = parts.learner.device
         # With CPU offload the shards live on the host, while arenas are on the device.
@@ -235,6 +270,18 @@ class LearnerGroup:
         results: list[StepResult] = await self._gather("train_step", [(ref, batch.step, batch.rewards) for ref in refs])
         seconds = {phase: max(r.seconds[phase] for r in results) for phase in results[0].seconds}
         return replace(results[0], seconds=seconds)
+
+    async def visible_devices(self) -> list[str]:
+        """Of every rank; see `LearnerWorker.visible_devices`."""
+        return await self._all("visible_devices")
+
+    async def offload(self) -> list[OffloadReport]:
+        """Every rank leaves its device to the engine there; see `LearnerWorker.offload`."""
+        return await self._all("offload")
+
+    async def onload(self) -> list[OffloadReport]:
+        """Every rank is on its device again."""
+        return await self._all("onload")
 
     async def save(self, path: Path, *, step: int) -> None:
         """Write model and optimizer into a directory from `checkpoint.begin`, seen by all ranks under this path."""

@@ -17,26 +17,30 @@ from rollout.engine.base import EngineSpec
 from rollout.engine.concurrency import Bounds
 from rollout.prompts.source import PromptSource
 from rollout.types import SamplingParams
-from rollout.worker import WorkerSpec
+from rollout.worker import WorkerSpec, derive_seed
 from trainer.config.errors import first_cause, one_line
 from trainer.config.estimators import traits_of
 from trainer.learner.worker import LearnerGroup, learner_actor
 from trainer.pipeline.cluster import actor_options
+from trainer.pipeline.device_turns import OwnDevices, SharedDevices
 from trainer.pipeline.handles import EngineReplica, answer
 from trainer.pipeline.inputs import with_model_directory
+from trainer.pipeline.placement import RESTARTED, ranks_beside, shared_visibility
 from trainer.pipeline.workers import WorkerPool
 from weight_sync.coordinator import SyncCoordinator, SyncOptions
 from weight_sync.device import merge_env
 from weight_sync.vllm_compat import EXTENSION
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable, Iterable, Mapping
 
+    from rollout.engine.base import SleepLevel
     from trainer.config.schema import RunConfig
     from trainer.config.schema.rollout import RolloutConfig
     from trainer.pipeline.inputs import Inputs
     from trainer.pipeline.placement import Placement
     from trainer.pipeline.resume import Resumed
+    from trainer.telemetry.spans import Tracer
     from weight_sync.device.base import Backend, Role
 
 log = logging.getLogger(__name__)
@@ -48,7 +52,7 @@ class Actors:
 
     learner: LearnerGroup
     engines: dict[str, Any]
-    workers: tuple[Any, ...]
+    workers: list[Any]
 
     async def close(self, *, timeout_s: float) -> None:
         """Let everybody end in order for a moment, then end their processes. Never raises."""
@@ -66,28 +70,39 @@ async def _end(actor: Any, *, timeout_s: float) -> None:
         ray.kill(actor)
 
 
-def create_actors(cfg: RunConfig, placement: Placement, backend: Backend, *, version: int) -> Actors:
-    """Create learner and engines. They begin to import their libraries; the model need not be there yet."""
-    cfg = with_model_directory(cfg)
-    replicas = [f"replica_{index}" for index in range(cfg.rollout.num_replicas)]
-    spec = engine_spec(cfg, backend, version=version)
-    engine_options = {name: _options(cfg, backend, placement, role="engine", name=name) for name in replicas}
-    engines = {name: engine_actor().options(**engine_options[name]).remote(spec) for name in replicas}
+async def create_actors(
+    cfg: RunConfig, placement: Placement, backend: Backend, *, version: int
+) -> tuple[Actors, Placement]:
+    """Create learner and engines. They begin to import their libraries; the model need not be there yet.
+
+    Engines that share devices wait until Ray has given those to the learners; the placement that comes back knows them.
+    """
+    own = with_model_directory(cfg)
     world_size = cfg.learner.num_ranks
     ranks = [
         learner_actor()
         .options(**_options(cfg, backend, placement, role="learner", name=f"learner_{rank}"))
-        .remote(cfg, rank=rank, world_size=world_size)
+        .remote(own, rank=rank, world_size=world_size)
         for rank in range(world_size)
     ]
-    return Actors(learner=LearnerGroup(ranks, timeout_s=cfg.learner.timeout_s), engines=engines, workers=())
+    learner = LearnerGroup(ranks, timeout_s=cfg.learner.timeout_s)
+    replicas = [f"replica_{index}" for index in range(cfg.rollout.num_replicas)]
+    if placement.is_paired and backend.visible_devices_var is not None:
+        seen = await learner.visible_devices()
+        shown = [shared_visibility([seen[rank] for rank in ranks_beside(i, cfg)]) for i in range(len(replicas))]
+        variable = backend.visible_devices_var
+        placement = replace(
+            placement, engine_env={name: {variable: text} for name, text in zip(replicas, shown, strict=True)}
+        )
+    engines = {name: new_engine(cfg, placement, backend, name=name, version=version) for name in replicas}
+    return Actors(learner=learner, engines=engines, workers=[]), placement
 
 
 def new_engine(cfg: RunConfig, placement: Placement, backend: Backend, *, name: str, version: int) -> Any:
-    """One more engine actor like those of `create_actors`, not yet started."""
+    """One engine actor, not yet started."""
     cfg = with_model_directory(cfg)
     options = _options(cfg, backend, placement, role="engine", name=name)
-    return engine_actor().options(**options).remote(engine_spec(cfg, backend, version=version))
+    return engine_actor().options(**options).remote(engine_spec(cfg, backend, name=name, version=version))
 
 
 async def replace_engine(
@@ -114,18 +129,22 @@ async def replace_engine(
 
 def with_workers(cfg: RunConfig, placement: Placement, actors: Actors) -> Actors:
     """Create the rollout workers too. They read the tokenizer at once, so the model must be there."""
-    cfg = with_model_directory(cfg)
-    workers = tuple(
-        rollout_worker_actor()
-        .options(**placement.options(name := f"rollout_worker_{index}"), name=name, max_restarts=0)
-        .remote(worker_spec(cfg), actors.engines)
-        for index in range(cfg.rollout.num_workers)
+    names = [f"rollout_worker_{index}" for index in range(cfg.rollout.num_workers)]
+    return replace(actors, workers=[new_worker(cfg, placement, actors.engines, name=name) for name in names])
+
+
+def new_worker(cfg: RunConfig, placement: Placement, engines: Mapping[str, Any], *, name: str) -> Any:
+    """One rollout worker actor, not yet started."""
+    spec = worker_spec(with_model_directory(cfg))
+    return (
+        rollout_worker_actor().options(**placement.options(name), name=name, max_restarts=0).remote(spec, dict(engines))
     )
-    return replace(actors, workers=workers)
 
 
 async def start_actors(cfg: RunConfig, actors: Actors, resumed: Resumed | None) -> None:
     """Load models into learner and engines, side by side, and start the reward processes.
+
+    On shared devices the learner comes first and leaves: an engine measures at its start what memory is free.
 
     Raises:
         TimeoutError: not all were ready within `trainer.startup_timeout_s`.
@@ -137,15 +156,28 @@ async def start_actors(cfg: RunConfig, actors: Actors, resumed: Resumed | None) 
         if resumed is not None:
             await actors.learner.load(resumed.path)
 
-    starts = [learner()]
-    starts += [answer(actor.start.remote(), timeout_s=limit_s) for actor in actors.engines.values()]
-    starts += [answer(worker.start.remote(), timeout_s=limit_s) for worker in actors.workers]
-    tasks = [asyncio.ensure_future(start) for start in starts]
+    async def engines() -> None:
+        if cfg.mode.shares_devices:
+            await learner_ready
+            await actors.learner.offload()
+        await _all_or_first_failure(
+            answer(actor.start.remote(), timeout_s=limit_s) for actor in actors.engines.values()
+        )
+
     try:
         async with asyncio.timeout(limit_s):
-            await asyncio.gather(*tasks)
+            learner_ready = asyncio.ensure_future(learner())
+            workers = [answer(worker.start.remote(), timeout_s=limit_s) for worker in actors.workers]
+            await _all_or_first_failure([learner_ready, engines(), *workers])
     except TimeoutError as error:
         raise TimeoutError(f"not all actors were ready within trainer.startup_timeout_s={limit_s:g}") from error
+
+
+async def _all_or_first_failure(starts: Iterable[Awaitable[Any]]) -> None:
+    """Wait for all; the first failure is raised, and the others are no longer waited for."""
+    tasks = [asyncio.ensure_future(start) for start in starts]
+    try:
+        await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
@@ -161,11 +193,21 @@ def make_coordinator(cfg: RunConfig, actors: Actors) -> SyncCoordinator:
         timeout_s=cfg.weight_sync.timeout_s,
         verify=cfg.weight_sync.verify,
         relay=cfg.weight_sync.relay,
+        rolling=not cfg.mode.shares_devices,
         # On one host nobody else needs to reach the control sockets.
         host="127.0.0.1" if cfg.ray.address == "local" else None,
     )
     replicas = [EngineReplica(name, actor) for name, actor in actors.engines.items()]
     return SyncCoordinator(actors.learner.ranks, replicas, options=options)
+
+
+def make_devices(cfg: RunConfig, actors: Actors, coordinator: SyncCoordinator, tracer: Tracer) -> OwnDevices:
+    """Whose turn it is on the devices of the run."""
+    if not cfg.mode.shares_devices:
+        return OwnDevices(coordinator)
+    return SharedDevices(
+        coordinator, actors.learner, actors.engines, tracer=tracer, sleep_timeout_s=cfg.weight_sync.timeout_s
+    )
 
 
 def make_buffer(cfg: RunConfig, resumed: Resumed | None) -> WorkBuffer:
@@ -175,6 +217,7 @@ def make_buffer(cfg: RunConfig, resumed: Resumed | None) -> WorkBuffer:
         max_retries=cfg.rollout.max_retries,
         max_refills_per_step=cfg.algorithm.max_refills_per_step,
         version=0 if resumed is None else resumed.step,
+        end_step=cfg.trainer.total_steps,
     )
     if resumed is not None:
         buffer.load_state_dict(resumed.state["buffer"])
@@ -188,13 +231,32 @@ def make_source(cfg: RunConfig, inputs: Inputs, resumed: Resumed | None) -> Prom
     return source
 
 
-def make_pool(cfg: RunConfig, actors: Actors) -> WorkerPool:
+def make_pool(cfg: RunConfig, placement: Placement, actors: Actors) -> WorkerPool:
+    """The rollout workers; those that are lost are started again."""
     limit_s = cfg.task.agent_timeout_s if cfg.task.agent else cfg.rollout.request_timeout_s
-    return WorkerPool(actors.workers, group_timeout_s=limit_s + cfg.task.reward.timeout_s)
+
+    async def restart(index: int, number: int) -> Any:
+        # Ray frees a name some time after its actor's death, so every worker has one of its own.
+        name = f"rollout_worker_{index}{RESTARTED}{number}"
+        actors.workers[index] = actor = new_worker(cfg, placement, actors.engines, name=name)
+        try:
+            await answer(actor.start.remote(), timeout_s=cfg.trainer.startup_timeout_s)
+        except BaseException:
+            ray.kill(actor)
+            raise
+        return actor
+
+    return WorkerPool(
+        actors.workers,
+        group_timeout_s=limit_s + cfg.task.reward.timeout_s,
+        silence_timeout_s=cfg.rollout.silence_timeout_s,
+        restart=restart,
+        max_restarts=cfg.rollout.max_worker_restarts,
+    )
 
 
-def engine_spec(cfg: RunConfig, backend: Backend, *, version: int) -> EngineSpec:
-    """The engine section of the configuration as the engine takes it."""
+def engine_spec(cfg: RunConfig, backend: Backend, *, name: str, version: int) -> EngineSpec:
+    """The engine section of the configuration as the engine `name` takes it."""
     rollout = cfg.rollout
     needed = cfg.task.max_prompt_tokens + rollout.max_response_tokens
     return EngineSpec(
@@ -211,18 +273,36 @@ def engine_spec(cfg: RunConfig, backend: Backend, *, version: int) -> EngineSpec
         enforce_eager=rollout.enforce_eager,
         stream_tokens=rollout.stream_tokens,
         reports_load=rollout.concurrency == "adaptive",
-        seed=cfg.seed,
+        seed=derive_seed(cfg.seed, name),  # engines that draw the same numbers would repeat each other's luck
         in_flight=cfg.mode.in_flight,
+        sleep_level=sleep_level(cfg, backend),
         initial_version=version,
         lora_rank=cfg.model.lora.rank,
         lora_targets=tuple(cfg.model.lora.target_modules.split("+")),
         extension=EXTENSION,
         engine_args={
             "trust_remote_code": cfg.model.trust_remote_code,
+            **_load_format(cfg),
             **backend.engine_defaults(),
             **rollout.engine_args,
         },
     )
+
+
+def _load_format(cfg: RunConfig) -> dict[str, Any]:
+    """Engines read no weights: the first version is there before the first request. But a sync does not bring what lies
+    below an adapter, nor scales of a cache, nor a model that drafts."""
+    from_files = {"quantization", "kv_cache_dtype", "speculative_config"} & cfg.rollout.engine_args.keys()
+    return {} if cfg.model.lora.rank or from_files else {"load_format": "dummy"}
+
+
+def sleep_level(cfg: RunConfig, backend: Backend) -> SleepLevel | None:
+    """How deep engines sleep while the learner has the devices; None where they have devices of their own."""
+    if not cfg.mode.shares_devices:
+        return None
+    if not backend.capabilities().sleep_mode:
+        return 0
+    return 1 if cfg.model.lora.rank else 2  # a sync brings adapters only: what they adapt stays on the host
 
 
 def concurrency_of(rollout: RolloutConfig) -> Bounds | None:
@@ -247,11 +327,13 @@ def worker_spec(cfg: RunConfig) -> WorkerSpec:
         ),
         request_timeout_s=rollout.request_timeout_s,
         concurrency=concurrency_of(rollout),
+        silence_timeout_s=rollout.silence_timeout_s,
         greedy_baseline=traits_of(cfg.algorithm).greedy_baseline,
         agent=task.agent,
         agent_args=task.agent_args,
         agent_timeout_s=task.agent_timeout_s if task.agent else None,
         seed=cfg.seed,
+        seed_requests=cfg.mode.max_staleness == 0 if rollout.seed_requests is None else rollout.seed_requests,
         tokenizer_path=_tokenizer_path(cfg),
         reward=reward.name,
         reward_timeout_s=reward.timeout_s,
@@ -260,7 +342,7 @@ def worker_spec(cfg: RunConfig) -> WorkerSpec:
 
 
 def _options(cfg: RunConfig, backend: Backend, placement: Placement, *, role: Role, name: str) -> dict[str, Any]:
-    env = merge_env(backend.process_env(role), cfg.device.env, dict(os.environ))
+    env = merge_env(backend.process_env(role), {**cfg.device.env, **placement.env(name)}, dict(os.environ))
     return actor_options(placement.options(name), env=env, name=name)
 
 

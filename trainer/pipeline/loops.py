@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from rollout.prompts.source import PromptSource
     from trainer.config.schema import RunConfig
     from trainer.learner.worker import LearnerGroup
+    from trainer.pipeline.device_turns import OwnDevices
     from trainer.pipeline.evaluate import Evaluator
     from trainer.pipeline.resume import Checkpointer
     from trainer.pipeline.state import RunState
@@ -65,6 +66,7 @@ class Parts:
     workers: WorkerPool
     learner: LearnerGroup
     pump: SyncPump
+    devices: OwnDevices
     evaluator: Evaluator
     checkpointer: Checkpointer
     batches: asyncio.Queue[Ready] = field(default_factory=lambda: asyncio.Queue(maxsize=1))
@@ -200,6 +202,7 @@ async def _train_step(
 ) -> dict[str, object]:
     step, tracer = built.batch.step, parts.telemetry.tracer
     check_ages(groups, step=step, max_staleness=parts.cfg.mode.max_staleness)
+    await parts.devices.to_learner()
     with tracer.span("learner", f"step {step}", tokens=built.batch.num_tokens):
         result = await parts.learner.train_step(built.batch)
     waited_from = time.monotonic()
@@ -241,7 +244,7 @@ def _surroundings(parts: Parts, groups: Sequence[Group]) -> dict[str, object]:
     if telemetry.recorder is not None:
         record["telemetry/trajectory_errors"] = telemetry.recorder.num_errors
     report = parts.pump.last_report
-    record |= parts.workers.load_record
+    record |= parts.workers.load_record | parts.devices.record()
     return record | sync_record(report, version_lag=parts.state.step - report.version + report.version_lag)
 
 
@@ -264,6 +267,7 @@ async def finish(parts: Parts, record: dict[str, object] | None) -> None:
     finally:
         if record is not None:
             await parts.telemetry.write_step(with_evaluation(parts, record))
+    await parts.devices.to_learner()  # an export gathers whole parameters on the device
     await parts.checkpointer.at_end(parts.state.step, wants_export=not interrupted)
 
 

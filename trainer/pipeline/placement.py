@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.errors import ConfigurationError, Problem
+from trainer.config.validate_mode import pairing_problems
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,19 +38,28 @@ class Placement:
     """Accelerators needed in all; 0 on a backend whose devices are not a Ray resource."""
     num_cpus: float
     """Logical CPUs needed in all."""
+    is_paired: bool = False
+    """Engines compute on the learners' devices."""
     seats: Mapping[str, Any] = field(default_factory=dict)
     """Name of an actor -> what Ray calls its scheduling strategy. Empty on a private cluster, which is one node."""
+    engine_env: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Name of an engine -> variables that show it the devices of the learners it shares them with. Empty where engines
+    have devices of their own, which Ray shows them."""
 
     def options(self, name: str) -> dict[str, Any]:
         """Keyword arguments for `.options(...)` of the actor `name`: what it needs, and where it sits.
 
         A restarted engine sits where the one sat that it replaces.
         """
-        original = name.partition(RESTARTED)[0]
+        original = _original(name)
         seat = self.seats.get(original)
         kinds = {"learner": self.learner, "replica": self.engine, "rollout_worker": self.rollout_worker}
         needs = kinds[original.rpartition("_")[0]]
         return needs if seat is None else {**needs, "scheduling_strategy": seat}
+
+    def env(self, name: str) -> Mapping[str, str]:
+        """Variables of the actor `name` that depend on where it sits."""
+        return self.engine_env.get(_original(name), {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,18 +74,27 @@ class Node:
 
 
 def plan_placement(cfg: RunConfig, *, resource: str | None) -> Placement:
-    """Resources for the actors of a run. `resource` is what Ray calls one device; None means plain CPUs."""
+    """Resources for the actors of a run. `resource` is what Ray calls one device; None means plain CPUs.
+
+    Raises:
+        ConfigurationError: learners and engines cannot share devices in these numbers.
+    """
     ranks, replicas, tp = cfg.learner.num_ranks, cfg.rollout.num_replicas, cfg.rollout.tensor_parallel_size
     threads = cfg.device.cpu_threads
     if resource is None:
         learner, engine = {"num_cpus": threads}, {"num_cpus": threads * tp}
         num_devices, compute_cpus = 0, threads * (ranks + replicas * tp)
     else:
-        learner, engine = _devices(resource, 1), _devices(resource, tp)
-        num_devices, compute_cpus = ranks + replicas * tp, ranks + replicas
+        if unpaired := list(pairing_problems(cfg)):
+            raise ConfigurationError(unpaired)
+        # On shared devices Ray counts the learner alone: it knows no actor with halves of several devices.
+        own = 0 if cfg.mode.shares_devices else tp
+        learner, engine = _devices(resource, 1), _devices(resource, own)
+        num_devices, compute_cpus = ranks + replicas * own, ranks + replicas
     return Placement(
         learner=learner,
         engine=engine,
+        is_paired=cfg.mode.shares_devices and resource is not None,
         rollout_worker={"num_cpus": ROLLOUT_WORKER_CPUS},
         num_devices=num_devices,
         num_cpus=compute_cpus + ROLLOUT_WORKER_CPUS * cfg.rollout.num_workers,
@@ -87,11 +106,12 @@ def check_fits(cfg: RunConfig, placement: Placement, *, backend: str, num_device
     if placement.num_devices <= num_devices:
         return
     ranks, replicas, tp = cfg.learner.num_ranks, cfg.rollout.num_replicas, cfg.rollout.tensor_parallel_size
+    is_shared = placement.is_paired
     raise ConfigurationError(
         [
             Problem(
-                key=SIZES,
-                got=f"{ranks} + {replicas} * {tp} = {placement.num_devices}",
+                key="learner.num_ranks" if is_shared else SIZES,
+                got=str(ranks) if is_shared else f"{ranks} + {replicas} * {tp} = {placement.num_devices}",
                 allowed=f"{where} has {num_devices} {backend} device{'' if num_devices == 1 else 's'}",
                 do="ask for fewer ranks or replicas, or show more devices",
             )
@@ -99,7 +119,37 @@ def check_fits(cfg: RunConfig, placement: Placement, *, backend: str, num_device
     )
 
 
+def _original(name: str) -> str:
+    """The actor that `name` takes the place of, or `name`."""
+    return name.partition(RESTARTED)[0]
+
+
+def ranks_beside(replica: int, cfg: RunConfig) -> range:
+    """The learner ranks on whose devices an engine computes, where devices are shared."""
+    tp = cfg.rollout.tensor_parallel_size
+    return range(replica * tp, (replica + 1) * tp)
+
+
+def _beside(replica: int, cfg: RunConfig) -> list[str]:
+    return [*(f"learner_{rank}" for rank in ranks_beside(replica, cfg)), f"replica_{replica}"]
+
+
+def shared_visibility(seen: Sequence[str]) -> str:
+    """What an engine has to see to compute on the devices of several learners, from what each of them sees.
+
+    A list of devices begins with the process's own; some backends show the others after it.
+
+    Example: `["2", "3"]` -> `"2,3"`; `["2,0,1,3", "3,0,1,2"]` -> `"2,3,0,1"`
+    """
+    lists = [text.split(",") for text in seen]
+    own = [devices[0] for devices in lists]
+    others = [device for devices in lists for device in devices if device not in own]
+    return ",".join(dict.fromkeys([*own, *others]))
+
+
 def _devices(resource: str, count: int) -> dict[str, Any]:
+    if count == 0:
+        return {"num_cpus": 1}
     if resource == "GPU":
         return {"num_gpus": count, "num_cpus": 1}
     return {"resources": {resource: count}, "num_cpus": 1}
@@ -133,6 +183,7 @@ def assign_nodes(cfg: RunConfig, placement: Placement, nodes: Sequence[Node]) ->
 
     - Learners share as few nodes as the rest allows, the driver's first: their collectives are the busiest traffic.
     - An engine with all its devices is on one node. Engines are spread: each goes where the fewest are.
+    - On shared devices an engine sits beside its learners, all of them on one node.
     - Rollout workers are on the driver's node while it has room: without that node there is no run anyway.
 
     Raises:
@@ -142,8 +193,13 @@ def assign_nodes(cfg: RunConfig, placement: Placement, nodes: Sequence[Node]) ->
     engines_first = sorted(bundles, key=lambda name: not name.startswith("replica_"))
     for order in _learner_orders(nodes):
         seats = _Seats(nodes)
+        if placement.is_paired:
+            units = [_beside(replica, cfg) for replica in range(cfg.rollout.num_replicas)]
+            fits = all(seats.take_together({name: bundles[name] for name in unit}, order) for unit in units)
+        else:
+            fits = True
         names = engines_first if order is None else list(bundles)
-        if all(seats.take(name, bundles[name], order) for name in names):
+        if fits and all(seats.take(name, bundles[name], order) for name in names if name not in seats.taken):
             return seats.taken
     raise ConfigurationError([_does_not_fit(bundles, nodes)])
 
@@ -167,6 +223,19 @@ class _Seats:
         self._driver = {node.node_id: node.is_driver for node in nodes}
         self._num_engines: Counter[str] = Counter()
         self._num_learners: Counter[str] = Counter()
+
+    def take_together(self, bundles: Mapping[str, Bundle], order: list[str] | None) -> bool:
+        """Put these actors on one node, the first of `order` with room for all; False if there is none."""
+        needed: Counter[str] = Counter()
+        for bundle in bundles.values():
+            needed.update(bundle)
+        nodes = self._free if order is None else order
+        node = next((node for node in nodes if _covers(self._free[node], needed)), None)
+        if node is None:
+            return False
+        self.taken |= dict.fromkeys(bundles, node)
+        self._free[node].subtract(needed)
+        return True
 
     def take(self, name: str, bundle: Bundle, learner_order: list[str] | None) -> bool:
         """Put the actor where it belongs; False if there is no room."""

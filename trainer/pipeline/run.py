@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from trainer.config.schema import RunConfig
+    from trainer.pipeline.device_turns import OwnDevices
     from trainer.pipeline.telemetry import Telemetry
     from trainer.telemetry.run_dir import RunDir
     from weight_sync.coordinator import SyncCoordinator
@@ -134,9 +135,13 @@ class Driver:
             await asyncio.gather(model, return_exceptions=True)
 
     async def _with_cluster(self, model: asyncio.Task[None]) -> None:
-        cfg, checked, progress = self._cfg, self._checked, self._telemetry.progress
-        actors = compose.create_actors(cfg, checked.placement, checked.backend, version=self._state.step)
+        cfg, progress = self._cfg, self._telemetry.progress
+        actors, placement = await compose.create_actors(
+            cfg, self._checked.placement, self._checked.backend, version=self._state.step
+        )
+        self._checked = checked = replace(self._checked, placement=placement)
         coordinator = compose.make_coordinator(cfg, actors)
+        devices = compose.make_devices(cfg, actors, coordinator, self._telemetry.tracer)
         try:
             with progress.phase("preparing the model"):
                 await model
@@ -145,20 +150,23 @@ class Driver:
                 await compose.start_actors(cfg, actors, checked.resumed)
             with progress.phase("opening weight sync"):
                 await coordinator.open()
-                await coordinator.publish(self._state.step)
-                live = await coordinator.sync(self._state.step)
+                await devices.to_learner()
+                await devices.publish(self._state.step)
+                live = await devices.sync(self._state.step)
                 if cfg.weight_sync.self_test:
                     await coordinator.self_test()
             with rare_collections():
-                await self._train(actors, coordinator, live)
+                await self._train(actors, coordinator, devices, live)
         finally:
             with progress.phase("stopping"):
                 await coordinator.close()
                 await actors.close(timeout_s=cfg.trainer.shutdown_timeout_s)
 
-    async def _train(self, actors: compose.Actors, coordinator: SyncCoordinator, live: SyncReport) -> None:
+    async def _train(
+        self, actors: compose.Actors, coordinator: SyncCoordinator, devices: OwnDevices, live: SyncReport
+    ) -> None:
         async with Supervisor() as supervisor:
-            parts = self._parts(actors, coordinator, supervisor=supervisor, live=live)
+            parts = self._parts(actors, coordinator, devices, supervisor=supervisor, live=live)
             self._is_training = True
             try:
                 await loops.evaluate_at_start(parts, supervisor)
@@ -188,24 +196,34 @@ class Driver:
                     version=self._state.live_version,
                 )
 
-            return await compose.replace_engine(
-                name,
-                make,
-                engines=actors.engines,
-                coordinator=coordinator,
-                workers=parts.workers,
-                timeout_s=cfg.trainer.startup_timeout_s,
-            )
+            async with parts.devices.engines_turn():
+                return await compose.replace_engine(
+                    name,
+                    make,
+                    engines=actors.engines,
+                    coordinator=coordinator,
+                    workers=parts.workers,
+                    timeout_s=cfg.trainer.startup_timeout_s,
+                )
 
-        return EngineKeeper(lambda: coordinator.members, restart, max_restarts=cfg.rollout.max_engine_restarts)
+        def members() -> dict[str, str]:
+            return {**coordinator.members, **parts.workers.lost_engines}  # those that only the workers know of, too
+
+        return EngineKeeper(members, restart, max_restarts=cfg.rollout.max_engine_restarts)
 
     def _parts(
-        self, actors: compose.Actors, coordinator: SyncCoordinator, *, supervisor: Supervisor, live: SyncReport
+        self,
+        actors: compose.Actors,
+        coordinator: SyncCoordinator,
+        devices: OwnDevices,
+        *,
+        supervisor: Supervisor,
+        live: SyncReport,
     ) -> loops.Parts:
         cfg, state, sinks, resumed = self._cfg, self._state, self._telemetry, self._checked.resumed
         buffer = compose.make_buffer(cfg, resumed)
         source = compose.make_source(cfg, self._checked.inputs, resumed)
-        workers = compose.make_pool(cfg, actors)
+        workers = compose.make_pool(cfg, self._checked.placement, actors)
 
         async def on_live(report: SyncReport) -> None:
             for name, member in coordinator.members.items():
@@ -221,7 +239,8 @@ class Driver:
             buffer=buffer,
             workers=workers,
             learner=actors.learner,
-            pump=SyncPump(coordinator, on_live=on_live, tracer=sinks.tracer, first=live),
+            devices=devices,
+            pump=SyncPump(devices, on_live=on_live, tracer=sinks.tracer, first=live),
             evaluator=Evaluator(
                 cfg,
                 self._checked.inputs.evaluation,

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class Coordinator(Protocol):
-    """The part of `weight_sync.coordinator.SyncCoordinator` that is used here."""
+    """`trainer.pipeline.device_turns.OwnDevices`, or a `weight_sync.coordinator.SyncCoordinator` by itself."""
 
     async def publish(self, version: int) -> float: ...
 

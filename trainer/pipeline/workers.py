@@ -1,15 +1,25 @@
-"""The rollout workers as the driver sees them: which one gets the next group, and calls with a deadline."""
+"""The rollout workers as the driver sees them: which one gets the next group, who is lost, and calls with a deadline.
+
+    live ──died, or silent for too long──> lost ──a restart is left──> a new worker takes its place, live
+                                             └──none is left─────────> it stays out; without any other the run ends
+
+A group whose worker is lost fails with `WorkerLost`, which costs it no retry: the buffer hands it out again at once.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rollout.actor import is_actor_lost, kill_actor
+from rollout.errors import WorkerLost
+from trainer.config.errors import first_cause, one_line
 from trainer.pipeline.handles import answer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from rollout.buffer.items import WorkItem
     from rollout.load_watch import LoadReport, ReplicaLoad
@@ -18,66 +28,224 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-"""Between two looks at the engines' load."""
+"""Between two looks at the workers, and through them at the engines."""
 GROUP_GRACE_S = 60.0
 """A worker bounds generation and rewards itself; a live one has answered this much later."""
+SILENCE_S = 120.0
+"""`rollout.silence_timeout_s` by default."""
+
+
+class NoWorker(Exception):
+    """No rollout worker is left, and none may be started any more."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Worker:
+    """One of the pool's places, and who sits there."""
+
+    name: str
+    actor: Any
+    num_groups: int = 0
+    """In flight."""
+    lost: str = ""
+    """Why; empty while it lives."""
+    num_restarts: int = 0
+    """Tried, for this place."""
+
+
+@dataclass(slots=True)
+class _Standing:
+    """What the workers were told of one replica: a new worker has to know it too."""
+
+    engine: Any = None
+    """The newest engine actor that took its place; None for the first one."""
+    quarantine: str = ""
+    is_resting: bool = False
+
+    def tell(self, name: str, actor: Any) -> list[Any]:
+        """The calls that bring a new worker up to date, in order."""
+        calls = [actor.replace.remote(name, self.engine)] if self.engine is not None else []
+        calls += [actor.quarantine.remote(name, self.quarantine)] if self.quarantine else []
+        return calls + ([actor.rest.remote(name)] if self.is_resting else [])
 
 
 class WorkerPool:
-    """Rollout worker actors; each group goes to the one with the fewest groups in flight."""
+    """Rollout worker actors; each group goes to the live one with the fewest groups in flight."""
 
-    def __init__(self, actors: Sequence[Any], *, group_timeout_s: float) -> None:
-        self._actors = tuple(actors)
-        self._in_flight = [0] * len(self._actors)
+    def __init__(
+        self,
+        actors: Sequence[Any],
+        *,
+        group_timeout_s: float,
+        silence_timeout_s: float = SILENCE_S,
+        restart: Callable[[int, int], Awaitable[Any]] | None = None,
+        max_restarts: int = 0,
+    ) -> None:
+        """
+        Args:
+            group_timeout_s: longest time that a worker may take for a group, rewards included.
+            silence_timeout_s: a worker that does not say for so long how it is, is lost.
+            restart: (place, number of the restart) -> a new worker actor, started. Has a deadline.
+            max_restarts: of each place.
+        """
+        self._workers = [_Worker(name=f"rollout worker {index}", actor=actor) for index, actor in enumerate(actors)]
         self._group_timeout_s = group_timeout_s + GROUP_GRACE_S
+        self._silence_timeout_s = silence_timeout_s
+        self._restart = restart
+        self._max_restarts = max_restarts if restart is not None else 0
+        self._standings: dict[str, _Standing] = {}
+        self._num_replaced = 0
+        self._has_live = asyncio.Event()
+        self._has_live.set()
         self.load_record: dict[str, float] = {}
         """Metrics of the engines' load as they were last; empty before the first look."""
+        self.lost_engines: dict[str, str] = {}
+        """Replica -> why some worker gave it up, by the last look. Replaced ones are not in it."""
 
     async def run_group(self, item: WorkItem) -> Group:
-        """Generate and reward one group. Raises what the worker raised, or TimeoutError."""
-        index = min(range(len(self._actors)), key=self._in_flight.__getitem__)
-        self._in_flight[index] += 1
+        """Generate and reward one group. Raises what the worker raised, or TimeoutError.
+
+        Raises:
+            WorkerLost: the worker died with the group, or never had it.
+        """
+        worker = await self._choose()
+        worker.num_groups += 1
         try:
-            return await answer(self._actors[index].run_group.remote(item), timeout_s=self._group_timeout_s)
+            return await self._ask(worker, worker.actor.run_group.remote(item), timeout_s=self._group_timeout_s)
         finally:
-            self._in_flight[index] -= 1
+            worker.num_groups -= 1
 
     async def evaluate(self, prompts: Sequence[Prompt], params: SamplingParams, engine: str) -> list[Trajectory]:
-        """One trajectory per prompt, all from the replica `engine`."""
-        ref = self._actors[0].evaluate.remote(list(prompts), params, engine)
-        return await answer(ref, timeout_s=self._group_timeout_s)
+        """One trajectory per prompt, all from the replica `engine`. Begins again where the worker is lost."""
+        while True:
+            worker = await self._choose()
+            ref = worker.actor.evaluate.remote(list(prompts), params, engine)
+            try:
+                return await self._ask(worker, ref, timeout_s=self._group_timeout_s)
+            except WorkerLost as error:
+                log.warning("the evaluation begins again on another worker: %s", error)
 
     async def replace(self, name: str, engine: Any) -> None:
         """All workers send to this engine actor what is meant for the replica `name`, quarantined or not."""
+        self._standings[name] = _Standing(engine=engine)
+        self._num_replaced += 1
+        self.lost_engines.pop(name, None)
         await self._tell_all(lambda actor: actor.replace.remote(name, engine))
 
     async def rest(self, name: str) -> None:
         """No worker sends anything new to this replica until `resume`; what runs there goes on."""
+        self._standing(name).is_resting = True
         await self._tell_all(lambda actor: actor.rest.remote(name))
 
     async def resume(self, name: str) -> None:
         """Ends a rest."""
+        self._standing(name).is_resting = False
         await self._tell_all(lambda actor: actor.resume.remote(name))
-
-    async def watch_loads(self) -> None:
-        """Keeps `load_record` new. Consumes: the workers' reports. Waits for: its interval, and each answer, which has
-        a deadline. Unblocked by: cancellation."""
-        while True:
-            await asyncio.sleep(LOOK_S)
-            calls = (answer(actor.loads.remote(), timeout_s=GROUP_GRACE_S) for actor in self._actors)
-            reports = await asyncio.gather(*calls, return_exceptions=True)
-            for report in reports:
-                if isinstance(report, Exception):  # figures only: who needs the worker itself finds out by itself
-                    log.warning("a rollout worker did not say how busy the engines are: %s", report)
-            good = [report for report in reports if not isinstance(report, BaseException)]
-            self.load_record = load_record(good) if good else {}
 
     async def quarantine(self, name: str, reason: str) -> None:
         """No worker sends anything more to this replica; what runs there goes on elsewhere, from what it has."""
+        self._standing(name).quarantine = reason
         await self._tell_all(lambda actor: actor.quarantine.remote(name, reason))
 
+    async def watch_loads(self) -> None:
+        """Keeps `load_record` and `lost_engines` new, and as many workers alive as there may be.
+
+        Consumes: the workers' reports. Waits for: its interval, each answer and each restart, which have deadlines.
+        Unblocked by: cancellation.
+
+        Raises:
+            NoWorker: none is left, and none may be started.
+        """
+        while True:
+            await asyncio.sleep(LOOK_S)
+            await self._look()
+            for index, worker in enumerate(self._workers):
+                if worker.lost and worker.num_restarts < self._max_restarts:
+                    await self._try_restart(index, worker)
+            if all(worker.lost and worker.num_restarts >= self._max_restarts for worker in self._workers):
+                reasons = "; ".join(f"{worker.name} {worker.lost}" for worker in self._workers)
+                raise NoWorker(
+                    f"no rollout worker is left after {self._max_restarts} restarts of each ({reasons}); what they "
+                    "printed is in actor_logs/; look at the memory of their host, and at your reward and agent loop"
+                )
+
+    async def _look(self) -> None:
+        workers, num_replaced = [worker for worker in self._workers if not worker.lost], self._num_replaced
+        calls = (self._ask(w, w.actor.loads.remote(), timeout_s=self._silence_timeout_s) for w in workers)
+        reports = await asyncio.gather(*calls, return_exceptions=True)
+        for worker, report in zip(workers, reports, strict=True):
+            if isinstance(report, TimeoutError):
+                self._lose(worker, f"was silent for {self._silence_timeout_s:g} s")
+            elif isinstance(report, Exception) and not worker.lost:
+                log.warning("%s did not say how busy the engines are: %s", worker.name, one_line(first_cause(report)))
+        good = [report for report in reports if not isinstance(report, BaseException)]
+        self.load_record = load_record(good) if good else {}
+        if num_replaced == self._num_replaced:  # else what was said may be of an engine that is gone
+            given_up = ((name, reason) for report in good for name, reason in report.quarantined.items())
+            self.lost_engines = {name: f"lost ({reason})" for name, reason in given_up}
+
+    async def _try_restart(self, index: int, worker: _Worker) -> None:
+        assert self._restart is not None
+        worker.num_restarts += 1
+        attempt = f"restart {worker.num_restarts} of {self._max_restarts}"
+        log.warning("%s %s: %s", worker.name, worker.lost, attempt)
+        try:
+            actor = await self._restart(index, worker.num_restarts)
+            # Asked for in one turn with its return to the others, so that it misses nothing they are told from here on.
+            calls = [call for name, standing in self._standings.items() for call in standing.tell(name, actor)]
+            worker.actor, worker.lost = actor, ""
+            self._has_live.set()
+            await asyncio.gather(*(self._ask(worker, call, timeout_s=GROUP_GRACE_S) for call in calls))
+        except Exception as error:  # noqa: BLE001 - the run goes on with the other workers, whatever is wrong with it
+            log.error("%s of %s failed: %s", attempt, worker.name, one_line(first_cause(error)))
+            self._lose(worker, f"did not start: {one_line(first_cause(error))}")
+            return
+        log.info("%s is back", worker.name)
+
+    async def _choose(self) -> _Worker:
+        """Waits for: a live worker. Unblocked by: a restart; its deadline, or `watch_loads`, which ends the run."""
+        try:
+            async with asyncio.timeout(self._group_timeout_s):
+                await self._has_live.wait()
+        except TimeoutError as error:
+            raise WorkerLost(f"no rollout worker lived for {self._group_timeout_s:g} s") from error
+        return min((worker for worker in self._workers if not worker.lost), key=lambda worker: worker.num_groups)
+
+    async def _ask(self, worker: _Worker, ref: Any, *, timeout_s: float) -> Any:
+        """The answer of a worker. Raises what it raised, TimeoutError, or WorkerLost if it is gone."""
+        actor = worker.actor
+        try:
+            return await answer(ref, timeout_s=timeout_s)
+        except Exception as error:
+            if not is_actor_lost(error):
+                raise
+            reason = str(error).strip().splitlines()[0]
+            if worker.actor is actor:  # else its place has been taken already
+                self._lose(worker, f"died: {reason}")
+            raise WorkerLost(f"{worker.name} died: {reason}") from error
+
+    def _lose(self, worker: _Worker, reason: str) -> None:
+        """It gets no more groups; its process ends, if it has not, and with it every call that still waits there."""
+        if worker.lost:
+            return
+        worker.lost = reason
+        if all(one.lost for one in self._workers):
+            self._has_live.clear()
+        log.error("%s %s; its %d groups go to others", worker.name, reason, worker.num_groups)
+        kill_actor(worker.actor)
+
     async def _tell_all(self, call: Callable[[Any], Any]) -> None:
-        await asyncio.gather(*(answer(call(actor), timeout_s=GROUP_GRACE_S) for actor in self._actors))
+        """A worker that is lost on the way is told when it comes back."""
+        live = [worker for worker in self._workers if not worker.lost]
+        told = (self._ask(worker, call(worker.actor), timeout_s=GROUP_GRACE_S) for worker in live)
+        for worker, result in zip(live, await asyncio.gather(*told, return_exceptions=True), strict=True):
+            if isinstance(result, TimeoutError):
+                self._lose(worker, f"was silent for {GROUP_GRACE_S:g} s")
+            elif isinstance(result, BaseException) and not isinstance(result, WorkerLost):
+                raise result
+
+    def _standing(self, name: str) -> _Standing:
+        return self._standings.setdefault(name, _Standing())
 
 
 def load_record(reports: Sequence[LoadReport]) -> dict[str, float]:

@@ -79,6 +79,11 @@ def unsharded_params(shape: ModelShape, *, keeps_unsharded: bool) -> int:
     return min(shape.num_params, shape.num_root_params + blocks)
 
 
+def arena_bytes(shape: ModelShape, plan: LearnerPlan) -> int:
+    """All slots of one rank."""
+    return plan.num_slots * _share(shape.num_trained_params * plan.published_bytes, plan.num_ranks)
+
+
 def learner_parts(shape: ModelShape, plan: LearnerPlan) -> tuple[Part, ...]:
     """Everything on one device of the learner, at the worst moment of a step."""
     n, b = plan.num_ranks, plan.compute_bytes
@@ -105,18 +110,19 @@ def learner_parts(shape: ModelShape, plan: LearnerPlan) -> tuple[Part, ...]:
         ),
         Part(
             name=f"arenas of weight sync ({plan.num_slots} slots)",
-            nbytes=plan.num_slots * _share(trained * plan.published_bytes, n),
+            nbytes=arena_bytes(shape, plan),
             remedy="weight_sync.num_slots: fewer",
         ),
     ]
     if not plan.cpu_offload:
         parts += [
-            Part(name="masters (float32)", nbytes=_share(trained * MASTER_BYTES, n), remedy=more_ranks),
-            Part(name="moments (AdamW)", nbytes=_share(trained * MOMENTS_BYTES, n), remedy=more_ranks),
+            Part(name="masters (float32)", nbytes=_share(trained * MASTER_BYTES, n), remedy=more_ranks, is_state=True),
+            Part(name="moments (AdamW)", nbytes=_share(trained * MOMENTS_BYTES, n), remedy=more_ranks, is_state=True),
             Part(name="gradients (float32)", nbytes=_share(trained * GRADIENT_BYTES, n), remedy=more_ranks),
         ]
         if frozen:
-            parts.append(Part(name="frozen weights", nbytes=_share(frozen * b, n), remedy=more_ranks))
+            nbytes = _share(frozen * b, n)
+            parts.append(Part(name="frozen weights", nbytes=nbytes, remedy=more_ranks, is_state=True))
     return (*parts, *_more_models(shape, plan))
 
 
@@ -125,14 +131,17 @@ def _more_models(shape: ModelShape, plan: LearnerPlan) -> list[Part]:
     parts: list[Part] = []
     if plan.has_reference and not shape.num_adapter_params and not plan.reference_cpu_offload:
         nbytes = _share(shape.num_params * plan.compute_bytes, plan.num_ranks)
-        parts.append(Part(name="reference", nbytes=nbytes, remedy="learner.reference_cpu_offload=true"))
+        remedy = "learner.reference_cpu_offload=true"
+        parts.append(Part(name="reference", nbytes=nbytes, remedy=remedy, is_state=True))
     if plan.critic is not None and not plan.critic_cpu_offload:
-        each = MASTER_BYTES + MOMENTS_BYTES + GRADIENT_BYTES
         num_params = plan.critic.num_params - plan.critic.num_head_params + plan.critic.hidden_size + 1
-        nbytes = _share(num_params * each, plan.num_ranks)
-        parts.append(
-            Part(name="critic", nbytes=nbytes, remedy="critic.cpu_offload=true or critic.shared_backbone=true")
-        )
+        state = _share(num_params * (MASTER_BYTES + MOMENTS_BYTES), plan.num_ranks)
+        gradients = _share(num_params * GRADIENT_BYTES, plan.num_ranks)
+        remedy = "critic.cpu_offload=true or critic.shared_backbone=true"
+        parts += [
+            Part(name="critic", nbytes=state, remedy=remedy, is_state=True),
+            Part(name="gradients of the critic", nbytes=gradients, remedy=remedy),
+        ]
     return parts
 
 

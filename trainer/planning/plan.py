@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from trainer.config.errors import Problem
 from trainer.config.estimators import traits_of
+from trainer.config.validate_mode import pairing_problems
 from trainer.planning.engine import EngineMemory, EnginePlan, engine_memory
-from trainer.planning.learner import LearnerPlan, learner_parts
+from trainer.planning.learner import LearnerPlan, arena_bytes, learner_parts
 from trainer.planning.schedule import StepWork, SyncTraffic, step_work, sync_traffic
 from trainer.planning.sizes import GIB, Device, ModelShape, Part, least, total
 
@@ -34,6 +35,15 @@ class RunPlan:
     """Groups between admission and live weights."""
     num_answers: int
     """Answers in flight at most."""
+    arena_bytes: int
+    """Of one rank: stays on a shared device in the engine's turn."""
+    is_paired: bool
+    """Learner and engine take turns on every device."""
+
+    @property
+    def moved_bytes(self) -> int:
+        """What one rank moves to the host, and back, at every step on a shared device."""
+        return sum(part.nbytes for part in self.learner if part.is_state)
 
 
 def plan_run(
@@ -48,10 +58,11 @@ def plan_run(
     group = rollout.group_size + traits_of(cfg.algorithm).greedy_baseline
     answers = cfg.trainer.groups_per_step * rollout.group_size
     num_slots = (cfg.mode.max_staleness + 1) * cfg.trainer.groups_per_step
+    learner = learner_plan(cfg, shape, device, critic=critic)
     return RunPlan(
         shape=shape,
         device=device,
-        learner=learner_parts(shape, learner_plan(cfg, shape, device, critic=critic)),
+        learner=learner_parts(shape, learner),
         engine=engine_memory(shape, engine_plan(cfg, device), device),
         sync=sync_traffic(
             shape,
@@ -69,6 +80,8 @@ def plan_run(
         ),
         num_slots=num_slots,
         num_answers=num_slots * group,
+        arena_bytes=arena_bytes(shape, learner),
+        is_paired=cfg.mode.shares_devices and not device.is_shared,
     )
 
 
@@ -108,6 +121,8 @@ def engine_plan(cfg: RunConfig, device: Device) -> EnginePlan:
 def problems(plan: RunPlan, cfg: RunConfig) -> list[Problem]:
     """What cannot fit, even if every estimate is twice too large."""
     found: list[Problem] = []
+    if not plan.device.is_shared:
+        found += pairing_problems(cfg)
     if plan.device.is_shared:
         needed = cfg.learner.num_ranks * least(plan.learner) + (
             cfg.rollout.num_replicas * cfg.rollout.tensor_parallel_size * least(plan.engine.parts)
@@ -146,6 +161,16 @@ def _engine_problems(plan: RunPlan, cfg: RunConfig) -> list[Problem]:
                 got=f"room for {engine.kv_tokens} tokens beside {gib(weights.nbytes)} of weights",
                 allowed=f"an engine device of {gib(device.total_bytes)} must hold one sequence of {longest} tokens",
                 do=f"raise it, lower rollout.max_model_len or rollout.max_response_tokens, or {weights.remedy}",
+            )
+        )
+    own_bytes = int(cfg.rollout.gpu_memory_utilization * device.total_bytes)
+    if plan.is_paired and own_bytes + plan.arena_bytes > device.total_bytes:
+        found.append(
+            Problem(
+                key="rollout.gpu_memory_utilization",
+                got=f"{gib(own_bytes)} for the engine, beside {gib(plan.arena_bytes)} of arena that stays",
+                allowed=f"a shared device has {gib(device.total_bytes)}",
+                do="lower it: the learner's context and arena stay while it is away",
             )
         )
     if cfg.weight_sync.commit == "staged" and not engine.shadow_fits and not device.is_shared:

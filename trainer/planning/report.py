@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 from trainer.planning.engine import workspace_bytes
 from trainer.planning.plan import gib
 from trainer.planning.schedule import DECODING_EFFICIENCY, LINK_BYTES_PER_S
-from trainer.planning.sizes import least, total
+from trainer.planning.sizes import Part, least, total
 
 if TYPE_CHECKING:
     from trainer.config.schema import RunConfig
     from trainer.planning.plan import RunPlan
-    from trainer.planning.sizes import Part
+
+HOST_BYTES_PER_S = 50e9
+"""Assumed of a device's link to the host's page-locked memory: PCIe 5.0 x16 has 63 GB/s each way."""
 
 
 def in_words(plan: RunPlan, cfg: RunConfig) -> str:
@@ -24,11 +26,13 @@ def in_words(plan: RunPlan, cfg: RunConfig) -> str:
 def _placement(plan: RunPlan, cfg: RunConfig) -> list[str]:
     ranks, replicas, tp = cfg.learner.num_ranks, cfg.rollout.num_replicas, cfg.rollout.tensor_parallel_size
     shape, what = plan.shape, "processes on the CPU" if plan.device.is_shared else "devices"
+    if plan.is_paired:
+        what += " shared with the engines"
     adapters = f", of which {shape.num_adapter_params:,} in adapters are trained" if shape.num_adapter_params else ""
     return [
         "Placement",
         f"  learner         {ranks} {what}, one FSDP2 rank each",
-        f"  engines         {replicas} x {tp} = {replicas * tp} {what}",
+        f"  engines         {replicas} x {tp} = {replicas * tp} {'of the same devices' if plan.is_paired else what}",
         f"  rollout workers {cfg.rollout.num_workers} processes on the CPU",
         f"  device          {plan.device.name}: {gib(plan.device.total_bytes)}"
         + (", shared by all" if plan.device.is_shared else " each"),
@@ -45,15 +49,31 @@ def _memory(plan: RunPlan, cfg: RunConfig) -> list[str]:
     share = min(engine.kv_tokens / engine.wanted_tokens, 1.0)
     full = "all of them" if share == 1 else f"{share:.0%} of them; the rest waits, or prompts and answers are shorter"
     lines = [
-        *_table("Per learner device", plan.learner, plan),
-        *_table(f"Per engine device (commit: {commit})", engine.parts, plan),
+        *_table("Per device in the learner's turn" if plan.is_paired else "Per learner device", plan.learner, plan),
+        *_table(_engine_title(plan, commit), engine_parts(plan), plan),
         f"  The cache holds {engine.kv_tokens:,} tokens; {seats} = {engine.wanted_tokens:,} may be wanted: {full}.",
     ]
     if not plan.device.is_shared:
         lines.append(
             f"  Assumed workspace of the engine: {gib(workspace_bytes(plan.device))}; it measures its own at the start."
         )
+    if plan.is_paired:
+        lines.append(
+            f"  To the host and back at every step: {gib(plan.moved_bytes)} per device, in as much host memory; at "
+            f"least {2 * plan.moved_bytes / HOST_BYTES_PER_S:.2g} s at {HOST_BYTES_PER_S / 1e9:.0f} GB/s."
+        )
     return [*lines, "  ~ marks an estimate, which may be off by half; attention is taken to keep no scores.", ""]
+
+
+def engine_parts(plan: RunPlan) -> tuple[Part, ...]:
+    """What is on a device while an engine has it."""
+    if not plan.is_paired:
+        return plan.engine.parts
+    return (*plan.engine.parts, Part(name="arena of the learner", nbytes=plan.arena_bytes, remedy=""))
+
+
+def _engine_title(plan: RunPlan, commit: str) -> str:
+    return "Per device in the engine's turn" if plan.is_paired else f"Per engine device (commit: {commit})"
 
 
 def _table(title: str, parts: tuple[Part, ...], plan: RunPlan) -> list[str]:

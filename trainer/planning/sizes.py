@@ -59,6 +59,8 @@ class Part:
     """The key that makes it smaller, with what to do."""
     is_exact: bool = True
     """Follows from shapes. An estimate may be off by half."""
+    is_state: bool = False
+    """Is there between two steps, too, and moves to the host where devices are shared."""
 
     @property
     def least_bytes(self) -> int:

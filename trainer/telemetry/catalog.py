@@ -169,6 +169,18 @@ METRICS: tuple[MetricInfo, ...] = (
     _row("queue/claimed_to_finished_s_max", "s", "Longest of them.", "<= S + 1 steps"),
     _row("queue/finished_to_taken_s", "s", "From the end of a group until its step, mean of its groups.", "< S steps"),
     _row("queue/finished_to_taken_s_max", "s", "Longest of them.", "<= S + 1 steps"),
+    _row("devices/sleep_s", "s", "Shared devices: engines ended their requests and gave their memory back.", "< 2 s"),
+    _row(
+        "devices/onload_s", "s", "Shared devices: slowest rank took its memory back from the host.", "bytes / 50 GB/s"
+    ),
+    _row("devices/offload_s", "s", "Shared devices: slowest rank moved its memory to the host.", "bytes / 50 GB/s"),
+    _row("devices/onload_bytes", "bytes", "Shared devices: weights and moments that moved, all ranks.", "constant"),
+    _row(
+        "devices/free_frac",
+        "fraction",
+        "Shared devices: free share of the fullest device when neither side is on it: what engines find.",
+        "> rollout.gpu_memory_utilization",
+    ),
     _row("sync/pack_s", "s", "Slowest learner rank: casting and packing its shard into the arena.", "steady"),
     _row("sync/seal_s", "s", "Slowest learner rank: digest of the packed bytes, beside training.", "< sync/pull_s"),
     _row("sync/lease_s", "s", "Slowest engine worker: from the request to the first byte.", "~ sync/seal_s"),

@@ -304,6 +304,9 @@ class AcceleratorBackend(Backend):
         """The vendor's part of `process_group`."""
         return super().process_group(store, rank=rank, timeout_s=timeout_s)
 
+    def release_cached(self) -> None:
+        self._binding.release_cached()
+
     def memory_info(self) -> tuple[int, int]:
         self._enter()
         return self._driver.memory_info()

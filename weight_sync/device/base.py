@@ -247,6 +247,10 @@ class Backend(ABC):
         """What tells the current device from every other device of every host; empty if that is not known."""
         return ""
 
+    def release_cached(self) -> None:
+        """Give device memory that torch caches but does not use back to the driver, for other processes."""
+        return
+
     @abstractmethod
     def memory_info(self) -> tuple[int, int]:
         """(free, total) bytes of the current device."""

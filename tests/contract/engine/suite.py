@@ -286,12 +286,12 @@ class EngineContract:
 
     @pytest.fixture
     async def sleeper(self) -> AsyncIterator[Engine]:
-        """Another engine, started with `EngineSpec.sleep_mode`."""
+        """Another engine, started with `EngineSpec.sleep_level`."""
         pytest.skip("this engine cannot sleep on this device")
         yield
 
-    async def test_an_engine_without_sleep_mode_refuses_to_sleep(self, engine: Engine) -> None:
-        with pytest.raises(ValueError, match="sleep_mode"):
+    async def test_an_engine_without_a_sleep_level_refuses_to_sleep(self, engine: Engine) -> None:
+        with pytest.raises(ValueError, match="sleep_level"):
             await engine.sleep()
         assert len((await collect(engine, "awake", SamplingParams(max_tokens=5, seed=1))).tokens) == 5
 

@@ -13,6 +13,8 @@ from weight_sync.wire import Reply, encode
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Container
 
+    from rollout.engine.base import SleepLevel
+
 STOP = 7
 ENDING: set[int] = set()
 
@@ -47,18 +49,18 @@ class TestScriptedEngine(EngineContract):
     @pytest.fixture
     async def sleeper(self) -> AsyncIterator[Engine]:
         ENDING.clear()
-        engine = self.make(sleep_mode=True)
+        engine = self.make(sleep_level=2)
         await engine.start()
         yield engine
         await engine.close()
 
-    def make(self, *, sleep_mode: bool = False) -> ScriptedEngine:
+    def make(self, *, sleep_level: SleepLevel | None = None) -> ScriptedEngine:
         spec = EngineSpec(
             model="scripted",
             stream_tokens=self.stream_tokens,
             max_model_len=self.max_model_len,
             stop_token_ids=(STOP,),
-            sleep_mode=sleep_mode,
+            sleep_level=sleep_level,
         )
         return ScriptedEngine(spec, script=script, workers=workers, worker_s=0.005)
 

@@ -268,6 +268,10 @@ def test_seeds_can_be_left_to_the_engine() -> None:
         await worker(engine, seed_requests=False).run_group(item())
         assert {one.seed for one in engine.calls[0].params} == {None}
         assert {one.temperature for one in engine.calls[0].params} == {0.7}
+        sampled = SamplingParams(max_tokens=8, temperature=0.7)
+        await worker(engine, seed_requests=False).evaluate([item().prompt, item().prompt], sampled, engine="e0")
+        assert None not in (seeds := {one.seed for one in engine.calls[-1].params}), "evaluations repeat themselves"
+        assert len(seeds) == 2
 
     run_virtual(main())
 

@@ -89,6 +89,16 @@ async def test_a_report_says_when_each_replica_pulled_and_went_live(commit: str)
         assert first.live_at_s <= second.live_at_s - second.pause_s + 0.001
 
 
+async def test_replicas_that_stand_still_anyway_commit_all_at_once() -> None:
+    replicas = [LocalReplica("r0"), LocalReplica("r1"), LocalReplica("r2")]
+    board: list[str] = []
+    for replica in replicas:
+        replica.board, replica.commit_delay_s = board, 0.2
+    async with opened(1, replicas, commit="inplace", rolling=False) as world:
+        await world.step(1)
+    assert sorted(board[:3]) == ["pause r0", "pause r1", "pause r2"], board
+
+
 @pytest.mark.parametrize("commit", ["staged", "inplace"])
 async def test_nothing_is_allocated_after_the_first_sync(commit: str) -> None:
     async with opened(2, [LocalReplica("r0", 2)], commit=commit) as world:

@@ -123,7 +123,7 @@ def publisher(monkeypatch: pytest.MonkeyPatch) -> tuple[Offer, list[Recorder]]:
 
 
 def eventually(is_so: Callable[[], bool]) -> bool:
-    give_up = time.monotonic() + 5
+    give_up = time.monotonic() + 20
     while not is_so() and time.monotonic() < give_up:
         time.sleep(0.005)
     return is_so()
@@ -172,9 +172,9 @@ def test_a_receiver_that_meets_again_leaves_its_old_group_and_nobody_elses(
     publisher: tuple[Offer, list[Recorder]],
 ) -> None:
     end, groups = publisher
-    for sender, group in (("a/0", b"old"), ("b/0", b"other"), ("a/0", b"new")):
+    for number, (sender, group) in enumerate((("a/0", b"old"), ("b/0", b"other"), ("a/0", b"new")), start=1):
         end.answer(sender, PairMeet(group=group, entries={}))
-        assert eventually(lambda: end.counters()["communicators"] == len(groups))
+        assert eventually(lambda number=number: end.counters()["communicators"] == len(groups) == number)
     old, other, new = groups
     assert old.aborted.wait(5)
     assert not other.aborted.is_set()
@@ -330,7 +330,7 @@ def test_a_device_transfer_without_progress_is_given_up_in_time() -> None:
     started = time.monotonic()
     with pytest.raises(LinkBroken, match=r"no progress within 0\.2 s"):
         receiver.receive([torch.zeros(5, dtype=torch.uint8)]).wait(0.2)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 15, "it waited for the group's own 20 s"
     receiver.abort()
     sender.abort()
 
@@ -351,7 +351,7 @@ def test_a_gloo_group_is_aborted_from_another_thread_at_once() -> None:
     started = time.monotonic()
     with pytest.raises(LinkBroken, match="gloo"):
         waiting.wait(20)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 15, "it waited for the group's own 20 s"
     timer.join()
     with pytest.raises(LinkBroken):
         sender.send([torch.ones(4, dtype=torch.uint8)]).wait(5)

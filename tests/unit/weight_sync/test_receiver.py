@@ -194,19 +194,19 @@ def test_aborted_prefetch_leaves_the_weights_and_can_be_repeated(local: LocalPub
 
 
 def test_long_pull_renews_its_lease(closing: list[Any], local: LocalPublisher) -> None:
-    pair = open_pair(local, closing, "staged", lease_s=0.2)
+    pair = open_pair(local, closing, "staged", lease_s=0.6)
     end = next(iter(pair.receiver._epoch._reaches.values()))._end
     original = end.pull
 
     def slow(*args: Any, check: Callable[[], None], **kwargs: Any) -> None:
         for _ in range(8):
-            time.sleep(0.06)
+            time.sleep(0.12)
             check()
         original(*args, check=check, **kwargs)
 
     end.pull = slow
     pair.receiver.prefetch(2, deadline_s=10.0)
-    time.sleep(0.35)
+    time.sleep(0.8)
     for version in (3, 4, 5):
         local.ws_publish(version, 5.0)
     while not pair.receiver.poll(2):
@@ -274,7 +274,7 @@ def test_learner_killed_in_mid_pull_is_noticed_in_time(
     with pytest.raises(PublisherLost, match="dead, stopped or unreachable"):
         pair.fetch(2, deadline_s=1.5)
         pair.receiver.commit(2, deadline_s=1.5)
-    assert time.monotonic() - started < 5.0
+    assert time.monotonic() - started < 10.0
     assert pair.receiver.is_dirty == (commit == "inplace")
     if commit == "staged":
         pair.replica.assert_holds(OLD)

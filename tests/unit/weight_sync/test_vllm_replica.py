@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.fakes.virtual_time import run_virtual
+from weight_sync import vllm_replica
 from weight_sync.vllm_replica import AsyncLLMReplica
 from weight_sync.wire import Reply, encode, reply_state
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from weight_sync.wire import CommitResult
 
 OK, FAILED, DIRTY = Reply(ok=True), Reply(ok=False, error="PullTimeout"), Reply(ok=False, error="X", dirty=True)
 
@@ -23,7 +28,7 @@ class Engine:
         self.seen: list[object] = []
         self.answers: Sequence[Reply] = (OK, OK)
         self.is_paused = False
-        self.pause_s = self.commit_s = 0.0
+        self.pause_s = self.commit_s = self.resume_s = 0.0
         self.engine_core = self
 
     async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
@@ -32,6 +37,7 @@ class Engine:
         self.is_paused = True
 
     async def resume_scheduler_async(self) -> None:
+        await asyncio.sleep(self.resume_s)
         self.seen.append("resume")
         self.is_paused = False
 
@@ -59,12 +65,19 @@ async def test_a_commit_pauses_calls_labels_and_resumes_in_this_order() -> None:
     assert replica.cache_salt == "v7"
 
 
-async def test_times_are_told_apart() -> None:
+def test_times_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine()
-    engine.pause_s, engine.commit_s = 0.05, 0.1
-    result = await replica_of(engine).commit(1, "ws_commit", timeout_s=5.0)
-    assert 0.05 <= result.drain_s < 0.1 <= result.pause_s
-    assert 0 <= result.resume_s < 0.05
+    engine.pause_s, engine.commit_s, engine.resume_s = 0.05, 0.1, 0.02
+
+    async def commit_at_virtual_time() -> CommitResult:
+        clock = asyncio.get_running_loop().time
+        monkeypatch.setattr(vllm_replica, "time", SimpleNamespace(monotonic=clock))
+        return await replica_of(engine).commit(1, "ws_commit", timeout_s=5.0)
+
+    result = run_virtual(commit_at_virtual_time())
+    assert result.drain_s == pytest.approx(0.05)
+    assert result.pause_s == pytest.approx(0.12), "from the drain to the next step"
+    assert result.resume_s == pytest.approx(0.02)
 
 
 async def test_a_commit_that_changed_nothing_leaves_the_engine_generating_under_its_old_version() -> None:

@@ -1,4 +1,4 @@
-"""`mode`: how far generation may run ahead of learning."""
+"""`mode`: how far generation may run ahead of learning, and whether both use the same devices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from trainer.config.schema.field import key
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModeConfig:
-    name: Literal["async", "one_step_off", "sync"] = key("async", "Shown in logs; `max_staleness` decides.")
+    name: Literal["async", "one_step_off", "sync", "colocated"] = key(
+        "async",
+        "`colocated`: learners and engines take turns on the same devices (accelerators have one learner rank and one "
+        "engine worker each). All others have devices of their own for both, and differ by `max_staleness` alone.",
+    )
     max_staleness: int = key(
         1, "S: policy versions a trained group may be old. 0 is synchronous on-policy training.", ge=0
     )
@@ -20,3 +24,7 @@ class ModeConfig:
         "have, `recompute` computes their cache again under the new weights, `abort` gives them back; they go on from "
         "their prefix as new requests.",
     )
+
+    @property
+    def shares_devices(self) -> bool:
+        return self.name == "colocated"

@@ -17,6 +17,12 @@ class RolloutConfig:
     temperature: float = key(1.0, "Sampling temperature of training rollouts.", gt=0)
     top_p: float = key(1.0, "Nucleus sampling of training rollouts.", gt=0, le=1)
     top_k: int = key(0, "Top-k sampling of training rollouts; 0 keeps the whole vocabulary.", ge=0)
+    seed_requests: bool | None = key(
+        None,
+        "Whether every request has a seed of its own, which a run that is to repeat itself needs and which costs an "
+        "engine some speed; otherwise the engines draw from `seed` in the order of their work. null is true with "
+        "`mode.max_staleness=0` and false above, where timing decides what is trained.",
+    )
     max_response_tokens: int = key(1024, "Longest answer, in tokens.", ge=1)
     max_model_len: int = key(0, "Engine context length; 0 means prompt plus response limits.", ge=0)
     max_num_seqs: int = key(256, "Most sequences an engine runs at once.", ge=1)
@@ -43,6 +49,15 @@ class RolloutConfig:
     max_retries: int = key(2, "Retries of a prompt whose group failed, before it is dropped and counted.", ge=0)
     max_engine_restarts: int = key(
         3, "Times that a lost engine is started again within a run; 0 leaves it out for good.", ge=0
+    )
+    max_worker_restarts: int = key(
+        3, "Times that each lost rollout worker is started again within a run; the run ends when none is left.", ge=0
+    )
+    silence_timeout_s: float = key(
+        120.0,
+        "An engine or rollout worker that answers nothing for so long is lost, and so is an engine that has requests "
+        "and gives no token, unless it is paused or asleep: it is ended and started again.",
+        gt=0,
     )
     engine_args: dict[str, Any] = key(
         factory=dict, doc="Further vLLM engine arguments, passed as they are; they win over ours."

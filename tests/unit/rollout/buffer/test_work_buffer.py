@@ -119,20 +119,6 @@ def test_release_refuses_a_version_that_the_step_does_not_make() -> None:
     run_virtual(main())
 
 
-def test_version_cannot_be_set_back_or_beyond_what_was_taken() -> None:
-    async def main() -> None:
-        buffer = new_buffer(version=3)
-        with pytest.raises(ValueError, match="version 2 cannot be live"):
-            buffer.set_version(2)
-        with pytest.raises(ValueError, match="version 4 cannot be live"):
-            buffer.set_version(4)
-        await train_one(buffer, 3, "a", "b")
-        buffer.set_version(4)
-        assert buffer.admit(prompt("c")).start_version == 4
-
-    run_virtual(main())
-
-
 def test_take_returns_groups_by_id_whatever_order_they_finish_in() -> None:
     async def main() -> None:
         buffer = new_buffer(groups_per_step=3)

@@ -58,7 +58,7 @@ class NotingLlm:
 
 
 def started(**spec: Any) -> tuple[VllmEngine, NotingLlm]:
-    engine, llm = VllmEngine(EngineSpec(model="noting", sleep_mode=True, **spec)), NotingLlm()
+    engine, llm = VllmEngine(EngineSpec(model="noting", **{"sleep_level": 2, **spec})), NotingLlm()
     engine._llm = llm  # type: ignore[assignment]
     return engine, llm
 
@@ -91,6 +91,21 @@ async def test_a_commit_that_arrives_during_a_sleep_waits_and_wakes() -> None:
     assert llm.log == whole(*SLEEP, *WAKE)
     assert engine.version == 1
     assert engine.stats().paused_s == 0
+
+
+@pytest.mark.parametrize(
+    ("level", "sleep", "wake"),
+    [
+        (0, ["pause abort"], ["pause keep", "ws_commit", "resume"]),
+        (1, ["pause abort", "sleep 1"], list(WAKE)),
+    ],
+)
+async def test_shallower_sleep_gives_less_back(level: int, sleep: list[str], wake: list[str]) -> None:
+    engine, llm = started(sleep_level=level)
+    await engine.sleep()
+    await engine.commit(1, "ws_commit", timeout_s=5.0)
+    assert llm.log == whole(*sleep, *wake)
+    assert (engine.version, engine.stats().paused_s) == (1, 0)
 
 
 async def test_a_commit_that_fails_in_sleep_leaves_the_engine_paused_and_the_next_one_wakes_it() -> None:

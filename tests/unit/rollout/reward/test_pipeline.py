@@ -122,15 +122,15 @@ async def test_a_bad_call_is_an_error_that_names_reward_prompt_and_cause(
 
 async def test_a_hang_in_a_batch_marks_only_its_own_item(function: str) -> None:
     batch = ["value 1", "spin", "value 2", "die", "raise", "value 3"]
-    async with RewardPipeline(function, timeout_s=0.6, num_processes=1) as rewards:
+    async with RewardPipeline(function, timeout_s=1.0, num_processes=1) as rewards:
         outcomes = await rewards.score_batch(a_prompt(), batch)
     assert values(outcomes) == [1.0, RewardError, 2.0, RewardError, RewardError, 3.0]
-    assert "longer than 0.6 s" in str(outcomes[1])
+    assert "longer than 1 s" in str(outcomes[1])
 
 
 async def test_the_limit_holds_for_each_item_not_for_the_batch(function: str) -> None:
-    async with RewardPipeline(function, timeout_s=0.6, num_processes=1) as rewards:
-        outcomes = await rewards.score_batch(a_prompt(), ["sleep 0.3"] * 4)
+    async with RewardPipeline(function, timeout_s=1.5, num_processes=1) as rewards:
+        outcomes = await rewards.score_batch(a_prompt(), ["sleep 0.4"] * 4)
     assert values(outcomes) == [1.0] * 4
 
 
@@ -184,7 +184,7 @@ async def test_close_kills_busy_processes_and_answers_their_callers(function: st
     calls = [asyncio.create_task(rewards.score_batch(a_prompt(), ["spin", "value 1"])) for _ in range(4)]
     await asyncio.sleep(0.2)
     await rewards.close()
-    wait_until_gone(pids, timeout_s=1.0)
+    wait_until_gone(pids, timeout_s=10.0)
     for outcome in [o for batch in await asyncio.gather(*calls) for o in batch]:
         assert isinstance(outcome, RewardError)
         assert "was closed" in str(outcome)
@@ -193,7 +193,7 @@ async def test_close_kills_busy_processes_and_answers_their_callers(function: st
 
 async def test_a_hang_takes_what_the_reward_started_with_it(function: str, tmp_path: Path) -> None:
     pid_file = tmp_path / "grandchild.pid"
-    async with RewardPipeline(function, timeout_s=1.0, num_processes=1) as rewards:
+    async with RewardPipeline(function, timeout_s=2.0, num_processes=1) as rewards:
         with pytest.raises(RewardError, match="longer than"):
             await rewards.score(a_prompt(), f"grandchild {pid_file}")
     wait_until_gone([int(pid_file.read_text())])

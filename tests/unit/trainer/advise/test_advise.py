@@ -10,9 +10,10 @@ import pytest
 import yaml
 
 from trainer.advise.__main__ import main
-from trainer.advise.diagnosis import Diagnosis, TooFewSteps, diagnose, splits_of, steady
+from trainer.advise.diagnosis import SURE_STEPS, Diagnosis, Split, TooFewSteps, diagnose, splits_of, steady
 from trainer.advise.facts import Setup, StepLine
 from trainer.advise.reading import idle_seconds, read_lines, read_trace, spans_of
+from trainer.advise.report import in_words
 from trainer.config.convert import to_plain
 from trainer.config.schema import RunConfig
 from trainer.telemetry.spans import Tracer
@@ -149,6 +150,30 @@ def test_old_groups_that_hold_the_learner_up_speak_for_a_larger_s() -> None:
     found = diagnose(lines[5:], SETUP, trace=None).findings
     assert found.shares.old_groups_hold_up == pytest.approx(2 * 34 / (9 * 35))
     assert "S = 1 limits" in found.limits[0]
+
+
+def taking_turns(generate_s: float, learn_s: float) -> list[StepLine]:
+    """On four devices, S = 0: the learner waits while engines generate, and they while it learns."""
+    line = StepLine(
+        step=0, step_s=generate_s + learn_s, learner_s=learn_s, data_wait_s=generate_s, sync_wait_s=0.0, pack_s=0.0,
+        engines_idle_s=learn_s, slot_wait_s=0.0, forced_wait_s=0.0,
+    )  # fmt: skip
+    return [replace(line, step=step) for step in range(SURE_STEPS)]
+
+
+def test_taking_turns_is_compared_with_devices_of_their_own() -> None:
+    setup = replace(SETUP, num_ranks=4, num_replicas=4, max_staleness=0, takes_turns=True)
+    even = diagnose(taking_turns(6.0, 6.0), setup, trace=None)
+    # Two devices each take twice as long, at once: nothing is gained.
+    assert (even.findings.verdict, even.findings.splits[0].step_s) == ("take_turns", pytest.approx(12.0))
+    assert not even.recommendation.keys
+    uneven = diagnose(taking_turns(9.0, 3.0), setup, trace=None)
+    assert uneven.findings.splits[0] == Split(num_ranks=1, num_replicas=3, step_s=pytest.approx(12.0))
+    slow_turns = [replace(line, step_s=16.0, engines_idle_s=3.0 + 4.0) for line in taking_turns(9.0, 3.0)]
+    lost = diagnose(slow_turns, setup, trace=None)
+    assert lost.recommendation.keys == {"learner.num_ranks": 1, "rollout.num_replicas": 3}
+    assert lost.recommendation.step_s == pytest.approx(12.0) and "mode=async" in lost.recommendation.why
+    assert "take turns" in in_words(lost, setup)
 
 
 def test_without_idle_times_the_generation_bound_is_unknown() -> None:

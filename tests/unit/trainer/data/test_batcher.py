@@ -158,7 +158,7 @@ def test_a_step_of_256_short_samples_is_built_in_milliseconds() -> None:
         start = time.perf_counter()
         build_train_batch(groups, step=0, algorithm=AlgorithmConfig(), limits=limits(2, 16384))
         elapsed.append(time.perf_counter() - start)
-    assert min(elapsed) < 0.03, f"{min(elapsed) * 1e3:.1f} ms; about 5 ms on a quiet machine"
+    assert min(elapsed) < 0.1, f"{min(elapsed) * 1e3:.1f} ms; about 5 ms on a quiet machine"
 
 
 def test_the_data_path_imports_without_torch() -> None:

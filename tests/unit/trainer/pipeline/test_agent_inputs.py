@@ -69,6 +69,6 @@ def test_workers_get_the_loop_with_its_arguments_and_its_limit() -> None:
 def test_the_driver_waits_as_long_as_a_trajectory_may_take() -> None:
     short = ["rollout.request_timeout_s=100", "task.reward.timeout_s=10"]
     actors = type("Actors", (), {"workers": ()})()
-    single = make_pool(load_config(short), actors)
-    agent = make_pool(load_config([*short, "task.agent=my.loop", "task.agent_timeout_s=900"]), actors)
+    single = make_pool(load_config(short), None, actors)
+    agent = make_pool(load_config([*short, "task.agent=my.loop", "task.agent_timeout_s=900"]), None, actors)
     assert agent._group_timeout_s - single._group_timeout_s == 800

@@ -119,9 +119,9 @@ def test_a_helper_process_that_fails_says_its_last_words() -> None:
 def test_a_helper_process_that_hangs_is_killed(tmp_path: Path) -> None:
     code = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     begin = time.monotonic()
-    with pytest.raises(RuntimeError, match="did not end within 1 s"):
-        run_python(code, timeout_s=1.0)
-    assert time.monotonic() - begin < 10
+    with pytest.raises(RuntimeError, match="did not end within 2 s"):
+        run_python(code, timeout_s=2.0)
+    assert time.monotonic() - begin < 60
     assert not Path(f"/proc/{(tmp_path / 'pid').read_text()}").exists()
 
 

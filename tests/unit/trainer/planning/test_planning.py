@@ -105,7 +105,11 @@ def test_every_switch_moves_its_part(shape_7b: ModelShape) -> None:
     assert not {"masters (float32)", "moments (AdamW)", "gradients (float32)"} & set(offloaded)
     cfg = config()
     both = plan_run(cfg, shape_7b, BIG, critic=shape_7b, prompt_tokens=1.0)
-    assert sizes(both)["critic"] == 16 * (NUM_7B - 152064 * 3584 + 3584 + 1) // 4
+    num_critic = NUM_7B - 152064 * 3584 + 3584 + 1
+    assert (sizes(both)["critic"], sizes(both)["gradients of the critic"]) == (
+        12 * num_critic // 4,
+        4 * num_critic // 4,
+    )
     with_three = sizes(planned(config(weight_sync={"num_slots": 3}), shape_7b))
     assert with_three["arenas of weight sync (3 slots)"] == 3 * NUM_7B * 2 // 4
     whole = sizes(planned(config(learner={"activation_checkpointing": False}), shape_7b))["activations"]
@@ -115,6 +119,28 @@ def test_every_switch_moves_its_part(shape_7b: ModelShape) -> None:
     )
     assert whole == 28 * per_block
     assert again == per_block + 28 * cfg.learner.max_tokens_per_micro_batch * 3584 * 2
+
+
+def test_a_shared_device_holds_either_side_and_the_arena(shape_7b: ModelShape) -> None:
+    cfg = config(
+        mode={"name": "colocated", "in_flight": "abort"},
+        weight_sync={"num_slots": 1, "commit": "inplace"},
+        rollout={"num_replicas": 4},
+    )
+    plan = planned(cfg, shape_7b)
+    assert plan.is_paired
+    assert plan.moved_bytes == 12 * NUM_7B // 4, "masters and two moments, no gradients"
+    assert plan.arena_bytes == 2 * NUM_7B // 4
+    assert not plan.engine.is_staged
+    assert problems(plan, cfg) == []
+    words = in_words(plan, cfg)
+    assert "4 x 1 = 4 of the same devices" in words and "Per device in the learner's turn" in words
+    assert "arena of the learner" in words and "21.28 GiB per device" in words
+    greedy = replace(cfg, rollout=replace(cfg.rollout, gpu_memory_utilization=0.99))
+    (problem,) = problems(planned(greedy, shape_7b), greedy)
+    assert problem.key == "rollout.gpu_memory_utilization" and "3.55 GiB of arena" in problem.got
+    odd = replace(cfg, learner=replace(cfg.learner, num_ranks=3))
+    assert [p.key for p in problems(planned(odd, shape_7b), odd)] == ["learner.num_ranks"]
 
 
 def test_adapters_alone_are_trained_and_published(tmp_path: Path, shape_7b: ModelShape) -> None:

@@ -1,0 +1,122 @@
+"""Real vLLM engines that do not start, or whose processes stop: what is told of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import psutil
+import pytest
+import ray
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from rollout.engine.actor import engine_actor
+from rollout.engine.base import EngineSpec
+from rollout.engine.vllm_engine import VllmEngine
+from rollout.types import SamplingParams
+from trainer.config.errors import first_cause, one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=128,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+    )
+    path = tmp_path_factory.mktemp("model")
+    Qwen2ForCausalLM(config).float().save_pretrained(path)
+    return path
+
+
+def spec(model_dir: Path, **changes: object) -> EngineSpec:
+    values: dict[str, object] = {
+        "model": str(model_dir),
+        "dtype": "float32",
+        "max_model_len": 4096,
+        "max_num_seqs": 8,
+        "kv_cache_gib": 0.125,
+        "enforce_eager": True,
+        "stream_tokens": 4,
+        "extension": "tests.fakes.letter_extension.LetterExtension",
+    }
+    return EngineSpec(**{**values, **changes})  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def cluster() -> Iterator[None]:
+    ray.init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=100 << 20,
+        runtime_env={"env_vars": {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}},
+    )
+    yield
+    ray.shutdown()
+
+
+async def test_an_engine_that_does_not_start_says_why_through_ray(cluster: None, model_dir: Path) -> None:
+    """vLLM itself only says: engine core initialization failed, see root cause above."""
+    actor = engine_actor().options(num_cpus=1).remote(spec(model_dir, kv_cache_gib=0.001))
+    with pytest.raises(ray.exceptions.RayTaskError) as caught:
+        await actor.start.remote()
+    told = one_line(first_cause(caught.value))
+    assert told.startswith("RuntimeError: the engine did not start: ValueError: To serve at least one request"), told
+    assert "max seq len (4096)" in told
+
+
+async def test_an_engine_whose_process_is_stopped_says_that_it_stands_still(model_dir: Path) -> None:
+    engine = VllmEngine(spec(model_dir))
+    await engine.start()
+    try:
+        (pid,) = await engine.call_workers("te_pid", timeout_s=60.0)
+
+        async def consume() -> None:
+            params = SamplingParams(max_tokens=4000, temperature=1.0, seed=0, ignore_eos=True)
+            for number in range(10**6):
+                async for _ in engine.generate(f"r{number}", np.array([1, 2], np.int32), params):
+                    pass
+
+        running = asyncio.create_task(consume())
+        async with asyncio.timeout(60.0):
+            while not engine.stats().generated_tokens:
+                await asyncio.sleep(0.05)
+        core = psutil.Process(pid)
+        core.send_signal(signal.SIGSTOP)
+        try:
+            await asyncio.sleep(3.0)
+            seen = engine.stats().generated_tokens
+            await asyncio.sleep(2.0)
+            assert engine.stats().generated_tokens == seen
+            assert engine.load().still_s >= 2.0, "its own event loop answers all the same"
+        finally:
+            core.send_signal(signal.SIGCONT)
+        async with asyncio.timeout(60.0):
+            while engine.stats().generated_tokens == seen:
+                await asyncio.sleep(0.05)
+        assert engine.load().still_s < 2.0
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        assert engine.load().still_s == 0.0, "nothing is asked of it"
+        assert pid != os.getpid()
+    finally:
+        await engine.close()

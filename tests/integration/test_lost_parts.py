@@ -1,0 +1,303 @@
+"""Rollout workers and engines that are killed or stopped in mid-run: real Ray, worker pool, work buffer, keeper and
+rollout workers around scripted engines, each in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import ray
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from rollout.actor import RolloutWorkerActor, kill_actor
+from rollout.buffer.work_buffer import WorkBuffer
+from rollout.engine.actor import EngineActor
+from rollout.engine.base import EngineSpec
+from rollout.engine.scripted_engine import ScriptedEngine
+from rollout.types import Group, Prompt, SamplingParams
+from rollout.worker import WorkerSpec
+from trainer.pipeline.keeper import EngineKeeper
+from trainer.pipeline.workers import NoWorker, WorkerPool
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CONTEXT = [7, 8, 9]
+MAX_TOKENS = 60
+GROUPS_PER_STEP = 4
+
+
+def position_script(prompt: np.ndarray, position: int, version: int) -> tuple[int, float]:
+    """The token tells its place in the sequence, so a resubmission that loses or repeats one is seen."""
+    return len(prompt) + position, -0.25
+
+
+class Engine(EngineActor):
+    """The real shell around a scripted engine."""
+
+    def __init__(self, version: int) -> None:
+        spec = EngineSpec(model="", stream_tokens=4, initial_version=version)
+        super().__init__(spec, build=lambda one: ScriptedEngine(one, script=position_script, token_s=0.005))
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+
+class Worker(RolloutWorkerActor):
+    async def pid(self) -> int:
+        return os.getpid()
+
+
+def actor_class(kind: type) -> Any:
+    return ray.remote(max_concurrency=1000)(kind)
+
+
+async def send(signal_number: int, actor: Any) -> None:
+    os.kill(await actor.pid.remote(), signal_number)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    ray.init(
+        address="local",
+        num_cpus=3,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=100 << 20,
+        runtime_env={"env_vars": {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}},
+    )
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> WorkerSpec:
+    path = tmp_path_factory.mktemp("tokenizer")
+    vocabulary = {str(number): number for number in range(200)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="0"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
+    return WorkerSpec(
+        group_size=2,
+        sampling=SamplingParams(max_tokens=MAX_TOKENS),
+        request_timeout_s=120.0,
+        silence_timeout_s=4.0,
+        seed=0,
+        tokenizer_path=str(path),
+        reward="arithmetic",
+    )
+
+
+def pid_of(actor: Any) -> int:
+    """By the name that Ray gave to the process of a rollout worker, which tells no one its id."""
+    return ray.util.state.get_actor(actor._actor_id.hex(), address=None).pid
+
+
+@dataclass
+class Run:
+    """Groups from admission to their step, over and over, until it is told to end."""
+
+    spec: WorkerSpec
+    max_restarts: int = 3
+    engines: dict[str, Any] = field(default_factory=dict)
+    workers: list[Any] = field(default_factory=list)
+    trained: list[Group] = field(default_factory=list)
+    errors: list[Exception] = field(default_factory=list)
+    tasks: list[asyncio.Task[Any]] = field(default_factory=list)
+    version: int = 0
+    membership: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def start(self, *, num_workers: int, num_engines: int) -> None:
+        self.buffer = WorkBuffer(
+            groups_per_step=GROUPS_PER_STEP, max_staleness=1, max_retries=0, max_refills_per_step=1
+        )
+        for index in range(num_engines):
+            self.engines[f"e{index}"] = await self.new_engine()
+        self.workers = list(await asyncio.gather(*(self.new_worker() for _ in range(num_workers))))
+        self.pool = WorkerPool(
+            self.workers,
+            group_timeout_s=120.0,
+            silence_timeout_s=4.0,
+            restart=self.restart_worker,
+            max_restarts=self.max_restarts,
+        )
+        keeper = EngineKeeper(
+            lambda: {**dict.fromkeys(self.engines, "live"), **self.pool.lost_engines},
+            self.restart_engine,
+            max_restarts=3,
+        )
+        loops = (self.admit(), self.roll_out(), self.train(), self.pool.watch_loads(), keeper.run())
+        self.tasks = [asyncio.create_task(loop) for loop in loops]
+
+    async def new_engine(self) -> Any:
+        engine = actor_class(Engine).options(num_cpus=0, max_restarts=0).remote(self.version)
+        await engine.start.remote()
+        return engine
+
+    async def new_worker(self) -> Any:
+        worker = actor_class(Worker).options(num_cpus=0.5, max_restarts=0).remote(self.spec, dict(self.engines))
+        await worker.start.remote()
+        return worker
+
+    async def restart_worker(self, index: int, _number: int) -> Any:
+        self.workers[index] = await self.new_worker()
+        return self.workers[index]
+
+    async def restart_engine(self, name: str) -> int:
+        kill_actor(self.engines[name])
+        async with self.membership:  # or the new one would miss a commit
+            self.engines[name] = await self.new_engine()
+            await self.pool.replace(name, self.engines[name])
+        return self.version
+
+    async def admit(self) -> None:
+        while True:
+            await self.buffer.wait_for_slot()
+            prompt = Prompt(prompt_id="p", token_ids=np.array(CONTEXT, np.int32), text="1+2=", answer="3")
+            self.buffer.admit(prompt)
+
+    async def roll_out(self) -> None:
+        async with asyncio.TaskGroup() as groups:
+            while True:
+                groups.create_task(self.one(await self.buffer.claim()))
+
+    async def one(self, item: Any) -> None:
+        try:
+            self.buffer.finish(await self.pool.run_group(item))
+        except Exception as error:  # noqa: BLE001 - the edge of one group, as in the loops of a run
+            self.errors.append(error)
+            self.buffer.fail(item.group_id, error)
+
+    async def train(self) -> None:
+        for step in range(1_000_000):
+            self.trained += await self.buffer.take(step)
+            async with self.membership:
+                await asyncio.gather(*(self.commit(engine, step + 1) for engine in self.engines.values()))
+                self.version = step + 1
+            self.buffer.release(step, version=step + 1)
+
+    async def commit(self, engine: Any, version: int) -> None:
+        with contextlib.suppress(ray.exceptions.RayActorError):
+            await engine.commit.remote(version, "anything", (), 60.0)
+
+    async def until(self, condition: Callable[[], bool], *, timeout_s: float = 90.0) -> None:
+        """While every loop runs; what ends one of them is raised."""
+        async with asyncio.timeout(timeout_s):
+            while not condition():
+                await asyncio.sleep(0.05)
+                for task in self.tasks:
+                    if task.done():
+                        task.result()
+
+    async def two_more_steps(self) -> None:
+        goal = len(self.trained) + 2 * GROUPS_PER_STEP
+        await self.until(lambda: len(self.trained) >= goal)
+
+    def check_groups(self) -> None:
+        """Every group once and whole, none given up, and all in hand or trained."""
+        stats = self.buffer.stats()
+        assert stats.dropped == {}
+        ids = sorted(group.group_id for group in self.trained)
+        assert len(set(ids)) == len(ids)
+        outstanding = stats.num_queued + stats.num_running + stats.num_ready
+        assert len(ids) + outstanding == stats.admitted, "a group was lost"
+        for group in self.trained:
+            for trajectory in group.trajectories:
+                (turn,) = trajectory.turns
+                assert turn.token_ids.tolist() == [*CONTEXT, *range(3, 3 + MAX_TOKENS)]
+                assert trajectory.error == ""
+
+    async def close(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        for actor in (*self.workers, *self.engines.values()):
+            kill_actor(actor)
+
+
+@pytest.fixture
+async def run(cluster: None, spec: WorkerSpec) -> AsyncIterator[Run]:
+    run = Run(spec)
+    yield run
+    await run.close()
+
+
+async def test_a_worker_that_is_killed_costs_no_group_and_is_started_again(run: Run) -> None:
+    await run.start(num_workers=2, num_engines=1)
+    await run.two_more_steps()
+    lost = run.workers[0]
+    await send(signal.SIGKILL, lost)
+    await run.until(lambda: run.workers[0] is not lost)
+    await run.two_more_steps()
+    assert {type(error).__name__ for error in run.errors} == {"WorkerLost"}
+    assert len(run.errors) <= 2 * GROUPS_PER_STEP, "the groups that it had, each once"
+    restarted = run.pool._workers[0]
+    await run.until(lambda: restarted.num_groups > 0)
+    run.check_groups()
+
+
+async def test_a_worker_that_is_stopped_is_ended_and_its_groups_go_on(run: Run) -> None:
+    await run.start(num_workers=1, num_engines=1)
+    await run.two_more_steps()
+    lost = run.workers[0]
+    await send(signal.SIGSTOP, lost)
+    await run.until(lambda: run.workers[0] is not lost)
+    await run.two_more_steps()
+    assert {type(error).__name__ for error in run.errors} == {"WorkerLost"}
+    run.check_groups()
+
+
+async def test_the_run_ends_with_the_reason_when_no_worker_may_be_started(run: Run) -> None:
+    run.max_restarts = 0
+    await run.start(num_workers=2, num_engines=1)
+    await run.two_more_steps()
+    await send(signal.SIGKILL, run.workers[0])
+    await run.two_more_steps()
+    assert len(run.errors) <= 2 * GROUPS_PER_STEP, "nothing more is sent to the dead one"
+    await send(signal.SIGKILL, run.workers[1])
+    with pytest.raises(NoWorker, match=r"rollout worker 0 died: .*; rollout worker 1 died: "):
+        await run.until(lambda: False, timeout_s=30.0)
+    run.check_groups()
+
+
+async def test_an_engine_that_is_stopped_is_given_up_and_comes_back_while_its_requests_go_on(run: Run) -> None:
+    await run.start(num_workers=2, num_engines=2)
+    await run.two_more_steps()
+    lost = run.engines["e0"]
+    await send(signal.SIGSTOP, lost)
+    await run.until(lambda: run.engines["e0"] is not lost)
+    await run.two_more_steps()
+    assert run.errors == [], "no group failed"
+    assert run.pool.lost_engines == {}
+    reports = await asyncio.gather(*(worker.loads.remote() for worker in run.workers))
+    assert [report.quarantined for report in reports] == [{}, {}]
+    assert (await run.engines["e0"].stats.remote()).generated_tokens > 0, "the new one is used"
+    run.check_groups()
+
+
+async def test_a_worker_that_is_started_late_knows_which_engines_are_out(run: Run) -> None:
+    await run.start(num_workers=2, num_engines=3)
+    await run.pool.quarantine("e1", "weight sync: dead")
+    await run.pool.rest("e2")
+    lost = run.workers[1]
+    await send(signal.SIGKILL, lost)
+    await run.until(lambda: run.workers[1] is not lost and not run.pool._workers[1].lost)
+    # The keeper has brought e1 back meanwhile, or is about to; e2 rests until it is told otherwise.
+    async with asyncio.timeout(30.0):
+        while (await run.engines["e2"].load.remote()).running:
+            await asyncio.sleep(0.1)
+    before = (await run.engines["e2"].stats.remote()).generated_tokens
+    await run.two_more_steps()
+    assert (await run.engines["e2"].stats.remote()).generated_tokens == before
+    await run.pool.resume("e2")
+    await run.two_more_steps()
+    assert (await run.engines["e2"].stats.remote()).generated_tokens > before
+    run.check_groups()

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from rollout.prompts.readers import SourceSpec
+from rollout.prompts.source import load_prompts
+from trainer.bench.workload import (
+    LENGTH_COLUMN,
+    NUM_PROMPTS,
+    WORKLOADS,
+    Workload,
+    attention_tokens,
+    run_config,
+    workload,
+    write_inputs,
+)
+from trainer.config.convert import to_run_config
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+W1 = workload("w1", is_tiny=False)
+NUM_DRAWS = 20_000
+
+
+@pytest.mark.parametrize("name", ["w1", "w1-heavy"])
+def test_lengths_follow_the_cut_pareto_distribution(name: str) -> None:
+    work = workload(name, is_tiny=False)
+    low, high = work.min_response_tokens, work.max_response_tokens
+    lengths = np.array([work.length(index) for index in range(NUM_DRAWS)])
+    assert lengths.min() >= low
+    assert lengths.max() == high
+    # P(X > x) = low / x up to the cut: closed forms of mean, median and share at the cut.
+    mean, spread = low * (1 + math.log(high / low)), math.sqrt(2 * low * high)
+    assert lengths.mean() == pytest.approx(mean, abs=4 * spread / math.sqrt(NUM_DRAWS))
+    assert np.median(lengths) == pytest.approx(2 * low, rel=0.03)
+    assert (lengths == high).mean() == pytest.approx(low / high, rel=0.2)
+
+
+def test_the_standard_workload_is_the_one_that_others_were_measured_with() -> None:
+    lengths = [W1.length(index) for index in range(NUM_DRAWS)]
+    assert np.mean(lengths) == pytest.approx(950, rel=0.04)
+    assert np.median(lengths) == pytest.approx(505, rel=0.04)
+    assert np.mean(np.array(lengths) == 4096) == pytest.approx(0.064, abs=0.006)
+    trained = W1.groups_per_step * W1.group_size * (W1.prompt_tokens + np.mean(lengths))
+    assert trained == pytest.approx(370_000, rel=0.04)
+
+
+def test_a_length_depends_on_seed_and_number_of_the_prompt_alone() -> None:
+    assert W1.lengths(5) == [W1.length(index) for index in range(5)]
+    assert [W1.length(index) for index in (4, 0)] == [W1.lengths(5)[4], W1.lengths(5)[0]]
+    assert W1.lengths(50) != replace(W1, seed=2).lengths(50)
+    assert W1.lengths(NUM_PROMPTS + 3)[-3:] == W1.lengths(3)
+
+
+def test_uniform_answers_have_one_length() -> None:
+    assert set(workload("uniform", is_tiny=False).lengths(100)) == {256}
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_the_tiny_workload_is_the_same_distribution_scaled_down(name: str) -> None:
+    full, tiny = workload(name, is_tiny=False), workload(name, is_tiny=True)
+    scale = full.min_response_tokens // tiny.min_response_tokens
+    assert full.max_response_tokens == scale * tiny.max_response_tokens
+    assert [n // scale for n in full.lengths(200)] == tiny.lengths(200)
+
+
+def test_unknown_workloads_are_named() -> None:
+    with pytest.raises(ValueError, match="w1, w1-heavy, uniform, got 'w2'"):
+        workload("w2", is_tiny=True)
+
+
+@pytest.mark.parametrize("is_tiny", [True, False])
+def test_prompts_have_exactly_the_tokens_and_lengths_they_should(tmp_path: Path, is_tiny: bool) -> None:
+    from transformers import AutoTokenizer
+
+    work = workload("w1", is_tiny=is_tiny)
+    model, file = write_inputs(work, tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    assert tokenizer.eos_token_id is None
+    found = load_prompts(source(file, work), tokenizer).prompts
+    assert len(found) == NUM_PROMPTS
+    assert {len(prompt.token_ids) for prompt in found} == {work.prompt_tokens}
+    assert len({prompt.token_ids[:6].tobytes() for prompt in found}) == NUM_PROMPTS, "two share a prefix"
+    assert [prompt.metadata[LENGTH_COLUMN] for prompt in found] == work.lengths(NUM_PROMPTS)
+    assert max(token for prompt in found for token in prompt.token_ids) < work.architecture().vocab
+
+
+def source(file: Path, work: Workload) -> SourceSpec:
+    return SourceSpec(
+        path=str(file), reader="auto", split="train", prompt_column="prompt", answer_column="answer",
+        answer_required=False, apply_chat_template=False, system_prompt="", max_prompt_tokens=work.prompt_tokens,
+        overlong_prompts="error", max_operand=49,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_no_end_token_and_no_weights_are_in_the_model_directory(tmp_path: Path, name: str) -> None:
+    model, _ = write_inputs(workload(name, is_tiny=True), tmp_path)
+    config = json.loads((model / "config.json").read_text())
+    assert config["eos_token_id"] is None
+    assert not list(model.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("is_tiny", [True, False])
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_the_configuration_has_known_keys_only(tmp_path: Path, name: str, is_tiny: bool) -> None:
+    work = workload(name, is_tiny=is_tiny)
+    content = run_config(work, tmp_path / "model", tmp_path / "prompts.jsonl")
+    content.pop("defaults")
+    cfg, problems = to_run_config(content)
+    assert problems == []
+    assert cfg.learner.max_tokens_per_micro_batch >= work.prompt_tokens + work.max_response_tokens
+    assert (cfg.task.shuffle, cfg.trainer.groups_per_step) == (False, work.groups_per_step)
+
+
+def test_attention_tokens_are_the_mean_length_that_a_token_sees() -> None:
+    uniform = replace(workload("uniform", is_tiny=False), prompt_tokens=44)
+    assert attention_tokens(uniform, 7) == 300
+    whole = [512 + length for length in W1.lengths(9)]
+    assert attention_tokens(W1, 9) == pytest.approx(sum(n * n for n in whole) / sum(whole))

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from tests.fakes.learner import make_learner, pack, run_config, sequences, weights
+from trainer.config.schema.kl import KlConfig
+from trainer.learner.errors import LearnerError
+from trainer.learner.offload import ALIGNMENT, Offload, Place, place
+from weight_sync.device.select import get_backend
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from trainer.config.schema import RunConfig
+
+
+def test_storages_fill_blocks_in_order_and_a_large_one_has_its_own() -> None:
+    places, blocks = place([100, 64, 1000, 128], block_bytes=320)
+    assert places == [
+        Place(block=0, offset=0), Place(block=0, offset=2 * ALIGNMENT), Place(block=1, offset=0),
+        Place(block=0, offset=3 * ALIGNMENT),
+    ]  # fmt: skip
+    assert blocks == [5 * ALIGNMENT, 1024]
+
+
+def test_memory_is_given_back_and_every_holder_of_a_tensor_finds_its_bytes_again() -> None:
+    whole = torch.arange(12.0)
+    view, tied, other = whole[4:8], whole, torch.arange(5, dtype=torch.int16)
+    offload = Offload([other, whole, tied, torch.empty(0)], backend=get_backend("cpu"), block_bytes=128)
+    assert offload.nbytes == 12 * 4 + 5 * 2
+    for _ in range(2):
+        before = [tensor.clone() for tensor in (whole, view, other)]
+        offload.to_host()
+        offload.to_host()
+        assert whole.untyped_storage().nbytes() == other.untyped_storage().nbytes() == 0
+        torch.testing.assert_close(offload.readable(view), before[1], rtol=0, atol=0)
+        with pytest.raises(LearnerError, match="train_step needs"):
+            offload.require_device("train_step")
+        offload.to_device()
+        offload.to_device()
+        offload.require_device("train_step")
+        for tensor, expected in zip((whole, view, other), before, strict=True):
+            torch.testing.assert_close(tensor, expected, rtol=0, atol=0)
+        assert offload.readable(view) is view
+        view.add_(100)
+
+
+def with_reference(cfg: RunConfig) -> RunConfig:
+    return replace(cfg, algorithm=replace(cfg.algorithm, kl=KlConfig(coef=0.1, placement="loss")))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_learner_that_leaves_its_device_between_steps_learns_the_same_bits(tiny_dir: Path, tmp_path: Path) -> None:
+    cfg = with_reference(run_config(tiny_dir))
+    stays, leaves = make_learner(cfg), make_learner(cfg)
+    model_bytes = sum(p.numel() * 4 for p in stays.model.parameters())
+    # Weights, two moments, and the reference in float32.
+    assert leaves.offload.nbytes == 4 * model_bytes
+    for step in range(3):
+        batch = pack(sequences(4, seed=step))
+        results = [learner.train_step([batch], step=step).metrics for learner in (stays, leaves)]
+        assert results[0] == results[1]
+        leaves.offload.to_host()
+        with pytest.raises(LearnerError, match="call onload first"):
+            leaves.train_step([batch], step=step + 1)
+        if step == 1:
+            for name, learner in (("stays", stays), ("leaves", leaves)):
+                (tmp_path / name).mkdir()
+                learner.save(tmp_path / name, step=2)
+        leaves.offload.to_device()
+    for name, tensor in weights(stays).items():
+        torch.testing.assert_close(weights(leaves)[name], tensor, rtol=0, atol=0)
+    # What was saved from the host is what was saved from the device.
+    for name in ("stays", "leaves"):
+        fresh = make_learner(cfg)
+        assert fresh.load(tmp_path / name) == 2
+        fresh.train_step([pack(sequences(4, seed=2))], step=2)
+        for key, tensor in weights(stays).items():
+            torch.testing.assert_close(weights(fresh)[key], tensor, rtol=0, atol=0)

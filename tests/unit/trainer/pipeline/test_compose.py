@@ -1,0 +1,53 @@
+"""What a configuration becomes for engines and rollout workers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.fakes.scripted_run import config
+from trainer.config.schema.model import LoraConfig
+from trainer.pipeline.compose import engine_spec, sleep_level, worker_spec
+from weight_sync.device.select import build, get_backend
+
+
+def spec_of(name: str = "replica_0", **sections: dict[str, Any]) -> Any:
+    return engine_spec(config(**sections), get_backend("cpu"), name=name, version=3)
+
+
+@pytest.mark.parametrize(
+    ("sections", "load_format"),
+    [
+        ({}, "dummy"),
+        ({"model": {"lora": LoraConfig(rank=8)}}, None),
+        ({"rollout": {"engine_args": {"quantization": "fp8"}}}, None),
+        ({"rollout": {"engine_args": {"load_format": "auto"}}}, "auto"),
+    ],
+)
+def test_engines_read_files_only_for_what_no_sync_brings(sections: dict[str, Any], load_format: str | None) -> None:
+    assert spec_of(**sections).engine_args.get("load_format") == load_format
+
+
+def test_engines_draw_from_the_seed_of_the_run_and_each_its_own_numbers() -> None:
+    seeds = [spec_of(name).seed for name in ("replica_0", "replica_1", "replica_0_restart_1")]
+    assert len(set(seeds)) == 3
+    assert seeds == [spec_of(name).seed for name in ("replica_0", "replica_1", "replica_0_restart_1")]
+    other = engine_spec(replace(config(), seed=1), get_backend("cpu"), name="replica_0", version=0)
+    assert other.seed not in seeds
+
+
+@pytest.mark.parametrize(
+    ("staleness", "wanted", "seeded"), [(0, None, True), (1, None, False), (0, False, False), (1, True, True)]
+)
+def test_requests_are_seeded_where_a_run_can_repeat_itself(staleness: int, wanted: bool | None, seeded: bool) -> None:
+    cfg = config(mode={"max_staleness": staleness}, rollout={"seed_requests": wanted})
+    assert worker_spec(cfg).seed_requests is seeded
+
+
+@pytest.mark.parametrize(("device", "rank", "level"), [("cpu", 0, 0), ("cuda", 0, 2), ("cuda", 8, 1)])
+def test_how_deep_engines_sleep_on_shared_devices(device: str, rank: int, level: int) -> None:
+    cfg = config(mode={"name": "colocated"}, model={"lora": LoraConfig(rank=rank)})
+    assert sleep_level(cfg, build(device)) == level
+    assert sleep_level(config(), build(device)) is None

