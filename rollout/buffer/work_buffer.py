@@ -22,7 +22,7 @@ from collections import Counter, deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from rollout.buffer.items import WorkItem, dump_prompt, load_prompt
+from rollout.buffer.items import MAX_LOSSES, WorkItem, dump_prompt, load_prompt
 from rollout.buffer.progress import ProgressGuard
 from rollout.buffer.staleness import Outstanding, Selection, Wait, select
 from rollout.buffer.stats import BufferStats, Tally
@@ -175,18 +175,23 @@ class WorkBuffer:
     def fail(self, group_id: int, error: Exception) -> Literal["retried", "dropped"]:
         """Ends a claimed attempt that produced nothing: retried with the live version as its start, or dropped.
 
-        A `WorkerLost` is not the group's failure, so it costs none of its retries.
+        A `WorkerLost` is not the group's failure and costs no retry, unless the same group sees `MAX_LOSSES` more.
 
         Raises:
             NoProgress: many prompts in a row were dropped. Carries the first error; the buffer is closed with it.
         """
         item = self._end_running(group_id, "fail")
         self._tally.counts["failed"] += 1
-        is_blameless = isinstance(error, WorkerLost)
+        is_blameless = isinstance(error, WorkerLost) and item.num_losses < MAX_LOSSES
         if is_blameless or item.attempt < self._max_retries:
             self._tally.counts["retried"] += 1
-            attempt = item.attempt if is_blameless else item.attempt + 1
-            self._queued.appendleft(replace(item, start_version=self._version, attempt=attempt))
+            item = replace(
+                item,
+                start_version=self._version,
+                attempt=item.attempt + (not is_blameless),
+                num_losses=item.num_losses + is_blameless,
+            )
+            self._queued.appendleft(item)
             self._notify()
             return "retried"
         self._tally.dropped[type(error).__name__] += 1

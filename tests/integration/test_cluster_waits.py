@@ -63,6 +63,7 @@ class LentNode:
             "TANDEM_RAY_PORT": port,
             "TANDEM_NODES_TIMEOUT_S": str(limit_s),
             "TANDEM_RAY_ARGS": "--num-cpus=1 --object-store-memory=83886080",
+            "RAY_gcs_rpc_server_reconnect_timeout_s": "5",  # Ray's own patience with a head that is gone; 60 by default
         }
         with self._output.open("wb") as output:
             self._process = subprocess.Popen(

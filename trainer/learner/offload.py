@@ -7,13 +7,15 @@ optimizer and the publisher of weight sync notice nothing, as long as nobody rea
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from trainer.learner.errors import LearnerError
+from trainer.learner.parallel import sharded_like
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 BLOCK_BYTES = 1 << 30
 """Host memory is taken in blocks of this size: page-locking rounds every piece up to a power of two."""
 ALIGNMENT = 64
+PATIENCE_S, RETRY_S = 60.0, 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,15 +101,36 @@ class Offload:
         self._backend.release_cached()
         self.is_on_host = True
 
-    def to_device(self) -> None:
-        """Take the device memory again and copy everything back. Does nothing if it is there."""
+    def to_device(self, *, patience_s: float = PATIENCE_S) -> None:
+        """Take the device memory again and copy everything back. Does nothing if it is there.
+
+        Raises:
+            LearnerError: the device still has too little memory after `patience_s`, in which a process that was killed
+                may give its own back.
+        """
         if not self.is_on_host:
             return
+        give_up = time.monotonic() + patience_s
         for key, storage in self._storages.items():
-            storage.resize_(self._sizes[key])
+            while not self._take(storage, self._sizes[key]):
+                if time.monotonic() >= give_up:
+                    free, total = self._backend.memory_info()
+                    raise LearnerError(
+                        f"the learner needs {self.nbytes / 2**30:.2f} GiB of its device and finds {free / 2**30:.2f} "
+                        f"of {total / 2**30:.2f} GiB free; an engine did not give its memory back, or the arena, "
+                        "contexts and captured graphs leave too little"
+                    )
+                time.sleep(RETRY_S)
             _bytes_of(storage).copy_(self._host(key), non_blocking=True)
         self._backend.synchronize()
         self.is_on_host = False
+
+    def _take(self, storage: UntypedStorage, nbytes: int) -> bool:
+        try:
+            storage.resize_(nbytes)
+        except torch.OutOfMemoryError:
+            return False
+        return True
 
     def require_device(self, what: str) -> None:
         """Raises LearnerError if the bytes are on the host while `what` needs them."""
@@ -124,11 +148,7 @@ class Offload:
         whole = self._host(key).view(local.dtype)
         # An offset counts from the beginning of the memory, which here is that of a block.
         offset = whole.storage_offset() + local.storage_offset()
-        found = whole.as_strided(local.size(), local.stride(), offset)
-        if not isinstance(tensor, DTensor):
-            return found
-        kwargs: dict[str, Any] = {"run_check": False, "shape": tensor.shape, "stride": tensor.stride()}
-        return DTensor.from_local(found, tensor.device_mesh, tensor.placements, **kwargs)
+        return sharded_like(tensor, whole.as_strided(local.size(), local.stride(), offset))
 
     def _host(self, key: int) -> Tensor:
         """uint8[n]: the host's bytes of a storage."""

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from trainer.learner.parallel import sharded_like
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -114,7 +116,7 @@ class ShardedAdamW:
         for slot in self._slots:
             moments = self._adamw.state[slot.local]
             for key in ("exp_avg", "exp_avg_sq"):
-                state[f"{key}.{slot.name}"] = _like(slot.param, moments[key])
+                state[f"{key}.{slot.name}"] = sharded_like(slot.param, moments[key])
         return state
 
     def tensors(self) -> Iterator[Tensor]:
@@ -136,10 +138,3 @@ class ShardedAdamW:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _like(param: nn.Parameter, local: Tensor) -> Tensor:
-    if not isinstance(param, DTensor):
-        return local
-    kwargs: dict[str, Any] = {"run_check": False, "shape": param.shape, "stride": param.stride()}
-    return DTensor.from_local(local, param.device_mesh, param.placements, **kwargs)

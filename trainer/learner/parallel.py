@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed import DistNetworkError, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from trainer.learner.errors import LearnerError
 
@@ -128,6 +129,15 @@ def shard_model(
             module.set_gradient_divide_factor(1.0)
             # gloo has no pre-multiplied sum, which a factor other than the world size would otherwise ask for.
             module.set_force_sum_reduction_for_comms(True)
+
+
+def sharded_like(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """`local`, which has the shape of this rank's shard of `param`, as a DTensor that shares its memory; as it is if
+    `param` is no DTensor.
+
+    `DTensor.from_local` would copy what lies on the host to the device of the mesh, and then share nothing.
+    """
+    return DTensor(local, param._spec, requires_grad=False) if isinstance(param, DTensor) else local
 
 
 def reshard(root: nn.Module) -> None:

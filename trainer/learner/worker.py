@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from trainer.config.schema import RunConfig
+    from trainer.config.schema.model import ModelConfig
     from trainer.data.batch import MicroBatch, StepRewards, TrainBatch
     from trainer.learner.parallel import Rendezvous
     from trainer.learner.policy import PolicyLearner
@@ -48,10 +49,29 @@ class _Ready:
 
     learner: PolicyLearner
     publisher: WeightPublisher
+    description: bytes
+    """What weight sync is told of the shards."""
     tensors: dict[str, torch.Tensor]
-    """Local shards, filled by `ws_describe`."""
-    refresh: Callable[[], None] = lambda: None
+    """Local shards, live."""
+    refresh: Callable[[], None]
     """Brings `tensors` up to date with the parameters, where they do not share memory."""
+
+
+def _described(learner: PolicyLearner, publisher: WeightPublisher, model: ModelConfig) -> _Ready:
+    """A learner that is on its device, and the views of its shards that will be published."""
+    from trainer.learner.lora import AdapterSource
+    from weight_sync.layout import local_shards
+
+    def nothing() -> None: ...
+
+    refresh = nothing
+    if model.lora.rank:
+        source = AdapterSource(learner.model, rollout_dtype=model.rollout_dtype)
+        params, shards, tensors, refresh = source.params, source.shards, source.tensors, source.refresh
+    else:
+        params, shards, tensors = local_shards(learner.model, rollout_dtype=model.rollout_dtype)
+    description = publisher.describe(params, shards)
+    return _Ready(learner=learner, publisher=publisher, description=description, tensors=tensors, refresh=refresh)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +137,7 @@ class LearnerWorker:
         )
         learner = PolicyLearner(self._cfg, rank=self._rank, world_size=world_size, device=device, backend=self._backend)
         publisher = WeightPublisher(self._backend, rank=self._rank)
-        self._ready = _Ready(learner=learner, publisher=publisher, tensors={})
+        self._ready = _described(learner, publisher, self._cfg.model)
 
     def train_step(
         self, micro_batches: Sequence[MicroBatch], step: int, rewards: StepRewards | None = None
@@ -160,19 +180,8 @@ class LearnerWorker:
         )
 
     def ws_describe(self) -> bytes:
-        """What this rank can publish; remembers the live local tensors behind it."""
-        from trainer.learner.lora import AdapterSource
-        from weight_sync.layout import local_shards
-
-        parts, dtype = self._parts, self._cfg.model.rollout_dtype
-        if self._cfg.model.lora.rank:
-            source = AdapterSource(parts.learner.model, rollout_dtype=dtype)
-            params, shards, tensors = source.params, source.shards, source.tensors
-            parts.refresh = source.refresh
-        else:
-            params, shards, tensors = local_shards(parts.learner.model, rollout_dtype=dtype)
-        parts.tensors = tensors
-        return parts.publisher.describe(params, shards)
+        """What this rank can publish. Needs no memory on the device."""
+        return self._parts.description
 
     def ws_open(self, request: bytes) -> bytes:
         return self._parts.publisher.open(request)

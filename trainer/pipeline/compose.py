@@ -119,10 +119,16 @@ async def replace_engine(
     Raises:
         WeightSyncError, TimeoutError, RayError: the new engine did not start, or did not get the weights.
     """
+    # Also for a rollout worker that comes meanwhile: until it has joined, the new engine holds no weights.
+    await workers.quarantine(name, "it is started again")
     ray.kill(engines[name])
     engines[name] = make()
-    await answer(engines[name].start.remote(), timeout_s=timeout_s)
-    version = await coordinator.join(EngineReplica(name, engines[name]))
+    try:
+        await answer(engines[name].start.remote(), timeout_s=timeout_s)
+        version = await coordinator.join(EngineReplica(name, engines[name]))
+    except BaseException:
+        ray.kill(engines[name])  # it would keep its device memory
+        raise
     await workers.replace(name, engines[name])
     return version
 

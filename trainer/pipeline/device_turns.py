@@ -13,6 +13,7 @@ import time
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
+from rollout.actor import kill_actor
 from trainer.config.errors import first_cause, one_line
 from trainer.pipeline.handles import answer
 
@@ -95,6 +96,7 @@ class SharedDevices(OwnDevices):
         *,
         tracer: Tracer,
         sleep_timeout_s: float,
+        kill: Callable[[Any], None] = kill_actor,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
@@ -104,7 +106,7 @@ class SharedDevices(OwnDevices):
         """
         super().__init__(coordinator)
         self._learner, self._engines = learner, engines
-        self._tracer, self._clock = tracer, clock
+        self._tracer, self._kill, self._clock = tracer, kill, clock
         self._sleep_timeout_s = sleep_timeout_s
         self._engines_have_it = asyncio.Lock()
         """Held by whoever wants the engines' turn to last, and by the learner until the engines have its version."""
@@ -124,7 +126,7 @@ class SharedDevices(OwnDevices):
         await self._engines_have_it.acquire()
         self._is_learner_here = True
         with self._timed("sleep"):
-            await self._put_to_sleep([name for name, state in self._coordinator.members.items() if state == "live"])
+            await self._put_to_sleep()
         with self._timed("onload"):
             moved = await self._learner.onload()
         self._record["devices/onload_bytes"] = sum(one.nbytes for one in moved)
@@ -153,8 +155,13 @@ class SharedDevices(OwnDevices):
     def record(self) -> dict[str, object]:
         return dict(self._record)
 
-    async def _put_to_sleep(self, names: Sequence[str]) -> None:
-        """An engine that does not fall asleep gives itself up; the next sync sees that, and the others go on."""
+    async def _put_to_sleep(self) -> None:
+        """Engines that are lost, or do not fall asleep, are ended: they would keep their memory. The next sync sees who
+        is gone, and the others go on."""
+        members = self._coordinator.members
+        names = [name for name, state in members.items() if state == "live"]
+        for name in members.keys() - set(names):
+            self._kill(self._engines[name])
         calls = (answer(self._engines[name].sleep.remote(), timeout_s=self._sleep_timeout_s) for name in names)
         failures = {
             name: result
@@ -162,8 +169,9 @@ class SharedDevices(OwnDevices):
             if isinstance(result, BaseException)
         }
         for name, error in failures.items():
-            log.warning("%s did not fall asleep and is given up: %s", name, one_line(first_cause(error)))
-        if len(failures) == len(names):
+            log.warning("%s did not fall asleep and is ended: %s", name, one_line(first_cause(error)))
+            self._kill(self._engines[name])
+        if failures and len(failures) == len(names):
             raise next(iter(failures.values()))
 
     @contextmanager

@@ -169,13 +169,13 @@ class Driver:
             parts = self._parts(actors, coordinator, devices, supervisor=supervisor, live=live)
             self._is_training = True
             try:
+                supervisor.spawn(parts.workers.watch_loads(), name="load_watch")
+                supervisor.spawn(self._keeper(actors, coordinator, parts).run(), name="engine_keeper")
                 await loops.evaluate_at_start(parts, supervisor)
                 supervisor.spawn(loops.prompt_loop(parts), name="prompt_loop")
                 supervisor.spawn(loops.rollout_loop(parts), name="rollout_loop")
                 supervisor.spawn(loops.batch_loop(parts), name="batch_loop", may_end=True)
                 supervisor.spawn(parts.pump.run(), name="sync_loop")
-                supervisor.spawn(parts.workers.watch_loads(), name="load_watch")
-                supervisor.spawn(self._keeper(actors, coordinator, parts).run(), name="engine_keeper")
                 await supervisor.until(loops.train_loop(parts))
                 self._state.stop("completed")
             finally:

@@ -206,10 +206,11 @@ class WorkerPool:
         """Waits for: a live worker. Unblocked by: a restart; its deadline, or `watch_loads`, which ends the run."""
         try:
             async with asyncio.timeout(self._group_timeout_s):
-                await self._has_live.wait()
+                while not (live := [worker for worker in self._workers if not worker.lost]):
+                    await self._has_live.wait()
         except TimeoutError as error:
             raise WorkerLost(f"no rollout worker lived for {self._group_timeout_s:g} s") from error
-        return min((worker for worker in self._workers if not worker.lost), key=lambda worker: worker.num_groups)
+        return min(live, key=lambda worker: worker.num_groups)
 
     async def _ask(self, worker: _Worker, ref: Any, *, timeout_s: float) -> Any:
         """The answer of a worker. Raises what it raised, TimeoutError, or WorkerLost if it is gone."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from rollout.buffer.items import MAX_LOSSES
 from rollout.errors import WorkerLost
 from tests.fakes.virtual_time import run_virtual
 from tests.unit.rollout.buffer.test_work_buffer import admit_and_claim, blocks, group_of, new_buffer, prompt
@@ -136,10 +137,9 @@ def test_a_lost_worker_costs_a_group_none_of_its_retries() -> None:
     async def main() -> None:
         buffer = new_buffer(max_retries=1, max_refills_per_step=1)
         (item,) = await admit_and_claim(buffer, "a")
-        for _ in range(5):
-            assert buffer.fail(item.group_id, WorkerLost("rollout worker 0 died")) == "retried"
-            item = await buffer.claim()
-            assert item.attempt == 0
+        assert buffer.fail(item.group_id, WorkerLost("rollout worker 0 died")) == "retried"
+        item = await buffer.claim()
+        assert item.attempt == 0
         assert buffer.fail(item.group_id, OSError("its own fault")) == "retried"
         item = await buffer.claim()
         assert item.attempt == 1
@@ -148,6 +148,20 @@ def test_a_lost_worker_costs_a_group_none_of_its_retries() -> None:
         assert item.attempt == 1
         buffer.finish(group_of(item))
         stats = buffer.stats()
-        assert (stats.failed, stats.retried, stats.dropped) == (7, 7, {})
+        assert (stats.failed, stats.retried, stats.dropped) == (3, 3, {})
+
+    run_virtual(main())
+
+
+def test_a_group_that_loses_one_worker_after_the_other_is_blamed_in_the_end() -> None:
+    async def main() -> None:
+        buffer = new_buffer(max_retries=1)
+        (item,) = await admit_and_claim(buffer, "poison")
+        lost = WorkerLost("a rollout worker died")
+        for _ in range(MAX_LOSSES + 1):  # the last of them costs its one retry
+            assert buffer.fail(item.group_id, lost) == "retried"
+            item = await buffer.claim()
+        assert buffer.fail(item.group_id, lost) == "dropped"
+        assert buffer.stats().dropped == {"WorkerLost": 1}
 
     run_virtual(main())

@@ -5,12 +5,19 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from tests.fakes.learner import make_learner, pack, run_config, sequences, weights
+from tests.fakes.learner import make_learner, pack, run_config, save_tiny, sequences, weights
 from trainer.config.schema.kl import KlConfig
+from trainer.config.schema.model import ModelConfig
 from trainer.learner.errors import LearnerError
 from trainer.learner.offload import ALIGNMENT, Offload, Place, place
+from trainer.learner.parallel import sharded_like
+from trainer.learner.worker import _described
 from weight_sync.device.select import get_backend
+from weight_sync.publisher import WeightPublisher
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -81,3 +88,41 @@ def test_a_learner_that_leaves_its_device_between_steps_learns_the_same_bits(tin
         fresh.train_step([pack(sequences(4, seed=2))], step=2)
         for key, tensor in weights(stays).items():
             torch.testing.assert_close(weights(fresh)[key], tensor, rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_what_lies_on_the_host_of_an_accelerators_mesh_is_shared_and_not_copied_to_it() -> None:
+    mesh = DeviceMesh("cuda", [0], _init_backend=False)
+    meta = TensorMeta(shape=torch.Size([4]), stride=(1,), dtype=torch.float32)
+    param = DTensor(torch.zeros(4), DTensorSpec(mesh, (Shard(0),), tensor_meta=meta), requires_grad=False)
+    moment = torch.arange(4.0)
+    found = sharded_like(param, moment)
+    assert isinstance(found, DTensor) and found.placements == (Shard(0),)
+    assert found.to_local().data_ptr() == moment.data_ptr()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_views_for_weight_sync_survive_the_way_to_the_host(tmp_path: Path) -> None:
+    """Experts are published as slices of fused tensors, and no slice can be made of an empty storage."""
+    learner = make_learner(run_config(save_tiny(tmp_path, "qwen3_moe")))
+    publisher = WeightPublisher(get_backend("cpu"), rank=0)
+    ready = _described(learner, publisher, ModelConfig(rollout_dtype="float32"))
+    before = {name: tensor.clone() for name, tensor in ready.tensors.items()}
+    learner.offload.to_host()
+    assert b"experts" in ready.description
+    learner.offload.to_device()
+    for name, tensor in ready.tensors.items():
+        torch.testing.assert_close(tensor, before[name], rtol=0, atol=0)
+
+
+def test_memory_that_stays_taken_is_an_error_with_what_is_needed_and_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    offload = Offload([torch.arange(8.0)], backend=get_backend("cpu"))
+    offload.to_host()
+    tries: list[int] = []
+    monkeypatch.setattr(Offload, "_take", lambda *_: tries.append(1))
+    with pytest.raises(LearnerError, match=r"needs 0.00 GiB of its device and finds"):
+        offload.to_device(patience_s=0.6)
+    assert len(tries) >= 2
+    monkeypatch.undo()
+    offload.to_device()
+    offload.require_device("anything")

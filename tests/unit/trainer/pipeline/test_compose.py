@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.fakes.scripted_run import config
 from trainer.config.schema.model import LoraConfig
-from trainer.pipeline.compose import engine_spec, sleep_level, worker_spec
+from trainer.pipeline import compose
+from trainer.pipeline.compose import engine_spec, replace_engine, sleep_level, worker_spec
 from weight_sync.device.select import build, get_backend
 
 
@@ -51,3 +54,46 @@ def test_how_deep_engines_sleep_on_shared_devices(device: str, rank: int, level:
     cfg = config(mode={"name": "colocated"}, model={"lora": LoraConfig(rank=rank)})
     assert sleep_level(cfg, build(device)) == level
     assert sleep_level(config(), build(device)) is None
+
+
+@pytest.mark.parametrize("fails_at", ["", "start", "join"])
+async def test_an_engine_without_weights_is_given_to_nobody(fails_at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+
+    class Party:
+        """New engine, coordinator and workers in one."""
+
+        @property
+        def start(self) -> Any:
+            return SimpleNamespace(remote=self._start)
+
+        def _start(self) -> Any:
+            future: Future[None] = Future()
+            log.append("start")
+            future.set_exception(OSError("no")) if fails_at == "start" else future.set_result(None)
+            return SimpleNamespace(future=lambda: future)
+
+        async def join(self, _: Any) -> int:
+            log.append("join")
+            if fails_at == "join":
+                raise OSError("no")
+            return 7
+
+        async def quarantine(self, name: str, _: str) -> None:
+            log.append(f"quarantine {name}")
+
+        async def replace(self, name: str, _: Any) -> None:
+            log.append(f"replace {name}")
+
+    new: Any = Party()
+    monkeypatch.setattr(compose.ray, "kill", lambda actor: log.append("kill new" if actor is new else "kill old"))
+    engines: dict[str, Any] = {"r0": object()}
+    call = replace_engine("r0", lambda: new, engines=engines, coordinator=new, workers=new, timeout_s=5.0)
+    before = ["quarantine r0", "kill old", "start"]
+    if fails_at:
+        with pytest.raises(OSError, match="no"):
+            await call
+        assert log == [*before, *(["join"] if fails_at == "join" else []), "kill new"]
+    else:
+        assert await call == 7
+        assert log == [*before, "join", "replace r0"]

@@ -39,6 +39,8 @@ class World:
             name: SimpleNamespace(sleep=SimpleNamespace(remote=self._sleeper(name))) for name in ["r0", "r1"]
         }
         self.broken: set[str] = set()
+        self.engines["r2"] = SimpleNamespace()
+        self.killed: list[Any] = []
 
     def _sleeper(self, name: str) -> Any:
         def sleep() -> Any:
@@ -78,7 +80,9 @@ class World:
 
     def devices(self) -> SharedDevices:
         anything: Any = self
-        return SharedDevices(anything, anything, self.engines, tracer=Tracer(None), sleep_timeout_s=5.0)
+        return SharedDevices(
+            anything, anything, self.engines, tracer=Tracer(None), sleep_timeout_s=5.0, kill=self.killed.append
+        )
 
 
 async def test_a_step_takes_the_devices_and_gives_them_back() -> None:
@@ -140,6 +144,7 @@ async def test_an_engine_that_does_not_fall_asleep_stops_nobody_but_the_last_one
     world.broken = {"r0"}
     await devices.to_learner()
     assert world.log == ["r1 sleeps", "onload"]
+    assert world.killed == [world.engines["r2"], world.engines["r0"]], "lost ones would keep their memory"
     world = World()
     world.broken = {"r0", "r1"}
     with pytest.raises(RuntimeError, match="r0 is broken"):
