@@ -291,7 +291,8 @@ class VllmEngine(Engine):
                 if level:
                     await self._within(engine.sleep(level=level), _SLEEP_TIMEOUT_S, "sleep")
                 if self._spec.extension == vllm_compat.EXTENSION and level == 2:
-                    await self.call_workers("ws_forget", timeout_s=_SLEEP_TIMEOUT_S)
+                    for worker, reply in enumerate(await self.call_workers("ws_forget", timeout_s=_SLEEP_TIMEOUT_S)):
+                        open_reply(reply, type(None), party=f"worker {worker}")
             except Exception as error:
                 self._die(f"it did not fall asleep, so what its memory holds is unknown: {error}")
                 raise

@@ -48,7 +48,7 @@ def end(run: TrainerProcess) -> dict[str, Any]:
 
 
 def test_a_killed_worker_and_a_stopped_engine_come_back_and_cost_no_group(start: Start, tmp_path: Path) -> None:
-    keys = "rollout.max_retries=0", "rollout.num_replicas=2", "rollout.silence_timeout_s=8"
+    keys = "rollout.max_retries=0", "rollout.num_replicas=2", "rollout.silence_timeout_s=20"
     run = start(tmp_path / "run", *ENDLESS, *keys)
     run.until(lambda: len(run.lines) >= 3)
     run.process("ray::RolloutWorkerActor").kill()

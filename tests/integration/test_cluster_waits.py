@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -53,62 +52,11 @@ def test_a_run_waits_for_room_that_others_hold_no_longer_than_it_was_told(head: 
     assert "the Ray cluster is large enough" in run.text
 
 
-class LentNode:
-    """`scripts/multinode.sh worker` in a session of its own, with the daemons that it starts."""
-
-    def __init__(self, tmp_path: Path, address: str, *, limit_s: int) -> None:
-        self._output = tmp_path / "worker.out"
-        host, _, port = address.rpartition(":")
-        settings = {
-            "TANDEM_RAY_PORT": port,
-            "TANDEM_NODES_TIMEOUT_S": str(limit_s),
-            "TANDEM_RAY_ARGS": "--num-cpus=1 --object-store-memory=83886080",
-            "RAY_gcs_rpc_server_reconnect_timeout_s": "5",  # Ray's own patience with a head that is gone; 60 by default
-        }
-        with self._output.open("wb") as output:
-            self._process = subprocess.Popen(
-                ["bash", "scripts/multinode.sh", "worker", host],
-                cwd=ROOT,
-                env={**os.environ, **settings},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    @property
-    def text(self) -> str:
-        return self._output.read_text()
-
-    def wait(self, timeout_s: float) -> int:
-        return self._process.wait(timeout_s)
-
-    def close(self) -> None:
-        """Its own trap stops its daemons."""
-        if self._process.poll() is None:
-            self._process.terminate()
-            self._process.wait(30)
-
-
-def test_a_node_whose_head_does_not_come_ends_with_code_2(tmp_path: Path) -> None:
-    node = LentNode(tmp_path, "127.0.0.1:1", limit_s=1)
-    try:
-        assert node.wait(120.0) == 2, node.text
-    finally:
-        node.close()
-    assert "no cluster at 127.0.0.1:1 within 1 s" in node.text
-
-
-def test_a_node_whose_head_ends_ends_with_code_0(head: RayCluster, tmp_path: Path) -> None:
-    ray.init(address=head.address, log_to_driver=False)
-    node = LentNode(tmp_path, head.address, limit_s=120)
-    try:
-        deadline = time.monotonic() + 60.0
-        while sum(one["Alive"] for one in ray.nodes()) < 2:
-            assert time.monotonic() < deadline, node.text
-            time.sleep(0.2)
-        ray.shutdown()
-        head.shutdown()
-        assert node.wait(200.0) == 0, node.text
-    finally:
-        node.close()
-    assert "lending this node" in node.text
+def test_a_node_whose_head_does_not_come_ends_with_code_2() -> None:
+    settings = {"TANDEM_RAY_PORT": "1", "TANDEM_NODES_TIMEOUT_S": "1"}
+    ended = subprocess.run(
+        ["bash", "scripts/multinode.sh", "worker", "127.0.0.1"],
+        cwd=ROOT, env={**os.environ, **settings}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert ended.returncode == 2, ended.stdout + ended.stderr
+    assert "no cluster at 127.0.0.1:1 within 1 s" in ended.stdout + ended.stderr

@@ -34,6 +34,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 CONTEXT = [7, 8, 9]
 MAX_TOKENS = 60
 GROUPS_PER_STEP = 4
+SILENCE_S = 15.0
+"""Longer than a healthy process may starve while others start beside it on a busy machine."""
 
 
 def position_script(prompt: np.ndarray, position: int, version: int) -> tuple[int, float]:
@@ -89,7 +91,7 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> WorkerSpec:
         group_size=2,
         sampling=SamplingParams(max_tokens=MAX_TOKENS),
         request_timeout_s=120.0,
-        silence_timeout_s=4.0,
+        silence_timeout_s=SILENCE_S,
         seed=0,
         tokenizer_path=str(path),
         reward="arithmetic",
@@ -125,7 +127,7 @@ class Run:
         self.pool = WorkerPool(
             self.workers,
             group_timeout_s=120.0,
-            silence_timeout_s=4.0,
+            silence_timeout_s=SILENCE_S,
             restart=self.restart_worker,
             max_restarts=self.max_restarts,
         )
@@ -230,26 +232,41 @@ async def run(cluster: None, spec: WorkerSpec) -> AsyncIterator[Run]:
     await run.close()
 
 
-async def test_a_worker_that_is_killed_costs_no_group_and_is_started_again(run: Run) -> None:
-    await run.start(num_workers=2, num_engines=1)
+async def test_a_worker_that_is_killed_costs_no_group_and_comes_back_knowing_who_rests(run: Run) -> None:
+    await run.start(num_workers=2, num_engines=2)
     await run.two_more_steps()
+    await run.pool.rest("e1")
     lost = run.workers[0]
     await send(signal.SIGKILL, lost)
-    await run.until(lambda: run.workers[0] is not lost)
+    await run.until(lambda: run.workers[0] is not lost and not run.pool._workers[0].lost)
+    async with asyncio.timeout(30.0):
+        while (await run.engines["e1"].load.remote()).running:
+            await asyncio.sleep(0.1)
+    before = (await run.engines["e1"].stats.remote()).generated_tokens
     await run.two_more_steps()
-    assert {type(error).__name__ for error in run.errors} == {"WorkerLost"}
-    assert len(run.errors) <= 2 * GROUPS_PER_STEP, "the groups that it had, each once"
     restarted = run.pool._workers[0]
     await run.until(lambda: restarted.num_groups > 0)
+    assert (await run.engines["e1"].stats.remote()).generated_tokens == before, "the new worker leaves it alone, too"
+    assert {type(error).__name__ for error in run.errors} == {"WorkerLost"}
+    assert len(run.errors) <= 2 * GROUPS_PER_STEP, "the groups that it had, each once"
     run.check_groups()
 
 
-async def test_a_worker_that_is_stopped_is_ended_and_its_groups_go_on(run: Run) -> None:
-    await run.start(num_workers=1, num_engines=1)
+async def test_an_engine_and_a_worker_that_stop_are_ended_and_come_back_while_groups_go_on(run: Run) -> None:
+    await run.start(num_workers=2, num_engines=2)
     await run.two_more_steps()
-    lost = run.workers[0]
-    await send(signal.SIGSTOP, lost)
-    await run.until(lambda: run.workers[0] is not lost)
+    engine = run.engines["e0"]
+    await send(signal.SIGSTOP, engine)
+    await run.until(lambda: run.engines["e0"] is not engine)
+    await run.two_more_steps()
+    assert run.errors == [], "no group failed"
+    assert run.pool.lost_engines == {}
+    reports = await asyncio.gather(*(worker.loads.remote() for worker in run.workers))
+    assert [report.quarantined for report in reports] == [{}, {}]
+    assert (await run.engines["e0"].stats.remote()).generated_tokens > 0, "the new one is used"
+    worker = run.workers[0]
+    await send(signal.SIGSTOP, worker)
+    await run.until(lambda: run.workers[0] is not worker)
     await run.two_more_steps()
     assert {type(error).__name__ for error in run.errors} == {"WorkerLost"}
     run.check_groups()
@@ -265,39 +282,4 @@ async def test_the_run_ends_with_the_reason_when_no_worker_may_be_started(run: R
     await send(signal.SIGKILL, run.workers[1])
     with pytest.raises(NoWorker, match=r"rollout worker 0 died: .*; rollout worker 1 died: "):
         await run.until(lambda: False, timeout_s=30.0)
-    run.check_groups()
-
-
-async def test_an_engine_that_is_stopped_is_given_up_and_comes_back_while_its_requests_go_on(run: Run) -> None:
-    await run.start(num_workers=2, num_engines=2)
-    await run.two_more_steps()
-    lost = run.engines["e0"]
-    await send(signal.SIGSTOP, lost)
-    await run.until(lambda: run.engines["e0"] is not lost)
-    await run.two_more_steps()
-    assert run.errors == [], "no group failed"
-    assert run.pool.lost_engines == {}
-    reports = await asyncio.gather(*(worker.loads.remote() for worker in run.workers))
-    assert [report.quarantined for report in reports] == [{}, {}]
-    assert (await run.engines["e0"].stats.remote()).generated_tokens > 0, "the new one is used"
-    run.check_groups()
-
-
-async def test_a_worker_that_is_started_late_knows_which_engines_are_out(run: Run) -> None:
-    await run.start(num_workers=2, num_engines=3)
-    await run.pool.quarantine("e1", "weight sync: dead")
-    await run.pool.rest("e2")
-    lost = run.workers[1]
-    await send(signal.SIGKILL, lost)
-    await run.until(lambda: run.workers[1] is not lost and not run.pool._workers[1].lost)
-    # The keeper has brought e1 back meanwhile, or is about to; e2 rests until it is told otherwise.
-    async with asyncio.timeout(30.0):
-        while (await run.engines["e2"].load.remote()).running:
-            await asyncio.sleep(0.1)
-    before = (await run.engines["e2"].stats.remote()).generated_tokens
-    await run.two_more_steps()
-    assert (await run.engines["e2"].stats.remote()).generated_tokens == before
-    await run.pool.resume("e2")
-    await run.two_more_steps()
-    assert (await run.engines["e2"].stats.remote()).generated_tokens > before
     run.check_groups()

@@ -226,7 +226,8 @@ class Driver:
         workers = compose.make_pool(cfg, self._checked.placement, actors)
 
         async def on_live(report: SyncReport) -> None:
-            for name, member in coordinator.members.items():
+            for name in coordinator.members:
+                member = coordinator.members.get(name, "live")  # as of now: it may have come back meanwhile
                 if member != "live":
                     await workers.quarantine(name, f"weight sync: {member}")
             await loops.on_live(parts, supervisor, report)

@@ -1,0 +1,77 @@
+"""A learner on an accelerator that leaves it between two steps: the memory is really free, and nothing is changed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import Qwen2Config
+
+from tests.fakes.learner import TINY, pack, run_config, sequences, weights
+from trainer.learner.policy import PolicyLearner
+from weight_sync.device.select import get_backend
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from trainer.config.schema import RunConfig
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+MIB = 1 << 20
+STATE_BYTES_PER_PARAM = 12
+"""Master and two moments."""
+
+
+@pytest.fixture
+def one_device(tmp_path: Path) -> Iterator[torch.device]:
+    device = get_backend("cuda").set_device(0)
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
+    yield device
+    dist.destroy_process_group()
+
+
+def learner_on(device: torch.device, cfg: RunConfig) -> PolicyLearner:
+    return PolicyLearner(cfg, rank=0, world_size=1, device=device, backend=get_backend("cuda"))
+
+
+def test_the_memory_of_a_learner_that_is_away_is_free_and_it_learns_the_same_bits(
+    one_device: torch.device, tmp_path: Path
+) -> None:
+    # Large enough that its state is far more than what the runtime keeps: 100 million parameters.
+    Qwen2Config(**{**TINY, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6}).save_pretrained(
+        tmp_path / "model"
+    )
+    cfg = run_config(tmp_path / "model")
+    cfg = replace(cfg, model=replace(cfg.model, compute_dtype="bfloat16", rollout_dtype="bfloat16"))
+    stays, leaves = learner_on(one_device, cfg), learner_on(one_device, cfg)
+    num_params = sum(param.numel() for param in stays.model.parameters())
+    assert leaves.offload.nbytes == STATE_BYTES_PER_PARAM * num_params > 500 * MIB
+    for step in range(3):
+        batch = pack(sequences(4, seed=step))
+        results = [learner.train_step([batch], step=step).metrics for learner in (stays, leaves)]
+        assert results[0] == results[1]
+        torch.cuda.empty_cache()
+        here, _ = torch.cuda.mem_get_info()
+        leaves.offload.to_host()
+        away, _ = torch.cuda.mem_get_info()
+        assert away - here > 0.95 * leaves.offload.nbytes
+        (tmp_path / f"step_{step}").mkdir()
+        leaves.save(tmp_path / f"step_{step}", step=step + 1)
+        saved, _ = torch.cuda.mem_get_info()
+        assert away - saved < 32 * MIB, "a checkpoint of what is on the host takes nothing on the device"
+        leaves.offload.to_device()
+    for name, tensor in weights(stays).items():
+        torch.testing.assert_close(weights(leaves)[name], tensor, rtol=0, atol=0)
+    fresh = learner_on(one_device, cfg)
+    assert fresh.load(tmp_path / "step_2") == 3
+    for name, tensor in weights(stays).items():
+        torch.testing.assert_close(weights(fresh)[name], tensor, rtol=0, atol=0)
