@@ -44,13 +44,8 @@ for name in "${stages[@]}"; do
       stage unit pytest -q -m "not gpu" tests/unit/weight_sync tests/contract
       await_quiet
       ;;
-    integration)
-      await_quiet
-      begin_quiet bad-input pytest -q -m "not gpu" tests/e2e/test_bad_input.py
-      stage integration pytest -q -m "not gpu" tests/integration
-      await_quiet
-      ;;
-    e2e) stage e2e pytest -q -m "not gpu" tests/e2e --ignore=tests/e2e/test_bad_input.py ;;
+    integration) await_quiet; stage integration pytest -q -m "not gpu" tests/integration ;;
+    e2e) await_quiet; stage e2e pytest -q -m "not gpu" tests/e2e ;;
     *) echo "unknown stage $name" >&2; exit 2 ;;
   esac
 done

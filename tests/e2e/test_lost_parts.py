@@ -1,8 +1,7 @@
-"""A whole run in which a rollout worker is killed and an engine stops: it goes on, and nothing is lost."""
+"""A whole run in which a rollout worker is killed: it goes on, and nothing is lost."""
 
 from __future__ import annotations
 
-import signal
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -47,18 +46,10 @@ def end(run: TrainerProcess) -> dict[str, Any]:
     return last
 
 
-def test_a_killed_worker_and_a_stopped_engine_come_back_and_cost_no_group(start: Start, tmp_path: Path) -> None:
-    keys = "rollout.max_retries=0", "rollout.num_replicas=2", "rollout.silence_timeout_s=20"
-    run = start(tmp_path / "run", *ENDLESS, *keys)
+def test_a_rollout_worker_that_is_killed_comes_back_and_costs_no_group(start: Start, tmp_path: Path) -> None:
+    run = start(tmp_path / "run", *ENDLESS, "rollout.max_retries=0")
     run.until(lambda: len(run.lines) >= 3)
     run.process("ray::RolloutWorkerActor").kill()
     run.until(lambda: "rollout worker 0 is back" in run.text, timeout_s=240.0)
-    steps = len(run.lines)
-    run.until(lambda: len(run.lines) > steps)
-    failed = run.lines[-1]["buffer/failed"]
-    assert failed == run.lines[-1]["buffer/retried"] <= 16, "each group that the worker had, once"
-    run.process("ray::EngineActor").send_signal(signal.SIGSTOP)
-    run.until(lambda: "is back with version" in run.text, timeout_s=240.0)
     last = end(run)
-    assert last["sync/replicas_live"] == 2
-    assert last["buffer/failed"] == failed, "requests of the engine went on elsewhere"
+    assert last["buffer/failed"] == last["buffer/retried"] <= 16, "each group that it had, once"

@@ -252,26 +252,6 @@ async def test_a_worker_that_is_killed_costs_no_group_and_comes_back_knowing_who
     run.check_groups()
 
 
-async def test_an_engine_and_a_worker_that_stop_are_ended_and_come_back_while_groups_go_on(run: Run) -> None:
-    await run.start(num_workers=2, num_engines=2)
-    await run.two_more_steps()
-    engine = run.engines["e0"]
-    await send(signal.SIGSTOP, engine)
-    await run.until(lambda: run.engines["e0"] is not engine)
-    await run.two_more_steps()
-    assert run.errors == [], "no group failed"
-    assert run.pool.lost_engines == {}
-    reports = await asyncio.gather(*(worker.loads.remote() for worker in run.workers))
-    assert [report.quarantined for report in reports] == [{}, {}]
-    assert (await run.engines["e0"].stats.remote()).generated_tokens > 0, "the new one is used"
-    worker = run.workers[0]
-    await send(signal.SIGSTOP, worker)
-    await run.until(lambda: run.workers[0] is not worker)
-    await run.two_more_steps()
-    assert {type(error).__name__ for error in run.errors} == {"WorkerLost"}
-    run.check_groups()
-
-
 async def test_the_run_ends_with_the_reason_when_no_worker_may_be_started(run: Run) -> None:
     run.max_restarts = 0
     await run.start(num_workers=2, num_engines=1)

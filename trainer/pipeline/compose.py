@@ -255,7 +255,8 @@ def make_pool(cfg: RunConfig, placement: Placement, actors: Actors) -> WorkerPoo
     return WorkerPool(
         actors.workers,
         group_timeout_s=limit_s + cfg.task.reward.timeout_s,
-        silence_timeout_s=cfg.rollout.silence_timeout_s,
+        # Half: an engine seems to wait for a worker that does not read its stream, and would look silent with it.
+        silence_timeout_s=cfg.rollout.silence_timeout_s / 2,
         restart=restart,
         max_restarts=cfg.rollout.max_worker_restarts,
     )
