@@ -56,7 +56,8 @@ class RolloutConfig:
     silence_timeout_s: float = key(
         120.0,
         "An engine that answers nothing for so long is lost, and so is one that has requests and gives no token, "
-        "unless it is paused or asleep; a rollout worker is lost after half of it. What is lost is ended and started again.",
+        "unless it is paused or asleep; a rollout worker is lost after half of it. What is lost is ended and started "
+        "again.",
         gt=0,
     )
     engine_args: dict[str, Any] = key(
