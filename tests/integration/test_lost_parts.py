@@ -98,11 +98,6 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> WorkerSpec:
     )
 
 
-def pid_of(actor: Any) -> int:
-    """By the name that Ray gave to the process of a rollout worker, which tells no one its id."""
-    return ray.util.state.get_actor(actor._actor_id.hex(), address=None).pid
-
-
 @dataclass
 class Run:
     """Groups from admission to their step, over and over, until it is told to end."""
