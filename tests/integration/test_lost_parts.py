@@ -1,4 +1,4 @@
-"""Rollout workers and engines that are killed or stopped in mid-run: real Ray, worker pool, work buffer, keeper and
+"""Rollout workers that are killed in mid-run: real Ray, worker pool, work buffer, keeper and
 rollout workers around scripted engines, each in a process of its own."""
 
 from __future__ import annotations
