@@ -69,6 +69,11 @@ class RayEngine:
             for request_id in running.values():
                 self._handle.abort.remote(self._full_id(request_id))
 
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """See `EngineClient`."""
+        for request_id in request_ids:
+            self._handle.abort.remote(self._full_id(request_id))
+
     async def load(self) -> EngineLoad:
         """See `EngineClient`."""
         from ray.exceptions import RayActorError
@@ -130,7 +135,10 @@ class RolloutWorkerActor:
         self._spec, self._engines = spec, engines
         self._sender = uuid.uuid4().hex[:8]
         self._rewards = RewardPipeline(
-            spec.reward, timeout_s=spec.reward_timeout_s, num_processes=spec.reward_processes
+            spec.reward,
+            timeout_s=spec.reward_timeout_s,
+            num_processes=spec.reward_processes,
+            queue_timeout_s=spec.reward_queue_timeout_s,
         )
         self._started: RolloutWorker | None = None
         self._for_life = ExitStack()
@@ -165,8 +173,10 @@ class RolloutWorkerActor:
     async def run_group(self, item: WorkItem) -> Group:
         return await self._worker.run_group(item)
 
-    async def evaluate(self, prompts: Sequence[Prompt], params: SamplingParams, engine: str) -> list[Trajectory]:
-        return await self._worker.evaluate(prompts, params, engine=engine)
+    async def evaluate(
+        self, prompts: Sequence[Prompt], params: SamplingParams, engine: str, numbers: Sequence[int] | None = None
+    ) -> list[Trajectory]:
+        return await self._worker.evaluate(prompts, params, engine=engine, numbers=numbers)
 
     async def quarantine(self, name: str, reason: str) -> None:
         self._worker.quarantine(name, reason)
@@ -209,6 +219,13 @@ def kill_actor(actor: Any) -> None:
     import ray
 
     ray.kill(actor)
+
+
+def cancel_call(ref: Any) -> None:
+    """Have an actor give up a call that nobody waits for any more. Does not wait; a call that has ended is left."""
+    import ray
+
+    ray.cancel(ref)
 
 
 def rollout_worker_actor() -> Any:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from rollout.agent.ledger import check_chunk, join_chunks
+from rollout.engine.repacking import has_doubled
 from rollout.errors import EngineDead
 
 if TYPE_CHECKING:
@@ -50,6 +51,11 @@ class EngineClient(Protocol):
         """
         ...
 
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Has it give these requests back, with every token that it has sampled. Does not wait; ids that it does not
+        have are ignored."""
+        ...
+
     async def load(self) -> EngineLoad:
         """How busy it is.
 
@@ -68,7 +74,8 @@ class _Request:
         self.answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._context = context
         self._chunks: list[Completion] = []
-        self._num_tokens = 0
+        self._num_tokens = self._num_sent = 0
+        self._is_leaving = False
 
     @property
     def is_open(self) -> bool:
@@ -87,6 +94,24 @@ class _Request:
         """Tokens that a replica has to hold for it at most."""
         return len(self._context) + self.max_tokens
 
+    @property
+    def may_leave(self) -> bool:
+        return not self._is_leaving and has_doubled(self._length, self._num_sent)
+
+    @property
+    def _length(self) -> int:
+        return len(self._context) + self._num_tokens
+
+    def leave(self) -> None:
+        """Its replica is to give it back."""
+        self._is_leaving = True
+
+    def send(self) -> int:
+        """It is on its way to a replica. Returns the tokens that this one computes although another one had to give
+        them up."""
+        was_leaving, self._is_leaving, self._num_sent = self._is_leaving, False, self._length
+        return self._length if was_leaving else 0
+
     def token_ids(self) -> np.ndarray:
         return np.concatenate([self._context, *(chunk.token_ids for chunk in self._chunks)])
 
@@ -103,6 +128,25 @@ class _Request:
         """Ends with what there is."""
         if self.is_open:
             self.answer.set_result(join_chunks(self._chunks, finish_reason))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """One streaming call to one replica, as a guest there."""
+
+    group_key: str
+    engine: EngineClient
+    request_ids: Sequence[str]
+    requests: Sequence[_Request]
+
+    @property
+    def may_leave(self) -> bool:
+        return all(request.may_leave for request in self.requests if request.is_open)
+
+    def leave(self) -> None:
+        for request in self.requests:
+            request.leave()
+        self.engine.abort(self.request_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,12 +255,13 @@ class GroupGenerator:
         name = await self._turnstile.enter(context.key, context.order, tokens=sum(loads), num_requests=len(loads))
         is_outstanding = [True] * len(requests)
         try:
-            stream = self._engines[name].stream_group(
-                self._request_ids(requests),
+            call = self._call(name, requests)
+            stream = call.engine.stream_group(
+                call.request_ids,
                 [request.token_ids() for request in requests],
                 [self._params_of(request) for request in requests],
             )
-            async with self._turnstile.stay(name), aclosing(stream):
+            async with self._turnstile.stay(name, call), aclosing(stream):
                 async for index, chunk in stream:
                     self._check_version(name, chunk)
                     requests[index].add(chunk)
@@ -229,9 +274,13 @@ class GroupGenerator:
             left = [load for load, is_left in zip(loads, is_outstanding, strict=True) if is_left]
             self._turnstile.leave(name, tokens=sum(left), num_requests=len(left))
 
-    def _request_ids(self, requests: Sequence[_Request]) -> list[str]:
+    def _call(self, name: str, requests: Sequence[_Request]) -> _Call:
         self._num_calls += 1
-        return [f"{self._context.key}/{request.sample_index}/{self._num_calls}" for request in requests]
+        moved = [tokens for request in requests if (tokens := request.send())]
+        self._turnstile.count_moved(num_requests=len(moved), tokens=sum(moved))
+        key = self._context.key
+        ids = [f"{key}/{request.sample_index}/{self._num_calls}" for request in requests]
+        return _Call(group_key=key, engine=self._engines[name], request_ids=ids, requests=requests)
 
     def _params_of(self, request: _Request) -> SamplingParams:
         """Every submission has its own seed: a continuation must not replay the random numbers of its beginning."""

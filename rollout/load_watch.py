@@ -1,4 +1,5 @@
-"""Looks at the engines again and again: sets how many requests each of them gets, and gives up those that hang.
+"""Looks at the engines again and again: sets how many requests each of them gets, gives up those that hang, and frees
+those whose last requests fit elsewhere.
 
 A replica is silent while it does not answer a look, or has requests that it should generate for and gives no token.
 Its event loop answers whatever else goes on: a commit, a pause, sleep, an evaluation, a slow step. While it may not
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rollout.engine.concurrency import Bounds, Concurrency, Demand
+from rollout.engine.repacking import Place, replicas_to_free
 from rollout.errors import EngineDead
 
 if TYPE_CHECKING:
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
     from rollout.dispatch import EngineClient
     from rollout.engine.base import EngineLoad
+    from rollout.engine.repacking import Repacking
     from rollout.engine.turnstile import Turnstile
 
 LOOK_S = 0.5
@@ -46,6 +49,10 @@ class LoadReport:
     replicas: Mapping[str, ReplicaLoad]
     held: int
     """Requests of this sender that wait for room."""
+    moved_requests: int
+    """How often this sender moved a request since it began, so that its replica is free."""
+    moved_tokens: int
+    """What was computed again for that."""
     quarantined: Mapping[str, str]
     """Replica -> why this sender gave it up."""
 
@@ -59,6 +66,7 @@ class LoadWatch:
         bounds: of this sender's share of each replica; None for no limit.
         silence_timeout_s: how long a replica may be silent.
         give_up: (name, reason) of one that was silent for longer.
+        repacking: when a replica is freed; None for never.
     """
 
     def __init__(
@@ -69,6 +77,7 @@ class LoadWatch:
         bounds: Bounds | None,
         silence_timeout_s: float,
         give_up: Callable[[str, str], None],
+        repacking: Repacking | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._engines = engines
@@ -77,6 +86,7 @@ class LoadWatch:
         self._bounds = bounds
         self._silence_timeout_s = silence_timeout_s
         self._give_up = give_up
+        self._repacking = repacking
         self._states: dict[str, Concurrency] = {}
         self._loads: dict[str, EngineLoad] = {}
         self._unanswered_s: defaultdict[str, float] = defaultdict(float)
@@ -98,6 +108,8 @@ class LoadWatch:
             await self._sleep(LOOK_S)
             lost = self._turnstile.router.quarantined
             await asyncio.gather(*(self._look(name) for name in self._engines if name not in lost))
+            if self._repacking is not None and not self._turnstile.num_held:
+                self._free_replicas(self._repacking)
 
     def report(self) -> LoadReport:
         """As things are now; the engines' own figures are of the last look."""
@@ -106,7 +118,33 @@ class LoadWatch:
             name: ReplicaLoad(limit=router.limits.get(name), in_flight=in_flight, load=self._loads.get(name))
             for name, in_flight in router.num_requests.items()
         }
-        return LoadReport(replicas=replicas, held=self._turnstile.num_held, quarantined=router.quarantined)
+        moved_requests, moved_tokens = self._turnstile.num_moved
+        return LoadReport(
+            replicas=replicas,
+            held=self._turnstile.num_held,
+            moved_requests=moved_requests,
+            moved_tokens=moved_tokens,
+            quarantined=router.quarantined,
+        )
+
+    def _free_replicas(self, rule: Repacking) -> None:
+        """Among those that take requests and answered the last look."""
+        router, places = self._turnstile.router, dict[str, Place]()
+        for name in router.in_service:
+            load, own = self._loads.get(name), router.num_requests[name]
+            if load is None or name in self._unanswered_s:
+                continue
+            running = max(own, load.running + load.waiting)
+            places[name] = Place(
+                running=running,
+                own=own,
+                limit=router.limits.get(name),
+                is_queueing=load.waiting > 0,
+                kv_frac=load.kv_usage_frac,
+                may_leave=running < rule.below and self._turnstile.may_free(name),
+            )
+        for name in replicas_to_free(places, rule):
+            self._turnstile.free(name)
 
     async def _look(self, name: str) -> None:
         engine = self._engines[name]

@@ -1,11 +1,13 @@
-"""What the driver's event loop costs: processor time and memory per group, against the load and the length of a run.
+"""What the driver costs: processor time and memory per trajectory and group, against the load and the length of a run.
 
-The real loops, work buffer, worker pool, rollout worker, dispatch, router, batcher and metric sinks run in one process
-around scripted replicas, learner and weight sync, in virtual time, so that nothing but work is measured
-(tests/simulation/world.py). Every case has a process of its own.
+By default the real loops, work buffer, worker pool, rollout worker, dispatch, router, batcher and metric sinks run in
+one process around scripted replicas, learner and weight sync, in virtual time, so that nothing but work is measured
+(tests/simulation/world.py). With `--ray` rollout workers and learner ranks are Ray actors, in real time, and only the
+driver is measured (scripts/control_plane/ray_run.py). Every case has a process of its own.
 
-    python -m scripts.bench_control_plane --json FILE [--plot FILE]      from the root of the repository; the plot
-                                                                         needs matplotlib
+    python -m scripts.bench_control_plane --json FILE                    from the root of the repository
+    python -m scripts.bench_control_plane --json FILE --ray              added to what the file has
+    python -m scripts.bench_control_plane --json FILE --replot --plot FILE        needs matplotlib
 """
 
 from __future__ import annotations
@@ -21,16 +23,16 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rollout.collector import rare_collections
 from rollout.engine.scripted_replica import Workload
+from scripts.control_plane import ray_run
+from scripts.control_plane.plot import plot
+from scripts.control_plane.ray_run import RayCase
 from tests.fakes.virtual_time import run_virtual
 from tests.simulation.fleet import Plan
 from tests.simulation.world import simulation
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 REPLICAS = 64
 GROUP_SIZE = 4
@@ -38,7 +40,10 @@ MAX_STALENESS = 4
 IN_FLIGHT = 10_000
 SPARE = 6
 """Quarters: of the admitted trajectories, some have ended and wait for their step."""
-TARGET_MS = 1.0
+RAY_LOADS = ((300, 1_000), (1_000, 1_500), (3_000, 2_000), (10_000, 5_000))
+"""Trajectories in flight, about, and groups of the run. Twice as many are admitted: some have ended and wait for their
+step, and at the beginning and the end of a run there are few."""
+RAY_SPARE = 2
 CASE_TIMEOUT_S = 1_200.0
 
 
@@ -112,65 +117,80 @@ def cases(most_groups: int) -> list[Case]:
     return [*loads, replace(full, rare_collections=False), *lengths]
 
 
-def in_own_process(case: Case) -> dict[str, Any]:
-    command = [sys.executable, "-m", "scripts.bench_control_plane", "--case", json.dumps(asdict(case))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=CASE_TIMEOUT_S, check=True)
-    return json.loads(done.stdout)
+def ray_cases(most_groups: int) -> list[RayCase]:
+    """Growing loads; then longer runs, also of groups of one; then long answers, and with all files."""
+    usual = RayCase(num_groups=1_000, trajectories_admitted=2_000)
+    loads = [
+        replace(usual, series="load", num_groups=n, trajectories_admitted=RAY_SPARE * load) for load, n in RAY_LOADS
+    ]
+    lengths = [
+        replace(usual, series="length", group_size=size, num_groups=n) for size in (4, 1) for n in (1_000, 10_000)
+    ]
+    long = replace(
+        usual,
+        series="long answers",
+        num_groups=600,
+        trajectories_admitted=3_000,
+        group_size=8,
+        prompt_tokens=512,
+        least_tokens=1_024,
+        most_tokens=4_096,
+    )
+    files = [replace(usual, series="files", files=True)]
+    files += [replace(long, series="files", files=True)]
+    return [case for case in (*loads, long, *files, *lengths) if case.num_groups <= most_groups]
 
 
-def plot(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """Cost against the length of the run, and against the load."""
-    import matplotlib as mpl  # pyright: ignore[reportMissingImports]
+def in_own_process(case: Case | RayCase) -> dict[str, Any]:
+    mode = ["--ray"] if isinstance(case, RayCase) else []
+    command = [sys.executable, "-m", "scripts.bench_control_plane", *mode, "--case", json.dumps(asdict(case))]
+    done = subprocess.run(
+        command, cwd=ray_run.REPOSITORY, capture_output=True, text=True, timeout=CASE_TIMEOUT_S, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"{case} failed with exit code {done.returncode}: {done.stderr[-2_000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
 
-    mpl.use("Agg")
-    from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
 
-    tuned = [result for result in results if result["rare_collections"]]
-    by_length = [r for r in tuned if r["group_size"] != GROUP_SIZE]
-    by_load = sorted((r for r in tuned if r["group_size"] == GROUP_SIZE), key=lambda r: r["trajectories_admitted"])
-    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(12, 3.6), constrained_layout=True)
-    for axes, rows, x, title in (
-        (left, by_length, "groups_generated", "length of the run [groups]"),
-        (right, by_load, "trajectories_in_flight_mean", "trajectories in flight, mean"),
-    ):
-        axes.plot([r[x] for r in rows], [r["cpu_ms_per_trajectory"] for r in rows], "o-", label="measured")
-        axes.axhline(TARGET_MS, color="tab:red", linestyle="--", label=f"target {TARGET_MS:g} ms")
-        axes.set(xscale="log", ylim=(0, 1.1 * TARGET_MS), xlabel=title, ylabel="CPU per trajectory [ms]")
-        if axes is right:
-            own = [r for r in results if not r["rare_collections"]]
-            axes.plot([r[x] for r in own], [r["cpu_ms_per_trajectory"] for r in own], "x", label="default collector")
-        axes.legend(loc="lower left")
-    middle.plot([r["groups_generated"] for r in by_length], [r["rss_max_mib"] for r in by_length], "o-")
-    middle.set(xscale="log", xlabel="length of the run [groups]", ylabel="largest resident memory [MiB]")
-    middle.set_ylim(0, 1.2 * max(r["rss_max_mib"] for r in by_length))
-    figure.savefig(path, dpi=110)
+def run_case(text: str, *, with_ray: bool) -> dict[str, Any]:
+    """The case of this process, from its JSON."""
+    fields = json.loads(text)
+    return ray_run.measure(RayCase(**fields)) if with_ray else measure(Case(**fields))
+
+
+def describe(result: dict[str, Any]) -> str:
+    memory = result["private_max_mib"] if "private_max_mib" in result else result["rss_max_mib"]
+    return (
+        f"{result['groups_generated']:>7} groups of {result['group_size']}, "
+        f"{result['trajectories_in_flight_mean']:>7.0f} in flight: "
+        f"{result['cpu_ms_per_trajectory']:.3f} ms per trajectory, {memory:.0f} MiB"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write all figures here")
+    parser.add_argument("--json", type=Path, required="--case" not in sys.argv, help="where all figures are kept")
+    parser.add_argument("--ray", action="store_true", help="measure the driver of a run with Ray")
     parser.add_argument("--plot", type=Path, help="write a picture here")
     parser.add_argument("--replot", action="store_true", help="plot what --json holds, without measuring")
     parser.add_argument("--most-groups", type=int, default=100_000, help="leave longer runs out")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.case is not None:
-        print(json.dumps(measure(Case(**json.loads(args.case)))))
+        print(json.dumps(run_case(args.case, with_ray=args.ray)))
         return
-    results: list[dict[str, Any]] = json.loads(args.json.read_text()) if args.replot else []
-    for case in [] if args.replot else cases(args.most_groups):
-        result = in_own_process(case)
-        results.append(result)
-        print(
-            f"{result['groups_generated']:>7} groups, {result['trajectories_in_flight_mean']:>7.0f} in flight: "
-            f"{result['cpu_ms_per_trajectory']:.3f} ms and {result['event_loop_turns_per_group']:.1f} turns per "
-            f"trajectory and group, {result['rss_max_mib']:.0f} MiB",
-            flush=True,
-        )
-        if args.json is not None:
+    results: dict[str, list[dict[str, Any]]] = {"virtual": [], "ray": []}
+    if args.json.exists():
+        results |= json.loads(args.json.read_text())
+    if not args.replot:
+        own = results["ray" if args.ray else "virtual"]
+        own.clear()
+        for case in ray_cases(args.most_groups) if args.ray else cases(args.most_groups):
+            own.append(in_own_process(case))
+            print(describe(own[-1]), flush=True)
             args.json.write_text(json.dumps(results, indent=1) + "\n")
     if args.plot is not None:
-        plot(results, args.plot)
+        plot(results["virtual"], results["ray"], args.plot)
 
 
 if __name__ == "__main__":

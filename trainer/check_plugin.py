@@ -2,6 +2,7 @@
 
     python -m trainer.check_plugin loss my_package.losses.my_loss [NUMBER=VALUE ...]
     python -m trainer.check_plugin advantage my_package.estimators.my_estimator [NUMBER=VALUE ...]
+    python -m trainer.check_plugin group_filter my_package.filters.my_filter [NUMBER=VALUE ...] [--metadata JSON]
     python -m trainer.check_plugin reward my_package.rewards.my_reward --prompt TEXT --response TEXT --answer TEXT
 
 Prints every check; exit code 0 if all passed, 1 if one failed, 2 if the function cannot be loaded.
@@ -13,7 +14,7 @@ import argparse
 import functools
 import json
 import sys
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from rollout.errors import DataError
 from trainer.config.errors import ConfigurationError
@@ -52,10 +53,12 @@ def _checks(line: argparse.Namespace) -> list[Check]:
             return _loss_checks(line.path, dict(line.numbers))
         case "advantage":
             return _advantage_checks(line.path, dict(line.numbers))
+        case "group_filter":
+            return _group_filter_checks(line.path, dict(line.numbers), line.metadata)
         case "reward":
             return _reward_checks(line)
         case _:
-            raise ValueError(f"kind must be loss, advantage or reward, got {line.kind!r}")
+            raise ValueError(f"kind must be loss, advantage, group_filter or reward, got {line.kind!r}")
 
 
 def _loss_checks(path: str, numbers: Mapping[str, float]) -> list[Check]:
@@ -74,6 +77,13 @@ def _advantage_checks(path: str, numbers: Mapping[str, float]) -> list[Check]:
     return advantage_checks(bound, traits=declared_traits(estimator))
 
 
+def _group_filter_checks(path: str, numbers: Mapping[str, float], metadata: Mapping[str, object]) -> list[Check]:
+    from trainer.plugins.group_filter_contract import group_filter_checks
+
+    function = load_own(path, key="algorithm.group_filter", args=numbers)
+    return group_filter_checks(functools.partial(function, **numbers), metadata=metadata)
+
+
 def _reward_checks(line: argparse.Namespace) -> list[Check]:
     from rollout.reward.call import Item
     from rollout.reward.registry import load, lookup
@@ -90,16 +100,18 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Exit code: 0 all checks passed, 1 a check failed, 2 the function cannot be loaded.",
     )  # fmt: skip
     kinds = parser.add_subparsers(dest="kind", required=True)
-    for kind in ("loss", "advantage"):
+    for kind in ("loss", "advantage", "group_filter"):
         one = kinds.add_parser(kind, help=f"a function for algorithm.{kind}")
         one.add_argument("path", help="dotted path, package.module.function")
         one.add_argument("numbers", nargs="*", type=_number, metavar="NAME=VALUE", help=f"as in algorithm.{kind}_args")
+        if kind == "group_filter":
+            one.add_argument("--metadata", **_METADATA)
     reward = kinds.add_parser("reward", help="a function for task.reward.name")
     reward.add_argument("path", help="as in task.reward.name")
     reward.add_argument("--prompt", default="1+1=", help="default %(default)s")
     reward.add_argument("--answer", default="2", help="ground truth of the prompt; default %(default)s")
     reward.add_argument("--response", help="a right response; default: the answer")
-    reward.add_argument("--metadata", type=_mapping, default={}, metavar="JSON", help="other columns of the data set")
+    reward.add_argument("--metadata", **_METADATA)
     reward.add_argument("--timeout", type=float, default=10.0, metavar="S", help="of one call; default %(default)s")
     return parser
 
@@ -117,6 +129,13 @@ def _mapping(text: str) -> dict[str, object]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
     return cast("dict[str, object]", value)
 
+
+_METADATA: dict[str, Any] = {
+    "type": _mapping,
+    "default": {},
+    "metavar": "JSON",
+    "help": "other columns of the data set",
+}
 
 if __name__ == "__main__":
     sys.exit(main())

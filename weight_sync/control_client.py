@@ -208,10 +208,16 @@ class AsyncControlClient:
             TimeoutError: no answer within `deadline_s`.
             WeightSyncError: (its subclass) the worker refused.
         """
-        async with self._lock, asyncio.timeout(deadline_s):
-            if not self._talk.is_greeted:
-                self._talk.greeted(await self._exchange(self._talk.hello()), self.endpoint)
-            return checked(await self._exchange(request), kind, self.endpoint)
+        try:
+            async with self._lock, asyncio.timeout(deadline_s):
+                if not self._talk.is_greeted:
+                    self._talk.greeted(await self._exchange(self._talk.hello()), self.endpoint)
+                return checked(await self._exchange(request), kind, self.endpoint)
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"worker {self.endpoint} did not answer {type(request).__name__} within {deadline_s:.1f} s; its "
+                "process is dead, stopped or unreachable, or weight_sync.timeout_s is too short"
+            ) from error
 
     def close(self) -> None:
         self._dealer.close(0)

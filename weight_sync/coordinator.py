@@ -21,7 +21,15 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from weight_sync.errors import DigestMismatch, ReplicaDirty, VersionUnavailable, WeightSyncError
-from weight_sync.members import Member, MemberState, Outcome, PublisherHandle, ReplicaHandle, replica_times
+from weight_sync.members import (
+    ANSWER_S,
+    Member,
+    MemberState,
+    Outcome,
+    PublisherHandle,
+    ReplicaHandle,
+    replica_times,
+)
 from weight_sync.opening import Agreement, EpochOpener, SyncOptions
 from weight_sync.types import Manifest, SyncReport
 from weight_sync.wire import PackReport, PublishedDigests, RunDigests, decode, open_reply
@@ -61,6 +69,8 @@ class SyncCoordinator:
         self._opener = EpochOpener(publishers, options=options, clock=clock)
         self._agreement: Agreement | None = None
         self._published: dict[int, list[PackReport]] = {}
+        self._is_packing = False
+        """The learners may be writing over the version that is published."""
         self._membership_lock = asyncio.Lock()
         """A sync and a change of membership wait for each other."""
 
@@ -111,20 +121,27 @@ class SyncCoordinator:
         """Let all learner ranks pack `version` from their current weights. Returns seconds of the slowest.
 
         Raises:
-            WeightSyncError: a rank could not; its message says why.
+            PullTimeout: a rank got no slot within `timeout_s`; its message names who reads from them.
+            WeightSyncError: (other) a rank could not; its message says why.
             TimeoutError: a rank did not answer.
         """
         timeout_s = self._options.timeout_s
-        answers = await self._opener.on_publishers("ws_publish", version, timeout_s, timeout_s=timeout_s)
-        reports = [decode(answer, PackReport) for answer in answers]
-        self._published = {version: reports}
+        self._is_packing = True
+        try:
+            # A rank that finds no free slot knows who reads from them: it is to say so before we stop waiting.
+            answers = await self._opener.on_publishers("ws_publish", version, timeout_s, timeout_s=timeout_s + ANSWER_S)
+            reports = [decode(answer, PackReport) for answer in answers]
+            self._published = {version: reports}
+        finally:
+            self._is_packing = False
         return max(report.wait_s + report.pack_s for report in reports)
 
     async def sync(self, version: int) -> SyncReport:
-        """Bring a published version to every live replica.
+        """Bring a published version to every live replica; one that has it already keeps it.
 
         Raises:
-            VersionUnavailable: a newer version has taken its place in the learners' slots. Nobody is worse off.
+            VersionUnavailable: a newer version has taken its place in the learners' slots. Nobody is worse off, and
+                some replicas may have it; it must not count as live before all have it, or a newer one.
             WeightSyncError: (other) no replica got it; the cause is the first replica's failure.
         """
         if version not in self._published:
@@ -143,6 +160,9 @@ class SyncCoordinator:
         outcomes = {
             member.name: result for member, result in zip(members, results, strict=True) if isinstance(result, Outcome)
         }
+        for member, result in zip(members, results, strict=True):
+            if isinstance(result, VersionUnavailable) and member.state == "live":
+                raise result  # it generates from older weights than the others, until it gets the newer version
         if not outcomes:
             raise next(result for result in results if isinstance(result, BaseException))
         return self._report(version, outcomes, packs=packs, started=started)
@@ -181,11 +201,15 @@ class SyncCoordinator:
 
     async def _catch_up(self, member: Member, give_up: float) -> None:
         """Bring the newest version to a newcomer; a newer one may take its place meanwhile."""
-        while self._published:
+        while self._published and member.live_version != max(self._published):
             version = max(self._published)
             result = (await self._bring([member], version, give_up))[0]
-            if isinstance(result, VersionUnavailable) and max(self._published) > version:
-                continue
+            if isinstance(result, VersionUnavailable) and self._clock() < give_up:
+                if max(self._published) > version:
+                    continue
+                if self._is_packing:  # the newer one that takes its slot is not there yet
+                    await asyncio.sleep(RETRY_S)
+                    continue
             if isinstance(result, BaseException):
                 raise result
             return
@@ -283,18 +307,11 @@ class SyncCoordinator:
             if member.num_leases or self._members.get(member.name) is not member or member.state != "live":
                 return
             await self._relink()
-            give_up = self._clock() + self._options.timeout_s
-            while self._published and member.live_version != max(self._published):
-                try:
-                    await self._catch_up(member, give_up)
-                except (WeightSyncError, TimeoutError) as error:
-                    # The version may just be giving its slot to a newer one that is not known here yet.
-                    if isinstance(error, VersionUnavailable) and self._clock() < give_up:
-                        await asyncio.sleep(RETRY_S)
-                        continue
-                    member.state = "dead" if member.state == "live" else member.state
-                    log.warning("%s is lost after its lease: %s", member.name, error)
-                    return
+            try:
+                await self._catch_up(member, self._clock() + self._options.timeout_s)
+            except (WeightSyncError, TimeoutError) as error:
+                member.state = "dead" if member.state == "live" else member.state
+                log.warning("%s is lost after its lease: %s", member.name, error)
 
     async def close(self) -> None:
         """Close every party that still answers. Idempotent."""

@@ -101,6 +101,8 @@ class Member:
         self.num_leases = 0
         """Blocks for which it keeps its version while syncs pass it by."""
         self._clock = clock
+        self._last: Outcome | None = None
+        """Of the version that is live."""
 
     @property
     def name(self) -> str:
@@ -121,7 +123,7 @@ class Member:
             line.close()
 
     async def bring(self, version: int, *, give_up: float, turnstile: asyncio.Semaphore) -> Outcome:
-        """Consumes: a published version.
+        """Consumes: a published version; nothing to do if it is live here.
         Waits for: the pull, the freeze lock, its turn to pause.
         Unblocked by: the deadline, of which a first attempt gets half; the end of a freeze.
 
@@ -129,6 +131,8 @@ class Member:
             VersionUnavailable: the learners do not hold the version any more; the replica is as it was.
             WeightSyncError, TimeoutError: the replica did not take the version and is marked dead or dirty.
         """
+        if self._last is not None and self.live_version == version:
+            return self._last
         error: Exception = WeightSyncError("not tried")
         is_dirty = False
         for attempt in range(ATTEMPTS):
@@ -151,6 +155,7 @@ class Member:
             else:
                 self.live_version = version
                 outcome.num_retries += attempt
+                self._last = outcome
                 return outcome
         self.state = "dirty" if is_dirty else "dead"
         log.error("%s is %s and left out until it joins again: %s", self.handle.name, self.state, error)

@@ -175,7 +175,7 @@ class WeightPublisher:
             return encode(epoch.reports[version])
         started = self._clock()
         epoch.sealer.wait(deadline_s)
-        slot = epoch.arena.begin(version, deadline_s=deadline_s)
+        slot = epoch.arena.begin(version, deadline_s=max(0.0, started + deadline_s - self._clock()))
         begun = self._clock()
         try:
             epoch.packer.pack(slot, tensors)

@@ -16,7 +16,7 @@ from weight_sync.vllm_compat import InFlight, pause_engine, resume_engine
 from weight_sync.wire import CommitResult, reply_state
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
 RESUME_S = 30.0
 """The engine goes on within this time, whatever is left of the commit's own."""
@@ -67,7 +67,7 @@ class AsyncLLMReplica:
             TimeoutError: not all answered in time.
         """
         # Not with vLLM's own timeout: it would leave a late answer in the workers' queue, for the next call to read.
-        return await asyncio.wait_for(self._engine.collective_rpc(method, args=args), timeout_s)
+        return await self._within(timeout_s, self._engine.collective_rpc(method, args=args), f"answer {method}")
 
     async def commit(self, version: int, method: str, *args: object, timeout_s: float) -> CommitResult:
         """Pause, call `method` on the workers, label, resume unless dirty.
@@ -78,11 +78,18 @@ class AsyncLLMReplica:
         # A task of its own: a caller that is cancelled half-way must not leave the engine paused.
         return await asyncio.shield(asyncio.ensure_future(self._commit(version, method, args, timeout_s)))
 
+    async def _within(self, timeout_s: float, step: Awaitable[Any], what: str) -> Any:
+        try:
+            return await asyncio.wait_for(step, timeout_s)
+        except TimeoutError as error:
+            hint = "its workers hang, or the step under way is longer than SyncOptions.timeout_s allows"
+            raise TimeoutError(f"engine {self.name} did not {what} within {timeout_s:g} s; {hint}") from error
+
     async def _commit(self, version: int, method: str, args: tuple[object, ...], timeout_s: float) -> CommitResult:
         async with self._turn:
             asked, state = time.monotonic(), self._settled("failed")
             try:
-                await asyncio.wait_for(pause_engine(self._engine, mode=self._in_flight), timeout_s)
+                await self._within(timeout_s, pause_engine(self._engine, mode=self._in_flight), "pause")
                 drained = time.monotonic()
                 state = "dirty"  # until everybody has answered, somebody may be in the middle of it
                 results = await self.call(method, *args, timeout_s=max(0.0, asked + timeout_s - drained))
@@ -94,7 +101,7 @@ class AsyncLLMReplica:
                 self.is_dirty = state == "dirty"
                 answered = time.monotonic()
                 if not self.is_dirty:
-                    await asyncio.wait_for(resume_engine(self._engine), RESUME_S)
+                    await self._within(RESUME_S, resume_engine(self._engine), "resume")
             resumed = time.monotonic()
         return CommitResult(
             results=results, pause_s=resumed - drained, drain_s=drained - asked, resume_s=resumed - answered

@@ -12,7 +12,7 @@ class ProgressGuard:
 
     Args:
         groups_per_step: B.
-        max_refills_per_step: more than this many times B filtered groups since the last step was taken, or this many
+        max_refills_per_step: more than this many times B filtered groups while fewer than B worked, or this many
             dropped prompts in a row without a group that worked, mean that there is no progress.
     """
 
@@ -20,14 +20,17 @@ class ProgressGuard:
         self._groups_per_step = groups_per_step
         self._max_refills_per_step = max_refills_per_step
         self._filtered: Counter[str] = Counter()
+        self._num_finished = 0
         self._dropped: list[Exception] = []
 
     def on_finished(self) -> None:
-        """A group worked, so dropped ones are not in a row."""
+        """A group worked, so dropped ones are not in a row; with a step's worth of them filtered ones are forgiven,
+        also while the learner is busy and takes none."""
         self._dropped.clear()
-
-    def on_step_taken(self) -> None:
-        self._filtered.clear()
+        self._num_finished += 1
+        if self._num_finished >= self._groups_per_step:
+            self._num_finished = 0
+            self._filtered.clear()
 
     def on_filtered(self, reason: str) -> NoProgress | None:
         self._dropped.clear()

@@ -165,7 +165,7 @@ class WorkBuffer:
         """Ends a claimed group that is not worth a training slot (e.g. all rewards equal); its slot is refilled.
 
         Raises:
-            NoProgress: too many were filtered since the last step was taken. The buffer is closed with this error.
+            NoProgress: too many were filtered while not one step's groups worked. The buffer is closed with this error.
         """
         self._end_running(group_id, "filter")
         self._tally.filtered[reason] += 1
@@ -236,7 +236,6 @@ class WorkBuffer:
         taken = [self._ready.pop(group_id) for group_id in group_ids]
         self._taken[step] = tuple(item for item, _ in taken)
         self._tokens["taken"] += sum(group.num_generated_tokens for _, group in taken)
-        self._progress.on_step_taken()
         self._next_step = step + 1
         self._notify()
         return [group for _, group in taken]

@@ -6,6 +6,8 @@ import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from weight_sync.device.environment import temporary_environment
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
@@ -13,14 +15,6 @@ if TYPE_CHECKING:
 @contextmanager
 def environment(defaults: Mapping[str, str], overrides: Mapping[str, str]) -> Iterator[None]:
     """Processes started inside see `defaults` (where nothing is set yet) and `overrides`; restored at the end."""
-    changed = {name: value for name, value in defaults.items() if name not in os.environ} | dict(overrides)
-    before = {name: os.environ.get(name) for name in changed}
-    os.environ.update(changed)
-    try:
+    unset = {name: value for name, value in defaults.items() if name not in os.environ}
+    with temporary_environment({**unset, **overrides}):
         yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

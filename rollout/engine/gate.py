@@ -23,9 +23,10 @@ class AdmissionGate:
     """
 
     def __init__(self) -> None:
-        self._changed = asyncio.Condition()
+        self._closer = asyncio.Lock()
+        self._open, self._empty = asyncio.Event(), asyncio.Event()
+        self._open.set()
         self._num_passing = 0
-        self._is_closed = False
         self.num_waiting = 0
         """Requests that stand before the closed gate."""
 
@@ -34,32 +35,31 @@ class AdmissionGate:
         """Consumes: nothing. Waits for: an open gate. Unblocked by: the end of `closed`."""
         self.num_waiting += 1
         try:
-            async with self._changed:
-                await self._changed.wait_for(lambda: not self._is_closed)
-                self._num_passing += 1
+            while not self._open.is_set():
+                await self._open.wait()
         finally:
             self.num_waiting -= 1
+        # Neither way in nor way out waits for anything: a cancelled request must not stay in the passage for ever.
+        self._num_passing += 1
         try:
             yield
         finally:
-            async with self._changed:
-                self._num_passing -= 1
-                self._changed.notify_all()
+            self._num_passing -= 1
+            if not self._num_passing:
+                self._empty.set()
 
     @asynccontextmanager
     async def closed(self) -> AsyncIterator[None]:
         """Consumes: nothing. Waits for: another closer, then an empty passage. Unblocked by: the ends of both."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: not self._is_closed)
-            self._is_closed = True
-        try:
-            async with self._changed:
-                await self._changed.wait_for(lambda: self._num_passing == 0)
-            yield
-        finally:
-            async with self._changed:
-                self._is_closed = False
-                self._changed.notify_all()
+        async with self._closer:
+            self._open.clear()
+            try:
+                while self._num_passing:
+                    self._empty.clear()
+                    await self._empty.wait()
+                yield
+            finally:
+                self._open.set()
 
 
 class GateTurns:

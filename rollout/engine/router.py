@@ -2,6 +2,7 @@
 
 A group stays with one replica, because its samples share the prompt's prefix cache. A new group goes to the replica
 with the fewest outstanding tokens (prompt plus budget of what was sent and has not come back) among those with room.
+A replica that is set aside gives its groups up, and takes none of another one that has begun; new groups end that.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class Router:
         self._limits: dict[str, int] = {}
         self._quarantined: dict[str, str] = {}
         self._resting: set[str] = set()
+        self._aside: set[str] = set()
         self._sticky: dict[str, str] = {}
 
     def route(self, group_key: str, tokens: int, *, num_requests: int = 1) -> str | None:
@@ -51,6 +53,7 @@ class Router:
         if name is None:
             return None
         self._sticky[group_key] = name
+        self._aside.discard(name)
         self._outstanding_tokens[name] += tokens
         self._num_requests[name] += num_requests
         return name
@@ -58,7 +61,7 @@ class Router:
     def home(self, group_key: str) -> str | None:
         """The one replica that a group waits for; None if any will do."""
         name = self._sticky.get(group_key)
-        return None if name is None or name in self._quarantined or name in self._resting else name
+        return name if name is not None and self._takes_groups(name) else None
 
     def done(self, name: str, tokens: int, *, num_requests: int = 1) -> None:
         """`tokens` of `num_requests` requests that were routed to `name` came back, or never will."""
@@ -90,6 +93,7 @@ class Router:
         self._require_known(name)
         self._quarantined.pop(name, None)
         self._resting.discard(name)
+        self._aside.discard(name)
 
     def rest(self, name: str) -> None:
         """Sends nothing new to `name` until `resume`; it is well, and what it has goes on."""
@@ -100,6 +104,20 @@ class Router:
         """`name` takes requests again, unless it is quarantined."""
         self._require_known(name)
         self._resting.discard(name)
+
+    def set_aside(self, name: str) -> None:
+        """Its groups go on elsewhere, and `name` waits for a new group; others come only if they find no room."""
+        self._require_known(name)
+        self._aside.add(name)
+
+    def groups(self, name: str) -> set[str]:
+        """Those whose next requests go to `name`, if it takes any."""
+        return {group_key for group_key, home in self._sticky.items() if home == name}
+
+    @property
+    def in_service(self) -> list[str]:
+        """Replicas that are neither quarantined nor at rest nor set aside."""
+        return [name for name in self._num_requests if self._takes_groups(name)]
 
     @property
     def quarantined(self) -> dict[str, str]:
@@ -129,7 +147,12 @@ class Router:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self._quarantined.items())
             raise NoReplica(f"all {len(self._outstanding_tokens)} engine replicas are quarantined ({reasons})")
         usable = [name for name in self._outstanding_tokens if self._has_room(name, num_requests)]
+        if group_key in self._sticky:
+            usable = [name for name in usable if name not in self._aside] or usable
         return min(usable, key=self._outstanding_tokens.__getitem__, default=None)
+
+    def _takes_groups(self, name: str) -> bool:
+        return name not in self._quarantined and name not in self._resting and name not in self._aside
 
     def _has_room(self, name: str, num_requests: int) -> bool:
         if name in self._quarantined or name in self._resting:

@@ -21,7 +21,7 @@ from rollout.errors import EngineDead
 from rollout.types import Completion, FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterator, Sequence
+    from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
 
     from rollout.types import SamplingParams
 
@@ -100,14 +100,21 @@ class _Answer:
 class _Stream:
     """The answers of one call, in the order in which their chunks are due."""
 
-    def __init__(self, answers: Sequence[_Answer]) -> None:
-        self._answers = answers
+    def __init__(self, request_ids: Sequence[str], answers: Sequence[_Answer]) -> None:
+        self._request_ids, self._answers = request_ids, answers
         self._wakes: asyncio.Future[None] | None = None
         self._due: list[tuple[float, int]] = []
         self.sort()
 
     def open_answers(self) -> Iterator[_Answer]:
         return (answer for answer in self._answers if not answer.is_over)
+
+    def give_back(self, now: float, request_ids: Collection[str]) -> None:
+        """Ends those of the requests that it has with what was sampled."""
+        for request_id, answer in zip(self._request_ids, self._answers, strict=True):
+            if request_id in request_ids and not answer.is_over:
+                answer.give_back(now)
+        self.sort()
 
     def sort(self) -> None:
         """Due times have changed; whoever waits looks again."""
@@ -194,7 +201,8 @@ class ScriptedReplica:
         self._check_alive()
         clock = asyncio.get_running_loop().time
         chunk_tokens = self._workload.stream_tokens
-        stream = _Stream([self._begin(len(t), p.max_tokens) for t, p in zip(token_ids, params, strict=True)])
+        answers = [self._begin(len(t), p.max_tokens) for t, p in zip(token_ids, params, strict=True)]
+        stream = _Stream(request_ids, answers)
         self._streams.add(stream)
         try:
             while not stream.is_over:
@@ -204,6 +212,11 @@ class ScriptedReplica:
                     yield item
         finally:
             self._streams.discard(stream)
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """See `EngineClient`."""
+        for stream in self._streams:
+            stream.give_back(asyncio.get_running_loop().time(), set(request_ids))
 
     async def load(self) -> EngineLoad:
         """See `EngineClient`."""

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import heapq
 import itertools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from rollout.engine.router import NoReplica
 from rollout.errors import EngineDead
@@ -23,6 +23,22 @@ if TYPE_CHECKING:
 
 Order = tuple[int, int]
 """(start version, group id): sorts groups by the last step at which they may be trained, then by admission."""
+
+
+class Guest(Protocol):
+    """Requests of one group that are at one replica."""
+
+    @property
+    def group_key(self) -> str: ...
+
+    @property
+    def may_leave(self) -> bool:
+        """Whether it is worth what it costs to compute them again elsewhere."""
+        ...
+
+    def leave(self) -> None:
+        """Has the replica give them back, which the guest then notices; does not wait."""
+        ...
 
 
 class _Waiter:
@@ -39,7 +55,7 @@ class Turnstile:
     Example:
         name = await turnstile.enter("g7.0", (3, 7), tokens=4096, num_requests=8)
         try:
-            async with turnstile.stay(name): ...
+            async with turnstile.stay(name, guest): ...
         finally:
             turnstile.leave(name, tokens=4096, num_requests=8)
     """
@@ -48,8 +64,9 @@ class Turnstile:
         self._router = router
         self._waiting: list[tuple[Order, int, _Waiter]] = []
         self._arrivals = itertools.count()
-        self._stays: dict[str, set[asyncio.Timeout]] = {}
+        self._stays: dict[str, dict[asyncio.Timeout, Guest]] = {}
         self._num_held = 0
+        self._num_moved = self._num_moved_tokens = 0
 
     @property
     def router(self) -> Router:
@@ -60,6 +77,16 @@ class Turnstile:
     def num_held(self) -> int:
         """Requests that wait."""
         return self._num_held
+
+    @property
+    def num_moved(self) -> tuple[int, int]:
+        """Requests that were sent again because their replica was to be free, and their tokens."""
+        return self._num_moved, self._num_moved_tokens
+
+    def count_moved(self, *, num_requests: int, tokens: int) -> None:
+        """`num_requests` have left a replica that was to be free, and are sent to another with `tokens` tokens."""
+        self._num_moved += num_requests
+        self._num_moved_tokens += tokens
 
     async def enter(self, group_key: str, order: Order, *, tokens: int, num_requests: int) -> str:
         """Waits for room and returns the replica, on which the requests are counted then.
@@ -92,20 +119,22 @@ class Turnstile:
         self._let_in()
 
     @contextlib.asynccontextmanager
-    async def stay(self, name: str) -> AsyncIterator[None]:
+    async def stay(self, name: str, guest: Guest) -> AsyncIterator[None]:
         """Ends the block once `name` is quarantined: what it has goes on elsewhere, from its prefix.
+
+        Inside the block the guest may be asked to leave.
 
         Raises:
             EngineDead: with the reason of the quarantine.
         """
-        limit, stays = asyncio.timeout(None), self._stays.setdefault(name, set())
-        stays.add(limit)
+        limit, stays = asyncio.timeout(None), self._stays.setdefault(name, {})
+        stays[limit] = guest
         try:
             async with limit:
                 try:
                     yield
                 finally:
-                    stays.discard(limit)
+                    stays.pop(limit, None)
         except TimeoutError as error:
             if not limit.expired():
                 raise
@@ -134,9 +163,22 @@ class Turnstile:
         """Sends nothing more to `name`, and ends every stay there."""
         self._router.quarantine(name, reason)
         now = asyncio.get_running_loop().time()
-        for limit in self._stays.pop(name, set()):
+        for limit in self._stays.pop(name, {}):
             limit.reschedule(now)
         self._let_in()
+
+    def may_free(self, name: str) -> bool:
+        """Whether everything at `name` may leave now, and nothing may come back there of itself: no group that it
+        serves is between two turns, or waits for its rewards."""
+        guests = self._stays.get(name, {}).values()
+        are_all_here = self._router.groups(name) <= {guest.group_key for guest in guests}
+        return are_all_here and all(guest.may_leave for guest in guests)
+
+    def free(self, name: str) -> None:
+        """Has everything at `name` go on elsewhere, and keeps it empty until there is a new group."""
+        self._router.set_aside(name)
+        for guest in self._stays.get(name, {}).values():
+            guest.leave()
 
     def forget(self, group_key: str) -> None:
         """See `Router.forget`."""

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from rollout.errors import DataError
+from rollout.prompts.columns import MISSING, find
 from rollout.types import Prompt
 
 if TYPE_CHECKING:
     from rollout.prompts.readers import Row, SourceSpec
-
-_MISSING = object()
 
 
 class Tokenizer(Protocol):
@@ -49,25 +48,13 @@ def render(row: Row, *, spec: SourceSpec, tokenizer: Tokenizer) -> Prompt:
     )
 
 
-def column(row: Row, name: str) -> Any:
-    """The value of a column, `a.b` reaching into a struct; the private sentinel `_MISSING` if there is none."""
-    if name in row.columns:
-        return row.columns[name]
-    value: Any = row.columns
-    for part in name.split("."):
-        if not isinstance(value, Mapping) or part not in value:
-            return _MISSING
-        value = value[part]
-    return value
-
-
 def has_column(row: Row, name: str) -> bool:
-    return column(row, name) is not _MISSING
+    return find(row.columns, name) is not MISSING
 
 
 def _text(row: Row, spec: SourceSpec, tokenizer: Tokenizer) -> tuple[str, bool]:
     """The prompt as text, and whether it went through the chat template."""
-    value = column(row, spec.prompt_column)
+    value = find(row.columns, spec.prompt_column)
     match value:
         case str() if not spec.apply_chat_template:
             if spec.system_prompt:
@@ -80,7 +67,7 @@ def _text(row: Row, spec: SourceSpec, tokenizer: Tokenizer) -> tuple[str, bool]:
             messages: list[dict[str, Any]] = [{"role": "user", "content": value}]
         case list():
             messages = _checked_messages(value, row, spec)
-        case _ if value is _MISSING:
+        case _ if value is MISSING:
             raise _missing_column(row, spec.prompt_column, "task.prompt_column")
         case _:
             raise DataError(
@@ -110,7 +97,7 @@ def _checked_messages(value: Sequence[Any], row: Row, spec: SourceSpec) -> list[
 
 
 def _apply_template(messages: list[dict[str, Any]], row: Row, tokenizer: Tokenizer) -> str:
-    if getattr(tokenizer, "chat_template", _MISSING) is None:
+    if getattr(tokenizer, "chat_template", MISSING) is None:
         raise DataError(
             f"{row.where}: the prompt needs a chat template, but the model's tokenizer has none; use an instruction-"
             "tuned model's tokenizer, or plain string prompts with task.apply_chat_template=false"
@@ -131,7 +118,7 @@ def _template_error() -> type[Exception]:
 
 
 def _answer(row: Row, spec: SourceSpec) -> str:
-    value = column(row, spec.answer_column)
+    value = find(row.columns, spec.answer_column)
     match value:
         case str():
             return value
@@ -139,9 +126,9 @@ def _answer(row: Row, spec: SourceSpec) -> str:
             pass
         case int() | float():
             return str(value)
-        case _ if value is _MISSING and spec.answer_required:
+        case _ if value is MISSING and spec.answer_required:
             raise _missing_column(row, spec.answer_column, "task.answer_column")
-        case _ if (value is _MISSING or value is None) and not spec.answer_required:
+        case _ if (value is MISSING or value is None) and not spec.answer_required:
             return ""
     raise DataError(
         f"{row.where}: column {spec.answer_column!r} holds {type(value).__name__} {value!r:.80}; an answer is a string "

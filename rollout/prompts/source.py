@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,7 +18,9 @@ from rollout.prompts.rendering import Tokenizer, has_column, render
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from rollout.types import Prompt
+    from rollout.prompts.curriculum import Curriculum
+    from rollout.prompts.pass_rates import PassRates
+    from rollout.types import Group, Prompt
 
 _log = logging.getLogger(__name__)
 _EVAL_SUBSET_SEED = 20_260_102
@@ -78,19 +80,30 @@ def eval_subset(prompts: PromptSet, *, size: int) -> tuple[Prompt, ...]:
 class PromptSource:
     """An endless stream over a `PromptSet`: each epoch shows every prompt once, in an order given by (seed, epoch).
 
+    A curriculum sorts epochs, and a pass-rate filter passes prompts over; both are optional.
+
     Example:
         source = PromptSource(load_prompts(spec, tokenizer), seed=0, shuffle=True)
         source.next()
         state = source.state_dict()     # JSON-able
     """
 
-    def __init__(self, prompts: PromptSet, *, seed: int, shuffle: bool) -> None:
+    def __init__(
+        self,
+        prompts: PromptSet,
+        *,
+        seed: int,
+        shuffle: bool,
+        curriculum: Curriculum | None = None,
+        pass_rates: PassRates | None = None,
+    ) -> None:
         if seed < 0:
             raise DataError(f"the seed of the prompt order must be >= 0, got {seed}; set seed")
         if not prompts.prompts:
             raise DataError("the prompt set is empty; give a data set with at least one usable prompt")
         self._set, self._seed, self._shuffle = prompts, seed, shuffle
-        self._index = {p.prompt_id: p for p in prompts.prompts}
+        self._curriculum, self._pass_rates = curriculum, pass_rates
+        self._index = {p.prompt_id: i for i, p in enumerate(prompts.prompts)}
         if len(self._index) != len(prompts.prompts):
             raise DataError("two prompts share one prompt_id; row ids must be unique within a data set")
         self._epoch, self._position = 0, 0
@@ -101,7 +114,38 @@ class PromptSource:
         """The epoch of the prompt that comes next, from 0."""
         return self._epoch
 
-    def next(self) -> Prompt:
+    def next(self, version: int | None = None) -> Prompt:
+        """The next prompt that does not rest.
+
+        Args:
+            version: the policy version that is live; groups of earlier ones count for the pass-rate filter. None counts
+                all groups.
+
+        Raises:
+            NoProgress: the pass-rate filter leaves no prompt.
+        """
+        if self._pass_rates is None:
+            return self._advance()
+        self._pass_rates.settle(version)
+        while True:  # ends: every prompt that is passed over rests for one turn less
+            prompt = self._advance()
+            if not self._pass_rates.skips(prompt.prompt_id):
+                return prompt
+
+    def observe(self, group: Group) -> None:
+        """A group came back, whatever becomes of it."""
+        if self._pass_rates is not None:
+            self._pass_rates.observe(group)
+
+    def record(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Metrics of the stream, and of the prompts of `groups`."""
+        record: dict[str, float] = {"epoch": self._epoch}
+        if self._curriculum is not None:
+            difficulties = [self._curriculum.difficulties[self._index[g.prompt.prompt_id]] for g in groups]
+            record["difficulty_mean"] = float(np.mean(difficulties))
+        return record if self._pass_rates is None else record | self._pass_rates.record()
+
+    def _advance(self) -> Prompt:
         prompt = self._set.prompts[self._order[self._position]]
         self._position += 1
         if self._position == len(self._order):
@@ -117,46 +161,53 @@ class PromptSource:
         """
         if prompt_id not in self._index:
             raise DataError(f"the data set has no prompt {prompt_id!r}; resume with the data set the run began with")
-        return self._index[prompt_id]
+        return self._set.prompts[self._index[prompt_id]]
 
-    def state_dict(self) -> dict[str, int | str]:
+    def state_dict(self) -> dict[str, Any]:
         """Where the stream stands, and what it streams."""
-        return {
+        state: dict[str, Any] = {
             "epoch": self._epoch,
             "position": self._position,
             "seed": self._seed,
             "shuffle": int(self._shuffle),
             "num_prompts": len(self._order),
             "fingerprint": self._set.fingerprint,
+            "curriculum": "none" if self._curriculum is None else self._curriculum.fingerprint,
         }
+        return state if self._pass_rates is None else {**state, "pass_rates": self._pass_rates.state_dict()}
 
-    def load_state_dict(self, state: Mapping[str, int | str]) -> None:
-        """Continues exactly where `state` was taken.
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues exactly where `state` was taken. A filter that was not in force begins afresh.
 
         Raises:
-            DataError: the data set, the seed or the shuffling is another one, so the order would not continue.
+            DataError: the data set, the seed, the shuffling or the curriculum is another one, so the order would not
+                continue.
         """
         now = self.state_dict()
-        missing = sorted(now.keys() - state.keys())
+        state = {"curriculum": "none", **state}  # a checkpoint may be from before there was any
+        missing = sorted(now.keys() - {"pass_rates"} - state.keys())
         if missing:
             raise DataError(f"the saved prompt order lacks {', '.join(missing)}; the checkpoint is damaged or foreign")
         changed = [
             f"{key} was {state[key]}, now {now[key]}"
-            for key in ("num_prompts", "fingerprint", "seed", "shuffle")
+            for key in ("num_prompts", "fingerprint", "seed", "shuffle", "curriculum")
             if state[key] != now[key]
         ]
         if changed:
             raise DataError(
-                f"the prompt order cannot continue: {'; '.join(changed)}; resume with the data set, tokenizer, limits "
-                "and seed the run began with, or start a new run"
+                f"the prompt order cannot continue: {'; '.join(changed)}; resume with the data set, tokenizer, limits, "
+                "curriculum and seed the run began with, or start a new run"
             )
         epoch, position = int(state["epoch"]), int(state["position"])
         if epoch < 0 or not 0 <= position < len(self._order):
             raise DataError(f"saved prompt order: position {position} is not within its {len(self._order)} prompts")
         self._epoch, self._position, self._order = epoch, position, self._order_of(epoch)
+        if self._pass_rates is not None and "pass_rates" in state:
+            self._pass_rates.load_state_dict(state["pass_rates"])
 
     def _order_of(self, epoch: int) -> np.ndarray:
         num_prompts = len(self._set.prompts)
-        if not self._shuffle:
-            return np.arange(num_prompts)
-        return np.random.Generator(np.random.PCG64([self._seed, epoch])).permutation(num_prompts)
+        order = np.arange(num_prompts)
+        if self._shuffle:
+            order = np.random.Generator(np.random.PCG64([self._seed, epoch])).permutation(num_prompts)
+        return order if self._curriculum is None else self._curriculum.arrange(order, epoch=epoch)

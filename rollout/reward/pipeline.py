@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from rollout.types import Prompt
 
 _CLOSED = "the reward pipeline was closed"
+QUEUE_TIMEOUT_S = 600.0
+"""`task.reward.queue_timeout_s` by default."""
 
 
 class RewardPipeline:
@@ -35,14 +37,21 @@ class RewardPipeline:
             outcomes = await rewards.score_batch(prompt, ["\\boxed{4}", "no idea"])
     """
 
-    def __init__(self, name: str, *, timeout_s: float, num_processes: int) -> None:
-        """Raises DataError if there is no such reward; nothing is imported or started yet."""
+    def __init__(
+        self, name: str, *, timeout_s: float, num_processes: int, queue_timeout_s: float = QUEUE_TIMEOUT_S
+    ) -> None:
+        """Raises DataError if there is no such reward; nothing is imported or started yet.
+
+        Args:
+            timeout_s: of one call.
+            queue_timeout_s: longest wait for a free process.
+        """
         if timeout_s <= 0 or num_processes < 1:
             raise ValueError(
                 f"RewardPipeline needs timeout_s > 0 and num_processes >= 1, got {timeout_s} and {num_processes}; "
                 "set task.reward"
             )
-        self._name, self._timeout_s = name, timeout_s
+        self._name, self._timeout_s, self._queue_timeout_s = name, timeout_s, queue_timeout_s
         self._entries: dict[str, RewardEntry] = {name: lookup(name)}
         self._inline: dict[str, RewardFn] = {}
         # A slot is None while it has no process. The last slot freed is the first taken: a warm one.
@@ -82,7 +91,8 @@ class RewardPipeline:
         """The reward of one response.
 
         Raises:
-            RewardError: the call raised, hung, or returned something that is not a finite number.
+            RewardError: the call raised, hung, or returned something that is not a finite number; or no process was
+                free for too long.
         """
         (outcome,) = await self.score_batch(prompt, [response])
         if isinstance(outcome, RewardError):
@@ -93,7 +103,7 @@ class RewardPipeline:
         """The rewards of several responses to one prompt, in one process and one message; one outcome per response.
 
         Each call has the time limit to itself. A call that hangs costs its process; the calls after it run in a new
-        one. Waits for a free process, at most as long as the batches before it may take.
+        one. Waits for a free process, first come, first served, for at most `queue_timeout_s`.
         """
         name = prompt.reward if prompt.reward else self._name
         try:
@@ -127,7 +137,11 @@ class RewardPipeline:
 
     async def _call_in_process(self, entry: RewardEntry, items: tuple[Item, ...]) -> list[RewardResult | RewardError]:
         outcomes: list[RewardResult | RewardError] = []
-        process = await self._slots.get()
+        try:
+            async with asyncio.timeout(self._queue_timeout_s):
+                process = await self._slots.get()
+        except TimeoutError:
+            return [RewardError(self._queue_text) for _ in items]
         try:
             while len(outcomes) < len(items):
                 process = await self._alive(process)
@@ -143,6 +157,14 @@ class RewardPipeline:
         finally:
             self._slots.put_nowait(process)
         return outcomes
+
+    @property
+    def _queue_text(self) -> str:
+        return (
+            f"no reward process was free for {self._queue_timeout_s:g} s (task.reward.queue_timeout_s): "
+            f"{self._num_processes} of them cannot keep up; raise task.reward.num_processes or rollout.num_workers, "
+            "or make the function faster"
+        )
 
     async def _call_until_lost(
         self,

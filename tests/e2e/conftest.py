@@ -1,4 +1,4 @@
-"""Whole runs as processes. All share one cache, so that the tiny model is made once, by the run that comes first."""
+"""Whole runs as processes. All share one cache."""
 
 from __future__ import annotations
 
@@ -12,12 +12,6 @@ from tests.fakes.trainer_process import ROOT, TrainerProcess
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
-
-
-@pytest.fixture(scope="session")
-def tiny_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the tiny model lies, or will lie."""
-    return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture

@@ -96,26 +96,6 @@ def test_a_learner_that_is_killed_ends_the_run_with_the_reason(start: Start, tmp
     assert [line["step"] for line in run.lines] == list(range(1, len(run.lines) + 1))
 
 
-def test_an_engine_that_is_killed_costs_no_group_and_comes_back(start: Start, tmp_path: Path) -> None:
-    run = start(tmp_path / "run", *SMALL, ENDLESS, "rollout.num_replicas=2")
-    run.until(lambda: len(run.lines) >= 3)
-    run.process("ray::EngineActor").kill()
-    run.until(lambda: "is back with version" in run.text)
-    returned = len(run.lines)
-    run.until(lambda: len(run.lines) >= returned + 3)
-    run.interrupt()
-    assert run.wait(timeout_s=180.0) == 130, run.text[-3000:]
-    lines = run.lines
-    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1)), "training went on all the while"
-    assert {line["sync/replicas_live"] for line in lines[-2:]} == {2}
-    assert 1 in {line["sync/replicas_live"] for line in lines}, "the loss was noticed"
-    assert lines[-1]["discarded_tokens"] == 0
-    assert max(line["staleness/max"] for line in lines) <= 1
-    assert lines[-1]["buffer/failed"] == 0, "requests went on elsewhere; no group had to begin again"
-    assert not [name for name in lines[-1] if name.startswith("buffer/dropped/")]
-    assert run.left_over(within_s=GONE_WITHIN_S) == []
-
-
 def test_an_interrupt_during_the_start_leaves_nothing(start: Start, tmp_path: Path) -> None:
     """In the middle of everything: Ray is up, actors are importing, and the model is being made."""
     run = start(tmp_path / "run", *SMALL, ENDLESS, cache=tmp_path / "cache")

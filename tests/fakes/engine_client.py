@@ -66,6 +66,7 @@ class FakeEngine:
     """What it says of its load; None is a replica that does not answer."""
     calls: list[Call] = field(default_factory=list)
     num_chunks: int = 0
+    aborted: set[str] = field(default_factory=set)
 
     async def stream_group(
         self, request_ids: Sequence[str], token_ids: Sequence[np.ndarray], params: Sequence[SamplingParams]
@@ -81,7 +82,7 @@ class FakeEngine:
                 for index in list(left):
                     if self.die_after_chunks is not None and self.num_chunks >= self.die_after_chunks:
                         raise EngineDead(f"{self.name} was killed")
-                    if given[index] == self.give_back_after_chunks:
+                    if given[index] == self.give_back_after_chunks or request_ids[index] in self.aborted:
                         del left[index]
                         yield index, self._completion([], "abort")
                         continue
@@ -94,6 +95,9 @@ class FakeEngine:
                     yield index, chunk
         finally:
             call.is_closed = True
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        self.aborted.update(request_ids)
 
     async def load(self) -> EngineLoad:
         if self.said_load is None:

@@ -30,6 +30,7 @@ from trainer.learner.result import Metric, StepResult
 from trainer.pipeline import loops
 from trainer.pipeline.device_turns import OwnDevices
 from trainer.pipeline.evaluate import Evaluator
+from trainer.pipeline.evaluation_runs import evaluate_at_start
 from trainer.pipeline.resume import Checkpointer
 from trainer.pipeline.supervise import Supervisor
 from trainer.pipeline.sync_pump import SyncPump
@@ -175,7 +176,9 @@ class World:
         self.note("generated", item.group_id)
         return Group(group_id=item.group_id, prompt=item.prompt, trajectories=answers, start_version=item.start_version)
 
-    async def evaluate(self, prompts: Sequence[Prompt], _params: SamplingParams, _engine: str) -> list[Trajectory]:
+    async def evaluate(
+        self, prompts: Sequence[Prompt], _params: SamplingParams, _engine: str, _numbers: Sequence[int]
+    ) -> list[Trajectory]:
         version = self.live
         await asyncio.sleep(self.script.evaluate_s)
         self.evaluated.append(version)
@@ -222,10 +225,10 @@ class World:
         return sync_report(version)
 
     @contextlib.asynccontextmanager
-    async def freeze(self, replica: str) -> AsyncIterator[int]:
-        assert replica == REPLICA
+    async def freeze(self, replicas: Sequence[str]) -> AsyncIterator[dict[str, int]]:
+        assert replicas == [REPLICA]
         async with self.frozen:
-            yield self.live
+            yield {REPLICA: self.live}
 
 
 def sync_report(version: int, **changes: Any) -> SyncReport:
@@ -320,7 +323,8 @@ class ScriptedRun:
                 prompt_set(self.num_held_out).prompts if self.num_held_out else (),
                 freeze=world.freeze,
                 generate=world.evaluate,
-                replicas=lambda: [REPLICA],
+                members=lambda: {REPLICA: "live"},
+                first_version=self.state.step,
             ),
             checkpointer=Checkpointer(
                 cfg, self.telemetry, learner=anything, buffer=self.buffer, source=self.source, state=state
@@ -335,7 +339,7 @@ class ScriptedRun:
             parts = self.parts()
             extra = meddle(parts) if meddle is not None else None
             try:
-                await loops.evaluate_at_start(parts, supervisor)
+                await evaluate_at_start(parts, supervisor)
                 supervisor.spawn(loops.prompt_loop(parts), name="prompt_loop")
                 supervisor.spawn(loops.rollout_loop(parts), name="rollout_loop")
                 supervisor.spawn(loops.batch_loop(parts), name="batch_loop", may_end=True)

@@ -31,7 +31,9 @@ def head() -> Iterator[RayCluster]:
         cluster.shutdown()
 
 
-def test_a_run_waits_for_room_that_others_hold_no_longer_than_it_was_told(head: RayCluster, tmp_path: Path) -> None:
+def test_a_run_waits_for_room_that_others_hold_no_longer_than_it_was_told(
+    head: RayCluster, tmp_path: Path, tiny_cache: Path
+) -> None:
     ray.init(address=head.address, log_to_driver=False)
     assert placement_group([{"CPU": 2}]).wait(30)
     limit_s = 3
@@ -41,7 +43,7 @@ def test_a_run_waits_for_room_that_others_hold_no_longer_than_it_was_told(head: 
         "learner.num_ranks=1",
         f"ray.address={head.address}",
         f"ray.placement_timeout_s={limit_s}",
-        cache=tmp_path / "cache",
+        cache=tiny_cache,
     )
     try:
         assert run.wait(timeout_s=120.0) == 2, run.text[-3000:]

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 from ray.cluster_utils import Cluster as RayCluster
 
@@ -38,7 +39,7 @@ class Nodes:
 
     def __init__(self) -> None:
         self._cluster = RayCluster(shutdown_at_exit=False)
-        self._num_nodes = 0
+        self.all: list[Any] = []
 
     @property
     def address(self) -> str:
@@ -46,19 +47,28 @@ class Nodes:
 
     def add(self, *, num_cpus: int) -> Any:
         """The first one is the head, where the driver is. Node number i has the address 127.0.0.(i + 1)."""
-        self._num_nodes += 1
+        number = len(self.all) + 1
         env = {
-            "TANDEM_NODE": f"node-{self._num_nodes}",
-            "TANDEM_HOST": f"127.0.0.{self._num_nodes + 1}",
+            "TANDEM_NODE": f"node-{number}",
+            "TANDEM_HOST": f"127.0.0.{number + 1}",
             "PYTHONPATH": str(ROOT),
         }
-        return self._cluster.add_node(
-            num_cpus=num_cpus, env_vars=env, object_store_memory=80 * 2**20, include_dashboard=False
+        self.all.append(
+            self._cluster.add_node(
+                num_cpus=num_cpus, env_vars=env, object_store_memory=80 * 2**20, include_dashboard=False
+            )
         )
+        return self.all[-1]
 
     def lose(self, node: Any) -> None:
         """As if its power had failed."""
         self._cluster.remove_node(node, allow_graceful=False)
+
+    @staticmethod
+    def has(node: Any, actor: str) -> bool:
+        """Whether a process of that name runs on the node."""
+        (raylet,) = node.all_processes["raylet"]
+        return any(actor in child.name() for child in psutil.Process(raylet.process.pid).children())
 
     def close(self) -> None:
         self._cluster.shutdown()
@@ -77,13 +87,13 @@ def nodes() -> Iterator[Nodes]:
 
 
 @pytest.fixture
-def start(tmp_path: Path, cache: Path, nodes: Nodes) -> Iterator[Any]:
+def start(tmp_path: Path, tiny_cache: Path, nodes: Nodes) -> Iterator[Any]:
     """`start(*overrides)`: a run on the cluster."""
     processes: list[TrainerProcess] = []
 
     def begin(*overrides: str) -> TrainerProcess:
         process = TrainerProcess(
-            tmp_path / f"run{len(processes)}", f"ray.address={nodes.address}", *SMALL, *overrides, cache=cache
+            tmp_path / f"run{len(processes)}", f"ray.address={nodes.address}", *SMALL, *overrides, cache=tiny_cache
         )
         processes.append(process)
         return process
@@ -106,7 +116,7 @@ def test_a_run_spans_nodes_survives_the_loss_of_an_engine_and_ends_with_the_reas
 ) -> None:
     """Two learner ranks have room together on one node only; engines sit on nodes of their own. Weights cross between
     nodes by sockets."""
-    of_learner, of_engine = nodes.add(num_cpus=2), nodes.add(num_cpus=1)
+    of_learner, _ = nodes.add(num_cpus=2), nodes.add(num_cpus=1)
     process = start(
         "learner.num_ranks=2", "rollout.num_replicas=2", "rollout.max_engine_restarts=0", "trainer.total_steps=100000"
     )
@@ -119,6 +129,8 @@ def test_a_run_spans_nodes_survives_the_loss_of_an_engine_and_ends_with_the_reas
     ways = re.findall(r"replica_\d/0: .*?learner 0 by (\w+), learner 1 by (\w+)", process.text)
     assert ways == [("gloo", "gloo")] * 2, "nodes share no memory"
 
+    # Three nodes of one CPU have two engines and the rollout worker, in any order.
+    of_engine = next(node for node in nodes.all[1:] if nodes.has(node, "EngineActor"))
     nodes.lose(of_engine)
     process.until(lambda: process.lines[-1]["sync/replicas_live"] == 1)
     before = len(process.lines)

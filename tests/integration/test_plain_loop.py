@@ -141,7 +141,7 @@ def remember(story: Story, groups: list[Group], metrics: dict[str, float]) -> No
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Story:
+def plain(tmp_path_factory: pytest.TempPathFactory, tiny_cache: Path) -> Story:
     folder = tmp_path_factory.mktemp("plain")
     story = Story()
 
@@ -160,7 +160,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Story:
             await asyncio.to_thread(cluster.stop, keep_logs_in=None)
 
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (("TANDEM_CACHE_DIR", str(cache)), ("HF_HUB_OFFLINE", "1"), ("PYTHONPATH", str(ROOT))):
+        for name, value in (("TANDEM_CACHE_DIR", str(tiny_cache)), ("HF_HUB_OFFLINE", "1"), ("PYTHONPATH", str(ROOT))):
             patch.setenv(name, value)
         patch.setenv("TANDEM_RUN_ID", "")  # set by the cluster, and taken back with the rest
         cfg = load_config(["mode=sync", *OVERRIDES, f"run_dir={folder / 'run'}"])
@@ -171,9 +171,11 @@ def plain(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Story:
 
 
 @pytest.fixture(scope="module", params=["sync", "colocated"])
-def pipeline(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[Story]:
+def pipeline(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tiny_cache: Path
+) -> Iterator[Story]:
     run_dir = tmp_path_factory.mktemp("pipeline") / "run"
-    process = TrainerProcess(run_dir, f"mode={request.param}", *OVERRIDES, cache=cache)
+    process = TrainerProcess(run_dir, f"mode={request.param}", *OVERRIDES, cache=tiny_cache)
     try:
         request.getfixturevalue("plain")  # beside the first run, since both mostly wait for their processes to start
         assert process.wait(timeout_s=600) == 0, process.text[-4000:]

@@ -1,30 +1,25 @@
-"""The real vLLM engine on CPU: the engine contract, log-probs against Hugging Face, reproducibility, and Ray."""
+"""The real vLLM engine on CPU: the engine contract, log-probs against Hugging Face, and reproducibility."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import psutil
 import pytest
 import pytest_asyncio
-import ray
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rollout.engine.actor import engine_actor
 from rollout.engine.base import Engine, EngineSpec
 from rollout.engine.vllm_engine import VllmEngine
-from rollout.errors import EngineDead
 from rollout.types import SamplingParams
 from tests.contract.engine.suite import Answer, EngineContract, collect
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Container
+    from pathlib import Path
 
 STOP = 1
 ENDING: set[int] = set()
@@ -183,33 +178,3 @@ class TestVllmEngine(EngineContract):
     async def kill(self, engine: Engine) -> None:
         with pytest.raises(TimeoutError, match="te_sleep"):
             await engine.call_workers("te_sleep", 30.0, timeout_s=0.5)
-
-
-@ONE_LOOP
-async def test_under_ray_a_group_streams_and_a_killed_engine_process_is_reported(model_dir: Path) -> None:
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, configure_logging=False)
-    try:
-        actor = engine_actor().options(num_cpus=1).remote(make_spec(model_dir, env={"PYTHONPATH": str(Path.cwd())}))
-        await actor.start.remote()
-        params = [SamplingParams(max_tokens=20 + i, seed=i, ignore_eos=True) for i in range(4)]
-        received = [0] * 4
-        async for ref in actor.generate_group.remote([f"r{i}" for i in range(4)], random_prompt(0), params):
-            for index, chunk in await ref:
-                received[index] += len(chunk.token_ids)
-        assert received == [20, 21, 22, 23]
-
-        (pid,) = await actor.call_workers.remote("te_pid", [], 10.0)
-        endless = [SamplingParams(max_tokens=4000, seed=i, ignore_eos=True) for i in range(4)]
-        received = [0] * 4
-        with pytest.raises(EngineDead):
-            async for ref in actor.generate_group.remote([f"k{i}" for i in range(4)], random_prompt(0), endless):
-                for index, chunk in await ref:
-                    received[index] += len(chunk.token_ids)
-                if pid and sum(received) > 200:
-                    os.kill(pid, signal.SIGKILL)
-                    pid = 0
-        assert sum(received) > 200
-        assert (await actor.stats.remote()).is_dead
-        await actor.close.remote()
-    finally:
-        ray.shutdown()

@@ -23,9 +23,8 @@ class Books:
 
     plan: Plan
     fates: dict[int, str] = field(default_factory=dict)
-    attempts: Counter[int] = field(default_factory=Counter)
-    """Of groups that have not ended."""
     most_attempts: int = 0
+    """That were a group's own: what its worker or the engines lost does not count."""
     ages: Counter[int] = field(default_factory=Counter)
     """Of trained tokens."""
     trained_steps: int = 0
@@ -33,13 +32,11 @@ class Books:
     """Answers that more than one version or call sampled."""
 
     def on_attempt(self, item: WorkItem) -> None:
-        self.attempts[item.group_id] += 1
-        self.most_attempts = max(self.most_attempts, self.attempts[item.group_id])
+        self.most_attempts = max(self.most_attempts, item.attempt + 1)
 
     def on_end(self, group_id: int, fate: str) -> None:
         assert group_id not in self.fates, f"group {group_id} was {self.fates[group_id]}, then {fate}"
         self.fates[group_id] = fate
-        self.attempts.pop(group_id, None)
 
     def on_taken(self, step: int, groups: Sequence[Group]) -> None:
         assert len(groups) == self.plan.groups_per_step

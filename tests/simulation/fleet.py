@@ -1,24 +1,23 @@
-"""What a simulation is played with: the plan of a run, and the replicas, commits and losses that follow from it."""
+"""What a simulation is played with: the plan of a run, and the replicas and losses that follow from it."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rollout.engine.scripted_replica import ScriptedReplica, Workload
-from tests.fakes.scripted_run import sync_report
+from tests.simulation.weight_sync import Host, Learner, make_coordinator
 from trainer.learner.result import Metric, StepResult
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import Sequence
 
+    from tests.simulation.world import LocalWorker
     from trainer.data.batch import TrainBatch
     from trainer.pipeline.workers import WorkerPool
-    from weight_sync.types import SyncReport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,13 +33,22 @@ class Plan:
     max_response_tokens: int = 256
     workload: Workload = field(default_factory=Workload)
     train_s: float = 1.0
+    pack_s: float = 0.01
+    num_arena_slots: int = 2
     sync_s: float = 1.0
-    """Mean of a Pareto time with shape 1.5: now and then a sync is very slow."""
+    """Mean of the Pareto time, with shape 1.5, of a replica's pull: now and then one is very slow."""
+    failed_pull_frac: float = 0.0
+    """Of the pulls: nothing arrives, and the replica has one more try."""
     pause_s: float = 0.05
     aborts_at_commit: bool = False
     death_every_s: float = 0.0
     """Mean time between two losses of a replica, by death, silence or a missed commit; 0 for none."""
+    all_die_frac: float = 0.0
+    """Of the losses: all replicas die at once. Without it the last one is spared."""
+    worker_death_every_s: float = 0.0
+    """Mean time between two deaths of a rollout worker; 0 for none."""
     restart_s: float = 30.0
+    """Of a replica, and of a rollout worker."""
     max_restarts: int = 1_000_000
     reward_error_frac: float = 0.0
     """Of the rewards: the trajectory fails."""
@@ -50,6 +58,8 @@ class Plan:
     max_retries: int = 2
     most_requests: int = 0
     """Per replica and worker, adapted to the load; 0 for no limit."""
+    repack_below: int = 0
+    """Replicas with fewer requests hand them over; 0 for never."""
     seed: int = 0
 
     @property
@@ -58,19 +68,25 @@ class Plan:
 
 
 class Fleet:
-    """Replicas, the weights they hold and how they are lost; stands in for the sync coordinator and the learner."""
+    """Replicas, the weights they hold and how they are lost; stands in for the learner."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.rng = random.Random(plan.seed)
         self.live = 0
+        """The version that all live replicas have."""
         self.num_lost: Counter[str] = Counter()
         self.replicas = {f"replica_{i}": self._new(f"replica_{i}") for i in range(plan.num_replicas)}
-        self.states = dict.fromkeys(self.replicas, "live")
         self.num_restarts: Counter[str] = Counter()
         self.missing: set[str] = set()
         """Replicas that will miss their next commit."""
-        self._commits = asyncio.Lock()
+        self.hanging: set[str] = set()
+        self.learner = Learner(self)
+        self.coordinator = make_coordinator(self)
+
+    @property
+    def states(self) -> dict[str, str]:
+        return dict(self.coordinator.members)
 
     def _new(self, name: str) -> ScriptedReplica:
         return ScriptedReplica(name, workload=self.plan.workload, version=self.live, seed=self.rng.getrandbits(32))
@@ -84,60 +100,55 @@ class Fleet:
             seconds={"forward": 0.3, "backward": 0.5, "optimizer": 0.2, "step": 1.0},
         )
 
-    # as SyncCoordinator
-    async def publish(self, _version: int) -> float:
-        await asyncio.sleep(0.01)
-        return 0.01
-
-    async def sync(self, version: int) -> SyncReport:
-        await asyncio.sleep(self.plan.sync_s / 3 * self.rng.paretovariate(1.5))
-        async with self._commits:
-            for name, replica in self.replicas.items():
-                if self.states[name] != "live":
-                    continue
-                if replica.is_dead or name in self.missing:
-                    self.states[name] = "dead" if replica.is_dead else "behind"
-                    self.missing.discard(name)
-                    continue
-                replica.commit(version, pause_s=self.plan.pause_s, gives_back=self.plan.aborts_at_commit)
-            self.live = version
-            await asyncio.sleep(self.plan.pause_s)
-        return sync_report(version)
-
-    async def restart(self, name: str, pool: WorkerPool) -> int:
+    async def restart(self, name: str, pool: WorkerPool) -> int | None:
         """As `compose.replace_engine`: the old engine ends, a new one joins with the newest weights."""
+        await pool.quarantine(name, "it is started again")
         self.replicas[name].die("it is being replaced")
         await asyncio.sleep(self.plan.restart_s)
-        async with self._commits:
-            self.replicas[name] = self._new(name)
-            self.num_restarts[name] += 1
-            self.states[name] = "live"
-            await pool.replace(name, self.replicas[name])
-        return self.live
+        self.hanging.discard(name)
+        self.missing.discard(name)
+        replica = self._new(name)
+        version = await self.coordinator.join(Host(replica, self))
+        assert version == replica.version
+        self.replicas[name] = replica
+        self.num_restarts[name] += 1
+        await pool.replace(name, replica)
+        return version
 
     async def lose_replicas(self) -> None:
-        """Now and then one is lost, but never the last."""
+        """Now and then one is lost, or all of them."""
         while True:
             await asyncio.sleep(self.rng.expovariate(1 / self.plan.death_every_s))
             sound = [n for n, r in self.replicas.items() if self._is_sound(n, r)]
-            if len(sound) < 2:
-                continue
-            name, how = self.rng.choice(sound), self.rng.choice(("death", "silence", "missed commit"))
-            self.num_lost[how] += 1
-            match how:
-                case "death":
-                    self.replicas[name].die("the plan says so")
-                case "silence":
-                    self.replicas[name].hang()
-                    self.missing.add(name)
-                    asyncio.get_running_loop().call_later(60.0, self.replicas[name].die, "it was silent for a minute")
-                case _:
-                    self.missing.add(name)
+            if self.rng.random() < self.plan.all_die_frac:
+                self.num_lost["all"] += 1
+                for replica in self.replicas.values():
+                    replica.die("the plan takes all of them")
+            elif len(sound) > 1:
+                self._lose(self.rng.choice(sound), self.rng.choice(("death", "silence", "missed commit")))
+
+    def _lose(self, name: str, how: str) -> None:
+        self.num_lost[how] += 1
+        replica = self.replicas[name]
+        match how:
+            case "death":
+                replica.die("the plan says so")
+            case "silence":
+                replica.hang()
+                self.hanging.add(name)
+                asyncio.get_running_loop().call_later(60.0, replica.die, "it was silent for a minute")
+            case _:
+                self.missing.add(name)
+
+    async def lose_workers(self, workers: Sequence[LocalWorker]) -> None:
+        """Now and then one dies, also the last."""
+        while True:
+            await asyncio.sleep(self.rng.expovariate(1 / self.plan.worker_death_every_s))
+            worker = self.rng.choice(workers)
+            if not worker.is_dead:
+                self.num_lost["worker"] += 1
+                worker.die()
 
     def _is_sound(self, name: str, replica: ScriptedReplica) -> bool:
-        return self.states[name] == "live" and not replica.is_dead and name not in self.missing
-
-    @contextlib.asynccontextmanager
-    async def freeze(self, _replica: str) -> AsyncIterator[int]:
-        async with self._commits:
-            yield self.live
+        is_well = not replica.is_dead and name not in self.missing | self.hanging
+        return self.states[name] == "live" and is_well

@@ -14,19 +14,22 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import pytest
+from ray.exceptions import RayActorError
 from rich.console import Console
 
 from rollout.buffer.work_buffer import WorkBuffer
 from rollout.engine.concurrency import Bounds
+from rollout.engine.repacking import Repacking
 from rollout.errors import RewardError
 from rollout.prompts.source import PromptSource
 from rollout.reward.result import RewardResult
 from rollout.types import SamplingParams
 from rollout.worker import RolloutWorker, WorkerSpec
-from tests.fakes.scripted_run import InlineExecutor, config, prompt_set, sync_report
+from tests.fakes.scripted_run import InlineExecutor, config, prompt_set
 from tests.simulation.books import Books
 from tests.simulation.fleet import Fleet, Plan
-from trainer.pipeline import loops
+from trainer.pipeline import loops, workers
 from trainer.pipeline.device_turns import OwnDevices
 from trainer.pipeline.evaluate import Evaluator
 from trainer.pipeline.keeper import EngineKeeper
@@ -40,6 +43,7 @@ from trainer.telemetry.progress import Progress
 from trainer.telemetry.run_dir import open_run_dir
 from trainer.telemetry.sinks.build import build_writer
 from trainer.telemetry.spans import Tracer
+from weight_sync import members
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -47,6 +51,7 @@ if TYPE_CHECKING:
 
     from rollout.buffer.items import WorkItem
     from rollout.engine.scripted_replica import ScriptedReplica
+    from rollout.load_watch import LoadReport
     from rollout.types import Group, Prompt
     from trainer.config.schema import RunConfig
     from weight_sync.types import SyncReport
@@ -63,15 +68,20 @@ class _Ref:
 
 
 class _Method:
-    def __init__(self, function: Callable[..., Any], tasks: set[asyncio.Task[Any]]) -> None:
-        self._function, self._tasks = function, tasks
+    def __init__(self, function: Callable[..., Any], worker: LocalWorker) -> None:
+        self._function, self._worker, self._tasks = function, worker, worker.tasks
 
     def remote(self, *args: Any) -> _Ref:
         future: Future[Any] = Future()
+        if self._worker.is_dead:
+            future.set_exception(RayActorError())
+            return _Ref(future)
 
         def settle(task: asyncio.Task[Any]) -> None:
             self._tasks.discard(task)
-            if task.cancelled():
+            if task.cancelled() and self._worker.is_dead:
+                future.set_exception(RayActorError())
+            elif task.cancelled():
                 future.cancel()
             elif not future.cancelled():
                 error = task.exception()
@@ -91,10 +101,17 @@ class LocalWorker:
 
     def __init__(self, worker: RolloutWorker, books: Books) -> None:
         self.tasks: set[asyncio.Task[Any]] = set()
+        self.is_dead = False
         self._worker, self._books = worker, books
 
     def __getattr__(self, method: str) -> _Method:
-        return _Method(getattr(self, f"do_{method}"), self.tasks)
+        return _Method(getattr(self, f"do_{method}"), self)
+
+    def die(self) -> None:
+        """Every call that is under way fails, and so does every later one."""
+        self.is_dead = True
+        for task in self.tasks:
+            task.cancel()
 
     async def do_run_group(self, item: WorkItem) -> Group:
         self._books.on_attempt(item)
@@ -105,6 +122,9 @@ class LocalWorker:
 
     async def do_replace(self, _name: str, engine: ScriptedReplica) -> None:
         self._worker.replace(engine)
+
+    async def do_loads(self) -> LoadReport:
+        return self._worker.loads()
 
     @property
     def worker(self) -> RolloutWorker:
@@ -138,7 +158,19 @@ class Simulation:
         clock = asyncio.get_running_loop().time
         self.fleet = Fleet(self.plan)
         self.workers = [LocalWorker(self._worker(clock), self.books) for _ in range(self.plan.num_workers)]
-        self.pool = WorkerPool(self.workers, group_timeout_s=2 * REQUEST_TIMEOUT_S)
+        self.keeper = EngineKeeper(
+            lambda: {**self.fleet.states, **self.pool.lost_engines},
+            lambda name: self.fleet.restart(name, self.pool),
+            max_restarts=self.plan.max_restarts,
+            clock=clock,
+        )
+        self.pool = WorkerPool(
+            self.workers,
+            group_timeout_s=2 * REQUEST_TIMEOUT_S,
+            restart=self._restart_worker,
+            max_restarts=1_000_000,
+            await_engine=self.keeper.wait,
+        )
         self.buffer = WorkBuffer(
             groups_per_step=self.plan.groups_per_step,
             max_staleness=self.plan.max_staleness,
@@ -149,7 +181,9 @@ class Simulation:
         self.books.watch(self.buffer, self.plan.num_steps)
         self._count_work(self.buffer)
         async with Supervisor() as supervisor:
-            parts = self._parts(supervisor)
+            await self.fleet.coordinator.open()
+            await self.fleet.coordinator.publish(0)
+            parts = self._parts(supervisor, await self.fleet.coordinator.sync(0))
             try:
                 await self._run_loops(parts, supervisor)
             finally:
@@ -161,17 +195,16 @@ class Simulation:
         supervisor.spawn(loops.rollout_loop(parts), name="rollout_loop")
         supervisor.spawn(loops.batch_loop(parts), name="batch_loop", may_end=True)
         supervisor.spawn(parts.pump.run(), name="sync_loop")
-        if self.plan.most_requests:
+        if self.plan.most_requests or self.plan.repack_below:
             for local in self.workers:
                 supervisor.spawn(local.worker.watch_loads(), name="load_watch")
+        if self.plan.death_every_s or self.plan.worker_death_every_s or self.plan.failed_pull_frac:
+            supervisor.spawn(self.keeper.run(), name="engine_keeper")
+            supervisor.spawn(self.pool.watch_loads(), name="pool_watch")
         if self.plan.death_every_s:
-            keeper = EngineKeeper(
-                lambda: self.fleet.states,
-                lambda name: self.fleet.restart(name, self.pool),
-                max_restarts=self.plan.max_restarts,
-            )
-            supervisor.spawn(keeper.run(), name="engine_keeper")
             supervisor.spawn(self.fleet.lose_replicas(), name="losses")
+        if self.plan.worker_death_every_s:
+            supervisor.spawn(self.fleet.lose_workers(self.workers), name="worker losses")
         await supervisor.until(loops.train_loop(parts))
 
     def _count_work(self, buffer: Any) -> None:
@@ -196,11 +229,14 @@ class Simulation:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _worker(self, clock: Callable[[], float]) -> RolloutWorker:
+        plan = self.plan
+        repacking = Repacking(below=plan.repack_below, most=plan.workload.kv_requests) if plan.repack_below else None
         spec = WorkerSpec(
             group_size=self.plan.group_size,
             sampling=SamplingParams(max_tokens=self.plan.max_response_tokens),
             request_timeout_s=REQUEST_TIMEOUT_S,
             concurrency=Bounds(lowest=1, highest=self.plan.most_requests) if self.plan.most_requests else None,
+            repacking=repacking,
             seed=self.plan.seed,
         )
         engines = list(self.fleet.replicas.values())
@@ -214,20 +250,32 @@ class Simulation:
             raise RewardError("no verdict")
         return RewardResult(reward=float(self.fleet.rng.random() < 0.5))
 
-    def _parts(self, supervisor: Supervisor) -> loops.Parts:
+    async def _restart_worker(self, index: int, _number: int) -> LocalWorker:
+        await asyncio.sleep(self.plan.restart_s)
+        clock = asyncio.get_running_loop().time
+        self.workers[index] = worker = LocalWorker(self._worker(clock), self.books)
+        return worker
+
+    def _parts(self, supervisor: Supervisor, live: SyncReport) -> loops.Parts:
         cfg, fleet, state = self.cfg, self.fleet, RunState(started_at=0.0, wall_clock=lambda: 0.0)
         anything: Any = fleet
         source = PromptSource(prompt_set(200), seed=self.plan.seed, shuffle=True)
 
         async def on_live(report: SyncReport) -> None:
+            fleet.live = report.version
+            behind = {n: v for n, v in fleet.coordinator.live_versions.items() if fleet.states[n] == "live"}
+            assert all(v is not None and v >= report.version for v in behind.values()), behind
             for name, member in fleet.states.items():
                 if member != "live":
                     await self.pool.quarantine(name, f"weight sync: {member}")
             await loops.on_live(parts, supervisor, report)
             self._look(parts)
 
-        pump = SyncPump(anything, on_live=on_live, tracer=self.telemetry.tracer, first=sync_report(0))
-        evaluator = Evaluator(cfg, (), freeze=fleet.freeze, generate=self.pool.evaluate, replicas=list)
+        devices = OwnDevices(fleet.coordinator)
+        self.pump = pump = SyncPump(
+            devices, on_live=on_live, tracer=self.telemetry.tracer, first=live, await_engine=self.keeper.wait
+        )
+        evaluator = Evaluator(cfg, (), freeze=anything, generate=self.pool.evaluate, members=dict)
         checkpointer = Checkpointer(
             cfg, self.telemetry, learner=anything, buffer=self.buffer, source=source, state=state
         )
@@ -239,7 +287,7 @@ class Simulation:
             buffer=self.buffer,
             workers=self.pool,
             learner=anything,
-            devices=OwnDevices(anything),
+            devices=devices,
             pump=pump,
             evaluator=evaluator,
             checkpointer=checkpointer,
@@ -299,4 +347,9 @@ def simulation(plan: Plan, path: Path) -> Iterator[Simulation]:
             recorder=None,
             thread=InlineExecutor(1),
         )
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(workers, "kill_actor", LocalWorker.die)
+        # Looking after pulls would cost more than everything else.
+        for name, value in (("POLL_FRAC", 1.0), ("FIRST_POLL_S", 0.1), ("LAST_POLL_S", 5.0)):
+            patch.setattr(members, name, value)
         yield Simulation(plan, telemetry, cfg)

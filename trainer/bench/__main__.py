@@ -41,6 +41,7 @@ from trainer.bench.plot import can_plot, plot
 from trainer.bench.report import OtherWorkload, Results, devices, figures_as_values, table, versions
 from trainer.bench.runs import Ended, output_of, run_case
 from trainer.bench.workload import WORKLOADS, run_config, workload, write_inputs
+from weight_sync.bench.shapes import MODELS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.plot is not None and not can_plot():
         parser.error("--plot needs matplotlib, which is no dependency of Tandem: pip install matplotlib")
-    work = workload(args.workload, is_tiny=args.tiny)
+    work = workload(args.workload, is_tiny=args.tiny, shape=args.shape)
     try:
         results = Results(args.out, work)
         chosen = [parse_case(text, tensor_parallel_size=args.tp) for text in args.case or DEFAULT_CASES]
@@ -87,6 +88,8 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--out", type=Path, required=True, metavar="FILE.json", help="results; those of earlier calls stay in it")
     add("--workload", choices=sorted(WORKLOADS), default="w1", help="default: w1")
+    add("--shape", choices=sorted(MODELS), default="qwen2.5-7b",
+        help="model of the workload; one learner device holds 3B, not 7B (default qwen2.5-7b)")  # fmt: skip
     add("--tiny", action="store_true", help="a scaled-down workload for a CPU: whether it works, not how fast it is")
     add("--case", action="append", metavar="[NAME=]MODE:SPLIT", help=f"default: {' '.join(DEFAULT_CASES)}")
     add("--only", action="append", default=[], metavar="WHICH", help="of the cases, run this mode or name alone")
@@ -112,7 +115,7 @@ class _Bench:
     def __init__(self, args: argparse.Namespace, results: Results) -> None:
         self._args, self._results = args, results
         self._folder: Path = args.out.absolute().with_suffix(".runs")
-        self._work = workload(args.workload, is_tiny=args.tiny)
+        self._work = workload(args.workload, is_tiny=args.tiny, shape=args.shape)
         self._host: dict[str, Any] = {}
 
     def measure(self, case: Case) -> None:

@@ -85,19 +85,21 @@ WORKLOADS = {
 }
 
 
-def workload(name: str, *, is_tiny: bool) -> Workload:
+def workload(name: str, *, is_tiny: bool, shape: str = _W1.shape) -> Workload:
     """
     Args:
         is_tiny: the same distribution scaled down, for a model that trains on a CPU: shows that it works, not how fast.
+        shape: another model for the same prompts and lengths; a tiny workload has its own.
 
     Raises:
-        ValueError: no such workload.
+        ValueError: no such workload or shape.
     """
     if name not in WORKLOADS:
         raise ValueError(f"workload must be one of {', '.join(WORKLOADS)}, got {name!r}")
     chosen = WORKLOADS[name]
     if not is_tiny:
-        return chosen
+        named = name if shape == _W1.shape else f"{name} ({shape})"
+        return replace(chosen, name=named, shape=architecture(shape).name)
     shortest, scale = 8, 32
     return replace(
         chosen,
@@ -159,6 +161,7 @@ def run_config(work: Workload, model: Path, prompts: Path) -> dict[str, Any]:
         "learner": {
             "max_tokens_per_micro_batch": work.micro_batch_tokens,
             "activation_checkpointing": work.activation_checkpointing,
+            "compile": work.shape != TINY_SHAPE.name,
         },
         "trainer": {
             "groups_per_step": work.groups_per_step,

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainer.config.describe import all_keys, value_text
 from trainer.config.errors import Problem
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterable, Iterator
 
     from trainer.config.schema.run import RunConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnreadDefault(Problem):
+    """A key that nothing reads and that has its default: only a problem if someone wrote it down."""
+
+
+def problems_of(found: Iterable[Problem], *, written: Collection[str] = ()) -> list[Problem]:
+    """`found` without the keys that have their default and are not `written`."""
+    return [problem for problem in found if not isinstance(problem, UnreadDefault) or problem.key in written]
 
 
 def value_of(config: RunConfig, key: str) -> object:
@@ -27,7 +38,9 @@ def conflict(config: RunConfig, key: str, allowed: str, do: str, *also: str) -> 
 
 
 def ineffective(config: RunConfig, key: str, why: str, *also: str) -> Iterator[Problem]:
-    """A problem if `key` was moved away from its default although nothing reads it."""
-    default = all_keys()[key].default
+    """Nothing reads `key`: a problem if it was moved away from its default, an `UnreadDefault` otherwise."""
+    default, allowed = all_keys()[key].default, f"has no effect: {why}"
     if value_of(config, key) != default:
-        yield conflict(config, key, f"has no effect: {why}", f"leave it at {value_text(default)}", *also)
+        yield conflict(config, key, allowed, f"leave it at {value_text(default)}", *also)
+    else:
+        yield UnreadDefault(key=key, got=value_text(default), allowed=allowed, do="leave it out", also=also)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import yaml
@@ -21,6 +22,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config.command_line import CommandLine, parse
+from trainer.config.conflicts import value_of
 from trainer.config.convert import suggestion, to_plain, to_run_config
 from trainer.config.describe import all_keys
 from trainer.config.environment import check_environment
@@ -55,16 +57,33 @@ def resolve(line: CommandLine) -> tuple[RunConfig, list[Problem]]:
     """
     data, problems = _compose(line)
     config, misfits = to_run_config(data)
+    written = _written_defaults(line, config)
     refused = {p.key for p in [*problems, *misfits]}
     # A refused key stands at its default now: what follows from that default alone is not the user's problem.
     consequences = [
         problem
-        for problem in [*check_combinations(config), *check_environment(config)]
+        for problem in [*check_combinations(config, written=written), *check_environment(config)]
         if refused.isdisjoint({problem.key, *problem.also})
     ]
     if problems or misfits:
         raise ConfigurationError([*problems, *misfits, *consequences])
     return config, consequences
+
+
+def _written_defaults(line: CommandLine, config: RunConfig) -> set[str]:
+    """Keys that the command line sets to the default which they have anyway, so that nobody but the user asks for them.
+
+    Not among them are a default that takes back what a YAML file says, and one that turns something off (0, false,
+    null, empty): where nothing reads the key, it is off.
+    """
+    keys = [match["key"] for override in line.overrides if (match := _OVERRIDE.fullmatch(override))]
+    known = {key: info for key in keys if (info := all_keys().get(key)) is not None and not info.is_section}
+    at_default = {key for key, info in known.items() if info.default and value_of(config, key) == info.default}
+    if not at_default:
+        return set()
+    without = tuple(o for o in line.overrides if o.partition("=")[0].lstrip("+~") not in known)
+    beneath, _ = to_run_config(_compose(replace(line, overrides=without))[0])
+    return {key for key in at_default if value_of(beneath, key) == known[key].default}
 
 
 def _compose(line: CommandLine) -> tuple[Mapping[str, object], list[Problem]]:

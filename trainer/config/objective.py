@@ -42,6 +42,8 @@ def describe_objective(algorithm: AlgorithmConfig) -> str:
     if algorithm.filter_zero_variance:
         equal = "rewards equal to the greedy one" if traits.greedy_baseline else "equal rewards"
         parts.append(f"groups of {equal} are filtered and refilled")
+    if algorithm.group_filter:
+        parts.append(f"own {algorithm.group_filter}({_numbers(algorithm.group_filter_args)}) filters groups")
     if algorithm.overlong_buffer_tokens:
         penalty = f"overlong penalty of up to {value_text(algorithm.overlong_penalty)}"
         parts.append(f"{penalty} over the last {algorithm.overlong_buffer_tokens} tokens")

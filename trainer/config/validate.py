@@ -8,28 +8,33 @@ from typing import TYPE_CHECKING
 
 from trainer.config.conflicts import conflict as _conflict
 from trainer.config.conflicts import ineffective as _ineffective
+from trainer.config.conflicts import problems_of
 from trainer.config.describe import value_text
 from trainer.config.errors import Problem
 from trainer.config.estimators import EstimatorTraits, traits_of
 from trainer.config.loss_keys import unread_keys
-from trainer.config.own_function import is_own
+from trainer.config.own_function import is_dotted_path, is_own
 from trainer.config.validate_correction import correction_problems
 from trainer.config.validate_critic import critic_problems, kl_problems, kl_reward_problems
+from trainer.config.validate_data import BUILTIN_TASK, selection_problems
+from trainer.config.validate_engine_args import engine_args_problems
 from trainer.config.validate_mode import mode_problems
 from trainer.config.validate_rollout import concurrency_problems, evaluation_problems
 from weight_sync.vllm_compat import LORA_RANKS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
     from trainer.config.schema.run import RunConfig
 
-BUILTIN_TASK = "builtin:arithmetic"
 
+def check_combinations(config: RunConfig, *, written: Collection[str] = ()) -> list[Problem]:
+    """Every problem, in the order of the schema's sections. Each value is known to have the right type and range.
 
-def check_combinations(config: RunConfig) -> list[Problem]:
-    """Every problem, in the order of the schema's sections. Each value is known to have the right type and range."""
-    return [problem for check in _CHECKS for problem in check(config)]
+    Args:
+        written: keys that someone asked for by name. If nothing reads one of them, it is refused at its default too.
+    """
+    return problems_of((problem for check in _CHECKS for problem in check(config)), written=written)
 
 
 def _run(config: RunConfig) -> Iterator[Problem]:
@@ -91,15 +96,35 @@ def _agent(config: RunConfig) -> Iterator[Problem]:
 
 
 def _advantage(config: RunConfig) -> Iterator[Problem]:
+    yield from _unread_by_estimator(config)
     # What a user's own estimator needs is known once it is imported, which is not done here: preflight checks it.
     if not is_own(config.algorithm.advantage):
-        yield from estimator_problems(config, traits_of(config.algorithm))
+        yield from _estimator(config, traits_of(config.algorithm))
 
 
-def estimator_problems(config: RunConfig, traits: EstimatorTraits) -> Iterator[Problem]:
+def _unread_by_estimator(config: RunConfig) -> Iterator[Problem]:
+    """Keys of other estimators. A user's own reads none of them, whatever its traits."""
+    algorithm, key = config.algorithm, "algorithm.advantage"
+    chosen, traits = f"{key}={algorithm.advantage}", None if is_own(algorithm.advantage) else traits_of(algorithm)
+    if traits is None or not traits.reads_normalize_by_std:
+        why = f"{chosen} does not switch its normalisation"
+        yield from _ineffective(config, "algorithm.normalize_by_std", why, key)
+    if algorithm.advantage != "gpg":
+        why = f"{chosen} has no factor for answers that teach nothing"
+        yield from _ineffective(config, "algorithm.gpg_scale", why, key)
+    if traits is None or not traits.uses_parts:
+        does = "reads algorithm.advantage_args" if traits is None else "takes the total reward, not its parts"
+        yield from _ineffective(config, "algorithm.gdpo_weights", f"{chosen} {does}", key)
+
+
+def estimator_problems(config: RunConfig, traits: EstimatorTraits) -> list[Problem]:
     """Keys that do not go together with an estimator of these traits."""
+    return problems_of(_estimator(config, traits))
+
+
+def _estimator(config: RunConfig, traits: EstimatorTraits) -> Iterator[Problem]:
     algorithm, group_size = config.algorithm, config.rollout.group_size
-    chosen, own = f"algorithm.advantage={algorithm.advantage}", is_own(algorithm.advantage)
+    chosen = f"algorithm.advantage={algorithm.advantage}"
     if traits.needs_peers and group_size == 1:
         allowed = f"must be >= 2: {chosen} compares the answers of a group"
         do = "use rollout.group_size=8, or algorithm.advantage=reinforce"
@@ -108,13 +133,7 @@ def estimator_problems(config: RunConfig, traits: EstimatorTraits) -> Iterator[P
         allowed = f"must be >= 2 with one answer per group: {chosen} normalises over the answers of a step"
         also = "rollout.group_size", "algorithm.advantage"
         yield _conflict(config, "trainer.groups_per_step", allowed, "every advantage would be 0; raise it", *also)
-    if own or not traits.reads_normalize_by_std:
-        why = f"{chosen} does not switch its normalisation"
-        yield from _ineffective(config, "algorithm.normalize_by_std", why, "algorithm.advantage")
-    if algorithm.advantage != "gpg":
-        why = f"{chosen} has no factor for answers that teach nothing"
-        yield from _ineffective(config, "algorithm.gpg_scale", why, "algorithm.advantage")
-    elif algorithm.gpg_scale == "nonzero_rewards":
+    if algorithm.advantage == "gpg" and algorithm.gpg_scale == "nonzero_rewards":
         yield from _counted_rewards(config)
     if traits.uses_parts:
         yield from _reward_parts(config)
@@ -122,9 +141,6 @@ def estimator_problems(config: RunConfig, traits: EstimatorTraits) -> Iterator[P
         other = "the greedy answer" if traits.greedy_baseline else "the answers of a group"
         allowed = f"samples greedily: {chosen} compares with {other}, which would be the same one"
         yield _conflict(config, "rollout.top_k", allowed, "use 0, or 2 and more", "algorithm.advantage")
-    if own or not traits.uses_parts:
-        why = f"{chosen} {'reads algorithm.advantage_args' if own else 'takes the total reward, not its parts'}"
-        yield from _ineffective(config, "algorithm.gdpo_weights", why, "algorithm.advantage")
     yield from _zero_variance(config, traits)
     yield from kl_reward_problems(config, traits)
 
@@ -174,9 +190,6 @@ def _zero_variance(config: RunConfig, traits: EstimatorTraits) -> Iterator[Probl
 
 def _algorithm(config: RunConfig) -> Iterator[Problem]:
     algorithm = config.algorithm
-    if not algorithm.filter_zero_variance:
-        why = "nothing is filtered while algorithm.filter_zero_variance=false"
-        yield from _ineffective(config, "algorithm.max_refills_per_step", why, "algorithm.filter_zero_variance")
     if algorithm.overlong_buffer_tokens == 0:
         why = "algorithm.overlong_buffer_tokens=0 turns the penalty off"
         yield from _ineffective(config, "algorithm.overlong_penalty", why, "algorithm.overlong_buffer_tokens")
@@ -198,6 +211,12 @@ def _own_functions(config: RunConfig) -> Iterator[Problem]:
         if not is_own(name):
             why = f"algorithm.{key}={name} is built in and has keys of its own"
             yield from _ineffective(config, f"algorithm.{key}_args", why, f"algorithm.{key}")
+    key, name = "algorithm.group_filter", config.algorithm.group_filter
+    if not name:
+        yield from _ineffective(config, f"{key}_args", f"{key} is empty", key)
+    elif not is_dotted_path(name):
+        do = "or leave it empty; dynamic sampling is algorithm.filter_zero_variance"
+        yield _conflict(config, key, "must be a dotted path, package.module.function", do)
 
 
 def _loss(config: RunConfig) -> Iterator[Problem]:
@@ -281,7 +300,8 @@ def longest_sequence(config: RunConfig) -> int:
 
 
 _CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
-    _run, _model, _device, _task, _agent, _advantage, _algorithm, _own_functions, _loss,
-    critic_problems, kl_problems, correction_problems, mode_problems, _rollout, concurrency_problems, _learner,
+    _run, _model, _device, _task, selection_problems, _agent, _advantage, _algorithm, _own_functions, _loss,
+    critic_problems, kl_problems, correction_problems, mode_problems, _rollout, concurrency_problems,
+    engine_args_problems, _learner,
     _trainer, evaluation_problems, _telemetry, _ray,
 )  # fmt: skip

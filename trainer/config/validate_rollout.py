@@ -1,4 +1,4 @@
-"""Combinations of values around the number of requests an engine gets, and around evaluation. Pure."""
+"""Combinations of values around the number of requests an engine gets, their moves, and evaluation. Pure."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ if TYPE_CHECKING:
     from trainer.config.errors import Problem
     from trainer.config.schema.run import RunConfig
 
-_EVALUATION_KEYS = ("eval_samples", "eval_temperature", "eval_pass_k", "eval_pass_reward", "eval_blocking")
+_EVALUATION_KEYS = (
+    "eval_samples", "eval_temperature", "eval_pass_k", "eval_pass_reward", "eval_blocking", "eval_timeout_s",
+)  # fmt: skip
 
 
 def concurrency_problems(config: RunConfig) -> Iterator[Problem]:
-    """Bounds that are empty, or too tight to be shared out."""
+    """Bounds that are empty, or too tight to be shared out; moves between engines that cannot be."""
     rollout = config.rollout
     if rollout.concurrency == "fixed":
         why = "rollout.concurrency=fixed does not adapt"
@@ -30,10 +32,31 @@ def concurrency_problems(config: RunConfig) -> Iterator[Problem]:
     if rollout.max_concurrency is not None and rollout.max_concurrency < rollout.num_workers:
         allowed = f"must be at least rollout.num_workers={rollout.num_workers}: each of them needs its share"
         yield conflict(config, "rollout.max_concurrency", allowed, "raise it", "rollout.num_workers")
+    yield from _repacking_problems(config)
+
+
+def _repacking_problems(config: RunConfig) -> Iterator[Problem]:
+    """Moves that nothing can come of, or that break what another key promises."""
+    rollout, key = config.rollout, "rollout.repack_below"
+    if rollout.num_replicas == 1:
+        yield from ineffective(config, key, "one engine has none to move requests to", "rollout.num_replicas")
+    if config.mode.shares_devices:
+        why = f"with mode.name={config.mode.name} all engines leave their devices at the same moment"
+        yield from ineffective(config, key, why, "mode.name")
+    elif rollout.repack_below is not None and _is_seeded(config):
+        allowed = "must be null with seeded requests: what moves goes on with another seed, and timing says what moves"
+        also = "mode.max_staleness" if rollout.seed_requests is None else "rollout.seed_requests"
+        yield conflict(config, key, allowed, "leave it at null, or use rollout.seed_requests=false", also)
+
+
+def _is_seeded(config: RunConfig) -> bool:
+    seed_requests = config.rollout.seed_requests
+    return config.mode.max_staleness == 0 if seed_requests is None else seed_requests
 
 
 def evaluation_problems(config: RunConfig) -> Iterator[Problem]:
-    """Samples and k that do not go together; keys that nothing reads because nothing is evaluated."""
+    """Samples and k that do not go together; a deadline below that of one answer; keys that nothing reads because
+    nothing is evaluated."""
     trainer = config.trainer
     beside = trainer.eval_every > 0 or trainer.eval_at_start
     if not config.task.eval_path or not (beside or trainer.eval_at_end):
@@ -53,3 +76,8 @@ def evaluation_problems(config: RunConfig) -> Iterator[Problem]:
     if trainer.eval_pass_k is not None and trainer.eval_pass_k > trainer.eval_samples:
         allowed = f"must be at most trainer.eval_samples={trainer.eval_samples}: there is no estimate beyond it"
         yield conflict(config, "trainer.eval_pass_k", allowed, "raise trainer.eval_samples", "trainer.eval_samples")
+    longest = "task.agent_timeout_s" if config.task.agent else "rollout.request_timeout_s"
+    limit_s = config.task.agent_timeout_s if config.task.agent else config.rollout.request_timeout_s
+    if trainer.eval_timeout_s < limit_s:
+        allowed = f"must be at least {longest}={limit_s:g}: a single answer may take that long"
+        yield conflict(config, "trainer.eval_timeout_s", allowed, "raise it, or lower that", longest)

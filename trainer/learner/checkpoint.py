@@ -3,12 +3,15 @@
     checkpoints/step_50.tmp/   begin(): the learner ranks write their shards here
     checkpoints/step_50/       commit(): driver state and a manifest are added, everything is synced, then renamed
 
+    checkpoints/abandoned/     abandon(): what a run left behind that went on from an older checkpoint; never deleted
+
 Only a directory named `step_N` that holds a manifest counts. Imports without torch.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
 
 MANIFEST_FILE = "complete.json"
 STATE_FILE = "driver.json"
+ABANDONED = "abandoned"
 HASHED_BYTES = 16 << 20
 """Files up to this size are also checked by sha256; larger ones by size alone, which catches truncation for free."""
 
@@ -131,6 +135,27 @@ def prune(directory: Path, *, keep_last: int) -> list[Path]:
         (path / MANIFEST_FILE).unlink()  # first: a half-deleted checkpoint must not count as complete
         shutil.rmtree(path)
     return doomed
+
+
+def abandon(directory: Path, *, going_on_from: Path) -> list[Path]:
+    """Move what does not lead to the checkpoint `going_on_from` to `directory/abandoned`; returns where it is now.
+
+    Left alone, a later step of the branch that is left would count as the newest: `find_latest` would go on from it,
+    and `prune` delete the new branch for it. A checkpoint from elsewhere leaves every one in `directory` behind.
+    """
+    is_own = going_on_from.resolve().parent == directory.resolve()
+    left = [path for path in _complete(directory) if not is_own or step_of(path) > step_of(going_on_from)]
+    moved = [_free_name(directory / ABANDONED / path.name) for path in left]
+    for path, target in zip(left, moved, strict=True):
+        target.parent.mkdir(exist_ok=True)
+        path.rename(target)
+    return moved
+
+
+def _free_name(path: Path) -> Path:
+    """`step_N`, or `step_N.2` and so on if there is one already."""
+    names = itertools.chain([path], (path.with_name(f"{path.name}.{number}") for number in itertools.count(2)))
+    return next(name for name in names if not name.exists())
 
 
 def _complete(directory: Path) -> list[Path]:

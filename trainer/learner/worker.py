@@ -231,10 +231,22 @@ class RankHandle:
         self.actor = actor
 
     async def call(self, method: str, *args: object, timeout_s: float) -> Any:
-        """Call one method of one rank. Raises TimeoutError, or what the method raised."""
+        """Call one method of one rank. Raises what the method raised.
+
+        Raises:
+            TimeoutError: no answer; says which rank, for how long, and what to do.
+        """
         future = asyncio.wrap_future(getattr(self.actor, method).remote(*args).future())
-        async with asyncio.timeout(timeout_s):
-            return await future
+        limit = asyncio.timeout(timeout_s)
+        try:
+            async with limit:
+                return await future
+        except TimeoutError as error:
+            if not limit.expired():
+                raise  # the rank's own
+            key = "weight_sync.timeout_s" if method.startswith("ws_") else "learner.timeout_s"
+            what = f"learner rank {self.rank} gave no answer to {method} for {timeout_s:g} s"
+            raise TimeoutError(f"{what}; it hangs, or {key} is too short; look at its file in actor_logs/") from error
 
 
 class LearnerGroup:

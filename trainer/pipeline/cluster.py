@@ -99,6 +99,8 @@ class Cluster:
                 logging_level=logging.ERROR,
                 runtime_env={"env_vars": {ENGINE_SOCKETS: str(scratch), COMPILE_CACHE: str(cache_dir() / "inductor")}},
                 _temp_dir=str(scratch),
+                # Else Ray starts a process per core that no actor can use: each of ours has an environment of its own.
+                _system_config={"prestart_worker_first_driver": False},
             )
         except BaseException:
             cluster.stop(keep_logs_in=None)

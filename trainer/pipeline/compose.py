@@ -15,17 +15,20 @@ from rollout.buffer.work_buffer import WorkBuffer
 from rollout.engine.actor import engine_actor
 from rollout.engine.base import EngineSpec
 from rollout.engine.concurrency import Bounds
-from rollout.prompts.source import PromptSource
+from rollout.engine.repacking import Repacking
+from rollout.reward.process import LOAD_TIMEOUT_S
 from rollout.types import SamplingParams
 from rollout.worker import WorkerSpec, derive_seed
 from trainer.config.errors import first_cause, one_line
 from trainer.config.estimators import traits_of
 from trainer.learner.worker import LearnerGroup, learner_actor
 from trainer.pipeline.cluster import actor_options
+from trainer.pipeline.data_selection import training_source
 from trainer.pipeline.device_turns import OwnDevices, SharedDevices
-from trainer.pipeline.handles import EngineReplica, answer
+from trainer.pipeline.handles import EngineReplica, answer, started
 from trainer.pipeline.inputs import with_model_directory
 from trainer.pipeline.placement import RESTARTED, ranks_beside, shared_visibility
+from trainer.pipeline.sync_pump import no_engine_returns
 from trainer.pipeline.workers import WorkerPool
 from weight_sync.coordinator import SyncCoordinator, SyncOptions
 from weight_sync.device import merge_env
@@ -35,11 +38,13 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping
 
     from rollout.engine.base import SleepLevel
+    from rollout.prompts.source import PromptSource
     from trainer.config.schema import RunConfig
     from trainer.config.schema.rollout import RolloutConfig
     from trainer.pipeline.inputs import Inputs
     from trainer.pipeline.placement import Placement
     from trainer.pipeline.resume import Resumed
+    from trainer.pipeline.sync_pump import AwaitEngine
     from trainer.telemetry.spans import Tracer
     from weight_sync.device.base import Backend, Role
 
@@ -57,15 +62,18 @@ class Actors:
     async def close(self, *, timeout_s: float) -> None:
         """Let everybody end in order for a moment, then end their processes. Never raises."""
         endings = [self.learner.close()]
-        endings += [_end(actor, timeout_s=timeout_s) for actor in (*self.workers, *self.engines.values())]
+        names = [*(f"rollout_worker_{index}" for index in range(len(self.workers))), *self.engines]
+        others = zip(names, (*self.workers, *self.engines.values()), strict=True)
+        endings += [_end(actor, name, timeout_s=timeout_s) for name, actor in others]
         for result in await asyncio.gather(*endings, return_exceptions=True):
             if isinstance(result, Exception):
                 log.warning("an actor did not close in order: %s", one_line(first_cause(result)))
 
 
-async def _end(actor: Any, *, timeout_s: float) -> None:
+async def _end(actor: Any, name: str, *, timeout_s: float) -> None:
     try:
-        await answer(actor.close.remote(), timeout_s=timeout_s)
+        do = "it is killed; trainer.shutdown_timeout_s gives it longer"
+        await answer(actor.close.remote(), timeout_s=timeout_s, who=name, call="close", do=do)
     finally:
         ray.kill(actor)
 
@@ -124,7 +132,7 @@ async def replace_engine(
     ray.kill(engines[name])
     engines[name] = make()
     try:
-        await answer(engines[name].start.remote(), timeout_s=timeout_s)
+        await started(engines[name], name, timeout_s=timeout_s)
         version = await coordinator.join(EngineReplica(name, engines[name]))
     except BaseException:
         ray.kill(engines[name])  # it would keep its device memory
@@ -166,17 +174,20 @@ async def start_actors(cfg: RunConfig, actors: Actors, resumed: Resumed | None) 
         if cfg.mode.shares_devices:
             await learner_ready
             await actors.learner.offload()
-        await _all_or_first_failure(
-            answer(actor.start.remote(), timeout_s=limit_s) for actor in actors.engines.values()
-        )
+        await _all_or_first_failure(started(actor, name, timeout_s=limit_s) for name, actor in actors.engines.items())
 
     try:
         async with asyncio.timeout(limit_s):
             learner_ready = asyncio.ensure_future(learner())
-            workers = [answer(worker.start.remote(), timeout_s=limit_s) for worker in actors.workers]
+            workers = [
+                started(worker, f"rollout_worker_{i}", timeout_s=limit_s) for i, worker in enumerate(actors.workers)
+            ]
             await _all_or_first_failure([learner_ready, engines(), *workers])
     except TimeoutError as error:
-        raise TimeoutError(f"not all actors were ready within trainer.startup_timeout_s={limit_s:g}") from error
+        raise TimeoutError(
+            f"not all actors were ready within trainer.startup_timeout_s={limit_s:g}; raise it if they were still "
+            "loading (actor_logs/ says), for large models and slow disks"
+        ) from error
 
 
 async def _all_or_first_failure(starts: Iterable[Awaitable[Any]]) -> None:
@@ -231,22 +242,27 @@ def make_buffer(cfg: RunConfig, resumed: Resumed | None) -> WorkBuffer:
 
 
 def make_source(cfg: RunConfig, inputs: Inputs, resumed: Resumed | None) -> PromptSource:
-    source = PromptSource(inputs.train, seed=cfg.seed, shuffle=cfg.task.shuffle)
+    """Raises DataError if a column does not fit, no prompt is left, or the data is not that of the checkpoint."""
+    source = training_source(cfg, inputs.train)
     if resumed is not None:
         source.load_state_dict(resumed.state["source"])
     return source
 
 
-def make_pool(cfg: RunConfig, placement: Placement, actors: Actors) -> WorkerPool:
+def make_pool(
+    cfg: RunConfig, placement: Placement, actors: Actors, await_engine: AwaitEngine = no_engine_returns
+) -> WorkerPool:
     """The rollout workers; those that are lost are started again."""
-    limit_s = cfg.task.agent_timeout_s if cfg.task.agent else cfg.rollout.request_timeout_s
+    reward = cfg.task.reward
+    generation_s = cfg.task.agent_timeout_s if cfg.task.agent else cfg.rollout.request_timeout_s
+    reward_s = reward.queue_timeout_s + LOAD_TIMEOUT_S + reward.timeout_s
 
     async def restart(index: int, number: int) -> Any:
         # Ray frees a name some time after its actor's death, so every worker has one of its own.
         name = f"rollout_worker_{index}{RESTARTED}{number}"
         actors.workers[index] = actor = new_worker(cfg, placement, actors.engines, name=name)
         try:
-            await answer(actor.start.remote(), timeout_s=cfg.trainer.startup_timeout_s)
+            await started(actor, name, timeout_s=cfg.trainer.startup_timeout_s)
         except BaseException:
             ray.kill(actor)
             raise
@@ -254,11 +270,12 @@ def make_pool(cfg: RunConfig, placement: Placement, actors: Actors) -> WorkerPoo
 
     return WorkerPool(
         actors.workers,
-        group_timeout_s=limit_s + cfg.task.reward.timeout_s,
+        group_timeout_s=generation_s + reward_s,
         # Half: an engine seems to wait for a worker that does not read its stream, and would look silent with it.
         silence_timeout_s=cfg.rollout.silence_timeout_s / 2,
         restart=restart,
         max_restarts=cfg.rollout.max_worker_restarts,
+        await_engine=await_engine,
     )
 
 
@@ -322,6 +339,19 @@ def concurrency_of(rollout: RolloutConfig) -> Bounds | None:
     return Bounds(lowest=rollout.max_concurrency, highest=rollout.max_concurrency).share(rollout.num_workers)
 
 
+def most_at_once(rollout: RolloutConfig) -> int:
+    """What one engine takes at once."""
+    most = rollout.max_num_seqs
+    return most if rollout.max_concurrency is None else min(most, rollout.max_concurrency)
+
+
+def repacking_of(rollout: RolloutConfig) -> Repacking | None:
+    """When requests move so that an engine is free; None for never."""
+    if rollout.repack_below is None:
+        return None
+    return Repacking(below=rollout.repack_below, most=rollout.max_num_seqs)
+
+
 def worker_spec(cfg: RunConfig) -> WorkerSpec:
     rollout, task, reward = cfg.rollout, cfg.task, cfg.task.reward
     return WorkerSpec(
@@ -333,7 +363,9 @@ def worker_spec(cfg: RunConfig) -> WorkerSpec:
             top_k=rollout.top_k,
         ),
         request_timeout_s=rollout.request_timeout_s,
+        evaluation_window=most_at_once(rollout),
         concurrency=concurrency_of(rollout),
+        repacking=repacking_of(rollout),
         silence_timeout_s=rollout.silence_timeout_s,
         greedy_baseline=traits_of(cfg.algorithm).greedy_baseline,
         agent=task.agent,
@@ -345,6 +377,7 @@ def worker_spec(cfg: RunConfig) -> WorkerSpec:
         reward=reward.name,
         reward_timeout_s=reward.timeout_s,
         reward_processes=reward.num_processes,
+        reward_queue_timeout_s=reward.queue_timeout_s,
     )
 
 

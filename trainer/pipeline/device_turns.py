@@ -109,8 +109,11 @@ class SharedDevices(OwnDevices):
         self._tracer, self._kill, self._clock = tracer, kill, clock
         self._sleep_timeout_s = sleep_timeout_s
         self._engines_have_it = asyncio.Lock()
-        """Held by whoever wants the engines' turn to last, and by the learner until the engines have its version."""
-        self._is_learner_here = False
+        """Held by whoever wants the engines' turn to last, and by the learner until its version was on its way."""
+        self._have_version = asyncio.Event()
+        """The engines have taken what the learner published last."""
+        self._have_version.set()
+        self._is_learners_turn = self._is_learner_here = False
         self._record: dict[str, object] = {}
 
     async def to_learner(self) -> None:
@@ -118,13 +121,14 @@ class SharedDevices(OwnDevices):
         deadline. Does nothing in the learner's turn.
 
         Raises:
-            TimeoutError, RayError: no engine fell asleep.
             LearnerError: a rank did not get its memory back.
         """
         if self._is_learner_here:
             return
+        await self._have_version.wait()
         await self._engines_have_it.acquire()
-        self._is_learner_here = True
+        self._have_version.clear()
+        self._is_learners_turn = self._is_learner_here = True
         with self._timed("sleep"):
             await self._put_to_sleep()
         with self._timed("onload"):
@@ -141,9 +145,16 @@ class SharedDevices(OwnDevices):
         return seconds
 
     async def sync(self, version: int) -> SyncReport:
-        """As the coordinator's; it ends the learner's turn."""
-        report = await super().sync(version)
-        self._engines_have_it.release()
+        """As the coordinator's; it ends the learner's turn. One that fails leaves the devices to engines that are
+        started again, but not to the learner: `sync` must be tried again first."""
+        if not self._is_learners_turn:
+            await self._engines_have_it.acquire()
+        try:
+            report = await super().sync(version)
+        finally:
+            self._is_learners_turn = False
+            self._engines_have_it.release()
+        self._have_version.set()
         return report
 
     @asynccontextmanager
@@ -162,7 +173,11 @@ class SharedDevices(OwnDevices):
         names = [name for name, state in members.items() if state == "live"]
         for name in members.keys() - set(names):
             self._kill(self._engines[name])
-        calls = (answer(self._engines[name].sleep.remote(), timeout_s=self._sleep_timeout_s) for name in names)
+        do = "raise weight_sync.timeout_s if it was on its way"
+        calls = (
+            answer(self._engines[name].sleep.remote(), timeout_s=self._sleep_timeout_s, who=name, call="sleep", do=do)
+            for name in names
+        )
         failures = {
             name: result
             for name, result in zip(names, await asyncio.gather(*calls, return_exceptions=True), strict=True)
@@ -171,8 +186,6 @@ class SharedDevices(OwnDevices):
         for name, error in failures.items():
             log.warning("%s did not fall asleep and is ended: %s", name, one_line(first_cause(error)))
             self._kill(self._engines[name])
-        if failures and len(failures) == len(names):
-            raise next(iter(failures.values()))
 
     @contextmanager
     def _timed(self, what: str) -> Iterator[None]:

@@ -1,29 +1,33 @@
-"""Held-out evaluation: on one replica, of exactly one policy version, beside training.
+"""Held-out evaluation of exactly one policy version, beside training or while the learner waits.
 
-While it lasts, the replica is leased. With other replicas that are live, commits pass it by and no new training request
+Beside training it leases one replica. With other replicas that are live, commits pass it by and no new training request
 goes to it: it would sample with weights that are older than its group may have. What it has it finishes, and when the
 evaluation ends it takes the newest weights and is back. The only replica does both: training goes on there, with the
 commits waiting, and so with the staleness bound as the limit of how long.
+
+While the learner waits no commit comes, so all live replicas of the newest version share the prompts.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rollout.engine.router import NoReplica
 from rollout.types import Prompt, SamplingParams, Trajectory
+from trainer.config.errors import first_cause, one_line
 from trainer.pipeline.state import Evaluation
 
 if TYPE_CHECKING:
-    import asyncio
     from collections.abc import AsyncIterator
 
     from trainer.config.schema import RunConfig
@@ -33,14 +37,43 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Freeze = Callable[[str], AbstractAsyncContextManager[Any]]
-"""Keeps a replica at its version while the block runs, and yields that version."""
-Generate = Callable[[Sequence[Prompt], SamplingParams, str], Any]
-"""(prompts, sampling, replica) -> awaitable of one trajectory per prompt, in order."""
+Freeze = Callable[[Sequence[str]], AbstractAsyncContextManager[Mapping[str, int | None]]]
+"""Keeps replicas at their versions while the block runs, and yields these by name."""
+Generate = Callable[[Sequence[Prompt], SamplingParams, str, Sequence[int]], Awaitable[list[Trajectory]]]
+"""(prompts, sampling, replica, places of the prompts in the evaluation) -> one trajectory per prompt, in order."""
+
+
+class EvaluationFailed(Exception):
+    """There is no number, and why. Training does not need one."""
+
+    def __init__(self, reason: str, *, version: int | None, time_s: float) -> None:
+        """`version` is None if it did not come as far as to have one."""
+        super().__init__(reason)
+        self.version, self.time_s = version, time_s
+
+
+class _Unscored(Exception):
+    """Some answers ran out of time or have no reward: what is left of them is not a sample of all."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Running:
+    """One evaluation that is under way."""
+
+    entered: asyncio.Event
+    is_shared: bool
+    give_up: float
+    """On the event loop's clock."""
+    why: str
+    """What to say then."""
+    replicas: Sequence[str] = ()
+    version: int | None = None
+    lost: set[str] = field(default_factory=set)
+    limit: asyncio.Timeout | None = None
 
 
 class Evaluator:
-    """Decides when an evaluation is due, and evaluates on a live replica that no other evaluation has."""
+    """Decides when an evaluation is due, and evaluates on live replicas."""
 
     def __init__(
         self,
@@ -49,16 +82,23 @@ class Evaluator:
         *,
         freeze: Freeze,
         generate: Generate,
-        replicas: Callable[[], Sequence[str]],
+        members: Callable[[], Mapping[str, str]],
+        first_version: int = 0,
     ) -> None:
+        """
+        Args:
+            members: replica -> "live", or how it was lost.
+            first_version: the one that this process begins with; periods are counted from there.
+        """
         self._cfg = cfg.trainer
         self._prompts = [prompt for prompt in prompts for _ in range(cfg.trainer.eval_samples)]
         self._params = SamplingParams(
             max_tokens=cfg.rollout.max_response_tokens, temperature=cfg.trainer.eval_temperature
         )
-        self._freeze, self._generate, self._replicas = freeze, generate, replicas
-        self._last_version = -1
-        self._in_use: set[str] = set()
+        self._freeze, self._generate, self._members = freeze, generate, members
+        self._first_version, self._last_version = first_version, -1
+        self._running: set[_Running] = set()
+        self._idle_since = -math.inf
 
     def is_due(self, version: int) -> bool:
         """Whether a periodic evaluation falls between the last evaluated version and this one.
@@ -66,76 +106,165 @@ class Evaluator:
         Not while one is running: the next live version after it has its turn.
         """
         every = self._cfg.eval_every
-        if not self._prompts or not every or version <= self._last_version or self._in_use:
+        if not self._prompts or not every or version <= self._last_version or self._running:
             return False
-        return version // every > max(self._last_version, 0) // every
+        return version // every > max(self._last_version, self._first_version) // every
 
     @property
     def is_possible(self) -> bool:
         return bool(self._prompts)
 
     @property
+    def idle_s(self) -> float:
+        """For how long none has been running, in seconds; 0 while one runs."""
+        return 0.0 if self._running else asyncio.get_running_loop().time() - self._idle_since
+
+    @property
     def last_version(self) -> int:
         """-1 before the first evaluation."""
         return self._last_version
 
-    async def run(self, entered: asyncio.Event) -> Evaluation:
+    async def run(self, entered: asyncio.Event, *, is_shared: bool = False) -> Evaluation:
         """Evaluate the version that the replica has. Sets `entered` once no commit can change it any more.
 
-        One whose replica dies begins again on another, with the version that is live there.
+        One whose replica dies begins again on others, with the version that is live there.
 
-        Consumes: the held-out prompts. Waits for: the replica's commit lock and its answers. Unblocked by: the
-        request deadline of the rollout worker.
+        Consumes: the held-out prompts. Waits for: the replicas' commit locks, and their answers. Unblocked by:
+        `trainer.eval_timeout_s`, or `hurry`.
+
+        Args:
+            is_shared: no version is published meanwhile, so all live replicas take part.
 
         Raises:
-            NoReplica: no live replica is left to evaluate on.
+            EvaluationFailed: not every answer could be scored.
         """
-        started = time.monotonic()
-        lost: set[str] = set()
+        started, limit_s = time.monotonic(), self._cfg.eval_timeout_s
+        one = _Running(
+            entered=entered,
+            is_shared=is_shared,
+            give_up=asyncio.get_running_loop().time() + limit_s,
+            why=f"it took longer than trainer.eval_timeout_s={limit_s:g} for {len(self._prompts)} answers; raise it, "
+            "or ask for less (task.eval_size, trainer.eval_samples)",
+        )
+        self._running.add(one)
         try:
-            while True:
-                replica = self._choose(lost)
-                try:
-                    trajectories, version = await self._on(replica, entered)
-                    break
-                except NoReplica as error:
-                    lost.add(replica)
-                    if lost.issuperset(self._replicas()):
-                        raise
-                    log.warning("the evaluation begins again on another replica: %s", error)
+            trajectories, version = await self._answers(one)
+            check_one_version(trajectories, version)
+            check_all_scored(trajectories)
+            return summarise(trajectories, self._cfg, version=version, time_s=time.monotonic() - started)
+        except Exception as error:  # the edge of one evaluation, which training does not need
+            reason = str(error) if isinstance(error, _Unscored) else one_line(first_cause(error))
+            raise EvaluationFailed(reason, version=one.version, time_s=time.monotonic() - started) from error
         finally:
+            self._running.discard(one)
+            self._idle_since = asyncio.get_running_loop().time()
             entered.set()  # whoever waits for it must not outlive a failure
-        check_one_version(trajectories, version)
-        return summarise(trajectories, self._cfg, version=version, time_s=time.monotonic() - started)
 
-    def _choose(self, lost: set[str]) -> str:
-        """A live replica that is not lost; of these, if possible, one that no other evaluation has."""
-        live = [name for name in self._replicas() if name not in lost]
-        return next((name for name in live if name not in self._in_use), live[0])
+    def hurry(self, seconds: float, why: str) -> None:
+        """Give what is running at most so many seconds more; `why` is what it says if that is not enough."""
+        give_up = asyncio.get_running_loop().time() + seconds
+        for one in self._running:
+            if give_up < one.give_up:
+                one.give_up, one.why = give_up, why
+                if one.limit is not None:
+                    one.limit.reschedule(give_up)
 
-    async def _on(self, replica: str, entered: asyncio.Event) -> tuple[list[Trajectory], int]:
-        """All answers of one replica, and the version that gave them."""
-        self._in_use.add(replica)
+    async def _answers(self, one: _Running) -> tuple[list[Trajectory], int]:
+        """All answers in order, and the version that gave them."""
+        while True:
+            one.replicas = self._choose(one)
+            try:
+                return await self._on_replicas(one)
+            except NoReplica as error:
+                if not self._live(one):
+                    raise
+                log.warning("the evaluation begins again on another replica: %s", error)
+
+    def _live(self, one: _Running) -> list[str]:
+        return [name for name, state in self._members().items() if state == "live" and name not in one.lost]
+
+    def _choose(self, one: _Running) -> list[str]:
+        """All live replicas, or one of them, if possible one that no other evaluation has.
+
+        Raises:
+            NoReplica: none is live.
+        """
+        live = self._live(one)
+        if not live:
+            raise NoReplica(f"no live replica is left to evaluate on: {dict(self._members())}")
+        if one.is_shared:
+            return live
+        in_use = {name for other in self._running if other is not one for name in other.replicas}
+        return [next((name for name in live if name not in in_use), live[0])]
+
+    async def _on_replicas(self, one: _Running) -> tuple[list[Trajectory], int]:
+        async with self._freeze(one.replicas) as versions:
+            version = one.version = self._last_version = max(v for v in versions.values() if v is not None)
+            one.entered.set()
+            names = [name for name in one.replicas if versions[name] == version]  # a sync may have passed one by
+            shares = zip(names, deal(len(self._prompts), self._cfg.eval_samples, len(names)), strict=True)
+            return await self._in_time(one, {name: numbers for name, numbers in shares if numbers}), version
+
+    async def _in_time(self, one: _Running, shares: Mapping[str, Sequence[int]]) -> list[Trajectory]:
+        """Its timeout leaves the freeze as an error and not as a cancellation, so that the replica catches up."""
+        one.limit = asyncio.timeout_at(one.give_up)
         try:
-            async with self._freeze(replica) as version:
-                self._last_version = version
-                entered.set()
-                return await self._generate(self._prompts, self._params, replica), version
+            async with one.limit:
+                return await self._gather(one, shares)
+        except TimeoutError as error:
+            if one.limit.expired():
+                raise _Unscored(one.why) from error
+            raise
         finally:
-            self._in_use.discard(replica)
+            one.limit = None
+
+    async def _gather(self, one: _Running, shares: Mapping[str, Sequence[int]]) -> list[Trajectory]:
+        """The answers of all replicas, put in order. The first that fails ends the others."""
+        tasks = [asyncio.create_task(self._ask(one, name, numbers)) for name, numbers in shares.items()]
+        try:
+            answers = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        by_number = {
+            number: answer
+            for numbers, share in zip(shares.values(), answers, strict=True)
+            for number, answer in zip(numbers, share, strict=True)
+        }
+        return [by_number[number] for number in range(len(self._prompts))]
+
+    async def _ask(self, one: _Running, replica: str, numbers: Sequence[int]) -> list[Trajectory]:
+        try:
+            return await self._generate([self._prompts[n] for n in numbers], self._params, replica, numbers)
+        except NoReplica:
+            one.lost.add(replica)
+            raise
+
+
+def deal(num_answers: int, num_samples: int, num_replicas: int) -> list[list[int]]:
+    """Numbers of the answers that each replica gives: the prompts in turn, all `num_samples` answers to one together,
+    since they share what the prompt costs."""
+    return [
+        [number for number in range(num_answers) if number // num_samples % num_replicas == replica]
+        for replica in range(num_replicas)
+    ]
 
 
 @contextlib.asynccontextmanager
-async def leased(name: str, *, coordinator: SyncCoordinator, workers: WorkerPool) -> AsyncIterator[int | None]:
-    """Keep a replica at its version for an evaluation, as the module says. Yields that version."""
-    if sum(state == "live" for state in coordinator.members.values()) == 1:
-        async with coordinator.freeze(name) as version:
-            yield version
+async def leased(
+    names: Sequence[str], *, coordinator: SyncCoordinator, workers: WorkerPool
+) -> AsyncIterator[Mapping[str, int | None]]:
+    """Keep replicas at their versions for an evaluation, as the module says. Yields these versions."""
+    if len(names) > 1 or sum(state == "live" for state in coordinator.members.values()) == 1:
+        async with contextlib.AsyncExitStack() as stack:
+            yield {name: await stack.enter_async_context(coordinator.freeze(name)) for name in names}
         return
+    (name,) = names
     await workers.rest(name)
     try:
         async with coordinator.lease(name) as version:
-            yield version
+            yield {name: version}
     finally:
         # One that did not catch up stays out; whoever restarts it lets it in again.
         if coordinator.members.get(name) == "live":
@@ -149,13 +278,22 @@ def check_one_version(trajectories: Sequence[Trajectory], version: int) -> None:
         raise RuntimeError(f"evaluation of version {version} holds tokens of versions {sorted(seen)}; freeze is broken")
 
 
+def check_all_scored(trajectories: Sequence[Trajectory]) -> None:
+    """Raises _Unscored if an answer has no reward. The mean of the others would favour what is easy to answer."""
+    failed = [trajectory for trajectory in trajectories if trajectory.status == "failed"]
+    if failed:
+        raise _Unscored(
+            f"{len(failed)} of {len(trajectories)} answers have no reward; the first, to prompt {failed[0].prompt_id}: "
+            f"{failed[0].error}"
+        )
+
+
 def summarise(trajectories: Sequence[Trajectory], cfg: TrainerConfig, *, version: int, time_s: float) -> Evaluation:
-    """Means over all answers; those to one prompt are `cfg.eval_samples` in a row. A failed answer counts as reward 0;
-    a truncated one as it was rewarded."""
+    """Means over all answers; those to one prompt are `cfg.eval_samples` in a row. A truncated one counts as it was
+    rewarded."""
     samples = cfg.eval_samples
-    rewards = np.array([0.0 if t.status == "failed" else t.total_reward for t in trajectories], np.float64)
+    rewards = np.array([t.total_reward for t in trajectories], np.float64)
     passed_PS = (rewards >= cfg.eval_pass_reward).reshape(-1, samples)  # P prompts, S samples
-    passed_PS &= np.array([t.status != "failed" for t in trajectories]).reshape(-1, samples)
     k = samples if cfg.eval_pass_k is None else cfg.eval_pass_k
     num_passed_P = passed_PS.sum(axis=1)
     return Evaluation(
@@ -166,7 +304,6 @@ def summarise(trajectories: Sequence[Trajectory], cfg: TrainerConfig, *, version
         pass_at={k: float(np.mean([pass_at_k(samples, int(c), k) for c in num_passed_P])) for k in sorted({1, k})},
         tokens_mean=float(np.mean([t.num_generated_tokens for t in trajectories])),
         truncated_frac=float(np.mean([t.status == "truncated" for t in trajectories])),
-        failed_frac=float(np.mean([t.status == "failed" for t in trajectories])),
         time_s=time_s,
     )
 

@@ -16,8 +16,12 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from rollout.errors import NoProgress
 from rollout.types import Group
+from trainer.algorithms.group_filter import own_group_filter
+from trainer.config.errors import first_cause, one_line
 from trainer.data.batcher import BatchLimits, BuiltBatch, build_train_batch
+from trainer.pipeline.evaluation_runs import evaluate_if_beside, evaluate_if_blocking, evaluate_now, with_evaluation
 from trainer.pipeline.flow import GroupFlow
 from trainer.pipeline.records import StepRecorder, StepTimes, buffer_record, sync_record
 
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
     from rollout.buffer.items import WorkItem
     from rollout.buffer.work_buffer import WorkBuffer
     from rollout.prompts.source import PromptSource
+    from trainer.algorithms.group_filter import OwnFilter
     from trainer.config.schema import RunConfig
     from trainer.learner.worker import LearnerGroup
     from trainer.pipeline.device_turns import OwnDevices
@@ -44,6 +49,7 @@ log = logging.getLogger(__name__)
 Ready = tuple[list[Group], BuiltBatch]
 MIN_USABLE = 2
 """A group with fewer judged answers has nothing to compare."""
+CLOCK_S = 1e-3
 
 
 class StalenessBroken(RuntimeError):
@@ -72,6 +78,8 @@ class Parts:
     batches: asyncio.Queue[Ready] = field(default_factory=lambda: asyncio.Queue(maxsize=1))
     recorder: StepRecorder = field(default_factory=StepRecorder)
     flow: GroupFlow = field(default_factory=GroupFlow)
+    evaluations: set[asyncio.Task[None]] = field(default_factory=set)
+    """Those that run beside training."""
 
 
 async def prompt_loop(parts: Parts) -> None:
@@ -80,7 +88,7 @@ async def prompt_loop(parts: Parts) -> None:
         await parts.buffer.wait_for_slot()
         item = parts.buffer.readmit()
         if item is None:
-            item = parts.buffer.admit(parts.source.next())
+            item = parts.buffer.admit(parts.source.next(parts.state.live_version))
         parts.flow.admitted(item.group_id)
 
 
@@ -89,28 +97,28 @@ async def rollout_loop(parts: Parts) -> None:
 
     Groups run side by side; their number is bounded by the buffer's slots.
     """
+    own = own_group_filter(parts.cfg.algorithm)
     async with asyncio.TaskGroup() as groups:
         while True:
             item = await parts.buffer.claim()
             parts.state.mark_dispatched()
-            groups.create_task(_roll_out(parts, item), name=f"group {item.group_id}")
+            groups.create_task(_roll_out(parts, item, own), name=f"group {item.group_id}")
 
 
-async def _roll_out(parts: Parts, item: WorkItem) -> None:
+async def _roll_out(parts: Parts, item: WorkItem, own: OwnFilter | None) -> None:
     started_at = time.time()
     parts.flow.claimed(item.group_id)
     try:
         group = await parts.workers.run_group(item)
     except Exception as error:  # noqa: BLE001 - the edge of one group: its failure is counted and retried, not the run's
-        outcome = parts.buffer.fail(item.group_id, error)
-        parts.flow.failed(item.group_id, outcome)
-        log.warning("group %d (%s) failed and was %s: %s", item.group_id, item.prompt.prompt_id, outcome, error)
+        await _give_back(parts, item, error)
         return
     parts.telemetry.tracer.add_span(
         "groups", f"group {item.group_id}", start_s=started_at, end_s=time.time(), overlapping=True
     )
     parts.recorder.count_generated(group)
-    reason = filter_reason(group, filter_zero_variance=parts.cfg.algorithm.filter_zero_variance)
+    parts.source.observe(group)
+    reason = filter_reason(group, filter_zero_variance=parts.cfg.algorithm.filter_zero_variance, own=own)
     await parts.telemetry.record_group(group, "filtered" if reason else "ready", reason)
     if reason:
         parts.flow.filtered(group)
@@ -120,14 +128,31 @@ async def _roll_out(parts: Parts, item: WorkItem) -> None:
         parts.buffer.finish(group)
 
 
-def filter_reason(group: Group, *, filter_zero_variance: bool) -> str:
+async def _give_back(parts: Parts, item: WorkItem, error: Exception) -> None:
+    """An attempt raised: its group is tried again or dropped, and written down with the reason.
+
+    Raises:
+        NoProgress: it was one too many.
+    """
+    reason = one_line(first_cause(error))
+    try:
+        outcome = parts.buffer.fail(item.group_id, error)
+    except NoProgress:
+        await parts.telemetry.record_failure(item, "dropped", reason)
+        raise
+    parts.flow.failed(item.group_id, outcome)
+    log.warning("group %d (%s) failed and was %s: %s", item.group_id, item.prompt.prompt_id, outcome, reason)
+    await parts.telemetry.record_failure(item, outcome, reason)
+
+
+def filter_reason(group: Group, *, filter_zero_variance: bool, own: OwnFilter | None = None) -> str:
     """Why a finished group is replaced before it costs a training slot; empty if it is to be trained."""
     num_judged = sum(t.status != "failed" for t in group.trajectories)
     if num_judged < min(MIN_USABLE, len(group.trajectories)):
         return "rewards_failed"
     if filter_zero_variance and group.has_equal_rewards:
         return "zero_variance"
-    return ""
+    return "" if own is None else own(group)
 
 
 async def batch_loop(parts: Parts) -> None:
@@ -181,13 +206,17 @@ async def _next_batch(parts: Parts) -> Ready | None:
     """The next batch, or None once the run is asked to stop. Fails when nothing comes for too long."""
     get = asyncio.create_task(parts.batches.get())
     stop = asyncio.create_task(parts.state.stop_requested.wait())
-    limit_s = parts.cfg.trainer.stall_timeout_s
+    limit_s, now = parts.cfg.trainer.stall_timeout_s, asyncio.get_running_loop().time
+    began = now()
     try:
-        await asyncio.wait({get, stop}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-        if get.done():
-            return get.result()
-        if stop.done():
-            return None
+        # An evaluation keeps weights from its engine, and groups may have to wait for these; it has its own deadline.
+        # A timer may be early by the resolution of its clock.
+        while (left_s := limit_s - min(now() - began, parts.evaluator.idle_s)) > CLOCK_S:
+            await asyncio.wait({get, stop}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            if get.done():
+                return get.result()
+            if stop.done():
+                return None
         raise Stalled(
             f"no batch for step {parts.state.step} within trainer.stall_timeout_s={limit_s:g}: "
             f"{parts.buffer.waiting_for or 'the buffer waits for nothing'}; {parts.buffer.stats()}"
@@ -244,43 +273,36 @@ def _surroundings(parts: Parts, groups: Sequence[Group]) -> dict[str, object]:
     if telemetry.recorder is not None:
         record["telemetry/trajectory_errors"] = telemetry.recorder.num_errors
     report = parts.pump.last_report
+    record |= {f"data/{name}": value for name, value in parts.source.record(groups).items()}
     record |= parts.workers.load_record | parts.devices.record()
     return record | sync_record(report, version_lag=parts.state.step - report.version + report.version_lag)
 
 
-def with_evaluation(parts: Parts, record: dict[str, object]) -> dict[str, object]:
-    """The record with the newest evaluation that ended since the last line, if any."""
-    ended, parts.state.unreported[:] = list(parts.state.unreported), []
-    return {**record, **ended[-1].record()} if ended else record
-
-
 async def finish(parts: Parts, record: dict[str, object] | None) -> None:
-    """After the last step: the last version goes live, is evaluated and saved. `record` is the last line, unwritten."""
-    evaluator, interrupted = parts.evaluator, parts.state.stop_reason == "interrupted"
+    """After the last step: it is saved, goes live, is evaluated and exported. `record` is the last line, unwritten.
+
+    Waits for: the last sync, and each evaluation. Unblocked by: their deadlines; an interrupt shortens those of the
+    evaluations to `trainer.shutdown_timeout_s`.
+    """
+    evaluator, step, interrupt = parts.evaluator, parts.state.step, parts.state.stop_requested
     try:
+        await parts.checkpointer.at_end(step, is_interrupted=interrupt.is_set())
         with parts.telemetry.progress.phase("bringing the last weights to the engines"):
             await parts.pump.drained()
-        is_new = evaluator.last_version < parts.state.step
-        if evaluator.is_possible and parts.cfg.trainer.eval_at_end and is_new and not interrupted:
-            with parts.telemetry.progress.phase(f"evaluating version {parts.state.step}"):
-                await evaluate_now(parts)
+        if parts.evaluations:
+            with parts.telemetry.progress.phase("waiting for the evaluation beside training"):
+                await asyncio.wait(parts.evaluations)
+        wants_one = evaluator.is_possible and parts.cfg.trainer.eval_at_end and evaluator.last_version < step
+        if wants_one and not interrupt.is_set():
+            with parts.telemetry.progress.phase(f"evaluating version {step}"):
+                await evaluate_now(parts, is_shared=True)
     finally:
         if record is not None:
             await parts.telemetry.write_step(with_evaluation(parts, record))
-    await parts.devices.to_learner()  # an export gathers whole parameters on the device
-    await parts.checkpointer.at_end(parts.state.step, wants_export=not interrupted)
-
-
-async def evaluate_now(parts: Parts, entered: asyncio.Event | None = None) -> None:
-    """One evaluation, from beginning to end; its result goes into the state."""
-    with parts.telemetry.tracer.span("evaluation", "evaluate", overlapping=True):
-        evaluation = await parts.evaluator.run(asyncio.Event() if entered is None else entered)
-    parts.state.add_evaluation(evaluation)
-    log.info("version %d: held-out accuracy %.3f", evaluation.version, evaluation.accuracy)
-    parts.telemetry.progress.update(accuracy=evaluation.accuracy, accuracy_version=evaluation.version)
-    target = parts.cfg.trainer.stop_at_accuracy
-    if target is not None and evaluation.accuracy >= target:
-        parts.state.stop("accuracy_reached")
+    if not interrupt.is_set():
+        await parts.devices.to_learner()  # an export gathers whole parameters on the device
+        await parts.checkpointer.export()
+    await parts.checkpointer.at_end(step, is_interrupted=interrupt.is_set())  # it may have come meanwhile
 
 
 async def on_live(parts: Parts, supervisor: Supervisor, report: SyncReport) -> None:
@@ -288,32 +310,4 @@ async def on_live(parts: Parts, supervisor: Supervisor, report: SyncReport) -> N
     version = report.version
     parts.state.live_version = version
     parts.buffer.release(version - 1, version=version)
-    trainer = parts.cfg.trainer
-    if parts.evaluator.is_due(version) and version < trainer.total_steps and not trainer.eval_blocking:
-        await begin_evaluation(parts, supervisor)
-
-
-async def evaluate_if_blocking(parts: Parts) -> None:
-    """With `trainer.eval_blocking`: a due evaluation of exactly this step's version, while the learner waits."""
-    if parts.cfg.trainer.eval_blocking and parts.evaluator.is_due(parts.state.step):
-        await parts.pump.drained()
-        await evaluate_now(parts)
-
-
-async def evaluate_at_start(parts: Parts, supervisor: Supervisor) -> None:
-    """The version that the run begins with, if that is asked for: beside training, or before it."""
-    trainer = parts.cfg.trainer
-    if not (parts.evaluator.is_possible and trainer.eval_at_start):
-        return
-    if trainer.eval_blocking:
-        await evaluate_now(parts)
-    else:
-        await begin_evaluation(parts, supervisor)
-
-
-async def begin_evaluation(parts: Parts, supervisor: Supervisor) -> None:
-    """Evaluate beside training. Returns once no commit can change the version any more, so that it is the one that
-    is live now."""
-    entered = asyncio.Event()
-    supervisor.spawn(evaluate_now(parts, entered), name="evaluation", may_end=True)
-    await entered.wait()
+    await evaluate_if_beside(parts, supervisor, version)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from rollout.agent.loading import make_loop
 from rollout.errors import PluginError
+from trainer.algorithms.group_filter import own_group_filter
 from trainer.config.errors import ConfigurationError, Problem
 from trainer.config.estimators import traits_of
 from trainer.config.own_function import is_own, load_own
@@ -51,13 +52,12 @@ def preflight(cfg: RunConfig) -> Checked:
         check_fits(cfg, placement, backend=backend.name, num_devices=num_devices, where="this host")
     resumed = find_resume(cfg, Path(cfg.run_dir) / "checkpoints" if cfg.run_dir else None)
     inputs = load_inputs(cfg)
-    if resumed is not None:
-        make_source(cfg, inputs, resumed)  # raises if the data set is not the one that the checkpoint was made with
+    make_source(cfg, inputs, resumed)  # raises if the data does not go with its selection, or with the checkpoint
     return Checked(backend=backend, placement=placement, inputs=inputs, resumed=resumed)
 
 
 def check_own_functions(cfg: RunConfig) -> None:
-    """Import the estimator and the loss that are given by dotted path, and check what the estimator needs.
+    """Import what is given by dotted path (estimator, loss, group filter), and check what the estimator needs.
 
     Raises:
         ConfigurationError: one does not import, is no function, does not take its numbers, or does not go together
@@ -66,6 +66,7 @@ def check_own_functions(cfg: RunConfig) -> None:
     algorithm = cfg.algorithm
     if is_own(algorithm.loss):
         load_own(algorithm.loss, key="algorithm.loss", args=algorithm.loss_args)
+    own_group_filter(algorithm)
     if is_own(algorithm.advantage):
         problems = list(estimator_problems(cfg, traits_of(algorithm)))
         if problems:

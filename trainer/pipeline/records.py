@@ -1,9 +1,9 @@
-"""The line of metrics.jsonl that one optimizer step leaves behind. Pure bookkeeping."""
+"""The lines that an optimizer step and an evaluation leave behind. Pure bookkeeping."""
 
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rollout.buffer.stats import BufferStats
     from rollout.types import Group
     from trainer.learner.result import StepResult
+    from trainer.pipeline.state import Evaluation
     from weight_sync.types import SyncReport
 
 LENGTH_WINDOW_GROUPS = 256
@@ -84,12 +85,11 @@ class StepRecorder:
 def token_ages(groups: Sequence[Group], *, step: int, max_staleness: int) -> dict[str, object]:
     """How old the trained tokens are: fractions at every age from 0 to S (each age that occurs beyond it would be a
     bug, and is shown), median and 90th percentile. Nothing without tokens."""
-    tokens = np.zeros(max_staleness + 1, np.int64)
+    by_age = Counter(dict.fromkeys(range(max_staleness + 1), 0))
     for trajectory in (t for group in groups for t in group.trajectories):
         for segment in (s for turn in trajectory.turns for s in turn.segments):
-            age = step - segment.version
-            tokens = np.pad(tokens, (0, max(0, age + 1 - len(tokens))))
-            tokens[age] += segment.num_tokens
+            by_age[step - segment.version] += segment.num_tokens
+    tokens = np.array([by_age[age] for age in range(max(by_age) + 1)], np.int64)
     total = int(tokens.sum())
     if total == 0:
         return {}
@@ -125,6 +125,27 @@ def sync_record(report: SyncReport, *, version_lag: int) -> dict[str, object]:
         "sync/version_lag": version_lag,
         **{f"sync/counter/{name}": count for name, count in report.counters.items()},
     }
+
+
+def evaluation_line(evaluation: Evaluation, *, step: int, time_s: float) -> dict[str, object]:
+    """A line of evaluations.jsonl: an evaluation that ended after `step` optimizer steps, `time_s` into the run."""
+    return {
+        "version": evaluation.version,
+        "step": step,
+        "time_s": time_s,
+        "accuracy": evaluation.accuracy,
+        "pass_at": {str(k): value for k, value in evaluation.pass_at.items()},
+        "num_prompts": evaluation.num_prompts,
+        "num_samples": evaluation.num_samples,
+        "tokens_mean": evaluation.tokens_mean,
+        "truncated_frac": evaluation.truncated_frac,
+        "seconds": evaluation.time_s,
+    }
+
+
+def failed_evaluation_line(reason: str, *, version: int, step: int, time_s: float, seconds: float) -> dict[str, object]:
+    """As `evaluation_line`, of one that gave no number."""
+    return {"version": version, "step": step, "time_s": time_s, "failed": reason, "seconds": seconds}
 
 
 def buffer_record(stats: BufferStats) -> dict[str, object]:

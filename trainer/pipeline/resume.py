@@ -61,6 +61,16 @@ def find_resume(cfg: RunConfig, directory: Path | None) -> Resumed | None:
     return resumed
 
 
+def go_on_from(resumed: Resumed, directory: Path) -> None:
+    """Make the checkpoint the one that `directory`, the `checkpoints` of the run directory, goes on from. Call it once
+    that directory is ours, before anything is written to it."""
+    log.info("going on from %s", resumed.path)
+    left = checkpoint.abandon(directory, going_on_from=resumed.path)
+    if left:
+        names = ", ".join(path.name for path in left)
+        log.warning("not on the way to it, and moved to %s: %s", directory / checkpoint.ABANDONED, names)
+
+
 def _refused(cfg: RunConfig, allowed: str, do: str) -> ConfigurationError:
     return ConfigurationError([Problem(key="checkpoint.resume", got=cfg.checkpoint.resume, allowed=allowed, do=do)])
 
@@ -140,12 +150,16 @@ class Checkpointer:
         if every and step % every == 0:
             await self._save(step)
 
-    async def at_end(self, step: int, *, wants_export: bool) -> None:
-        """The last checkpoint, and the model as others load it."""
-        if self._cfg.checkpoint.save_at_end and self._saved_step != step:
+    async def at_end(self, step: int, *, is_interrupted: bool) -> None:
+        """The last checkpoint, unless it is there. An interrupted run has one whatever `checkpoint.save_at_end` says:
+        nobody has chosen this step to be its last."""
+        if (self._cfg.checkpoint.save_at_end or is_interrupted) and self._saved_step != step:
             with self._telemetry.progress.phase(f"saving checkpoint step_{step}"):
                 await self._save(step)
-        if self._cfg.checkpoint.export_hf and wants_export:
+
+    async def export(self) -> None:
+        """The model as others load it, if that is asked for."""
+        if self._cfg.checkpoint.export_hf:
             with self._telemetry.progress.phase("exporting the policy"):
                 await self._learner.export_hf(self._telemetry.run_dir.export)
 

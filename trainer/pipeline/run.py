@@ -17,16 +17,19 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from rollout.collector import rare_collections
-from trainer.config.errors import first_cause, note_log, one_line
+from rollout.errors import DataError
+from trainer.config.errors import ConfigurationError, first_cause, note_log, one_line
 from trainer.config.objective import describe_critic, describe_objective, describe_rollout
+from trainer.learner.errors import CheckpointError, ModelError
 from trainer.pipeline import compose, loops, telemetry
 from trainer.pipeline.cluster import Cluster
 from trainer.pipeline.evaluate import Evaluator, leased
+from trainer.pipeline.evaluation_runs import evaluate_at_start
 from trainer.pipeline.inputs import ensure_model
 from trainer.pipeline.keeper import EngineKeeper
 from trainer.pipeline.placement import RESTARTED
 from trainer.pipeline.preflight import Checked, preflight
-from trainer.pipeline.resume import Checkpointer
+from trainer.pipeline.resume import Checkpointer, go_on_from
 from trainer.pipeline.state import RunState
 from trainer.pipeline.supervise import Supervisor
 from trainer.pipeline.sync_pump import SyncPump
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
 
     from trainer.config.schema import RunConfig
     from trainer.pipeline.device_turns import OwnDevices
+    from trainer.pipeline.sync_pump import AwaitEngine
     from trainer.pipeline.telemetry import Telemetry
     from trainer.telemetry.run_dir import RunDir
     from weight_sync.coordinator import SyncCoordinator
@@ -46,6 +50,8 @@ log = logging.getLogger(__name__)
 
 EXIT_CODES: dict[ExitReason, int] = {"completed": 0, "accuracy_reached": 0, "failed": 1, "interrupted": 130}
 
+START_ERRORS = (ConfigurationError, DataError, ModelError, CheckpointError)
+"""What they say is that a run cannot begin as it is configured (exit code 2)."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SAME_SIGNAL_S = 1.0
 """Signals closer together count as one: a terminal and a parent process may both pass the same Ctrl-C on."""
@@ -67,21 +73,25 @@ def run(cfg: RunConfig, *, started_at: float) -> int:
     if checked.resumed is not None:
         state.load_state_dict(checked.resumed.state["run"])
         resume_step = state.step
-    with (
-        telemetry.claimed_run_dir(cfg, console) as run_dir,
-        telemetry.opened(cfg, run_dir, console, resume_step=resume_step) as sinks,
-        _summary(cfg, state, run_dir),
-    ):
-        sinks.progress.note(f"run directory: {run_dir.path}")
-        sinks.progress.note(f"objective: {describe_objective(cfg.algorithm)}")
-        sinks.progress.note(f"rollout: {describe_rollout(cfg)}")
-        if cfg.algorithm.uses_critic:
-            sinks.progress.note(describe_critic(cfg.critic, policy_lr=cfg.learner.lr))
+    with telemetry.claimed_run_dir(cfg, console) as run_dir:
         if checked.resumed is not None:
-            log.info("going on from %s", checked.resumed.path)
-        asyncio.run(Driver(cfg, state, sinks, checked).run())
+            go_on_from(checked.resumed, run_dir.checkpoints)
+        with (
+            telemetry.opened(cfg, run_dir, console, resume_step=resume_step) as sinks,
+            _summary(cfg, state, run_dir),
+        ):
+            sinks.progress.note(f"run directory: {run_dir.path}")
+            sinks.progress.note(f"objective: {describe_objective(cfg.algorithm)}")
+            sinks.progress.note(f"rollout: {describe_rollout(cfg)}")
+            if cfg.algorithm.uses_critic:
+                sinks.progress.note(describe_critic(cfg.critic, policy_lr=cfg.learner.lr))
+            asyncio.run(Driver(cfg, state, sinks, checked).run())
     _say_goodbye(console, state, run_dir)
     return EXIT_CODES[_exit_reason(state)]
+
+
+class TrainingFailed(RuntimeError):
+    """Training had begun, so its cause is no fault of the configuration, whatever its type (exit code 1)."""
 
 
 class Driver:
@@ -166,18 +176,27 @@ class Driver:
         self, actors: compose.Actors, coordinator: SyncCoordinator, devices: OwnDevices, live: SyncReport
     ) -> None:
         async with Supervisor() as supervisor:
-            parts = self._parts(actors, coordinator, devices, supervisor=supervisor, live=live)
+
+            async def await_engine(error: Exception) -> None:
+                await keeper.wait(error)
+
+            parts = self._parts(
+                actors, coordinator, devices, supervisor=supervisor, live=live, await_engine=await_engine
+            )
+            keeper = self._keeper(actors, coordinator, parts)
             self._is_training = True
             try:
                 supervisor.spawn(parts.workers.watch_loads(), name="load_watch")
-                supervisor.spawn(self._keeper(actors, coordinator, parts).run(), name="engine_keeper")
-                await loops.evaluate_at_start(parts, supervisor)
+                supervisor.spawn(keeper.run(), name="engine_keeper")
+                await evaluate_at_start(parts, supervisor)
                 supervisor.spawn(loops.prompt_loop(parts), name="prompt_loop")
                 supervisor.spawn(loops.rollout_loop(parts), name="rollout_loop")
                 supervisor.spawn(loops.batch_loop(parts), name="batch_loop", may_end=True)
                 supervisor.spawn(parts.pump.run(), name="sync_loop")
                 await supervisor.until(loops.train_loop(parts))
                 self._state.stop("completed")
+            except START_ERRORS as error:
+                raise TrainingFailed(f"training failed after {self._state.step} steps") from error
             finally:
                 self._state.discarded_tokens = parts.buffer.stats().discarded_tokens
                 parts.buffer.close()
@@ -219,11 +238,12 @@ class Driver:
         *,
         supervisor: Supervisor,
         live: SyncReport,
+        await_engine: AwaitEngine,
     ) -> loops.Parts:
         cfg, state, sinks, resumed = self._cfg, self._state, self._telemetry, self._checked.resumed
         buffer = compose.make_buffer(cfg, resumed)
         source = compose.make_source(cfg, self._checked.inputs, resumed)
-        workers = compose.make_pool(cfg, self._checked.placement, actors)
+        workers = compose.make_pool(cfg, self._checked.placement, actors, await_engine)
 
         async def on_live(report: SyncReport) -> None:
             for name in coordinator.members:
@@ -241,13 +261,14 @@ class Driver:
             workers=workers,
             learner=actors.learner,
             devices=devices,
-            pump=SyncPump(devices, on_live=on_live, tracer=sinks.tracer, first=live),
+            pump=SyncPump(devices, on_live=on_live, tracer=sinks.tracer, first=live, await_engine=await_engine),
             evaluator=Evaluator(
                 cfg,
                 self._checked.inputs.evaluation,
                 freeze=partial(leased, coordinator=coordinator, workers=workers),
                 generate=workers.evaluate,
-                replicas=lambda: [name for name, member in coordinator.members.items() if member == "live"],
+                members=lambda: coordinator.members,
+                first_version=state.step,
             ),
             checkpointer=Checkpointer(cfg, sinks, learner=actors.learner, buffer=buffer, source=source, state=state),
         )

@@ -26,7 +26,6 @@ class Evaluation:
     """k -> estimated probability that one of k answers to a prompt passes, mean over prompts."""
     tokens_mean: float = 0.0
     truncated_frac: float
-    failed_frac: float = 0.0
     time_s: float
 
     def record(self) -> dict[str, float]:
@@ -34,7 +33,6 @@ class Evaluation:
             **{f"eval/pass_at/{k}": value for k, value in self.pass_at.items()},
             "eval/num_samples": self.num_samples,
             "eval/tokens_mean": self.tokens_mean,
-            "eval/failed_frac": self.failed_frac,
             "eval/accuracy": self.accuracy,
             "eval/version": self.version,
             "eval/num_prompts": self.num_prompts,
@@ -60,6 +58,7 @@ class RunState:
     last_evaluation: Evaluation | None = None
     unreported: list[Evaluation] = field(default_factory=list)
     """Evaluations that ended and wait for the next line of metrics."""
+    num_failed_evaluations: int = 0
     discarded_tokens: int = 0
     stop_reason: ExitReason | None = None
     """Why the run is to end after the step that runs now; None while it goes on."""
@@ -96,13 +95,16 @@ class RunState:
             "step": self.step,
             "first_accuracy": self.first_accuracy,
             "last_evaluation": None if last is None else {name: getattr(last, name) for name in Evaluation.__slots__},
+            "num_failed_evaluations": self.num_failed_evaluations,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step = self.live_version = self.resumed_from_step = int(state["step"])
         self.first_accuracy = state["first_accuracy"]
+        self.num_failed_evaluations = state.get("num_failed_evaluations", 0)
         last = state["last_evaluation"]
         if last is not None:  # JSON made text of the k
             pass_at = {int(k): value for k, value in last.get("pass_at", {}).items()}
-            last = Evaluation(**{**last, "pass_at": pass_at})
+            known = {name: last[name] for name in Evaluation.__slots__ if name in last}
+            last = Evaluation(**{**known, "pass_at": pass_at})
         self.last_evaluation = last

@@ -32,13 +32,14 @@ class Supervisor:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def spawn(self, coroutine: Coroutine[Any, Any, Any], *, name: str, may_end: bool = False) -> None:
+    def spawn(self, coroutine: Coroutine[Any, Any, Any], *, name: str, may_end: bool = False) -> asyncio.Task[Any]:
         """Start a task. Unless `may_end`, its end before that of the main task is an error."""
         task = asyncio.create_task(coroutine, name=name)
         self._tasks.add(task)
         if may_end:
             self._may_end.add(task)
         self._spawned.set()
+        return task
 
     async def until(self, main: Coroutine[Any, Any, None]) -> None:
         """Wait for `main`, and only as long as all goes well.

@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Protocol
 
-from weight_sync.errors import VersionUnavailable
+from weight_sync.errors import PublisherLost, VersionUnavailable, WeightSyncError
 from weight_sync.types import ReplicaTimes, SyncReport
 
 if TYPE_CHECKING:
@@ -26,21 +26,38 @@ class Coordinator(Protocol):
 
 
 OnLive = Callable[[SyncReport], Awaitable[None]]
+AwaitEngine = Callable[[Exception], Awaitable[None]]
+"""(why no engine took a version): returns when it may be tried again; raises that error if nothing has changed."""
+
+
+async def no_engine_returns(error: Exception) -> None:
+    """Where nobody starts engines again."""
+    raise error
 
 
 class SyncPump:
     """Publishing blocks the learner for the pack only; moving and committing happens in `run`.
 
     At most one version is on its way and at most one waits. A newer version replaces the one that waits: its steps
-    become live together with the newer one.
+    become live together with the newer one. Where no engine takes a version, it waits until one has been started again.
     """
 
-    def __init__(self, coordinator: Coordinator, *, on_live: OnLive, tracer: Tracer, first: SyncReport) -> None:
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        *,
+        on_live: OnLive,
+        tracer: Tracer,
+        first: SyncReport,
+        await_engine: AwaitEngine = no_engine_returns,
+    ) -> None:
         """`first` is the report of the version that is live already."""
         self._coordinator = coordinator
         self._on_live = on_live
+        self._await_engine = await_engine
         self._tracer = tracer
         self._waiting: int | None = None
+        self._is_packing = False
         self._published = self._live = first.version
         self._changed = asyncio.Condition()
         self.num_superseded = 0
@@ -63,37 +80,66 @@ class SyncPump:
             log.debug("version %d supersedes %d before it was moved", version, self._waiting)
             self._waiting = None
             self.num_superseded += 1
+        # Stays so if the pack fails: that ends the run, and `run` must not end it first with what followed from it.
+        self._is_packing = True
         with self._tracer.span("sync", f"pack v{version}"):
             seconds = await self._coordinator.publish(version)
         async with self._changed:
             self._waiting = self._published = version
+            self._is_packing = False
             self._changed.notify_all()
         return seconds
 
     async def run(self) -> None:
-        """Consumes: the newest published version. Waits for: `publish`, then the engines. Unblocked by: cancellation,
-        or the deadline of the sync."""
+        """Consumes: the newest published version. Waits for: `publish`, then the engines; without any, for one that is
+        started again. Unblocked by: cancellation, or the deadlines of sync and restart.
+
+        Raises:
+            PublisherLost: a learner is gone; no engine can help.
+            WeightSyncError, TimeoutError: no engine took a version, and none comes back.
+        """
         while True:
             async with self._changed:
                 await self._changed.wait_for(lambda: self._waiting is not None)
                 version, self._waiting = self._waiting, None
             assert version is not None
-            started_at = time.time()
-            try:
-                report = await self._coordinator.sync(version)
-            except VersionUnavailable as error:
-                if self._waiting is None:
-                    raise
-                # It waited too long for its turn; the one that took its place goes live for both.
-                log.info("version %d was superseded on its way: %s", version, error)
+            report = await self._bring(version)
+            if report is None:
                 self.num_superseded += 1
                 continue
-            self._trace(report, started_at)
             self.last_report = report
             await self._on_live(report)
             async with self._changed:
                 self._live = version
                 self._changed.notify_all()
+
+    async def _bring(self, version: int) -> SyncReport | None:
+        """None if a newer version has taken its place: that one goes live for both."""
+        while True:
+            started_at = time.time()
+            try:
+                report = await self._coordinator.sync(version)
+            except VersionUnavailable as error:
+                # It waited too long for its turn.
+                if not await self._is_superseded():
+                    raise
+                log.info("version %d was superseded on its way: %s", version, error)
+                return None
+            except PublisherLost:
+                raise
+            except (WeightSyncError, TimeoutError) as error:
+                await self._await_engine(error)
+                if await self._is_superseded():
+                    return None
+            else:
+                self._trace(report, started_at)
+                return report
+
+    async def _is_superseded(self) -> bool:
+        """Whether a newer version waits. One that is being packed is waited for: its slot is already taken."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._is_packing)
+            return self._waiting is not None
 
     async def drained(self) -> None:
         """Wait until the newest published version is live. Bounded by the deadline of the sync, which fails the run."""

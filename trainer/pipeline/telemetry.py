@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from rollout.buffer.items import WorkItem
     from rollout.types import Group
     from trainer.config.schema import RunConfig
+    from trainer.telemetry.trajectories import FailureStatus
 
 T = TypeVar("T")
 
@@ -43,10 +45,19 @@ class Telemetry:
         self.progress.step(record)
         await self._in_thread(self.writer.write, record)
 
+    async def write_evaluation(self, line: Mapping[str, object]) -> None:
+        """One evaluation that ended, for better or worse."""
+        await self._in_thread(self.writer.write_evaluation, line)
+
     async def record_group(self, group: Group, status: Any, reason: str) -> None:
         """One finished group, before any filter."""
         if self.recorder is not None:
             await self._in_thread(lambda recorder: recorder.write(group, status, reason=reason), self.recorder)
+
+    async def record_failure(self, item: WorkItem, status: FailureStatus, reason: str) -> None:
+        """An attempt at a group that raised."""
+        if self.recorder is not None:
+            await self._in_thread(lambda recorder: recorder.write_failure(item, status, reason=reason), self.recorder)
 
     async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.thread, function, *args)

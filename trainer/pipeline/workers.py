@@ -13,10 +13,12 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rollout.actor import is_actor_lost, kill_actor
+from rollout.actor import cancel_call, is_actor_lost, kill_actor
+from rollout.engine.router import NoReplica
 from rollout.errors import WorkerLost
 from trainer.config.errors import first_cause, one_line
-from trainer.pipeline.handles import answer
+from trainer.pipeline.handles import NoAnswer, answer
+from trainer.pipeline.sync_pump import no_engine_returns
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from rollout.buffer.items import WorkItem
     from rollout.load_watch import LoadReport, ReplicaLoad
     from rollout.types import Group, Prompt, SamplingParams, Trajectory
+    from trainer.pipeline.sync_pump import AwaitEngine
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +34,11 @@ LOOK_S = 1.0
 """Between two looks at the workers, and through them at the engines."""
 GROUP_GRACE_S = 60.0
 """A worker bounds generation and rewards itself; a live one has answered this much later."""
+TOO_SLOW = (
+    "generation or rewards take longer than their deadlines together, so look at its file in actor_logs/, or raise "
+    "rollout.request_timeout_s (task.agent_timeout_s with an agent) or task.reward.queue_timeout_s"
+)
+HANGS = "its process hangs; look at its file in actor_logs/"
 SILENCE_S = 120.0
 """`rollout.silence_timeout_s` by default."""
 
@@ -80,6 +88,7 @@ class WorkerPool:
         silence_timeout_s: float = SILENCE_S,
         restart: Callable[[int, int], Awaitable[Any]] | None = None,
         max_restarts: int = 0,
+        await_engine: AwaitEngine = no_engine_returns,
     ) -> None:
         """
         Args:
@@ -87,12 +96,14 @@ class WorkerPool:
             silence_timeout_s: a worker that does not say for so long how it is, is lost.
             restart: (place, number of the restart) -> a new worker actor, started. Has a deadline.
             max_restarts: of each place.
+            await_engine: where a group waits that found no engine at all.
         """
         self._workers = [_Worker(name=f"rollout worker {index}", actor=actor) for index, actor in enumerate(actors)]
         self._group_timeout_s = group_timeout_s + GROUP_GRACE_S
         self._silence_timeout_s = silence_timeout_s
         self._restart = restart
         self._max_restarts = max_restarts if restart is not None else 0
+        self._await_engine = await_engine
         self._standings: dict[str, _Standing] = {}
         self._num_replaced = 0
         self._has_live = asyncio.Event()
@@ -103,27 +114,54 @@ class WorkerPool:
         """Replica -> why some worker gave it up, by the last look. Replaced ones are not in it."""
 
     async def run_group(self, item: WorkItem) -> Group:
-        """Generate and reward one group. Raises what the worker raised, or TimeoutError.
+        """Generate and reward one group. Raises what the worker raised.
+
+        Where no engine is left it waits for one and begins anew, which costs the group no retry.
 
         Raises:
+            NoReplica: no engine is left, and none comes back.
+            TimeoutError: it took too long, and was cancelled in the worker.
             WorkerLost: the worker died with the group, or never had it.
         """
+        while True:
+            try:
+                return await self._run_once(item)
+            except NoReplica as error:
+                await self._await_engine(error)
+
+    async def _run_once(self, item: WorkItem) -> Group:
         worker = await self._choose()
         worker.num_groups += 1
+        ref = worker.actor.run_group.remote(item)
         try:
-            return await self._ask(worker, worker.actor.run_group.remote(item), timeout_s=self._group_timeout_s)
+            return await self._ask(worker, ref, timeout_s=self._group_timeout_s, call="run_group", do=TOO_SLOW)
+        except NoAnswer:
+            cancel_call(ref)  # else it would go on, and compete with its own retry
+            raise
         finally:
             worker.num_groups -= 1
 
-    async def evaluate(self, prompts: Sequence[Prompt], params: SamplingParams, engine: str) -> list[Trajectory]:
-        """One trajectory per prompt, all from the replica `engine`. Begins again where the worker is lost."""
+    async def evaluate(
+        self, prompts: Sequence[Prompt], params: SamplingParams, engine: str, numbers: Sequence[int]
+    ) -> list[Trajectory]:
+        """One trajectory per prompt, all from the replica `engine`. Begins again where the worker is lost.
+
+        Waits for: the answers, however long they take. Unblocked by: the caller's deadline, whose cancellation reaches
+        the worker; `watch_loads`, which loses a worker that is silent.
+        """
         while True:
             worker = await self._choose()
-            ref = worker.actor.evaluate.remote(list(prompts), params, engine)
+            ref = worker.actor.evaluate.remote(list(prompts), params, engine, list(numbers))
+            worker.num_groups += 1
             try:
-                return await self._ask(worker, ref, timeout_s=self._group_timeout_s)
+                return await self._ask(worker, ref, timeout_s=None)
             except WorkerLost as error:
                 log.warning("the evaluation begins again on another worker: %s", error)
+            except asyncio.CancelledError:
+                cancel_call(ref)
+                raise
+            finally:
+                worker.num_groups -= 1
 
     async def replace(self, name: str, engine: Any) -> None:
         """All workers send to this engine actor what is meant for the replica `name`, quarantined or not."""
@@ -212,11 +250,13 @@ class WorkerPool:
             raise WorkerLost(f"no rollout worker lived for {self._group_timeout_s:g} s") from error
         return min(live, key=lambda worker: worker.num_groups)
 
-    async def _ask(self, worker: _Worker, ref: Any, *, timeout_s: float) -> Any:
+    async def _ask(
+        self, worker: _Worker, ref: Any, *, timeout_s: float | None, call: str = "a call", do: str = HANGS
+    ) -> Any:
         """The answer of a worker. Raises what it raised, TimeoutError, or WorkerLost if it is gone."""
         actor = worker.actor
         try:
-            return await answer(ref, timeout_s=timeout_s)
+            return await answer(ref, timeout_s=timeout_s, who=worker.name, call=call, do=do)
         except Exception as error:
             if not is_actor_lost(error):
                 raise
@@ -252,9 +292,14 @@ class WorkerPool:
 def load_record(reports: Sequence[LoadReport]) -> dict[str, float]:
     """Metrics of the engines' load, from what each worker sees. Pure.
 
-    Limits, requests in flight and held are summed over workers; what an engine says of itself is the same for all.
+    Limits and requests in flight, held and moved are summed over workers; what an engine says of itself is the same
+    for all.
     """
-    record: dict[str, float] = {"engine/held": sum(report.held for report in reports)}
+    record: dict[str, float] = {
+        "engine/held": sum(report.held for report in reports),
+        "engine/moved_requests": sum(report.moved_requests for report in reports),
+        "engine/moved_tokens": sum(report.moved_tokens for report in reports),
+    }
     for name in reports[0].replicas:
         shares = [report.replicas[name] for report in reports]
         limits = [share.limit for share in shares if share.limit is not None]

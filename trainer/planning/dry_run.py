@@ -1,4 +1,4 @@
-"""Loads what a run would check first, prints the plan, and refuses what cannot fit. Starts nothing."""
+"""Loads what a run would check first, prints objective and plan, and refuses what cannot fit. Starts nothing."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from trainer.builtin import tiny_model
 from trainer.config.errors import ConfigurationError, Problem
+from trainer.config.objective import describe_critic, describe_objective
 from trainer.learner.errors import ModelError
 from trainer.pipeline.inputs import ensure_model, load_inputs, with_model_directory
 from trainer.pipeline.preflight import check_agent, check_own_functions, preflight
@@ -53,7 +54,10 @@ def dry_run(cfg: RunConfig, *, device_memory_gib: float | None) -> None:
         critic=critic,
         prompt_tokens=float(np.mean([len(prompt.token_ids) for prompt in prompts.prompts])),
     )
-    sys.stdout.write(in_words(plan, cfg))
+    sys.stdout.write(f"objective: {describe_objective(cfg.algorithm)}\n")
+    if cfg.algorithm.uses_critic:
+        sys.stdout.write(f"{describe_critic(cfg.critic, policy_lr=cfg.learner.lr)}\n")
+    sys.stdout.write("\n" + in_words(plan, cfg))
     sys.stdout.flush()
     if found := problems(plan, cfg):
         raise ConfigurationError(found)

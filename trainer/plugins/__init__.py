@@ -1,1 +1,1 @@
-"""Contracts of the functions that users bring: policy losses, advantage estimators, rewards."""
+"""Contracts of the functions that users bring: policy losses, advantage estimators, group filters, rewards."""

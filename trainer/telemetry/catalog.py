@@ -62,8 +62,9 @@ METRICS: tuple[MetricInfo, ...] = (
     _row(
         "eval/accuracy",
         "reward",
-        "Mean reward of the held-out answers, failed ones as 0: an accuracy where rewards are 0 and 1. Only on the "
-        "lines where an evaluation ended, as all of eval/.",
+        "Mean reward of the held-out answers: an accuracy where rewards are 0 and 1. As all of eval/ but "
+        "eval/failed_runs, only on the lines where an evaluation ended, and of the newest that did; evaluations.jsonl "
+        "has them all.",
         "rises",
     ),
     _row(
@@ -75,7 +76,13 @@ METRICS: tuple[MetricInfo, ...] = (
     ),
     _row("eval/num_samples", "answers", "Answers per held-out prompt.", "trainer.eval_samples"),
     _row("eval/tokens_mean", "tokens", "Mean length of the held-out answers.", "no steady drift to the limit"),
-    _row("eval/failed_frac", "fraction", "Held-out answers that ran out of time or could not be rewarded.", "0"),
+    _row(
+        "eval/failed_runs",
+        "evaluations",
+        "Evaluations so far that gave no number, because an answer could not be scored or time was up; log.txt and "
+        "evaluations.jsonl have the reasons.",
+        "0",
+    ),
     _row("eval/version", "versions", "Policy version that was evaluated.", "<= version"),
     _row("eval/num_prompts", "prompts", "Held-out prompts of the evaluation.", "task.eval_size"),
     _row("eval/truncated_frac", "fraction", "Held-out answers that ran into a token limit.", "< 0.1"),
@@ -198,6 +205,18 @@ METRICS: tuple[MetricInfo, ...] = (
     _row("sync/num_retries", "retries", "Repeated pulls.", "0"),
     _row("sync/num_stalls", "sources", "Reads from another engine that fell silent; the learner gave the rest.", "0"),
     _row("engine/held", "requests", "Requests that wait for room on an engine.", "0 with a fixed concurrency of null"),
+    _row(
+        "engine/moved_requests",
+        "requests",
+        "Moves of a request so that its engine is free, since the rollout workers began; with rollout.repack_below.",
+        "a few per freed engine; 0 without the key",
+    ),
+    _row(
+        "engine/moved_tokens",
+        "tokens",
+        "Tokens of these moves, prompts included, which the other engines computed again.",
+        "< 20% of the generated tokens",
+    ),
     _row("engine/limit/*", "requests", "Most requests that the engine is sent at once, now.", "steady"),
     _row("engine/in_flight/*", "requests", "Requests of training that the engine has.", "near engine/limit"),
     _row("engine/running/*", "requests", "Requests in the engine's batch.", "<= rollout.max_num_seqs"),
@@ -340,6 +359,21 @@ METRICS: tuple[MetricInfo, ...] = (
     _row("buffer/take_wait_s", "s", "Total wait for groups of a step.", "small"),
     _row("buffer/forced_wait_s", "s", "Part of it spent on old groups while enough others were ready.", "small"),
     _row("buffer/slot_wait_s", "s", "Total wait for a free slot.", "any"),
+    _row("data/epoch", "epochs", "Epoch of the prompt that is admitted next, from 0.", "grows"),
+    _row("data/difficulty_mean", "as the column", "Mean difficulty of the step's prompts; with a curriculum.", "rises"),
+    _row(
+        "data/pass_rate_mean",
+        "fraction",
+        "Mean of the newest pass rates of all prompts that have one; with the pass-rate filter, as the next two.",
+        "rises",
+    ),
+    _row("data/resting", "prompts", "Prompts outside task.pass_rate_min .. pass_rate_max, now.", "well below all"),
+    _row(
+        "data/skipped/*",
+        "prompts",
+        "Turns of a prompt that were passed over since the start of the run: too_hard, too_easy.",
+        "grows",
+    ),
     _row("telemetry/sink_errors", "errors", "Failed writes of metrics so far; log.txt has the reason.", "0"),
     _row("telemetry/trajectory_errors", "errors", "Groups that could not be recorded.", "0"),
     _row("telemetry/trace_dropped", "events", "Trace events left out.", "0"),

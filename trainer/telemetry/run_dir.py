@@ -30,6 +30,7 @@ class RunDir:
         self.path = path
         self.config = path / "config.yaml"
         self.metrics = path / "metrics.jsonl"
+        self.evaluations = path / "evaluations.jsonl"
         self.trajectories = path / "trajectories"
         self.trace = path / "trace.json"
         self.checkpoints = path / "checkpoints"

@@ -1,4 +1,5 @@
-"""Writes every group that was generated, before any filter: what the policy did, in full.
+"""Writes every group that was generated, before any filter: what the policy did, in full; and every attempt at one that
+raised: a group without trajectories, with the reason.
 
 `trajectories/groups_00000.jsonl`, `groups_00001.jsonl`, ...: one JSON object per line and group. A new process begins a
 new file, so a file is never appended to behind a line that a crash has torn. After a resume, groups generated after the
@@ -17,14 +18,16 @@ import numpy as np
 from trainer.telemetry.jsonable import to_jsonable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from rollout.types import Group, Trajectory, Turn
+    from rollout.buffer.items import WorkItem
+    from rollout.types import Group, Prompt, Trajectory, Turn
 
 logger = logging.getLogger(__name__)
 
-GroupStatus = Literal["ready", "filtered", "failed"]
+GroupStatus = Literal["ready", "filtered"]
+FailureStatus = Literal["retried", "dropped"]
 
 _MAX_FILE_BYTES = 256 * 2**20
 
@@ -45,10 +48,17 @@ class TrajectoryRecorder:
         self.num_errors = 0
 
     def write(self, group: Group, status: GroupStatus, *, reason: str = "") -> None:
-        """`reason` says why a group was filtered or failed. Blocking file I/O: call it off the event loop."""
-        line = (
-            msgspec.json.encode({"time_s": self._clock(), "status": status, "reason": reason, **_group(group)}) + b"\n"
-        )
+        """`reason` says why a group was filtered. Blocking file I/O: call it off the event loop."""
+        if self._append({"status": status, "reason": reason, **_group(group)}):
+            self.num_groups += 1
+
+    def write_failure(self, item: WorkItem, status: FailureStatus, *, reason: str) -> None:
+        """An attempt that raised `reason`, and how many there were. Blocking, as `write`."""
+        attempts = item.attempt + item.num_losses + 1
+        self._append({"status": status, "reason": reason, "attempts": attempts, **_nothing_of(item)})
+
+    def _append(self, record: Mapping[str, object]) -> bool:
+        line = msgspec.json.encode({"time_s": self._clock(), **record}) + b"\n"
         if self._num_bytes and self._num_bytes + len(line) > self._max_file_bytes:
             self._number += 1
             self._num_bytes = 0
@@ -59,28 +69,42 @@ class TrajectoryRecorder:
             self.num_errors += 1
             if self.num_errors == 1:
                 logger.warning("trajectories cannot be written (%s); the run goes on without them", error)
-            return
+            return False
         self._num_bytes += len(line)
-        self.num_groups += 1
+        return True
+
+
+def _nothing_of(item: WorkItem) -> dict[str, object]:
+    return {
+        "group_id": item.group_id,
+        "start_version": item.start_version,
+        "prompt": _prompt(item.prompt),
+        "rewards": [],
+        "trajectories": [],
+        "baseline": None,
+    }
 
 
 def _group(group: Group) -> dict[str, object]:
-    prompt = group.prompt
     return {
         "group_id": group.group_id,
         "start_version": group.start_version,
-        "prompt": {
-            "prompt_id": prompt.prompt_id,
-            "text": prompt.text,
-            "answer": prompt.answer,
-            "reward": prompt.reward,
-            "metadata": _metadata(prompt.metadata),
-            "token_ids": prompt.token_ids.tolist(),
-        },
+        "prompt": _prompt(group.prompt),
         "rewards": to_jsonable(group.rewards),
         "trajectories": [_trajectory(trajectory) for trajectory in group.trajectories],
         # Greedy, only there to be compared with: never trained.
         "baseline": None if group.baseline is None else _trajectory(group.baseline),
+    }
+
+
+def _prompt(prompt: Prompt) -> dict[str, object]:
+    return {
+        "prompt_id": prompt.prompt_id,
+        "text": prompt.text,
+        "answer": prompt.answer,
+        "reward": prompt.reward,
+        "metadata": _metadata(prompt.metadata),
+        "token_ids": prompt.token_ids.tolist(),
     }
 
 

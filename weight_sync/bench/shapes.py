@@ -148,6 +148,7 @@ _ALL = (
     _qwen2("tiny", 256, 4, heads=8, kv_heads=4, intermediate=1024, vocab=4001, max_positions=4096),
     _qwen2("qwen2.5-0.5b", 896, 24, heads=14, kv_heads=2, intermediate=4864, vocab=151936, is_tied=True),
     _qwen2("qwen2.5-1.5b", 1536, 28, heads=12, kv_heads=2, intermediate=8960, vocab=151936, is_tied=True),
+    _qwen2("qwen2.5-3b", 2048, 36, heads=16, kv_heads=2, intermediate=11008, vocab=151936, is_tied=True),
     _qwen2("qwen2.5-7b", 3584, 28, heads=28, kv_heads=4, intermediate=18944, vocab=152064),
     _qwen2("qwen2.5-14b", 5120, 48, heads=40, kv_heads=8, intermediate=13824, vocab=152064),
     _qwen2("qwen2.5-32b", 5120, 64, heads=40, kv_heads=8, intermediate=27648, vocab=152064),

@@ -1,11 +1,16 @@
-"""Environment variables of a process: what we set, what the user set, and what is wrong with the outcome. Pure."""
+"""Environment variables of a process: what we set, what the user set, and what is wrong with the outcome.
+
+Pure, but for `temporary_environment`.
+"""
 
 from __future__ import annotations
 
+import os
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from weight_sync.device.base import EnvVar
 
@@ -51,3 +56,18 @@ def _complaint(var: EnvVar, found: str | None) -> str:
 def is_true(value: str | None) -> bool:
     """How Ray reads a switch from the environment."""
     return value is not None and value.lower() in {"1", "true"}
+
+
+@contextmanager
+def temporary_environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Have these variables set inside, for what reads them there; restored at the end. One thread at a time."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

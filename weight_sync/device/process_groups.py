@@ -10,7 +10,6 @@ afterwards it is of no use and the next transfer needs a new one.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from datetime import timedelta
@@ -20,9 +19,10 @@ import torch
 import torch.distributed as dist
 
 from weight_sync.device.base import DeviceError
+from weight_sync.device.environment import temporary_environment
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch.distributed.distributed_c10d import Store
 
@@ -280,7 +280,7 @@ def nccl_group(store: Store, *, rank: int, timeout_s: float, device: torch.devic
         options._timeout = timedelta(seconds=timeout_s)
         # Rank 1 waits in this store for what rank 0 puts there.
         store.set_timeout(timedelta(seconds=timeout_s))
-        with _environment({"TORCH_NCCL_BLOCKING_WAIT": "1"}):
+        with _environment_lock, temporary_environment({"TORCH_NCCL_BLOCKING_WAIT": "1"}):
             return make(store, rank, 2, options)
 
     group = CollectiveGroup(build, lambda built: built.abort(), name="nccl", rank=rank, grouped=True, device=device)
@@ -309,7 +309,7 @@ def hccl_group(store: Store, *, rank: int, timeout_s: float, device: torch.devic
         store.set_timeout(timedelta(seconds=timeout_s))
         names = ("BLOCKING_WAIT", "ASYNC_ERROR_HANDLING")
         quiet = {f"{prefix}HCCL_{name}": str(int(name == names[0])) for prefix in ("", "TORCH_") for name in names}
-        with _environment(quiet):
+        with _environment_lock, temporary_environment(quiet):
             return make(store, rank, 2, options)
 
     def stop(built: Any) -> None:
@@ -318,22 +318,6 @@ def hccl_group(store: Store, *, rank: int, timeout_s: float, device: torch.devic
     group = CollectiveGroup(build, stop, name="hccl", rank=rank, grouped=False, device=device)
     group.greet(torch.zeros(16, dtype=torch.uint8, device=device), rank=rank, timeout_s=timeout_s)
     return group
-
-
-@contextlib.contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Have these variables set inside. One thread at a time."""
-    with _environment_lock:
-        before = {name: os.environ.get(name) for name in values}
-        os.environ.update(values)
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
 
 
 def _first_line(error: BaseException) -> str:

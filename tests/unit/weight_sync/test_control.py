@@ -22,7 +22,7 @@ from weight_sync.control import (
     Request,
     Response,
 )
-from weight_sync.control_client import ControlClient
+from weight_sync.control_client import AsyncControlClient, ControlClient
 from weight_sync.errors import PublisherLost, StaleEpoch, VersionUnavailable
 
 if TYPE_CHECKING:
@@ -107,6 +107,17 @@ def test_frame_under_another_secret_gets_no_answer(context: zmq.Context, server:
         client_of(context, server, stranger).ask(LEASE, LeaseGranted, deadline_s=0.3)
     assert server.counters()["control_unauthentic"] >= 1
     assert desk.seen == []
+
+
+async def test_a_coordinator_that_gets_no_answer_says_from_whom_and_for_how_long(server: ControlServer) -> None:
+    stranger = Membership(run_id="run", epoch=3, secret=b"x" * 32)
+    client = AsyncControlClient(server.endpoint, membership=stranger, sender="coordinator")
+    try:
+        with pytest.raises(TimeoutError, match=r"did not answer LeaseRequest within 0\.3 s") as caught:
+            await client.ask(LEASE, LeaseGranted, deadline_s=0.3)
+    finally:
+        client.close()
+    assert server.endpoint in str(caught.value) and "weight_sync.timeout_s" in str(caught.value)
 
 
 @pytest.mark.parametrize("member", [Membership(run_id="run", epoch=2, secret=MEMBER.secret),

@@ -108,7 +108,7 @@ async def test_workers_that_do_not_answer_may_hold_anything() -> None:
     engine = Engine()
     engine.commit_s = 10.0
     replica = replica_of(engine)
-    with pytest.raises(TimeoutError):
+    with pytest.raises(TimeoutError, match=r"did not answer \w+ within 0\.\d+ s; .*SyncOptions"):
         await commit(replica, 1, timeout_s=0.1)
     assert replica.is_dirty and engine.is_paused
 
@@ -117,7 +117,7 @@ async def test_an_engine_that_does_not_pause_in_time_goes_on() -> None:
     engine = Engine()
     engine.pause_s = 10.0
     replica = replica_of(engine)
-    with pytest.raises(TimeoutError):
+    with pytest.raises(TimeoutError, match=r"did not pause within 0\.1 s; "):
         await commit(replica, 1, timeout_s=0.1)
     assert engine.seen == ["resume"]
     assert not replica.is_dirty

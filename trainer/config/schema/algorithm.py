@@ -104,10 +104,17 @@ class AlgorithmConfig:
     filter_zero_variance: bool = key(
         False, "Dynamic sampling (DAPO): drop groups of equal rewards (remax: equal to the greedy one), and refill."
     )
+    group_filter: str = key(
+        "",
+        "Your own filter of finished groups, as `package.module.function`: gives None, or the reason why a group is "
+        "not worth a training slot. It is asked after the built-in filters; empty asks nobody.",
+    )
+    group_filter_args: dict[str, float] = key(factory=dict, doc="Its numbers, by name.")
     max_refills_per_step: int = key(
         64,
-        "Refills of filtered groups, in multiples of `trainer.groups_per_step`, without one step trained "
-        "before the run stops with the reason.",
+        "When a run stops because nothing comes of its groups: more than this many times `trainer.groups_per_step` of "
+        "them were filtered (zero variance, or failed rewards) while not one step's groups worked; or so many prompts "
+        "in a row were dropped after their retries.",
         ge=1,
     )
     overlong_buffer_tokens: int = key(

@@ -14,8 +14,9 @@ class CheckpointConfig:
     resume: str = key(
         "auto",
         "`auto` goes on from the newest complete checkpoint in `run_dir` if there is one, `never` refuses a "
-        "run directory that has one, a path resumes from that checkpoint.",
+        "run directory that has one, a path resumes from that checkpoint. What does not lead to it, such as later "
+        "steps in the same `run_dir`, moves to `checkpoints/abandoned`.",
         is_path=True,
     )
-    save_at_end: bool = key(True, "Save a checkpoint after the last step.")
+    save_at_end: bool = key(True, "Save a checkpoint after the last step. An interrupted run always does.")
     export_hf: bool = key(True, "At the end, write the policy as a Hugging Face model to `run_dir/export`.")

@@ -25,7 +25,10 @@ class LearnerConfig:
     max_tokens_per_micro_batch: int = key(16384, "Packed tokens per micro-batch and rank.", ge=1)
     logprob_chunk_tokens: int = key(1024, "Tokens whose logits exist at once.", ge=1)
     activation_checkpointing: bool = key(False, "Recompute each block in the backward.")
-    compile: bool = key(False, "torch.compile each block.")
+    compile: bool = key(
+        False,
+        "torch.compile each block: 1.1 to 1.4 times as fast on an H200, for a minute in the first step on a new host.",
+    )
     cpu_offload: bool = key(False, "Keep parameters and optimizer state in host memory (FSDP2 CPU offload).")
     reference_cpu_offload: bool = key(
         False, "Keep the reference policy (`algorithm.kl.coef` > 0) in host memory between its forward passes."

@@ -39,16 +39,29 @@ class RolloutConfig:
         "`fixed`. Shared out evenly over the rollout workers.",
         ge=1,
     )
+    repack_below: int | None = key(
+        None,
+        "When nothing waits to be sent, an engine with fewer requests than this hands them over to fuller ones that "
+        "have room for all of them, and stays empty until there is a new group. Prompt and tokens so far are computed "
+        "again. null never moves a request.",
+        ge=2,
+    )
     gpu_memory_utilization: float = key(0.85, "Share of device memory for an engine (accelerators).", gt=0, le=1)
     kv_cache_gib: float = key(1.0, "KV cache of an engine on `cpu`, GiB.", gt=0)
     enforce_eager: bool = key(False, "Never capture device graphs.")
     stream_tokens: int = key(64, "Tokens per streamed chunk; a dead engine loses at most one chunk.", ge=1)
     request_timeout_s: float = key(
-        600.0, "Longest time one sequence may take to generate, waits for room included.", gt=0
+        600.0,
+        "Longest time the answers of a group may take to generate (with `task.agent`: one turn of them), waits for "
+        "room and moves to other engines included; those that are not done then have failed.",
+        gt=0,
     )
     max_retries: int = key(2, "Retries of a prompt whose group failed, before it is dropped and counted.", ge=0)
     max_engine_restarts: int = key(
-        3, "Times that a lost engine is started again within a run; 0 leaves it out for good.", ge=0
+        3,
+        "Times that a lost engine is started again within a run; 0 leaves it out for good. An hour without a loss "
+        "gives it all of them back.",
+        ge=0,
     )
     max_worker_restarts: int = key(
         3, "Times that each lost rollout worker is started again within a run; the run ends when none is left.", ge=0
@@ -61,5 +74,7 @@ class RolloutConfig:
         gt=0,
     )
     engine_args: dict[str, Any] = key(
-        factory=dict, doc="Further vLLM engine arguments, passed as they are; they win over ours."
+        factory=dict,
+        doc="Further vLLM engine arguments, passed as they are. Refused are those that have a key of their own, and "
+        "those that weight sync and log-probs rely on.",
     )

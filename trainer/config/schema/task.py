@@ -18,6 +18,9 @@ class RewardConfig:
     )
     timeout_s: float = key(10.0, "Wall-clock limit of one reward call; past it the process is killed.", gt=0)
     num_processes: int = key(2, "Killable reward processes per rollout worker.", ge=1)
+    queue_timeout_s: float = key(
+        600.0, "Longest wait of an answer for a free reward process; past it, its reward has failed.", gt=0
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +46,28 @@ class TaskConfig:
         "filter", "What to do with prompts over `max_prompt_tokens`: refuse to start, or drop, counted and logged."
     )
     shuffle: bool = key(True, "Shuffle training prompts with the run's seed, anew each epoch.")
+    curriculum: Literal["none", "easy_to_hard"] = key(
+        "none", "`easy_to_hard`: the first `curriculum_epochs` epochs go from easy to hard prompts."
+    )
+    curriculum_epochs: int = key(1, "Epochs that go from easy to hard; later ones are in the usual order.", ge=1)
+    difficulty_column: str = key(
+        "", "Column with the difficulty for the curriculum, larger is harder; empty goes by `pass_rate_column`."
+    )
+    pass_rate_min: float = key(
+        0.0, "Prompts that the policy solves more rarely than this rest; above 0, never solved ones do.", ge=0, le=1
+    )
+    pass_rate_max: float = key(
+        1.0, "Prompts that the policy solves more often than this rest; below 1, always solved ones do.", ge=0, le=1
+    )
+    pass_rate_retry_epochs: int = key(
+        2, "A prompt that rests is passed over so many times, an epoch each, and then tried again.", ge=1
+    )
+    pass_rate_column: str = key(
+        "",
+        "Column with a pass rate of each prompt (0 to 1), measured before the run: counts until a group of it came "
+        "back. Null is not known.",
+    )
+    pass_reward: float = key(1.0, "Reward from which a training answer passes.")
     eval_size: int = key(256, "Prompts per evaluation; 0 means all held-out prompts.", ge=0)
     max_operand: int = key(49, "builtin:arithmetic only: largest operand of the additions.", ge=9)
     agent: str = key(
@@ -55,3 +80,7 @@ class TaskConfig:
         600.0, "Longest time that one trajectory of `task.agent` may take, its environment included.", gt=0
     )
     reward: RewardConfig = key(factory=RewardConfig, doc="How answers are judged.")
+
+    @property
+    def filters_pass_rate(self) -> bool:
+        return self.pass_rate_min > 0 or self.pass_rate_max < 1

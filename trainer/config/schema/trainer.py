@@ -11,7 +11,12 @@ from trainer.config.schema.field import key
 class TrainerConfig:
     total_steps: int = key(100, "Optimizer steps of the whole run, resumes included.", ge=1)
     groups_per_step: int = key(32, "B: prompts (groups) per optimizer step.", ge=1)
-    eval_every: int = key(10, "Evaluate after every so many steps; 0 turns periodic evaluation off.", ge=0)
+    eval_every: int = key(
+        10,
+        "Evaluate after every so many steps, for at most `eval_timeout_s`; one that is due while another runs is "
+        "passed over. 0 turns periodic evaluation off.",
+        ge=0,
+    )
     eval_at_start: bool = key(True, "Evaluate version 0 (or the resumed version) before the first step.")
     eval_at_end: bool = key(True, "Evaluate the last version.")
     eval_samples: int = key(1, "Answers per held-out prompt in an evaluation.", ge=1)
@@ -27,11 +32,20 @@ class TrainerConfig:
     eval_pass_reward: float = key(1.0, "Reward from which a held-out answer passes.")
     eval_blocking: bool = key(
         False,
-        "Let the learner wait for each evaluation at the start and between steps. Otherwise they run beside training.",
+        "Let the learner wait for each evaluation at the start and between steps; all engines then share its prompts. "
+        "Otherwise one engine evaluates beside training.",
+    )
+    eval_timeout_s: float = key(
+        7200.0,
+        "Longest time of one evaluation. One that takes longer, or an answer of which cannot be scored, is reported as "
+        "failed, with no number, and training goes on.",
+        gt=0,
     )
     stop_at_accuracy: float | None = key(
         None, "Stop successfully once a held-out evaluation reaches this accuracy; null never does.", gt=0, le=1
     )
     startup_timeout_s: float = key(900.0, "Deadline for all actors to be ready.", gt=0)
     shutdown_timeout_s: float = key(30.0, "Longest orderly shutdown before processes are killed.", gt=0)
-    stall_timeout_s: float = key(1800.0, "Stop with the reason if no step finishes for so long.", gt=0)
+    stall_timeout_s: float = key(
+        1800.0, "Stop with the reason if the learner waits for so long for the groups of a step.", gt=0
+    )

@@ -27,9 +27,9 @@ class MetricWriter:
     The count stands in the next record as `telemetry/sink_errors`.
     """
 
-    def __init__(self, sinks: Sequence[MetricSink]) -> None:
-        self._sinks = tuple(sinks)
-        self._num_errors = {sink.name: 0 for sink in self._sinks}
+    def __init__(self, sinks: Sequence[MetricSink], evaluations: MetricSink) -> None:
+        self._sinks, self._evaluations = tuple(sinks), evaluations
+        self._num_errors = {sink.name: 0 for sink in (*self._sinks, evaluations)}
         self._seen_nonfinite: set[str] = set()
 
     @property
@@ -44,8 +44,13 @@ class MetricWriter:
         for sink in self._sinks:
             self._guarded(sink, lambda sink=sink: sink.write(plain))
 
+    def write_evaluation(self, line: Mapping[str, object]) -> None:
+        """One evaluation, as soon as it ended: several may end during one step."""
+        plain = {name: to_jsonable(value) for name, value in line.items()}
+        self._guarded(self._evaluations, lambda: self._evaluations.write(plain))
+
     def close(self) -> None:
-        for sink in self._sinks:
+        for sink in (*self._sinks, self._evaluations):
             self._guarded(sink, sink.close)
 
     def _guarded(self, sink: MetricSink, call: Callable[[], None]) -> None:
@@ -66,12 +71,14 @@ class MetricWriter:
 def build_writer(config: RunConfig, run_dir: RunDir, *, resume_step: int | None = None) -> MetricWriter:
     """The sinks of the `telemetry` section. `resume_step` cuts what an earlier process wrote after that step.
 
-    metrics.jsonl must work, and raises `OSError` if it does not; any other sink that cannot be made is logged and left
-    out.
+    metrics.jsonl and evaluations.jsonl must work, and raise `OSError` if they do not; any other sink that cannot be
+    made is logged and left out.
     """
     if resume_step is not None:
         removed = truncate_after(run_dir.metrics, resume_step)
         logger.info("resuming after step %d: %d later lines cut from %s", resume_step, removed, run_dir.metrics)
+        # By version: what was said of one that stays holds, however late it was said.
+        truncate_after(run_dir.evaluations, resume_step, key="version")
     sinks: list[MetricSink] = [JsonlSink(run_dir.metrics)]
     makers = {"tensorboard": _tensorboard, "wandb": _wandb}
     wanted = {"tensorboard": config.telemetry.tensorboard, "wandb": config.telemetry.wandb}
@@ -82,7 +89,7 @@ def build_writer(config: RunConfig, run_dir: RunDir, *, resume_step: int | None 
             sinks.append(make(config, run_dir, resume_step))
         except Exception:
             logger.exception("metric sink %s cannot be made; the run goes on without it", name)
-    return MetricWriter(sinks)
+    return MetricWriter(sinks, JsonlSink(run_dir.evaluations, name="evaluations"))
 
 
 def _tensorboard(config: RunConfig, run_dir: RunDir, resume_step: int | None) -> MetricSink:

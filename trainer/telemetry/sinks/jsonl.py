@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one JSON object per line, on disk as soon as it is written."""
+"""`metrics.jsonl` and `evaluations.jsonl`: one JSON object per line, on disk as soon as it is written."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ if TYPE_CHECKING:
 class JsonlSink:
     """Appends to `path`. A line that a crash has left incomplete is cut off when the file is opened again."""
 
-    name = "jsonl"
-
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, name: str = "jsonl") -> None:
+        self.name = name
         _cut_incomplete_line(path)
         # Unbuffered, and one write per line: a reader never sees half a line, a crash never loses a whole one.
         self._file = path.open("ab", buffering=0)
@@ -28,15 +27,15 @@ class JsonlSink:
         self._file.close()
 
 
-def truncate_after(path: Path, step: int) -> int:
-    """Remove the lines of steps after `step`, and lines that are not complete. Returns how many were removed.
+def truncate_after(path: Path, step: int, *, key: str = "step") -> int:
+    """Remove the lines whose `key` is after `step`, and lines that are not complete. Returns how many were removed.
 
     A resumed run computes those steps again. The file is replaced atomically; a file that does not exist is left so.
     """
     if not path.exists():
         return 0
     lines = path.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if _step_of(line) <= step]
+    kept = [line for line in lines if _number_of(line, key) <= step]
     if len(kept) == len(lines):
         return 0
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -45,15 +44,15 @@ def truncate_after(path: Path, step: int) -> int:
     return len(lines) - len(kept)
 
 
-def _step_of(line: bytes) -> float:
+def _number_of(line: bytes, key: str) -> float:
     """Infinity for a line that cannot be read, so that it is removed."""
     if not line.endswith(b"\n"):
         return float("inf")
     try:
-        step = json.loads(line)["step"]
+        number = json.loads(line)[key]
     except (ValueError, KeyError, TypeError):
         return float("inf")
-    return step if isinstance(step, int | float) else float("inf")
+    return number if isinstance(number, int | float) else float("inf")
 
 
 def _cut_incomplete_line(path: Path) -> None:

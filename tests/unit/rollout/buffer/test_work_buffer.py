@@ -221,7 +221,35 @@ def test_a_run_that_filters_everything_stops_with_the_reasons() -> None:
     run_virtual(main())
 
 
-def test_a_step_taken_starts_the_count_of_filtered_groups_anew() -> None:
+def test_a_step_that_is_ready_starts_the_count_of_filtered_groups_anew_taken_or_not() -> None:
+    async def main() -> None:
+        buffer = new_buffer(groups_per_step=2, max_staleness=3, max_refills_per_step=2)
+        for _ in range(3):  # the learner is slow: nothing is taken
+            for worth in (False, False, True) * 2:
+                (item,) = await admit_and_claim(buffer, "x")
+                if worth:
+                    buffer.finish(group_of(item))
+                else:
+                    buffer.filter(item.group_id, "zero_variance")
+        assert (buffer.stats().num_ready, buffer.stats().filtered) == (6, {"zero_variance": 12})
+
+    run_virtual(main())
+
+
+def test_fewer_ready_groups_than_a_step_needs_are_no_progress() -> None:
+    async def main() -> None:
+        buffer = new_buffer(groups_per_step=2, max_refills_per_step=2)
+        (item,) = await admit_and_claim(buffer, "x")
+        buffer.finish(group_of(item))
+        with pytest.raises(NoProgress, match="5 groups were filtered"):
+            for _ in range(5):
+                (item,) = await admit_and_claim(buffer, "x")
+                buffer.filter(item.group_id, "zero_variance")
+
+    run_virtual(main())
+
+
+def test_every_step_starts_the_count_of_filtered_groups_anew() -> None:
     async def main() -> None:
         buffer = new_buffer(groups_per_step=1, max_refills_per_step=3)
         for step in range(3):

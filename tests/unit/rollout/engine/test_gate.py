@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from rollout.engine.gate import AdmissionGate
 
 
@@ -78,3 +80,24 @@ async def test_a_cancelled_waiter_or_a_failing_commit_does_not_block_the_gate() 
         pass
     await asyncio.wait_for(enter(), 1)
     assert gate.num_waiting == 0
+
+
+@pytest.mark.parametrize("turns", range(4))
+async def test_a_request_that_is_cancelled_on_its_way_out_is_out(turns: int) -> None:
+    """Ten pass one behind the other once the gate opens, and are cancelled wherever they are by then."""
+    gate = AdmissionGate()
+
+    async def enter() -> None:
+        async with gate.passage():
+            pass
+
+    async with gate.closed():
+        tasks = [asyncio.create_task(enter()) for _ in range(10)]
+        await asyncio.sleep(0.001)
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    async with asyncio.timeout(1), gate.closed():
+        assert gate.num_waiting == 0

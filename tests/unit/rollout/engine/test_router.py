@@ -56,3 +56,51 @@ def test_unknown_and_missing_replicas_are_refused() -> None:
         Router([])
     with pytest.raises(ValueError, match="unknown replica 'c'; known are"):
         Router(["a"]).quarantine("c", "x")
+
+
+def test_a_replica_set_aside_gives_its_groups_up_and_waits_for_a_new_one() -> None:
+    router = Router(["a", "b", "c"])
+    for group in ("g1", "g2", "g3"):
+        router.route(group, 10)
+    router.set_aside("a")
+    assert router.in_service == ["b", "c"]
+    assert router.home("g1") is None
+    router.done("a", 10)
+    assert router.route("g1", 10) == "b", "a is empty, but g1 has begun"
+    assert router.home("g1") == "b"
+    router.route("g3", 20)
+    assert router.route("new", 1) == "a"
+    assert router.in_service == ["a", "b", "c"]
+    assert router.groups("a") == {"new"}
+
+
+def test_a_group_that_finds_no_room_elsewhere_goes_to_a_replica_set_aside() -> None:
+    router = Router(["a", "b"])
+    router.route("g1", 10)
+    router.route("g2", 10)
+    router.limit("b", 1)
+    router.set_aside("a")
+    router.done("a", 10)
+    assert router.route("g1", 10) == "a"
+    assert router.in_service == ["a", "b"]
+
+
+def test_a_group_of_a_lost_replica_leaves_the_one_set_aside_alone() -> None:
+    router = Router(["a", "b", "c"])
+    for group in ("g1", "g2", "g3"):
+        router.route(group, 10)
+    router.set_aside("a")
+    router.done("a", 10)
+    router.quarantine("b", "died")
+    assert router.route("g2", 10) == "c"
+    router.quarantine("c", "died")
+    assert router.route("g2", 10) == "a"
+
+
+def test_a_new_engine_is_not_set_aside() -> None:
+    router = Router(["a", "b"])
+    router.set_aside("a")
+    router.restore("a")
+    assert router.in_service == ["a", "b"]
+    with pytest.raises(ValueError, match="unknown replica 'c'"):
+        router.set_aside("c")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 
 import pytest
@@ -9,6 +10,19 @@ from rollout.engine.router import NoReplica, Router
 from rollout.engine.turnstile import Turnstile
 from rollout.errors import EngineDead
 from tests.fakes.virtual_time import run_virtual
+
+
+class Guest:
+    """May leave if it is told so, and counts how often it was asked to."""
+
+    def __init__(self, group_key: str, *, may_leave: bool = True) -> None:
+        self.group_key, self.may_leave, self.num_asked = group_key, may_leave, 0
+
+    def leave(self) -> None:
+        self.num_asked += 1
+
+
+NOBODY = Guest("")
 
 
 def make(*names: str, limit: int | None = None) -> Turnstile:
@@ -184,7 +198,7 @@ def test_a_stay_ends_with_the_quarantine_and_a_deadline_stays_a_deadline() -> No
         turnstile = make("a", "b")
 
         async def stay(name: str) -> None:
-            async with turnstile.stay(name):
+            async with turnstile.stay(name, NOBODY):
                 await asyncio.sleep(100)
 
         staying, elsewhere = asyncio.create_task(stay("a")), asyncio.create_task(stay("b"))
@@ -250,5 +264,28 @@ def test_whatever_happens_no_limit_is_broken_and_everyone_comes_through(seed: in
         for task in tasks:
             assert task is cancelled or task.exception() is None
         assert turnstile.num_held == 0
+
+    run_virtual(main())
+
+
+def test_a_replica_is_freed_only_if_all_that_may_come_back_there_may_leave() -> None:
+    async def main() -> None:
+        turnstile = make("a", "b")
+        guests = {key: Guest(key) for key in ("g0", "g2")}
+        stays = contextlib.AsyncExitStack()
+        for number in range(4):  # g0 and g2 are on a
+            await entering(turnstile, number)
+        await stays.enter_async_context(turnstile.stay("a", guests["g0"]))
+        assert not turnstile.may_free("a"), "g2 is between two turns"
+        await stays.enter_async_context(turnstile.stay("a", guests["g2"]))
+        assert turnstile.may_free("a")
+        guests["g2"].may_leave = False
+        assert not turnstile.may_free("a")
+        turnstile.free("a")
+        assert [guest.num_asked for guest in guests.values()] == [1, 1]
+        assert turnstile.router.in_service == ["b"]
+        await stays.aclose()
+        turnstile.free("a")
+        assert [guest.num_asked for guest in guests.values()] == [1, 1], "they are no longer there"
 
     run_virtual(main())

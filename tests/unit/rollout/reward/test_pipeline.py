@@ -128,6 +128,18 @@ async def test_a_hang_in_a_batch_marks_only_its_own_item(function: str) -> None:
     assert "longer than 1 s" in str(outcomes[1])
 
 
+async def test_no_answer_waits_for_a_process_for_ever_and_the_others_go_on(function: str) -> None:
+    async with RewardPipeline(function, timeout_s=10.0, num_processes=1, queue_timeout_s=0.5) as rewards:
+        busy = asyncio.create_task(rewards.score(a_prompt(), "sleep 1.2"))
+        await asyncio.sleep(0.1)
+        with pytest.raises(RewardError, match=r"behaviour.*train/17.*no reward process was free for 0\.5 s") as caught:
+            await rewards.score(a_prompt(), "value 1")
+        assert "task.reward.num_processes" in str(caught.value)
+        assert "task.reward.queue_timeout_s" in str(caught.value)
+        assert (await busy).reward == 1.0
+        assert (await rewards.score(a_prompt(), "value 2")).reward == 2.0, "its place in the queue is free again"
+
+
 async def test_the_limit_holds_for_each_item_not_for_the_batch(function: str) -> None:
     async with RewardPipeline(function, timeout_s=1.5, num_processes=1) as rewards:
         outcomes = await rewards.score_batch(a_prompt(), ["sleep 0.4"] * 4)

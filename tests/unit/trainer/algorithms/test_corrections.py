@@ -97,6 +97,18 @@ def test_tis_without_a_cap_is_plain_importance_sampling() -> None:
     torch.testing.assert_close(gradient(inputs, CorrectionConfig(objective="decoupled"), "reinforce", ages), plain)
 
 
+def test_cispo_has_the_gradient_of_tis_with_its_own_bound() -> None:
+    """Why CISPO takes no clamp beside it: 1 + clip_high is the bound."""
+    inputs, ages = random_inputs(6, spread=1.5)
+    logprobs_L = inputs.logprobs_L.detach().requires_grad_()
+    moved = LossInputs(**{**_fields(inputs), "logprobs_L": logprobs_L})
+    loss_L, _ = policy_loss(moved, config=AlgorithmConfig(loss="cispo", clip_low=1.0, clip_high=1.5))
+    loss_L.sum().backward()
+    tis = CorrectionConfig(clamp=ClampConfig(upper=2.5))
+    assert apply(inputs, tis, ages).stats.clamped > 0
+    torch.testing.assert_close(logprobs_L.grad, gradient(inputs, tis, "importance_sampling", ages))
+
+
 def test_sequence_levels_weigh_with_the_product_and_the_geometric_mean() -> None:
     inputs = tokens(np.log([2.0, 4.0, 0.5]), [2, 1])
     product = apply(inputs, CorrectionConfig(objective="decoupled", level="sequence")).weight_L

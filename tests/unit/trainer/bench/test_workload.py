@@ -71,9 +71,18 @@ def test_the_tiny_workload_is_the_same_distribution_scaled_down(name: str) -> No
     assert [n // scale for n in full.lengths(200)] == tiny.lengths(200)
 
 
-def test_unknown_workloads_are_named() -> None:
+def test_unknown_workloads_and_shapes_are_named() -> None:
     with pytest.raises(ValueError, match="w1, w1-heavy, uniform, got 'w2'"):
         workload("w2", is_tiny=True)
+    with pytest.raises(ValueError, match=r"qwen2.5-3b.*got 'qwen2.5-3'"):
+        workload("w1", is_tiny=False, shape="qwen2.5-3")
+
+
+def test_another_shape_has_the_same_prompts_and_lengths_and_says_so_in_its_name() -> None:
+    other = workload("w1", is_tiny=False, shape="qwen2.5-3b")
+    assert other.lengths(50) == W1.lengths(50)
+    assert (other.name, other.architecture().hidden) == ("w1 (qwen2.5-3b)", 2048)
+    assert replace(other, name=W1.name, shape=W1.shape) == W1
 
 
 @pytest.mark.parametrize("is_tiny", [True, False])

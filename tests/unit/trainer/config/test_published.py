@@ -20,8 +20,9 @@ NAMES = [name for name in config_names(packaged_configs()) if name.endswith("_7b
 PUBLISHED: dict[str, dict[str, Any]] = {
     "ppo_7b": {
         "algorithm.advantage": "gae", "algorithm.gae_gamma": 1.0, "algorithm.gae_lambda": 1.0, "algorithm.kl.coef": 0.0,
-        "critic.lr": 5e-6, "learner.lr": 1e-6, "learner.warmup_steps": 50, "rollout.group_size": 64,
-        "trainer.groups_per_step": 128, "rollout.max_response_tokens": 8000,
+        "critic.lr": 5e-6, "critic.weight_decay": 0.0, "learner.lr": 1e-6, "learner.warmup_steps": 50,
+        "learner.weight_decay": 0.0, "learner.beta2": 0.95, "rollout.group_size": 64, "trainer.groups_per_step": 128,
+        "task.max_prompt_tokens": 2048, "rollout.max_response_tokens": 8000,
     },
     "grpo_7b": {
         "algorithm.kl.coef": 0.04, "algorithm.kl.placement": "loss", "algorithm.kl.estimator": "k3",
@@ -47,7 +48,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "reinforce_pp_7b": {
         "algorithm.advantage": "reinforce_pp_baseline", "algorithm.kl.coef": 1e-5, "algorithm.kl.estimator": "k2",
         "algorithm.correction.mask.lower": 0.5, "algorithm.correction.mask.upper": 5.0, "learner.lr": 5e-7,
-        "rollout.group_size": 8, "trainer.groups_per_step": 128,
+        "learner.lr_schedule": "cosine", "learner.min_lr_frac": 0.1, "learner.warmup_steps": 15,
+        "learner.weight_decay": 0.0, "learner.beta2": 0.95, "rollout.group_size": 8, "trainer.groups_per_step": 128,
     },
 }  # fmt: skip
 

@@ -67,7 +67,6 @@ def test_the_defaults_have_no_problem() -> None:
         ({"algorithm__loss": "importance_sampling", "algorithm__clip_low": 0.1}, "algorithm.clip_low"),
         ({"algorithm__loss": "importance_sampling", "algorithm__clip_high": 0.1}, "algorithm.clip_high"),
         ({"algorithm__loss": "importance_sampling", "algorithm__clip_dual": 3.0}, "algorithm.clip_dual"),
-        ({"algorithm__max_refills_per_step": 3}, "algorithm.max_refills_per_step"),
         ({"algorithm__overlong_penalty": 0.5}, "algorithm.overlong_penalty"),
         ({"algorithm__overlong_buffer_tokens": 2000}, "algorithm.overlong_buffer_tokens"),
         ({"mode__name": "sync"}, "mode.max_staleness"),

@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 
 from rollout.engine.concurrency import Bounds
+from rollout.engine.repacking import Repacking
 from tests.unit.trainer.config.test_validate import config_with, keys_refused
+from trainer.config.errors import ConfigurationError
 from trainer.config.load import load_config
 from trainer.config.objective import describe_rollout
-from trainer.pipeline.compose import concurrency_of
+from trainer.pipeline.compose import concurrency_of, most_at_once, repacking_of
 
 ADAPTIVE = {"rollout__concurrency": "adaptive"}
+REPACKED = {"rollout__repack_below": 8, "rollout__num_replicas": 2}
 SAMPLED = {"trainer__eval_samples": 4, "trainer__eval_temperature": 0.7}
 
 
@@ -25,6 +28,11 @@ SAMPLED = {"trainer__eval_samples": 4, "trainer__eval_temperature": 0.7}
         (ADAPTIVE | {"rollout__min_concurrency": 9, "rollout__max_concurrency": 8}, ["rollout.min_concurrency"]),
         ({"rollout__max_concurrency": 64}, []),
         ({"rollout__max_concurrency": 1, "rollout__num_workers": 2}, ["rollout.max_concurrency"]),
+        ({"rollout__repack_below": 8}, ["rollout.repack_below"]),
+        (REPACKED, []),
+        (REPACKED | {"mode__max_staleness": 0, "mode__name": "sync"}, ["rollout.repack_below"]),
+        (REPACKED | {"mode__max_staleness": 0, "mode__name": "sync", "rollout__seed_requests": False}, []),
+        (REPACKED | {"rollout__seed_requests": True}, ["rollout.repack_below"]),
         (SAMPLED, []),
         (SAMPLED | {"trainer__eval_pass_k": 4}, []),
         (SAMPLED | {"trainer__eval_pass_k": 5}, ["trainer.eval_pass_k"]),
@@ -36,11 +44,27 @@ SAMPLED = {"trainer__eval_samples": 4, "trainer__eval_temperature": 0.7}
             ["trainer.eval_blocking"],
         ),
         ({"trainer__eval_blocking": True}, []),
+        ({"trainer__eval_timeout_s": 599.0}, ["trainer.eval_timeout_s"]),
+        ({"trainer__eval_timeout_s": 600.0}, []),
+        ({"trainer__eval_timeout_s": 600.0, "task__eval_path": ""}, ["trainer.eval_timeout_s"]),
+        ({"trainer__eval_timeout_s": 599.0, "task__agent": "some.agent", "task__agent_timeout_s": 60.0}, []),
+        ({"algorithm__max_refills_per_step": 3}, []),
     ],
 )
 def test_what_is_refused(keys: dict[str, Any], refused: list[str]) -> None:
     keys = {"task__eval_path": "eval.jsonl", **keys}
     assert keys_refused(config_with(**keys)) == refused
+
+
+def test_the_mode_that_shares_devices_moves_no_requests() -> None:
+    with pytest.raises(ConfigurationError, match="all engines leave their devices at the same moment"):
+        load_config(["mode=colocated", "rollout.num_replicas=2", "learner.num_ranks=2", "rollout.repack_below=8"])
+
+
+def test_moves_fill_no_engine_beyond_what_it_runs_at_once() -> None:
+    config = config_with(rollout__repack_below=8, rollout__max_num_seqs=100)
+    assert repacking_of(config.rollout) == Repacking(below=8, most=100)
+    assert repacking_of(config_with().rollout) is None
 
 
 @pytest.mark.parametrize(
@@ -57,6 +81,12 @@ def test_what_is_refused(keys: dict[str, Any], refused: list[str]) -> None:
 def test_each_worker_gets_its_share(keys: dict[str, Any], bounds: Bounds | None) -> None:
     config = config_with(**{f"rollout__{name}": value for name, value in keys.items()})
     assert concurrency_of(config.rollout) == bounds
+
+
+def test_an_evaluation_sends_an_engine_no_more_than_it_takes() -> None:
+    assert most_at_once(config_with(rollout__max_num_seqs=100).rollout) == 100
+    assert most_at_once(config_with(rollout__max_num_seqs=100, rollout__max_concurrency=64).rollout) == 64
+    assert most_at_once(config_with(rollout__max_num_seqs=100, rollout__max_concurrency=640).rollout) == 100
 
 
 def test_the_line_at_the_start_says_what_is_in_force() -> None:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from trainer.learner.checkpoint import begin, commit, find_latest, prune, read_state, step_of, verify
+from trainer.learner.checkpoint import abandon, begin, commit, find_latest, prune, read_state, step_of, verify
 from trainer.learner.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -85,6 +85,43 @@ def test_pruning_keeps_the_newest_complete_ones_and_saves_in_progress(tmp_path: 
     assert prune(tmp_path, keep_last=1) == []
     with pytest.raises(ValueError, match="keep_last must be >= 1, got 0"):
         prune(tmp_path, keep_last=0)
+
+
+def test_going_on_from_an_older_checkpoint_sets_the_later_ones_aside(tmp_path: Path) -> None:
+    for step in (5, 10, 40, 50):
+        _save(tmp_path, step)
+    assert abandon(tmp_path, going_on_from=tmp_path / "step_10") == [
+        tmp_path / "abandoned" / "step_40",
+        tmp_path / "abandoned" / "step_50",
+    ]
+    assert read_state(tmp_path / "abandoned" / "step_50")["step"] == 50
+    _save(tmp_path, 20)
+    assert prune(tmp_path, keep_last=2) == [tmp_path / "step_5"]
+    assert find_latest(tmp_path) == tmp_path / "step_20"
+    assert abandon(tmp_path, going_on_from=tmp_path / "step_20") == []
+
+
+def test_going_on_from_elsewhere_sets_everything_aside(tmp_path: Path) -> None:
+    """Its own ones are of another branch, whatever their numbers."""
+    other = _save(tmp_path / "other", 30)
+    for step in (20, 30):
+        _save(tmp_path / "own", step)
+    abandon(tmp_path / "own", going_on_from=other)
+    assert find_latest(tmp_path / "own") is None and other.exists()
+    assert abandon(tmp_path / "new", going_on_from=other) == []
+
+
+def test_what_was_set_aside_before_stays(tmp_path: Path) -> None:
+    first = _save(tmp_path, 10)
+    for content in (b"one", b"two", b"three"):
+        _save(tmp_path, 20, content)
+        abandon(tmp_path, going_on_from=first)
+    kept = sorted(path.read_bytes() for path in (tmp_path / "abandoned").glob("*/learner/shard_0"))
+    assert kept == [b"one", b"three", b"two"]
+    aside = tmp_path / "abandoned" / "step_20"
+    assert step_of(aside) == 20, "and it can be gone on from"
+    abandon(tmp_path, going_on_from=aside)
+    assert find_latest(tmp_path) is None and aside.exists()
 
 
 def test_state_that_is_not_jsonable_is_refused_before_anything_is_renamed(tmp_path: Path) -> None:

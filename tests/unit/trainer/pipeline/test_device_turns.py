@@ -41,6 +41,7 @@ class World:
         self.broken: set[str] = set()
         self.engines["r2"] = SimpleNamespace()
         self.killed: list[Any] = []
+        self.lost: Exception | None = None
 
     def _sleeper(self, name: str) -> Any:
         def sleep() -> Any:
@@ -74,6 +75,8 @@ class World:
     async def sync(self, version: int) -> SyncReport:
         assert not self.is_learner_here, "the learner is still there"
         await asyncio.sleep(0.01)
+        if self.lost is not None:
+            raise self.lost
         self.asleep.clear()
         self.log.append(f"sync {version}")
         return sync_report(version)
@@ -138,7 +141,7 @@ async def test_a_restart_and_the_learner_wait_for_each_other() -> None:
     await asyncio.wait_for(restarting, 5)
 
 
-async def test_an_engine_that_does_not_fall_asleep_stops_nobody_but_the_last_one_does() -> None:
+async def test_engines_that_do_not_fall_asleep_are_ended_and_stop_nobody() -> None:
     world = World()
     devices = world.devices()
     world.broken = {"r0"}
@@ -147,5 +150,35 @@ async def test_an_engine_that_does_not_fall_asleep_stops_nobody_but_the_last_one
     assert world.killed == [world.engines["r2"], world.engines["r0"]], "lost ones would keep their memory"
     world = World()
     world.broken = {"r0", "r1"}
-    with pytest.raises(RuntimeError, match="r0 is broken"):
-        await world.devices().to_learner()
+    await world.devices().to_learner()
+    assert world.log == ["onload"]
+    assert world.killed == [world.engines[name] for name in ("r2", "r0", "r1")]
+
+
+async def test_a_sync_that_fails_lets_engines_start_again_and_the_learner_waits_for_its_second_attempt() -> None:
+    world = World()
+    devices = world.devices()
+    await devices.to_learner()
+    await devices.publish(1)
+    world.lost = TimeoutError("no engine took it")
+    restarts: list[str] = []
+
+    async def restart() -> None:
+        async with devices.engines_turn():
+            restarts.append("begun")
+            await asyncio.sleep(0.02)
+            world.lost = None
+            restarts.append("ended")
+
+    restarting = asyncio.ensure_future(restart())
+    await asyncio.sleep(0.01)
+    assert not restarts, "the devices are not free yet"
+    with pytest.raises(TimeoutError, match="no engine took it"):
+        await devices.sync(1)
+    learner = asyncio.ensure_future(devices.to_learner())
+    await asyncio.sleep(0.01)
+    assert restarts == ["begun"]
+    await asyncio.wait_for(devices.sync(1), 5)
+    assert restarts == ["begun", "ended"], "it would have met an engine that is not ready"
+    await asyncio.wait_for(asyncio.gather(restarting, learner), 5)
+    assert world.log[-4:] == ["sync 1", "r0 sleeps", "r1 sleeps", "onload"]

@@ -11,7 +11,7 @@ import pytest
 from rollout.types import Prompt
 from tests.fakes.scripted_run import config, prompt_set, trajectory
 from tests.fakes.virtual_time import run_virtual
-from trainer.pipeline.evaluate import Evaluator, check_one_version, summarise
+from trainer.pipeline.evaluate import EvaluationFailed, Evaluator, check_one_version, summarise
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -28,16 +28,16 @@ class Replica:
         self.version, self.is_frozen, self.params = version, False, []
 
     @contextlib.asynccontextmanager
-    async def freeze(self, name: str) -> AsyncIterator[int]:
-        assert name == "b"
+    async def freeze(self, names: Any) -> AsyncIterator[dict[str, int]]:
+        assert names == ["b"]
         self.is_frozen = True
         try:
-            yield self.version
+            yield {"b": self.version}
         finally:
             self.is_frozen = False
 
-    async def generate(self, prompts: Any, params: SamplingParams, name: str) -> list[Trajectory]:
-        assert name == "b"
+    async def generate(self, prompts: Any, params: SamplingParams, name: str, numbers: Any) -> list[Trajectory]:
+        assert (name, numbers) == ("b", list(range(len(prompts))))
         self.params.append(params)
         for _ in range(5):
             assert self.is_frozen
@@ -45,10 +45,14 @@ class Replica:
         return [trajectory(p, 0, [(self.version, 2)], reward=float(i % 2)) for i, p in enumerate(prompts)]
 
 
-def evaluator(replica: Replica, *, every: int = 10, num_prompts: int = 4) -> Evaluator:
+MEMBERS = {"c": "dead", "b": "live", "a": "live"}
+
+
+def evaluator(replica: Replica, *, every: int = 10, num_prompts: int = 4, **how: Any) -> Evaluator:
     cfg = config(trainer={"eval_every": every})
     prompts = prompt_set(num_prompts).prompts if num_prompts else ()
-    return Evaluator(cfg, prompts, freeze=replica.freeze, generate=replica.generate, replicas=lambda: ["b", "a"])
+    parties: Any = {"freeze": replica.freeze, "generate": replica.generate, "members": lambda: MEMBERS, **how}
+    return Evaluator(cfg, prompts, **parties)
 
 
 def evaluated(version: int, *, every: int = 10) -> Evaluator:
@@ -91,6 +95,12 @@ def test_a_period_whose_version_was_superseded_is_evaluated_at_the_next_live_one
     assert not one.is_due(8)
 
 
+def test_a_run_that_goes_on_counts_periods_from_the_step_that_it_goes_on_from() -> None:
+    one = evaluator(Replica(), every=4, first_version=5)
+    assert [version for version in range(6, 13) if one.is_due(version)] == [8, 9, 10, 11, 12]
+    assert one.last_version == -1, "the version that it goes on from has not been evaluated"
+
+
 def test_nothing_is_due_without_prompts() -> None:
     one = evaluator(Replica(), num_prompts=0)
     assert not one.is_possible
@@ -117,12 +127,62 @@ def test_the_replica_is_frozen_throughout_and_the_result_is_of_its_version() -> 
 
 def test_an_evaluation_that_cannot_begin_lets_go_of_whoever_waits() -> None:
     async def main() -> None:
-        one, entered = evaluator(Replica()), asyncio.Event()
-        one._replicas = list
+        one, entered = evaluator(Replica(), members=lambda: {"a": "dead", "b": "dirty"}), asyncio.Event()
         task = asyncio.create_task(one.run(entered))
         await entered.wait()
-        with pytest.raises(IndexError):
+        with pytest.raises(EvaluationFailed, match=r"no live replica is left .*'a': 'dead', 'b': 'dirty'") as caught:
             await task
+        assert caught.value.version is None
+
+    run_virtual(main())
+
+
+class Slow(Replica):
+    """Never answers, and says how its freeze ended."""
+
+    ended_by: BaseException | None = None
+
+    @contextlib.asynccontextmanager
+    async def freeze(self, names: Any) -> AsyncIterator[dict[str, int]]:
+        try:
+            yield {"b": self.version}
+        except BaseException as error:
+            self.ended_by = error
+            raise
+
+    async def generate(self, prompts: Any, params: SamplingParams, name: str, numbers: Any) -> list[Trajectory]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+def test_an_evaluation_ends_with_its_deadline_and_its_replica_catches_up() -> None:
+    async def main() -> None:
+        slow = Slow(version=7)
+        began, one = asyncio.get_running_loop().time(), evaluator(slow)
+        with pytest.raises(EvaluationFailed, match=r"longer than trainer\.eval_timeout_s=7200 for 4 answers") as caught:
+            await one.run(asyncio.Event())
+        assert asyncio.get_running_loop().time() - began == pytest.approx(7200)
+        assert caught.value.version == one.last_version == 7
+        # A lease does not bring its replica up to date where it ends by a cancellation.
+        assert isinstance(slow.ended_by, Exception)
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("begun_s", [0.0, 5.0])
+def test_an_evaluation_that_has_to_hurry_says_why(begun_s: float) -> None:
+    async def main() -> None:
+        loop, one = asyncio.get_running_loop(), evaluator(Slow())
+        task = asyncio.create_task(one.run(asyncio.Event()))
+        await asyncio.sleep(begun_s)
+        assert one.idle_s == 0.0
+        one.hurry(30.0, "the run was interrupted")
+        one.hurry(60.0, "this is later and changes nothing")
+        with pytest.raises(EvaluationFailed, match=r"^the run was interrupted$"):
+            await task
+        assert loop.time() == pytest.approx(begun_s + 30.0)
+        await asyncio.sleep(8.0)
+        assert one.idle_s == pytest.approx(8.0)
 
     run_virtual(main())
 
@@ -134,13 +194,37 @@ def test_tokens_of_another_version_are_an_error_that_names_them() -> None:
         check_one_version([good, trajectory(PROMPT, 0, [(3, 1), (4, 1)], reward=1.0)], 3)
 
 
-def test_a_failed_answer_counts_as_wrong_and_a_truncated_one_as_it_was_judged() -> None:
+def test_a_truncated_answer_counts_as_it_was_judged() -> None:
     answers = [
         trajectory(PROMPT, 0, [(0, 1)], reward=1.0),
-        replace(trajectory(PROMPT, 1, [(0, 1)], reward=float("nan")), status="failed"),
         replace(trajectory(PROMPT, 2, [(0, 1)], reward=1.0), status="truncated"),
+        trajectory(PROMPT, 3, [(0, 1)], reward=0.0),
         trajectory(PROMPT, 3, [(0, 1)], reward=0.0),
     ]
     result = summarise(answers, config().trainer, version=1, time_s=2.0)
     assert (result.accuracy, result.truncated_frac, result.num_prompts) == (0.5, 0.25, 4)
     assert result.record()["eval/accuracy"] == 0.5
+
+
+def test_an_answer_that_could_not_be_scored_leaves_no_number() -> None:
+    class Failing(Replica):
+        async def generate(self, prompts: Any, params: SamplingParams, name: str, numbers: Any) -> list[Trajectory]:
+            answers = await super().generate(prompts, params, name, numbers)
+            answers[2] = replace(answers[2], status="failed", reward=float("nan"), error="no verdict within 10 s")
+            return answers
+
+    one = evaluator(Failing())
+    with pytest.raises(EvaluationFailed, match=r"^1 of 4 answers have no reward; .* train/2: no verdict within 10 s"):
+        run_virtual(_run(one))
+    assert not one.is_due(8), "it is not tried again before its next period"
+    assert one.is_due(10)
+
+
+def test_an_evaluation_that_goes_wrong_in_any_other_way_fails_with_the_cause() -> None:
+    class Wrong(Replica):
+        async def generate(self, prompts: Any, params: SamplingParams, name: str, numbers: Any) -> list[Trajectory]:
+            self.version += 1  # a commit that the freeze let through
+            return await super().generate(prompts, params, name, numbers)
+
+    with pytest.raises(EvaluationFailed, match=r"RuntimeError: .*holds tokens of versions \[8\]; freeze is broken"):
+        run_virtual(_run(evaluator(Wrong())))

@@ -15,7 +15,7 @@ import pytest
 from rollout.engine.router import NoReplica
 from tests.fakes.scripted_run import config, prompt_set, trajectory
 from tests.fakes.virtual_time import run_virtual
-from trainer.pipeline.evaluate import Evaluator, leased, pass_at_k, summarise
+from trainer.pipeline.evaluate import EvaluationFailed, Evaluator, leased, pass_at_k, summarise
 from trainer.pipeline.state import RunState
 
 if TYPE_CHECKING:
@@ -70,26 +70,21 @@ def test_means_are_over_answers_and_pass_at_k_over_prompts() -> None:
     assert result.accuracy == pytest.approx(3.9 / 12)
     assert result.pass_at == {1: pytest.approx(3 / 12), 2: pytest.approx((1 / 2 + 5 / 6 + 0) / 3)}
     assert result.tokens_mean == 4.5
-    assert (result.truncated_frac, result.failed_frac) == (pytest.approx(1 / 12), 0.0)
+    assert result.truncated_frac == pytest.approx(1 / 12)
     assert result.record()["eval/pass_at/2"] == result.pass_at[2]
     assert summarise(some, settings(), version=2, time_s=1.0).pass_at[4] == pytest.approx(2 / 3)
     lenient = summarise(some, settings(eval_pass_reward=0.5), version=2, time_s=1.0)
     assert lenient.pass_at[1] == pytest.approx(4 / 12)
 
 
-def test_a_failed_answer_never_passes_whatever_the_bar() -> None:
-    some = answers([[0.0] * 4] * 3)
-    some[0] = replace(some[0], status="failed", reward=float("nan"))
-    result = summarise(some, settings(eval_pass_reward=-1.0), version=2, time_s=1.0)
-    assert result.pass_at[1] == pytest.approx(11 / 12)
-    assert result.failed_frac == pytest.approx(1 / 12)
-
-
 def test_an_evaluation_survives_a_checkpoint() -> None:
     state = RunState(started_at=0.0, wall_clock=lambda: 0.0)
     state.add_evaluation(summarise(answers([[1.0] * 4] * 3), settings(), version=2, time_s=1.0))
     again = RunState(started_at=0.0, wall_clock=lambda: 0.0)
-    again.load_state_dict(json.loads(json.dumps(state.state_dict())))
+    kept = json.loads(json.dumps(state.state_dict()))
+    again.load_state_dict(kept)
+    assert again.last_evaluation == state.last_evaluation
+    again.load_state_dict({**kept, "last_evaluation": {**kept["last_evaluation"], "of_an_older_version": 0.5}})
     assert again.last_evaluation == state.last_evaluation
 
 
@@ -97,17 +92,17 @@ def test_a_prompt_is_asked_for_so_often_in_a_row_and_nothing_is_due_while_it_run
     asked: list[Any] = []
 
     @contextlib.asynccontextmanager
-    async def freeze(_name: str) -> AsyncIterator[int]:
-        yield 2
+    async def freeze(names: Any) -> AsyncIterator[dict[str, int]]:
+        yield dict.fromkeys(names, 2)
 
-    async def generate(prompts: Any, params: Any, name: str) -> Any:
+    async def generate(prompts: Any, params: Any, name: str, _numbers: Any) -> Any:
         asked.append((name, params.temperature))
         assert [prompt.prompt_id for prompt in prompts] == [p.prompt_id for p in PROMPTS for _ in range(4)]
         await asyncio.sleep(5)
         return answers([[1.0] * 4] * 3)
 
     cfg = config(trainer={"eval_samples": 4, "eval_temperature": 1.0, "eval_every": 1})
-    one = Evaluator(cfg, PROMPTS, freeze=freeze, generate=generate, replicas=lambda: ["a", "b"])
+    one = Evaluator(cfg, PROMPTS, freeze=freeze, generate=generate, members=lambda: {"a": "live", "b": "live"})
 
     async def main() -> None:
         first = asyncio.create_task(one.run(asyncio.Event()))
@@ -126,21 +121,21 @@ def test_an_evaluation_whose_replica_dies_begins_again_elsewhere_and_is_of_that_
     versions, dead, asked = {"a": 1, "b": 2, "c": 3}, {"a"}, []
 
     @contextlib.asynccontextmanager
-    async def freeze(name: str) -> AsyncIterator[int]:
-        yield versions[name]
+    async def freeze(names: Any) -> AsyncIterator[dict[str, int]]:
+        yield {name: versions[name] for name in names}
 
-    async def generate(_prompts: Any, _params: Any, name: str) -> Any:
+    async def generate(_prompts: Any, _params: Any, name: str, _numbers: Any) -> Any:
         asked.append(name)
         if name in dead:
             raise NoReplica(f"{name} died")
         return answers([[1.0] * 4] * 3)
 
     cfg = config(trainer={"eval_samples": 4, "eval_temperature": 1.0})
-    one = Evaluator(cfg, PROMPTS, freeze=freeze, generate=generate, replicas=lambda: list(versions))
+    one = Evaluator(cfg, PROMPTS, freeze=freeze, generate=generate, members=lambda: dict.fromkeys(versions, "live"))
     result = asyncio.run(one.run(asyncio.Event()))
     assert (result.version, one.last_version, asked) == (2, 2, ["a", "b"])
     dead |= {"b", "c"}
-    with pytest.raises(NoReplica, match="c died"):
+    with pytest.raises(EvaluationFailed, match="c died"):
         asyncio.run(one.run(asyncio.Event()))
     assert asked[2:] == ["a", "b", "c"]
 
@@ -169,12 +164,12 @@ class Parties:
         self.events.append(f"resume {name}")
 
 
-def lease(members: dict[str, str], *, lose: bool = False) -> list[str]:
+def lease(members: dict[str, str], names: tuple[str, ...] = ("a",), *, lose: bool = False) -> list[str]:
     parties: Any = Parties(members)
 
     async def main() -> None:
-        async with leased("a", coordinator=parties, workers=parties) as version:
-            assert version == 5
+        async with leased(names, coordinator=parties, workers=parties) as versions:
+            assert versions == dict.fromkeys(names, 5)
             if lose:
                 members["a"] = "dead"
 
@@ -188,6 +183,10 @@ def test_new_requests_stop_before_the_lease_and_come_back_when_it_has_caught_up(
 
 def test_the_only_live_replica_serves_both_and_commits_wait() -> None:
     assert lease({"a": "live", "b": "dead"}) == ["freeze a"]
+
+
+def test_replicas_that_share_an_evaluation_serve_training_too() -> None:
+    assert lease({"a": "live", "b": "live", "c": "live"}, ("a", "c")) == ["freeze a", "freeze c"]
 
 
 def test_a_replica_that_is_lost_in_its_lease_stays_out() -> None:

@@ -195,8 +195,14 @@ def test_a_failing_group_is_retried_then_dropped_and_never_ends_the_run(scripted
     last = lines(run)[-1]
     assert (last["buffer/failed"], last["buffer/retried"], last["buffer/dropped/ValueError"]) == (3, 2, 1)
     assert run.state.step == 6
-    assert 4 not in {group["group_id"] for group in recorded(run)}
-    assert 6 in {group["group_id"] for group in recorded(run)}
+    ready = {group["group_id"] for group in recorded(run) if group["status"] == "ready"}
+    assert 4 not in ready and 6 in ready
+    failures = [line for line in recorded(run) if line["status"] != "ready"]
+    assert sorted((line["group_id"], line["attempts"], line["status"], line["reason"]) for line in failures) == [
+        (4, 1, "retried", "ValueError: group 4"),
+        (4, 2, "dropped", "ValueError: group 4"),
+        (6, 1, "retried", "ValueError: group 6"),
+    ]
 
 
 def test_a_run_in_which_everything_fails_ends_with_the_first_error(scripted: Make, play: Play) -> None:
@@ -204,6 +210,7 @@ def test_a_run_in_which_everything_fails_ends_with_the_first_error(scripted: Mak
     with pytest.raises(BaseException) as caught:
         play(run)
     assert isinstance(root(caught.value), ValueError)
+    assert [line["status"] for line in recorded(run)].count("dropped") == 4, "the one that ended it, too"
 
 
 def root(error: BaseException) -> BaseException:

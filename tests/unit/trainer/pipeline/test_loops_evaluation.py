@@ -11,6 +11,7 @@ import pytest
 from tests.fakes.scripted_run import Script, ScriptedRun
 from tests.fakes.virtual_time import run_virtual
 from trainer.pipeline import loops
+from trainer.pipeline.evaluation_runs import begin_evaluation
 from trainer.pipeline.resume import find_resume
 from trainer.pipeline.state import RunState
 
@@ -23,6 +24,28 @@ if TYPE_CHECKING:
 
 def lines(run: ScriptedRun) -> list[dict[str, Any]]:
     return [json.loads(line) for line in run.telemetry.run_dir.metrics.read_text().splitlines()]
+
+
+def all_evaluations(run: ScriptedRun) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in run.telemetry.run_dir.evaluations.read_text().splitlines()]
+
+
+def broken_at(version: int) -> Script:
+    def accuracy_of(evaluated: int) -> float:
+        if evaluated == version:
+            raise OSError("the engine lost its mind")
+        return evaluated / 10
+
+    return Script(evaluate_s=0.1, train_s=3.0, accuracy_of=accuracy_of)
+
+
+def interrupt_at(run: ScriptedRun, step: int) -> Callable[[loops.Parts], Any]:
+    async def interrupt() -> None:
+        while run.state.step < step:
+            await asyncio.sleep(0.3)
+        run.state.stop("interrupted")
+
+    return lambda _parts: interrupt()
 
 
 def evaluations(run: ScriptedRun) -> dict[int, int]:
@@ -92,7 +115,7 @@ def test_beginning_an_evaluation_waits_until_no_commit_can_slip_in(scripted: Mak
             parts, lock = run.parts(), run.world.frozen
             await lock.acquire()
             asyncio.get_running_loop().call_later(3.0, lock.release)
-            await loops.begin_evaluation(parts, supervisor)
+            await begin_evaluation(parts, supervisor)
             assert asyncio.get_running_loop().time() == pytest.approx(3.0)
             assert lock.locked()
 
@@ -112,22 +135,159 @@ def test_a_run_without_held_out_prompts_evaluates_nothing(scripted: Make, play: 
     assert (run.world.evaluated, run.state.step) == ([], 6)
 
 
-def test_an_evaluation_that_fails_ends_the_run_with_its_error(scripted: Make, play: Play) -> None:
-    def broken(version: int) -> float:
-        if version == 2:
-            raise OSError("the engine lost its mind")
-        return 0.0
+@pytest.mark.parametrize("is_blocking", [False, True])
+@pytest.mark.parametrize("version", [0, 2, 6])
+def test_an_evaluation_that_fails_is_told_and_training_goes_on(
+    scripted: Make, play: Play, caplog: pytest.LogCaptureFixture, version: int, is_blocking: bool
+) -> None:
+    run = scripted(broken_at(version), trainer={"eval_blocking": is_blocking}, checkpoint={"export_hf": True})
+    play(run)
+    assert [line["step"] for line in lines(run)] == list(range(1, 7))
+    assert (run.telemetry.run_dir.export / "model").exists()
+    assert list(evaluations(run)) == [v for v in (0, 2, 4, 6) if v != version], "no line has a number of it"
+    assert [line["eval/failed_runs"] for line in lines(run)][-1] == 1
+    (failed,) = (line for line in all_evaluations(run) if "failed" in line)
+    assert (failed["version"], failed["failed"]) == (version, "OSError: the engine lost its mind")
+    assert "accuracy" not in failed
+    assert f"the evaluation of version {version} failed and gives no accuracy: OSError" in caplog.text
+    assert run.state.first_accuracy == (0.2 if version == 0 else 0.0)
 
-    with pytest.raises(OSError, match="lost its mind"):
-        play(scripted(Script(accuracy_of=broken)))
 
+def test_an_evaluation_that_finds_no_live_replica_ends_nothing(scripted: Make, play: Play) -> None:
+    run = scripted()
 
-def test_a_first_evaluation_that_cannot_begin_ends_the_run(scripted: Make, play: Play) -> None:
     def without_replicas(parts: loops.Parts) -> None:
-        parts.evaluator._replicas = list
+        parts.evaluator._members = lambda: {"replica_0": "dead"}
 
-    with pytest.raises(IndexError):
-        play(scripted(), meddle=without_replicas)
+    play(run, meddle=without_replicas)
+    assert (run.state.step, run.world.evaluated) == (6, [])
+    assert "no live replica is left to evaluate on: {'replica_0': 'dead'}" in all_evaluations(run)[0]["failed"]
+
+
+@pytest.mark.parametrize("is_blocking", [False, True])
+def test_an_evaluation_that_takes_too_long_is_given_up(scripted: Make, play: Play, is_blocking: bool) -> None:
+    keys = {"eval_timeout_s": 50.0, "eval_blocking": is_blocking}
+    run = scripted(Script(evaluate_s=1e5), trainer=keys, rollout={"request_timeout_s": 20.0})
+    play(run)
+    assert run.state.step == 6
+    assert [line["step"] for line in lines(run)] == list(range(1, 7))
+    assert run.world.evaluated == []
+    failed = all_evaluations(run)
+    assert failed[-1]["version"] == 6
+    assert run.state.num_failed_evaluations == len(failed) == lines(run)[-1]["eval/failed_runs"]
+    assert all("trainer.eval_timeout_s=50" in line["failed"] and line["version"] >= 0 for line in failed)
+
+
+def test_a_long_evaluation_that_holds_training_up_is_no_stall(scripted: Make, play: Play) -> None:
+    keys = {"stall_timeout_s": 60.0, "eval_every": 0}
+    run = scripted(Script(evaluate_s=500.0), trainer=keys, mode={"max_staleness": 0})
+    play(run)
+    assert run.world.evaluated == [0, 6]
+
+
+def test_a_stall_after_an_evaluation_is_one(scripted: Make) -> None:
+    script = Script(evaluate_s=500.0, hangs=lambda item: item.group_id == 1)
+    run = scripted(script, trainer={"stall_timeout_s": 60.0})
+
+    async def main() -> float:
+        with pytest.raises(loops.Stalled):
+            await run.run()
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == pytest.approx(560.0, abs=1.0)
+
+
+def test_every_evaluation_is_told_although_several_end_during_a_step(scripted: Make, play: Play) -> None:
+    script = Script(evaluate_s=8.0, train_s=3.0)
+    run = scripted(script, mode={"max_staleness": 4}, trainer={"eval_every": 1})
+    play(run)
+    told = all_evaluations(run)
+    assert [line["version"] for line in told] == run.world.evaluated
+    assert len(told) > len(evaluations(run)), "otherwise this shows nothing"
+    for line in told:
+        assert line["accuracy"] == pytest.approx(line["version"] / 10)
+        assert line["version"] <= line["step"] <= 6
+        assert line["pass_at"] == {"1": 0.0}
+        assert (line["num_prompts"], line["num_samples"], line["tokens_mean"], line["truncated_frac"]) == (4, 1, 1, 0)
+        assert line["seconds"] >= 0 and "time_s" in line
+
+
+def test_a_run_ends_only_when_the_evaluation_beside_it_has(scripted: Make, play: Play) -> None:
+    """It stops before its last step; the sync of its last version begins a periodic evaluation."""
+    script = Script(evaluate_s=30.0, accuracy_of=lambda version: 1.0 if version == 0 else 0.5)
+    keys = {"stop_at_accuracy": 0.9, "eval_every": 1, "total_steps": 50}
+    run = scripted(script, trainer=keys, mode={"max_staleness": 1})
+    play(run)
+    assert run.state.stop_reason == "accuracy_reached"
+    assert run.state.step < 50
+    assert [line["version"] for line in all_evaluations(run)] == run.world.evaluated
+    assert run.world.evaluated[-1] == run.state.step
+    assert lines(run)[-1]["eval/version"] == run.state.step
+
+
+def test_the_last_step_is_saved_before_it_is_evaluated(scripted: Make, play: Play) -> None:
+    saved: list[list[int]] = []
+    run = scripted(checkpoint={"save_at_end": True})
+    run.world.script = Script(accuracy_of=lambda _version: saved.append(run.world.numbers("saved")) or 0.0)
+    play(run)
+    assert [] in saved and saved[-1] == [6]
+    assert run.world.numbers("saved") == [6]
+
+
+def test_a_last_sync_that_fails_costs_neither_checkpoint_nor_line(scripted: Make, play: Play) -> None:
+    script = Script(sync_error=lambda version: OSError("no replica") if version == 6 else None, train_s=3.0)
+    run = scripted(script, checkpoint={"save_at_end": True})
+    with pytest.raises(OSError, match="no replica"):
+        play(run)
+    assert lines(run)[-1]["step"] == 6
+
+
+@pytest.mark.parametrize("save_at_end", [False, True])
+def test_an_interrupted_run_is_always_saved(scripted: Make, play: Play, save_at_end: bool) -> None:
+    run = scripted(trainer={"total_steps": 50, "eval_every": 0}, checkpoint={"save_at_end": save_at_end})
+    play(run, meddle=interrupt_at(run, 3))
+    assert run.world.numbers("saved") == [run.state.step]
+
+
+def test_an_interrupt_during_the_last_evaluation_saves_and_does_not_wait_for_it(scripted: Make, play: Play) -> None:
+    run = scripted(Script(evaluate_s=5000.0), trainer={"eval_at_start": False, "eval_every": 0})
+    ended: list[float] = []
+
+    async def interrupt() -> None:
+        while run.state.step < 6:
+            await asyncio.sleep(0.3)
+        await asyncio.sleep(100.0)
+        ended.append(asyncio.get_running_loop().time())
+        run.state.stop("interrupted")
+
+    async def both() -> float:
+        await run.run(meddle=lambda _parts: interrupt())
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(both()) - ended[0] == pytest.approx(30.0, abs=1.0), "trainer.shutdown_timeout_s"
+    assert run.world.numbers("saved") == [6]
+    assert "the run was interrupted" in all_evaluations(run)[0]["failed"]
+    assert lines(run)[-1]["step"] == 6
+
+
+def test_an_interrupt_gives_a_running_evaluation_a_moment_and_tells_of_it(scripted: Make, play: Play) -> None:
+    for evaluate_s, is_told in ((20.0, "accuracy"), (900.0, "failed")):
+        run = scripted(Script(evaluate_s=evaluate_s), trainer={"total_steps": 50}, mode={"max_staleness": 4})
+        play(run, meddle=interrupt_at(run, 1))
+        (line,) = all_evaluations(run)
+        assert line["version"] == 0 and is_told in line
+        assert run.world.numbers("saved") == [run.state.step]
+        run.telemetry.run_dir.evaluations.unlink()
+        run.telemetry.run_dir.close()
+
+
+def test_a_run_that_goes_on_is_evaluated_on_its_old_grid(scripted: Make, play: Play) -> None:
+    state = RunState(started_at=0.0, wall_clock=lambda: 0.0)
+    state.load_state_dict({"step": 5, "first_accuracy": None, "last_evaluation": None})
+    keys = {"total_steps": 9, "eval_every": 4, "eval_at_start": False}
+    run = scripted(Script(evaluate_s=0.1, train_s=3.0), state=state, trainer=keys)
+    play(run)
+    assert run.world.evaluated == [8, 9]
 
 
 def test_a_run_stops_when_the_accuracy_is_reached_and_a_line_says_so(scripted: Make, play: Play) -> None:

@@ -11,7 +11,7 @@ from trainer.config.errors import ConfigurationError
 from trainer.config.schema.kl import KlConfig
 from trainer.config.schema.model import LoraConfig
 from trainer.learner import checkpoint
-from trainer.pipeline.resume import find_resume, origin
+from trainer.pipeline.resume import find_resume, go_on_from, origin
 from trainer.pipeline.state import Evaluation, RunState
 
 if TYPE_CHECKING:
@@ -57,6 +57,25 @@ def test_a_path_wins_over_what_is_in_the_run_directory(tmp_path: Path) -> None:
     other = save(tmp_path / "other", 3)
     save(tmp_path / "mine", 9)
     assert resume(str(other), tmp_path / "mine").step == 3
+
+
+def test_an_older_checkpoint_of_the_same_run_leaves_the_later_ones_behind_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (10, 40, 50):
+        save(tmp_path, step)
+    with caplog.at_level("INFO"):
+        go_on_from(resume(str(tmp_path / "step_10"), tmp_path), tmp_path)
+    assert "going on from" in caplog.text and "step_40, step_50" in caplog.text
+    assert str(tmp_path / "abandoned") in caplog.text
+    assert sorted(path.name for path in (tmp_path / "abandoned").iterdir()) == ["step_40", "step_50"]
+    assert resume("auto", tmp_path).step == 10, "also before anything new is saved"
+    save(tmp_path, 20)
+    checkpoint.prune(tmp_path, keep_last=2)
+    assert resume("auto", tmp_path).step == 20
+    caplog.clear()
+    go_on_from(resume("auto", tmp_path), tmp_path)
+    assert "abandoned" not in caplog.text
 
 
 @pytest.mark.parametrize("damage", ["truncated", "missing", "no such directory"])

@@ -12,7 +12,7 @@ from tests.fakes.virtual_time import run_virtual
 from trainer.pipeline.supervise import Supervisor
 from trainer.pipeline.sync_pump import SyncPump
 from trainer.telemetry.spans import Tracer
-from weight_sync.errors import VersionUnavailable
+from weight_sync.errors import PublisherLost, PullTimeout, VersionUnavailable
 from weight_sync.types import ReplicaTimes
 
 if TYPE_CHECKING:
@@ -52,13 +52,17 @@ class Coordinator:
 
 
 def pumped(
-    coordinator: Coordinator, main: Callable[[SyncPump], Awaitable[Any]], *, live_at: list[tuple[float, int]]
+    coordinator: Coordinator,
+    main: Callable[[SyncPump], Awaitable[Any]],
+    *,
+    live_at: list[tuple[float, int]],
+    **options: Any,
 ) -> SyncPump:
     async def on_live(report: SyncReport) -> None:
         live_at.append((asyncio.get_running_loop().time(), report.version))
 
     async def run() -> SyncPump:
-        pump = SyncPump(coordinator, on_live=on_live, tracer=Tracer(None), first=sync_report(0))
+        pump = SyncPump(coordinator, on_live=on_live, tracer=Tracer(None), first=sync_report(0), **options)
         async with Supervisor() as supervisor:
             supervisor.spawn(pump.run(), name="sync_loop")
 
@@ -201,6 +205,113 @@ def test_version_that_is_lost_with_nothing_in_its_place_is_an_error() -> None:
 
     with pytest.raises(VersionUnavailable):
         pumped(Forgetful(), main, live_at=[])
+
+
+class Slots(Coordinator):
+    """Two slots, the older one is written over from the beginning of a pack; every sync waits for `sync_s` first."""
+
+    def __init__(self, *, sync_s: float, last_pack_s: float) -> None:
+        super().__init__(sync_s=sync_s)
+        self.last_pack_s = last_pack_s
+        self.held: list[int] = []
+
+    async def publish(self, version: int) -> float:
+        self.held = self.held[-1:]
+        await asyncio.sleep(self.last_pack_s if version == 3 else 1.0)
+        self.held.append(version)
+        return 1.0
+
+    async def sync(self, version: int) -> SyncReport:
+        await asyncio.sleep(self.sync_s)
+        if version not in self.held:
+            raise VersionUnavailable(f"version {version} is not held here, held: {self.held}")
+        self.synced.append(version)
+        return sync_report(version)
+
+
+def test_version_that_lost_its_slot_to_one_that_is_still_being_packed_goes_live_with_that() -> None:
+    async def main(pump: SyncPump) -> None:
+        await pump.publish(1)  # asked for at 1, its turn comes at 3.5
+        await asyncio.sleep(0.1)
+        await pump.publish(2)
+        await pump.publish(3)  # packed from 2.1 to 5.1, over version 1
+        await pump.drained()
+        assert (pump.live_version, pump.num_superseded) == (3, 2)
+
+    live: list[tuple[float, int]] = []
+    pumped(Slots(sync_s=2.5, last_pack_s=3.0), main, live_at=live)
+    assert [version for _, version in live] == [3]
+
+
+def test_a_pack_that_fails_is_the_cause_and_not_what_follows_from_it() -> None:
+    class Broken(Slots):
+        async def publish(self, version: int) -> float:
+            await super().publish(version)
+            if version == 3:
+                raise OSError("rank 1 is out of memory")
+            return 1.0
+
+    async def main(pump: SyncPump) -> None:
+        await pump.publish(1)
+        await asyncio.sleep(0.1)
+        for version in (2, 3):
+            await pump.publish(version)
+
+    with pytest.raises(OSError, match="rank 1 is out of memory"):
+        pumped(Broken(sync_s=2.5, last_pack_s=3.0), main, live_at=[])
+
+
+@dataclass
+class Engines(Coordinator):
+    """None is there from the beginning until `back_at`."""
+
+    back_at: float = 100.0
+    error: Exception = field(default_factory=lambda: PullTimeout("replica_0: version 1 did not arrive"))
+    num_waits: int = 0
+
+    async def sync(self, version: int) -> SyncReport:
+        if asyncio.get_running_loop().time() < self.back_at:
+            raise self.error
+        return await super().sync(version)
+
+    async def await_engine(self, error: Exception) -> None:
+        assert error is self.error
+        self.num_waits += 1
+        await asyncio.sleep(30.0)
+
+
+def test_a_version_waits_for_an_engine_that_is_started_again() -> None:
+    async def main(pump: SyncPump) -> None:
+        await pump.publish(1)
+        await pump.drained()
+
+    engines, live = Engines(), list[tuple[float, int]]()
+    pumped(engines, main, live_at=live, await_engine=engines.await_engine)
+    assert (engines.num_waits, live) == (4, [(pytest.approx(130.0), 1)])
+
+
+def test_newer_versions_replace_the_one_that_waits_for_an_engine() -> None:
+    async def main(pump: SyncPump) -> None:
+        for version in range(1, 5):
+            await pump.publish(version)
+            await asyncio.sleep(10)
+        await pump.drained()
+
+    engines, live = Engines(), list[tuple[float, int]]()
+    pump = pumped(engines, main, live_at=live, await_engine=engines.await_engine)
+    assert [version for _, version in live] == [4]
+    assert pump.num_superseded == 3
+
+
+def test_a_learner_that_is_lost_ends_the_run_whatever_the_engines_do() -> None:
+    async def main(pump: SyncPump) -> None:
+        await pump.publish(1)
+        await pump.drained()
+
+    engines = Engines(error=PublisherLost("publisher did not answer"))
+    with pytest.raises(PublisherLost):
+        pumped(engines, main, live_at=[], await_engine=engines.await_engine)
+    assert engines.num_waits == 0
 
 
 @pytest.mark.parametrize(("is_staged", "pull_at_s"), [(True, 1.0), (False, 6.5)])

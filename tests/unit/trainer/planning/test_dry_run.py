@@ -49,6 +49,14 @@ def test_a_plan_is_printed_and_nothing_is_started(tmp_path: Path, run_trainer: C
     assert sorted(tmp_path.rglob("*")) == before, "a dry run leaves nothing behind"
 
 
+def test_the_objective_is_told_before_anything_is_started(tmp_path: Path, run_trainer: Callable[..., Any]) -> None:
+    model = model_directory(tmp_path / "model", KINDS["qwen2"]())
+    _, out, err = run_trainer("--dry-run", f"model.path={model}", "algorithm=ppo", "correction=tis")
+    assert out.startswith("objective: gae(gae_gamma=1, gae_lambda=1), whitened -> ppo_clip("), err
+    assert "clamp [..2]" in out
+    assert "critic: own backbone, lr " in out
+
+
 def test_what_cannot_fit_ends_with_code_2_after_the_plan(tmp_path: Path, run_trainer: Callable[..., Any]) -> None:
     large = Qwen2Config(vocab_size=16, hidden_size=4096, intermediate_size=16384, num_hidden_layers=32)
     model = model_directory(tmp_path / "model", large)

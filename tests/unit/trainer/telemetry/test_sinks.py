@@ -87,7 +87,7 @@ def test_lines_after_the_checkpoint_are_cut(tmp_path: Path) -> None:
 
 def test_a_broken_sink_is_counted_and_the_others_get_every_record(caplog: pytest.LogCaptureFixture) -> None:
     kept = Kept()
-    writer = MetricWriter([Broken(), kept])
+    writer = MetricWriter([Broken(), kept], kept)
     with caplog.at_level(logging.ERROR):
         for step in range(1, 4):
             writer.write({"step": step})
@@ -100,7 +100,7 @@ def test_a_broken_sink_is_counted_and_the_others_get_every_record(caplog: pytest
 
 def test_a_nan_is_written_as_null_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     kept = Kept()
-    writer = MetricWriter([kept])
+    writer = MetricWriter([kept], kept)
     writer.write({"step": 1, "learner/loss": np.float32("nan"), "eval/accuracy": None})
     writer.write({"step": 2, "learner/loss": float("inf")})
     assert [record["learner/loss"] for record in kept.records] == [None, None]
@@ -128,11 +128,14 @@ def test_the_configured_sinks_are_built_and_a_resume_cuts(tmp_path: Path) -> Non
     writer = build_writer(config, run_dir)
     for step in (1, 2, 3):
         writer.write({"step": step})
+    for version, step in ((0, 1), (1, 3), (2, 3)):
+        writer.write_evaluation({"version": version, "step": step, "accuracy": np.float32(0.5)})
     writer.close()
     again = build_writer(config, run_dir, resume_step=1)
     again.write({"step": 2, "version": 2})
     again.close()
     assert [line["step"] for line in lines(run_dir.metrics)] == [1, 2]
+    assert [(line["version"], line["step"]) for line in lines(run_dir.evaluations)] == [(0, 1), (1, 3)]
     assert list(run_dir.tensorboard.glob("events*"))
     run_dir.close()
 

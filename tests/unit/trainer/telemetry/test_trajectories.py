@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rollout.buffer.items import WorkItem
 from rollout.types import Group, Prompt, Segment, Trajectory, Turn
 from trainer.telemetry.trajectories import TrajectoryRecorder
 
@@ -68,6 +69,20 @@ def test_a_group_is_recorded_in_full(tmp_path: Path) -> None:
             "reward": 0.25, "segments": [[2, 1], [3, 2]],
         }
     ]  # fmt: skip
+
+
+def test_an_attempt_that_raised_is_recorded_with_prompt_attempts_and_reason(tmp_path: Path) -> None:
+    recorder = TrajectoryRecorder(tmp_path, clock=lambda: 12.5)
+    item = WorkItem(group_id=7, prompt=make_group(7).prompt, start_version=2, attempt=1, num_losses=1)
+    recorder.write_failure(item, "dropped", reason="TimeoutError: no sample ended")
+    (line,) = recorded(tmp_path)
+    assert (line["status"], line["reason"], line["attempts"]) == ("dropped", "TimeoutError: no sample ended", 3)
+    assert (line["group_id"], line["start_version"], line["time_s"]) == (7, 2, 12.5)
+    assert line["prompt"]["prompt_id"] == "train/1"
+    assert (line["rewards"], line["trajectories"], line["baseline"]) == ([], [], None)
+    recorder.write(make_group(8), "ready")
+    assert recorder.num_groups == 1, "a failure is no group"
+    assert recorded(tmp_path)[1].keys() - {"attempts"} == line.keys() - {"attempts"}
 
 
 def test_files_rotate_by_size_and_a_new_process_begins_a_new_file(tmp_path: Path) -> None:

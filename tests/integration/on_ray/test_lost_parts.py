@@ -8,50 +8,28 @@ import contextlib
 import os
 import signal
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import ray
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
 
 from rollout.actor import RolloutWorkerActor, kill_actor
 from rollout.buffer.work_buffer import WorkBuffer
-from rollout.engine.actor import EngineActor
-from rollout.engine.base import EngineSpec
-from rollout.engine.scripted_engine import ScriptedEngine
 from rollout.types import Group, Prompt, SamplingParams
 from rollout.worker import WorkerSpec
+from tests.fakes.killable_engine import KillableEngine
 from trainer.pipeline.keeper import EngineKeeper
 from trainer.pipeline.workers import NoWorker, WorkerPool
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
+    from collections.abc import AsyncIterator, Callable
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 CONTEXT = [7, 8, 9]
-MAX_TOKENS = 60
+MAX_TOKENS, TOKEN_S = 60, 0.005
 GROUPS_PER_STEP = 4
 SILENCE_S = 15.0
 """Longer than a healthy process may starve while others start beside it on a busy machine."""
-
-
-def position_script(prompt: np.ndarray, position: int, version: int) -> tuple[int, float]:
-    """The token tells its place in the sequence, so a resubmission that loses or repeats one is seen."""
-    return len(prompt) + position, -0.25
-
-
-class Engine(EngineActor):
-    """The real shell around a scripted engine."""
-
-    def __init__(self, version: int) -> None:
-        spec = EngineSpec(model="", stream_tokens=4, initial_version=version)
-        super().__init__(spec, build=lambda one: ScriptedEngine(one, script=position_script, token_s=0.005))
-
-    async def pid(self) -> int:
-        return os.getpid()
 
 
 class Worker(RolloutWorkerActor):
@@ -68,32 +46,14 @@ async def send(signal_number: int, actor: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    ray.init(
-        address="local",
-        num_cpus=3,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=100 << 20,
-        runtime_env={"env_vars": {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}},
-    )
-    yield
-    ray.shutdown()
-
-
-@pytest.fixture(scope="module")
-def spec(tmp_path_factory: pytest.TempPathFactory) -> WorkerSpec:
-    path = tmp_path_factory.mktemp("tokenizer")
-    vocabulary = {str(number): number for number in range(200)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="0"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
+def spec(tokenizer_path: str) -> WorkerSpec:
     return WorkerSpec(
         group_size=2,
         sampling=SamplingParams(max_tokens=MAX_TOKENS),
         request_timeout_s=120.0,
         silence_timeout_s=SILENCE_S,
         seed=0,
-        tokenizer_path=str(path),
+        tokenizer_path=tokenizer_path,
         reward="arithmetic",
     )
 
@@ -135,7 +95,7 @@ class Run:
         self.tasks = [asyncio.create_task(loop) for loop in loops]
 
     async def new_engine(self) -> Any:
-        engine = actor_class(Engine).options(num_cpus=0, max_restarts=0).remote(self.version)
+        engine = actor_class(KillableEngine).options(num_cpus=0, max_restarts=0).remote(self.version, TOKEN_S)
         await engine.start.remote()
         return engine
 
@@ -238,9 +198,9 @@ async def test_a_worker_that_is_killed_costs_no_group_and_comes_back_knowing_who
         while (await run.engines["e1"].load.remote()).running:
             await asyncio.sleep(0.1)
     before = (await run.engines["e1"].stats.remote()).generated_tokens
-    await run.two_more_steps()
     restarted = run.pool._workers[0]
-    await run.until(lambda: restarted.num_groups > 0)
+    await run.until(lambda: restarted.num_groups > 1)
+    await run.two_more_steps()
     assert (await run.engines["e1"].stats.remote()).generated_tokens == before, "the new worker leaves it alone, too"
     assert {type(error).__name__ for error in run.errors} == {"WorkerLost"}
     assert len(run.errors) <= 2 * GROUPS_PER_STEP, "the groups that it had, each once"

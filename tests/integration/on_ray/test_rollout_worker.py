@@ -6,68 +6,26 @@ import asyncio
 import os
 import signal
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import ray
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
 
 from rollout.actor import rollout_worker_actor
 from rollout.buffer.items import WorkItem
-from rollout.engine.actor import EngineActor
-from rollout.engine.base import EngineSpec
+from rollout.engine.repacking import Repacking
 from rollout.engine.router import NoReplica
-from rollout.engine.scripted_engine import ScriptedEngine
 from rollout.types import Group, Prompt, SamplingParams
 from rollout.worker import WorkerSpec
+from tests.fakes.counting_worker import CountingWorker
+from tests.fakes.killable_engine import KillableEngine
+from trainer.pipeline.workers import GROUP_GRACE_S, WorkerPool
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-MAX_TOKENS = 60
-
-
-def position_script(prompt: np.ndarray, position: int, version: int) -> tuple[int, float]:
-    """The token tells its place in the sequence, so a resubmission that loses or repeats one is seen."""
-    return len(prompt) + position, -0.25
-
-
-class KillableEngine(EngineActor):
-    """The real shell around a scripted engine, in a process whose id it tells."""
-
-    def __init__(self, version: int) -> None:
-        spec = EngineSpec(model="", stream_tokens=4, initial_version=version)
-        super().__init__(spec, build=lambda one: ScriptedEngine(one, script=position_script, token_s=0.03))
-
-    async def pid(self) -> int:
-        return os.getpid()
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    """A private cluster that ends with this module."""
-    ray.init(
-        address="local",
-        num_cpus=3,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=100 << 20,
-        runtime_env={"env_vars": {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}},
-    )
-    yield
-    ray.shutdown()
-
-
-def save_tokenizer(path: Path) -> str:
-    vocabulary = {str(number): number for number in range(200)}
-    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="0"))).save_pretrained(
-        path
-    )
-    return str(path)
+MAX_TOKENS, TOKEN_S = 60, 0.03
 
 
 def item(group_id: int) -> WorkItem:
@@ -86,17 +44,17 @@ def check(group: Group, versions: set[tuple[int, ...]]) -> None:
 
 
 async def test_groups_survive_the_death_of_a_replica_and_evaluation_names_the_dead_one(
-    cluster: None, tmp_path: Path
+    cluster: None, tokenizer_path: str
 ) -> None:
     engine_class: Any = ray.remote(max_concurrency=1000)(KillableEngine)
-    engines = {f"e{index}": engine_class.options(num_cpus=0).remote(index + 1) for index in range(2)}
+    engines = {f"e{index}": engine_class.options(num_cpus=0).remote(index + 1, TOKEN_S) for index in range(2)}
     await asyncio.gather(*(engine.start.remote() for engine in engines.values()))
     spec = WorkerSpec(
         group_size=4,
         sampling=SamplingParams(max_tokens=MAX_TOKENS),
         request_timeout_s=60.0,
         seed=0,
-        tokenizer_path=save_tokenizer(tmp_path / "tokenizer"),
+        tokenizer_path=tokenizer_path,
         reward="arithmetic",
     )
     worker = rollout_worker_actor().options(num_cpus=1).remote(spec, engines)
@@ -127,16 +85,40 @@ async def test_groups_survive_the_death_of_a_replica_and_evaluation_names_the_de
     await worker.close.remote()
 
 
-async def test_a_cancelled_group_is_aborted_in_the_engine(cluster: None, tmp_path: Path) -> None:
+async def test_requests_that_an_engine_gives_up_go_on_in_another_one(cluster: None, tokenizer_path: str) -> None:
     engine_class: Any = ray.remote(max_concurrency=1000)(KillableEngine)
-    engine = engine_class.options(num_cpus=0).remote(1)
+    engines = {f"e{index}": engine_class.options(num_cpus=0).remote(index + 1, TOKEN_S) for index in range(2)}
+    await asyncio.gather(*(engine.start.remote() for engine in engines.values()))
+    spec = WorkerSpec(
+        group_size=4,
+        sampling=SamplingParams(max_tokens=MAX_TOKENS),
+        request_timeout_s=60.0,
+        repacking=Repacking(below=8, most=64),
+        seed=0,
+        tokenizer_path=tokenizer_path,
+        reward="arithmetic",
+    )
+    worker = rollout_worker_actor().options(num_cpus=1).remote(spec, engines)
+    await worker.start.remote()
+    groups = await asyncio.gather(*(worker.run_group.remote(item(index)) for index in range(2)))
+    for group in groups:
+        check(group, {(1, 2), (2,)})
+    report = await worker.loads.remote()
+    assert report.moved_requests == 4
+    assert 4 * 6 <= report.moved_tokens <= 4 * (3 + MAX_TOKENS)
+    await worker.close.remote()
+
+
+async def test_a_cancelled_group_is_aborted_in_the_engine(cluster: None, tokenizer_path: str) -> None:
+    engine_class: Any = ray.remote(max_concurrency=1000)(KillableEngine)
+    engine = engine_class.options(num_cpus=0).remote(1, TOKEN_S)
     await engine.start.remote()
     spec = WorkerSpec(
         group_size=2,
         sampling=SamplingParams(max_tokens=4000),
         request_timeout_s=1.0,
         seed=0,
-        tokenizer_path=save_tokenizer(tmp_path / "tokenizer"),
+        tokenizer_path=tokenizer_path,
         reward="arithmetic",
     )
     worker = rollout_worker_actor().options(num_cpus=1).remote(spec, {"e0": engine})
@@ -148,3 +130,46 @@ async def test_a_cancelled_group_is_aborted_in_the_engine(cluster: None, tmp_pat
         assert time.monotonic() < deadline, f"{stats.running} requests of the cancelled group still run"
         await asyncio.sleep(0.1)
     assert 0 < stats.generated_tokens < 2 * 4000
+
+
+async def test_a_group_that_the_driver_gives_up_ends_in_the_worker_and_the_engine_too(
+    cluster: None, tokenizer_path: str, tmp_path: Path
+) -> None:
+    """One group is being generated; the answers of another wait for the only reward process, which is busy."""
+    slow = tmp_path / "slow.py"
+    slow.write_text("import time\ndef reward(**_):\n    time.sleep(600)\n")
+    engine_class: Any = ray.remote(max_concurrency=1000)(KillableEngine)
+    engine = engine_class.options(num_cpus=0).remote(1, TOKEN_S)
+    await engine.start.remote()
+    spec = WorkerSpec(
+        group_size=2,
+        sampling=SamplingParams(max_tokens=MAX_TOKENS),
+        request_timeout_s=600.0,
+        seed=0,
+        tokenizer_path=tokenizer_path,
+        reward=f"{slow}:reward",
+        reward_timeout_s=600.0,
+        reward_processes=1,
+    )
+    worker = ray.remote(max_concurrency=1000)(CountingWorker).options(num_cpus=1).remote(spec, {"e0": engine})
+    await worker.start.remote()
+    pool = WorkerPool([worker], group_timeout_s=6.0 - GROUP_GRACE_S)
+    first = asyncio.create_task(pool.run_group(item(0)))
+    await asyncio.sleep(4.0)  # of the 1.8 s that an answer takes: its rewards are being computed
+    second = asyncio.create_task(pool.run_group(item(1)))
+    with pytest.raises(TimeoutError, match="rollout worker 0 gave no answer to run_group for 6 s"):
+        await first
+    async with asyncio.timeout(20.0):
+        while await worker.num_groups.remote() > 1:
+            await asyncio.sleep(0.05)
+    assert not second.done(), "the second one is not touched"
+    with pytest.raises(TimeoutError, match="run_group"):
+        await second
+    async with asyncio.timeout(20.0):
+        while await worker.num_groups.remote():
+            await asyncio.sleep(0.1)
+        while (stats := await engine.stats.remote()).running + stats.waiting:
+            await asyncio.sleep(0.1)
+    assert not stats.is_dead
+    assert (await worker.loads.remote()).quarantined == {}, "the engine is not blamed"
+    await worker.close.remote()

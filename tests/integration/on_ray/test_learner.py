@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,24 +16,8 @@ from trainer.learner.errors import LearnerError, TrainingDiverged
 from trainer.learner.worker import LearnerGroup, learner_actor
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    """A private cluster that ends with this module."""
-    ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=100 << 20,
-        runtime_env={"env_vars": {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}},
-    )
-    yield
-    ray.shutdown()
+    from collections.abc import AsyncIterator
+    from pathlib import Path
 
 
 def _batch(step: int) -> TrainBatch:

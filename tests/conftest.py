@@ -1,0 +1,18 @@
+"""What tests of several kinds share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def tiny_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the tiny model lies, or will lie: it is made once, by the run that comes first.
+
+    `scripts/test.sh` names one place for all of its test processes.
+    """
+    shared = os.environ.get("TANDEM_TEST_CACHE")
+    return Path(shared) if shared else tmp_path_factory.mktemp("cache")

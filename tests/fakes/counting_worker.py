@@ -1,0 +1,25 @@
+"""The real Ray shell of a rollout worker, which also says how many groups it is busy with."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rollout.actor import RolloutWorkerActor
+
+if TYPE_CHECKING:
+    from rollout.buffer.items import WorkItem
+    from rollout.types import Group
+
+
+class CountingWorker(RolloutWorkerActor):
+    _num_groups = 0
+
+    async def run_group(self, item: WorkItem) -> Group:
+        self._num_groups += 1
+        try:
+            return await super().run_group(item)
+        finally:
+            self._num_groups -= 1
+
+    async def num_groups(self) -> int:
+        return self._num_groups

@@ -1,0 +1,42 @@
+"""The real vLLM engine as a Ray actor."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from rollout.engine.actor import engine_actor
+from rollout.errors import EngineDead
+from rollout.types import SamplingParams
+from tests.integration.test_vllm_engine import make_spec, model_dir, random_prompt  # noqa: F401 - a fixture
+
+
+async def test_a_group_streams_and_a_killed_engine_process_is_reported(
+    cluster: None,
+    model_dir: Path,  # noqa: F811
+) -> None:
+    actor = engine_actor().options(num_cpus=1).remote(make_spec(model_dir, env={"PYTHONPATH": str(Path.cwd())}))
+    await actor.start.remote()
+    params = [SamplingParams(max_tokens=20 + i, seed=i, ignore_eos=True) for i in range(4)]
+    received = [0] * 4
+    async for ref in actor.generate_group.remote([f"r{i}" for i in range(4)], random_prompt(0), params):
+        for index, chunk in await ref:
+            received[index] += len(chunk.token_ids)
+    assert received == [20, 21, 22, 23]
+
+    (pid,) = await actor.call_workers.remote("te_pid", [], 10.0)
+    endless = [SamplingParams(max_tokens=4000, seed=i, ignore_eos=True) for i in range(4)]
+    received = [0] * 4
+    with pytest.raises(EngineDead):
+        async for ref in actor.generate_group.remote([f"k{i}" for i in range(4)], random_prompt(0), endless):
+            for index, chunk in await ref:
+                received[index] += len(chunk.token_ids)
+            if pid and sum(received) > 200:
+                os.kill(pid, signal.SIGKILL)
+                pid = 0
+    assert sum(received) > 200
+    assert (await actor.stats.remote()).is_dead
+    await actor.close.remote()

@@ -1,0 +1,200 @@
+"""What the real `SyncCoordinator` talks to in a simulation: one learner's slots, workers' control lines, engine hosts.
+
+    SyncCoordinator ──ws_publish──> Learner (the real SlotTable)
+          │   └────── prefetch, poll ──> Line ──lease, release──┘
+          └────────── commit ──────────> Host ──> ScriptedReplica
+
+No bytes move; what is held, leased, written over and missed is as it would be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from weight_sync.arena import SlotTable
+from weight_sync.control import PollRequest, PrefetchRequest, Progress
+from weight_sync.coordinator import SyncCoordinator, SyncOptions
+from weight_sync.errors import PullTimeout, VersionUnavailable
+from weight_sync.wire import CommitResult, PackReport, PullReport, Reply, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rollout.engine.scripted_replica import ScriptedReplica
+    from tests.simulation.fleet import Fleet
+    from weight_sync.arena import Lease
+    from weight_sync.members import Member
+
+TIMEOUT_S = 100_000.0
+"""Of a sync: slow ones are no failures here."""
+LOOK_S = 0.5
+"""Between two looks for a free slot."""
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+class Learner:
+    """One rank that packs into the real table of slots."""
+
+    rank = 0
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.slots = SlotTable(fleet.plan.num_arena_slots)
+        self.num_missing = 0
+        """Versions that somebody asked for too late."""
+        self._fleet = fleet
+        self._is_packing = False
+        self.num_missing_while_packing = 0
+
+    async def publish(self, version: int) -> list[bytes]:
+        while (slot := self.slots.begin(version, now=now())) is None:
+            await asyncio.sleep(LOOK_S)
+        self._is_packing = True
+        await asyncio.sleep(self._fleet.plan.pack_s)
+        self.slots.seal(slot, version)
+        self._is_packing = False
+        return [encode(PackReport(rank=0, version=version, slot=slot, nbytes=1, wait_s=0.0, pack_s=0.01, counters={}))]
+
+    def lease(self, version: int, holder: str) -> Lease:
+        try:
+            return self.slots.lease(version, holder=holder, ttl_s=TIMEOUT_S, now=now())
+        except VersionUnavailable:
+            self.num_missing += 1
+            self.num_missing_while_packing += self._is_packing
+            raise
+
+    async def call(self, method: str, *_: object, timeout_s: float) -> Any:
+        raise AssertionError(f"{method} within {timeout_s} s: publishing goes through `Opener`")
+
+
+class Host:
+    """A replica as the coordinator sees it."""
+
+    def __init__(self, replica: ScriptedReplica, fleet: Fleet) -> None:
+        self.name, self.replica = replica.name, replica
+        self._fleet = fleet
+
+    async def call(self, method: str, *_: object, timeout_s: float) -> list[Any]:
+        if self.replica.is_dead:
+            raise ConnectionError(f"{self.name} is dead, {method} within {timeout_s} s came too late")
+        return []
+
+    async def commit(self, version: int, method: str, *_: object, timeout_s: float) -> CommitResult:
+        assert method == "ws_commit"
+        fleet, replica = self._fleet, self.replica
+        if self.name in fleet.missing:
+            fleet.missing.discard(self.name)
+            raise ConnectionError(f"{self.name} misses a commit")
+        while self.name in fleet.hanging and not replica.is_dead:
+            await asyncio.sleep(1.0)
+        if replica.is_dead:
+            raise ConnectionError(f"{self.name} is dead, its {timeout_s} s are over")
+        replica.commit(version, pause_s=fleet.plan.pause_s, gives_back=fleet.plan.aborts_at_commit)
+        await asyncio.sleep(fleet.plan.pause_s)
+        report = PullReport(
+            worker=0,
+            version=version,
+            lease_s=0.0,
+            seal_s=0.0,
+            pull_s=1.0,
+            pull_by_source={0: 1.0},
+            attest_s=0.0,
+            commit_s=0.0,
+            nbytes=1,
+            num_runs=1,
+            num_retries=0,
+            num_stalls=0,
+            counters={},
+        )
+        return CommitResult(results=[encode(Reply(ok=True, value=encode(report)))], pause_s=fleet.plan.pause_s)
+
+
+class Line:
+    """The control line to the one worker of a replica. Pulls take a Pareto time; now and then one comes to nothing."""
+
+    def __init__(self, host: Host, fleet: Fleet) -> None:
+        self._host, self._fleet = host, fleet
+        self._lease: Lease | None = None
+        self._ends_at = 0.0
+        self._fails = False
+
+    async def ask(self, request: object, _kind: type, *, deadline_s: float) -> Progress:
+        if self._host.replica.is_dead:
+            await asyncio.sleep(deadline_s)
+            raise TimeoutError(f"{self._host.name} is dead")
+        match request:
+            case PrefetchRequest():
+                self._begin(request.version)
+                return Progress(version=request.version, is_done=False)
+            case PollRequest():
+                return Progress(version=request.version, is_done=self._is_done(request.version))
+            case _:
+                raise AssertionError(f"unexpected {request}")
+
+    def close(self) -> None:
+        self._end()
+
+    def _begin(self, version: int) -> None:
+        self._end()
+        rng, plan = self._fleet.rng, self._fleet.plan
+        self._fails = rng.random() < plan.failed_pull_frac
+        if not self._fails:  # such a one never comes as far as to read
+            self._lease = self._fleet.learner.lease(version, self._host.name)
+        self._ends_at = now() + plan.sync_s / 3 * rng.paretovariate(1.5)
+
+    def _is_done(self, version: int) -> bool:
+        if now() < self._ends_at:
+            return False
+        self._end()
+        if self._fails:
+            raise PullTimeout(f"version {version} did not arrive")
+        return True
+
+    def _end(self) -> None:
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            slots = self._fleet.learner.slots
+            assert slots.release(lease.lease_id, slot=lease.slot, generation=lease.generation), "it was written over"
+
+
+class Opener:
+    """Instead of an `EpochOpener`: everybody agrees at once."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.epoch = 1
+        self._fleet = fleet
+
+    async def open(self, _members: Sequence[Member], _give_up: float) -> Any:
+        return SimpleNamespace(manifest=SimpleNamespace(digest="simulated"))
+
+    async def check_layout(self, _agreement: Any, _member: Member, _give_up: float) -> None: ...
+
+    async def connect(self, _agreement: Any, members: Sequence[Member], _give_up: float) -> None:
+        for member in members:
+            host: Any = member.handle
+            workers: Any = (SimpleNamespace(commit="staged"),)
+            lines: Any = (Line(host, self._fleet),)
+            member.workers, member.lines = workers, lines
+
+    async def link(self, _agreement: Any, _members: Sequence[Member], _give_up: float) -> None: ...
+
+    async def on_publishers(self, method: str, version: int, *_: object, timeout_s: float) -> list[bytes]:
+        assert method == "ws_publish"
+        async with asyncio.timeout(timeout_s):
+            return await self._fleet.learner.publish(version)
+
+
+def make_coordinator(fleet: Fleet) -> SyncCoordinator:
+    coordinator = SyncCoordinator(
+        [fleet.learner],
+        [Host(replica, fleet) for replica in fleet.replicas.values()],
+        options=SyncOptions(timeout_s=TIMEOUT_S),
+        clock=asyncio.get_running_loop().time,
+    )
+    anything: Any = coordinator
+    anything._opener = Opener(fleet)
+    return coordinator

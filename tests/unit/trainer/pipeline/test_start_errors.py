@@ -1,0 +1,73 @@
+"""Exit code 2 is for what keeps a run from starting; the same errors in mid-training are failures."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import trainer.__main__ as main_module
+from rollout.errors import DataError
+from tests.fakes.scripted_run import InlineExecutor, Script, ScriptedRun
+from tests.fakes.virtual_time import run_virtual
+from trainer.config.errors import first_cause, one_line
+from trainer.learner.errors import CheckpointError, ModelError
+from trainer.pipeline import run as run_module
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+async def forever(*_: object) -> None:
+    await asyncio.Event().wait()
+
+
+class ScriptedDriver(run_module.Driver):
+    """Trains the scripted run."""
+
+    def __init__(self, scripted: ScriptedRun) -> None:
+        nothing: Any = None
+        super().__init__(scripted.cfg, scripted.state, scripted.telemetry, nothing)
+        self._scripted = scripted
+
+    def _parts(self, *_: Any, supervisor: Any, **_keys: Any) -> Any:
+        self._scripted.supervisor = supervisor
+        self._scripted.world.watch_loads = forever  # type: ignore[attr-defined]
+        return self._scripted.parts()
+
+    def _keeper(self, *_: Any) -> Any:
+        return type("Keeper", (), {"run": forever})()
+
+
+@pytest.mark.parametrize("kind", [CheckpointError, ModelError, DataError])
+def test_an_error_of_the_start_is_a_failure_once_training_has_begun(
+    scripted: Callable[..., ScriptedRun], monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
+    run = scripted(Script(learner_error=lambda step: kind("shard is gone") if step == 2 else None))
+    nothing: Any = None
+
+    async def body() -> None:
+        asyncio.get_running_loop().set_default_executor(InlineExecutor(1))
+        await ScriptedDriver(run)._train(nothing, nothing, nothing, nothing)
+
+    def train(*_: object, **_keys: object) -> int:
+        run_virtual(body())
+        return 0
+
+    monkeypatch.setattr(run_module, "run", train)
+    with pytest.raises(run_module.TrainingFailed, match="after 2 steps") as caught:
+        main_module.main([])
+    assert one_line(first_cause(caught.value)) == f"{kind.__name__}: shard is gone"
+
+
+@pytest.mark.parametrize("kind", [CheckpointError, ModelError, DataError])
+def test_the_same_error_before_it_is_one_of_the_configuration(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: type[Exception]
+) -> None:
+    def refuse(*_: object, **_keys: object) -> int:
+        raise kind("shard is gone")
+
+    monkeypatch.setattr(run_module, "run", refuse)
+    assert main_module.main([]) == 2
+    assert "cannot be used as configured: shard is gone" in capsys.readouterr().err

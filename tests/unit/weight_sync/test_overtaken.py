@@ -1,0 +1,117 @@
+"""Versions that lose their slots on the way, and learners that get no slot: who is told, and who has what then."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.fakes.sync_world import LocalReplica
+from tests.unit.weight_sync.test_coordinator import World, opened
+from weight_sync.errors import PullTimeout, VersionUnavailable
+
+if TYPE_CHECKING:
+    from weight_sync.publisher import Epoch
+
+
+def epoch_of(world: World) -> Epoch:
+    epoch = world.publishers[0].publisher._epoch
+    assert epoch is not None
+    return epoch
+
+
+@pytest.mark.parametrize("commit", ["staged", "inplace"])
+async def test_a_version_that_one_replica_missed_does_not_count_as_live(
+    commit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, late = LocalReplica("r0"), LocalReplica("r1")
+    async with opened(1, [prompt, late], commit=commit) as world:
+        await world.step(1)
+        member = world.coordinator._members["r1"]
+        prefetch = member._prefetch
+
+        async def fail_once(*_: object) -> None:
+            """Until its second attempt the learner has gone on by two versions."""
+            monkeypatch.setattr(member, "_prefetch", prefetch)
+            while prompt.versions != [1, 2]:
+                await asyncio.sleep(0.01)
+            for version in (3, 4):
+                world.train(version)
+                await world.coordinator.publish(version)
+            raise TimeoutError("the engine was busy")
+
+        monkeypatch.setattr(member, "_prefetch", fail_once)
+        with pytest.raises(VersionUnavailable, match="version 2 is not held here"):
+            await world.step(2)
+        assert world.coordinator.members == {"r0": "live", "r1": "live"}, "it is nobody's failure"
+        report = await world.coordinator.sync(4)
+        assert (report.version_lag, report.replicas_live) == (0, 2)
+        for replica in (prompt, late):
+            replica.assert_holds(world.full)
+
+
+async def test_a_newcomer_waits_for_the_version_that_is_being_packed_over_the_last_one() -> None:
+    async with opened(1, [LocalReplica("r0")], num_slots=1) as world:
+        await world.step(1)
+        packer, has_begun, may_go_on = epoch_of(world).packer, threading.Event(), threading.Event()
+        pack = packer.pack
+
+        def pack_slowly(*args: Any) -> None:
+            has_begun.set()
+            assert may_go_on.wait(20)
+            pack(*args)
+
+        packer.pack = pack_slowly  # type: ignore[method-assign]
+        world.train(2)
+        publishing = asyncio.create_task(world.coordinator.publish(2))
+        await asyncio.to_thread(has_begun.wait, 20)
+        newcomer = LocalReplica("r1")
+        joining = asyncio.create_task(world.coordinator.join(newcomer))
+        await asyncio.sleep(0.5)
+        assert not joining.done()
+        may_go_on.set()
+        await publishing
+        assert await asyncio.wait_for(joining, 20) == 2
+        newcomer.assert_holds(world.full)
+
+
+async def test_a_replica_that_has_the_version_already_is_not_asked_again() -> None:
+    first, second = LocalReplica("r0"), LocalReplica("r1")
+    async with opened(1, [first], num_slots=1) as world:
+        await world.step(1)
+        await world.coordinator.join(second)
+        report = await world.coordinator.sync(1)
+        assert (report.version, report.replicas_live) == (1, 2)
+        assert (first.versions, second.versions) == ([1], [1])
+
+
+async def test_a_learner_that_gets_no_slot_says_who_reads_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opened(2, [LocalReplica("r0")], num_slots=1, timeout_s=1.0) as world:
+        await world.step(1)
+        epoch_of(world).arena.lease(1, holder="r5/0", ttl_s=60.0)
+        publish = world.publishers[0].ws_publish
+
+        def answer_late(version: int, deadline_s: float) -> bytes:
+            try:
+                return publish(version, deadline_s)
+            finally:
+                time.sleep(0.3)  # on its way to the driver
+
+        monkeypatch.setattr(world.publishers[0], "ws_publish", answer_late)
+        with pytest.raises(PullTimeout, match="r5/0 reads version 1 in slot 0"):
+            await world.coordinator.publish(2)
+
+
+async def test_the_seal_and_the_slot_share_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opened(1, [LocalReplica("r0")], num_slots=1) as world:
+        await world.step(1)
+        epoch = epoch_of(world)
+        epoch.arena.lease(1, holder="r5/0", ttl_s=60.0)
+        monkeypatch.setattr(epoch.sealer, "wait", lambda _deadline_s: time.sleep(0.6))
+        began = time.monotonic()
+        with pytest.raises(PullTimeout):
+            world.publishers[0].ws_publish(2, 0.8)
+        assert time.monotonic() - began < 1.2

@@ -1,0 +1,57 @@
+"""Engine arguments that a run sets itself, or stands on. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainer.config.errors import Problem
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from trainer.config.schema.run import RunConfig
+
+_OWN_KEYS = {
+    "model": "model.path",
+    "tokenizer": "model.tokenizer_path",
+    "trust_remote_code": "model.trust_remote_code",
+    "dtype": "model.rollout_dtype",
+    "tensor_parallel_size": "rollout.tensor_parallel_size",
+    "pipeline_parallel_size": "rollout.tensor_parallel_size",  # an engine is given so many devices and no more
+    "prefill_context_parallel_size": "rollout.tensor_parallel_size",
+    "data_parallel_size": "rollout.num_replicas",
+    "max_model_len": "rollout.max_model_len",
+    "max_num_seqs": "rollout.max_num_seqs",
+    "gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "enforce_eager": "rollout.enforce_eager",
+    "stream_interval": "rollout.stream_tokens",
+    "seed": "seed",
+    "enable_sleep_mode": "mode.name",
+    **dict.fromkeys(("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank"), "model.lora.rank"),
+    "lora_target_modules": "model.lora.target_modules",
+}
+"""What has a key of its own: setting it twice would leave the rest of a run with the other value."""
+_RELIED_ON = {
+    "logprobs_mode": "off-policy correction needs the log-probs of the distribution that tokens are sampled from",
+    "worker_extension_cls": "weight sync lives in it",
+    "skip_tokenizer_init": "engines take and give tokens; text is made of them elsewhere",
+    "load_format": "the first weights come by weight sync, or from files where that does not bring them",
+    "disable_log_stats": "the load of engines is measured in its place",
+}
+REFUSED = {**{name: f"is set by {key}" for name, key in _OWN_KEYS.items()}, **_RELIED_ON}
+"""Engine argument -> why it is not for `rollout.engine_args`."""
+
+
+def engine_args_problems(config: RunConfig) -> Iterator[Problem]:
+    """One for each argument that is ours to set."""
+    for name, value in config.rollout.engine_args.items():
+        if name not in REFUSED:
+            continue
+        instead = _OWN_KEYS.get(name)
+        yield Problem(
+            key="rollout.engine_args",
+            got=f"{name}: {value}",
+            allowed=f"must not hold {name}: {REFUSED[name]}" if instead is None else f"{name} {REFUSED[name]}",
+            do="leave it out" if instead is None else f"use {instead}",
+            also=() if instead is None else (instead,),
+        )
