@@ -128,5 +128,7 @@ def test_a_hundred_thousand_groups_take_no_more_room_and_work_each_than_a_thousa
     assert turns_long < 1.15 * turns_short
     for run in (short, long):  # a look sorts all slots: the first, one when B are ready, and one per old group at most
         assert run.num_choices <= 4 * run.plan.num_steps
-    for name, size in long.peaks.items():
-        assert size <= 1.5 * short.peaks[name] + 32, name
+    # At most a handful per slot. How many groups are at the workers at once after a loss, a short run does not see.
+    assert long.peaks["tasks"] <= 5 * long.plan.groups_per_step * (long.plan.max_staleness + 1)
+    for name in long.peaks.keys() - {"tasks"}:
+        assert long.peaks[name] <= 1.5 * short.peaks[name] + 32, name
