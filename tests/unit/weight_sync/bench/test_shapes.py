@@ -9,6 +9,7 @@ from weight_sync.bench.shapes import MODELS, architecture
 PUBLISHED = {
     "qwen2.5-0.5b": 494_032_768,
     "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
     "qwen2.5-7b": 7_615_616_512,
     "qwen2.5-14b": 14_770_033_664,
     "qwen2.5-32b": 32_763_876_352,
