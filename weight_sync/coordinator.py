@@ -147,6 +147,7 @@ class SyncCoordinator:
         if version not in self._published:
             raise WeightSyncError(f"version {version} is not published (published: {sorted(self._published)})")
         packs = self._published[version]  # a newer version may be published while this one waits or is on its way
+        await self._somebody_is_free()
         started = self._clock()
         async with self._membership_lock:
             live = [member for member in self._members.values() if member.state == "live"]
@@ -167,6 +168,14 @@ class SyncCoordinator:
             raise next(result for result in results if isinstance(result, BaseException))
         return self._report(version, outcomes, packs=packs, started=started)
 
+    async def _somebody_is_free(self) -> None:
+        """Waits while every live replica is leased, outside the lock: a newcomer can join meanwhile, and be free.
+        Unblocked by: the end of a lease, a newcomer, the loss of the last one."""
+        while live := [member for member in self._members.values() if member.state == "live"]:
+            if not all(member.num_leases for member in live):
+                return
+            await asyncio.sleep(RETRY_S)
+
     async def join(self, replica: ReplicaHandle) -> int | None:
         """Let a new replica (or one that was restarted under its old name) into the epoch, with the newest version.
 
@@ -186,7 +195,7 @@ class SyncCoordinator:
             await self._opener.connect(agreement, [member], give_up)
             # From here a sync waits, or the newcomer would miss it and generate from older weights than the others.
             async with self._membership_lock:
-                await self._catch_up(member, give_up)
+                await self._catch_up(member, self._clock() + self._options.timeout_s)  # waiting for the turn took none
                 old, self._members[replica.name] = self._members.get(replica.name), member
                 if old is not None:
                     old.disconnect()

@@ -153,7 +153,7 @@ class Member:
                 error = WeightSyncError(f"{self.handle.name} failed: {type(failure).__name__}: {failure}")
                 break
             else:
-                self.live_version = version
+                self.live_version, self.state = version, "live"
                 outcome.num_retries += attempt
                 self._last = outcome
                 return outcome

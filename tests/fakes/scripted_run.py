@@ -144,6 +144,7 @@ class World:
     num_generating: int = 0
     frozen: asyncio.Lock = field(default_factory=asyncio.Lock)
     load_record: dict[str, float] = field(default_factory=dict)
+    lost_engines: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.script.seed)

@@ -17,7 +17,7 @@ import pytest
 from tests.fakes.coordinator_process import CoordinatorProcess
 from tests.fakes.publisher_process import PublisherProcess
 from tests.fakes.replica_process import Patience, ReplicaProcess
-from weight_sync import members
+from weight_sync import coordinator, members
 from weight_sync.coordinator import SyncCoordinator, SyncOptions
 from weight_sync.errors import WeightSyncError
 
@@ -41,6 +41,7 @@ PULLING: tuple[State, ...] = ("leased", "pulling", "pulled", "attested")
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(members, "ANSWER_S", 0.3)
+    monkeypatch.setattr(coordinator, "ANSWER_S", 0.3)
     monkeypatch.setattr(members, "QUIET_S", 0.1)
 
 

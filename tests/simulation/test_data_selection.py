@@ -195,11 +195,13 @@ def test_an_own_filter_is_asked_and_counted_by_its_reason() -> None:
     assert played.lines[-1]["buffer/filtered/middle_level"] == len(wrong)
 
 
-def test_a_filter_that_raises_ends_the_run_with_its_name_and_the_group() -> None:
+def test_a_filter_that_raises_ends_the_run_with_its_name_and_the_group_which_is_written_down(tmp_path: Path) -> None:
     with pytest.raises(BaseException) as caught:
-        Played(algorithm={"group_filter": f"{__name__}.broken"})
+        Played(algorithm={"group_filter": f"{__name__}.broken"}, path=tmp_path / "run")
     told = caught.value
     while isinstance(told, BaseExceptionGroup):
         told = told.exceptions[0]
     assert isinstance(told, GroupFilterError)
     assert f"{__name__}.broken raised KeyError: 'nowhere' (group " in str(told)
+    (line,) = (tmp_path / "run/trajectories/groups_00000.jsonl").read_text().splitlines()
+    assert (json.loads(line)["status"], json.loads(line)["reason"]) == ("filtered", "group_filter_failed")

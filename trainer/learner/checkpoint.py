@@ -143,8 +143,9 @@ def abandon(directory: Path, *, going_on_from: Path) -> list[Path]:
     Left alone, a later step of the branch that is left would count as the newest: `find_latest` would go on from it,
     and `prune` delete the new branch for it. A checkpoint from elsewhere leaves every one in `directory` behind.
     """
-    is_own = going_on_from.resolve().parent == directory.resolve()
-    left = [path for path in _complete(directory) if not is_own or step_of(path) > step_of(going_on_from)]
+    complete = _complete(directory)
+    own = next((path for path in complete if path.samefile(going_on_from)), None)  # a link may have another name
+    left = [path for path in complete if own is None or step_of(path) > step_of(own)]
     moved = [_free_name(directory / ABANDONED / path.name) for path in left]
     for path, target in zip(left, moved, strict=True):
         target.parent.mkdir(exist_ok=True)

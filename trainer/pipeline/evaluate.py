@@ -251,12 +251,17 @@ def deal(num_answers: int, num_samples: int, num_replicas: int) -> list[list[int
     ]
 
 
+def members(coordinator: SyncCoordinator, workers: WorkerPool) -> dict[str, str]:
+    """replica -> "live", or how it was lost; those that only the workers know of, too."""
+    return {**coordinator.members, **workers.lost_engines}
+
+
 @contextlib.asynccontextmanager
 async def leased(
     names: Sequence[str], *, coordinator: SyncCoordinator, workers: WorkerPool
 ) -> AsyncIterator[Mapping[str, int | None]]:
     """Keep replicas at their versions for an evaluation, as the module says. Yields these versions."""
-    if len(names) > 1 or sum(state == "live" for state in coordinator.members.values()) == 1:
+    if len(names) > 1 or list(members(coordinator, workers).values()).count("live") == 1:
         async with contextlib.AsyncExitStack() as stack:
             yield {name: await stack.enter_async_context(coordinator.freeze(name)) for name in names}
         return
@@ -267,7 +272,7 @@ async def leased(
             yield {name: version}
     finally:
         # One that did not catch up stays out; whoever restarts it lets it in again.
-        if coordinator.members.get(name) == "live":
+        if members(coordinator, workers).get(name) == "live":
             await workers.resume(name)
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from rollout.errors import NoProgress
 from rollout.types import Group
-from trainer.algorithms.group_filter import own_group_filter
+from trainer.algorithms.group_filter import GroupFilterError, own_group_filter
 from trainer.config.errors import first_cause, one_line
 from trainer.data.batcher import BatchLimits, BuiltBatch, build_train_batch
 from trainer.pipeline.evaluation_runs import evaluate_if_beside, evaluate_if_blocking, evaluate_now, with_evaluation
@@ -118,7 +118,11 @@ async def _roll_out(parts: Parts, item: WorkItem, own: OwnFilter | None) -> None
     )
     parts.recorder.count_generated(group)
     parts.source.observe(group)
-    reason = filter_reason(group, filter_zero_variance=parts.cfg.algorithm.filter_zero_variance, own=own)
+    try:
+        reason = filter_reason(group, filter_zero_variance=parts.cfg.algorithm.filter_zero_variance, own=own)
+    except GroupFilterError:  # ends the run; what it was given is written down
+        await parts.telemetry.record_group(group, "filtered", "group_filter_failed")
+        raise
     await parts.telemetry.record_group(group, "filtered" if reason else "ready", reason)
     if reason:
         parts.flow.filtered(group)
@@ -220,6 +224,7 @@ async def _next_batch(parts: Parts) -> Ready | None:
         raise Stalled(
             f"no batch for step {parts.state.step} within trainer.stall_timeout_s={limit_s:g}: "
             f"{parts.buffer.waiting_for or 'the buffer waits for nothing'}; {parts.buffer.stats()}"
+            + (f"; engines lost: {parts.workers.lost_engines}" if parts.workers.lost_engines else "")
         )
     finally:
         get.cancel()
@@ -282,7 +287,7 @@ async def finish(parts: Parts, record: dict[str, object] | None) -> None:
     """After the last step: it is saved, goes live, is evaluated and exported. `record` is the last line, unwritten.
 
     Waits for: the last sync, and each evaluation. Unblocked by: their deadlines; an interrupt shortens those of the
-    evaluations to `trainer.shutdown_timeout_s`.
+    evaluations to `trainer.shutdown_timeout_s`. A process that is killed meanwhile has saved the step, not its line.
     """
     evaluator, step, interrupt = parts.evaluator, parts.state.step, parts.state.stop_requested
     try:

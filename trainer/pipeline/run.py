@@ -23,7 +23,7 @@ from trainer.config.objective import describe_critic, describe_objective, descri
 from trainer.learner.errors import CheckpointError, ModelError
 from trainer.pipeline import compose, loops, telemetry
 from trainer.pipeline.cluster import Cluster
-from trainer.pipeline.evaluate import Evaluator, leased
+from trainer.pipeline.evaluate import Evaluator, leased, members
 from trainer.pipeline.evaluation_runs import evaluate_at_start
 from trainer.pipeline.inputs import ensure_model
 from trainer.pipeline.keeper import EngineKeeper
@@ -225,10 +225,9 @@ class Driver:
                     timeout_s=cfg.trainer.startup_timeout_s,
                 )
 
-        def members() -> dict[str, str]:
-            return {**coordinator.members, **parts.workers.lost_engines}  # those that only the workers know of, too
-
-        return EngineKeeper(members, restart, max_restarts=cfg.rollout.max_engine_restarts)
+        return EngineKeeper(
+            partial(members, coordinator, parts.workers), restart, max_restarts=cfg.rollout.max_engine_restarts
+        )
 
     def _parts(
         self,
@@ -267,7 +266,7 @@ class Driver:
                 self._checked.inputs.evaluation,
                 freeze=partial(leased, coordinator=coordinator, workers=workers),
                 generate=workers.evaluate,
-                members=lambda: coordinator.members,
+                members=partial(members, coordinator, workers),
                 first_version=state.step,
             ),
             checkpointer=Checkpointer(cfg, sinks, learner=actors.learner, buffer=buffer, source=source, state=state),

@@ -182,7 +182,7 @@ class Inbound:
         require_slot(self._arena, slot)
         check()
         if self._stuck is not None:
-            raise PublisherLost(
+            raise WeightSyncError(
                 f"{self._name()}: an aborted transfer still holds its memory; restart this engine process"
             )
         limit_bytes = self._landing.message_bytes

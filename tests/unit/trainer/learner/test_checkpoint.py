@@ -101,6 +101,15 @@ def test_going_on_from_an_older_checkpoint_sets_the_later_ones_aside(tmp_path: P
     assert abandon(tmp_path, going_on_from=tmp_path / "step_20") == []
 
 
+def test_a_link_to_an_own_checkpoint_stands_for_it(tmp_path: Path) -> None:
+    for step in (10, 20):
+        _save(tmp_path / "own", step)
+    link = tmp_path / "good"
+    link.symlink_to(tmp_path / "own" / "step_10")
+    assert abandon(tmp_path / "own", going_on_from=link) == [tmp_path / "own" / "abandoned" / "step_20"]
+    assert find_latest(tmp_path / "own") == tmp_path / "own" / "step_10"
+
+
 def test_going_on_from_elsewhere_sets_everything_aside(tmp_path: Path) -> None:
     """Its own ones are of another branch, whatever their numbers."""
     other = _save(tmp_path / "other", 30)

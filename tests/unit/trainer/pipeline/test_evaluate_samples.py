@@ -145,6 +145,7 @@ class Parties:
 
     def __init__(self, members: dict[str, str]) -> None:
         self.members, self.events = members, []
+        self.lost_engines: dict[str, str] = {}
 
     @contextlib.asynccontextmanager
     async def lease(self, name: str) -> AsyncIterator[int]:

@@ -177,9 +177,11 @@ def test_a_run_that_waits_for_groups_can_be_stopped(scripted: Make, play: Play) 
 
 def test_a_stalled_run_ends_with_the_reason(scripted: Make, play: Play) -> None:
     run = scripted(Script(hangs=lambda item: item.group_id == 4), trainer={"stall_timeout_s": 77.0, "total_steps": 50})
+    run.world.lost_engines["engine_1"] = "lost (no answer)"
     with pytest.raises(loops.Stalled, match=r"no batch for step \d+ within trainer.stall_timeout_s=77: .*4") as caught:
         play(run)
     assert "num_running=1" in str(caught.value)
+    assert "engines lost: {'engine_1': 'lost (no answer)'}" in str(caught.value)
 
 
 def test_a_failing_group_is_retried_then_dropped_and_never_ends_the_run(scripted: Make, play: Play) -> None:
