@@ -27,15 +27,18 @@ if [ ! -x .venv/bin/python ]; then
   "$python" -m venv .venv || die "cannot make .venv; on Debian: apt install python3-venv"
 fi
 pip() { .venv/bin/python -m pip "$@"; }
+pip_install() { pip install -q --no-compile "$@"; } # compiled at the end, on all cores
 
 if ! .venv/bin/python -c "import torch, sys; sys.exit(torch.__version__ != '$torch+cpu')" 2>/dev/null; then
   say "installing torch $torch (CPU)"
-  pip install -q "torch==$torch+cpu" 2>/dev/null ||
-    pip install -q "torch==$torch+cpu" --index-url https://download.pytorch.org/whl/cpu ||
+  pip_install "torch==$torch+cpu" 2>/dev/null ||
+    pip_install "torch==$torch+cpu" --index-url https://download.pytorch.org/whl/cpu ||
     die "cannot install torch $torch+cpu, neither from the configured index nor from PyTorch's own"
 fi
 say "installing Tandem ($extras)"
-pip install -q -c constraints/cpu.txt -e ".[$extras]"
+pip_install -c constraints/cpu.txt -e ".[$extras]"
+say "compiling"
+.venv/bin/python -m compileall -q -j 0 .venv/lib >/dev/null || true # some packages bring templates that are no Python
 
 # vLLM asks for these. Builds that do not fit the CPU build of torch break `import transformers`; Tandem needs none.
 for package in torchvision torchaudio torchcodec; do

@@ -103,9 +103,8 @@ class EngineInfo:
     kv_cache_tokens: int
     """Tokens that fit into the KV cache; 0 if unknown."""
     stop_token_ids: tuple[int, ...]
-    load_s: float
-    warm_up_s: float
-    """The first generation, with its one-time compilations."""
+    startup_s: Mapping[str, float]
+    """Seconds by stage, in order. The last one is the first generation, with its one-time compilations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     from rollout.types import SamplingParams
 
 
+def import_vllm() -> None:
+    """What `launch` imports, so that its seconds can be told from those of the model."""
+    import vllm.engine.arg_utils
+    import vllm.v1.engine.async_llm  # noqa: F401
+
+
 def launch(spec: EngineSpec, meter: LoadMeter) -> tuple[AsyncLLM, list[int]]:
     """Import vLLM and start its processes (blocking). The engine and the tokens that end an answer.
 

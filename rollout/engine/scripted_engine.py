@@ -105,8 +105,7 @@ class ScriptedEngine(Engine):
             num_workers=self._spec.tensor_parallel_size,
             kv_cache_tokens=0,
             stop_token_ids=self._spec.stop_token_ids,
-            load_s=0.0,
-            warm_up_s=0.0,
+            startup_s={},
         )
 
     async def generate(

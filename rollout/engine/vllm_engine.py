@@ -22,7 +22,7 @@ from rollout.engine.base import Engine, EngineInfo, EngineLoad, EngineSpec, Engi
 from rollout.engine.chunks import ChunkBuilder, VersionLabels
 from rollout.engine.environment import environment
 from rollout.engine.gate import AdmissionGate, GateTurns, Pause
-from rollout.engine.launch import engine_pids, launch, vllm_sampling
+from rollout.engine.launch import engine_pids, import_vllm, launch, vllm_sampling
 from rollout.engine.load_meter import LoadMeter, Stillness
 from rollout.engine.outputs import Fence, known_finish_reason, sampled_logprobs
 from rollout.engine.reaper import OrphanReaper
@@ -102,12 +102,14 @@ class VllmEngine(Engine):
         begin = self._clock()
         with environment(process_env(self._spec), self._spec.env):
             # In a thread: loading blocks for seconds, and whoever waits for other engines shares this event loop.
+            await asyncio.to_thread(import_vllm)
+            imported = self._clock()
             llm, stop_token_ids = await asyncio.to_thread(launch, self._spec, self._meter)
         from vllm.v1.engine.exceptions import EngineDeadError
 
         self._llm, self._stop_token_ids, self._vllm_dead_errors = llm, stop_token_ids, (EngineDeadError,)
         self._reapers.append(OrphanReaper(engine_pids(llm)))
-        load_s = self._clock() - begin
+        loaded = self._clock()
         try:
             await self._open_adapter()
             warm_up_s = await self.warm_up()
@@ -123,8 +125,7 @@ class VllmEngine(Engine):
             num_workers=config.parallel_config.world_size,
             kv_cache_tokens=0 if num_blocks is None or block_size is None else num_blocks * block_size,
             stop_token_ids=tuple(stop_token_ids),
-            load_s=load_s,
-            warm_up_s=warm_up_s,
+            startup_s={"imports": imported - begin, "processes and model": loaded - imported, "warm-up": warm_up_s},
         )
 
     async def _open_adapter(self) -> None:

@@ -120,6 +120,16 @@ def test_the_trace_shows_weights_moving_while_groups_are_generated(job: TrainerP
     assert any(g[0] < s[1] and s[0] < g[1] for s in steps for g in groups), "generation and training never overlap"
 
 
+def test_the_trace_says_where_the_time_of_the_start_went(job: TrainerProcess) -> None:
+    events = json.loads((job.run_dir / "trace.json").read_text())
+    stages = {event["name"]: event["args"] for event in events if event.get("cat") == "start" and event["ph"] == "b"}
+    assert {"starting Ray", "starting engines and learners", "rollout_worker_0"} < stages.keys()
+    assert 0 < stages["learner"]["model"] < sum(stages["learner"].values())
+    assert 0 < stages["replica_0"]["warm-up"] < stages["replica_0"]["processes and model"]
+    ((begin, end),) = spans(events, "replica_0")
+    assert sum(stages["replica_0"].values()) < (end - begin) / 1e6
+
+
 def spans(events: list[dict[str, Any]], prefix: str) -> list[tuple[float, float]]:
     """(start, end) of the spans of that name, in microseconds, whether written as one event or as two."""
     begun: dict[tuple[Any, ...], float] = {}

@@ -26,6 +26,8 @@ from trainer.pipeline import compose
 from trainer.pipeline.cluster import Cluster
 from trainer.pipeline.inputs import ensure_model
 from trainer.pipeline.preflight import Checked, preflight
+from trainer.pipeline.starting import start_actors
+from trainer.telemetry.spans import Tracer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -151,7 +153,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory, tiny_cache: Path) -> Story:
         try:
             actors, _ = await compose.create_actors(cfg, checked.placement, checked.backend, version=0)
             try:
-                await compose.start_actors(cfg, actors, None)
+                await start_actors(cfg, actors, None, Tracer(None))
                 await plain_loop(cfg, checked, actors, story)
                 await actors.learner.export_hf(folder / "export")
             finally:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
+E = TypeVar("E", bound=BaseException)
+
 MAX_LINE = 500
 """Characters of a failure's text that are shown on the screen."""
 
+_TELLS = "tells_its_cause"
 _LOG_NOTE = "the traceback is in "
 
 
@@ -52,10 +55,17 @@ class ConfigurationError(Exception):
         super().__init__("\n".join([title, *(f"\n  {problem}" for problem in self.problems)]))
 
 
+def tells_its_cause(error: E) -> E:
+    """Marks an error whose text has what its causes say, and who failed, too."""
+    error.__dict__[_TELLS] = True
+    return error
+
+
 def first_cause(error: BaseException) -> BaseException:
     """The error that began it: down the causes, and into the first member of a group.
 
-    An error without a text (a cancelled task behind a timeout) is passed over: the one it led to says more.
+    An error without a text (a cancelled task behind a timeout) is passed over: the one it led to says more. One that
+    `tells_its_cause` is the last to be looked at.
     """
     told, seen = error, set[int]()
     inner: BaseException | None = error
@@ -63,6 +73,8 @@ def first_cause(error: BaseException) -> BaseException:
         seen.add(id(inner))
         if str(inner).strip():
             told = inner
+        if getattr(inner, _TELLS, False):
+            return told
         carried = getattr(inner, "cause", None)
         if isinstance(carried, BaseException):
             # Ray wraps what an actor raised in an error of its own, whose text is a traceback.

@@ -9,17 +9,19 @@ import asyncio
 import os
 import time
 from dataclasses import dataclass, replace
-from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.exceptions import RayActorError
 
+from trainer.config.errors import one_line, tells_its_cause
 from trainer.learner.errors import CheckpointError, LearnerError, ModelError, TrainingDiverged
 from weight_sync.device.base import DeviceError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
 
@@ -36,6 +38,8 @@ OWN_ERRORS = (ModelError, CheckpointError, TrainingDiverged, DeviceError)
 """Pass from a rank to the driver under their own type; anything else becomes a LearnerError."""
 
 CLOSE_TIMEOUT_S = 10.0
+PEERS_S = 5.0
+"""How long a rank that failed waits for the one that made it fail."""
 BROKEN_CLOSE_TIMEOUT_S = 1.0
 """After a failure the other ranks may hang in a collective: do not wait long for them."""
 
@@ -110,19 +114,21 @@ class LearnerWorker:
         )
         return self._rendezvous.host, self._rendezvous.port
 
-    def setup(self, address: Address) -> None:
-        """Join the other ranks and build the model.
+    def setup(self, address: Address) -> dict[str, float]:
+        """Join the other ranks and build the model. Returns the seconds of each stage, in order.
 
         Raises:
             DeviceError: this process lacks a variable its device needs.
             ModelError: the model cannot be trained.
         """
+        watch = [time.perf_counter()]
         import torch
 
         from trainer.learner.parallel import Rendezvous, open_process_group
         from trainer.learner.policy import PolicyLearner
         from weight_sync.publisher import WeightPublisher
 
+        watch.append(time.perf_counter())
         problems = self._backend.check_env("learner", dict(os.environ))
         if problems:
             raise DeviceError("; ".join(problems))
@@ -135,9 +141,13 @@ class LearnerWorker:
         open_process_group(
             self._rendezvous, backend=self._backend, rank=self._rank, world_size=world_size, timeout_s=timeout_s
         )
+        watch.append(time.perf_counter())
         learner = PolicyLearner(self._cfg, rank=self._rank, world_size=world_size, device=device, backend=self._backend)
         publisher = WeightPublisher(self._backend, rank=self._rank)
         self._ready = _described(learner, publisher, self._cfg.model)
+        watch.append(time.perf_counter())
+        stages = ("imports", "device and meeting", "model")
+        return {stage: end - begin for stage, (begin, end) in zip(stages, pairwise(watch), strict=True)}
 
     def train_step(
         self, micro_batches: Sequence[MicroBatch], step: int, rewards: StepRewards | None = None
@@ -267,10 +277,10 @@ class LearnerGroup:
         """For callers that talk to single ranks: weight sync needs no collective."""
         return self._ranks
 
-    async def setup(self) -> None:
-        """Ranks meet at rank 0's address and build their models. Raises as `LearnerWorker.setup`."""
+    async def setup(self) -> list[dict[str, float]]:
+        """Ranks meet at rank 0's address and build their models. As `LearnerWorker.setup`, of every rank."""
         (address,) = await self._gather("node_address", [()], ranks=self._ranks[:1])
-        await self._all("setup", address)
+        return await self._all("setup", address)
 
     async def train_step(self, batch: TrainBatch) -> StepResult:
         """One optimizer step. A rank fetches only its own micro-batches from the object store.
@@ -334,30 +344,47 @@ class LearnerGroup:
             for rank, own in zip(ranks, args, strict=True)
         }
         try:
-            done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
-            failures = {calls[call]: error for call in done if (error := call.exception()) is not None}
+            await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+            failures = _failures(calls)
+            if failures and not any(map(_is_first_cause, failures.values())):
+                await asyncio.wait(calls, timeout=PEERS_S)
+                failures = _failures(calls)
             if failures:
                 self._close_timeout_s = BROKEN_CLOSE_TIMEOUT_S
-                raise _first_cause(method, failures, timeout_s=self._timeout_s)
+                raise _to_report(method, failures, timeout_s=self._timeout_s)
             return [call.result() for call in calls]
         finally:
             for call in calls:
                 call.cancel()
 
 
-def _first_cause(method: str, failures: dict[int, BaseException], *, timeout_s: float) -> Exception:
-    """The failure to report. When one rank fails, its peers soon do too, with a broken connection: errors that we raise
-    ourselves come first."""
-    causes = {rank: getattr(error, "cause", None) or error for rank, error in sorted(failures.items())}
-    for rank, cause in causes.items():
-        if isinstance(cause, OWN_ERRORS):
-            return _chained(partial(type(cause), f"learner rank {rank}: {cause}"), failures[rank])
-    rank, cause = next(iter(causes.items()))
-    what = f"gave no answer for {timeout_s} s" if isinstance(cause, TimeoutError) else f"failed: {cause!r}"
-    return _chained(partial(LearnerError, f"learner rank {rank} {what} in {method}"), failures[rank])
+def _failures(calls: Mapping[asyncio.Task[Any], int]) -> dict[int, BaseException]:
+    ended = {rank: call.exception() for call, rank in calls.items() if call.done()}
+    return {rank: error for rank, error in sorted(ended.items()) if error is not None}
 
 
-def _chained(make: partial[Exception], origin: BaseException) -> Exception:
-    error = make()
+def _cause(error: BaseException) -> BaseException:
+    """Ray wraps what a rank raised in an error of its own, whose text is a traceback."""
+    return getattr(error, "cause", None) or error
+
+
+def _is_first_cause(error: BaseException) -> bool:
+    """When one rank fails, its peers soon do too, with a broken connection, which may be heard of first."""
+    return isinstance(_cause(error), (*OWN_ERRORS, RayActorError, TimeoutError))
+
+
+def _to_report(method: str, failures: Mapping[int, BaseException], *, timeout_s: float) -> Exception:
+    """The failure of the rank with which it began, and that rank's number."""
+    rank, origin = min(failures.items(), key=lambda failure: not _is_first_cause(failure[1]))
+    cause = _cause(origin)
+    error: Exception
+    if isinstance(cause, OWN_ERRORS):
+        error = type(cause)(f"learner rank {rank}: {cause}")
+    elif isinstance(cause, RayActorError):
+        error = LearnerError(f"learner rank {rank} died in {method}: {one_line(cause)}")
+    elif isinstance(cause, TimeoutError):
+        error = LearnerError(f"learner rank {rank} gave no answer for {timeout_s} s in {method}")
+    else:
+        error = LearnerError(f"learner rank {rank} failed in {method}: {one_line(cause)}")
     error.__cause__ = origin
-    return error
+    return tells_its_cause(error)

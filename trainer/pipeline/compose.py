@@ -35,7 +35,7 @@ from weight_sync.device import merge_env
 from weight_sync.vllm_compat import EXTENSION
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping
 
     from rollout.engine.base import SleepLevel
     from rollout.prompts.source import PromptSource
@@ -153,52 +153,6 @@ def new_worker(cfg: RunConfig, placement: Placement, engines: Mapping[str, Any],
     return (
         rollout_worker_actor().options(**placement.options(name), name=name, max_restarts=0).remote(spec, dict(engines))
     )
-
-
-async def start_actors(cfg: RunConfig, actors: Actors, resumed: Resumed | None) -> None:
-    """Load models into learner and engines, side by side, and start the reward processes.
-
-    On shared devices the learner comes first and leaves: an engine measures at its start what memory is free.
-
-    Raises:
-        TimeoutError: not all were ready within `trainer.startup_timeout_s`.
-    """
-    limit_s = cfg.trainer.startup_timeout_s
-
-    async def learner() -> None:
-        await actors.learner.setup()
-        if resumed is not None:
-            await actors.learner.load(resumed.path)
-
-    async def engines() -> None:
-        if cfg.mode.shares_devices:
-            await learner_ready
-            await actors.learner.offload()
-        await _all_or_first_failure(started(actor, name, timeout_s=limit_s) for name, actor in actors.engines.items())
-
-    try:
-        async with asyncio.timeout(limit_s):
-            learner_ready = asyncio.ensure_future(learner())
-            workers = [
-                started(worker, f"rollout_worker_{i}", timeout_s=limit_s) for i, worker in enumerate(actors.workers)
-            ]
-            await _all_or_first_failure([learner_ready, engines(), *workers])
-    except TimeoutError as error:
-        raise TimeoutError(
-            f"not all actors were ready within trainer.startup_timeout_s={limit_s:g}; raise it if they were still "
-            "loading (actor_logs/ says), for large models and slow disks"
-        ) from error
-
-
-async def _all_or_first_failure(starts: Iterable[Awaitable[Any]]) -> None:
-    """Wait for all; the first failure is raised, and the others are no longer waited for."""
-    tasks = [asyncio.ensure_future(start) for start in starts]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def make_coordinator(cfg: RunConfig, actors: Actors) -> SyncCoordinator:

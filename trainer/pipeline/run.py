@@ -30,6 +30,7 @@ from trainer.pipeline.keeper import EngineKeeper
 from trainer.pipeline.placement import RESTARTED
 from trainer.pipeline.preflight import Checked, preflight
 from trainer.pipeline.resume import Checkpointer, go_on_from
+from trainer.pipeline.starting import start_actors, start_phase
 from trainer.pipeline.state import RunState
 from trainer.pipeline.supervise import Supervisor
 from trainer.pipeline.sync_pump import SyncPump
@@ -130,7 +131,7 @@ class Driver:
         cfg, progress = self._cfg, self._telemetry.progress
         model = asyncio.create_task(ensure_model(cfg), name="model")
         try:
-            with progress.phase("starting Ray"):
+            with start_phase(progress, self._telemetry.tracer, "starting Ray"):
                 cluster = await _start_cluster(cfg, self._checked)
                 self._checked = replace(self._checked, placement=cluster.placement)
                 self._listen()  # Ray has put a handler for SIGTERM in place that ends the process
@@ -145,20 +146,20 @@ class Driver:
             await asyncio.gather(model, return_exceptions=True)
 
     async def _with_cluster(self, model: asyncio.Task[None]) -> None:
-        cfg, progress = self._cfg, self._telemetry.progress
+        cfg, progress, tracer = self._cfg, self._telemetry.progress, self._telemetry.tracer
         actors, placement = await compose.create_actors(
             cfg, self._checked.placement, self._checked.backend, version=self._state.step
         )
         self._checked = checked = replace(self._checked, placement=placement)
         coordinator = compose.make_coordinator(cfg, actors)
-        devices = compose.make_devices(cfg, actors, coordinator, self._telemetry.tracer)
+        devices = compose.make_devices(cfg, actors, coordinator, tracer)
         try:
-            with progress.phase("preparing the model"):
+            with start_phase(progress, tracer, "preparing the model"):
                 await model
             actors = compose.with_workers(cfg, checked.placement, actors)
-            with progress.phase("starting engines and learners"):
-                await compose.start_actors(cfg, actors, checked.resumed)
-            with progress.phase("opening weight sync"):
+            with start_phase(progress, tracer, "starting engines and learners"):
+                await start_actors(cfg, actors, checked.resumed, tracer)
+            with start_phase(progress, tracer, "opening weight sync"):
                 await coordinator.open()
                 await devices.to_learner()
                 await devices.publish(self._state.step)

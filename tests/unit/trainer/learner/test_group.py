@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorDiedError
 
+from trainer.config.errors import first_cause, one_line
 from trainer.data.batch import StepRewards, TrainBatch
 from trainer.learner.errors import CheckpointError, LearnerError
 from trainer.learner.result import StepResult
@@ -23,6 +25,13 @@ class _Ref:
         return self._future
 
 
+class Late:
+    """An exception that is heard of a moment later."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
 class _Method:
     def __init__(self, actor: HandActor, name: str) -> None:
         self._actor, self._name = actor, name
@@ -33,6 +42,8 @@ class _Method:
         answer = self._actor.answers.get(self._name, None)
         if isinstance(answer, BaseException):
             future.set_exception(answer)
+        elif isinstance(answer, Late):
+            asyncio.get_running_loop().call_later(0.2, future.set_exception, answer.error)
         elif answer != "hang":
             future.set_result(answer)
         return _Ref(future)
@@ -56,11 +67,20 @@ async def test_all_ranks_meet_at_the_address_of_rank_0() -> None:
     assert actors[1].calls == [("setup", (("10.0.0.1", 77),))]
 
 
-async def test_first_failure_ends_the_call_and_names_the_rank() -> None:
+async def test_first_failure_ends_the_call_and_names_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.learner.worker.PEERS_S", 0.1)
     group = LearnerGroup([HandActor(save="hang"), HandActor(save=RuntimeError("disk full"))], timeout_s=30.0)
-    async with asyncio.timeout(2.0):
-        with pytest.raises(LearnerError, match=r"learner rank 1 failed: RuntimeError\('disk full'\) in save"):
+    async with asyncio.timeout(20.0):
+        with pytest.raises(LearnerError, match=r"learner rank 1 failed in save: RuntimeError: disk full"):
             await group.save(Path("/x"), step=1)
+
+
+async def test_a_rank_that_died_is_named_even_if_its_peers_are_heard_first() -> None:
+    survivor, dead = HandActor(save=RuntimeError("connection reset by peer")), HandActor(save=Late(ActorDiedError()))
+    with pytest.raises(LearnerError) as caught:
+        await LearnerGroup([survivor, dead], timeout_s=30.0).save(Path("/x"), step=1)
+    told = one_line(first_cause(ExceptionGroup("training failed", [caught.value])))
+    assert told.startswith("LearnerError: learner rank 1 died in save: ActorDiedError: The actor died unexpectedly")
 
 
 async def test_our_own_errors_keep_their_type_and_win_over_broken_connections() -> None:
