@@ -16,12 +16,12 @@ for stage in "${stages[@]}"; do
   esac
 done
 
-# Much of the time is spent waiting, so three lanes run side by side, each with its part of every stage in order.
-# What computes and looks at no clock is in `back`, at a lower priority. `front` is shown as it goes, the others after it.
-lanes=(front runs back)
+# Much of the time is spent waiting, so two lanes run side by side, each with its part of every stage in order. What
+# computes and looks at no clock is in `back`, at a lower priority. `front` is shown as it goes, `back` after it.
 logic=(tests/unit/trainer tests/unit/rollout tests/simulation tests/house)
 computing=(tests/integration/test_{fallback_vllm,learner_compile,learner_moe,plain_loop,recorder_vllm}.py
   tests/integration/test_learner_ranks{,_critic,_divergence,_losses}.py)
+whole_runs=(tests/e2e/test_{adapter_job,bad_input,bench,main_job}.py)
 part() { # LANE STAGE: `command` is what the lane does for it, if anything
   local pytest=(pytest -q -m "not gpu")
   command=()
@@ -30,10 +30,11 @@ part() { # LANE STAGE: `command` is what the lane does for it, if anything
     front-imports) command=(lint-imports) ;;
     front-unit) command=("${pytest[@]}" tests/unit/weight_sync tests/contract) ;;
     front-integration) command=("${pytest[@]}" tests/integration "${computing[@]/#/--ignore=}") ;;
-    runs-e2e) command=("${pytest[@]}" tests/e2e) ;;
+    front-e2e) command=("${pytest[@]}" tests/e2e "${whole_runs[@]/#/--ignore=}") ;;
     back-types) command=(pyright) ;;
     back-unit) command=("${pytest[@]}" "${logic[@]}") ;;
     back-integration) command=("${pytest[@]}" "${computing[@]}") ;;
+    back-e2e) command=("${pytest[@]}" "${whole_runs[@]}") ;;
   esac
 }
 
@@ -53,21 +54,19 @@ run_lane() { # LANE
   done
   echo "$1" >>"$scratch/ended"
 }
-beside() { # LANE
+back_lane() {
   trap 'kill $! 2>/dev/null; exit 1' TERM
-  [ "$1" != back ] || renice -n 10 "$BASHPID" >/dev/null
-  run_lane "$1" >"$scratch/$1.log" 2>&1
+  renice -n 10 "$BASHPID" >/dev/null
+  run_lane back >"$scratch/back.log" 2>&1
 }
 
-others=()
-trap 'kill "${others[@]}" 2>/dev/null; wait; rm -rf "$scratch"' EXIT
-for lane in "${lanes[@]}"; do
-  [ "$lane" = front ] || { beside "$lane" & others+=($!); }
-done
+back_lane &
+back=$!
+trap 'kill $back 2>/dev/null; wait; rm -rf "$scratch"' EXIT
 run_lane front
-wait "${others[@]}"
-for lane in "${lanes[@]}"; do
-  [ "$lane" = front ] || cat "$scratch/$lane.log"
+wait $back
+cat "$scratch/back.log"
+for lane in front back; do
   grep -qx "$lane" "$scratch/ended" || echo "lane $lane did not end" >>"$scratch/failed"
 done
 if [ -s "$scratch/failed" ]; then

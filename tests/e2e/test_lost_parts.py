@@ -1,4 +1,5 @@
-"""A whole run in which an engine is killed, then a rollout worker: it goes on, and nothing is lost."""
+"""A whole run in which an engine is killed, then a rollout worker: it goes on, and nothing is lost. Then a learner is
+killed, which ends it with the reason."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def three_more_steps(run: TrainerProcess) -> None:
     run.until(lambda: len(run.lines) >= steps + 3)
 
 
-def test_an_engine_and_a_rollout_worker_that_are_killed_come_back_and_cost_no_group(
+def test_engine_and_rollout_worker_come_back_and_cost_no_group_and_the_loss_of_a_learner_is_the_end(
     start: Start, tmp_path: Path
 ) -> None:
     run = start(tmp_path / "run", *ENDLESS)
@@ -54,8 +55,14 @@ def test_an_engine_and_a_rollout_worker_that_are_killed_come_back_and_cost_no_gr
     run.process("ray::RolloutWorkerActor").kill()
     run.until(lambda: "rollout worker 0 is back" in run.text)
     three_more_steps(run)
-    run.interrupt()
-    assert run.wait(timeout_s=180.0) == 130, run.text[-3000:]
+
+    run.process("ray::LearnerWorker").kill()
+    assert run.wait(timeout_s=180.0) == 1, run.text[-3000:]
+    told = run.text.strip().splitlines()[-1]
+    assert told.startswith("failed: ")
+    assert "LearnerWorker" in told or "learner rank" in told or "learner 0" in told or "learner 1" in told
+    assert run.summary["exit_reason"] == "failed"
+    assert run.summary["error"] in told
     last = run.lines[-1]
     assert last["buffer/failed"] == last["buffer/retried"] <= 16, "each group that the worker had, once"
     assert [line["step"] for line in run.lines] == list(range(1, len(run.lines) + 1)), "training went on all the while"
@@ -63,3 +70,4 @@ def test_an_engine_and_a_rollout_worker_that_are_killed_come_back_and_cost_no_gr
     assert max(line["staleness/max"] for line in run.lines) <= 1
     assert not [name for name in last if name.startswith("buffer/dropped/")]
     assert run.left_over(within_s=GONE_WITHIN_S) == []
+    assert run.scratch == []
