@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rollout.agent.loading import make_loop
 from rollout.collector import rare_collections
 from rollout.errors import EngineDead
+from rollout.group_server import GroupServer
 from rollout.reward.pipeline import RewardPipeline
 from rollout.worker import RolloutWorker
 
@@ -141,6 +142,7 @@ class RolloutWorkerActor:
             queue_timeout_s=spec.reward_queue_timeout_s,
         )
         self._started: RolloutWorker | None = None
+        self._groups = GroupServer(self.run_group)
         self._for_life = ExitStack()
         self._watching: asyncio.Task[None] | None = None
 
@@ -173,6 +175,14 @@ class RolloutWorkerActor:
     async def run_group(self, item: WorkItem) -> Group:
         return await self._worker.run_group(item)
 
+    async def submit(self, items: Mapping[int, WorkItem], given_up: Sequence[int]) -> None:
+        """Begin groups by their tickets, and give others up; see `GroupServer`."""
+        self._groups.submit(items, given_up)
+
+    async def ended(self) -> dict[int, Group | Exception]:
+        """The groups that have ended since the last call, by their tickets; waits for one."""
+        return await self._groups.ended()
+
     async def evaluate(
         self, prompts: Sequence[Prompt], params: SamplingParams, engine: str, numbers: Sequence[int] | None = None
     ) -> list[Trajectory]:
@@ -203,6 +213,7 @@ class RolloutWorkerActor:
         """Ends the watch and the reward processes."""
         if self._watching is not None:
             self._watching.cancel()
+        self._groups.close()
         await self._rewards.close()
         self._for_life.close()
 

@@ -38,39 +38,46 @@ part() { # LANE STAGE: `command` is what the lane does for it, if anything
   esac
 }
 
-scratch=$(mktemp -d)
+scratch=$(mktemp -d) || exit 1
 export TANDEM_TEST_CACHE=$scratch/cache # the tiny model is made once for all
-mkdir "$TANDEM_TEST_CACHE"
+mkdir "$TANDEM_TEST_CACHE" || exit 1
+child=
 run_lane() { # LANE
-  local stage begin code
+  local stage begin failed=()
   for stage in "${stages[@]}"; do
     part "$1" "$stage"
     [ ${#command[@]} -gt 0 ] || continue
     begin=$SECONDS
     printf '\n\033[1m==> %s: %s\033[0m\n' "$stage" "${command[*]}"
-    if [ "$1" = front ]; then "${command[@]}"; code=$?; else "${command[@]}" & wait $!; code=$?; fi
-    if [ $code = 0 ]; then printf '%s passed in %s s\n' "$stage" $((SECONDS - begin))
-    else echo "$stage (lane $1)" >>"$scratch/failed"; fi
+    # In a session of its own, so that Ctrl-C reaches it once, from `stop`, and its tests can clean up.
+    setsid env --default-signal=INT "${command[@]}" &
+    child=$!
+    if wait $child; then printf '%s passed in %s s\n' "$stage" $((SECONDS - begin)); else failed+=("$stage"); fi
   done
-  echo "$1" >>"$scratch/ended"
+  [ ${#failed[@]} = 0 ] || { printf '\nFAILED in lane %s: %s\n' "$1" "${failed[*]}"; return 1; }
+}
+stop() { # CODE
+  [ -z "$child" ] || kill -INT "$child" 2>/dev/null
+  wait
+  exit "$1"
 }
 back_lane() {
-  trap 'kill $! 2>/dev/null; exit 1' TERM
+  trap 'stop 143' TERM
   renice -n 10 "$BASHPID" >/dev/null
-  run_lane back >"$scratch/back.log" 2>&1
+  run_lane back
 }
 
-back_lane &
+back_lane >"$scratch/back.log" 2>&1 &
 back=$!
-trap 'kill $back 2>/dev/null; wait; rm -rf "$scratch"' EXIT
+trap 'kill $back 2>/dev/null; stop 130' INT TERM
+trap 'rm -rf "$scratch"' EXIT
 run_lane front
+front_code=$?
 wait $back
+back_code=$?
 cat "$scratch/back.log"
-for lane in front back; do
-  grep -qx "$lane" "$scratch/ended" || echo "lane $lane did not end" >>"$scratch/failed"
-done
-if [ -s "$scratch/failed" ]; then
-  printf '\nFAILED: %s\n' "$(paste -sd, "$scratch/failed")" >&2
+if [ $front_code != 0 ] || [ $back_code != 0 ]; then
+  printf '\nFAILED: exit codes of the lanes: front %s, back %s; each says above what failed\n' $front_code $back_code >&2
   exit 1
 fi
 printf '\nAll stages passed in %s s: %s\n' "$SECONDS" "${stages[*]}"

@@ -137,7 +137,7 @@ class SyncCoordinator:
         return max(report.wait_s + report.pack_s for report in reports)
 
     async def sync(self, version: int) -> SyncReport:
-        """Bring a published version to every live replica; one that has it already keeps it.
+        """Bring a published version to every live replica; one that has it, or a newer one, keeps what it has.
 
         Raises:
             VersionUnavailable: a newer version has taken its place in the learners' slots. Nobody is worse off, and
@@ -155,7 +155,7 @@ class SyncCoordinator:
             members = [member for member in live if not member.num_leases] or live
             if not members:
                 raise ReplicaDirty(f"no live replica is left: {self.members}; restart them and open a new epoch")
-            results = await self._bring(members, version, started + self._options.timeout_s)
+            results = await self._bring(members, version, self._clock() + self._options.timeout_s)  # after the wait
             if any(member.state != "live" for member in members):
                 await self._relink()
         outcomes = {
@@ -311,8 +311,8 @@ class SyncCoordinator:
         await self._end_lease(member)
 
     async def _end_lease(self, member: Member) -> None:
+        member.num_leases -= 1
         async with self._membership_lock:
-            member.num_leases -= 1
             if member.num_leases or self._members.get(member.name) is not member or member.state != "live":
                 return
             await self._relink()

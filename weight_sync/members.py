@@ -123,7 +123,7 @@ class Member:
             line.close()
 
     async def bring(self, version: int, *, give_up: float, turnstile: asyncio.Semaphore) -> Outcome:
-        """Consumes: a published version; nothing to do if it is live here.
+        """Consumes: a published version; nothing to do if it is live here, or a newer one, which came while it waited.
         Waits for: the pull, the freeze lock, its turn to pause.
         Unblocked by: the deadline, of which a first attempt gets half; the end of a freeze.
 
@@ -131,7 +131,7 @@ class Member:
             VersionUnavailable: the learners do not hold the version any more; the replica is as it was.
             WeightSyncError, TimeoutError: the replica did not take the version and is marked dead or dirty.
         """
-        if self._last is not None and self.live_version == version:
+        if self._last is not None and self.live_version is not None and self.live_version >= version:
             return self._last
         error: Exception = WeightSyncError("not tried")
         is_dirty = False

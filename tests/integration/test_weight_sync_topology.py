@@ -15,6 +15,7 @@ import pytest
 
 from tests.fakes.publisher_process import PublisherProcess
 from tests.fakes.replica_process import ReplicaProcess
+from trainer.pipeline.cluster import SCRATCH_PREFIX
 from weight_sync.coordinator import SyncCoordinator, SyncOptions
 from weight_sync.errors import WeightSyncError
 
@@ -92,8 +93,9 @@ def directory_entries() -> set[str]:
 
 
 def ours(names: Iterable[str]) -> set[str]:
-    """Other programs of this host may come and go meanwhile."""
-    return {name for name in names if any(word in name.lower() for word in ("tandem", "weight", "sync", "zmq"))}
+    """Other programs of this host may come and go meanwhile, and the clusters of runs that other tests start."""
+    words, others = ("tandem", "weight", "sync", "zmq"), SCRATCH_PREFIX
+    return {name for name in names if any(word in name.lower() for word in words) and others not in name}
 
 
 async def test_two_jobs_with_tensor_parallel_replicas_share_a_host_and_no_endpoint() -> None:

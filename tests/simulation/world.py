@@ -10,12 +10,11 @@ import asyncio
 import contextlib
 import io
 from collections import Counter
-from concurrent.futures import Future
+from collections.abc import Sized
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from ray.exceptions import RayActorError
 from rich.console import Console
 
 from rollout.buffer.work_buffer import WorkBuffer
@@ -26,6 +25,7 @@ from rollout.prompts.source import PromptSource
 from rollout.reward.result import RewardResult
 from rollout.types import SamplingParams
 from rollout.worker import RolloutWorker, WorkerSpec
+from tests.fakes.local_actor import LocalActor, ServesGroups
 from tests.fakes.scripted_run import InlineExecutor, config, prompt_set
 from tests.simulation.books import Books
 from tests.simulation.fleet import Fleet, Plan
@@ -59,76 +59,39 @@ if TYPE_CHECKING:
 REQUEST_TIMEOUT_S = 5_000.0
 
 
-class _Ref:
-    def __init__(self, future: Future[Any]) -> None:
-        self._future = future
-
-    def future(self) -> Future[Any]:
-        return self._future
-
-
-class _Method:
-    def __init__(self, function: Callable[..., Any], worker: LocalWorker) -> None:
-        self._function, self._worker, self._tasks = function, worker, worker.tasks
-
-    def remote(self, *args: Any) -> _Ref:
-        future: Future[Any] = Future()
-        if self._worker.is_dead:
-            future.set_exception(RayActorError())
-            return _Ref(future)
-
-        def settle(task: asyncio.Task[Any]) -> None:
-            self._tasks.discard(task)
-            if task.cancelled() and self._worker.is_dead:
-                future.set_exception(RayActorError())
-            elif task.cancelled():
-                future.cancel()
-            elif not future.cancelled():
-                error = task.exception()
-                if error is None:
-                    future.set_result(task.result())
-                else:
-                    future.set_exception(error)
-
-        task = asyncio.get_running_loop().create_task(self._function(*args))
-        self._tasks.add(task)
-        task.add_done_callback(settle)
-        return _Ref(future)
-
-
-class LocalWorker:
-    """A rollout worker as `WorkerPool` sees an actor: `.method.remote(...)`, and answers that come later."""
+class LocalWorker(LocalActor):
+    """A rollout worker as `WorkerPool` sees an actor."""
 
     def __init__(self, worker: RolloutWorker, books: Books) -> None:
-        self.tasks: set[asyncio.Task[Any]] = set()
-        self.is_dead = False
-        self._worker, self._books = worker, books
-
-    def __getattr__(self, method: str) -> _Method:
-        return _Method(getattr(self, f"do_{method}"), self)
+        self.served = _Served(worker, books)
+        super().__init__(self.served)
 
     def die(self) -> None:
-        """Every call that is under way fails, and so does every later one."""
-        self.is_dead = True
-        for task in self.tasks:
-            task.cancel()
-
-    async def do_run_group(self, item: WorkItem) -> Group:
-        self._books.on_attempt(item)
-        return await self._worker.run_group(item)
-
-    async def do_quarantine(self, name: str, reason: str) -> None:
-        self._worker.quarantine(name, reason)
-
-    async def do_replace(self, _name: str, engine: ScriptedReplica) -> None:
-        self._worker.replace(engine)
-
-    async def do_loads(self) -> LoadReport:
-        return self._worker.loads()
+        super().die()
+        self.served.server.close()
 
     @property
     def worker(self) -> RolloutWorker:
-        return self._worker
+        return self.served.worker
+
+
+class _Served(ServesGroups):
+    def __init__(self, worker: RolloutWorker, books: Books) -> None:
+        super().__init__()
+        self.worker, self._books = worker, books
+
+    async def run_group(self, item: WorkItem) -> Group:
+        self._books.on_attempt(item)
+        return await self.worker.run_group(item)
+
+    async def quarantine(self, name: str, reason: str) -> None:
+        self.worker.quarantine(name, reason)
+
+    async def replace(self, _name: str, engine: ScriptedReplica) -> None:
+        self.worker.replace(engine)
+
+    async def loads(self) -> LoadReport:
+        return self.worker.loads()
 
 
 class Counting:
@@ -226,6 +189,8 @@ class Simulation:
         tasks = [task for worker in self.workers for task in worker.tasks]
         for task in tasks:
             task.cancel()
+        for worker in self.workers:
+            worker.served.server.close()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _worker(self, clock: Callable[[], float]) -> RolloutWorker:
@@ -297,13 +262,15 @@ class Simulation:
     def _look(self, parts: loops.Parts) -> None:
         buffer = vars(parts.buffer)
         sizes = {f"buffer.{name}": len(buffer[name]) for name in ("_queued", "_running", "_ready", "_taken", "_tokens")}
-        sizes |= {"tasks": len(asyncio.all_tasks()), "groups at workers": sum(len(w.tasks) for w in self.workers)}
+        sizes |= {"tasks": len(asyncio.all_tasks()), "calls at workers": sum(len(w.tasks) for w in self.workers)}
         sizes["streams"] = sum(replica.num_streams for replica in self.fleet.replicas.values())
-        for index, local in enumerate(self.workers):
+        for index, (local, place) in enumerate(zip(self.workers, self.pool._workers, strict=True)):
             turnstile = local.worker._turnstile
-            for name, value in (vars(turnstile) | vars(turnstile.router)).items():
-                if hasattr(value, "__len__"):
-                    sizes[f"router {index}.{name}"] = len(value)
+            holders = {"router": turnstile, "routes": turnstile.router, "server": local.served.server}
+            for holder, thing in (holders | ({"calls": place.calls} if place.calls is not None else {})).items():
+                for name, value in vars(thing).items():
+                    if isinstance(value, Sized):
+                        sizes[f"{holder} {index}.{name}"] = len(value)
         sizes |= {f"recorder.{k}": len(v) for k, v in vars(parts.recorder).items() if hasattr(v, "__len__")}
         self.running.append(sizes["buffer._running"])
         for name, size in sizes.items():

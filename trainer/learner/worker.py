@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 OWN_ERRORS = (ModelError, CheckpointError, TrainingDiverged, DeviceError)
 """Pass from a rank to the driver under their own type; anything else becomes a LearnerError."""
+FIRST_CAUSES = (*OWN_ERRORS, RayActorError, TimeoutError)
+"""What a failure begins with, the likeliest first: where a rank failed or died, its peers may be silent."""
 
 CLOSE_TIMEOUT_S = 10.0
 PEERS_S = 5.0
@@ -233,6 +235,10 @@ def learner_actor() -> Any:
     return ray.remote(LearnerWorker)
 
 
+class NoAnswer(TimeoutError):
+    """A rank did not answer in time; what it does may still go on."""
+
+
 class RankHandle:
     """One rank, seen from the driver."""
 
@@ -244,7 +250,7 @@ class RankHandle:
         """Call one method of one rank. Raises what the method raised.
 
         Raises:
-            TimeoutError: no answer; says which rank, for how long, and what to do.
+            NoAnswer: says which rank, for how long, and what to do.
         """
         future = asyncio.wrap_future(getattr(self.actor, method).remote(*args).future())
         limit = asyncio.timeout(timeout_s)
@@ -256,7 +262,7 @@ class RankHandle:
                 raise  # the rank's own
             key = "weight_sync.timeout_s" if method.startswith("ws_") else "learner.timeout_s"
             what = f"learner rank {self.rank} gave no answer to {method} for {timeout_s:g} s"
-            raise TimeoutError(f"{what}; it hangs, or {key} is too short; look at its file in actor_logs/") from error
+            raise NoAnswer(f"{what}; it hangs, or {key} is too short; look at its file in actor_logs/") from error
 
 
 class LearnerGroup:
@@ -351,7 +357,7 @@ class LearnerGroup:
                 failures = _failures(calls)
             if failures:
                 self._close_timeout_s = BROKEN_CLOSE_TIMEOUT_S
-                raise _to_report(method, failures, timeout_s=self._timeout_s)
+                raise _to_report(method, failures)
             return [call.result() for call in calls]
         finally:
             for call in calls:
@@ -370,21 +376,25 @@ def _cause(error: BaseException) -> BaseException:
 
 def _is_first_cause(error: BaseException) -> bool:
     """When one rank fails, its peers soon do too, with a broken connection, which may be heard of first."""
-    return isinstance(_cause(error), (*OWN_ERRORS, RayActorError, TimeoutError))
+    return isinstance(_cause(error), FIRST_CAUSES)
 
 
-def _to_report(method: str, failures: Mapping[int, BaseException], *, timeout_s: float) -> Exception:
+def _to_report(method: str, failures: Mapping[int, BaseException]) -> Exception:
     """The failure of the rank with which it began, and that rank's number."""
-    rank, origin = min(failures.items(), key=lambda failure: not _is_first_cause(failure[1]))
+
+    def likely_first(failure: tuple[int, BaseException]) -> int:
+        kinds = (isinstance(_cause(failure[1]), kind) for kind in FIRST_CAUSES)
+        return next((place for place, is_it in enumerate(kinds) if is_it), len(FIRST_CAUSES))
+
+    rank, origin = min(failures.items(), key=likely_first)
     cause = _cause(origin)
     error: Exception
     if isinstance(cause, OWN_ERRORS):
         error = type(cause)(f"learner rank {rank}: {cause}")
-    elif isinstance(cause, RayActorError):
-        error = LearnerError(f"learner rank {rank} died in {method}: {one_line(cause)}")
-    elif isinstance(cause, TimeoutError):
-        error = LearnerError(f"learner rank {rank} gave no answer for {timeout_s} s in {method}")
+    elif isinstance(cause, NoAnswer):
+        error = LearnerError(str(cause))
     else:
-        error = LearnerError(f"learner rank {rank} failed in {method}: {one_line(cause)}")
+        verb = "died" if isinstance(cause, RayActorError) else "failed"
+        error = LearnerError(f"learner rank {rank} {verb} in {method}: {one_line(cause)}")
     error.__cause__ = origin
     return tells_its_cause(error)

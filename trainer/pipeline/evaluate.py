@@ -271,8 +271,9 @@ async def leased(
         async with coordinator.lease(name) as version:
             yield {name: version}
     finally:
-        # One that did not catch up stays out; whoever restarts it lets it in again.
-        if members(coordinator, workers).get(name) == "live":
+        # One that did not catch up stays out; whoever restarts it lets it in again. What a worker has given up it sends
+        # nothing to anyway, and its successor may think otherwise.
+        if coordinator.members.get(name) == "live":
             await workers.resume(name)
 
 

@@ -36,10 +36,12 @@ async def start_actors(cfg: RunConfig, actors: Actors, resumed: Resumed | None, 
     begin_s = time.time()
 
     async def learner() -> None:
-        ranks = await actors.learner.setup()
-        _tell("learner", begin_s, slowest(ranks), tracer)
+        stages = slowest(await actors.learner.setup())
         if resumed is not None:
+            loading_s = time.time()
             await actors.learner.load(resumed.path)
+            stages["checkpoint"] = time.time() - loading_s
+        _tell("learner", begin_s, stages, tracer)
 
     async def engine(name: str, actor: Any) -> None:
         info = await started(actor, name, timeout_s=limit_s)

@@ -11,12 +11,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rollout.actor import cancel_call, is_actor_lost, kill_actor
 from rollout.engine.router import NoReplica
 from rollout.errors import WorkerLost
 from trainer.config.errors import first_cause, one_line
+from trainer.pipeline.group_calls import GroupCalls
 from trainer.pipeline.handles import NoAnswer, answer
 from trainer.pipeline.sync_pump import no_engine_returns
 
@@ -53,6 +55,8 @@ class _Worker:
 
     name: str
     actor: Any
+    calls: GroupCalls | None = None
+    """To this actor; None before the first group."""
     num_groups: int = 0
     """In flight."""
     lost: str = ""
@@ -131,13 +135,18 @@ class WorkerPool:
 
     async def _run_once(self, item: WorkItem) -> Group:
         worker = await self._choose()
+        if worker.calls is None:
+            worker.calls = GroupCalls(worker.actor, partial(self._ask, worker, timeout_s=None))
         worker.num_groups += 1
-        ref = worker.actor.run_group.remote(item)
+        limit = asyncio.timeout(self._group_timeout_s)
         try:
-            return await self._ask(worker, ref, timeout_s=self._group_timeout_s, call="run_group", do=TOO_SLOW)
-        except NoAnswer:
-            cancel_call(ref)  # else it would go on, and compete with its own retry
-            raise
+            async with limit:
+                return await worker.calls.run(item)  # cancelled, it ends there too, and does not compete with its retry
+        except TimeoutError as error:
+            if not limit.expired():
+                raise  # the worker's own
+            asked = f"{worker.name} gave no answer to group {item.group_id}"
+            raise NoAnswer(f"{asked} for {self._group_timeout_s:g} s; {TOO_SLOW}") from error
         finally:
             worker.num_groups -= 1
 
@@ -231,7 +240,7 @@ class WorkerPool:
             actor = await self._restart(index, worker.num_restarts)
             # Asked for in one turn with its return to the others, so that it misses nothing they are told from here on.
             calls = [call for name, standing in self._standings.items() for call in standing.tell(name, actor)]
-            worker.actor, worker.lost = actor, ""
+            worker.actor, worker.calls, worker.lost = actor, None, ""
             self._has_live.set()
             await asyncio.gather(*(self._ask(worker, call, timeout_s=GROUP_GRACE_S) for call in calls))
         except Exception as error:  # noqa: BLE001 - the run goes on with the other workers, whatever is wrong with it
@@ -250,13 +259,11 @@ class WorkerPool:
             raise WorkerLost(f"no rollout worker lived for {self._group_timeout_s:g} s") from error
         return min(live, key=lambda worker: worker.num_groups)
 
-    async def _ask(
-        self, worker: _Worker, ref: Any, *, timeout_s: float | None, call: str = "a call", do: str = HANGS
-    ) -> Any:
+    async def _ask(self, worker: _Worker, ref: Any, *, timeout_s: float | None) -> Any:
         """The answer of a worker. Raises what it raised, TimeoutError, or WorkerLost if it is gone."""
         actor = worker.actor
         try:
-            return await answer(ref, timeout_s=timeout_s, who=worker.name, call=call, do=do)
+            return await answer(ref, timeout_s=timeout_s, who=worker.name, call="a call", do=HANGS)
         except Exception as error:
             if not is_actor_lost(error):
                 raise

@@ -95,3 +95,41 @@ async def test_while_the_only_live_replica_is_leased_a_sync_waits_and_a_newcomer
             assert (report.replicas_live, report.replicas_skipped) == (1, 1)
             assert world.coordinator.live_versions == {"r0": 1, "r1": 2}
         assert world.coordinator.live_versions == {"r0": 2, "r1": 2}
+
+
+async def test_a_sync_that_waited_for_a_lease_does_not_take_a_newer_version_back(commit: str) -> None:
+    replicas = [LocalReplica("r0")]
+    async with opened(1, replicas, commit=commit) as world:
+        await world.step(1)
+        async with world.coordinator.lease("r0"):
+            syncing = asyncio.create_task(world.step(2))
+            await asyncio.sleep(0.1)
+            world.train(3)
+            await world.coordinator.publish(3)
+            # Joins with version 3, and whoever waits may go on.
+            newcomer = LocalReplica("r1")
+            await asyncio.wait_for(world.coordinator.join(newcomer), 10)
+            await asyncio.wait_for(syncing, 10)
+            assert newcomer.versions == [3]
+        assert replicas[0].versions == [1, 3]
+        for replica in (*replicas, newcomer):
+            replica.assert_holds(world.full)
+
+
+async def test_a_lease_whose_end_is_cancelled_keeps_nobody_waiting(commit: str) -> None:
+    async with opened(1, [LocalReplica("r0")], commit=commit) as world:
+        await world.step(1)
+        let_go = asyncio.Event()
+
+        async def lease() -> None:
+            async with world.coordinator.lease("r0"):
+                await let_go.wait()
+
+        leasing = asyncio.create_task(lease())
+        await asyncio.sleep(0)
+        async with world.coordinator._membership_lock:  # as while somebody joins
+            let_go.set()
+            await asyncio.sleep(0.1)
+            leasing.cancel()
+            await asyncio.gather(leasing, return_exceptions=True)
+        assert (await asyncio.wait_for(world.step(2), 10)).replicas_live == 1

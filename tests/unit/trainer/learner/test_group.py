@@ -94,8 +94,25 @@ async def test_our_own_errors_keep_their_type_and_win_over_broken_connections() 
 
 async def test_a_rank_that_does_not_answer_is_named_at_the_deadline() -> None:
     group = LearnerGroup([HandActor(), HandActor(export_hf="hang")], timeout_s=0.05)
-    with pytest.raises(LearnerError, match=r"learner rank 1 gave no answer for 0\.05 s in export_hf"):
+    with pytest.raises(
+        LearnerError, match=r"learner rank 1 gave no answer to export_hf for 0\.05 s; it hangs, or learner"
+    ):
         await group.export_hf(Path("/x"))
+
+
+async def test_a_time_that_ran_out_in_the_rank_is_told_in_its_own_words() -> None:
+    error = TimeoutError("/nfs/step_7: connection timed out")
+    with pytest.raises(LearnerError, match=r"learner rank 0 failed in save: TimeoutError: /nfs/step_7: connection"):
+        await LearnerGroup([HandActor(save=error), HandActor()], timeout_s=30.0).save(Path("/x"), step=1)
+
+
+async def test_a_failure_of_its_own_wins_over_death_and_death_over_silence() -> None:
+    death, own = ActorDiedError(), CheckpointError("disk full")
+    silence = TimeoutError("no answer from a peer")
+    with pytest.raises(CheckpointError, match="learner rank 2: disk full"):
+        await LearnerGroup([HandActor(save=e) for e in (silence, death, own)], timeout_s=30.0).save(Path("/x"), step=1)
+    with pytest.raises(LearnerError, match="learner rank 1 died in save"):
+        await LearnerGroup([HandActor(save=e) for e in (silence, death)], timeout_s=30.0).save(Path("/x"), step=1)
 
 
 async def test_a_batch_for_another_number_of_ranks_is_refused() -> None:

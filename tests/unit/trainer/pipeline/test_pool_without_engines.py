@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import Future
-from typing import Any
 
 import numpy as np
 import pytest
 
 from rollout.buffer.items import WorkItem
 from rollout.engine.router import NoReplica
-from rollout.types import Prompt
+from rollout.types import Group, Prompt
+from tests.fakes.local_actor import LocalActor, ServesGroups
 from tests.fakes.virtual_time import run_virtual
 from trainer.pipeline.workers import WorkerPool
 
@@ -20,33 +19,19 @@ ITEM = WorkItem(
 )
 
 
-class Ref:
-    def __init__(self, answer: object) -> None:
-        self._future: Future[object] = Future()
-        if isinstance(answer, Exception):
-            self._future.set_exception(answer)
-        else:
-            self._future.set_result(answer)
-
-    def future(self) -> Future[object]:
-        return self._future
-
-
-class Worker:
-    """Has no engine for its first `num_failures` calls."""
+class Worker(ServesGroups):
+    """Has no engine for its first `num_failures` groups."""
 
     def __init__(self, num_failures: int) -> None:
+        super().__init__()
         self.num_failures = num_failures
         self.items: list[WorkItem] = []
 
-    @property
-    def run_group(self) -> Worker:
-        return self
-
-    def remote(self, item: WorkItem) -> Ref:
+    async def run_group(self, item: WorkItem) -> Group:
         self.items.append(item)
-        is_lost = len(self.items) <= self.num_failures
-        return Ref(NoReplica("all 1 engine replicas are quarantined") if is_lost else "group")
+        if len(self.items) <= self.num_failures:
+            raise NoReplica("all 1 engine replicas are quarantined")
+        return Group(group_id=item.group_id, prompt=item.prompt, trajectories=[], start_version=0)
 
 
 def test_a_group_waits_for_an_engine_and_begins_anew_as_it_was() -> None:
@@ -57,9 +42,8 @@ def test_a_group_waits_for_an_engine_and_begins_anew_as_it_was() -> None:
         await asyncio.sleep(100.0)
 
     async def main() -> None:
-        pool = WorkerPool([worker], group_timeout_s=10.0, await_engine=await_engine)
-        result: Any = await pool.run_group(ITEM)
-        assert result == "group"
+        pool = WorkerPool([LocalActor(worker)], group_timeout_s=10.0, await_engine=await_engine)
+        assert (await pool.run_group(ITEM)).group_id == ITEM.group_id
         assert asyncio.get_running_loop().time() == pytest.approx(300.0)
         assert pool._workers[0].num_groups == 0
 
@@ -70,7 +54,7 @@ def test_a_group_waits_for_an_engine_and_begins_anew_as_it_was() -> None:
 
 def test_a_group_fails_with_the_reasons_where_no_engine_comes_back() -> None:
     async def main() -> None:
-        await WorkerPool([Worker(num_failures=9)], group_timeout_s=10.0).run_group(ITEM)
+        await WorkerPool([LocalActor(Worker(num_failures=9))], group_timeout_s=10.0).run_group(ITEM)
 
     with pytest.raises(NoReplica, match="all 1 engine replicas are quarantined"):
         run_virtual(main())

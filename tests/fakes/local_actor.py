@@ -1,0 +1,83 @@
+"""An actor without Ray, for virtual time: `.method.remote(...)`, and an answer that comes later, in this event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future
+from typing import Any
+
+from ray.exceptions import RayActorError
+
+from rollout.group_server import GroupServer
+
+
+class _Ref:
+    def __init__(self, future: Future[Any]) -> None:
+        self._future = future
+
+    def future(self) -> Future[Any]:
+        return self._future
+
+
+class _Method:
+    def __init__(self, actor: LocalActor, name: str) -> None:
+        self._actor, self._name = actor, name
+
+    def remote(self, *args: Any) -> _Ref:
+        future: Future[Any] = Future()
+        if self._actor.is_dead:
+            future.set_exception(RayActorError())
+            return _Ref(future)
+
+        def settle(task: asyncio.Task[Any]) -> None:
+            self._actor.tasks.discard(task)
+            if task.cancelled() and self._actor.is_dead:
+                future.set_exception(RayActorError())
+            elif task.cancelled():
+                future.cancel()
+            elif not future.cancelled():
+                error = task.exception()
+                if error is None:
+                    future.set_result(task.result())
+                else:
+                    future.set_exception(error)
+
+        task = asyncio.get_running_loop().create_task(getattr(self._actor.target, self._name)(*args))
+        self._actor.tasks.add(task)
+        task.add_done_callback(settle)
+        return _Ref(future)
+
+
+class LocalActor:
+    """Calls the async methods of `target`."""
+
+    def __init__(self, target: Any) -> None:
+        self.target = target
+        self.is_dead = False
+        self.tasks: set[asyncio.Task[Any]] = set()
+        """Calls that are under way."""
+
+    def __getattr__(self, name: str) -> _Method:
+        return _Method(self, name)
+
+    def die(self) -> None:
+        """Every call that is under way fails, and so does every later one."""
+        self.is_dead = True
+        for task in self.tasks:
+            task.cancel()
+
+
+class ServesGroups:
+    """The part of a rollout worker's actor that the driver gives groups to; `run_group` is the subclass's."""
+
+    def __init__(self) -> None:
+        self.server = GroupServer(self.run_group)
+
+    async def run_group(self, item: Any) -> Any:
+        raise NotImplementedError
+
+    async def submit(self, items: Any, given_up: Any) -> None:
+        self.server.submit(items, given_up)
+
+    async def ended(self) -> Any:
+        return await self.server.ended()
