@@ -31,16 +31,16 @@ class _Method:
 
         def settle(task: asyncio.Task[Any]) -> None:
             self._actor.tasks.discard(task)
+            if future.cancelled():
+                return  # nobody waits for it any more
             if task.cancelled() and self._actor.is_dead:
                 future.set_exception(RayActorError())
             elif task.cancelled():
                 future.cancel()
-            elif not future.cancelled():
-                error = task.exception()
-                if error is None:
-                    future.set_result(task.result())
-                else:
-                    future.set_exception(error)
+            elif (error := task.exception()) is None:
+                future.set_result(task.result())
+            else:
+                future.set_exception(error)
 
         task = asyncio.get_running_loop().create_task(getattr(self._actor.target, self._name)(*args))
         self._actor.tasks.add(task)

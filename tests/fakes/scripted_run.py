@@ -185,6 +185,9 @@ class World:
         self.evaluated.append(version)
         return [trajectory(p, 0, [(self.live, 1)], reward=self.script.accuracy_of(version)) for p in prompts]
 
+    def close(self) -> None:
+        """Nothing is under way here after the loops."""
+
     # as LearnerGroup
     async def train_step(self, batch: TrainBatch) -> StepResult:
         self.note("train", batch.step)

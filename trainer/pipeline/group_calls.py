@@ -57,6 +57,12 @@ class GroupCalls:
                 self._given_up.append(ticket)
                 self._keep_running("send", self._send)
 
+    def close(self) -> None:
+        """The run is over: nobody waits for this worker any more, and nothing is said when it ends."""
+        self._fail((), WorkerLost("the run is over"))
+        for task in self._tasks.values():
+            task.cancel()
+
     def _keep_running(self, name: str, coroutine: Callable[[], Any]) -> None:
         task = self._tasks.get(name)
         if task is None or task.done():

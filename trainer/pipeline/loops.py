@@ -21,13 +21,12 @@ from rollout.types import Group
 from trainer.algorithms.group_filter import GroupFilterError, own_group_filter
 from trainer.config.errors import first_cause, one_line
 from trainer.data.batcher import BatchLimits, BuiltBatch, build_train_batch
-from trainer.pipeline.evaluation_runs import evaluate_if_beside, evaluate_if_blocking, evaluate_now, with_evaluation
+from trainer.pipeline.evaluation_runs import evaluate_if_beside, evaluate_if_blocking, evaluate_now
 from trainer.pipeline.flow import GroupFlow
-from trainer.pipeline.records import StepRecorder, StepTimes, buffer_record, sync_record
+from trainer.pipeline.records import StepRecorder
+from trainer.pipeline.stepping import Stepper
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from rollout.buffer.items import WorkItem
     from rollout.buffer.work_buffer import WorkBuffer
     from rollout.prompts.source import PromptSource
@@ -52,10 +51,6 @@ MIN_USABLE = 2
 CLOCK_S = 1e-3
 
 
-class StalenessBroken(RuntimeError):
-    """A group is older than the bound when it is about to be trained: a bug, never a condition to live with."""
-
-
 class Stalled(RuntimeError):
     """No optimizer step ended for longer than `trainer.stall_timeout_s`."""
 
@@ -78,6 +73,7 @@ class Parts:
     batches: asyncio.Queue[Ready] = field(default_factory=lambda: asyncio.Queue(maxsize=1))
     recorder: StepRecorder = field(default_factory=StepRecorder)
     flow: GroupFlow = field(default_factory=GroupFlow)
+    stepper: Stepper = field(default_factory=Stepper)
     evaluations: set[asyncio.Task[None]] = field(default_factory=set)
     """Those that run beside training."""
 
@@ -193,17 +189,18 @@ async def train_loop(parts: Parts) -> None:
             break
         parts.telemetry.progress.update(waiting_for="")
         waited_for_data_s = time.monotonic() - waited_from
-        record = await _train_step(parts, *ready, waited_for_data_s=waited_for_data_s)
+        await parts.stepper.take(parts, *ready, waited_for_data_s=waited_for_data_s)
+        await parts.pump.publish(state.step)
+        parts.stepper.close_line(parts)
         is_last = state.step >= total or state.stop_reason is not None
         if not is_last:  # the last line waits for the last evaluation
             await evaluate_if_blocking(parts)
             # Before the checkpoint: a run that goes on from there does not come back for the line.
-            await parts.telemetry.write_step(with_evaluation(parts, record))
+            await parts.stepper.write_line(parts)
         await parts.checkpointer.after_step(state.step)
         if is_last:
-            await finish(parts, record)
-            return
-    await finish(parts, None)
+            break
+    await finish(parts)
 
 
 async def _next_batch(parts: Parts) -> Ready | None:
@@ -231,60 +228,8 @@ async def _next_batch(parts: Parts) -> Ready | None:
         stop.cancel()
 
 
-async def _train_step(
-    parts: Parts, groups: Sequence[Group], built: BuiltBatch, *, waited_for_data_s: float
-) -> dict[str, object]:
-    step, tracer = built.batch.step, parts.telemetry.tracer
-    check_ages(groups, step=step, max_staleness=parts.cfg.mode.max_staleness)
-    await parts.devices.to_learner()
-    with tracer.span("learner", f"step {step}", tokens=built.batch.num_tokens):
-        result = await parts.learner.train_step(built.batch)
-    waited_from = time.monotonic()
-    await parts.pump.publish(step + 1)
-    parts.state.step = step + 1
-    times = StepTimes(waited_for_data_s=waited_for_data_s, waited_for_sync_s=time.monotonic() - waited_from)
-    record = parts.recorder.step_record(groups, built, result, times, max_staleness=parts.cfg.mode.max_staleness)
-    passed = _surroundings(parts, groups)
-    return {"step": step + 1, "version": step + 1, "time_s": parts.state.time_s, **record, **passed}
-
-
-def check_ages(groups: Sequence[Group], *, step: int, max_staleness: int) -> None:
-    """The promise, asserted where it counts; a baseline is no older than what is compared with it.
-
-    Raises:
-        StalenessBroken: with every group that is too old.
-    """
-    old = {g.group_id: g.start_version for g in groups if step - g.start_version > max_staleness}
-    tokens = {g.group_id: min(v) for g in groups if (v := [v for t in g.generated for v in t.versions])}
-    old |= {group: version for group, version in tokens.items() if step - version > max_staleness}
-    if old:
-        raise StalenessBroken(
-            f"step {step} with max_staleness={max_staleness} got groups that began at version "
-            f"{', '.join(f'{version} (group {group})' for group, version in sorted(old.items()))}; "
-            "this is a bug in the work buffer"
-        )
-
-
-def _surroundings(parts: Parts, groups: Sequence[Group]) -> dict[str, object]:
-    """Buffer and weight sync as they are now, and how the groups of the step got here."""
-    telemetry = parts.telemetry
-    stats = parts.buffer.stats()
-    record = {
-        **buffer_record(stats),
-        **parts.flow.step_record(groups, num_replicas=parts.cfg.rollout.num_replicas, slot_wait_s=stats.slot_wait_s),
-        "telemetry/sink_errors": telemetry.writer.num_errors,
-        "telemetry/trace_dropped": telemetry.tracer.num_dropped,
-    }
-    if telemetry.recorder is not None:
-        record["telemetry/trajectory_errors"] = telemetry.recorder.num_errors
-    report = parts.pump.last_report
-    record |= {f"data/{name}": value for name, value in parts.source.record(groups).items()}
-    record |= parts.workers.load_record | parts.devices.record()
-    return record | sync_record(report, version_lag=parts.state.step - report.version + report.version_lag)
-
-
-async def finish(parts: Parts, record: dict[str, object] | None) -> None:
-    """After the last step: it is saved, goes live, is evaluated and exported. `record` is the last line, unwritten.
+async def finish(parts: Parts) -> None:
+    """After the last step: it is saved, goes live, is evaluated, written and exported.
 
     Waits for: the last sync, and each evaluation. Unblocked by: their deadlines; an interrupt shortens those of the
     evaluations to `trainer.shutdown_timeout_s`. A process that is killed meanwhile has saved the step, not its line.
@@ -302,8 +247,7 @@ async def finish(parts: Parts, record: dict[str, object] | None) -> None:
             with parts.telemetry.progress.phase(f"evaluating version {step}"):
                 await evaluate_now(parts, is_shared=True)
     finally:
-        if record is not None:
-            await parts.telemetry.write_step(with_evaluation(parts, record))
+        await parts.stepper.write_line(parts)
     if not interrupt.is_set():
         await parts.devices.to_learner()  # an export gathers whole parameters on the device
         await parts.checkpointer.export()

@@ -143,6 +143,7 @@ class Checkpointer:
         self._cfg, self._telemetry = cfg, telemetry
         self._learner, self._buffer, self._source, self._state = learner, buffer, source, state
         self._saved_step = state.step if state.resumed_from_step is not None else -1
+        self._saving: asyncio.Task[None] | None = None
 
     async def after_step(self, step: int) -> None:
         """Save if `checkpoint.every_steps` says so. The learner stands still meanwhile, the engines do not."""
@@ -164,6 +165,12 @@ class Checkpointer:
                 await self._learner.export_hf(self._telemetry.run_dir.export)
 
     async def _save(self, step: int) -> None:
+        """To its end, also where a caller is cancelled: the next one joins it, and meets no ranks that still write."""
+        if self._saving is None or self._saving.done():
+            self._saving = asyncio.create_task(self._write(step), name=f"save {step}")
+        await asyncio.shield(self._saving)
+
+    async def _write(self, step: int) -> None:
         directory = self._telemetry.run_dir.checkpoints
         with self._telemetry.tracer.span("learner", f"checkpoint {step}"):
             driver_state = {

@@ -32,6 +32,7 @@ from trainer.pipeline.preflight import Checked, preflight
 from trainer.pipeline.resume import Checkpointer, go_on_from
 from trainer.pipeline.starting import start_actors, start_phase
 from trainer.pipeline.state import RunState
+from trainer.pipeline.stepping import rescue
 from trainer.pipeline.supervise import Supervisor
 from trainer.pipeline.sync_pump import SyncPump
 from trainer.telemetry.summary import ExitReason, Summary, write_summary
@@ -187,20 +188,33 @@ class Driver:
             keeper = self._keeper(actors, coordinator, parts)
             self._is_training = True
             try:
-                supervisor.spawn(parts.workers.watch_loads(), name="load_watch")
-                supervisor.spawn(keeper.run(), name="engine_keeper")
-                await evaluate_at_start(parts, supervisor)
-                supervisor.spawn(loops.prompt_loop(parts), name="prompt_loop")
-                supervisor.spawn(loops.rollout_loop(parts), name="rollout_loop")
-                supervisor.spawn(loops.batch_loop(parts), name="batch_loop", may_end=True)
-                supervisor.spawn(parts.pump.run(), name="sync_loop")
-                await supervisor.until(loops.train_loop(parts))
+                await self._run_loops(parts, keeper, supervisor)
                 self._state.stop("completed")
-            except START_ERRORS as error:
-                raise TrainingFailed(f"training failed after {self._state.step} steps") from error
+            except Exception as error:
+                self._is_training = False  # an interrupt does not wait for what comes now
+                log.error("training failed after %d steps: %s", self._state.step, one_line(first_cause(error)))
+                await supervisor.stop()
+                with contextlib.suppress(asyncio.CancelledError):  # then the failure is told all the same
+                    await rescue(parts)
+                if isinstance(error, START_ERRORS):
+                    raise TrainingFailed(f"training failed after {self._state.step} steps") from error
+                raise
             finally:
                 self._state.discarded_tokens = parts.buffer.stats().discarded_tokens
+                await supervisor.stop()
+                parts.workers.close()
                 parts.buffer.close()
+
+    async def _run_loops(self, parts: loops.Parts, keeper: EngineKeeper, supervisor: Supervisor) -> None:
+        """All of them, until the last step is saved and evaluated. Raises the first failure."""
+        supervisor.spawn(parts.workers.watch_loads(), name="load_watch")
+        supervisor.spawn(keeper.run(), name="engine_keeper")
+        await evaluate_at_start(parts, supervisor)
+        supervisor.spawn(loops.prompt_loop(parts), name="prompt_loop")
+        supervisor.spawn(loops.rollout_loop(parts), name="rollout_loop")
+        supervisor.spawn(loops.batch_loop(parts), name="batch_loop", may_end=True)
+        supervisor.spawn(parts.pump.run(), name="sync_loop")
+        await supervisor.until(loops.train_loop(parts))
 
     def _keeper(self, actors: compose.Actors, coordinator: SyncCoordinator, parts: loops.Parts) -> EngineKeeper:
         cfg, checked, numbers = self._cfg, self._checked, itertools.count(1)

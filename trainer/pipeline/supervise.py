@@ -28,6 +28,10 @@ class Supervisor:
         return self
 
     async def __aexit__(self, *_exc_info: object) -> None:
+        await self.stop()
+
+    async def stop(self) -> None:
+        """Cancel all tasks and wait for their ends. Idempotent."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -194,6 +194,12 @@ class WorkerPool:
         self._standing(name).quarantine = reason
         await self._tell_all(lambda actor: actor.quarantine.remote(name, reason))
 
+    def close(self) -> None:
+        """The run is over: groups that are under way fail, and the end of a worker is no loss."""
+        for worker in self._workers:
+            if worker.calls is not None:
+                worker.calls.close()
+
     async def watch_loads(self) -> None:
         """Keeps `load_record` and `lost_engines` new, and as many workers alive as there may be.
 

@@ -18,5 +18,8 @@ class CheckpointConfig:
         "steps in the same `run_dir`, moves to `checkpoints/abandoned`.",
         is_path=True,
     )
-    save_at_end: bool = key(True, "Save a checkpoint after the last step. An interrupted run always does.")
+    save_at_end: bool = key(
+        True,
+        "Save a checkpoint after the last step. A run that is interrupted, or fails beside its learner, always does.",
+    )
     export_hf: bool = key(True, "At the end, write the policy as a Hugging Face model to `run_dir/export`.")

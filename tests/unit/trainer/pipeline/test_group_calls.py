@@ -214,6 +214,27 @@ def test_a_lost_worker_fails_all_its_groups_at_once_and_is_never_called_again(mo
     run_virtual(main())
 
 
+def test_a_worker_that_ends_after_the_run_is_no_loss(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(workers, "kill_actor", lambda actor: actor.die())
+    actor = LocalActor(Worker({0: 1.0, 1: 50.0}))
+
+    async def main() -> None:
+        pool = WorkerPool([actor], group_timeout_s=100.0)
+        running = asyncio.create_task(pool.run_group(item(1)))
+        await pool.run_group(item(0))
+        pool.close()
+        actor.die()
+        with pytest.raises(WorkerLost, match="the run is over"):
+            await running
+        await asyncio.sleep(1.0)
+        assert pool._workers[0].lost == ""
+
+    run_virtual(main())
+    assert caplog.text == ""
+
+
 def test_a_server_that_is_closed_ends_what_runs() -> None:
     async def main() -> None:
         worker = Worker(50.0)

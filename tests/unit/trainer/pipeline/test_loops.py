@@ -15,6 +15,7 @@ from rollout.errors import NoProgress
 from rollout.types import Group, Prompt
 from tests.fakes.scripted_run import Script, ScriptedRun, trajectory
 from trainer.pipeline import loops
+from trainer.pipeline.stepping import StalenessBroken, check_ages
 from trainer.telemetry.catalog import check_complete, check_known
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ def test_a_group_that_is_too_old_stops_the_run_with_its_name(scripted: Make, pla
 
         parts.buffer.take = broken  # type: ignore[method-assign]
 
-    with pytest.raises(loops.StalenessBroken, match=r"step 3 with max_staleness=1 .* version 0 \(group \d\)"):
+    with pytest.raises(StalenessBroken, match=r"step 3 with max_staleness=1 .* version 0 \(group \d\)"):
         play(run, meddle=break_buffer)
     assert run.world.numbers("train") == [0, 1, 2]
 
@@ -144,9 +145,9 @@ def test_a_token_that_is_too_old_is_caught_even_in_a_young_group() -> None:
     group = Group(
         group_id=7, prompt=prompt, trajectories=[trajectory(prompt, 0, [(2, 1), (4, 3)], reward=0.0)], start_version=4
     )
-    loops.check_ages([group], step=4, max_staleness=2)
-    with pytest.raises(loops.StalenessBroken, match=r"version 2 \(group 7\)"):
-        loops.check_ages([group], step=4, max_staleness=1)
+    check_ages([group], step=4, max_staleness=2)
+    with pytest.raises(StalenessBroken, match=r"version 2 \(group 7\)"):
+        check_ages([group], step=4, max_staleness=1)
 
 
 def test_a_request_to_stop_takes_effect_between_two_steps(scripted: Make, play: Play) -> None:

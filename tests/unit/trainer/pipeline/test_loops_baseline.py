@@ -10,8 +10,8 @@ import pytest
 from rollout.types import Group
 from tests.fakes.scripted_run import Script, ScriptedRun, prompt_set, trajectory
 from tests.unit.trainer.pipeline.test_loops import lines, recorded
-from trainer.pipeline import loops
 from trainer.pipeline.records import StepRecorder
+from trainer.pipeline.stepping import StalenessBroken, check_ages
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,11 +69,11 @@ def test_a_baseline_that_is_too_old_breaks_the_promise_too() -> None:
         start_version=5,
         baseline=trajectory(PROMPT, 1, [(5, 2)], reward=1.0),
     )
-    loops.check_ages([fresh], step=6, max_staleness=1)
+    check_ages([fresh], step=6, max_staleness=1)
     assert fresh.baseline is not None
     old = replace(fresh, baseline=trajectory(PROMPT, 1, [(4, 1), (5, 1)], reward=1.0))
-    with pytest.raises(loops.StalenessBroken, match=r"version 4 \(group 4\)"):
-        loops.check_ages([old], step=6, max_staleness=1)
+    with pytest.raises(StalenessBroken, match=r"version 4 \(group 4\)"):
+        check_ages([old], step=6, max_staleness=1)
 
 
 def test_tokens_of_a_baseline_count_as_generated_but_not_in_the_lengths() -> None:

@@ -24,16 +24,16 @@ async def forever(*_: object) -> None:
 
 
 class ScriptedDriver(run_module.Driver):
-    """Trains the scripted run."""
+    """Trains the scripted run, under a watch over the workers that only a test makes fail."""
 
-    def __init__(self, scripted: ScriptedRun) -> None:
+    def __init__(self, scripted: ScriptedRun, watch_loads: Callable[[], Any] = forever) -> None:
         nothing: Any = None
         super().__init__(scripted.cfg, scripted.state, scripted.telemetry, nothing)
-        self._scripted = scripted
+        self._scripted, self._watch_loads = scripted, watch_loads
 
     def _parts(self, *_: Any, supervisor: Any, **_keys: Any) -> Any:
         self._scripted.supervisor = supervisor
-        self._scripted.world.watch_loads = forever  # type: ignore[attr-defined]
+        self._scripted.world.watch_loads = self._watch_loads  # type: ignore[attr-defined]
         return self._scripted.parts()
 
     def _keeper(self, *_: Any) -> Any:
