@@ -249,5 +249,5 @@ def rollout_worker_actor() -> Any:
     """
     import ray
 
-    # A group waits for its engine most of the time; none may wait for another's turn.
+    # Calls wait most of the time: for a group to end, for an evaluation. None may wait for another's turn.
     return ray.remote(max_concurrency=10_000)(RolloutWorkerActor)  # pyright: ignore[reportCallIssue]

@@ -41,7 +41,7 @@ class GroupServer:
         self._run_group = run_group
         self._running: dict[int, asyncio.Task[None]] = {}
         self._ended: dict[int, tuple[Group | Exception, int]] = {}
-        """With the size of each in bytes."""
+        """With the size of each when it is sent, in bytes."""
         self._num_bytes = 0
         self._has_ended = asyncio.Event()
         self._not_before_s = 0.0
@@ -74,7 +74,8 @@ class GroupServer:
 
     def close(self) -> None:
         """Cancel what runs."""
-        for task in self._running.values():
+        running, self._running = self._running, {}
+        for task in running.values():
             task.cancel()
 
     def _take(self) -> dict[int, Group | Exception]:
@@ -96,7 +97,11 @@ class GroupServer:
         size = 0
         try:
             outcome = await self._run_group(item)
-            size = size_bytes(outcome)
+            size = len(pickle.dumps(outcome))
+        except asyncio.CancelledError:
+            if ticket not in self._running:
+                raise  # it was given up
+            outcome = RuntimeError("something that an agent loop or a reward waited for was cancelled")
         except Exception as error:
             if not isinstance(error, EXPECTED):
                 log.exception("group %d failed", item.group_id)
@@ -105,14 +110,6 @@ class GroupServer:
         self._ended[ticket] = outcome, size
         self._num_bytes += size
         self._has_ended.set()
-
-
-def size_bytes(group: Group) -> int:
-    """About, when it is sent: arrays and texts."""
-    turns = (turn for trajectory in group.generated for turn in trajectory.turns)
-    arrays = sum(turn.token_ids.nbytes + turn.is_generated.nbytes + turn.logprobs.nbytes for turn in turns)
-    texts = sum(len(trajectory.text) for trajectory in group.generated)
-    return arrays + texts + group.prompt.token_ids.nbytes + len(group.prompt.text)
 
 
 def _portable(error: Exception) -> Exception:

@@ -62,14 +62,15 @@ stop() { # CODE
   exit "$1"
 }
 back_lane() {
-  trap 'stop 143' TERM
+  trap 'stop 143' TERM HUP
   renice -n 10 "$BASHPID" >/dev/null
   run_lane back
 }
 
 back_lane >"$scratch/back.log" 2>&1 &
 back=$!
-trap 'kill $back 2>/dev/null; stop 130' INT TERM
+trap 'kill $back 2>/dev/null; stop 130' INT
+trap 'kill $back 2>/dev/null; stop 143' TERM HUP
 trap 'rm -rf "$scratch"' EXIT
 run_lane front
 front_code=$?

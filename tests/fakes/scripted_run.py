@@ -149,6 +149,7 @@ class World:
     def __post_init__(self) -> None:
         self.rng = random.Random(self.script.seed)
         self.ranks: tuple[Any, ...] = ()
+        self.is_broken = False
 
     def note(self, what: str, number: int) -> None:
         self.events.append((asyncio.get_running_loop().time(), what, number))

@@ -245,6 +245,8 @@ class RankHandle:
     def __init__(self, actor: Any, *, rank: int) -> None:
         self.rank = rank
         self.actor = actor
+        self.is_broken = False
+        """It died, or gave no answer to a call that it may still be busy with."""
 
     async def call(self, method: str, *args: object, timeout_s: float) -> Any:
         """Call one method of one rank. Raises what the method raised.
@@ -257,9 +259,13 @@ class RankHandle:
         try:
             async with limit:
                 return await future
+        except RayActorError:
+            self.is_broken = True
+            raise
         except TimeoutError as error:
             if not limit.expired():
                 raise  # the rank's own
+            self.is_broken = True
             key = "weight_sync.timeout_s" if method.startswith("ws_") else "learner.timeout_s"
             what = f"learner rank {self.rank} gave no answer to {method} for {timeout_s:g} s"
             raise NoAnswer(f"{what}; it hangs, or {key} is too short; look at its file in actor_logs/") from error
@@ -276,12 +282,17 @@ class LearnerGroup:
         """`actors[rank]` are handles from `learner_actor()`; `timeout_s` is the deadline of every call."""
         self._ranks = tuple(RankHandle(actor, rank=rank) for rank, actor in enumerate(actors))
         self._timeout_s = timeout_s
-        self._close_timeout_s = CLOSE_TIMEOUT_S
+        self._has_failed = False
 
     @property
     def ranks(self) -> tuple[RankHandle, ...]:
         """For callers that talk to single ranks: weight sync needs no collective."""
         return self._ranks
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a call has failed, so that it is of no more use."""
+        return self._has_failed or any(rank.is_broken for rank in self._ranks)
 
     async def setup(self) -> list[dict[str, float]]:
         """Ranks meet at rank 0's address and build their models. As `LearnerWorker.setup`, of every rank."""
@@ -333,7 +344,8 @@ class LearnerGroup:
 
     async def close(self) -> None:
         """Let ranks leave in order, for a moment, then end their processes. Never raises; idempotent."""
-        calls = [asyncio.ensure_future(rank.call("close", timeout_s=self._close_timeout_s)) for rank in self._ranks]
+        limit_s = BROKEN_CLOSE_TIMEOUT_S if self.is_broken else CLOSE_TIMEOUT_S
+        calls = [asyncio.ensure_future(rank.call("close", timeout_s=limit_s)) for rank in self._ranks]
         await asyncio.gather(*calls, return_exceptions=True)
         for rank in self._ranks:
             ray.kill(rank.actor)
@@ -356,7 +368,7 @@ class LearnerGroup:
                 await asyncio.wait(calls, timeout=PEERS_S)
                 failures = _failures(calls)
             if failures:
-                self._close_timeout_s = BROKEN_CLOSE_TIMEOUT_S
+                self._has_failed = True
                 raise _to_report(method, failures)
             return [call.result() for call in calls]
         finally:

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from rollout.types import Group
 
 
+RETRY_S = 1.0
+"""After a call that failed though the worker lives."""
+
+
 class GroupCalls:
     """The other end of a worker's `GroupServer`. Of use until the worker is lost.
 
@@ -79,7 +83,9 @@ class GroupCalls:
             try:
                 await self._ask(self._actor.submit.remote(items, given_up))
             except Exception as error:  # noqa: BLE001 - each of these groups gets it
+                self._given_up += given_up  # with the next call
                 self._fail(items, error)
+                await asyncio.sleep(RETRY_S)
             await asyncio.sleep(EVERY_S)
 
     async def _receive(self) -> None:
@@ -92,7 +98,7 @@ class GroupCalls:
                 self._given_up += begun
                 self._fail(begun, error)
                 self._keep_running("send", self._send)
-                await asyncio.sleep(EVERY_S)
+                await asyncio.sleep(RETRY_S)
                 continue
             for ticket, outcome in ended.items():
                 future = self._waiting.get(ticket)
@@ -102,6 +108,7 @@ class GroupCalls:
                     future.set_exception(outcome)
                 else:
                     future.set_result(outcome)
+            del ended  # or its groups would stay until the next answer
 
     def _fail(self, tickets: Iterable[int], error: Exception) -> None:
         """A lost worker is never called again, and all its groups fail."""

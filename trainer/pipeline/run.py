@@ -102,6 +102,7 @@ class Driver:
     def __init__(self, cfg: RunConfig, state: RunState, sinks: Telemetry, checked: Checked) -> None:
         self._cfg, self._state, self._telemetry, self._checked = cfg, state, sinks, checked
         self._is_training = False
+        self._failure: Exception | None = None
         self._interrupted_at = -math.inf
         self._listen: Callable[[], None] = lambda: None
 
@@ -112,6 +113,8 @@ class Driver:
             try:
                 await work
             except asyncio.CancelledError:
+                if self._failure is not None:
+                    raise self._failure  # noqa: B904 - it was interrupted on its way out, and has a cause of its own
                 if self._state.stop_reason != "interrupted":
                     raise
 
@@ -125,7 +128,8 @@ class Driver:
             self._state.stop("interrupted")
             return
         log.warning("interrupted: stopping now")
-        self._state.stop_reason = "interrupted"  # whatever it was: this run does not end in order
+        if self._failure is None:
+            self._state.stop_reason = "interrupted"  # whatever it was: this run does not end in order
         work.cancel()
 
     async def _work(self) -> None:
@@ -192,13 +196,12 @@ class Driver:
                 self._state.stop("completed")
             except Exception as error:
                 self._is_training = False  # an interrupt does not wait for what comes now
-                log.error("training failed after %d steps: %s", self._state.step, one_line(first_cause(error)))
+                self._failure, self._state.stop_reason = _as_failure(error, self._state.step), "failed"
                 await supervisor.stop()
-                with contextlib.suppress(asyncio.CancelledError):  # then the failure is told all the same
-                    await rescue(parts)
-                if isinstance(error, START_ERRORS):
-                    raise TrainingFailed(f"training failed after {self._state.step} steps") from error
-                raise
+                await rescue(parts)
+                if self._failure is error:
+                    raise
+                raise self._failure from error
             finally:
                 self._state.discarded_tokens = parts.buffer.stats().discarded_tokens
                 await supervisor.stop()
@@ -287,6 +290,16 @@ class Driver:
             checkpointer=Checkpointer(cfg, sinks, learner=actors.learner, buffer=buffer, source=source, state=state),
         )
         return parts
+
+
+def _as_failure(error: Exception, step: int) -> Exception:
+    """What the run ends with, once training has begun."""
+    log.error("training failed after %d steps: %s", step, one_line(first_cause(error)))
+    if not isinstance(error, START_ERRORS):
+        return error
+    failure = TrainingFailed(f"training failed after {step} steps")
+    failure.__cause__ = error
+    return failure
 
 
 async def _start_cluster(cfg: RunConfig, checked: Checked) -> Cluster:

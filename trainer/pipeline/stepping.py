@@ -13,7 +13,7 @@ from trainer.pipeline.evaluation_runs import with_evaluation
 from trainer.pipeline.records import StepTimes, buffer_record, sync_record
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Sequence
 
     from rollout.types import Group
     from trainer.data.batcher import BuiltBatch
@@ -43,18 +43,19 @@ class Stepper:
 
     def __init__(self) -> None:
         self._task: asyncio.Task[None] | None = None
+        self._writing: asyncio.Task[None] | None = None
         self._unwritten: _Trained | None = None
         self._line: dict[str, object] | None = None
 
     async def take(self, parts: Parts, groups: Sequence[Group], built: BuiltBatch, *, waited_for_data_s: float) -> None:
-        """One step of the learner. It goes on where the caller is cancelled: see `ended`."""
+        """One step of the learner. Once begun it goes on where the caller is cancelled: see `ended`."""
         check_ages(groups, step=built.batch.step, max_staleness=parts.cfg.mode.max_staleness)
+        await parts.devices.to_learner()
         self._task = asyncio.create_task(self._take(parts, groups, built, waited_for_data_s), name="step")
         await asyncio.shield(self._task)
 
     async def _take(self, parts: Parts, groups: Sequence[Group], built: BuiltBatch, waited_for_data_s: float) -> None:
         step = built.batch.step
-        await parts.devices.to_learner()
         with parts.telemetry.tracer.span("learner", f"step {step}", tokens=built.batch.num_tokens):
             result = await parts.learner.train_step(built.batch)
         parts.state.step = step + 1
@@ -87,33 +88,39 @@ class Stepper:
         self._line = {"step": step + 1, "version": step + 1, "time_s": parts.state.time_s, **record, **passed}
 
     async def write_line(self, parts: Parts) -> None:
-        """The line of the last step, with an evaluation that waits for one; nothing if it is written."""
-        if self._unwritten is None:
-            return
-        if self._line is None:
-            self.close_line(parts)
-        line, self._line, self._unwritten = self._line, None, None
-        assert line is not None
-        await parts.telemetry.write_step(with_evaluation(parts, line))
+        """The line of the last step, with an evaluation that waits for one; nothing if it is written. It is written to
+        its end where the caller is cancelled, and the next one waits for that."""
+        if self._unwritten is not None:
+            if self._line is None:
+                self.close_line(parts)
+            line, self._line, self._unwritten = self._line, None, None
+            assert line is not None
+            self._writing = asyncio.create_task(parts.telemetry.write_step(with_evaluation(parts, line)), name="line")
+        if self._writing is not None:
+            await asyncio.shield(self._writing)
 
 
 async def rescue(parts: Parts) -> None:
     """After a failure elsewhere: the step that the learner is in comes to its end, is written and saved.
 
-    Nothing of it after a failure of the learner, whose weights are whatever they are. Raises nothing: a failure is
+    Nothing is saved after a failure of the learner, whose weights are whatever they are. Raises nothing: a failure is
     being told already, so what goes wrong here is logged.
 
     Waits for: the step, and the save. Unblocked by: their deadlines; cancellation.
     """
     state = parts.state
+    went_well = await parts.stepper.ended(parts.telemetry.progress)
+    await _try(parts.stepper.write_line(parts), "the line of the last step could not be written")
+    if went_well and not parts.learner.is_broken and state.step > (state.resumed_from_step or 0):
+        save = parts.checkpointer.at_end(state.step, is_interrupted=True)
+        await _try(save, "what came after the last checkpoint could not be saved")
+
+
+async def _try(todo: Awaitable[None], else_say: str) -> None:
     try:
-        if not await parts.stepper.ended(parts.telemetry.progress):
-            return
-        await parts.stepper.write_line(parts)
-        if state.step > (state.resumed_from_step or 0):
-            await parts.checkpointer.at_end(state.step, is_interrupted=True)
-    except Exception as error:  # noqa: BLE001 - see above
-        log.warning("what came after the last checkpoint could not be saved: %s", one_line(first_cause(error)))
+        await todo
+    except Exception as error:  # noqa: BLE001 - the failure that came first is the one to be told
+        log.warning("%s: %s", else_say, one_line(first_cause(error)))
 
 
 def check_ages(groups: Sequence[Group], *, step: int, max_staleness: int) -> None:

@@ -136,7 +136,7 @@ class WorkerPool:
     async def _run_once(self, item: WorkItem) -> Group:
         worker = await self._choose()
         if worker.calls is None:
-            worker.calls = GroupCalls(worker.actor, partial(self._ask, worker, timeout_s=None))
+            worker.calls = GroupCalls(worker.actor, partial(self._ask, worker, actor=worker.actor, timeout_s=None))
         worker.num_groups += 1
         limit = asyncio.timeout(self._group_timeout_s)
         try:
@@ -265,9 +265,9 @@ class WorkerPool:
             raise WorkerLost(f"no rollout worker lived for {self._group_timeout_s:g} s") from error
         return min(live, key=lambda worker: worker.num_groups)
 
-    async def _ask(self, worker: _Worker, ref: Any, *, timeout_s: float | None) -> Any:
+    async def _ask(self, worker: _Worker, ref: Any, *, timeout_s: float | None, actor: Any = None) -> Any:
         """The answer of a worker. Raises what it raised, TimeoutError, or WorkerLost if it is gone."""
-        actor = worker.actor
+        actor = worker.actor if actor is None else actor
         try:
             return await answer(ref, timeout_s=timeout_s, who=worker.name, call="a call", do=HANGS)
         except Exception as error:

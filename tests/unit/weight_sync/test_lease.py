@@ -102,8 +102,15 @@ async def test_a_sync_that_waited_for_a_lease_does_not_take_a_newer_version_back
     async with opened(1, replicas, commit=commit) as world:
         await world.step(1)
         async with world.coordinator.lease("r0"):
+            waits, wait = asyncio.Event(), world.coordinator._somebody_is_free
+
+            async def noted() -> None:
+                waits.set()
+                await wait()
+
+            world.coordinator._somebody_is_free = noted  # type: ignore[method-assign]
             syncing = asyncio.create_task(world.step(2))
-            await asyncio.sleep(0.1)
+            await waits.wait()
             world.train(3)
             await world.coordinator.publish(3)
             # Joins with version 3, and whoever waits may go on.
@@ -119,14 +126,15 @@ async def test_a_sync_that_waited_for_a_lease_does_not_take_a_newer_version_back
 async def test_a_lease_whose_end_is_cancelled_keeps_nobody_waiting(commit: str) -> None:
     async with opened(1, [LocalReplica("r0")], commit=commit) as world:
         await world.step(1)
-        let_go = asyncio.Event()
+        leased, let_go = asyncio.Event(), asyncio.Event()
 
         async def lease() -> None:
             async with world.coordinator.lease("r0"):
+                leased.set()
                 await let_go.wait()
 
         leasing = asyncio.create_task(lease())
-        await asyncio.sleep(0)
+        await leased.wait()
         async with world.coordinator._membership_lock:  # as while somebody joins
             let_go.set()
             await asyncio.sleep(0.1)

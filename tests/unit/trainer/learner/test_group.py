@@ -115,6 +115,20 @@ async def test_a_failure_of_its_own_wins_over_death_and_death_over_silence() -> 
         await LearnerGroup([HandActor(save=e) for e in (silence, death)], timeout_s=30.0).save(Path("/x"), step=1)
 
 
+async def test_a_group_is_broken_by_a_call_that_failed_or_a_rank_that_is_silent_or_gone_and_by_no_refusal() -> None:
+    async def called(answer: object, *, alone: bool) -> bool:
+        group = LearnerGroup([HandActor(), HandActor(save=answer)], timeout_s=0.05)
+        call = group.ranks[1].call("save", timeout_s=0.05) if alone else group.save(Path("/x"), step=1)
+        await asyncio.gather(call, return_exceptions=True)
+        return group.is_broken
+
+    assert not await called(None, alone=False)
+    assert await called(CheckpointError("disk full"), alone=False)
+    assert not await called(ValueError("no slot is free"), alone=True)
+    assert await called("hang", alone=True)
+    assert await called(ActorDiedError(), alone=True)
+
+
 async def test_a_batch_for_another_number_of_ranks_is_refused() -> None:
     batch = TrainBatch(step=3, micro_batches=((), ()), num_samples=0, num_tokens=0, num_loss_tokens=0)
     with pytest.raises(LearnerError, match="split for 2 ranks, the group has 1"):

@@ -167,6 +167,45 @@ def test_the_error_of_one_group_is_its_own() -> None:
     assert str(second) == "NoPickle: a defect"
 
 
+def test_a_group_that_something_inside_it_cancelled_fails_at_once() -> None:
+    class Cancelled(Worker):
+        async def run_group(self, item: WorkItem) -> Group:
+            inner = asyncio.create_task(asyncio.sleep(50.0))
+            asyncio.get_running_loop().call_later(1.0, inner.cancel)
+            await inner
+            return await super().run_group(item)
+
+    async def main() -> None:
+        pool = WorkerPool([LocalActor(Cancelled())], group_timeout_s=100.0)
+        with pytest.raises(RuntimeError, match="was cancelled"):
+            await pool.run_group(item(0))
+        assert asyncio.get_running_loop().time() == pytest.approx(1.0)
+
+    run_virtual(main())
+
+
+def test_what_was_given_up_in_a_call_that_failed_is_given_up_in_the_next() -> None:
+    worker = Worker(1_000.0)
+    works, failures = worker.submit, [OSError("too large to send")]
+
+    async def main() -> None:
+        pool = WorkerPool([LocalActor(worker)], group_timeout_s=5_000.0)
+        running = asyncio.create_task(pool.run_group(item(0)))
+        await asyncio.sleep(1.0)
+
+        async def fails_once(*args: Any) -> None:
+            if failures:
+                raise failures.pop()
+            await works(*args)
+
+        worker.submit = fails_once  # type: ignore[method-assign]
+        running.cancel()
+        await asyncio.sleep(3.0)
+        assert worker.cancelled == [0]
+
+    run_virtual(main())
+
+
 @pytest.mark.parametrize("call", ["submit", "ended"])
 def test_a_call_that_fails_costs_the_groups_it_may_have_carried_and_no_others(call: str) -> None:
     worker = Worker(5.0)

@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import pytest
 
 from tests.fakes.scripted_run import InlineExecutor, Script, ScriptedRun
 from tests.fakes.virtual_time import run_virtual
 from tests.unit.trainer.pipeline.test_start_errors import ScriptedDriver
 from trainer.learner import checkpoint
 from trainer.learner.errors import CheckpointError, LearnerError
+from trainer.pipeline.device_turns import OwnDevices
+from trainer.pipeline.resume import find_resume
 from trainer.pipeline.state import RunState
+from trainer.pipeline.telemetry import Telemetry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import pytest
 
     Scripted = Callable[..., ScriptedRun]
 
@@ -35,11 +38,13 @@ def fail(run: ScriptedRun, *, after_s: float, interrupt_s: float | None = None) 
 
     async def main() -> BaseException:
         asyncio.get_running_loop().set_default_executor(InlineExecutor(1))
-        training = asyncio.create_task(ScriptedDriver(run, watch_loads)._train(*[None] * 4))  # type: ignore[arg-type]
+        driver = ScriptedDriver(run, watch_loads)
+        training = asyncio.create_task(driver.run())
         if interrupt_s is not None:
-            asyncio.get_running_loop().call_later(interrupt_s, training.cancel)
+            asyncio.get_running_loop().call_later(interrupt_s, lambda: driver._interrupt(driver.work))
         (error,) = await asyncio.gather(training, return_exceptions=True)
-        assert isinstance(error, BaseException)
+        assert isinstance(error, BaseException), "it ended as if all were well"
+        assert run.state.stop_reason == "failed"
         return error
 
     return run_virtual(main())
@@ -88,6 +93,21 @@ def test_a_step_whose_weights_no_engine_takes_is_written_and_saved(scripted: Scr
     assert (saved(run), written(run)) == ([3], [1, 2, 3])
 
 
+def test_a_learner_that_waits_for_its_devices_is_saved_as_it_is(
+    scripted: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Colocated with engines that do not wake: its turn never comes."""
+    run = scripted(Script(train_s=1.0))
+
+    async def to_learner(_devices: OwnDevices) -> None:
+        if run.state.step == 2:
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(OwnDevices, "to_learner", to_learner)
+    assert isinstance(fail(run, after_s=100.0), Broken)
+    assert (saved(run), written(run)) == ([2], [1, 2])
+
+
 def test_a_checkpoint_that_is_being_written_is_finished_and_not_begun_again(
     scripted: Scripted, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -121,6 +141,78 @@ def test_an_interrupt_ends_the_rescue_and_the_failure_is_told(scripted: Scripted
     run = scripted(Script(train_s=100.0, save_s=10_000.0))
     assert isinstance(fail(run, after_s=350.0, interrupt_s=500.0), Broken)
     assert saved(run) == []
+
+
+def test_an_interrupt_before_the_rescue_does_not_hide_the_failure(scripted: Scripted) -> None:
+    run = scripted(Script(train_s=100.0))
+    assert isinstance(fail(run, after_s=350.0, interrupt_s=350.0), Broken)
+
+
+def test_the_line_that_is_being_written_is_written_once(scripted: Scripted) -> None:
+    run = scripted(Script(train_s=1.0))
+    write = Telemetry.write_step
+
+    async def slow(self: Any, record: Any) -> None:
+        if record["step"] == 3:
+            await asyncio.sleep(500.0)
+        await write(self, record)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Telemetry, "write_step", slow)
+        assert isinstance(fail(run, after_s=100.0), Broken)
+    assert (saved(run), written(run)) == ([3], [1, 2, 3])
+
+
+@pytest.mark.parametrize("what", ["publish", "save"])
+def test_a_learner_that_failed_beside_its_steps_is_not_asked_to_save(scripted: Scripted, what: str) -> None:
+    run = scripted(Script(train_s=1.0), checkpoint={"every_steps": 2})
+    num_saves = 0
+
+    async def fails(*_: object, **_keys: object) -> None:
+        nonlocal num_saves
+        num_saves += 1
+        run.world.is_broken = True
+        raise LearnerError("rank 1 gave no answer")
+
+    setattr(run.world, what, fails)
+    assert isinstance(fail(run, after_s=10_000.0), LearnerError)
+    assert num_saves == 1
+    assert saved(run) == []
+
+
+def test_a_run_goes_on_from_there_and_trains_every_prompt_once(scripted: Scripted) -> None:
+    keys: dict[str, Any] = {"trainer": {"total_steps": 12}, "mode": {"max_staleness": 2}}
+    first = scripted(Script(train_s=20.0, generate_s=(0.1, 9.0)), **keys)
+    before = watch_batches(first)
+    assert isinstance(fail(first, after_s=90.0), Broken)
+    first.telemetry.run_dir.close()
+    resumed = find_resume(first.cfg, first.telemetry.run_dir.checkpoints)
+    assert resumed is not None
+    assert 1 < resumed.step < len(before), "batches of later steps had been taken"
+    state = RunState(started_at=0.0, wall_clock=lambda: 0.0)
+    state.load_state_dict(resumed.state["run"])
+    second = scripted(Script(seed=9), state=state, **keys)
+    second.buffer.load_state_dict(resumed.state["buffer"])
+    second.source.load_state_dict(resumed.state["source"])
+    after = watch_batches(second)
+    run_virtual(second.run())
+    assert written(second) == list(range(1, 13))
+    prompts = [name for names in (*before[: resumed.step], *after) for name in names]
+    assert len(prompts) == len(set(prompts)) == 12 * 3, "of the 40 prompts of the first epoch"
+
+
+def watch_batches(run: ScriptedRun) -> list[list[str]]:
+    """Ids of the prompts of each step, filled as the run goes on."""
+    seen: list[list[str]] = []
+    take = run.buffer.take
+
+    async def watching(step: int) -> Any:
+        groups = await take(step)
+        seen.append([group.prompt.prompt_id for group in groups])
+        return groups
+
+    run.buffer.take = watching  # type: ignore[method-assign]
+    return seen
 
 
 def test_what_the_checkpoint_has_is_not_saved_again(scripted: Scripted) -> None:

@@ -31,6 +31,12 @@ class ScriptedDriver(run_module.Driver):
         super().__init__(scripted.cfg, scripted.state, scripted.telemetry, nothing)
         self._scripted, self._watch_loads = scripted, watch_loads
 
+    async def _work(self) -> None:
+        """Without a cluster."""
+        nothing: Any = None
+        self.work = asyncio.current_task()
+        await self._train(nothing, nothing, nothing, nothing)
+
     def _parts(self, *_: Any, supervisor: Any, **_keys: Any) -> Any:
         self._scripted.supervisor = supervisor
         self._scripted.world.watch_loads = self._watch_loads  # type: ignore[attr-defined]
