@@ -74,7 +74,7 @@ async def engine(model_dir: Path) -> AsyncIterator[Engine]:
     yield engine
     await engine.close()
     await engine.close()
-    assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    process.wait(30.0)  # one that vLLM had to kill is on its way out
 
 
 def random_prompt(seed: int, num_tokens: int = 12) -> np.ndarray:
