@@ -43,6 +43,8 @@ class GroupServer:
         self._ended: dict[int, tuple[Group | Exception, int]] = {}
         """With the size of each when it is sent, in bytes."""
         self._num_bytes = 0
+        self._told: set[type[Exception]] = set()
+        """Errors whose origin is in the log."""
         self._has_ended = asyncio.Event()
         self._not_before_s = 0.0
 
@@ -103,8 +105,9 @@ class GroupServer:
                 raise  # it was given up
             outcome = RuntimeError("something that an agent loop or a reward waited for was cancelled")
         except Exception as error:
-            if not isinstance(error, EXPECTED):
-                log.exception("group %d failed", item.group_id)
+            if not isinstance(error, EXPECTED) and type(error) not in self._told:
+                self._told.add(type(error))
+                log.exception("group %d failed, the first with this error", item.group_id)
             outcome = _portable(error)
         self._running.pop(ticket, None)
         self._ended[ticket] = outcome, size

@@ -1,10 +1,12 @@
-"""Two real FSDP2 ranks (gloo) bring their weights into a live vLLM engine while it generates, at TP 1 and TP 2."""
+"""Two real FSDP2 ranks (gloo) bring their weights into a live vLLM engine: at TP 1 and TP 2 while it generates, and to
+both stages of a pipeline."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import json
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -55,10 +57,8 @@ class Rig:
 
     async def parameters(self) -> list[dict[str, torch.Tensor]]:
         """Every worker's live parameters, flat, as the engine itself would read them."""
-        names = engine_names()
-        replies = await self.replica.call("ws_read_back", names, timeout_s=30.0)
-        found = [open_reply(reply, ReadBack, party="r0") for reply in replies]
-        return [{n: torch.frombuffer(bytearray(b), dtype=torch.bfloat16) for n, b in f.params.items()} for f in found]
+        replies = await self.replica.call("ws_read_back", engine_names(), timeout_s=30.0)
+        return [flat(reply) for reply in replies]
 
     async def everyone(self, method: str, *args: object) -> list[Any]:
         """Collectives need all ranks at once."""
@@ -71,6 +71,11 @@ class Rig:
             assert held.keys() == expected.keys()
             for name, tensor in expected.items():
                 assert torch.equal(held[name], tensor.reshape(-1)), f"worker {worker}: {name} differs"
+
+
+def flat(reply: bytes) -> dict[str, torch.Tensor]:
+    found = open_reply(reply, ReadBack, party="r0")
+    return {n: torch.frombuffer(bytearray(b), dtype=torch.bfloat16) for n, b in found.params.items()}
 
 
 def engine_names() -> list[str]:
@@ -112,27 +117,31 @@ async def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
-        from vllm import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
+        async with running(tmp_path_factory.mktemp("model"), request.param, tensor_parallel_size=request.param) as rig:
+            yield rig
 
-        folder: Path = tmp_path_factory.mktemp("model")
-        config = {**TINY, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "torch_dtype": "bfloat16"}
-        (folder / "config.json").write_text(json.dumps(config))
-        ranks = [RankProcess(rank, 2, folder / "store") for rank in range(2)]
-        args = AsyncEngineArgs(
-            model=str(folder), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True,
-            max_model_len=512, max_num_seqs=16, tensor_parallel_size=request.param, worker_extension_cls=EXTENSION,
-            disable_log_stats=True,
-        )  # fmt: skip
-        engine = await asyncio.to_thread(AsyncLLM.from_engine_args, args)
-        try:
-            yield Rig(ranks, engine, request.param)
-        finally:
-            engine.shutdown()
-            del engine
-            gc.collect()  # its finalizer must not run after the interpreter has torn vLLM down
-            for rank in ranks:
-                rank.close()
+
+@asynccontextmanager
+async def running(folder: Path, num_workers: int, **parallel: int) -> AsyncIterator[Rig]:
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    config = {**TINY, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "torch_dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(config))
+    ranks = [RankProcess(rank, 2, folder / "store") for rank in range(2)]
+    args = AsyncEngineArgs(
+        model=str(folder), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True,
+        max_model_len=512, max_num_seqs=16, worker_extension_cls=EXTENSION, disable_log_stats=True, **parallel,
+    )  # fmt: skip
+    engine = await asyncio.to_thread(AsyncLLM.from_engine_args, args)
+    try:
+        yield Rig(ranks, engine, num_workers)
+    finally:
+        engine.shutdown()
+        del engine
+        gc.collect()  # its finalizer must not run after the interpreter has torn vLLM down
+        for rank in ranks:
+            rank.close()
 
 
 def coordinator_of(rig: Rig, **options: Any) -> SyncCoordinator:
@@ -196,3 +205,30 @@ async def test_worker_errors_reach_the_caller_with_their_type(rig: Rig) -> None:
         await rig.assert_equal()
     finally:
         await coordinator.close()
+
+
+async def test_every_stage_of_a_pipeline_has_the_learners_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is generated: the workers of vLLM's CPU build cannot pass tensors on from stage to stage."""
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    async with running(tmp_path, 2, pipeline_parallel_size=2) as rig:
+        coordinator = coordinator_of(rig)
+        await coordinator.open()
+        try:
+            for version in (1, 2, 3):
+                await rig.everyone("train", version)
+                await coordinator.publish(version)
+                await coordinator.sync(version)
+                await coordinator.self_test()
+            full = expected_worker((await rig.everyone("full_state"))[0], 0, 1)
+            num_found = 0
+            for name, tensor in full.items():
+                stage = 0 if name.startswith(("model.embed_tokens", "model.layers.0.")) else 1
+                reply = (await rig.replica.call("ws_read_back", [name], timeout_s=30.0))[stage]
+                assert torch.equal(flat(reply)[name], tensor.reshape(-1)), f"stage {stage}: {name} differs"
+                num_found += 1
+            assert num_found == 3 + 7 * TINY["num_hidden_layers"]
+        finally:
+            await coordinator.close()

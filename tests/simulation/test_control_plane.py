@@ -109,7 +109,7 @@ def long_plan(num_groups: int, **changes: Any) -> Plan:
     """Everything goes wrong now and then; `num_groups` are trained."""
     sizes: dict[str, Any] = {"groups_per_step": 50, "num_steps": num_groups // 50, "max_staleness": 2}
     fates: dict[str, Any] = {"death_every_s": 60.0, "reward_error_frac": 0.01, "group_error_frac": 0.002}
-    workload = Workload(tail=1.1, stream_tokens=64)
+    workload = Workload(tail=1.1, stream_tokens=128)
     return Plan(**({"num_replicas": 8, "workload": workload, "seed": 7} | sizes | fates | changes))
 
 

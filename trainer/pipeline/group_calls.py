@@ -10,7 +10,7 @@ from rollout.errors import WorkerLost
 from rollout.group_server import EVERY_S
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable
+    from collections.abc import Awaitable, Callable, Iterable, Mapping
 
     from rollout.buffer.items import WorkItem
     from rollout.types import Group
@@ -92,23 +92,23 @@ class GroupCalls:
         """Consumes: what has ended in the worker. Waits for: it. Unblocked by: the loss of the worker, as `_send`."""
         while self._waiting and self._lost is None:
             try:
-                ended = await self._ask(self._actor.ended.remote())
+                self._settle(await self._ask(self._actor.ended.remote()))
             except Exception as error:  # noqa: BLE001 - whose answer it was is unknown, so each that waits gets it
                 begun = self._waiting.keys() - self._to_begin.keys()
                 self._given_up += begun
                 self._fail(begun, error)
                 self._keep_running("send", self._send)
                 await asyncio.sleep(RETRY_S)
-                continue
-            for ticket, outcome in ended.items():
-                future = self._waiting.get(ticket)
-                if future is None or future.done():
-                    continue  # it was given up, with the reason, while the answer was on its way
-                if isinstance(outcome, Exception):
-                    future.set_exception(outcome)
-                else:
-                    future.set_result(outcome)
-            del ended  # or its groups would stay until the next answer
+
+    def _settle(self, ended: Mapping[int, Group | Exception]) -> None:
+        for ticket, outcome in ended.items():
+            future = self._waiting.get(ticket)
+            if future is None or future.done():
+                continue  # it was given up, with the reason, while the answer was on its way
+            if isinstance(outcome, Exception):
+                future.set_exception(outcome)
+            else:
+                future.set_result(outcome)
 
     def _fail(self, tickets: Iterable[int], error: Exception) -> None:
         """A lost worker is never called again, and all its groups fail."""
