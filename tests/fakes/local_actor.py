@@ -11,7 +11,9 @@ from ray.exceptions import RayActorError
 from rollout.group_server import GroupServer
 
 
-class _Ref:
+class Ref:
+    """A remote call's answer, which `future` has or will have."""
+
     def __init__(self, future: Future[Any]) -> None:
         self._future = future
 
@@ -23,11 +25,11 @@ class _Method:
     def __init__(self, actor: LocalActor, name: str) -> None:
         self._actor, self._name = actor, name
 
-    def remote(self, *args: Any) -> _Ref:
+    def remote(self, *args: Any) -> Ref:
         future: Future[Any] = Future()
         if self._actor.is_dead:
             future.set_exception(RayActorError())
-            return _Ref(future)
+            return Ref(future)
 
         def settle(task: asyncio.Task[Any]) -> None:
             self._actor.tasks.discard(task)
@@ -45,7 +47,7 @@ class _Method:
         task = asyncio.get_running_loop().create_task(getattr(self._actor.target, self._name)(*args))
         self._actor.tasks.add(task)
         task.add_done_callback(settle)
-        return _Ref(future)
+        return Ref(future)
 
 
 class LocalActor:

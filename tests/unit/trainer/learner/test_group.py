@@ -10,19 +10,12 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError
 
+from tests.fakes.local_actor import Ref
 from trainer.config.errors import first_cause, one_line
 from trainer.data.batch import StepRewards, TrainBatch
 from trainer.learner.errors import CheckpointError, LearnerError
 from trainer.learner.result import StepResult
 from trainer.learner.worker import LearnerGroup
-
-
-class _Ref:
-    def __init__(self, future: Future[Any]) -> None:
-        self._future = future
-
-    def future(self) -> Future[Any]:
-        return self._future
 
 
 class Late:
@@ -36,7 +29,7 @@ class _Method:
     def __init__(self, actor: HandActor, name: str) -> None:
         self._actor, self._name = actor, name
 
-    def remote(self, *args: object) -> _Ref:
+    def remote(self, *args: object) -> Ref:
         future: Future[Any] = Future()
         self._actor.calls.append((self._name, args))
         answer = self._actor.answers.get(self._name, None)
@@ -46,7 +39,7 @@ class _Method:
             asyncio.get_running_loop().call_later(0.2, future.set_exception, answer.error)
         elif answer != "hang":
             future.set_result(answer)
-        return _Ref(future)
+        return Ref(future)
 
 
 class HandActor:
