@@ -63,9 +63,10 @@ class RayEngine:
         except (RayActorError, ObjectLostError) as error:
             running.clear()
             raise EngineDead(f"{self._name}: {str(error).splitlines()[0]}") from error
-        except EngineDead:
+        except EngineDead as error:
             running.clear()
-            raise
+            # What Ray raises for it has the engine's traceback for a text; what happened is in its cause.
+            raise EngineDead(f"{self._name}: {getattr(error, 'cause', error)}") from error
         finally:
             for request_id in running.values():
                 self._handle.abort.remote(self._full_id(request_id))
