@@ -56,6 +56,23 @@ def check_vllm_version(found: str | None = None) -> str:
     return version
 
 
+def start_engines_in(context: Any) -> None:
+    """Give vLLM the `multiprocessing` context for its engine processes. Holds for this process, from here on.
+
+    vLLM lets people choose `spawn` or `fork`, and inside a Ray actor `spawn` alone. Its own function is asked first,
+    because it passes on what else the processes need.
+    """
+    utils: Any = import_module("vllm.v1.engine.utils")
+    original = getattr(utils.get_mp_context, "original", utils.get_mp_context)
+
+    def get_mp_context() -> Any:
+        original()
+        return context
+
+    get_mp_context.original = original  # pyright: ignore[reportFunctionMemberAccess] - so that calls do not pile up
+    utils.get_mp_context = get_mp_context
+
+
 def installed_version() -> str | None:
     """Version of the distribution that provides `vllm`; None if there is none. Does not import it."""
     for name in DISTRIBUTIONS[:2]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from rollout.engine.fork_server import fork_engines
 from rollout.engine.settings import engine_args
 from weight_sync import vllm_compat
 
@@ -19,6 +20,8 @@ def import_vllm() -> None:
     """What `launch` imports, so that its seconds can be told from those of the model."""
     import vllm.engine.arg_utils
     import vllm.v1.engine.async_llm  # noqa: F401
+
+    fork_engines()
 
 
 def launch(spec: EngineSpec, meter: LoadMeter) -> tuple[AsyncLLM, list[int]]:

@@ -21,6 +21,7 @@ import numpy as np
 from rollout.engine.base import Engine, EngineInfo, EngineLoad, EngineSpec, EngineStats
 from rollout.engine.chunks import ChunkBuilder, VersionLabels
 from rollout.engine.environment import environment
+from rollout.engine.fork_server import begin_imports
 from rollout.engine.gate import AdmissionGate, GateTurns, Pause
 from rollout.engine.launch import engine_pids, import_vllm, launch, vllm_sampling
 from rollout.engine.load_meter import LoadMeter, Stillness
@@ -101,6 +102,7 @@ class VllmEngine(Engine):
     async def _start(self) -> EngineInfo:
         begin = self._clock()
         with environment(process_env(self._spec), self._spec.env):
+            begin_imports()
             # In a thread: loading blocks for seconds, and whoever waits for other engines shares this event loop.
             await asyncio.to_thread(import_vllm)
             imported = self._clock()

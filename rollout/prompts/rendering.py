@@ -1,9 +1,9 @@
-"""Turns one raw row into a `Prompt`: picks the columns, applies the chat template, tokenizes."""
+"""Turns raw rows into `Prompt`s: picks the columns, applies the chat template, tokenizes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
@@ -18,24 +18,46 @@ if TYPE_CHECKING:
 class Tokenizer(Protocol):
     """What we use of a Hugging Face tokenizer."""
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+    def __call__(
+        self,
+        text: list[str],
+        *,
+        add_special_tokens: bool,
+        return_attention_mask: Literal[False],
+        return_token_type_ids: Literal[False],
+    ) -> Mapping[str, Any]: ...
 
     def apply_chat_template(
         self, conversation: list[dict[str, Any]], *, tokenize: bool, add_generation_prompt: bool
     ) -> str: ...
 
 
-def render(row: Row, *, spec: SourceSpec, tokenizer: Tokenizer) -> Prompt:
-    """One row as a prompt.
+def render(rows: Sequence[Row], *, spec: SourceSpec, tokenizer: Tokenizer) -> list[Prompt]:
+    """Rows as prompts.
 
     A list of chat messages always goes through the chat template; a string does if `spec.apply_chat_template`. A
-    templated text carries its own special tokens; a bare string gets the tokenizer's (such as a BOS).
+    templated text carries its own special tokens; a bare string gets the tokenizer's (such as a BOS). All texts go to
+    the tokenizer together, which works on them with all cores.
 
     Raises:
-        DataError: a column is missing or has the wrong type, the prompt is empty, or there is no chat template.
+        DataError: a column is missing or has the wrong type, a prompt is empty, or there is no chat template.
     """
-    text, is_templated = _text(row, spec, tokenizer)
-    token_ids = tokenizer.encode(text, add_special_tokens=not is_templated)
+    texts = [_text(row, spec, tokenizer) for row in rows]
+    tokens: dict[int, Sequence[int]] = {}
+    for is_templated in (False, True):
+        chosen = [index for index, text in enumerate(texts) if text[1] == is_templated]
+        if chosen:
+            found = tokenizer(
+                [texts[index][0] for index in chosen],
+                add_special_tokens=not is_templated,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+            )
+            tokens.update(zip(chosen, found["input_ids"], strict=True))
+    return [_prompt(row, texts[index][0], tokens[index], spec) for index, row in enumerate(rows)]
+
+
+def _prompt(row: Row, text: str, token_ids: Sequence[int], spec: SourceSpec) -> Prompt:
     if len(token_ids) == 0:
         raise DataError(f"{row.where}: the prompt has no tokens; remove the row or fill column {spec.prompt_column!r}")
     used = {spec.prompt_column, spec.answer_column}

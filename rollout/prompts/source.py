@@ -46,7 +46,7 @@ def load_prompts(spec: SourceSpec, tokenizer: Tokenizer) -> PromptSet:
     rows = read_rows(spec)
     if not any(has_column(row, spec.answer_column) for row in rows) and not spec.answer_required:
         _log.warning("data set %r has no column %r: every answer is empty", spec.path, spec.answer_column)
-    rendered = [render(row, spec=spec, tokenizer=tokenizer) for row in rows]
+    rendered = render(rows, spec=spec, tokenizer=tokenizer)
     kept, num_overlong = drop_overlong(rendered, max_prompt_tokens=spec.max_prompt_tokens, policy=spec.overlong_prompts)
     if num_overlong:
         _log.warning(

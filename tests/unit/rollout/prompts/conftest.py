@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
@@ -20,8 +20,17 @@ class CharTokenizer:
 
     chat_template: str | None = "roles"
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return ([BOS] if add_special_tokens else []) + [ord(c) for c in text]
+    def __call__(
+        self,
+        text: list[str],
+        *,
+        add_special_tokens: bool,
+        return_attention_mask: Literal[False],
+        return_token_type_ids: Literal[False],
+    ) -> dict[str, list[list[int]]]:
+        del return_attention_mask, return_token_type_ids
+        start = [BOS] if add_special_tokens else []
+        return {"input_ids": [start + [ord(c) for c in one] for one in text]}
 
     def apply_chat_template(
         self, conversation: list[dict[str, Any]], *, tokenize: bool, add_generation_prompt: bool

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,9 +22,7 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """`check_torchvision` starts an interpreter; it has a test of its own."""
-    monkeypatch.setattr(preflight, "check_torchvision", lambda: None)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TANDEM_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
 
@@ -86,7 +86,8 @@ def test_a_missing_engine_is_named_with_the_command_that_installs_it(monkeypatch
 def test_a_torchvision_that_does_not_import_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "torchvision", ModuleType("torchvision"))  # what comes now is taken back
+    del sys.modules["torchvision"]
     with pytest.raises(ConfigurationError, match="nms does not exist") as caught:
         inputs.check_torchvision()
     assert "pip uninstall torchvision" in str(caught.value)

@@ -86,7 +86,6 @@ def test_what_works_passes() -> None:
 
 
 def test_preflight_asks_for_it_before_it_looks_at_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "check_torchvision", lambda: None)
     monkeypatch.setattr(preflight, "get_backend", lambda *_, **__: pytest.fail("a device was looked at"))
     with pytest.raises(ConfigurationError, match="no_such_module_for_test"):
         preflight.preflight(load_config(["device=cpu", "algorithm.loss=no_such_module_for_test.loss"]))
