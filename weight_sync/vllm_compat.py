@@ -59,8 +59,8 @@ def check_vllm_version(found: str | None = None) -> str:
 def start_engines_in(context: Any) -> None:
     """Give vLLM the `multiprocessing` context for its engine processes. Holds for this process, from here on.
 
-    vLLM lets people choose `spawn` or `fork`, and inside a Ray actor `spawn` alone. Its own function is asked first,
-    because it passes on what else the processes need.
+    vLLM knows `spawn` and `fork`, and inside a Ray actor `spawn` alone; the workers of an engine process are still
+    started in that way. Its own function is asked first, because it passes on what else the processes need.
     """
     utils: Any = import_module("vllm.v1.engine.utils")
     original = getattr(utils.get_mp_context, "original", utils.get_mp_context)

@@ -17,8 +17,8 @@ from typing import Any
 
 from weight_sync import vllm_compat
 
-START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
-"""vLLM's own variable; where somebody has set it, vLLM starts its process in that way."""
+FORK_SAFE = ("cpu", "cuda")
+"""Devices on which importing vLLM touches none, as vLLM itself relies on there. On others its processes are spawned."""
 PRELOAD = ("rollout.engine.core_imports",)
 
 _server_runs = False
@@ -44,10 +44,10 @@ class EngineContext(ForkServerContext):
     Process = EngineProcess  # pyright: ignore[reportAssignmentType]
 
 
-def begin_imports() -> None:
-    """Start the server, unless `VLLM_WORKER_MULTIPROC_METHOD` chooses another way. Does not wait for its imports."""
+def begin_imports(device: str) -> None:
+    """Start the server for engines on `device` (a backend's name), where that is safe. Its imports are not waited for."""
     global _server_runs
-    if _server_runs or START_METHOD in os.environ:
+    if _server_runs or device not in FORK_SAFE:
         return
     multiprocessing.set_forkserver_preload(list(PRELOAD))
     forkserver.ensure_running()
