@@ -56,8 +56,8 @@ def check_vllm_version(found: str | None = None) -> str:
     return version
 
 
-def start_engines_in(context: Any) -> None:
-    """Give vLLM the `multiprocessing` context for its engine processes. Holds for this process, from here on.
+def start_engines_in(context: Any | None) -> None:
+    """Give vLLM the `multiprocessing` context for its engine processes; None: its own. Holds from here on.
 
     vLLM knows `spawn` and `fork`, and inside a Ray actor `spawn` alone; the workers of an engine process are still
     started in that way. Its own function is asked first, because it passes on what else the processes need.
@@ -66,8 +66,8 @@ def start_engines_in(context: Any) -> None:
     original = getattr(utils.get_mp_context, "original", utils.get_mp_context)
 
     def get_mp_context() -> Any:
-        original()
-        return context
+        own = original()
+        return own if context is None else context
 
     get_mp_context.original = original  # pyright: ignore[reportFunctionMemberAccess] - so that calls do not pile up
     utils.get_mp_context = get_mp_context

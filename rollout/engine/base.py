@@ -72,6 +72,8 @@ class EngineSpec:
     """Dotted path of the class whose methods `call_workers` reaches; empty for none."""
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     """Further vLLM engine arguments; they win over ours."""
+    forks: bool = True
+    """Whether the engine's process may be forked from one that has imported vLLM; see `fork_server`."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Environment of the engine's processes; wins over ours and over the inherited one."""
 

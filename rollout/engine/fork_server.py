@@ -2,7 +2,8 @@
 
 vLLM spawns that process once it has been imported here, and there the same imports begin again: of every start they
 take ten seconds and more, one after the other. A server of the standard library's `multiprocessing` makes them run side
-by side. It only imports, so no device is touched before the fork. It ends with the processes that it has forked.
+by side. It only imports, so no device is touched before the fork (`Capabilities.engine_forks` says where that holds;
+elsewhere vLLM spawns, as ever). It ends when its owner and all that it has forked have ended.
 """
 
 from __future__ import annotations
@@ -15,13 +16,7 @@ from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
-from weight_sync import vllm_compat
-
-FORK_SAFE = ("cpu", "cuda")
-"""Devices on which importing vLLM touches none, as vLLM itself relies on there. On others its processes are spawned."""
 PRELOAD = ("rollout.engine.core_imports",)
-
-_server_runs = False
 
 
 class EngineProcess(ForkServerProcess):
@@ -44,20 +39,10 @@ class EngineContext(ForkServerContext):
     Process = EngineProcess  # pyright: ignore[reportAssignmentType]
 
 
-def begin_imports(device: str) -> None:
-    """Start the server for engines on `device` (a backend's name), where that is safe. Its imports are not waited for."""
-    global _server_runs
-    if _server_runs or device not in FORK_SAFE:
-        return
+def begin_imports() -> None:
+    """Start the server, if there is none yet. Does not wait for its imports."""
     multiprocessing.set_forkserver_preload(list(PRELOAD))
     forkserver.ensure_running()
-    _server_runs = True
-
-
-def fork_engines() -> None:
-    """Let vLLM fork its engine processes from the server from here on, if there is one. Imports vLLM."""
-    if _server_runs:
-        vllm_compat.start_engines_in(EngineContext())
 
 
 def _set_threads(text: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rollout.engine.fork_server import fork_engines
+from rollout.engine.fork_server import EngineContext
 from rollout.engine.settings import engine_args
 from weight_sync import vllm_compat
 
@@ -21,8 +21,6 @@ def import_vllm() -> None:
     import vllm.engine.arg_utils
     import vllm.v1.engine.async_llm  # noqa: F401
 
-    fork_engines()
-
 
 def launch(spec: EngineSpec, meter: LoadMeter) -> tuple[AsyncLLM, list[int]]:
     """Import vLLM and start its processes (blocking). The engine and the tokens that end an answer.
@@ -34,6 +32,7 @@ def launch(spec: EngineSpec, meter: LoadMeter) -> tuple[AsyncLLM, list[int]]:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     vllm_compat.check_vllm_version()
+    vllm_compat.start_engines_in(EngineContext() if spec.forks else None)
     config = AsyncEngineArgs(**engine_args(spec)).create_engine_config(UsageContext.ENGINE_CONTEXT)
     stop = set(spec.stop_token_ids)
     found = config.model_config.try_get_generation_config().get("eos_token_id")

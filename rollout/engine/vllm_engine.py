@@ -102,7 +102,8 @@ class VllmEngine(Engine):
     async def _start(self) -> EngineInfo:
         begin = self._clock()
         with environment(process_env(self._spec), self._spec.env):
-            begin_imports(self._spec.device)
+            if self._spec.forks:
+                begin_imports()
             # In a thread: loading blocks for seconds, and whoever waits for other engines shares this event loop.
             await asyncio.to_thread(import_vllm)
             imported = self._clock()

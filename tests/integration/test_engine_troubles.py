@@ -62,6 +62,20 @@ async def test_an_engine_that_does_not_start_says_why(model_dir: Path) -> None:
     assert "max seq len (4096)" in str(caught.value)
 
 
+@pytest.mark.parametrize("forks", [True, False])
+async def test_an_engine_is_forked_or_spawned_as_its_device_allows(model_dir: Path, forks: bool) -> None:
+    engine = VllmEngine(spec(model_dir, forks=forks))
+    await engine.start()
+    try:
+        (pid,) = await engine.call_workers("te_pid", timeout_s=60.0)
+        assert (psutil.Process(pid).ppid() == os.getpid()) is not forks
+    finally:
+        await engine.close()
+    async with asyncio.timeout(30.0):
+        while psutil.pid_exists(pid):
+            await asyncio.sleep(0.05)
+
+
 async def test_an_engine_whose_process_is_stopped_says_that_it_stands_still(model_dir: Path) -> None:
     engine = VllmEngine(spec(model_dir))
     await engine.start()

@@ -258,6 +258,7 @@ def engine_spec(cfg: RunConfig, backend: Backend, *, name: str, version: int) ->
         lora_rank=cfg.model.lora.rank,
         lora_targets=tuple(cfg.model.lora.target_modules.split("+")),
         extension=EXTENSION,
+        forks=backend.capabilities().engine_forks,
         engine_args={
             "trust_remote_code": cfg.model.trust_remote_code,
             **_load_format(cfg),

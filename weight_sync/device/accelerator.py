@@ -130,7 +130,7 @@ class AcceleratorBackend(Backend):
         return self._driver.device_count()
 
     def capabilities(self) -> Capabilities:
-        return Capabilities(ipc=True, streams=True, sleep_mode=True, graphs=True)
+        return Capabilities(ipc=True, streams=True, sleep_mode=True, graphs=True, engine_forks=True)
 
     def check_env(self, role: Role, environ: dict[str, str]) -> list[str]:
         problems = missing_variables(self.process_env(role), environ)

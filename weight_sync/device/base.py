@@ -39,6 +39,8 @@ class Capabilities:
     """vLLM can give its device memory back and take it again."""
     graphs: bool
     """The engine captures device graphs, so parameter addresses must never change."""
+    engine_forks: bool
+    """To import vLLM touches no device here, so a process that has done no more may be forked into an engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -89,7 +89,7 @@ class CpuBackend(Backend):
         return 1024
 
     def capabilities(self) -> Capabilities:
-        return Capabilities(ipc=True, streams=False, sleep_mode=False, graphs=False)
+        return Capabilities(ipc=True, streams=False, sleep_mode=False, graphs=False, engine_forks=True)
 
     def process_env(self, role: Role) -> tuple[EnvVar, ...]:
         if role == "driver":

@@ -52,7 +52,8 @@ class NpuBackend(AcceleratorBackend):
         driver = self._driver
         if not isinstance(driver, AclDriver):
             raise DeviceError(f"the npu backend needs libascendcl, got {type(driver).__name__}")
-        return Capabilities(ipc=driver.supports_ipc(), streams=True, sleep_mode=True, graphs=True)
+        ipc = driver.supports_ipc()
+        return Capabilities(ipc=ipc, streams=True, sleep_mode=True, graphs=True, engine_forks=False)
 
     def _open_kernels(self, device: torch.device) -> FusedKernels | str:
         # A wrong access stops the device for the whole process, so this is not tried out.

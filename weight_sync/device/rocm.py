@@ -52,7 +52,7 @@ class RocmBackend(AcceleratorBackend):
 
     def capabilities(self) -> Capabilities:
         sleeps = _version(torch.version.hip) >= _SLEEP_MODE_SINCE
-        return Capabilities(ipc=True, streams=True, sleep_mode=sleeps, graphs=True)
+        return Capabilities(ipc=True, streams=True, sleep_mode=sleeps, graphs=True, engine_forks=False)
 
     def visible_devices(self, own: tuple[int, ...], num_devices: int) -> str:
         """All devices, own ones first: a HIP IPC handle names the exporter's device, which must be visible."""

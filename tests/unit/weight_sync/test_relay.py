@@ -278,7 +278,7 @@ def test_a_map_refuses_what_is_not_one_rising_stretch_per_source() -> None:
 
 
 def test_a_backend_that_cannot_share_memory_has_no_outlet(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    lonely = Capabilities(ipc=False, streams=False, sleep_mode=False, graphs=False)
+    lonely = Capabilities(ipc=False, streams=False, sleep_mode=False, graphs=False, engine_forks=False)
     monkeypatch.setattr(pair.first.backend, "capabilities", lambda: lonely)
     with pytest.raises(DeviceError, match="B/0 cannot relay"):
         RelayOutlet(pair.first.backend, pair.first.map, owner="B/0")

@@ -56,6 +56,12 @@ def test_how_deep_engines_sleep_on_shared_devices(device: str, rank: int, level:
     assert sleep_level(config(), build(device)) is None
 
 
+@pytest.mark.parametrize(("device", "forks"), [("cpu", True), ("cuda", True), ("rocm", False)])
+def test_engines_are_forked_where_an_import_touches_no_device(device: str, forks: bool) -> None:
+    backend = SimpleNamespace(name=device, capabilities=build(device).capabilities, engine_defaults=dict)
+    assert engine_spec(config(), backend, name="replica_0", version=0).forks is forks  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("fails_at", ["", "start", "join"])
 async def test_an_engine_without_weights_is_given_to_nobody(fails_at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
