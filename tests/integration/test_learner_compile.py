@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
-from tests.fakes.learner import gradients, make_learner, pack, process_group, run_config, save_tiny, sequences
+from tests.fakes.learner import (
+    gradients,
+    make_learner,
+    pack,
+    process_group,
+    run_config,
+    save_tiny,
+    sequences,
+    without_loss,
+)
+from trainer.learner.rehearsal import largest_micro_batch
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,3 +36,22 @@ def test_compiled_blocks_give_the_same_gradients_and_names(tmp_path: Path) -> No
             expected = gradients(plain, [batch])
             for name, tensor in gradients(compiled, [batch]).items():
                 torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
+def test_after_a_rehearsal_no_step_waits_for_the_compiler(tmp_path: Path) -> None:
+    with process_group(tmp_path / "store"):
+        cfg = run_config(save_tiny(tmp_path / "model"), compile=True, max_tokens_per_micro_batch=100)
+        cfg = replace(
+            cfg, task=replace(cfg.task, max_prompt_tokens=5), rollout=replace(cfg.rollout, max_response_tokens=30)
+        )
+        learner = make_learner(cfg)
+        torch.compiler.reset()  # a test before this one may have compiled the same block
+        before = counters["stats"]["unique_graphs"]
+        learner.rehearse(largest_micro_batch(cfg))
+        rehearsed = counters["stats"]["unique_graphs"]
+        assert rehearsed > before
+        for step, batch in enumerate((pack(sequences(5)), pack(sequences(1)), without_loss())):
+            learner.train_step([batch], step=step)
+        assert counters["stats"]["unique_graphs"] == rehearsed

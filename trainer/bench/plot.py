@@ -71,7 +71,7 @@ def draw_timelines(axes: Any, runs: Mapping[str, Mapping[str, Any]]) -> None:
                           step="post", color=ENGINES, lw=0)  # fmt: skip
         axes.vlines([a for a, _ in line["paused"]], place - 0.06, place + 0.4, color=PAUSE, lw=0.8)
     axes.set_yticks(range(len(runs)), list(runs))
-    axes.set(xlabel="seconds of a steady stretch: learner (above), groups with the engines (below), pauses (red)")
+    axes.set(xlabel="seconds of a steady stretch\nlearner (above), groups with the engines (below), pauses (red)")
     axes.invert_yaxis()
 
 

@@ -59,7 +59,7 @@ class PolicyLearner:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Raises ModelError if `cfg.model` cannot be trained."""
-        self._cfg, self._rank, self._device, self._clock = cfg, rank, device, clock
+        self._cfg, self._rank, self._device, self._clock, self._backend = cfg, rank, device, clock, backend
         site = Site(mesh=learner_mesh(backend, world_size), device=device, backend=backend)
         built = build_policy(cfg, site)
         self._policy, self._layout, self._source_dir = built.policy, built.layout, built.source_dir
@@ -129,6 +129,22 @@ class PolicyLearner:
             metrics |= prepared.totals.reduce(self._device)
             timer.mark("critic")
         return StepResult(step=step, metrics=metrics, seconds=timer.seconds())
+
+    def rehearse(self, batch: MicroBatch) -> None:
+        """Forward and backward of `batch`, and nothing kept of them but what is done once: compiling, above all.
+
+        Weights, moments and the numbers of later steps stay as they were, and torch's cache gives the memory back.
+        """
+        self.offload.require_device("rehearse")
+        self._policy.set_is_last_backward(True)  # pyright: ignore[reportCallIssue]
+        output = self._policy(PackedInputs.of(batch, device=self._device, layout=self._layout))
+        loss = self._loss(batch, output, step=0, reference_T=None).loss
+        if output.values_L is not None:
+            loss = loss + 0.0 * output.values_L.sum()
+        loss.backward()
+        del output, loss
+        self._drop_gradients()
+        self._backend.release_cached()
 
     def logprobs(self, batch: MicroBatch) -> np.ndarray:
         """Log-probabilities of the loss tokens under the current weights, after temperature.

@@ -117,7 +117,7 @@ class LearnerWorker:
         return self._rendezvous.host, self._rendezvous.port
 
     def setup(self, address: Address) -> dict[str, float]:
-        """Join the other ranks and build the model. Returns the seconds of each stage, in order.
+        """Join the other ranks, build the model and compile it. Returns the seconds of each stage, in order.
 
         Raises:
             DeviceError: this process lacks a variable its device needs.
@@ -128,6 +128,7 @@ class LearnerWorker:
 
         from trainer.learner.parallel import Rendezvous, open_process_group
         from trainer.learner.policy import PolicyLearner
+        from trainer.learner.rehearsal import largest_micro_batch
         from weight_sync.publisher import WeightPublisher
 
         watch.append(time.perf_counter())
@@ -148,7 +149,11 @@ class LearnerWorker:
         publisher = WeightPublisher(self._backend, rank=self._rank)
         self._ready = _described(learner, publisher, self._cfg.model)
         watch.append(time.perf_counter())
-        stages = ("imports", "device and meeting", "model")
+        stages = ["imports", "device and meeting", "model"]
+        if self._cfg.learner.compile:  # beside the start of the engines, and not in the first step
+            learner.rehearse(largest_micro_batch(self._cfg))
+            watch.append(time.perf_counter())
+            stages.append("compiling")
         return {stage: end - begin for stage, (begin, end) in zip(stages, pairwise(watch), strict=True)}
 
     def train_step(

@@ -17,6 +17,7 @@ from trainer.config.schema.model import LoraConfig
 from trainer.learner.checkpoint import begin
 from trainer.learner.critic import OwnCritic, SharedCritic
 from trainer.learner.errors import CheckpointError, ModelError, TrainingDiverged
+from trainer.learner.rehearsal import largest_micro_batch
 from trainer.learner.values import ValueTotals
 
 if TYPE_CHECKING:
@@ -227,6 +228,16 @@ def test_the_head_is_no_part_of_the_policy_that_is_published_and_exported(tiny_d
     learner.export_hf(tmp_path / "export")
     with safe_open(tmp_path / "export" / "model.safetensors", framework="pt") as reader:
         assert sorted(reader.keys()) == sorted(weights(learner))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rehearsal_leaves_policy_and_critic_alone(kind: str, tiny_dir: Path) -> None:
+    cfg = config(tiny_dir, critic=KINDS[kind])
+    learner = make_learner(cfg)
+    before = all_weights(learner)
+    learner.rehearse(largest_micro_batch(cfg))
+    assert all(tensor.equal(before[name]) for name, tensor in all_weights(learner).items())
+    assert not any(param.grad is not None for param in learner.model.parameters())
 
 
 @pytest.mark.parametrize("culprit", ["policy", "critic", "shared"])

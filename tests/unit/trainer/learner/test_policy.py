@@ -23,6 +23,7 @@ from trainer.algorithms.losses.clipped import ppo_clip_loss
 from trainer.config.schema.correction import ClampConfig, CorrectionConfig, MaskConfig, RejectConfig
 from trainer.learner.errors import TrainingDiverged
 from trainer.learner.inputs import loss_inputs
+from trainer.learner.rehearsal import largest_micro_batch
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -278,3 +279,20 @@ def test_a_token_from_the_future_is_refused(tiny_dir: Path) -> None:
         make_learner(run_config(tiny_dir)).train_step(
             [replace(batch, versions=np.where(batch.loss_mask, 4, -1))], step=3
         )
+
+
+def test_a_rehearsal_changes_no_number_of_a_later_step(tiny_dir: Path) -> None:
+    cfg = run_config(tiny_dir, max_tokens_per_micro_batch=100)
+    cfg = replace(
+        cfg, task=replace(cfg.task, max_prompt_tokens=5), rollout=replace(cfg.rollout, max_response_tokens=30)
+    )
+    rehearsed, plain = make_learner(cfg), make_learner(cfg)
+    before = weights(rehearsed)
+    rehearsed.rehearse(largest_micro_batch(cfg))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(rehearsed).items())
+    assert all(param.grad is None for param in rehearsed.model.parameters())
+    for step in range(2):
+        batch = [pack(sequences(4, seed=step))]
+        assert rehearsed.train_step(batch, step=step).metrics == plain.train_step(batch, step=step).metrics
+    expected = weights(plain)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(rehearsed).items())
