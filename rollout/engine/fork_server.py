@@ -14,7 +14,10 @@ import os
 import sys
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 PRELOAD = ("rollout.engine.core_imports",)
 
@@ -27,8 +30,7 @@ class EngineProcess(ForkServerProcess):
         super().start()
 
     def run(self) -> None:
-        os.environ.clear()
-        os.environ.update(self._environment)
+        _become(self._environment)
         _set_threads(self._environment.get("OMP_NUM_THREADS", ""))
         super().run()
 
@@ -43,6 +45,13 @@ def begin_imports() -> None:
     """Start the server, if there is none yet. Does not wait for its imports."""
     multiprocessing.set_forkserver_preload(list(PRELOAD))
     forkserver.ensure_running()
+
+
+def _become(environment: Mapping[str, str]) -> None:
+    """Changes only what differs: whoever sets the process's title looks for it beside the environment it began with."""
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update({name: value for name, value in environment.items() if os.environ.get(name) != value})
 
 
 def _set_threads(text: str) -> None:

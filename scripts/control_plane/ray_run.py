@@ -32,7 +32,7 @@ from rollout.types import Prompt, SamplingParams
 from rollout.worker import WorkerSpec
 from scripts.control_plane.actors import ScriptedRank, ScriptedWorker
 from tests.fakes.scripted_run import config, sync_report
-from trainer.learner.worker import LearnerGroup
+from trainer.learner.group import LearnerGroup
 from trainer.pipeline import loops
 from trainer.pipeline.compose import make_buffer
 from trainer.pipeline.device_turns import OwnDevices

@@ -12,7 +12,7 @@ from tests.house.source import ROOT, modules, runtime_imports, words_of_code
 
 # Regular expressions of the files that may import a library, by library.
 PLACES = {
-    "ray": r".*/worker\.py|.*/actor\.py|trainer/pipeline/(cluster|compose)\.py",
+    "ray": r".*/worker\.py|.*/actor\.py|trainer/learner/group\.py|trainer/pipeline/(cluster|compose)\.py",
     "vllm": r"rollout/engine/(vllm_engine|launch)\.py|"
     r"weight_sync/(vllm_extension|vllm_compat|lora|fallback|bench/engines)\.py",
     "hydra": r"trainer/config/load\.py|trainer/__main__\.py",

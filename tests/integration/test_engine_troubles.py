@@ -68,7 +68,9 @@ async def test_an_engine_is_forked_or_spawned_as_its_device_allows(model_dir: Pa
     await engine.start()
     try:
         (pid,) = await engine.call_workers("te_pid", timeout_s=60.0)
-        assert (psutil.Process(pid).ppid() == os.getpid()) is not forks
+        core = psutil.Process(pid)
+        assert (core.ppid() == os.getpid()) is not forks
+        assert "EngineCore" in " ".join(core.cmdline()), "people look for it in ps"
     finally:
         await engine.close()
     async with asyncio.timeout(30.0):

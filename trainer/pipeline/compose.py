@@ -21,7 +21,8 @@ from rollout.types import SamplingParams
 from rollout.worker import WorkerSpec, derive_seed
 from trainer.config.errors import first_cause, one_line
 from trainer.config.estimators import traits_of
-from trainer.learner.worker import LearnerGroup, learner_actor
+from trainer.learner.group import LearnerGroup
+from trainer.learner.worker import learner_actor
 from trainer.pipeline.cluster import actor_options
 from trainer.pipeline.data_selection import training_source
 from trainer.pipeline.device_turns import OwnDevices, SharedDevices

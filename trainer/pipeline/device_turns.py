@@ -50,7 +50,7 @@ class Moved(Protocol):
 
 
 class Learner(Protocol):
-    """The part of `trainer.learner.worker.LearnerGroup` that is used here."""
+    """The part of `trainer.learner.group.LearnerGroup` that is used here."""
 
     async def offload(self) -> Sequence[Moved]: ...
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rollout.prompts.source import PromptSource
     from trainer.algorithms.group_filter import OwnFilter
     from trainer.config.schema import RunConfig
-    from trainer.learner.worker import LearnerGroup
+    from trainer.learner.group import LearnerGroup
     from trainer.pipeline.device_turns import OwnDevices
     from trainer.pipeline.evaluate import Evaluator
     from trainer.pipeline.resume import Checkpointer

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rollout.buffer.work_buffer import WorkBuffer
     from rollout.prompts.source import PromptSource
     from trainer.config.schema import RunConfig
-    from trainer.learner.worker import LearnerGroup
+    from trainer.learner.group import LearnerGroup
     from trainer.pipeline.state import RunState
     from trainer.pipeline.telemetry import Telemetry
 

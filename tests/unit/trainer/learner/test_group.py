@@ -14,8 +14,8 @@ from tests.fakes.local_actor import Ref
 from trainer.config.errors import first_cause, one_line
 from trainer.data.batch import StepRewards, TrainBatch
 from trainer.learner.errors import CheckpointError, LearnerError
+from trainer.learner.group import LearnerGroup
 from trainer.learner.result import StepResult
-from trainer.learner.worker import LearnerGroup
 
 
 class Late:
@@ -61,7 +61,7 @@ async def test_all_ranks_meet_at_the_address_of_rank_0() -> None:
 
 
 async def test_first_failure_ends_the_call_and_names_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.learner.worker.PEERS_S", 0.1)
+    monkeypatch.setattr("trainer.learner.group.PEERS_S", 0.1)
     group = LearnerGroup([HandActor(save="hang"), HandActor(save=RuntimeError("disk full"))], timeout_s=30.0)
     async with asyncio.timeout(20.0):
         with pytest.raises(LearnerError, match=r"learner rank 1 failed in save: RuntimeError: disk full"):
@@ -131,7 +131,7 @@ async def test_a_batch_for_another_number_of_ranks_is_refused() -> None:
 async def test_every_rank_gets_its_own_micro_batches_and_the_rewards_of_the_whole_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("trainer.learner.worker.ray.put", lambda part: ("stored", part))
+    monkeypatch.setattr("trainer.learner.group.ray.put", lambda part: ("stored", part))
     rewards = StepRewards(groups=(), num_loss_tokens=5)
     batch = TrainBatch(step=3, micro_batches=((), ()), num_samples=0, num_tokens=0, num_loss_tokens=5, rewards=rewards)
     seconds = ({"step": 1.0}, {"step": 2.0})

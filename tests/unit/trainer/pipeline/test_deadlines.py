@@ -15,7 +15,7 @@ from rollout.types import Prompt
 from tests.fakes.local_actor import LocalActor, ServesGroups
 from tests.fakes.scripted_run import config
 from tests.fakes.virtual_time import run_virtual
-from trainer.learner.worker import RankHandle
+from trainer.learner.group import RankHandle
 from trainer.pipeline.compose import make_pool, worker_spec
 from trainer.pipeline.handles import EngineReplica, answer
 from trainer.pipeline.workers import GROUP_GRACE_S, WorkerPool

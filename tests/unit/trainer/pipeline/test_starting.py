@@ -12,7 +12,7 @@ import pytest
 from rollout.engine.base import EngineInfo
 from tests.fakes.scripted_run import config
 from tests.unit.trainer.learner.test_group import HandActor
-from trainer.learner.worker import LearnerGroup
+from trainer.learner.group import LearnerGroup
 from trainer.pipeline.compose import Actors
 from trainer.pipeline.starting import start_actors
 from trainer.telemetry.spans import Tracer

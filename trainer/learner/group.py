@@ -1,0 +1,210 @@
+"""The learner seen from the driver: all ranks as one. Ray's side of it is `worker.py`."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import RayActorError
+
+from trainer.config.errors import one_line, tells_its_cause
+from trainer.learner.errors import CheckpointError, LearnerError, ModelError, TrainingDiverged
+from weight_sync.device.base import DeviceError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from trainer.data.batch import TrainBatch
+    from trainer.learner.result import StepResult
+    from trainer.learner.worker import OffloadReport
+
+OWN_ERRORS = (ModelError, CheckpointError, TrainingDiverged, DeviceError)
+"""Pass from a rank to the driver under their own type; anything else becomes a LearnerError."""
+FIRST_CAUSES = (*OWN_ERRORS, RayActorError, TimeoutError)
+"""What a failure begins with, the likeliest first: where a rank failed or died, its peers may be silent."""
+
+CLOSE_TIMEOUT_S = 10.0
+PEERS_S = 5.0
+"""How long a rank that failed waits for the one that made it fail."""
+BROKEN_CLOSE_TIMEOUT_S = 1.0
+"""After a failure the other ranks may hang in a collective: do not wait long for them."""
+
+
+class NoAnswer(TimeoutError):
+    """A rank did not answer in time; what it does may still go on."""
+
+
+class RankHandle:
+    """One rank, seen from the driver."""
+
+    def __init__(self, actor: Any, *, rank: int) -> None:
+        self.rank = rank
+        self.actor = actor
+        self.is_broken = False
+        """It died, or gave no answer to a call that it may still be busy with."""
+
+    async def call(self, method: str, *args: object, timeout_s: float) -> Any:
+        """Call one method of one rank. Raises what the method raised.
+
+        Raises:
+            NoAnswer: says which rank, for how long, and what to do.
+        """
+        future = asyncio.wrap_future(getattr(self.actor, method).remote(*args).future())
+        limit = asyncio.timeout(timeout_s)
+        try:
+            async with limit:
+                return await future
+        except RayActorError:
+            self.is_broken = True
+            raise
+        except TimeoutError as error:
+            if not limit.expired():
+                raise  # the rank's own
+            self.is_broken = True
+            key = "weight_sync.timeout_s" if method.startswith("ws_") else "learner.timeout_s"
+            what = f"learner rank {self.rank} gave no answer to {method} for {timeout_s:g} s"
+            raise NoAnswer(f"{what}; it hangs, or {key} is too short; look at its file in actor_logs/") from error
+
+
+class LearnerGroup:
+    """All ranks together. A call goes to every rank and returns when all have answered.
+
+    The first failure ends the call: it names the rank, the calls to the others are no longer awaited, and the group is
+    of no more use than to be closed, since ranks may hang in a collective until its deadline.
+    """
+
+    def __init__(self, actors: Sequence[Any], *, timeout_s: float) -> None:
+        """`actors[rank]` are handles from `learner_actor()`; `timeout_s` is the deadline of every call."""
+        self._ranks = tuple(RankHandle(actor, rank=rank) for rank, actor in enumerate(actors))
+        self._timeout_s = timeout_s
+        self._has_failed = False
+
+    @property
+    def ranks(self) -> tuple[RankHandle, ...]:
+        """For callers that talk to single ranks: weight sync needs no collective."""
+        return self._ranks
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a call has failed, so that it is of no more use."""
+        return self._has_failed or any(rank.is_broken for rank in self._ranks)
+
+    async def setup(self) -> list[dict[str, float]]:
+        """Ranks meet at rank 0's address and build their models. As `LearnerWorker.setup`, of every rank."""
+        (address,) = await self._gather("node_address", [()], ranks=self._ranks[:1])
+        return await self._all("setup", address)
+
+    async def train_step(self, batch: TrainBatch) -> StepResult:
+        """One optimizer step. A rank fetches only its own micro-batches from the object store.
+
+        Returns:
+            The metrics (equal on all ranks), with the seconds of the slowest rank per phase.
+
+        Raises:
+            TrainingDiverged: the gradient is not finite.
+            LearnerError: a rank failed, or did not answer in time.
+        """
+        if len(batch.micro_batches) != len(self._ranks):
+            raise LearnerError(
+                f"batch of step {batch.step} is split for {len(batch.micro_batches)} ranks, the group has "
+                f"{len(self._ranks)}; pack with learner.num_ranks"
+            )
+        refs = await asyncio.gather(*(asyncio.to_thread(ray.put, part) for part in batch.micro_batches))
+        results: list[StepResult] = await self._gather("train_step", [(ref, batch.step, batch.rewards) for ref in refs])
+        seconds = {phase: max(r.seconds[phase] for r in results) for phase in results[0].seconds}
+        return replace(results[0], seconds=seconds)
+
+    async def visible_devices(self) -> list[str]:
+        """Of every rank; see `LearnerWorker.visible_devices`."""
+        return await self._all("visible_devices")
+
+    async def offload(self) -> list[OffloadReport]:
+        """Every rank leaves its device to the engine there; see `LearnerWorker.offload`."""
+        return await self._all("offload")
+
+    async def onload(self) -> list[OffloadReport]:
+        """Every rank is on its device again."""
+        return await self._all("onload")
+
+    async def save(self, path: Path, *, step: int) -> None:
+        """Write model and optimizer into a directory from `checkpoint.begin`, seen by all ranks under this path."""
+        await self._all("save", str(path), step)
+
+    async def load(self, path: Path) -> int:
+        """Restore; returns the step of the checkpoint. Raises CheckpointError."""
+        return (await self._all("load", str(path)))[0]
+
+    async def export_hf(self, path: Path) -> None:
+        await self._all("export_hf", str(path))
+
+    async def close(self) -> None:
+        """Let ranks leave in order, for a moment, then end their processes. Never raises; idempotent."""
+        limit_s = BROKEN_CLOSE_TIMEOUT_S if self.is_broken else CLOSE_TIMEOUT_S
+        calls = [asyncio.ensure_future(rank.call("close", timeout_s=limit_s)) for rank in self._ranks]
+        await asyncio.gather(*calls, return_exceptions=True)
+        for rank in self._ranks:
+            ray.kill(rank.actor)
+
+    async def _all(self, method: str, *args: object) -> list[Any]:
+        return await self._gather(method, [args] * len(self._ranks))
+
+    async def _gather(
+        self, method: str, args: Sequence[tuple[object, ...]], *, ranks: Sequence[RankHandle] | None = None
+    ) -> list[Any]:
+        ranks = self._ranks if ranks is None else ranks
+        calls = {
+            asyncio.ensure_future(rank.call(method, *own, timeout_s=self._timeout_s)): rank.rank
+            for rank, own in zip(ranks, args, strict=True)
+        }
+        try:
+            await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+            failures = _failures(calls)
+            if failures and not any(map(_is_first_cause, failures.values())):
+                await asyncio.wait(calls, timeout=PEERS_S)
+                failures = _failures(calls)
+            if failures:
+                self._has_failed = True
+                raise _to_report(method, failures)
+            return [call.result() for call in calls]
+        finally:
+            for call in calls:
+                call.cancel()
+
+
+def _failures(calls: Mapping[asyncio.Task[Any], int]) -> dict[int, BaseException]:
+    ended = {rank: call.exception() for call, rank in calls.items() if call.done()}
+    return {rank: error for rank, error in sorted(ended.items()) if error is not None}
+
+
+def _cause(error: BaseException) -> BaseException:
+    """Ray wraps what a rank raised in an error of its own, whose text is a traceback."""
+    return getattr(error, "cause", None) or error
+
+
+def _is_first_cause(error: BaseException) -> bool:
+    """When one rank fails, its peers soon do too, with a broken connection, which may be heard of first."""
+    return isinstance(_cause(error), FIRST_CAUSES)
+
+
+def _to_report(method: str, failures: Mapping[int, BaseException]) -> Exception:
+    """The failure of the rank with which it began, and that rank's number."""
+
+    def likely_first(failure: tuple[int, BaseException]) -> int:
+        kinds = (isinstance(_cause(failure[1]), kind) for kind in FIRST_CAUSES)
+        return next((place for place, is_it in enumerate(kinds) if is_it), len(FIRST_CAUSES))
+
+    rank, origin = min(failures.items(), key=likely_first)
+    cause = _cause(origin)
+    error: Exception
+    if isinstance(cause, OWN_ERRORS):
+        error = type(cause)(f"learner rank {rank}: {cause}")
+    elif isinstance(cause, NoAnswer):
+        error = LearnerError(str(cause))
+    else:
+        verb = "died" if isinstance(cause, RayActorError) else "failed"
+        error = LearnerError(f"learner rank {rank} {verb} in {method}: {one_line(cause)}")
+    error.__cause__ = origin
+    return tells_its_cause(error)
