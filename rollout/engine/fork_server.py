@@ -3,14 +3,19 @@
 vLLM spawns that process once it has been imported here, and there the same imports begin again: of every start they
 take ten seconds and more, one after the other. A server of the standard library's `multiprocessing` makes them run side
 by side. It only imports, so no device is touched before the fork (`Capabilities.engine_forks` says where that holds;
-elsewhere vLLM spawns, as ever). It ends when its owner and all that it has forked have ended.
+elsewhere vLLM spawns, as ever).
+
+The server ends with its owner, however that ends, and the kernel then kills what it has forked: Ray, which kills the
+children of an actor when it ends one, does not know of grandchildren.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import multiprocessing
 import os
+import signal
 import sys
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -19,6 +24,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+PR_SET_PDEATHSIG = 1
+"""Of `prctl(2)`: the signal that a process gets when its parent has died."""
 PRELOAD = ("rollout.engine.core_imports",)
 
 
@@ -30,6 +37,7 @@ class EngineProcess(ForkServerProcess):
         super().start()
 
     def run(self) -> None:
+        _die_with_the_server()
         _become(self._environment)
         _set_threads(self._environment.get("OMP_NUM_THREADS", ""))
         super().run()
@@ -45,6 +53,16 @@ def begin_imports() -> None:
     """Start the server, if there is none yet. Does not wait for its imports."""
     multiprocessing.set_forkserver_preload(list(PRELOAD))
     forkserver.ensure_running()
+
+
+def _die_with_the_server() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The server waits for the end of all who hold this pipe open: of its owner alone, from here on.
+    alive_fd = getattr(forkserver._forkserver, "_forkserver_alive_fd", None)  # pyright: ignore[reportAttributeAccessIssue]
+    if alive_fd is not None:
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, alive_fd)
+        os.close(nothing)
 
 
 def _become(environment: Mapping[str, str]) -> None:

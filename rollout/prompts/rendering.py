@@ -14,6 +14,9 @@ from rollout.types import Prompt
 if TYPE_CHECKING:
     from rollout.prompts.readers import Row, SourceSpec
 
+ROWS_AT_ONCE = 1024
+"""Tokenized together; until they are prompts, a tokenizer keeps 100 bytes and more per token."""
+
 
 class Tokenizer(Protocol):
     """What we use of a Hugging Face tokenizer."""
@@ -36,13 +39,23 @@ def render(rows: Sequence[Row], *, spec: SourceSpec, tokenizer: Tokenizer) -> li
     """Rows as prompts.
 
     A list of chat messages always goes through the chat template; a string does if `spec.apply_chat_template`. A
-    templated text carries its own special tokens; a bare string gets the tokenizer's (such as a BOS). All texts go to
+    templated text carries its own special tokens; a bare string gets the tokenizer's (such as a BOS). Many texts go to
     the tokenizer together, which works on them with all cores.
 
     Raises:
         DataError: a column is missing or has the wrong type, a prompt is empty, or there is no chat template.
     """
-    texts = [_text(row, spec, tokenizer) for row in rows]
+    prompts: list[Prompt] = []
+    for start in range(0, len(rows), ROWS_AT_ONCE):
+        some = rows[start : start + ROWS_AT_ONCE]
+        texts = [_text(row, spec, tokenizer) for row in some]
+        tokens = _tokenized(texts, tokenizer)
+        prompts += [_prompt(row, text, ids, spec) for row, (text, _), ids in zip(some, texts, tokens, strict=True)]
+    return prompts
+
+
+def _tokenized(texts: Sequence[tuple[str, bool]], tokenizer: Tokenizer) -> list[Sequence[int]]:
+    """Of texts, each with whether it went through the chat template."""
     tokens: dict[int, Sequence[int]] = {}
     for is_templated in (False, True):
         chosen = [index for index, text in enumerate(texts) if text[1] == is_templated]
@@ -54,7 +67,7 @@ def render(rows: Sequence[Row], *, spec: SourceSpec, tokenizer: Tokenizer) -> li
                 return_token_type_ids=False,
             )
             tokens.update(zip(chosen, found["input_ids"], strict=True))
-    return [_prompt(row, texts[index][0], tokens[index], spec) for index, row in enumerate(rows)]
+    return [tokens[index] for index in range(len(texts))]
 
 
 def _prompt(row: Row, text: str, token_ids: Sequence[int], spec: SourceSpec) -> Prompt:

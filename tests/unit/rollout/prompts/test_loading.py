@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from rollout.errors import DataError
+from rollout.prompts import rendering
 from rollout.prompts.source import load_prompts
 
 if TYPE_CHECKING:
@@ -123,6 +124,20 @@ def test_chat_templates_bring_their_own_special_tokens(
     (loaded,) = load_prompts(make_spec(path=path, **changes), tokenizer).prompts
     assert loaded.text == text
     assert loaded.token_ids.tolist() == ([1] if has_bos else []) + [ord(c) for c in text]
+
+
+def test_rows_of_both_kinds_keep_their_order_over_several_calls_of_the_tokenizer(
+    tmp_path: Path, make_spec: MakeSpec, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendering, "ROWS_AT_ONCE", 3)
+    rows = [{"prompt": MESSAGES if number % 3 else str(number), "answer": number} for number in range(8)]
+    loaded = load_prompts(make_spec(path=write_jsonl(tmp_path / "a.jsonl", rows)), tokenizer).prompts
+    assert [prompt.answer for prompt in loaded] == [str(number) for number in range(8)]
+    expected = ["<user>1+1?<assistant>" if number % 3 else str(number) for number in range(8)]
+    assert [prompt.text for prompt in loaded] == expected
+    starts = [[] if number % 3 else [1] for number in range(8)]
+    tokens = [start + [ord(c) for c in text] for start, text in zip(starts, expected, strict=True)]
+    assert [prompt.token_ids.tolist() for prompt in loaded] == tokens
 
 
 def test_a_dotted_column_reaches_into_a_struct(tmp_path: Path, make_spec: MakeSpec, tokenizer: Any) -> None:
