@@ -111,6 +111,19 @@ def test_a_cluster_that_is_too_small_is_refused_with_what_every_node_has(start: 
     assert "no node has 2 CPU" in process.text
 
 
+def engine_processes(nodes: Nodes) -> list[psutil.Process]:
+    raylets = [psutil.Process(node.all_processes["raylet"][0].process.pid) for node in nodes.all]
+    everything = [one for raylet in raylets for one in raylet.children(recursive=True)]
+    return [one for one in everything if "EngineCore" in " ".join(one.cmdline())]
+
+
+def lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def test_a_run_spans_nodes_survives_the_loss_of_an_engine_and_ends_with_the_reason_without_its_learner(
     nodes: Nodes, start: Any
 ) -> None:
@@ -129,6 +142,9 @@ def test_a_run_spans_nodes_survives_the_loss_of_an_engine_and_ends_with_the_reas
     ways = re.findall(r"replica_\d/0: .*?learner 0 by (\w+), learner 1 by (\w+)", process.text)
     assert ways == [("gloo", "gloo")] * 2, "nodes share no memory"
 
+    engines = engine_processes(nodes)
+    assert len(engines) == 2
+
     # Three nodes of one CPU have two engines and the rollout worker, in any order.
     of_engine = next(node for node in nodes.all[1:] if nodes.has(node, "EngineActor"))
     nodes.lose(of_engine)
@@ -137,6 +153,7 @@ def test_a_run_spans_nodes_survives_the_loss_of_an_engine_and_ends_with_the_reas
     process.until(lambda: len(process.lines) >= before + STEPS)
     assert {line["discarded_tokens"] for line in process.lines} == {0}
     assert re.search(r"replica_[01]", process.text)
+    process.until(lambda: sum(map(lives, engines)) == 1)  # an engine that outlives its node keeps its device
 
     nodes.lose(of_learner)
     assert process.wait(timeout_s=300) == 1, process.text[-4000:]
