@@ -6,7 +6,8 @@ by side. It only imports, so no device is touched before the fork (`Capabilities
 elsewhere vLLM spawns, as ever).
 
 The server ends with its owner, however that ends, and the kernel then kills what it has forked: Ray, which kills the
-children of an actor when it ends one, does not know of grandchildren.
+children of an actor when it ends one, does not know of grandchildren. (`OrphanReaper` does the same for an engine that
+was spawned, and is a second net for one that was forked.)
 """
 
 from __future__ import annotations

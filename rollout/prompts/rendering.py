@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -21,14 +21,7 @@ ROWS_AT_ONCE = 1024
 class Tokenizer(Protocol):
     """What we use of a Hugging Face tokenizer."""
 
-    def __call__(
-        self,
-        text: list[str],
-        *,
-        add_special_tokens: bool,
-        return_attention_mask: Literal[False],
-        return_token_type_ids: Literal[False],
-    ) -> Mapping[str, Any]: ...
+    def __call__(self, text: list[str], *, add_special_tokens: bool) -> Mapping[str, Any]: ...
 
     def apply_chat_template(
         self, conversation: list[dict[str, Any]], *, tokenize: bool, add_generation_prompt: bool
@@ -60,12 +53,7 @@ def _tokenized(texts: Sequence[tuple[str, bool]], tokenizer: Tokenizer) -> list[
     for is_templated in (False, True):
         chosen = [index for index, text in enumerate(texts) if text[1] == is_templated]
         if chosen:
-            found = tokenizer(
-                [texts[index][0] for index in chosen],
-                add_special_tokens=not is_templated,
-                return_attention_mask=False,
-                return_token_type_ids=False,
-            )
+            found = tokenizer([texts[index][0] for index in chosen], add_special_tokens=not is_templated)
             tokens.update(zip(chosen, found["input_ids"], strict=True))
     return [tokens[index] for index in range(len(texts))]
 

@@ -23,7 +23,7 @@ def largest_micro_batch(cfg: RunConfig) -> MicroBatch:
     num_tokens = max(longest, cfg.learner.max_tokens_per_micro_batch)
     starts = np.arange(0, num_tokens, longest)
     if num_tokens - starts[-1] < 2:  # a sequence has a token to predict, and one to predict it from
-        starts = starts[:-1]
+        starts, num_tokens = starts[:-1], int(starts[-1])
     bounds = np.append(starts, num_tokens)
     mask = np.arange(num_tokens) - np.repeat(starts, np.diff(bounds)) >= prompt
     mask[-1] = True  # the sequence that is cut has a loss token, too

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -20,15 +20,7 @@ class CharTokenizer:
 
     chat_template: str | None = "roles"
 
-    def __call__(
-        self,
-        text: list[str],
-        *,
-        add_special_tokens: bool,
-        return_attention_mask: Literal[False],
-        return_token_type_ids: Literal[False],
-    ) -> dict[str, list[list[int]]]:
-        del return_attention_mask, return_token_type_ids
+    def __call__(self, text: list[str], *, add_special_tokens: bool) -> dict[str, list[list[int]]]:
         start = [BOS] if add_special_tokens else []
         return {"input_ids": [start + [ord(c) for c in one] for one in text]}
 
