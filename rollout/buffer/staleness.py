@@ -22,10 +22,10 @@ The rule (`select`)
 
 Promise: every trained group has age <= S, and no group is discarded for its age.
 
-Proof. There are (S+1)*B slots. A group holds a slot from its admission until the weights of the step that trained it
-are live, or until it is filtered or dropped. Admission stamps `start_version = L`. We show that C(t) holds whenever
-t is the next step to be taken; then a group taken at step t had `t <= deadline`, by C(t) of the steps before, and is
-of age <= S.
+Proof. There are at most (S+1)*B slots, whenever they are opened. A group holds a slot from its admission until the
+weights of the step that trained it are live, or until it is filtered or dropped. Admission stamps `start_version = L`.
+We show that C(t) holds whenever t is the next step to be taken; then a group taken at step t had `t <= deadline`, by
+C(t) of the steps before, and is of age <= S.
 
   1. Start. At step t = L nothing is outstanding; C(t) is empty. This includes a resumed run: it begins with an empty
      buffer at L = t, and prompts that were in flight are admitted anew, as in 2.
@@ -42,11 +42,13 @@ of age <= S.
      (weights landed before their slots were freed) leaves the bound in 2 with room to spare.
   5. A take turns C(t) into C(t+1), because the rule demands exactly that.
 
-No deadlock. Say step t <= L+S waits. Then its slots fill up: at least B are outstanding once the prompts have come.
+No deadlock. There are always a multiple of B slots. Say step t waits. If steps L..t-1 hold all of them, it waits for
+their weights to land, which frees slots, and not for groups. If not, B slots are left for it and fill up: at least B
+groups are outstanding once the prompts have come.
 Every outstanding group ends some day (a deadline bounds generation and reward), and unless all are filtered, which
 the buffer counts and ends with an error, at some point all outstanding ones are ready. The B oldest of *all* leave a
 timetable behind that is the old one without its first row, each row now one step later in name only: C(t+1) holds, so
-the take succeeds. If t > L+S, nothing can be outstanding, and the step waits for weights to land, not for groups.
+the take succeeds.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ class BufferStats:
     """Where the groups are now, and what became of those that left. Counts span resumes, seconds do not."""
 
     num_slots: int
+    """Open now."""
     num_slots_used: int
     num_queued: int
     num_running: int

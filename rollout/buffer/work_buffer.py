@@ -9,7 +9,9 @@ r"""The work buffer: every prompt between admission and the weights it led to, a
        ^                 | \--filter-----------------------------------------> (gone: slot free, counted)
        \--fail (retry)---/ \--fail (no retry left)---------------------------> (gone: slot free, counted)
 
-A group holds one of the (S+1)*B slots in each of the four states. `staleness.py` has the rule of `take` and its proof.
+A group holds a slot in each of the four states. `staleness.py` has the rule of `take` and its proof.
+2*B slots are open at the start (B if S = 0), and B more whenever the learner had to wait, up to (S+1)*B: what is trained
+is as old as it has to be to keep the learner busy, not as old as it may be.
 Near the end slots stay empty: nothing is admitted that no step is left for.
 One event loop, no threads: every method that is not `async` is atomic.
 """
@@ -68,9 +70,9 @@ class WorkBuffer:
         self._groups_per_step = groups_per_step
         self._max_staleness = max_staleness
         self._max_retries = max_retries
-        self._num_slots = (max_staleness + 1) * groups_per_step
+        self._num_slots = min(2, max_staleness + 1) * groups_per_step
         self._version = version
-        self._next_step = version
+        self._first_step = self._next_step = version
         self._end_step = end_step
         self._next_group_id = next_group_id
         self._clock = clock
@@ -241,6 +243,18 @@ class WorkBuffer:
         return [group for _, group in taken]
 
     # --- train_loop --------------------------------------------------------------------------------------------------
+
+    def learner_waits(self) -> bool:
+        """The learner has nothing to do. If it is groups that are missing, B more slots are open from now on.
+
+        Not before the first step, for which nothing can be ready. Returns whether slots were opened.
+        """
+        can_open = self._num_slots < (self._max_staleness + 1) * self._groups_per_step
+        if not can_open or not self._taker.is_waiting or self._next_step == self._first_step:
+            return False
+        self._num_slots += self._groups_per_step
+        self._notify()
+        return True
 
     def release(self, step: int, *, version: int) -> None:
         """The weights that `step` made (`version == step + 1`) are live on the engines: its slots are free.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.config.errors import ConfigurationError, Problem
+from trainer.config.errors import ConfigurationError, Problem, first_cause, one_line
 from trainer.learner import checkpoint
 from trainer.learner.errors import CheckpointError
 
@@ -127,6 +127,12 @@ def _has_no_weights(path: str) -> bool:
     return directory.is_dir() and not any(any(directory.glob(pattern)) for pattern in patterns)
 
 
+def _tell(save: asyncio.Task[None]) -> None:
+    """Says how a save ended that nobody waits for any more, if it went wrong."""
+    if not save.cancelled() and (error := save.exception()) is not None:
+        log.warning("%s failed: %s", save.get_name(), one_line(first_cause(error)))
+
+
 class Checkpointer:
     """Saves when it is due. The driver's part is taken in one turn of the event loop, so it fits together."""
 
@@ -168,7 +174,11 @@ class Checkpointer:
         """To its end, also where a caller is cancelled: the next one joins it, and meets no ranks that still write."""
         if self._saving is None or self._saving.done():
             self._saving = asyncio.create_task(self._write(step), name=f"save {step}")
-        await asyncio.shield(self._saving)
+        try:
+            await asyncio.shield(self._saving)
+        except asyncio.CancelledError:
+            self._saving.add_done_callback(_tell)  # the caller is gone
+            raise
 
     async def _write(self, step: int) -> None:
         directory = self._telemetry.run_dir.checkpoints

@@ -339,7 +339,7 @@ METRICS: tuple[MetricInfo, ...] = (
     _row("learner/optimizer_s", "s", "Gradient reduction, clipping and the optimizer.", "small"),
     _row("learner/step_s", "s", "The whole optimizer step, as the learner sees it.", "<= perf/step_s"),
     _row("learner/imbalance", "ratio", "Tokens of the fullest rank over the mean of all ranks.", "< 1.1"),
-    _row("buffer/num_slots", "groups", "Slots: (S+1) x groups_per_step.", "constant"),
+    _row("buffer/num_slots", "groups", "Slots open: generation may run so far ahead.", "steady; <= (S+1) x B"),
     _row("buffer/num_slots_used", "groups", "Slots taken.", "near num_slots"),
     _row("buffer/num_queued", "groups", "Admitted, not yet generating.", "small"),
     _row("buffer/num_running", "groups", "Being generated.", "> 0"),

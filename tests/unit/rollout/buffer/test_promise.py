@@ -29,6 +29,8 @@ class World:
     train_s: float
     sync_s: float
     supersede_frac: float
+    opens_frac: float
+    """Of the waits of the learner: it says so, and slots are opened."""
     seed: int
     num_steps: int = 12
 
@@ -44,6 +46,7 @@ worlds = st.builds(
     train_s=st.sampled_from([0.0, 0.5, 3.0, 20.0]),
     sync_s=st.sampled_from([0.0, 0.5, 10.0, 60.0]),
     supersede_frac=st.sampled_from([0.0, 0.5]),
+    opens_frac=st.sampled_from([0.0, 0.3, 1.0]),
     seed=st.integers(0, 2**32),
 )
 
@@ -151,6 +154,8 @@ class Simulation:
     async def train_loop(self, first_step: int, queue: asyncio.Queue[tuple[int, list[Group]]]) -> None:
         pending: asyncio.Task[None] | None = None
         for _ in range(self.world.num_steps):
+            if queue.empty() and self.rng.random() < self.world.opens_frac:
+                self.buffer.learner_waits()
             step, groups = await queue.get()
             for group in groups:
                 assert 0 <= step - group.start_version <= self.world.max_staleness
@@ -161,11 +166,12 @@ class Simulation:
             pending = asyncio.create_task(self.sync(step, pending))
 
     async def sync(self, step: int, before: asyncio.Task[None] | None) -> None:
-        """Weights land in order, but some are overtaken and never land themselves."""
+        """Weights land in order, but some are overtaken by newer ones and never land themselves."""
         await asyncio.sleep(self.rng.random() * self.world.sync_s)
         if before is not None:
             await before
-        if self.rng.random() >= self.world.supersede_frac or self.live <= step - self.world.max_staleness:
+        is_newest = self.trained[-1][0] == step
+        if is_newest or self.rng.random() >= self.world.supersede_frac:
             self.buffer.release(step, version=step + 1)
             self.live = step + 1
 
@@ -250,7 +256,7 @@ def test_synchronous_mode_trains_the_same_groups_whatever_the_timing() -> None:
 
     def trained(seed: int) -> list[list[str]]:
         async def main() -> Simulation:
-            world = World(3, 0, 8, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, seed)
+            world = World(3, 0, 8, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0, seed)
             simulation = Simulation(world=world, buffer=new_buffer(world), rng=random.Random(seed))
             await simulation.run()
             return simulation

@@ -54,6 +54,15 @@ async def admit_and_claim(buffer: WorkBuffer, *names: str) -> list[WorkItem]:
     return [await buffer.claim() for _ in names]
 
 
+async def let_the_learner_wait(buffer: WorkBuffer, step: int, num_times: int) -> None:
+    """For the groups of `step`, of which none is ready."""
+    taking = asyncio.create_task(buffer.take(step))
+    await asyncio.sleep(0)
+    assert [buffer.learner_waits() for _ in range(num_times)] == [True] * num_times
+    taking.cancel()
+    await asyncio.wait([taking])
+
+
 async def train_one(buffer: WorkBuffer, step: int, *names: str) -> None:
     for item in await admit_and_claim(buffer, *names):
         buffer.finish(group_of(item))
@@ -92,6 +101,43 @@ def test_slot_is_not_freed_before_weights_land() -> None:
         await waiting
         assert buffer.admit(prompt("c")).start_version == 1
         assert buffer.stats().trained == 2
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(("max_staleness", "slots"), [(0, [2]), (1, [4]), (2, [4, 6]), (4, [4, 6, 8, 10])])
+def test_slots_are_opened_step_by_step_while_the_learner_has_to_wait(max_staleness: int, slots: list[int]) -> None:
+    async def main() -> None:
+        buffer = new_buffer(max_staleness=max_staleness)
+        await train_one(buffer, 0, "a", "b")
+        buffer.release(0, version=1)
+        asyncio.get_running_loop().create_task(buffer.take(1))
+        await asyncio.sleep(0)
+        found = [buffer.stats().num_slots]
+        while buffer.learner_waits():
+            found.append(buffer.stats().num_slots)
+        assert found == slots
+        for _ in range(slots[-1]):
+            await asyncio.wait_for(buffer.wait_for_slot(), 1.0)
+            buffer.admit(prompt("c"))
+        with pytest.raises(RuntimeError, match=f"all {slots[-1]} slots are in use"):
+            buffer.admit(prompt("one too many"))
+        buffer.close()
+
+    run_virtual(main())
+
+
+def test_slots_stay_as_they_are_before_the_first_step_and_while_groups_are_not_what_is_missing() -> None:
+    async def main() -> None:
+        buffer = new_buffer(max_staleness=3, version=7)
+        taking = asyncio.create_task(buffer.take(7))
+        await asyncio.sleep(0)
+        assert not buffer.learner_waits(), "nothing can be ready before the first step"
+        for item in await admit_and_claim(buffer, "a", "b"):
+            buffer.finish(group_of(item))
+        await taking
+        assert not buffer.learner_waits(), "the groups are there, the batch is being built"
+        assert buffer.stats().num_slots == 4
 
     run_virtual(main())
 
@@ -223,15 +269,15 @@ def test_a_run_that_filters_everything_stops_with_the_reasons() -> None:
 
 def test_a_step_that_is_ready_starts_the_count_of_filtered_groups_anew_taken_or_not() -> None:
     async def main() -> None:
-        buffer = new_buffer(groups_per_step=2, max_staleness=3, max_refills_per_step=2)
-        for _ in range(3):  # the learner is slow: nothing is taken
+        buffer = new_buffer(groups_per_step=2, max_refills_per_step=2)
+        for _ in range(2):  # the learner is slow: nothing is taken
             for worth in (False, False, True) * 2:
                 (item,) = await admit_and_claim(buffer, "x")
                 if worth:
                     buffer.finish(group_of(item))
                 else:
                     buffer.filter(item.group_id, "zero_variance")
-        assert (buffer.stats().num_ready, buffer.stats().filtered) == (6, {"zero_variance": 12})
+        assert (buffer.stats().num_ready, buffer.stats().filtered) == (4, {"zero_variance": 8})
 
     run_virtual(main())
 
@@ -379,6 +425,7 @@ def test_a_checkpoint_owes_every_prompt_that_its_steps_did_not_train() -> None:
     async def main() -> None:
         buffer = new_buffer(groups_per_step=1, max_staleness=6)
         await train_one(buffer, 0, "trained")
+        await let_the_learner_wait(buffer, 1, 4)
         await train_one(buffer, 1, "taken")
         ready, _running, filtered = await admit_and_claim(buffer, "ready", "running", "filtered")
         buffer.finish(group_of(ready))

@@ -85,6 +85,25 @@ def test_with_staleness_the_run_does_reach_the_bound(scripted: Make, play: Play)
     assert max(line["staleness/group_max"] for line in lines(run)) == 2
 
 
+@pytest.mark.parametrize(
+    ("script", "slots", "last_ages"),
+    [
+        (Script(train_s=10.0, generate_s=(0.1, 2.0)), {6}, {1}),
+        (Script(train_s=1.0, generate_s=(4.0, 20.0)), {6, 9, 12, 15}, {4}),
+    ],
+    ids=["engines are faster", "the learner is faster"],
+)
+def test_generation_runs_no_further_ahead_than_the_learner_needs(
+    scripted: Make, play: Play, script: Script, slots: set[int], last_ages: set[int]
+) -> None:
+    """With S = 4 and 3 groups per step."""
+    run = scripted(script, mode={"max_staleness": 4}, trainer={"total_steps": 20})
+    play(run)
+    written = lines(run)
+    assert {line["buffer/num_slots"] for line in written} == slots
+    assert {line["staleness/group_max"] for line in written[-8:-4]} == last_ages
+
+
 def test_every_prompt_is_trained_once_or_still_outstanding(scripted: Make, play: Play) -> None:
     run = scripted(Script(generate_s=(0.1, 9.0)), mode={"max_staleness": 4}, trainer={"total_steps": 10})
     seen: list[list[Group]] = []

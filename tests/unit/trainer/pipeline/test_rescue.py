@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from tests.unit.trainer.pipeline.test_start_errors import ScriptedDriver
 from trainer.learner import checkpoint
 from trainer.learner.errors import CheckpointError, LearnerError
 from trainer.pipeline.device_turns import OwnDevices
-from trainer.pipeline.resume import find_resume
+from trainer.pipeline.resume import Checkpointer, find_resume
 from trainer.pipeline.state import RunState
 from trainer.pipeline.telemetry import Telemetry
 
@@ -137,6 +138,40 @@ def test_a_save_that_fails_is_logged_and_the_failure_is_told(
     assert "could not be saved: CheckpointError: no space left on device" in caplog.text
 
 
+def test_a_save_that_fails_after_its_caller_is_gone_is_told_in_one_line(
+    scripted: Scripted, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A second interrupt stops the learner while it writes."""
+    run, is_killed, unhandled = scripted(), asyncio.Event(), list[dict[str, Any]]()
+
+    async def save(*_: object, **_keys: object) -> None:
+        await is_killed.wait()
+        raise LearnerError("rank 0 died")
+
+    run.world.save = save  # type: ignore[method-assign]
+    learner: Any = run.world
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(InlineExecutor(1))
+        loop.set_exception_handler(lambda _loop, context: unhandled.append(context))
+        checkpointer = Checkpointer(
+            run.cfg, run.telemetry, learner=learner, buffer=run.buffer, source=run.source, state=run.state
+        )
+        ending = asyncio.create_task(checkpointer.at_end(0, is_interrupted=True))
+        await asyncio.sleep(1.0)
+        ending.cancel()
+        await asyncio.wait([ending])
+        is_killed.set()
+        await asyncio.sleep(1.0)
+
+    with caplog.at_level(logging.WARNING):
+        run_virtual(main())
+    gc.collect()
+    assert unhandled == []
+    assert "save 0 failed: LearnerError: rank 0 died" in caplog.text
+
+
 def test_an_interrupt_ends_the_rescue_and_the_failure_is_told(scripted: Scripted) -> None:
     run = scripted(Script(train_s=100.0, save_s=10_000.0))
     assert isinstance(fail(run, after_s=350.0, interrupt_s=500.0), Broken)
@@ -182,7 +217,7 @@ def test_a_learner_that_failed_beside_its_steps_is_not_asked_to_save(scripted: S
 
 def test_a_run_goes_on_from_there_and_trains_every_prompt_once(scripted: Scripted) -> None:
     keys: dict[str, Any] = {"trainer": {"total_steps": 12}, "mode": {"max_staleness": 2}}
-    first = scripted(Script(train_s=20.0, generate_s=(0.1, 9.0)), **keys)
+    first = scripted(Script(train_s=20.0, generate_s=(0.1, 5.0)), **keys)
     before = watch_batches(first)
     assert isinstance(fail(first, after_s=90.0), Broken)
     first.telemetry.run_dir.close()
