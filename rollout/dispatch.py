@@ -270,6 +270,8 @@ class GroupGenerator:
                         self._turnstile.leave(name, tokens=loads[index], num_requests=1)
         except EngineDead as error:
             self._turnstile.quarantine(name, str(error))
+            kept = [request.num_tokens for request in requests if request.is_open]
+            self._turnstile.count_rescued(num_requests=len(kept), tokens=sum(kept))
         finally:
             left = [load for load, is_left in zip(loads, is_outstanding, strict=True) if is_left]
             self._turnstile.leave(name, tokens=sum(left), num_requests=len(left))

@@ -53,6 +53,10 @@ class LoadReport:
     """How often this sender moved a request since it began, so that its replica is free."""
     moved_tokens: int
     """What was computed again for that."""
+    rescued_requests: int
+    """Requests of this sender that went on elsewhere when their replica was lost, since it began."""
+    rescued_tokens: int
+    """Tokens of answers that they kept."""
     quarantined: Mapping[str, str]
     """Replica -> why this sender gave it up."""
 
@@ -119,11 +123,14 @@ class LoadWatch:
             for name, in_flight in router.num_requests.items()
         }
         moved_requests, moved_tokens = self._turnstile.num_moved
+        rescued_requests, rescued_tokens = self._turnstile.num_rescued
         return LoadReport(
             replicas=replicas,
             held=self._turnstile.num_held,
             moved_requests=moved_requests,
             moved_tokens=moved_tokens,
+            rescued_requests=rescued_requests,
+            rescued_tokens=rescued_tokens,
             quarantined=router.quarantined,
         )
 

@@ -22,7 +22,8 @@ class Taker:
 
     @property
     def is_waiting(self) -> bool:
-        return self._wait is not None
+        """And not about to look again."""
+        return self._wait is not None and not self._may_look.is_set()
 
     async def wait(self, choice: Wait) -> None:
         """Waits for: what `choice` asks for. Unblocked by: `wake`; cancellation."""

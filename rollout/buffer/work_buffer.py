@@ -19,6 +19,7 @@ One event loop, no threads: every method that is not `async` is atomic.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter, deque
 from dataclasses import replace
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from rollout.types import Group, Prompt
+
+log = logging.getLogger(__name__)
 
 
 class WorkBuffer:
@@ -244,17 +247,16 @@ class WorkBuffer:
 
     # --- train_loop --------------------------------------------------------------------------------------------------
 
-    def learner_waits(self) -> bool:
+    def learner_waits(self) -> None:
         """The learner has nothing to do. If it is groups that are missing, B more slots are open from now on.
 
-        Not before the first step, for which nothing can be ready. Returns whether slots were opened.
+        Not before the first step, for which nothing can be ready.
         """
-        can_open = self._num_slots < (self._max_staleness + 1) * self._groups_per_step
-        if not can_open or not self._taker.is_waiting or self._next_step == self._first_step:
-            return False
-        self._num_slots += self._groups_per_step
-        self._notify()
-        return True
+        is_needed = self._taker.is_waiting and self._is_group_missing and self._next_step > self._first_step
+        if is_needed and self._num_slots < (self._max_staleness + 1) * self._groups_per_step:
+            self._num_slots += self._groups_per_step
+            log.info("step %d waits for groups: %d may be under way from now on", self._next_step, self._num_slots)
+            self._notify()
 
     def release(self, step: int, *, version: int) -> None:
         """The weights that `step` made (`version == step + 1`) are live on the engines: its slots are free.

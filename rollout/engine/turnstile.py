@@ -67,6 +67,7 @@ class Turnstile:
         self._stays: dict[str, dict[asyncio.Timeout, Guest]] = {}
         self._num_held = 0
         self._num_moved = self._num_moved_tokens = 0
+        self._num_rescued = self._num_rescued_tokens = 0
 
     @property
     def router(self) -> Router:
@@ -87,6 +88,16 @@ class Turnstile:
         """`num_requests` have left a replica that was to be free, and are sent to another with `tokens` tokens."""
         self._num_moved += num_requests
         self._num_moved_tokens += tokens
+
+    @property
+    def num_rescued(self) -> tuple[int, int]:
+        """Requests that went on elsewhere when their replica was lost, and the tokens that they kept."""
+        return self._num_rescued, self._num_rescued_tokens
+
+    def count_rescued(self, *, num_requests: int, tokens: int) -> None:
+        """The replica of `num_requests` was lost; they go on from the `tokens` tokens that they have."""
+        self._num_rescued += num_requests
+        self._num_rescued_tokens += tokens
 
     async def enter(self, group_key: str, order: Order, *, tokens: int, num_requests: int) -> str:
         """Waits for room and returns the replica, on which the requests are counted then.

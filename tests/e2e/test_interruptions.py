@@ -23,6 +23,8 @@ GONE_WITHIN_S = 30.0
 ENDED_WITHIN_S = 10.0
 """Who ends in an orderly way has ended its processes first; the kernel may take a moment to bury them."""
 SMALL = (
+    "mode.max_staleness=4",
+    "mode.in_flight=abort",
     "rollout.group_size=4",
     "trainer.groups_per_step=8",
     "trainer.eval_every=0",

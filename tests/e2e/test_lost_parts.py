@@ -1,11 +1,17 @@
-"""A whole run in which an engine is killed, then a rollout worker: it goes on, and nothing is lost. Then a learner is
-killed, which ends it with the reason."""
+"""A whole run in which an evaluation takes one of two engines, then an engine is killed in mid-answer, the other
+one is stopped, then a rollout worker is killed: it goes on, and nothing is lost. Then a learner is killed, which ends
+it with the reason."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import yaml
+
+from trainer.bench.workload import run_config, workload, write_inputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,17 +22,21 @@ if TYPE_CHECKING:
     Start = Callable[..., TrainerProcess]
 
 GONE_WITHIN_S = 30.0
+MAX_STALENESS = 4
+WORK = replace(workload("w1", is_tiny=True), min_response_tokens=320, max_response_tokens=360)
+"""Answers take longer than steps, so that many are under way whenever something is killed; their lengths are known."""
 ENDLESS = (
+    "device=cpu",
+    "learner.num_ranks=2",
+    f"mode.max_staleness={MAX_STALENESS}",
+    "mode.in_flight=recompute",
+    "rollout.stream_tokens=8",
+    "task.eval_size=256",
+    "rollout.max_num_seqs=128",
     "rollout.num_replicas=2",
     "rollout.max_retries=0",
-    "rollout.group_size=4",
-    "trainer.groups_per_step=8",
-    "trainer.eval_every=0",
-    "trainer.eval_at_start=false",
-    "trainer.eval_at_end=false",
-    "trainer.stop_at_accuracy=null",
-    "checkpoint.save_at_end=false",
-    "checkpoint.export_hf=false",
+    "trainer.eval_at_start=true",
+    "weight_sync.timeout_s=20",
     "trainer.total_steps=100000",
 )
 
@@ -38,11 +48,28 @@ def three_more_steps(run: TrainerProcess) -> None:
     run.until(lambda: len(run.lines) >= steps + 3)
 
 
+def groups_of(run: TrainerProcess) -> list[dict[str, Any]]:
+    """All that were recorded."""
+    files = sorted(run.run_dir.glob("trajectories/*.jsonl"))
+    return [
+        json.loads(line) for file in files for line in file.read_text().splitlines(keepends=True) if line[-1] == "\n"
+    ]
+
+
 def test_engine_and_rollout_worker_come_back_and_cost_no_group_and_the_loss_of_a_learner_is_the_end(
     start: Start, tmp_path: Path
 ) -> None:
-    run = start(tmp_path / "run", *ENDLESS)
-    run.until(lambda: len(run.lines) >= 3)
+    config = run_config(WORK, *write_inputs(WORK, tmp_path / "inputs"))
+    config["task"]["eval_path"] = config["task"]["train_path"]
+    (tmp_path / "inputs" / "long.yaml").write_text(yaml.safe_dump(config))
+    run = start(tmp_path / "run", "--config-dir", str(tmp_path / "inputs"), "--config-name", "long", *ENDLESS)
+    run.until(lambda: any("eval/version" in line for line in run.lines))
+    evaluated = next(index for index, line in enumerate(run.lines) if "eval/version" in line)
+    assert run.lines[evaluated]["eval/version"] == 0
+    beside = run.lines[:evaluated]
+    assert {line["sync/replicas_skipped"] for line in beside[1:]} == {1}, "new versions passed its engine by"
+    assert len(beside) >= 2, "training went on beside it"
+    three_more_steps(run)
 
     run.process("ray::EngineActor").kill()
     run.until(lambda: "is back with version" in run.text)
@@ -51,6 +78,15 @@ def test_engine_and_rollout_worker_come_back_and_cost_no_group_and_the_loss_of_a
     assert {line["sync/replicas_live"] for line in lines[-2:]} == {2}
     assert 1 in {line["sync/replicas_live"] for line in lines}, "the loss was noticed"
     assert lines[-1]["buffer/failed"] == 0, "requests went on elsewhere; no group had to begin again"
+    assert lines[-1]["engine/rescued_requests"] > 0
+    rescued = lines[-1]["engine/rescued_tokens"]
+    assert rescued > 0, "from what they had"
+
+    run.process("EngineCore").suspend()  # it lives, and misses its weights
+    run.until(lambda: run.text.count("is back with version") == 2)
+    three_more_steps(run)
+    assert run.lines[-1]["engine/rescued_tokens"] > rescued
+    assert run.lines[-1]["buffer/failed"] == 0
 
     run.process("ray::RolloutWorkerActor").kill()
     run.until(lambda: "rollout worker 0 is back" in run.text)
@@ -64,10 +100,17 @@ def test_engine_and_rollout_worker_come_back_and_cost_no_group_and_the_loss_of_a
     assert run.summary["exit_reason"] == "failed"
     assert run.summary["error"] in told
     last = run.lines[-1]
-    assert last["buffer/failed"] == last["buffer/retried"] <= 16, "each group that the worker had, once"
+    assert last["buffer/failed"] == last["buffer/retried"] <= (MAX_STALENESS + 1) * WORK.groups_per_step, (
+        "each group that the worker had, once"
+    )
     assert [line["step"] for line in run.lines] == list(range(1, len(run.lines) + 1)), "training went on all the while"
     assert last["discarded_tokens"] == 0
-    assert max(line["staleness/max"] for line in run.lines) <= 1
+    assert max(line["staleness/max"] for line in run.lines) <= MAX_STALENESS
+    for group in groups_of(run):
+        tokens = WORK.length(int(group["prompt"]["prompt_id"].partition("/")[2]) - 1)
+        assert {a["num_generated_tokens"] for a in group["trajectories"]} <= {tokens}, "none was lost or came twice"
+    versions = [answer["versions"] for group in groups_of(run) for answer in group["trajectories"]]
+    assert max(map(len, versions)) > 1, "answers were under way when weights changed"
     assert not [name for name in last if name.startswith("buffer/dropped/")]
     assert run.left_over(within_s=GONE_WITHIN_S) == []
     assert run.scratch == []

@@ -152,7 +152,8 @@ def test_a_run_spans_nodes_survives_the_loss_of_an_engine_and_ends_with_the_reas
     before = len(process.lines)
     process.until(lambda: len(process.lines) >= before + STEPS)
     assert {line["discarded_tokens"] for line in process.lines} == {0}
-    assert re.search(r"replica_[01]", process.text)
+    assert process.lines[-1]["buffer/failed"] == 0, "what the lost engine had went on in the other one"
+    assert re.search(r"WARNING .*replica_[01]", process.text), "the loss was told"
     process.until(lambda: sum(map(lives, engines)) == 1)  # an engine that outlives its node keeps its device
 
     nodes.lose(of_learner)

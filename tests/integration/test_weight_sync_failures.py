@@ -197,7 +197,7 @@ async def test_learner_lost_while_staged_receivers_pull_leaves_whole_versions(
         world.replicas[0].arm(state, number, target=world.learners[1])
         with detected_in_time(), contextlib.suppress(*FAILURES):
             await world.coordinator.sync(2)
-        assert world.learners[1].is_gone_or_stopped(), "the trap was not reached"
+        world.learners[1].await_loss()  # the trap was reached; lines close a moment before the process is seen dead
         # What was verified before is committed without the learner; before that, nothing is.
         world.assert_generates(world.replicas[0], 2 if state == "committing" else 1)
         world.assert_generates(world.replicas[1], 1, 2)
@@ -264,7 +264,7 @@ async def test_lost_replica_is_left_out_and_the_other_goes_on(
         lost.arm(state, number)
         with detected_in_time():
             report = await world.coordinator.sync(2)
-        assert lost.is_gone_or_stopped(), "the trap was not reached"
+        lost.await_loss()  # the trap was reached; lines close a moment before the process is seen dead
         assert (report.replicas_live, report.replicas_skipped) == (1, 1)
         assert world.coordinator.members["r1"] == "live" != world.coordinator.members["r0"]
         for version in (3, 4, 5):  # more than there are slots: its leases end

@@ -102,11 +102,15 @@ class Diagnosis:
 
 def steady(lines: Sequence[StepLine], *, max_staleness: int) -> list[StepLine]:
     """Without the first S + 2 steps: until then slots fill up for the first time, kernels compile and caches warm up.
+    Without those until the last time that slots were opened, if enough steps have come after it.
 
     Raises:
         TooFewSteps: nearly nothing is left.
     """
     left = sorted(lines, key=lambda line: line.step)[max_staleness + 2 :]
+    since = next((i for i in range(len(left) - 1, 0, -1) if left[i].num_slots != left[i - 1].num_slots), 0)
+    if len(left) - since >= MIN_STEPS:
+        return left[since:]
     if len(left) < MIN_STEPS:
         raise TooFewSteps(
             f"{len(lines)} steps were recorded; the first {max_staleness + 2} fill the pipeline, and at least "
@@ -129,6 +133,8 @@ def diagnose(lines: Sequence[StepLine], setup: Setup, *, trace: TraceFacts | Non
     sync_s = step_s * shares.learner_waits_for_sync
     splits = () if generation_s is None else splits_of(setup, learning_s, generation_s, sync_s=sync_s)
     verdict = _verdict(shares, setup)
+    open_slots = lines[-1].num_slots
+    has_room = open_slots is not None and open_slots < setup.most_groups
     found = Findings(
         num_steps=len(lines),
         step_s=step_s,
@@ -137,11 +143,11 @@ def diagnose(lines: Sequence[StepLine], setup: Setup, *, trace: TraceFacts | Non
         generation_s=generation_s,
         verdict=verdict,
         splits=splits,
-        limits=tuple(_limits(shares, setup, verdict)),
+        limits=tuple(_limits(shares, setup, verdict, has_room=has_room)),
         unknown=tuple(_unknown(lines, setup, shares, trace)),
     )
     pack_s = sum(line.pack_s for line in lines) / len(lines)
-    return Diagnosis(findings=found, recommendation=_recommend(found, setup, pack_s=pack_s))
+    return Diagnosis(findings=found, recommendation=_recommend(found, setup, pack_s=pack_s, has_room=has_room))
 
 
 def splits_of(setup: Setup, learning_s: float, generation_s: float, *, sync_s: float) -> tuple[Split, ...]:
@@ -198,8 +204,8 @@ def _verdict(shares: Shares, setup: Setup) -> Verdict:
     return "learner_waits" if data > idle else "engines_wait"
 
 
-def _limits(shares: Shares, setup: Setup, verdict: Verdict) -> list[str]:
-    """What S and the size of a step stand in the way of, in words."""
+def _limits(shares: Shares, setup: Setup, verdict: Verdict, *, has_room: bool) -> list[str]:
+    """What S and the size of a step stand in the way of, in words. `has_room`: not all slots that S allows are open."""
     found: list[str] = []
     if setup.takes_turns:
         found.append("Learner and engines take turns on the same devices, by definition.")
@@ -210,9 +216,9 @@ def _limits(shares: Shares, setup: Setup, verdict: Verdict) -> list[str]:
             f"S = {setup.max_staleness} limits: {shares.old_groups_hold_up:.0%} of the time the learner waited for old "
             "groups although enough others were ready."
         )
-    elif verdict == "both_wait":
+    elif verdict == "both_wait" and not has_room:
         found.append(f"S = {setup.max_staleness} limits: both sides wait, so they do not overlap enough.")
-    num_sequences = (setup.max_staleness + 1) * setup.groups_per_step * setup.group_size
+    num_sequences = setup.most_groups * setup.group_size
     room = setup.num_replicas * setup.max_num_seqs
     if num_sequences < room and verdict in ("learner_waits", "both_wait"):
         found.append(
@@ -243,10 +249,13 @@ def _unknown(lines: Sequence[StepLine], setup: Setup, shares: Shares, trace: Tra
     return found
 
 
-def _recommend(found: Findings, setup: Setup, *, pack_s: float) -> Recommendation:
+def _recommend(found: Findings, setup: Setup, *, pack_s: float, has_room: bool) -> Recommendation:
     match found.verdict:
         case "sync_waits":
             return _about_sync(found, setup, pack_s=pack_s)
+        case "both_wait" if has_room and found.shares.old_groups_hold_up < MATTERS:
+            why = "both sides wait, and not all slots are open yet: a run opens more while its learner waits; ask later"
+            return Recommendation(keys={}, why=why, step_s=None)
         case "both_wait":
             why = "both sides wait for each other: let generation run further ahead"
             return Recommendation(keys={"mode.max_staleness": setup.max_staleness + 1}, why=why, step_s=found.floor_s)

@@ -29,6 +29,11 @@ class Setup:
         return self.device_name == "cpu"
 
     @property
+    def most_groups(self) -> int:
+        """(S + 1) x B: groups that may ever be under way at once."""
+        return (self.max_staleness + 1) * self.groups_per_step
+
+    @property
     def num_devices(self) -> int:
         if self.takes_turns:
             return self.num_ranks
@@ -50,6 +55,8 @@ class StepLine:
     slot_wait_s: float | None
     forced_wait_s: float
     """Total since the start of the process, not of this step."""
+    num_slots: float | None = None
+    """Groups that could be under way at its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -94,6 +94,7 @@ def _line(record: Mapping[str, Any]) -> StepLine:
         engines_idle_s=maybe("wait/engines_idle_s"),
         slot_wait_s=maybe("wait/producer_for_slots_s"),
         forced_wait_s=0.0 if forced_s is None else forced_s,
+        num_slots=maybe("buffer/num_slots"),
     )
 
 

@@ -205,8 +205,8 @@ async def train_loop(parts: Parts) -> None:
 
 async def _next_batch(parts: Parts) -> Ready | None:
     """The next batch, or None once the run is asked to stop. Fails when nothing comes for too long."""
-    if parts.batches.empty() and parts.buffer.learner_waits():
-        log.info("the learner waits for groups: %d may be under way from now on", parts.buffer.stats().num_slots)
+    if parts.batches.empty():
+        parts.buffer.learner_waits()
     get = asyncio.create_task(parts.batches.get())
     stop = asyncio.create_task(parts.state.stop_requested.wait())
     limit_s, now = parts.cfg.trainer.stall_timeout_s, asyncio.get_running_loop().time

@@ -174,6 +174,7 @@ class Checkpointer:
         """To its end, also where a caller is cancelled: the next one joins it, and meets no ranks that still write."""
         if self._saving is None or self._saving.done():
             self._saving = asyncio.create_task(self._write(step), name=f"save {step}")
+        self._saving.remove_done_callback(_tell)  # of a caller that is gone: this one is told
         try:
             await asyncio.shield(self._saving)
         except asyncio.CancelledError:

@@ -305,13 +305,15 @@ class WorkerPool:
 def load_record(reports: Sequence[LoadReport]) -> dict[str, float]:
     """Metrics of the engines' load, from what each worker sees. Pure.
 
-    Limits and requests in flight, held and moved are summed over workers; what an engine says of itself is the same
-    for all.
+    Limits and requests in flight, held, moved and rescued are summed over workers; what an engine says of itself is
+    the same for all.
     """
     record: dict[str, float] = {
         "engine/held": sum(report.held for report in reports),
         "engine/moved_requests": sum(report.moved_requests for report in reports),
         "engine/moved_tokens": sum(report.moved_tokens for report in reports),
+        "engine/rescued_requests": sum(report.rescued_requests for report in reports),
+        "engine/rescued_tokens": sum(report.rescued_tokens for report in reports),
     }
     for name in reports[0].replicas:
         shares = [report.replicas[name] for report in reports]

@@ -32,7 +32,7 @@ class RunPlan:
     sync: SyncTraffic
     work: StepWork
     num_slots: int
-    """Groups between admission and live weights."""
+    """Groups between admission and live weights, at most."""
     num_answers: int
     """Answers in flight at most."""
     arena_bytes: int

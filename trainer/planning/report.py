@@ -101,9 +101,9 @@ def _traffic(plan: RunPlan, cfg: RunConfig) -> list[str]:
 
 def _flight(plan: RunPlan, cfg: RunConfig) -> list[str]:
     staleness, groups = cfg.mode.max_staleness, cfg.trainer.groups_per_step
-    slots = f"(S + 1) x B = ({staleness} + 1) x {groups} = {plan.num_slots} groups"
+    slots = f"at most (S + 1) x B = ({staleness} + 1) x {groups} = {plan.num_slots} groups"
     seats = cfg.rollout.num_replicas * cfg.rollout.max_num_seqs
-    return [f"In flight: {slots}, at most {plan.num_answers} answers over {seats} seats", ""]
+    return [f"In flight: {slots}, {plan.num_answers} answers over {seats} seats", ""]
 
 
 def _balance(plan: RunPlan) -> list[str]:

@@ -217,6 +217,8 @@ METRICS: tuple[MetricInfo, ...] = (
         "Tokens of these moves, prompts included, which the other engines computed again.",
         "< 20% of the generated tokens",
     ),
+    _row("engine/rescued_requests", "requests", "Went on elsewhere when their engine was lost, as above.", "0"),
+    _row("engine/rescued_tokens", "tokens", "Tokens that these kept and that were not sampled again.", "0"),
     _row("engine/limit/*", "requests", "Most requests that the engine is sent at once, now.", "steady"),
     _row("engine/in_flight/*", "requests", "Requests of training that the engine has.", "near engine/limit"),
     _row("engine/running/*", "requests", "Requests in the engine's batch.", "<= rollout.max_num_seqs"),
@@ -382,6 +384,7 @@ METRICS: tuple[MetricInfo, ...] = (
 REQUIRED: tuple[str, ...] = (
     "step", "version", "time_s", "reward/mean", "staleness/max", "staleness/mean", "discarded_tokens",
     "perf/rollout_tokens_per_s", "perf/train_tokens_per_s", "wait/learner_for_data_s", "wait/learner_for_sync_s",
+    "wait/engines_idle_s", "wait/producer_for_slots_s",
     "sync/pack_s", "sync/pull_s", "sync/pause_s", "sync/version_lag",
 )  # fmt: skip
 """On every line. `eval/accuracy` and `eval/version` stand on the lines where an evaluation ended."""

@@ -74,8 +74,12 @@ async def test_groups_survive_the_death_of_a_replica_and_evaluation_names_the_de
     running = [asyncio.ensure_future(worker.run_group.remote(item(index))) for index in range(4)]
     await asyncio.sleep(0.3)  # of the 1.8 s that an answer takes
     os.kill(pid, signal.SIGKILL)
-    for group in await asyncio.gather(*running):
+    groups = await asyncio.gather(*running)
+    for group in groups:
         check(group, {(1, 2), (2,)})
+    begun = [t for group in groups for t in group.trajectories if t.versions == (1, 2)]
+    assert begun, "answers of the dead engine went on in the other one"
+    assert (await worker.loads.remote()).rescued_requests >= len(begun)
     assert list(await worker.quarantined.remote()) == ["e0"]
 
     with pytest.raises(ray.exceptions.RayTaskError, match="NoReplica"):

@@ -105,12 +105,16 @@ def test_a_replica_that_dies_loses_at_most_what_it_had_not_yet_streamed(chunks_b
         other = FakeEngine("e1", version=2)
         busy = worker(dying, other)
         group = await busy.run_group(item(start_version=1))
+        rescued: list[int] = []
         for index, trajectory in enumerate(group.trajectories):
             assert generated(trajectory) == ANSWER
             # Round-robin over 4 samples, 3 tokens per chunk: this many were streamed before the end.
             kept = min(3 * ((chunks_before_death - index + 3) // 4), MAX_TOKENS)
+            rescued += [kept] * (kept < MAX_TOKENS)
             assert segments(trajectory) == [(v, n) for v, n in ((1, kept), (2, MAX_TOKENS - kept)) if n]
         assert busy.quarantined == {"e0": "e0 was killed"}
+        report = busy.loads()
+        assert (report.rescued_requests, report.rescued_tokens) == (len(rescued), sum(rescued))
         assert all(
             budget + len(tokens) == 3 + MAX_TOKENS
             for call in other.calls

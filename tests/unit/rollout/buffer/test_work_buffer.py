@@ -54,13 +54,17 @@ async def admit_and_claim(buffer: WorkBuffer, *names: str) -> list[WorkItem]:
     return [await buffer.claim() for _ in names]
 
 
-async def let_the_learner_wait(buffer: WorkBuffer, step: int, num_times: int) -> None:
-    """For the groups of `step`, of which none is ready."""
+async def let_the_learner_wait(buffer: WorkBuffer, step: int, num_times: int) -> list[int]:
+    """For the groups of `step`, of which none is ready. Returns the slots that are open after each time."""
     taking = asyncio.create_task(buffer.take(step))
     await asyncio.sleep(0)
-    assert [buffer.learner_waits() for _ in range(num_times)] == [True] * num_times
+    found: list[int] = []
+    for _ in range(num_times):
+        buffer.learner_waits()
+        found.append(buffer.stats().num_slots)
     taking.cancel()
     await asyncio.wait([taking])
+    return found
 
 
 async def train_one(buffer: WorkBuffer, step: int, *names: str) -> None:
@@ -105,24 +109,21 @@ def test_slot_is_not_freed_before_weights_land() -> None:
     run_virtual(main())
 
 
-@pytest.mark.parametrize(("max_staleness", "slots"), [(0, [2]), (1, [4]), (2, [4, 6]), (4, [4, 6, 8, 10])])
+@pytest.mark.parametrize(
+    ("max_staleness", "slots"),
+    [(0, [2, 2, 2, 2]), (1, [4, 4, 4, 4]), (2, [6, 6, 6, 6]), (4, [6, 8, 10, 10])],
+)
 def test_slots_are_opened_step_by_step_while_the_learner_has_to_wait(max_staleness: int, slots: list[int]) -> None:
     async def main() -> None:
         buffer = new_buffer(max_staleness=max_staleness)
         await train_one(buffer, 0, "a", "b")
         buffer.release(0, version=1)
-        asyncio.get_running_loop().create_task(buffer.take(1))
-        await asyncio.sleep(0)
-        found = [buffer.stats().num_slots]
-        while buffer.learner_waits():
-            found.append(buffer.stats().num_slots)
-        assert found == slots
+        assert await let_the_learner_wait(buffer, 1, 4) == slots
         for _ in range(slots[-1]):
             await asyncio.wait_for(buffer.wait_for_slot(), 1.0)
             buffer.admit(prompt("c"))
         with pytest.raises(RuntimeError, match=f"all {slots[-1]} slots are in use"):
             buffer.admit(prompt("one too many"))
-        buffer.close()
 
     run_virtual(main())
 
@@ -132,12 +133,30 @@ def test_slots_stay_as_they_are_before_the_first_step_and_while_groups_are_not_w
         buffer = new_buffer(max_staleness=3, version=7)
         taking = asyncio.create_task(buffer.take(7))
         await asyncio.sleep(0)
-        assert not buffer.learner_waits(), "nothing can be ready before the first step"
+        buffer.learner_waits()  # nothing can be ready before the first step
         for item in await admit_and_claim(buffer, "a", "b"):
             buffer.finish(group_of(item))
         await taking
-        assert not buffer.learner_waits(), "the groups are there, the batch is being built"
+        buffer.release(7, version=8)
+        buffer.learner_waits()  # nobody takes: a batch is being built
+        taking = asyncio.create_task(buffer.take(8))
+        await asyncio.sleep(0)
+        for item in await admit_and_claim(buffer, "c", "d"):
+            buffer.finish(group_of(item))
+        buffer.learner_waits()  # the groups are there, and will be taken in a moment
+        await taking
         assert buffer.stats().num_slots == 4
+
+    run_virtual(main())
+
+
+def test_no_slots_are_opened_for_groups_that_no_step_is_left_for() -> None:
+    async def main() -> None:
+        buffer = new_buffer(max_staleness=3, end_step=2)
+        await train_one(buffer, 0, "a", "b")
+        buffer.release(0, version=1)
+        await admit_and_claim(buffer, "c", "d")
+        assert await let_the_learner_wait(buffer, 1, 2) == [4, 4]
 
     run_virtual(main())
 
@@ -425,7 +444,8 @@ def test_a_checkpoint_owes_every_prompt_that_its_steps_did_not_train() -> None:
     async def main() -> None:
         buffer = new_buffer(groups_per_step=1, max_staleness=6)
         await train_one(buffer, 0, "trained")
-        await let_the_learner_wait(buffer, 1, 4)
+        buffer.release(0, version=1)
+        assert await let_the_learner_wait(buffer, 1, 4) == [3, 4, 5, 6]
         await train_one(buffer, 1, "taken")
         ready, _running, filtered = await admit_and_claim(buffer, "ready", "running", "filtered")
         buffer.finish(group_of(ready))

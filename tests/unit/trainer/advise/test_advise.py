@@ -68,6 +68,31 @@ def advice(generate_s: float, learn_s: float, *, setup: Setup = SETUP, sync_s: f
     return diagnose(steady(lines, max_staleness=setup.max_staleness), setup, trace=None)
 
 
+def with_slots(lines: list[StepLine], *slots: tuple[int, int]) -> list[StepLine]:
+    """`slots`: (first step, slots that are open from it on)."""
+    return [replace(one, num_slots=[number for first, number in slots if first <= one.step][-1]) for one in lines]
+
+
+def test_steps_count_from_the_last_opening_of_slots_if_enough_are_left() -> None:
+    lines, _, _ = play(9.0, 3.0)
+    late = with_slots(lines, (1, 16), (20, 24))
+    assert [line.step for line in steady(late, max_staleness=2)] == list(range(20, 41))
+    too_late = with_slots(lines, (1, 16), (39, 24))
+    assert [line.step for line in steady(too_late, max_staleness=2)] == list(range(5, 41))
+
+
+def test_a_larger_bound_is_no_help_while_slots_that_the_bound_allows_are_closed() -> None:
+    lines, _, _ = play(9.0, 9.0, max_staleness=0)  # both sides wait
+    setup = replace(SETUP, max_staleness=2)
+    some = diagnose(steady(with_slots(lines, (1, 16)), max_staleness=2), setup, trace=None)
+    assert some.findings.verdict == "both_wait"
+    assert some.recommendation.keys == {}
+    assert not any("S = 2 limits" in limit for limit in some.findings.limits)
+    every = diagnose(steady(with_slots(lines, (1, 24)), max_staleness=2), setup, trace=None)
+    assert every.recommendation.keys == {"mode.max_staleness": 3}
+    assert any("S = 2 limits" in limit for limit in every.findings.limits)
+
+
 def test_slow_engines_get_devices_of_the_learner() -> None:
     told = advice(9.0, 3.0)
     found = told.findings

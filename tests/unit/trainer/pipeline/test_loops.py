@@ -89,11 +89,12 @@ def test_with_staleness_the_run_does_reach_the_bound(scripted: Make, play: Play)
     ("script", "slots", "last_ages"),
     [
         (Script(train_s=10.0, generate_s=(0.1, 2.0)), {6}, {1}),
+        (Script(train_s=10.0, generate_s=(15.0, 15.0)), {6, 9}, {2}),
         (Script(train_s=1.0, generate_s=(4.0, 20.0)), {6, 9, 12, 15}, {4}),
     ],
-    ids=["engines are faster", "the learner is faster"],
+    ids=["engines are faster", "answers take longer than a step", "the learner is faster"],
 )
-def test_generation_runs_no_further_ahead_than_the_learner_needs(
+def test_generation_gets_a_longer_lead_while_the_learner_has_to_wait_and_no_longer(
     scripted: Make, play: Play, script: Script, slots: set[int], last_ages: set[int]
 ) -> None:
     """With S = 4 and 3 groups per step."""

@@ -13,6 +13,7 @@ from rollout.types import Group
 from tests.fakes.scripted_run import config, prompt_set, sync_report, trajectory
 from trainer.data.batcher import BatchLimits, BuiltBatch, build_train_batch
 from trainer.learner.result import Metric, StepResult
+from trainer.pipeline.flow import GroupFlow
 from trainer.pipeline.length_bias import EarlyLengths, ks_distance
 from trainer.pipeline.records import StepRecorder, StepTimes, buffer_record, sync_record, token_ages
 from trainer.telemetry.catalog import check_complete, check_known
@@ -103,6 +104,7 @@ def test_a_line_is_known_and_complete() -> None:
         **StepRecorder().step_record(trained, built(trained), RESULT, TIMES, max_staleness=1),
         **buffer_record(buffer.stats()),
         **sync_record(sync_report(0), version_lag=1),
+        **GroupFlow().step_record(trained, num_replicas=2, slot_wait_s=0.0),
     }
     check_known(record)
     check_complete(record)
