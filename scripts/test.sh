@@ -20,7 +20,7 @@ done
 # `back`, at a lower priority. `front` is shown as it goes, `back` after it.
 logic=(tests/unit/trainer tests/unit/rollout tests/simulation tests/house)
 computing=(tests/integration/test_{fallback_vllm,learner_compile,learner_moe,lora_vllm,plain_loop,recorder_vllm}.py
-  tests/integration/test_weight_sync_vllm.py
+  tests/integration/test_{multinode_script,weight_sync_vllm}.py
   tests/integration/test_learner_ranks{,_critic,_divergence,_losses}.py)
 whole_runs=(tests/e2e/test_{adapter_job,bad_input,bench,main_job}.py)
 part() { # LANE STAGE: `command` is what the lane does for it, if anything

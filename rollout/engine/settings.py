@@ -30,6 +30,9 @@ def engine_args(spec: EngineSpec) -> dict[str, Any]:
         "stream_interval": spec.stream_tokens,
         "disable_log_stats": True,
     }
+    if spec.tensor_parallel_size > 1:
+        # Within a placement group, which a run on a shared cluster has, vLLM would make Ray actors of its workers.
+        args["distributed_executor_backend"] = "mp"
     if spec.device == "cpu":
         args["kv_cache_memory_bytes"] = int(spec.kv_cache_gib * _GIB)
         if spec.tensor_parallel_size == 1:

@@ -87,13 +87,14 @@ def nodes() -> Iterator[Nodes]:
 
 
 @pytest.fixture
-def start(tmp_path: Path, tiny_cache: Path, nodes: Nodes) -> Iterator[Any]:
-    """`start(*overrides)`: a run on the cluster."""
+def start(tmp_path: Path, tiny_cache: Path, nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """`start(*overrides)`: a run on the cluster, which it finds by itself."""
     processes: list[TrainerProcess] = []
+    monkeypatch.setenv("RAY_ADDRESS", nodes.address)  # several clusters may run on a machine that tests
 
     def begin(*overrides: str) -> TrainerProcess:
         process = TrainerProcess(
-            tmp_path / f"run{len(processes)}", f"ray.address={nodes.address}", *SMALL, *overrides, cache=tiny_cache
+            tmp_path / f"run{len(processes)}", "ray.address=auto", *SMALL, *overrides, cache=tiny_cache
         )
         processes.append(process)
         return process
@@ -153,7 +154,7 @@ def test_a_run_spans_nodes_survives_the_loss_of_an_engine_and_ends_with_the_reas
     process.until(lambda: len(process.lines) >= before + STEPS)
     assert {line["discarded_tokens"] for line in process.lines} == {0}
     assert process.lines[-1]["buffer/failed"] == 0, "what the lost engine had went on in the other one"
-    assert re.search(r"WARNING .*replica_[01]", process.text), "the loss was told"
+    assert re.search(r"(WARNING|ERROR) .*replica_[01]", process.text), "the loss was told"
     process.until(lambda: sum(map(lives, engines)) == 1)  # an engine that outlives its node keeps its device
 
     nodes.lose(of_learner)

@@ -21,7 +21,13 @@ def test_cpu_workers_of_one_engine_get_disjoint_cores() -> None:
     assert process_env(EngineSpec(model="m", tensor_parallel_size=2))["VLLM_CPU_OMP_THREADS_BIND"] == "0|1"
     two = EngineSpec(model="m", tensor_parallel_size=2, num_threads=3)
     assert process_env(two)["VLLM_CPU_OMP_THREADS_BIND"] == "0-2|3-5"
-    assert "distributed_executor_backend" not in engine_args(two)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_workers_are_processes_of_the_engine_whoever_it_shares_its_cluster_with(device: str) -> None:
+    """vLLM chooses Ray by itself for an engine in a placement group."""
+    two = EngineSpec(model="m", device=device, tensor_parallel_size=2, gpu_memory_utilization=0.5)
+    assert engine_args(two)["distributed_executor_backend"] == "mp"
 
 
 def test_the_compiler_is_off_only_where_nothing_needs_it() -> None:
