@@ -72,6 +72,8 @@ class _Request:
         self.sample_index = sample_index
         self.max_tokens = max_tokens
         self.answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self.has_lost_replica = False
+        """The last one that it was sent to was lost."""
         self._context = context
         self._chunks: list[Completion] = []
         self._num_tokens = self._num_sent = 0
@@ -110,6 +112,7 @@ class _Request:
         """It is on its way to a replica. Returns the tokens that this one computes although another one had to give
         them up."""
         was_leaving, self._is_leaving, self._num_sent = self._is_leaving, False, self._length
+        self.has_lost_replica = False
         return self._length if was_leaving else 0
 
     def token_ids(self) -> np.ndarray:
@@ -270,14 +273,16 @@ class GroupGenerator:
                         self._turnstile.leave(name, tokens=loads[index], num_requests=1)
         except EngineDead as error:
             self._turnstile.quarantine(name, str(error))
-            kept = [request.num_tokens for request in requests if request.is_open]
-            self._turnstile.count_rescued(num_requests=len(kept), tokens=sum(kept))
+            for request in requests:
+                request.has_lost_replica = request.is_open
         finally:
             left = [load for load, is_left in zip(loads, is_outstanding, strict=True) if is_left]
             self._turnstile.leave(name, tokens=sum(left), num_requests=len(left))
 
     def _call(self, name: str, requests: Sequence[_Request]) -> _Call:
         self._num_calls += 1
+        kept = [request.num_tokens for request in requests if request.has_lost_replica]
+        self._turnstile.count_rescued(num_requests=len(kept), tokens=sum(kept))
         moved = [tokens for request in requests if (tokens := request.send())]
         self._turnstile.count_moved(num_requests=len(moved), tokens=sum(moved))
         key = self._context.key

@@ -42,7 +42,7 @@ C(t) of the steps before, and is of age <= S.
      (weights landed before their slots were freed) leaves the bound in 2 with room to spare.
   5. A take turns C(t) into C(t+1), because the rule demands exactly that.
 
-No deadlock. There are always a multiple of B slots. Say step t waits. If steps L..t-1 hold all of them, it waits for
+No deadlock. The number of slots is a multiple of B. Say step t waits. If steps L..t-1 hold all of them, it waits for
 their weights to land, which frees slots, and not for groups. If not, B slots are left for it and fill up: at least B
 groups are outstanding once the prompts have come.
 Every outstanding group ends some day (a deadline bounds generation and reward), and unless all are filtered, which

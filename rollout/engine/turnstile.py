@@ -95,7 +95,7 @@ class Turnstile:
         return self._num_rescued, self._num_rescued_tokens
 
     def count_rescued(self, *, num_requests: int, tokens: int) -> None:
-        """The replica of `num_requests` was lost; they go on from the `tokens` tokens that they have."""
+        """`num_requests` have lost their replica, and are sent to another with `tokens` tokens of their answers."""
         self._num_rescued += num_requests
         self._num_rescued_tokens += tokens
 

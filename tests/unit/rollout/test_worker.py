@@ -146,9 +146,10 @@ def test_requests_given_back_without_any_token_fail_the_group_instead_of_spinnin
 
 def test_all_replicas_dead_fails_the_group_with_every_reason() -> None:
     async def main() -> None:
-        busy = worker(FakeEngine("e0", die_after_chunks=1), FakeEngine("e1", die_after_chunks=0))
+        busy = worker(FakeEngine("e0", die_after_chunks=4), FakeEngine("e1", die_after_chunks=0))
         with pytest.raises(NoReplica, match="e0: e0 was killed; e1: e1 was killed"):
             await busy.run_group(item())
+        assert (busy.loads().rescued_requests, busy.loads().rescued_tokens) == (4, 12), "once, to the second one"
         assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []
 
     run_virtual(main())
