@@ -100,7 +100,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="a key of `python -m trainer` for a mode, a case, or all; e.g. async:mode.max_staleness=2")  # fmt: skip
     add("--steps", type=_positive(int), default=8, help="optimizer steps per case, warm-up included (default 8)")
     add("--warmup", type=_positive(int), default=2,
-        help="first steps that do not count (default 2; more for S > 1, whose slots are opened step by step)")  # fmt: skip
+        help="first steps that do not count (default 2; S > 1 needs more, until its slots are open)")  # fmt: skip
     add("--timeout-s", type=_positive(float), default=1800.0,
         help="deadline of a case (default 1800); its end takes up to a minute more")  # fmt: skip
     add("--device", default="auto", help="device of the runs, as in `python -m trainer` (default auto)")
