@@ -281,10 +281,8 @@ class GroupGenerator:
 
     def _call(self, name: str, requests: Sequence[_Request]) -> _Call:
         self._num_calls += 1
-        kept = [request.num_tokens for request in requests if request.has_lost_replica]
-        self._turnstile.count_rescued(num_requests=len(kept), tokens=sum(kept))
-        moved = [tokens for request in requests if (tokens := request.send())]
-        self._turnstile.count_moved(num_requests=len(moved), tokens=sum(moved))
+        self._turnstile.rescued.add([request.num_tokens for request in requests if request.has_lost_replica])
+        self._turnstile.moved.add([tokens for request in requests if (tokens := request.send())])
         key = self._context.key
         ids = [f"{key}/{request.sample_index}/{self._num_calls}" for request in requests]
         return _Call(group_key=key, engine=self._engines[name], request_ids=ids, requests=requests)

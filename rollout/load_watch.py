@@ -122,15 +122,14 @@ class LoadWatch:
             name: ReplicaLoad(limit=router.limits.get(name), in_flight=in_flight, load=self._loads.get(name))
             for name, in_flight in router.num_requests.items()
         }
-        moved_requests, moved_tokens = self._turnstile.num_moved
-        rescued_requests, rescued_tokens = self._turnstile.num_rescued
+        moved, rescued = self._turnstile.moved, self._turnstile.rescued
         return LoadReport(
             replicas=replicas,
             held=self._turnstile.num_held,
-            moved_requests=moved_requests,
-            moved_tokens=moved_tokens,
-            rescued_requests=rescued_requests,
-            rescued_tokens=rescued_tokens,
+            moved_requests=moved.num_requests,
+            moved_tokens=moved.num_tokens,
+            rescued_requests=rescued.num_requests,
+            rescued_tokens=rescued.num_tokens,
             quarantined=router.quarantined,
         )
 

@@ -10,9 +10,8 @@ r"""The work buffer: every prompt between admission and the weights it led to, a
        \--fail (retry)---/ \--fail (no retry left)---------------------------> (gone: slot free, counted)
 
 A group holds a slot in each of the four states. `staleness.py` has the rule of `take` and its proof.
-2*B slots are open at the start (B if S = 0), and B more whenever the learner has to wait, up to (S+1)*B: groups are as
-old as they have to be to keep the learner busy, not as old as they may be. Near the end slots stay empty: nothing is
-admitted that no step is left for.
+2*B slots are open at the start (B if S = 0), and B more whenever the learner has to wait, up to (S+1)*B. Near the end
+slots stay empty: nothing is admitted that no step is left for.
 One event loop, no threads: every method that is not `async` is atomic.
 """
 

@@ -33,11 +33,11 @@ def engine_args(spec: EngineSpec) -> dict[str, Any]:
     if spec.tensor_parallel_size > 1:
         # Within a placement group, which a run on a shared cluster has, vLLM would make Ray actors of its workers.
         args["distributed_executor_backend"] = "mp"
+    elif spec.device == "cpu":
+        # The worker lives in the engine's own process: one interpreter, one import and one hop per step less.
+        args["distributed_executor_backend"] = "uni"
     if spec.device == "cpu":
         args["kv_cache_memory_bytes"] = int(spec.kv_cache_gib * _GIB)
-        if spec.tensor_parallel_size == 1:
-            # The worker lives in the engine's own process: one interpreter, one import and one hop per step less.
-            args["distributed_executor_backend"] = "uni"
     else:
         args["gpu_memory_utilization"] = spec.gpu_memory_utilization
     if spec.lora_rank:

@@ -17,7 +17,7 @@ from rollout.engine.router import NoReplica
 from rollout.errors import EngineDead
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Sequence
 
     from rollout.engine.router import Router
 
@@ -49,6 +49,18 @@ class _Waiter:
         self.replica: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
 
+class SentOn:
+    """Requests that were sent to another replica, and tokens of theirs."""
+
+    def __init__(self) -> None:
+        self.num_requests = self.num_tokens = 0
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """One entry per request."""
+        self.num_requests += len(tokens)
+        self.num_tokens += sum(tokens)
+
+
 class Turnstile:
     """One per sender. Use it in one event loop; only `enter` waits, and its caller bounds that wait.
 
@@ -66,8 +78,10 @@ class Turnstile:
         self._arrivals = itertools.count()
         self._stays: dict[str, dict[asyncio.Timeout, Guest]] = {}
         self._num_held = 0
-        self._num_moved = self._num_moved_tokens = 0
-        self._num_rescued = self._num_rescued_tokens = 0
+        self.moved = SentOn()
+        """Because their replica was to be free; tokens are those that the other one computed again."""
+        self.rescued = SentOn()
+        """Because their replica was lost; tokens are those of their answers, which they kept."""
 
     @property
     def router(self) -> Router:
@@ -78,26 +92,6 @@ class Turnstile:
     def num_held(self) -> int:
         """Requests that wait."""
         return self._num_held
-
-    @property
-    def num_moved(self) -> tuple[int, int]:
-        """Requests that were sent again because their replica was to be free, and their tokens."""
-        return self._num_moved, self._num_moved_tokens
-
-    def count_moved(self, *, num_requests: int, tokens: int) -> None:
-        """`num_requests` have left a replica that was to be free, and are sent to another with `tokens` tokens."""
-        self._num_moved += num_requests
-        self._num_moved_tokens += tokens
-
-    @property
-    def num_rescued(self) -> tuple[int, int]:
-        """Requests that went on elsewhere when their replica was lost, and the tokens that they kept."""
-        return self._num_rescued, self._num_rescued_tokens
-
-    def count_rescued(self, *, num_requests: int, tokens: int) -> None:
-        """`num_requests` have lost their replica, and are sent to another with `tokens` tokens of their answers."""
-        self._num_rescued += num_requests
-        self._num_rescued_tokens += tokens
 
     async def enter(self, group_key: str, order: Order, *, tokens: int, num_requests: int) -> str:
         """Waits for room and returns the replica, on which the requests are counted then.
