@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from typing import TYPE_CHECKING, Any
 
 from rollout.engine.fork_server import EngineContext
@@ -14,6 +16,10 @@ if TYPE_CHECKING:
     from rollout.engine.base import EngineSpec
     from rollout.engine.load_meter import LoadMeter
     from rollout.types import SamplingParams
+
+log = logging.getLogger(__name__)
+_END_TIMEOUT_S = 30.0
+"""Of a process that was killed. It ends when the call it makes to its device does."""
 
 
 def import_vllm() -> None:
@@ -70,8 +76,32 @@ def vllm_sampling(params: SamplingParams, stop_token_ids: list[int]) -> Any:
 
 
 def engine_pids(llm: AsyncLLM) -> list[int]:
+    return [process.pid for process in _processes(llm)]
+
+
+def shut_down(llm: AsyncLLM) -> None:
+    """Stop vLLM's processes and wait until they are gone (blocking). Says so if one is not.
+
+    vLLM itself does not wait for a process that it had to kill: its memory is not free yet, and its entry in the table
+    of processes stays for as long as this process lives.
+    """
+    processes = _processes(llm)
+    llm.shutdown()
+    deadline = time.monotonic() + _END_TIMEOUT_S
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+        if process.is_alive():
+            log.error(
+                "%s (pid %d) still runs %.0f s after it was killed; its device memory is not free",
+                process.name,
+                process.pid,
+                _END_TIMEOUT_S,
+            )
+
+
+def _processes(llm: AsyncLLM) -> list[Any]:
     manager: Any = llm.engine_core.resources.engine_manager
-    return [process.pid for process in getattr(manager, "processes", ())]
+    return list(getattr(manager, "processes", ()))
 
 
 def _listener(meter: LoadMeter) -> type:

@@ -23,7 +23,7 @@ from rollout.engine.chunks import ChunkBuilder, VersionLabels
 from rollout.engine.environment import environment
 from rollout.engine.fork_server import begin_imports
 from rollout.engine.gate import AdmissionGate, GateTurns, Pause
-from rollout.engine.launch import engine_pids, import_vllm, launch, vllm_sampling
+from rollout.engine.launch import engine_pids, import_vllm, launch, shut_down, vllm_sampling
 from rollout.engine.load_meter import LoadMeter, Stillness
 from rollout.engine.outputs import Fence, known_finish_reason, sampled_logprobs
 from rollout.engine.reaper import OrphanReaper
@@ -371,7 +371,7 @@ class VllmEngine(Engine):
         self._dead_reason = reason
         for live in self._live.values():
             live.queue.put(EngineDead(f"engine is dead: {self._dead_reason}"))
-        self._stopping.append(asyncio.ensure_future(asyncio.to_thread(self._llm.shutdown)))
+        self._stopping.append(asyncio.ensure_future(asyncio.to_thread(shut_down, self._llm)))
 
     async def _guard(self, awaitable: Awaitable[T]) -> T:
         """Await with vLLM's errors of a dead engine turned into ours."""

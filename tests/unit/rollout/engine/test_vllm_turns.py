@@ -25,7 +25,10 @@ class NotingLlm:
         self.replies: list[Reply] = []
         self.fails_at = ""
         self.engine_core = SimpleNamespace(
-            pause_scheduler_async=self._pause, resume_scheduler_async=lambda: self._note("resume"), outputs_queue=self
+            pause_scheduler_async=self._pause,
+            resume_scheduler_async=lambda: self._note("resume"),
+            outputs_queue=self,
+            resources=SimpleNamespace(engine_manager=None),
         )
         self.output_processor = SimpleNamespace(request_states={})
 
