@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from rollout.engine.turnstile import Order, Turnstile
     from rollout.types import Completion, FinishReason, SamplingParams
 
-MAX_FRUITLESS_SUBMISSIONS = 8
-"""Calls in a row that end in order and bring no token for any request; then the group fails instead of spinning."""
+MAX_FRUITLESS_SUBMISSIONS = 100
+"""Calls in a row that end in order and bring no token for any request; then the group fails instead of spinning.
+On shared devices engines may fall asleep `max_staleness` times in a row just after they have woken up."""
 
 
 class EngineClient(Protocol):
@@ -201,7 +202,7 @@ class GroupGenerator:
         The finish reason is "stop", "length", or "abort" if `timeout_s` passed first (with the tokens until then).
 
         Raises:
-            NoReplica: all replicas are quarantined.
+            NoReplica: all replicas are quarantined; or it waited for `timeout_s`, and those that are not are at rest.
         """
         if max_tokens < 1:
             raise ValueError(f"max_tokens must be >= 1, got {max_tokens}")
@@ -241,8 +242,12 @@ class GroupGenerator:
             tokens_before = sum(request.num_tokens for request in unanswered)
             try:
                 async with asyncio.timeout_at(deadline):
-                    await self._submit(unanswered)
+                    name = ""
+                    name = await self._enter(unanswered)
+                    await self._submit(name, unanswered)
             except TimeoutError:
+                if not name:
+                    self._turnstile.router.require_service()  # else it is no fault of the group
                 for request in unanswered:
                     request.settle("abort")
             for request in unanswered:
@@ -251,11 +256,15 @@ class GroupGenerator:
             made_progress = sum(request.num_tokens for request in unanswered) > tokens_before
             num_fruitless = 0 if made_progress else num_fruitless + 1
 
-    async def _submit(self, requests: Sequence[_Request]) -> None:
-        """One streaming call to one replica, once there is room. A replica that dies, or has old weights, is
-        quarantined; what is left of the requests goes on elsewhere."""
-        loads, context = [request.load for request in requests], self._context
-        name = await self._turnstile.enter(context.key, context.order, tokens=sum(loads), num_requests=len(loads))
+    async def _enter(self, requests: Sequence[_Request]) -> str:
+        """The replica that has room for them, which counts them from now on."""
+        tokens, context = sum(request.load for request in requests), self._context
+        return await self._turnstile.enter(context.key, context.order, tokens=tokens, num_requests=len(requests))
+
+    async def _submit(self, name: str, requests: Sequence[_Request]) -> None:
+        """One streaming call to the replica `name`. If it dies, or has old weights, it is quarantined; what is left of
+        the requests goes on elsewhere."""
+        loads = [request.load for request in requests]
         is_outstanding = [True] * len(requests)
         try:
             call = self._call(name, requests)

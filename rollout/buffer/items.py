@@ -1,16 +1,12 @@
-"""What the work buffer hands out, and how a checkpoint writes a prompt down."""
+"""What the work buffer hands out."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
-
-from rollout.types import Prompt
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from rollout.types import Prompt
 
 
 MAX_LOSSES = 2
@@ -29,27 +25,3 @@ class WorkItem:
     """0, or which retry this is."""
     num_losses: int = 0
     """Rollout workers that were lost with it in hand, and that it was not blamed for."""
-
-
-def dump_prompt(prompt: Prompt) -> dict[str, Any]:
-    """A prompt as plain JSON values. `metadata` is kept as it is and must be plain itself."""
-    return {
-        "prompt_id": prompt.prompt_id,
-        "token_ids": [int(token) for token in prompt.token_ids],
-        "text": prompt.text,
-        "answer": prompt.answer,
-        "reward": prompt.reward,
-        "metadata": dict(prompt.metadata),
-    }
-
-
-def load_prompt(state: Mapping[str, Any]) -> Prompt:
-    """The inverse of `dump_prompt`."""
-    return Prompt(
-        prompt_id=state["prompt_id"],
-        token_ids=np.array(state["token_ids"], np.int32),
-        text=state["text"],
-        answer=state["answer"],
-        reward=state["reward"],
-        metadata=state["metadata"],
-    )

@@ -24,7 +24,7 @@ from collections import Counter, deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from rollout.buffer.items import MAX_LOSSES, WorkItem, dump_prompt, load_prompt
+from rollout.buffer.items import MAX_LOSSES, WorkItem
 from rollout.buffer.progress import ProgressGuard
 from rollout.buffer.staleness import Outstanding, Selection, Wait, select
 from rollout.buffer.stats import BufferStats, Tally
@@ -323,12 +323,15 @@ class WorkBuffer:
         return {
             "step": step,
             "next_group_id": self._next_group_id,
-            "prompts": [{"group_id": group_id, "prompt": dump_prompt(prompt)} for group_id, prompt in owed],
+            "prompts": [{"group_id": group_id, "prompt_id": prompt.prompt_id} for group_id, prompt in owed],
             **self._tally.state_dict(num_trained=trained),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], find: Callable[[str], Prompt]) -> None:
         """Makes this new buffer, built with `version` = the checkpoint's step, owe the prompts of the checkpoint.
+
+        Args:
+            find: prompt id -> the prompt. A checkpoint has no prompts: what a data set may hold, JSON may not.
 
         Raises:
             ValueError: the buffer is in use, or starts at another version than the checkpoint.
@@ -338,7 +341,7 @@ class WorkBuffer:
         if state["step"] != self._version:
             raise ValueError(f"the checkpoint is of step {state['step']}, but this buffer starts at {self._version}")
         self._next_group_id = state["next_group_id"]
-        self._returning.extend((entry["group_id"], load_prompt(entry["prompt"])) for entry in state["prompts"])
+        self._returning.extend((entry["group_id"], find(_prompt_id(entry))) for entry in state["prompts"])
         self._tally.load_state_dict(state)
 
     # --- inside ------------------------------------------------------------------------------------------------------
@@ -398,6 +401,10 @@ class WorkBuffer:
 
 def _outstanding(item: WorkItem) -> Outstanding:
     return Outstanding(start_version=item.start_version, group_id=item.group_id)
+
+
+def _prompt_id(entry: Mapping[str, Any]) -> str:
+    return entry["prompt_id"] if "prompt_id" in entry else entry["prompt"]["prompt_id"]  # as checkpoints were once
 
 
 def _set(event: asyncio.Event, value: bool) -> None:

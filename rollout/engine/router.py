@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class NoReplica(Exception):
-    """Every replica is quarantined; the message has the reason of each."""
+    """No replica takes requests; the message has the reason of each."""
 
 
 class Router:
@@ -119,6 +119,13 @@ class Router:
         """Replicas that are neither quarantined nor at rest nor set aside."""
         return [name for name in self._num_requests if self._takes_groups(name)]
 
+    def require_service(self) -> None:
+        """Raises NoReplica if nobody takes requests because some replicas are quarantined, and the others rest."""
+        lost = {**dict.fromkeys(self._resting, "at rest"), **self._quarantined}
+        if self._quarantined and len(lost) == len(self._num_requests):
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in lost.items())
+            raise NoReplica(f"all {len(lost)} engine replicas are quarantined or at rest ({reasons})")
+
     @property
     def quarantined(self) -> dict[str, str]:
         """Replica to reason."""
@@ -144,8 +151,7 @@ class Router:
         if home is not None:
             return home if self._has_room(home, num_requests) else None
         if len(self._quarantined) == len(self._outstanding_tokens):
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in self._quarantined.items())
-            raise NoReplica(f"all {len(self._outstanding_tokens)} engine replicas are quarantined ({reasons})")
+            self.require_service()
         usable = [name for name in self._outstanding_tokens if self._has_room(name, num_requests)]
         if group_key in self._sticky:
             usable = [name for name in usable if name not in self._aside] or usable

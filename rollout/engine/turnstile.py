@@ -130,8 +130,10 @@ class Turnstile:
         Inside the block the guest may be asked to leave.
 
         Raises:
-            EngineDead: with the reason of the quarantine.
+            EngineDead: with the reason of the quarantine, which may have come between `enter` and this.
         """
+        if name in self._router.quarantined:
+            raise EngineDead(self._router.quarantined[name])
         limit, stays = asyncio.timeout(None), self._stays.setdefault(name, {})
         stays[limit] = guest
         try:

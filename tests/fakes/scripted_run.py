@@ -345,10 +345,7 @@ class ScriptedRun:
             extra = meddle(parts) if meddle is not None else None
             try:
                 await evaluate_at_start(parts, supervisor)
-                supervisor.spawn(loops.prompt_loop(parts), name="prompt_loop")
-                supervisor.spawn(loops.rollout_loop(parts), name="rollout_loop")
-                supervisor.spawn(loops.batch_loop(parts), name="batch_loop", may_end=True)
-                supervisor.spawn(parts.pump.run(), name="sync_loop")
+                loops.start(parts, supervisor)
                 if extra is not None:
                     supervisor.spawn(extra, name="meddler", may_end=True)
                 await supervisor.until(loops.train_loop(parts))

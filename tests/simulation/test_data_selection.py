@@ -81,7 +81,7 @@ class Played:
                 inputs = Inputs(tokenizer=None, train=levelled(num_prompts), evaluation=())
                 self.run.source = make_source(cfg, inputs, resumed)
                 if resumed is not None:
-                    self.run.buffer.load_state_dict(resumed.state["buffer"])
+                    self.run.buffer.load_state_dict(resumed.state["buffer"], self.run.source.find)
                 run_virtual(self.run.run(meddle=self._watch))
                 self.lines = [json.loads(line) for line in telemetry.run_dir.metrics.read_text().splitlines()]
 

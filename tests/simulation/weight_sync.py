@@ -141,7 +141,7 @@ class Line:
     def _begin(self, version: int) -> None:
         self._end()
         rng, plan = self._fleet.rng, self._fleet.plan
-        self._fails = rng.random() < plan.failed_pull_frac
+        self._fails = rng.random() < plan.failed_pull_frac and version > 0  # a run whose first sync fails has not begun
         if not self._fails:  # such a one never comes as far as to read
             self._lease = self._fleet.learner.lease(version, self._host.name)
         self._ends_at = now() + plan.sync_s / 3 * rng.paretovariate(1.5)

@@ -154,10 +154,7 @@ class Simulation:
         await self._end_workers()
 
     async def _run_loops(self, parts: loops.Parts, supervisor: Supervisor) -> None:
-        supervisor.spawn(loops.prompt_loop(parts), name="prompt_loop")
-        supervisor.spawn(loops.rollout_loop(parts), name="rollout_loop")
-        supervisor.spawn(loops.batch_loop(parts), name="batch_loop", may_end=True)
-        supervisor.spawn(parts.pump.run(), name="sync_loop")
+        loops.start(parts, supervisor)
         if self.plan.most_requests or self.plan.repack_below:
             for local in self.workers:
                 supervisor.spawn(local.worker.watch_loads(), name="load_watch")

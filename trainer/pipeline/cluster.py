@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
 import os
 import shutil
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SCRATCH_PREFIX = "tandem-ray-"
+CLAIM = "claim"
+"""The file in a scratch directory that its driver keeps locked."""
 ENGINE_SOCKETS = "VLLM_RPC_BASE_PATH"
 """Where vLLM puts its sockets. It leaves them behind when it is killed; in our scratch directory they go with it."""
 COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
@@ -61,12 +65,20 @@ MAX_LOG_BYTES = 4 * 2**20
 class Cluster:
     """A connection to Ray. `start` blocks for some seconds: call it in a thread."""
 
-    def __init__(self, placement: Placement, *, scratch: Path | None = None, reaper: Reaper | None = None) -> None:
+    def __init__(
+        self,
+        placement: Placement,
+        *,
+        scratch: Path | None = None,
+        claim: int | None = None,
+        reaper: Reaper | None = None,
+    ) -> None:
         self.placement = placement
         """The one asked for; on a cluster that was joined, with a seat for every actor."""
         self._scratch = scratch
         """Ray's session directory if the cluster is ours; its sockets need a short path, so it is not in the run
         directory."""
+        self._claim = claim
         self._reaper = reaper
 
     @classmethod
@@ -82,10 +94,10 @@ class Cluster:
         num_devices = backend.num_devices() if backend.ray_resource else 0
         check_fits(cfg, placement, backend=backend.name, num_devices=num_devices, where="this host")
         _sweep_scratch()
-        scratch = Path(tempfile.mkdtemp(prefix=f"{SCRATCH_PREFIX}{os.getpid()}-", dir=_scratch_home()))
+        scratch, claim = _claim_scratch()
         run_id = uuid.uuid4().hex
         os.environ[MARK] = run_id  # inherited by everything that is started from here on
-        cluster = cls(placement, scratch=scratch, reaper=Reaper(run_id, scratch))
+        cluster = cls(placement, scratch=scratch, claim=claim, reaper=Reaper(run_id, scratch))
         custom = backend.ray_resource not in (None, "GPU")
         try:
             ray.init(
@@ -140,6 +152,9 @@ class Cluster:
         ray.shutdown()
         if self._reaper is not None:
             self._reaper.close()
+        if self._claim is not None:
+            os.close(self._claim)
+            self._claim = None
 
 
 def _seated(cfg: RunConfig, placement: Placement) -> Placement:
@@ -221,13 +236,30 @@ def _scratch_home() -> str:
     return home if len(os.fsencode(home)) <= MAX_TEMP_BYTES else SHORT_TEMP
 
 
+def _claim_scratch() -> tuple[Path, int]:
+    """A new scratch directory, and the descriptor that keeps it: nobody sweeps it before that is closed, by us or by
+    the kernel."""
+    path = Path(tempfile.mkdtemp(prefix=f"{SCRATCH_PREFIX}{os.getpid()}-", dir=_scratch_home()))
+    claim = os.open(path / f"{CLAIM}.new", os.O_CREAT | os.O_RDWR, 0o600)
+    fcntl.flock(claim, fcntl.LOCK_EX)
+    (path / f"{CLAIM}.new").rename(path / CLAIM)  # it appears locked
+    return path, claim
+
+
 def _sweep_scratch() -> None:
-    """Remove session directories of runs whose driver was killed before it could."""
+    """Remove session directories of runs that were killed together with what cleans up after them.
+
+    Process ids do not say who lives: the directory may be shared with other containers, or with other hosts.
+    """
     for path in Path(_scratch_home()).glob(f"{SCRATCH_PREFIX}*"):
-        owner = path.name.removeprefix(SCRATCH_PREFIX).partition("-")[0]
-        if owner.isdigit() and not Path(f"/proc/{owner}").exists() and path.stat().st_uid == os.getuid():
-            log.info("removing %s, left behind by process %s", path, owner)
-            shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):  # another one's, claimed, or swept by somebody else just now
+            claim = os.open(path / CLAIM, os.O_RDWR)
+            try:
+                fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                log.info("removing %s, left behind by a run that was killed", path)
+                shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(claim)
 
 
 def _copy_logs(scratch: Path, target: Path) -> None:

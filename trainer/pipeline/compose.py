@@ -182,7 +182,7 @@ def make_devices(cfg: RunConfig, actors: Actors, coordinator: SyncCoordinator, t
     )
 
 
-def make_buffer(cfg: RunConfig, resumed: Resumed | None) -> WorkBuffer:
+def make_buffer(cfg: RunConfig, resumed: Resumed | None, source: PromptSource) -> WorkBuffer:
     buffer = WorkBuffer(
         groups_per_step=cfg.trainer.groups_per_step,
         max_staleness=cfg.mode.max_staleness,
@@ -192,7 +192,7 @@ def make_buffer(cfg: RunConfig, resumed: Resumed | None) -> WorkBuffer:
         end_step=cfg.trainer.total_steps,
     )
     if resumed is not None:
-        buffer.load_state_dict(resumed.state["buffer"])
+        buffer.load_state_dict(resumed.state["buffer"], source.find)
     return buffer
 
 

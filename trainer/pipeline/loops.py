@@ -14,9 +14,9 @@ import asyncio
 import logging
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from rollout.errors import NoProgress
+from rollout.errors import BufferClosed, NoProgress
 from rollout.types import Group
 from trainer.algorithms.group_filter import GroupFilterError, own_group_filter
 from trainer.config.errors import first_cause, one_line
@@ -27,6 +27,8 @@ from trainer.pipeline.records import StepRecorder
 from trainer.pipeline.stepping import Stepper
 
 if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
     from rollout.buffer.items import WorkItem
     from rollout.buffer.work_buffer import WorkBuffer
     from rollout.prompts.source import PromptSource
@@ -76,6 +78,29 @@ class Parts:
     stepper: Stepper = field(default_factory=Stepper)
     evaluations: set[asyncio.Task[None]] = field(default_factory=set)
     """Those that run beside training."""
+    generation_over: asyncio.Event = field(default_factory=asyncio.Event)
+    """No more groups come, and none is needed."""
+
+
+def start(parts: Parts, supervisor: Supervisor) -> None:
+    """All loops but the one that trains."""
+    supervisor.spawn(_while_needed(parts, prompt_loop(parts)), name="prompt_loop", may_end=True)
+    supervisor.spawn(_while_needed(parts, rollout_loop(parts)), name="rollout_loop", may_end=True)
+    supervisor.spawn(_while_needed(parts, batch_loop(parts)), name="batch_loop", may_end=True)
+    supervisor.spawn(parts.pump.run(), name="sync_loop")
+
+
+async def _while_needed(parts: Parts, loop: Coroutine[Any, Any, None]) -> None:
+    """Once the run is to end, nothing that makes batches can fail it: a policy that reached its accuracy gives the
+    filters little to keep."""
+    try:
+        await loop
+    except Exception as error:
+        if parts.state.stop_reason is None and not parts.generation_over.is_set():
+            raise
+        if not isinstance(first_cause(error), BufferClosed):
+            log.warning("no more groups, while the run ends anyway: %s", one_line(first_cause(error)))
+        parts.generation_over.set()
 
 
 async def prompt_loop(parts: Parts) -> None:
@@ -178,7 +203,8 @@ async def train_loop(parts: Parts) -> None:
     """Consumes: batches. Waits for: a batch, the learner, the pack. Unblocked by: the batch loop; a request to stop,
     which takes effect between two steps.
 
-    A run that reached its accuracy trains one more step, whose line carries that evaluation or a newer one.
+    A run that reached its accuracy trains one more step, if it finds groups for it, whose line carries that evaluation
+    or a newer one.
     """
     state, total = parts.state, parts.cfg.trainer.total_steps
     while state.step < total and not state.stop_requested.is_set():
@@ -204,21 +230,21 @@ async def train_loop(parts: Parts) -> None:
 
 
 async def _next_batch(parts: Parts) -> Ready | None:
-    """The next batch, or None once the run is asked to stop. Fails when nothing comes for too long."""
+    """The next batch, or None once the run is asked to stop or none comes. Fails when nothing comes for too long."""
     if parts.batches.empty():
         parts.buffer.learner_waits()
     get = asyncio.create_task(parts.batches.get())
-    stop = asyncio.create_task(parts.state.stop_requested.wait())
+    stops = [asyncio.create_task(event.wait()) for event in (parts.state.stop_requested, parts.generation_over)]
     limit_s, now = parts.cfg.trainer.stall_timeout_s, asyncio.get_running_loop().time
     began = now()
     try:
         # An evaluation keeps weights from its engine, and groups may have to wait for these; it has its own deadline.
         # A timer may be early by the resolution of its clock.
         while (left_s := limit_s - min(now() - began, parts.evaluator.idle_s)) > CLOCK_S:
-            await asyncio.wait({get, stop}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({get, *stops}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
             if get.done():
                 return get.result()
-            if stop.done():
+            if any(stop.done() for stop in stops):
                 return None
         raise Stalled(
             f"no batch for step {parts.state.step} within trainer.stall_timeout_s={limit_s:g}: "
@@ -226,17 +252,21 @@ async def _next_batch(parts: Parts) -> Ready | None:
             + (f"; engines lost: {parts.workers.lost_engines}" if parts.workers.lost_engines else "")
         )
     finally:
-        get.cancel()
-        stop.cancel()
+        for task in (get, *stops):
+            task.cancel()
 
 
 async def finish(parts: Parts) -> None:
-    """After the last step: it is saved, goes live, is evaluated, written and exported.
+    """After the last step: generation ends; the step is saved, goes live, is evaluated, written and exported.
+
+    An interrupt leaves out the last evaluation and the export, and the run says then that it was interrupted.
 
     Waits for: the last sync, and each evaluation. Unblocked by: their deadlines; an interrupt shortens those of the
     evaluations to `trainer.shutdown_timeout_s`. A process that is killed meanwhile has saved the step, not its line.
     """
     evaluator, step, interrupt = parts.evaluator, parts.state.step, parts.state.stop_requested
+    parts.generation_over.set()
+    parts.buffer.close()  # what is being generated ends, and is owed by the checkpoint
     try:
         await parts.checkpointer.at_end(step, is_interrupted=interrupt.is_set())
         with parts.telemetry.progress.phase("bringing the last weights to the engines"):
@@ -250,7 +280,9 @@ async def finish(parts: Parts) -> None:
                 await evaluate_now(parts, is_shared=True)
     finally:
         await parts.stepper.write_line(parts)
-    if not interrupt.is_set():
+    if interrupt.is_set():
+        parts.state.stop_reason = "interrupted"  # also where the accuracy was reached before: there is no export
+    else:
         await parts.devices.to_learner()  # an export gathers whole parameters on the device
         await parts.checkpointer.export()
     await parts.checkpointer.at_end(step, is_interrupted=interrupt.is_set())  # it may have come meanwhile

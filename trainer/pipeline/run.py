@@ -213,10 +213,7 @@ class Driver:
         supervisor.spawn(parts.workers.watch_loads(), name="load_watch")
         supervisor.spawn(keeper.run(), name="engine_keeper")
         await evaluate_at_start(parts, supervisor)
-        supervisor.spawn(loops.prompt_loop(parts), name="prompt_loop")
-        supervisor.spawn(loops.rollout_loop(parts), name="rollout_loop")
-        supervisor.spawn(loops.batch_loop(parts), name="batch_loop", may_end=True)
-        supervisor.spawn(parts.pump.run(), name="sync_loop")
+        loops.start(parts, supervisor)
         await supervisor.until(loops.train_loop(parts))
 
     def _keeper(self, actors: compose.Actors, coordinator: SyncCoordinator, parts: loops.Parts) -> EngineKeeper:
@@ -258,8 +255,8 @@ class Driver:
         await_engine: AwaitEngine,
     ) -> loops.Parts:
         cfg, state, sinks, resumed = self._cfg, self._state, self._telemetry, self._checked.resumed
-        buffer = compose.make_buffer(cfg, resumed)
         source = compose.make_source(cfg, self._checked.inputs, resumed)
+        buffer = compose.make_buffer(cfg, resumed, source)
         workers = compose.make_pool(cfg, self._checked.placement, actors, await_engine)
 
         async def on_live(report: SyncReport) -> None:

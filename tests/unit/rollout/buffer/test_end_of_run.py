@@ -116,7 +116,7 @@ def test_a_run_that_goes_on_with_more_steps_trains_every_prompt_once() -> None:
     run_virtual(play(first, fates, end=STEPS - 3, rest_s=0.0))
     state = json.loads(json.dumps(first.state_dict(STEPS - 3)))
     again = with_end(max_staleness=2, version=STEPS - 3, end_step=STEPS + 4)
-    again.load_state_dict(state)
+    again.load_state_dict(state, prompt)
     run_virtual(play(again, fates, first=STEPS - 3, end=STEPS + 4))
     assert sorted(fates.trained) == list(range((STEPS + 4) * B))
 
@@ -125,7 +125,7 @@ def test_a_resumed_run_that_owes_more_than_it_needs_keeps_the_rest_for_later() -
     first, fates = with_end(max_staleness=4, end_step=None), Fates(0)
     run_virtual(play(first, fates, end=1, rest_s=0.0))
     again = with_end(max_staleness=4, version=1, end_step=2)
-    again.load_state_dict(first.state_dict(1))
+    again.load_state_dict(first.state_dict(1), prompt)
     run_virtual(play(again, fates, first=1, end=2))
     assert again.stats().num_slots_used == 0
     owed = [entry["group_id"] for entry in again.state_dict(2)["prompts"]]

@@ -51,6 +51,10 @@ worlds = st.builds(
 )
 
 
+def new_prompt(prompt_id: str) -> Prompt:
+    return Prompt(prompt_id=prompt_id, token_ids=np.array([1], np.int32), text="", answer="")
+
+
 @dataclass
 class Simulation:
     """The loops of `trainer.pipeline` in miniature. Keeps its own books, and asks an oracle instead of the buffer."""
@@ -92,9 +96,7 @@ class Simulation:
             if item is None:
                 prompt_id = f"p{index}"
                 index += 1
-                item = self.buffer.admit(
-                    Prompt(prompt_id=prompt_id, token_ids=np.array([1], np.int32), text="", answer="")
-                )
+                item = self.buffer.admit(new_prompt(prompt_id))
             self.fate[item.prompt.prompt_id] += 0
             self.note(item)
 
@@ -221,7 +223,7 @@ def test_no_group_is_too_old_none_is_discarded_and_no_take_waits_longer_than_it_
     assert all(len(groups) == world.groups_per_step for _, groups in simulation.trained)
     assert stats.discarded_tokens == 0
     assert stats.num_slots_used <= stats.num_slots
-    owed = {entry["prompt"]["prompt_id"] for entry in simulation.buffer.state_dict(world.num_steps)["prompts"]}
+    owed = {entry["prompt_id"] for entry in simulation.buffer.state_dict(world.num_steps)["prompts"]}
     for prompt_id, num_ends in simulation.fate.items():
         assert num_ends + (prompt_id in owed) == 1, prompt_id
 
@@ -241,11 +243,11 @@ def test_a_resumed_run_keeps_the_promise_and_loses_no_prompt(world: World, stop_
     first = run_virtual(life(new_buffer(world), 0, stop_at, Counter()))
     state = first.buffer.state_dict(stop_at)
     resumed = new_buffer(world, version=stop_at)
-    resumed.load_state_dict(state)
+    resumed.load_state_dict(state, new_prompt)
     second = run_virtual(life(resumed, stop_at, world.num_steps, first.fate))
     assert second.buffer.stats().discarded_tokens == 0
     last = stop_at + world.num_steps
-    owed = Counter(entry["prompt"]["prompt_id"] for entry in second.buffer.state_dict(last)["prompts"])
+    owed = Counter(entry["prompt_id"] for entry in second.buffer.state_dict(last)["prompts"])
     assert set(owed.values()) <= {1}
     for prompt_id, num_ends in second.fate.items():
         assert num_ends + owed[prompt_id] == 1, prompt_id

@@ -4,7 +4,8 @@ import os
 import stat
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,9 +14,6 @@ from trainer.pipeline import cluster
 from trainer.pipeline.placement import plan_placement
 from weight_sync.device.select import get_backend
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 @pytest.fixture
 def scratch_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -23,19 +21,31 @@ def scratch_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def dead_pid() -> int:
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    return process.pid
+CLAIM_AND_DIE = """
+import os, sys
+from trainer.pipeline import cluster
+cluster._scratch_home = lambda: sys.argv[1]
+print(cluster._claim_scratch()[0], flush=True)
+sys.stdin.read()
+"""
 
 
-def test_scratch_of_a_dead_driver_is_swept_and_that_of_a_live_one_stays(scratch_root: Path) -> None:
-    kept = [f"tandem-ray-{os.getpid()}-abc", "tandem-ray-notes", f"other-{dead_pid()}-abc"]
-    doomed = f"tandem-ray-{dead_pid()}-xyz"
-    for name in (*kept, doomed):
-        (scratch_root / name / "session").mkdir(parents=True)
+def test_scratch_of_a_driver_that_was_killed_is_swept_and_that_of_a_live_one_stays(scratch_root: Path) -> None:
+    mine, claim = cluster._claim_scratch()
+    (scratch_root / "tandem-ray-notes").mkdir()
+    command = [sys.executable, "-c", CLAIM_AND_DIE, str(scratch_root)]
+    other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert other.stdout is not None
+    theirs = Path(other.stdout.readline().strip())
     cluster._sweep_scratch()
-    assert sorted(path.name for path in scratch_root.iterdir()) == sorted(kept)
+    assert {mine, theirs} <= set(scratch_root.iterdir())
+    other.kill()
+    other.communicate()
+    cluster._sweep_scratch()
+    assert sorted(path.name for path in scratch_root.iterdir()) == sorted([mine.name, "tandem-ray-notes"])
+    os.close(claim)
+    cluster._sweep_scratch()
+    assert [path.name for path in scratch_root.iterdir()] == ["tandem-ray-notes"]
 
 
 def test_a_cluster_that_does_not_start_leaves_no_scratch(scratch_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

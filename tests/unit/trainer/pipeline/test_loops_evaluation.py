@@ -351,7 +351,7 @@ def test_a_run_goes_on_from_its_checkpoint_without_losing_a_prompt(scripted: Mak
     state = RunState(started_at=0.0, wall_clock=lambda: 0.0)
     state.load_state_dict(resumed.state["run"])
     second = scripted(Script(seed=9), state=state, trainer={"total_steps": 8}, **keys)
-    second.buffer.load_state_dict(resumed.state["buffer"])
+    second.buffer.load_state_dict(resumed.state["buffer"], second.source.find)
     second.source.load_state_dict(resumed.state["source"])
     trained: list[list[int]] = []
 

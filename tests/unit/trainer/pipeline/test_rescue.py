@@ -227,7 +227,7 @@ def test_a_run_goes_on_from_there_and_trains_every_prompt_once(scripted: Scripte
     state = RunState(started_at=0.0, wall_clock=lambda: 0.0)
     state.load_state_dict(resumed.state["run"])
     second = scripted(Script(seed=9), state=state, **keys)
-    second.buffer.load_state_dict(resumed.state["buffer"])
+    second.buffer.load_state_dict(resumed.state["buffer"], second.source.find)
     second.source.load_state_dict(resumed.state["source"])
     after = watch_batches(second)
     run_virtual(second.run())
