@@ -219,10 +219,7 @@ async def _train(
             samples.look(parts)
             supervisor.spawn(parts.workers.watch_loads(), name="load_watch")
             supervisor.spawn(samples.run(parts), name="samples")
-            supervisor.spawn(loops.prompt_loop(parts), name="prompt_loop")
-            supervisor.spawn(loops.rollout_loop(parts), name="rollout_loop")
-            supervisor.spawn(loops.batch_loop(parts), name="batch_loop", may_end=True)
-            supervisor.spawn(parts.pump.run(), name="sync_loop")
+            loops.start(parts, supervisor)
             await supervisor.until(loops.train_loop(parts))
         finally:
             parts.buffer.close()
@@ -238,7 +235,8 @@ def _parts(
     supervisor: Supervisor,
 ) -> loops.Parts:
     state = RunState(started_at=time.time(), wall_clock=time.time)
-    buffer, source = make_buffer(cfg, None), PromptSource(_prompts(case.prompt_tokens), seed=0, shuffle=True)
+    source = PromptSource(_prompts(case.prompt_tokens), seed=0, shuffle=True)
+    buffer = make_buffer(cfg, None, source)
     pool = WorkerPool(workers, group_timeout_s=REQUEST_TIMEOUT_S)
     sync: Any = _Sync(workers)
 

@@ -20,6 +20,9 @@ from trainer.config.errors import first_cause, one_line
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
+    from trainer.pipeline.workers import WorkerPool
+    from weight_sync.coordinator import SyncCoordinator
+
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
@@ -28,6 +31,14 @@ HEALTHY_S = 3600.0
 """A replica that has lived so long has all its restarts again: the few faults of a run of weeks are not to add up."""
 PATIENCE_S = 5.0
 """Longest single wait for an engine; whoever waits tries again then, and asks again."""
+
+
+async def leave_out(coordinator: SyncCoordinator, workers: WorkerPool) -> None:
+    """Workers send nothing to a replica that weight sync has lost: its weights are old, or no version at all."""
+    for name in coordinator.members:
+        state = coordinator.members.get(name, "live")  # as of now: it may have come back meanwhile
+        if state != "live":
+            await workers.quarantine(name, f"weight sync: {state}")
 
 
 class NoEngine(Exception):

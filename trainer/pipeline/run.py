@@ -26,7 +26,7 @@ from trainer.pipeline.cluster import Cluster
 from trainer.pipeline.evaluate import Evaluator, leased, members
 from trainer.pipeline.evaluation_runs import evaluate_at_start
 from trainer.pipeline.inputs import ensure_model
-from trainer.pipeline.keeper import EngineKeeper
+from trainer.pipeline.keeper import EngineKeeper, leave_out
 from trainer.pipeline.placement import RESTARTED
 from trainer.pipeline.preflight import Checked, preflight
 from trainer.pipeline.resume import Checkpointer, go_on_from
@@ -153,7 +153,7 @@ class Driver:
     async def _with_cluster(self, model: asyncio.Task[None]) -> None:
         cfg, progress, tracer = self._cfg, self._telemetry.progress, self._telemetry.tracer
         actors, placement = await compose.create_actors(
-            cfg, self._checked.placement, self._checked.backend, version=self._state.step
+            cfg, self._checked.placement, self._checked.backend, version=self._state.step - 1
         )
         self._checked = checked = replace(self._checked, placement=placement)
         coordinator = compose.make_coordinator(cfg, actors)
@@ -192,6 +192,7 @@ class Driver:
             keeper = self._keeper(actors, coordinator, parts)
             self._is_training = True
             try:
+                await leave_out(coordinator, parts.workers)  # one may have missed the first version
                 await self._run_loops(parts, keeper, supervisor)
                 self._state.stop("completed")
             except Exception as error:
@@ -260,10 +261,7 @@ class Driver:
         workers = compose.make_pool(cfg, self._checked.placement, actors, await_engine)
 
         async def on_live(report: SyncReport) -> None:
-            for name in coordinator.members:
-                member = coordinator.members.get(name, "live")  # as of now: it may have come back meanwhile
-                if member != "live":
-                    await workers.quarantine(name, f"weight sync: {member}")
+            await leave_out(coordinator, workers)
             await loops.on_live(parts, supervisor, report)
 
         parts = loops.Parts(

@@ -203,24 +203,36 @@ class WorkerPool:
     async def watch_loads(self) -> None:
         """Keeps `load_record` and `lost_engines` new, and as many workers alive as there may be.
 
-        Consumes: the workers' reports. Waits for: its interval, each answer and each restart, which have deadlines.
-        Unblocked by: cancellation.
+        Consumes: the workers' reports. Waits for: its interval, and each answer, which has a deadline. Unblocked by:
+        cancellation, which ends the restarts too; they go on beside it, and have deadlines of their own.
 
         Raises:
             NoWorker: none is left, and none may be started.
         """
-        while True:
-            await asyncio.sleep(LOOK_S)
-            await self._look()
-            for index, worker in enumerate(self._workers):
-                if worker.lost and worker.num_restarts < self._max_restarts:
-                    await self._try_restart(index, worker)
-            if all(worker.lost and worker.num_restarts >= self._max_restarts for worker in self._workers):
-                reasons = "; ".join(f"{worker.name} {worker.lost}" for worker in self._workers)
-                raise NoWorker(
-                    f"no rollout worker is left after {self._max_restarts} restarts of each ({reasons}); what they "
-                    "printed is in actor_logs/; look at the memory of their host, and at your reward and agent loop"
-                )
+        restarts: dict[int, asyncio.Task[None]] = {}
+        try:
+            while True:
+                await asyncio.sleep(LOOK_S)
+                await self._look()
+                self._restart_lost(restarts)
+        finally:
+            for task in restarts.values():
+                task.cancel()
+            await asyncio.gather(*restarts.values(), return_exceptions=True)
+
+    def _restart_lost(self, restarts: dict[int, asyncio.Task[None]]) -> None:
+        """Begins the restarts that are due, beside those that are under way: place -> task."""
+        for index, worker in enumerate(self._workers):
+            if index in restarts and restarts[index].done():
+                restarts.pop(index).result()
+            if worker.lost and worker.num_restarts < self._max_restarts and index not in restarts:
+                restarts[index] = asyncio.create_task(self._try_restart(index, worker), name=f"restart {worker.name}")
+        if not restarts and all(worker.lost for worker in self._workers):
+            reasons = "; ".join(f"{worker.name} {worker.lost}" for worker in self._workers)
+            raise NoWorker(
+                f"no rollout worker is left after {self._max_restarts} restarts of each ({reasons}); what they "
+                "printed is in actor_logs/; look at the memory of their host, and at your reward and agent loop"
+            )
 
     async def _look(self) -> None:
         workers, num_replaced = [worker for worker in self._workers if not worker.lost], self._num_replaced
@@ -250,8 +262,10 @@ class WorkerPool:
             self._has_live.set()
             await asyncio.gather(*(self._ask(worker, call, timeout_s=GROUP_GRACE_S) for call in calls))
         except Exception as error:  # noqa: BLE001 - the run goes on with the other workers, whatever is wrong with it
-            log.error("%s of %s failed: %s", attempt, worker.name, one_line(first_cause(error)))
-            self._lose(worker, f"did not start: {one_line(first_cause(error))}")
+            reason = one_line(first_cause(error))
+            log.error("%s of %s failed: %s", attempt, worker.name, reason)
+            self._lose(worker, f"did not start: {reason}")
+            worker.lost = f"did not start: {reason}"  # newer than why the one before it was lost
             return
         log.info("%s is back", worker.name)
 

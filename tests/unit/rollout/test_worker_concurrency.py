@@ -9,6 +9,7 @@ import pytest
 
 from rollout.engine.base import EngineLoad
 from rollout.engine.concurrency import Bounds
+from rollout.engine.router import NoReplica
 from rollout.load_watch import ANSWER_S, LOOK_S
 from rollout.types import SamplingParams
 from tests.fakes.engine_client import FakeEngine
@@ -118,6 +119,36 @@ def test_a_replica_at_rest_finishes_what_it_has_and_serves_an_evaluation_but_get
         busy.resume("e0")
         await busy.run_group(item(group_id=7, start_version=2))
         assert len(leased.calls) == 3
+
+    run_virtual(main())
+
+
+def test_a_group_whose_engine_dies_while_the_other_one_is_evaluated_goes_on_there_from_what_it_has() -> None:
+    async def main() -> None:
+        dying, leased = FakeEngine("e0", die_after_chunks=8), FakeEngine("e1")
+        busy = worker(dying, leased, request_timeout_s=60.0)
+        busy.rest("e1")
+        running = asyncio.create_task(busy.run_group(item()))
+        await asyncio.sleep(50.0)
+        assert not running.done()
+        busy.resume("e1")
+        assert {t.status for t in (await running).trajectories} == {"truncated"}
+        assert [generated(t) for t in (await running).trajectories] == [ANSWER] * 4
+        assert busy.loads().rescued_tokens == 8 * dying.chunk_tokens
+
+    run_virtual(main())
+
+
+def test_a_group_that_waits_too_long_for_the_end_of_an_evaluation_is_no_failure() -> None:
+    """`NoReplica` costs it no retry; a time-out would."""
+
+    async def main() -> None:
+        busy = worker(FakeEngine("e0"), FakeEngine("e1"), request_timeout_s=60.0)
+        busy.quarantine("e0", "weight sync: dead")
+        busy.rest("e1")
+        with pytest.raises(NoReplica, match=r"e1: at rest; e0: weight sync: dead"):
+            await busy.run_group(item())
+        assert asyncio.get_running_loop().time() == pytest.approx(60.0, abs=0.1)
 
     run_virtual(main())
 

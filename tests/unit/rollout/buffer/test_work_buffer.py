@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
+from datetime import date
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -462,6 +464,20 @@ def test_a_checkpoint_owes_every_prompt_that_its_steps_did_not_train() -> None:
         assert owed == ["taken", "ready", "running", "queued"]
         stats = resumed.stats()
         assert (stats.trained, stats.filtered, stats.discarded_tokens) == (1, {"zero_variance": 1}, 0)
+
+    run_virtual(main())
+
+
+def test_a_checkpoint_can_be_written_whatever_the_data_set_has_in_its_columns() -> None:
+    async def main() -> None:
+        buffer = new_buffer()
+        odd = replace(prompt("a"), metadata={"when": date(2026, 1, 31), "image": b"bytes", 3: {1, 2}})
+        buffer.admit(odd)
+        resumed = new_buffer()
+        resumed.load_state_dict(json.loads(json.dumps(buffer.state_dict(0))), {"a": odd}.__getitem__)
+        item = resumed.readmit()
+        assert item is not None
+        assert item.prompt is odd
 
     run_virtual(main())
 

@@ -146,6 +146,25 @@ def test_a_replica_at_rest_gets_nothing_new_and_its_groups_go_elsewhere() -> Non
     run_virtual(main())
 
 
+def test_who_was_let_in_as_its_replica_was_lost_does_not_stay_there() -> None:
+    """The replica is given away in one turn of the event loop, and reached in a later one."""
+
+    async def main() -> None:
+        turnstile = make("a", "b", limit=1)
+        await entering(turnstile, 0, key="g0")
+        await entering(turnstile, 1)
+        waiting = entering(turnstile, 2, key="g0")
+        await settle()
+        turnstile.leave("a", tokens=10, num_requests=1)
+        turnstile.quarantine("a", "silent for 120 s")
+        assert await waiting == "a"
+        with pytest.raises(EngineDead, match="silent for 120 s"):
+            async with turnstile.stay("a", NOBODY):
+                raise AssertionError("it would wait for an answer that does not come")
+
+    run_virtual(main())
+
+
 def test_the_end_of_all_replicas_ends_every_wait_with_the_reasons() -> None:
     async def main() -> None:
         turnstile = make("a", limit=1)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.fakes.virtual_time import run_virtual
-from trainer.pipeline.keeper import HEALTHY_S, LOOK_S, PATIENCE_S, EngineKeeper, NoEngine
+from trainer.pipeline.keeper import HEALTHY_S, LOOK_S, PATIENCE_S, EngineKeeper, NoEngine, leave_out
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
@@ -173,3 +174,16 @@ def test_the_end_of_the_run_ends_restarts_under_way() -> None:
     world = World({"a": "dead", "b": "dead"}, outcomes=[True, True])
     world.run(RESTART_S / 2)
     assert world.num_cancelled == 2
+
+
+def test_what_weight_sync_has_lost_gets_no_requests() -> None:
+    told: list[tuple[str, str]] = []
+
+    class Workers:
+        async def quarantine(self, name: str, reason: str) -> None:
+            told.append((name, reason))
+
+    coordinator: Any = SimpleNamespace(members={"a": "live", "b": "dead", "c": "dirty"})
+    workers: Any = Workers()
+    run_virtual(leave_out(coordinator, workers))
+    assert told == [("b", "weight sync: dead"), ("c", "weight sync: dirty")]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import trainer.__main__ as main_module
 from rollout.errors import DataError
-from tests.fakes.scripted_run import InlineExecutor, Script, ScriptedRun
+from tests.fakes.scripted_run import REPLICA, InlineExecutor, Script, ScriptedRun
 from tests.fakes.virtual_time import run_virtual
 from trainer.config.errors import first_cause, one_line
 from trainer.learner.errors import CheckpointError, ModelError
@@ -30,12 +31,14 @@ class ScriptedDriver(run_module.Driver):
         nothing: Any = None
         super().__init__(scripted.cfg, scripted.state, scripted.telemetry, nothing)
         self._scripted, self._watch_loads = scripted, watch_loads
+        self.members = {REPLICA: "live"}
 
     async def _work(self) -> None:
         """Without a cluster."""
         nothing: Any = None
+        coordinator: Any = SimpleNamespace(members=self.members)
         self.work = asyncio.current_task()
-        await self._train(nothing, nothing, nothing, nothing)
+        await self._train(nothing, coordinator, nothing, nothing)
 
     def _parts(self, *_: Any, supervisor: Any, **_keys: Any) -> Any:
         self._scripted.supervisor = supervisor
@@ -46,16 +49,35 @@ class ScriptedDriver(run_module.Driver):
         return type("Keeper", (), {"run": forever})()
 
 
+def test_an_engine_that_missed_the_first_version_gets_no_request(scripted: Callable[..., ScriptedRun]) -> None:
+    """It starts without weights, and would be taken for live until the second version comes."""
+    run = scripted()
+    told: list[tuple[str, int]] = []
+
+    async def quarantine(name: str, _reason: str) -> None:
+        told.append((name, len(run.world.numbers("generate"))))
+
+    run.world.quarantine = quarantine  # type: ignore[attr-defined]
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_default_executor(InlineExecutor(1))
+        driver = ScriptedDriver(run)
+        driver.members["replica_1"] = "dead"
+        await driver._work()
+
+    run_virtual(main())
+    assert told == [("replica_1", 0)]
+
+
 @pytest.mark.parametrize("kind", [CheckpointError, ModelError, DataError])
 def test_an_error_of_the_start_is_a_failure_once_training_has_begun(
     scripted: Callable[..., ScriptedRun], monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
 ) -> None:
     run = scripted(Script(learner_error=lambda step: kind("shard is gone") if step == 2 else None))
-    nothing: Any = None
 
     async def body() -> None:
         asyncio.get_running_loop().set_default_executor(InlineExecutor(1))
-        await ScriptedDriver(run)._train(nothing, nothing, nothing, nothing)
+        await ScriptedDriver(run)._work()
 
     def train(*_: object, **_keys: object) -> int:
         run_virtual(body())
