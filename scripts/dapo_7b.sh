@@ -12,7 +12,7 @@ if [ -z "$python" ]; then
   if [ -x .venv/bin/python ]; then python=.venv/bin/python; fi
 fi
 backend=$("$python" -c 'from weight_sync.device import get_backend; print(get_backend("auto").name)') ||
-  die "Tandem does not import in $python; install it first, e.g. pip install -e \".[cuda]\", or set PYTHON"
+  die "Tandem does not import in $python; install it first, e.g. pip install -c constraints/cuda.txt -e \".[cuda]\", or set PYTHON"
 [ "$backend" != cpu ] || die "found no accelerator; try scripts/quickstart.sh on this machine"
 printf '\033[1m==> %s\033[0m\n' "python -m trainer --config-name dapo_7b $*"
 exec "$python" -m trainer --config-name dapo_7b "$@"

@@ -4,12 +4,13 @@
 # Usage: scripts/multinode.sh head NUM_NODES [KEY=VALUE | --OPTION ...]     as for python -m trainer
 #        scripts/multinode.sh worker HEAD_ADDRESS
 # Environment: TANDEM_RAY_PORT (6379), TANDEM_NODES_TIMEOUT_S (600), TANDEM_RAY_ARGS (more for `ray start`),
-#        RAY_AUTH_MODE (token), PYTHON
+#        RAY_AUTH_MODE (token), PYTHON, TANDEM_HOST (this node's own address that the others reach it at; found where
+#        there is one network), TANDEM_NODE (text that names this machine, where machines look alike)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 say() { printf '\033[1m==> %s\033[0m\n' "$*"; }
 die() { printf 'multinode: %s\n' "$*" >&2; exit 2; }
-usage() { sed -n '4,7s/^# //p' "$0" >&2; exit 2; }
+usage() { sed -n '4,8s/^# //p' "$0" >&2; exit 2; }
 
 role=${1:-}; shift || usage
 port=${TANDEM_RAY_PORT:-6379}
@@ -51,7 +52,7 @@ if [ "${RAY_AUTH_MODE:-}" = token ] && ! "$python" -m ray.scripts.scripts get-au
 fi
 
 log=$(mktemp -t tandem-start.XXXXXX)
-daemon= trainer=
+daemon='' trainer=''
 stop() {
   local code=$?
   trap - EXIT INT TERM

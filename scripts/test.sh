@@ -2,7 +2,7 @@
 # Every check and test that needs no accelerator. Makes .venv if needed. Safe to run again.
 # Usage: scripts/test.sh [STAGE ...]      stages: lint types imports unit integration e2e; default all
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit 1
 bash scripts/install.sh cpu,test || exit 1
 export XDG_CACHE_HOME="$PWD/.cache" HF_HUB_OFFLINE=1 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PATH="$PWD/.venv/bin:$PATH"
 export RAY_worker_niceness=0 # else Ray's workers would come after everything here that computes

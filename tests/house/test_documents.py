@@ -131,6 +131,26 @@ def test_headings_become_the_anchors_that_github_makes(tmp_path: Path) -> None:
     assert anchors(page) == {"on-8-h200s-2026-11-21", "a_b-what", "same", "same-1"}
 
 
+def example_configurations() -> list[tuple[str, str]]:
+    """(name, text) of every YAML file that a document tells people to write."""
+    found: list[tuple[str, str]] = []
+    for document in documents():
+        text = document.read_text(encoding="utf-8")
+        found += re.findall(r"^```yaml\n# my_configs/(\w+)\.yaml\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    return sorted(found)
+
+
+@pytest.mark.parametrize(("name", "text"), example_configurations())
+def test_a_configuration_file_in_a_document_composes(
+    name: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_configs").mkdir()
+    (tmp_path / "my_configs" / f"{name}.yaml").write_text(text)
+    config, _ = resolve(parse(["--config-dir=my_configs", f"--config-name={name}"]))
+    assert config.name == name
+
+
 @pytest.mark.parametrize("command", trainer_commands())
 def test_a_training_command_in_a_document_composes(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

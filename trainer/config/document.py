@@ -16,7 +16,7 @@ _INTRO = """\
 starts anything:
 
 ```
-python -m trainer --config-name grpo_7b algorithm=dapo task=math mode.max_staleness=2 learner.lr=1e-6
+python -m trainer --config-name grpo_7b task=math mode.max_staleness=2 learner.lr=2e-6
 ```
 
 - `--config-name NAME` picks where to start from: {names} (default `tiny`).
@@ -24,6 +24,9 @@ python -m trainer --config-name grpo_7b algorithm=dapo task=math mode.max_stalen
 
 {groups}
 
+  What the file of `--config-name` writes down itself wins over a group that is swapped in. `tiny` has no key of
+  `algorithm`, so `algorithm=dapo` is DAPO there; `grpo_7b` has `algorithm.kl.coef: 0.04`, and with `algorithm=dapo` it
+  keeps that KL term, which DAPO has not. Start from `dapo_7b` then, and look at `--cfg job`.
 - `KEY=VALUE` sets one key of the tables below. Text needs no quotes of its own.
 - `+rollout.engine_args.NAME=VALUE` and `+device.env.NAME=VALUE` add to the two open sections.
 - `--config-dir DIR` adds a folder with your own YAML files, laid out like `configs/`; your files come first. Let your

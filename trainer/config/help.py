@@ -45,7 +45,7 @@ Options:
   --help               print this text and stop
   --version            print the version and stop
 
-Groups (GROUP=OPTION):
+Groups (GROUP=OPTION; keys that the file of --config-name writes down itself win over the group):
 {groups}
 
 Most used keys (KEY=VALUE), with the default that holds where the configuration says nothing else:
@@ -55,7 +55,7 @@ All keys: docs/configuration.md. Keys of an open section are added with a plus: 
 Examples:
   python -m trainer
   python -m trainer mode.max_staleness=2 run_dir=/tmp/my_run
-  python -m trainer --config-name grpo_7b algorithm=dapo task=math
+  python -m trainer --config-name grpo_7b task=math mode.max_staleness=2
   python -m trainer --config-dir my_configs --config-name my_run learner.lr=3e-6
   python -m trainer task.train_path=train.jsonl task.eval_path=test.jsonl task.reward.name=my_reward.py:score
   python -m trainer algorithm.loss=my_package.losses.my_loss      (docs/add_a_loss.md; python -m trainer.check_plugin)

@@ -27,6 +27,7 @@ from trainer.pipeline.placement import (
     bundles_by_actor,
     check_fits,
     describe_bundles,
+    describe_idle_devices,
     describe_nodes,
 )
 from trainer.pipeline.reaper import MARK, Reaper
@@ -117,6 +118,10 @@ class Cluster:
         except BaseException:
             cluster.stop(keep_logs_in=None)
             raise
+        if backend.ray_resource:
+            here = Node(node_id="here", address="this host", resources={backend.ray_resource: num_devices})
+            bundles = bundles_by_actor(cfg, placement)
+            _warn_of_idle_devices(dict.fromkeys(bundles, here.node_id), bundles, [here], resource=backend.ray_resource)
         return cluster
 
     @classmethod
@@ -137,7 +142,7 @@ class Cluster:
             if resource is not None:
                 num_devices = int(ray.cluster_resources().get(resource, 0))
                 check_fits(cfg, placement, backend=backend.name, num_devices=num_devices, where="the Ray cluster")
-            return cls(_seated(cfg, placement))
+            return cls(_seated(cfg, placement, resource=resource))
         except BaseException:
             ray.shutdown()
             raise
@@ -157,7 +162,7 @@ class Cluster:
             self._claim = None
 
 
-def _seated(cfg: RunConfig, placement: Placement) -> Placement:
+def _seated(cfg: RunConfig, placement: Placement, *, resource: str | None) -> Placement:
     """Set aside the resources of every actor, each on the node that was chosen for it.
 
     A placement group per actor, so that one engine can move when its node is lost. The groups end with the driver.
@@ -180,6 +185,8 @@ def _seated(cfg: RunConfig, placement: Placement) -> Placement:
             remove_placement_group(group)
         raise ConfigurationError([_no_room(cfg, {name: bundles[name] for name in late}, nodes)])
     log.info("nodes: %s", _who_sits_where(chosen, nodes))
+    if resource is not None:
+        _warn_of_idle_devices(chosen, bundles, nodes, resource=resource)
     return replace(
         placement,
         seats={
@@ -187,6 +194,13 @@ def _seated(cfg: RunConfig, placement: Placement) -> Placement:
             for name, group in groups.items()
         },
     )
+
+
+def _warn_of_idle_devices(
+    chosen: dict[str, str], bundles: dict[str, Bundle], nodes: list[Node], *, resource: str
+) -> None:
+    if idle := describe_idle_devices(chosen, bundles, nodes, resource=resource):
+        log.warning("this run uses %s; learner.num_ranks and rollout.num_replicas say how many it takes", idle)
 
 
 def _nodes() -> list[Node]:

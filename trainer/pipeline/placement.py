@@ -296,5 +296,27 @@ def describe_nodes(nodes: Sequence[Node]) -> str:
     )
 
 
+def describe_idle_devices(
+    chosen: Mapping[str, str], bundles: Mapping[str, Bundle], nodes: Sequence[Node], *, resource: str
+) -> str | None:
+    """Which devices no actor of the run has; None if there are none.
+
+    Args:
+        chosen: name of an actor -> id of its node.
+        resource: what Ray calls a device.
+
+    Example: `8 of 24 GPU; 3 on 10.0.0.1, 6 on 10.0.0.2, 7 on 10.0.0.3 stay idle`
+    """
+    used: Counter[str] = Counter()
+    for name, node_id in chosen.items():
+        used[node_id] += round(bundles[name].get(resource, 0.0))
+    there = {node.node_id: round(node.resources.get(resource, 0.0)) for node in nodes}
+    idle = [(node.address, num) for node in nodes if (num := there[node.node_id] - used[node.node_id]) > 0]
+    if not idle:
+        return None
+    places = ", ".join(f"{num} on {address}" for address, num in idle)
+    return f"{used.total()} of {sum(there.values())} {resource}; {places} stay idle"
+
+
 def _text(bundle: Bundle) -> str:
     return " + ".join(f"{amount:g} {name}" for name, amount in sorted(bundle.items()))

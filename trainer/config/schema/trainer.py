@@ -13,8 +13,8 @@ class TrainerConfig:
     groups_per_step: int = key(32, "B: prompts (groups) per optimizer step.", ge=1)
     eval_every: int = key(
         10,
-        "Evaluate after every so many steps, for at most `eval_timeout_s`; one that is due while another runs is "
-        "passed over. 0 turns periodic evaluation off.",
+        "Evaluate after every so many steps, for at most `eval_timeout_s`; one that is due while another runs waits "
+        "for the next live version after it. 0 turns periodic evaluation off.",
         ge=0,
     )
     eval_at_start: bool = key(True, "Evaluate version 0 (or the resumed version) before the first step.")

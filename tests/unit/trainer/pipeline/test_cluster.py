@@ -5,6 +5,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,6 +62,26 @@ def test_a_cluster_that_does_not_start_leaves_no_scratch(scratch_root: Path, mon
         cluster.Cluster.start(cfg, plan_placement(cfg, resource=None), get_backend("cpu", cpu_threads=1))
     assert modes == [0o700], "sockets and logs of a run are its owner's"
     assert list(scratch_root.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "expected"),
+    [(2, []), (8, ["this run uses 2 of 8 GPU; 6 on this host stay idle; "])],
+)
+def test_a_host_with_more_devices_than_the_run_takes_says_so_once(
+    num_devices: int,
+    expected: list[str],
+    scratch_root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(cluster.ray, "init", lambda **_: None)
+    backend: Any = SimpleNamespace(name="cuda", ray_resource="GPU", num_devices=lambda: num_devices)
+    cfg = config(learner={"num_ranks": 1})
+    cluster.Cluster.start(cfg, plan_placement(cfg, resource="GPU"), backend).stop(keep_logs_in=None)
+    found = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(found) == len(expected)
+    assert all(text.startswith(start) for text, start in zip(found, expected, strict=True)), found
 
 
 def test_only_the_end_of_a_long_actor_log_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

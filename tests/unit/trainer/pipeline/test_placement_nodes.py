@@ -17,6 +17,7 @@ from trainer.pipeline.placement import (
     assign_nodes,
     bundle_of,
     bundles_by_actor,
+    describe_idle_devices,
     plan_placement,
 )
 
@@ -126,3 +127,34 @@ def test_a_restarted_engine_sits_where_the_lost_one_sat() -> None:
 
 def test_resources_are_named_as_ray_names_them() -> None:
     assert bundle_of({"resources": {"NPU": 2}, "num_cpus": 1}) == {"CPU": 1.0, "NPU": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "gpus", "expected"),
+    [
+        # the recipes' 4 + 4 devices on three nodes of 8
+        ((4, 4, 1), (8, 8, 8), "8 of 24 GPU; 3 on 10.0.0.0, 6 on 10.0.0.1, 7 on 10.0.0.2 stay idle"),
+        # docs/multinode.md: all 24
+        ((8, 16, 1), (8, 8, 8), None),
+        ((4, 2, 2), (8,), None),
+        ((1, 1, 1), (8,), "2 of 8 GPU; 6 on 10.0.0.0 stay idle"),
+        ((1, 1, 1), (2, 0), None),
+    ],
+)
+def test_devices_that_nobody_has_are_named_with_their_nodes(
+    sizes: tuple[int, int, int], gpus: tuple[int, ...], expected: str | None
+) -> None:
+    cfg, placement = sized(*sizes)
+    nodes = hosts(*gpus)
+    chosen = assign_nodes(cfg, placement, nodes)
+    assert describe_idle_devices(chosen, bundles_by_actor(cfg, placement), nodes, resource="GPU") == expected
+
+
+def test_a_shared_device_is_in_use_and_counts_once() -> None:
+    cfg = config(mode={"name": "colocated", "max_staleness": 0}, learner={"num_ranks": 4}, rollout={"num_replicas": 4})
+    placement, nodes = plan_placement(cfg, resource="GPU"), hosts(4)
+    chosen = assign_nodes(cfg, placement, nodes)
+    assert describe_idle_devices(chosen, bundles_by_actor(cfg, placement), nodes, resource="GPU") is None
+    assert describe_idle_devices(chosen, bundles_by_actor(cfg, placement), hosts(6), resource="GPU") == (
+        "4 of 6 GPU; 2 on 10.0.0.0 stay idle"
+    )
