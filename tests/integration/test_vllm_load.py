@@ -8,14 +8,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rollout.buffer.items import WorkItem
+from rollout.engine.concurrency import Bounds
 from rollout.engine.vllm_engine import VllmEngine
-from rollout.types import SamplingParams
+from rollout.reward.result import RewardResult
+from rollout.types import Prompt, SamplingParams
+from rollout.worker import RolloutWorker, WorkerSpec
 from tests.integration.test_vllm_engine import make_spec, model_dir, random_prompt  # noqa: F401 - a fixture
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Sequence
     from pathlib import Path
 
     from rollout.engine.base import EngineLoad
+    from rollout.types import Completion
 
 LONG = SamplingParams(max_tokens=1500, temperature=1.0, ignore_eos=True)
 
@@ -34,6 +40,67 @@ async def looks(engine: VllmEngine, running: list[asyncio.Task[int]]) -> list[En
         await asyncio.sleep(0.02)
         seen.append(engine.load())
     return seen
+
+
+class InProcess:
+    """The engine as a rollout worker sees it, without Ray."""
+
+    name = "e0"
+
+    def __init__(self, engine: VllmEngine) -> None:
+        self.engine = engine
+
+    async def stream_group(
+        self, request_ids: Sequence[str], token_ids: Sequence[np.ndarray], params: Sequence[SamplingParams]
+    ) -> AsyncGenerator[tuple[int, Completion], None]:
+        queue: asyncio.Queue[tuple[int, Completion]] = asyncio.Queue()
+
+        async def pump(index: int) -> None:
+            async for chunk in self.engine.generate(request_ids[index], token_ids[index], params[index]):
+                queue.put_nowait((index, chunk))
+
+        async with asyncio.TaskGroup() as pumps:
+            for index in range(len(request_ids)):
+                pumps.create_task(pump(index))
+            num_left = len(request_ids)
+            while num_left:
+                index, chunk = await queue.get()
+                num_left -= chunk.finish_reason is not None
+                yield index, chunk
+
+    async def load(self) -> EngineLoad:
+        return self.engine.load()
+
+
+async def adaptive_concurrency_keeps_what_runs_in_the_cache(engine: VllmEngine) -> None:
+    """The loop closed, on a real engine: 4 answers of 1,500 tokens at a time where 2 fit. The limit comes down, and every
+    answer is whole."""
+    spec = WorkerSpec(
+        group_size=1, sampling=LONG, request_timeout_s=300.0, seed=0, concurrency=Bounds(lowest=1, highest=4)
+    )
+
+    async def score(_prompt: Prompt, _text: str) -> RewardResult:
+        return RewardResult(reward=1.0, parts={})
+
+    class Silent:
+        def decode(self, _token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+            return "" if skip_special_tokens else "?"
+
+    worker = RolloutWorker(spec, [InProcess(engine)], tokenizer=Silent(), score=score)
+    watch = asyncio.create_task(worker.watch_loads())
+    prompts = [Prompt(prompt_id=f"p{i}", token_ids=random_prompt(i), text="", answer="") for i in range(6)]
+    items = [WorkItem(group_id=i, prompt=prompt, start_version=0) for i, prompt in enumerate(prompts)]
+    groups = [asyncio.create_task(worker.run_group(item)) for item in items]
+    most_held, lowest = 0, 4
+    async with asyncio.timeout(300):
+        while not all(group.done() for group in groups):
+            await asyncio.sleep(0.05)
+            report = worker.loads()
+            most_held, lowest = max(most_held, report.held), min(lowest, report.replicas["e0"].limit or lowest)
+    watch.cancel()
+    assert {t.num_generated_tokens for group in groups for t in group.result().trajectories} == {1500}
+    assert most_held == 2, "what is above the limit waits outside, oldest group first"
+    assert lowest < 4
 
 
 async def test_queue_cache_and_preemptions_show_while_a_small_engine_is_overloaded(
@@ -60,5 +127,6 @@ async def test_queue_cache_and_preemptions_show_while_a_small_engine_is_overload
         assert preemptions == sorted(preemptions)
         assert preemptions[-1] >= 1
         assert engine.load() == replace(idle, num_preemptions=preemptions[-1])
+        await adaptive_concurrency_keeps_what_runs_in_the_cache(engine)
     finally:
         await engine.close()

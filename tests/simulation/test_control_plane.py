@@ -133,8 +133,8 @@ def test_a_hundred_thousand_groups_take_no_more_room_and_work_each_than_a_thousa
     assert turns_long < 1.15 * turns_short
     for run in (short, long):  # a look sorts all slots: the first, one when B are ready, and one per old group at most
         assert run.num_choices <= 4 * run.plan.num_steps
-    # How many groups are at the workers at once after a loss, a short run does not see: a handful of tasks per slot, and
-    # one call.
+    # How many groups are at the workers at once after a loss, a short run does not see: a handful of tasks per slot
+    # and one call.
     most = {"tasks": 5 * long.plan.num_slots, "calls 0._waiting": long.plan.num_slots}
     for name in long.peaks:
         assert long.peaks[name] <= most.get(name, 1.5 * short.peaks[name] + 32), name
