@@ -73,8 +73,8 @@ class InProcess:
 
 
 async def adaptive_concurrency_keeps_what_runs_in_the_cache(engine: VllmEngine) -> None:
-    """The loop closed, on a real engine: 4 answers of 1,500 tokens at a time where 2 fit. The limit comes down, and every
-    answer is whole."""
+    """The loop closed, on a real engine: 4 answers of 1,500 tokens at a time where 2 fit. The limit comes down, and
+    every answer is whole."""
     spec = WorkerSpec(
         group_size=1, sampling=LONG, request_timeout_s=300.0, seed=0, concurrency=Bounds(lowest=1, highest=4)
     )
