@@ -303,7 +303,7 @@ class Inbound:
             while True:
                 is_built = half.done.wait(MEET_S)
                 # Once more after it is built: the publisher may need what the library wrote last to finish its half.
-                met = self._ask(job, PairMeet(group=group_id, entries=mirror.news()), PairMet)
+                met = self._ask(job, PairMeet(group=group_id, entries=mirror.own()), PairMet)
                 if met.error:
                     raise LinkBroken(f"the publisher could not join: {met.error}")
                 mirror.learn(met.entries)
