@@ -28,7 +28,7 @@ class ReplicaDirty(WeightSyncError):
 
 
 class PublisherLost(WeightSyncError):
-    """A learner rank died or stopped answering."""
+    """A learner rank was silent for longer than a living one is. A link or an engine that fails is not that."""
 
 
 class StaleEpoch(WeightSyncError):

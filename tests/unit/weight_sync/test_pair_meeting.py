@@ -18,8 +18,8 @@ import zmq
 from weight_sync.control import ControlServer, Membership, PairMeet, PairMet, PairSend, PairState
 from weight_sync.control_client import ControlClient
 from weight_sync.device.cpu import CpuBackend
-from weight_sync.device.process_groups import CollectiveGroup, GlooGroup, hccl_group
-from weight_sync.errors import PublisherLost
+from weight_sync.device.process_groups import CollectiveGroup, GlooGroup, LinkBroken, hccl_group
+from weight_sync.errors import PublisherLost, WeightSyncError
 from weight_sync.transports import inbound
 from weight_sync.transports.base import Piece
 from weight_sync.transports.inbound import Inbound, Landing
@@ -198,6 +198,22 @@ def test_an_answer_that_comes_too_late_costs_the_rendezvous_nothing() -> None:
     finally:
         end.close()
         offer.close()
+
+
+def test_a_link_that_breaks_is_not_taken_for_a_lost_publisher(line: SlowLine) -> None:
+    """Of the publisher it tells nothing: a lost one would end the run, and this one answers."""
+    line.may_answer.set()
+    end = receiver(line)
+    assert pull(end) == [1] * 4
+
+    def broken(tensors: list[torch.Tensor]) -> None:
+        raise LinkBroken("out of memory")
+
+    line.groups[0].receive = broken
+    with pytest.raises(WeightSyncError, match="out of memory") as failure:
+        pull(end)
+    assert type(failure.value) is WeightSyncError
+    assert pull(end) == [2] * 4
 
 
 def dawdle(monkeypatch: pytest.MonkeyPatch, owner: type[Any], name: str, chance: random.Random) -> None:
