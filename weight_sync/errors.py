@@ -36,7 +36,8 @@ class StaleEpoch(WeightSyncError):
 
 
 class VersionUnavailable(WeightSyncError):
-    """A publisher does not hold the version asked for: not published yet, or superseded before it was leased."""
+    """A publisher does not hold the version asked for: not published yet, superseded before it was leased, or not
+    sealed for the reason that the message gives."""
 
 
 class TransportUnusable(WeightSyncError):
