@@ -145,8 +145,9 @@ def copy_rows(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
 def init_rows(model: PreTrainedModel, *, seed: int) -> None:
     """Fill the model from the seed: normal matrices, norms of one, biases of zero. Buffers stay as they are.
 
-    Every rank draws the whole parameter, one at a time, and keeps its rows: the result does not depend on the number of
-    ranks, and no rank ever holds more than one whole parameter.
+    Every rank draws the whole parameter on the host, one at a time, and keeps its rows: the result depends neither on
+    the number of ranks nor on the device (a reference that is kept on the host is the first policy all the same), and
+    no rank ever holds more than one whole parameter.
     """
     std = getattr(model.config.get_text_config(), "initializer_range", None)
     std = 0.02 if std is None else float(std)
@@ -157,9 +158,8 @@ def init_rows(model: PreTrainedModel, *, seed: int) -> None:
         if len(part.shape) == 1:
             part.tensor.fill_(0.0 if part.name.endswith("bias") else 1.0)
             continue
-        generator = torch.Generator(device=part.tensor.device).manual_seed(seed * 1_000_003 + index)
-        whole = torch.empty(part.shape, device=part.tensor.device, dtype=torch.float32)
-        whole.normal_(0.0, std, generator=generator)
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
+        whole = torch.empty(part.shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
         part.tensor.copy_(whole[part.start : part.stop])
 
 
