@@ -28,6 +28,7 @@ from weight_sync.members import (
     Outcome,
     PublisherHandle,
     ReplicaHandle,
+    nothing,
     replica_times,
 )
 from weight_sync.opening import Agreement, EpochOpener, SyncOptions
@@ -147,15 +148,9 @@ class SyncCoordinator:
         if version not in self._published:
             raise WeightSyncError(f"version {version} is not published (published: {sorted(self._published)})")
         packs = self._published[version]  # a newer version may be published while this one waits or is on its way
-        await self._somebody_is_free()
-        started = self._clock()
-        async with self._membership_lock:
-            live = [member for member in self._members.values() if member.state == "live"]
-            # Where every replica is leased, somebody has to wait.
-            members = [member for member in live if not member.num_leases] or live
-            if not members:
-                raise ReplicaDirty(f"no live replica is left: {self.members}; restart them and open a new epoch")
-            results = await self._bring(members, version, self._clock() + self._options.timeout_s)  # after the wait
+        async with self._somebody_free() as members:
+            started = self._clock()  # after the wait
+            results = await self._bring(members, version, started + self._options.timeout_s)
             if any(member.state != "live" for member in members):
                 await self._relink()
         outcomes = {
@@ -168,12 +163,27 @@ class SyncCoordinator:
             raise next(result for result in results if isinstance(result, BaseException))
         return self._report(version, outcomes, packs=packs, started=started)
 
-    async def _somebody_is_free(self) -> None:
-        """Waits while every live replica is leased, outside the lock: a newcomer can join meanwhile, and be free.
-        Unblocked by: the end of a lease, a newcomer, the loss of the last one."""
-        while live := [member for member in self._members.values() if member.state == "live"]:
-            if not all(member.num_leases for member in live):
-                return
+    @asynccontextmanager
+    async def _somebody_free(self) -> AsyncIterator[list[Member]]:
+        """Holds the membership, and yields the live replicas that are not leased. The others are passed by.
+
+        Waits: while every live replica is leased, without the lock: a newcomer can join meanwhile, and be free.
+        Unblocked by: the end of a lease, a newcomer, the loss of the last one.
+
+        Raises:
+            ReplicaDirty: no replica is live.
+        """
+        while True:
+            async with self._membership_lock:
+                live = [member for member in self._members.values() if member.state == "live"]
+                if not live:
+                    raise ReplicaDirty(f"no live replica is left: {self.members}; restart them and open a new epoch")
+                free = [member for member in live if not member.num_leases]
+                if free:
+                    for member in live:
+                        await member.pass_by()
+                    yield free
+                    return
             await asyncio.sleep(RETRY_S)
 
     async def join(self, replica: ReplicaHandle) -> int | None:
@@ -289,29 +299,36 @@ class SyncCoordinator:
             yield member.live_version
 
     @asynccontextmanager
-    async def lease(self, replica: str) -> AsyncIterator[int | None]:
-        """As `freeze`, but syncs pass the replica by while others are live. Begin it between two syncs: one that is
-        under way waits for the end.
+    async def lease(
+        self, replica: str, *, before_passed: Callable[[], Awaitable[None]] = nothing
+    ) -> AsyncIterator[int | None]:
+        """As `freeze`, but syncs pass the replica by while others are live, and wait before they begin while none is.
+        Waits for a sync that is under way, which would otherwise wait for the end of the block.
 
         When the block ends in order, the replica gets the newest version; if it cannot take it, it is lost as after a
         failed sync, and nothing is raised.
+
+        Args:
+            before_passed: awaited once, before the first sync that passes the replica by.
         """
         member = self._members[replica]
         member.num_leases += 1
+        member.before_passed.append(before_passed)
         try:
-            async with member.commit_lock:
+            async with self._membership_lock:
                 await self._relink()  # nobody is to read from a replica that gets nothing
+            async with member.commit_lock:
                 yield member.live_version
         except (asyncio.CancelledError, GeneratorExit):
-            member.num_leases -= 1
+            member.end_lease(before_passed)
             raise
         except BaseException:
-            await self._end_lease(member)
+            await self._end_lease(member, before_passed)
             raise
-        await self._end_lease(member)
+        await self._end_lease(member, before_passed)
 
-    async def _end_lease(self, member: Member) -> None:
-        member.num_leases -= 1
+    async def _end_lease(self, member: Member, before_passed: Callable[[], Awaitable[None]]) -> None:
+        member.end_lease(before_passed)
         async with self._membership_lock:
             if member.num_leases or self._members.get(member.name) is not member or member.state != "live":
                 return

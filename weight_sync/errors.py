@@ -28,7 +28,7 @@ class ReplicaDirty(WeightSyncError):
 
 
 class PublisherLost(WeightSyncError):
-    """A learner rank died or stopped answering."""
+    """A learner rank was silent for longer than a living one is. A link or an engine that fails is not that."""
 
 
 class StaleEpoch(WeightSyncError):
@@ -36,7 +36,8 @@ class StaleEpoch(WeightSyncError):
 
 
 class VersionUnavailable(WeightSyncError):
-    """A publisher does not hold the version asked for: not published yet, or superseded before it was leased."""
+    """A publisher does not hold the version asked for: not published yet, superseded before it was leased, or not
+    sealed for the reason that the message gives."""
 
 
 class TransportUnusable(WeightSyncError):

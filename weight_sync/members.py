@@ -15,7 +15,7 @@ from weight_sync.types import ReplicaTimes
 from weight_sync.wire import CommitResult, PullReport, ReceiverInfo, open_reply, reply_state
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Awaitable, Callable, Iterable
 
 
 log = logging.getLogger(__name__)
@@ -30,6 +30,10 @@ ATTEMPTS = 2
 ANSWER_S = 5.0
 """A worker bounds its own time; its host gets this much longer before we stop waiting for the answer."""
 MemberState = Literal["live", "dirty", "dead"]
+
+
+async def nothing() -> None:
+    """Nobody has to be told."""
 
 
 class PublisherHandle(Protocol):
@@ -72,7 +76,7 @@ class Outcome(msgspec.Struct, kw_only=True):
 
 
 def replica_times(outcome: Outcome, *, started: float) -> ReplicaTimes:
-    """`started`: the request to sync, on the coordinator's clock. A pull in place begins with the pause."""
+    """`started`: when the sync began, on the coordinator's clock. A pull in place begins with the pause."""
     live_at_s = outcome.live_at - started
     lease_s = max(report.lease_s for report in outcome.reports)
     pull_at_s = outcome.asked_at - started + lease_s if outcome.is_staged else live_at_s - outcome.pause_s
@@ -100,6 +104,8 @@ class Member:
         self.commit_lock = asyncio.Lock()
         self.num_leases = 0
         """Blocks for which it keeps its version while syncs pass it by."""
+        self.before_passed: list[Callable[[], Awaitable[None]]] = []
+        """Of those blocks that no sync has passed yet."""
         self._clock = clock
         self._last: Outcome | None = None
         """Of the version that is live."""
@@ -121,6 +127,16 @@ class Member:
         lines, self.lines, self.workers = self.lines, (), ()
         for line in lines:
             line.close()
+
+    async def pass_by(self) -> None:
+        """Say that a sync passes it by, to each lease once. Nothing to say without a lease."""
+        while self.before_passed:
+            await self.before_passed.pop()()
+
+    def end_lease(self, before_passed: Callable[[], Awaitable[None]]) -> None:
+        self.num_leases -= 1
+        if before_passed in self.before_passed:
+            self.before_passed.remove(before_passed)
 
     async def bring(self, version: int, *, give_up: float, turnstile: asyncio.Semaphore) -> Outcome:
         """Consumes: a published version; nothing to do if it is live here, or a newer one, which came while it waited.

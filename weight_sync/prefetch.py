@@ -11,6 +11,9 @@ from weight_sync.sources import Deadline
 
 log = logging.getLogger(__name__)
 
+SLACK_S = 5.0
+"""A pull outlives its deadline by this much. Whoever asked for it notices a little late that the deadline has passed,
+and asks again: what the first attempt brought is not to be thrown away in between."""
 ABORT_WAIT_S = 30.0
 """How long an aborted pull may take to notice: one batch of copies, or one question to a publisher."""
 
@@ -22,24 +25,27 @@ class Prefetch:
         self.version = version
         self._epoch = epoch
         self._host = host
-        self._give_up = Deadline(host.clock() + deadline_s)
+        self._give_up = Deadline(host.clock() + deadline_s + SLACK_S)
         self._deadline_s = deadline_s
         self._is_aborted = threading.Event()
         self._outcome: Pulled | BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"weight-sync-prefetch-{version}", daemon=True)
         self._thread.start()
 
-    def extend(self, deadline_s: float) -> None:
-        """A retry wants the same version, and has until `deadline_s` from now."""
-        self._give_up.at = max(self._give_up.at, self._host.clock() + deadline_s)
+    def extend(self, deadline_s: float) -> bool:
+        """A retry wants the same version, and has until `deadline_s` from now. False if there is nothing to join: the
+        pull failed, or is about to, since its time is over."""
+        if self._outcome is not None:
+            return not isinstance(self._outcome, BaseException)
+        now = self._host.clock()
+        if now >= self._give_up.at:
+            return False
+        self._give_up.at = max(self._give_up.at, now + deadline_s + SLACK_S)
+        return True
 
     @property
     def is_running(self) -> bool:
         return self._thread.is_alive()
-
-    @property
-    def has_failed(self) -> bool:
-        return isinstance(self._outcome, BaseException)
 
     def outcome(self) -> Pulled | None:
         """What it cost; None while it runs.
@@ -84,8 +90,9 @@ class Prefetch:
                 self._epoch.lease(self.version, give_up=self._give_up, ttl_s=self._deadline_s)
                 self._outcome = Pulled()
         except BaseException as error:  # noqa: BLE001 - a thread's edge: `outcome` raises it again in the caller's thread
-            self._epoch.drop_leases()
+            # At once: giving things back takes a while, and a retry that comes meanwhile must not join.
             self._outcome = error
+            self._epoch.give_up()
 
     def _check(self) -> None:
         if self._is_aborted.is_set():

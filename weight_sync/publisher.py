@@ -285,6 +285,7 @@ def _handle(epoch: Epoch, sender: str, request: Request) -> Response:
                 raise PlanMismatch(f"{sender} asks as worker {request.worker}, the plan has no such worker")
             if epoch.sealer.is_sealing(request.version):
                 return Pending()
+            epoch.sealer.require_not_failed(request.version)
             lease = arena.lease(request.version, holder=sender, ttl_s=_bounded_ttl(request.ttl_s))
             sealed = epoch.sealer.sealed(lease.slot)
             return LeaseGranted(

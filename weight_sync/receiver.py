@@ -137,7 +137,7 @@ class WeightReceiver:
     def prefetch(self, version: int, *, deadline_s: float) -> None:
         """Start to bring `version` here and return at once. `poll` tells when it is done.
 
-        Asking again for a version that is under way or has arrived does nothing, so a retry is safe.
+        Asking again for a version that is under way or has arrived only gives it more time, so a retry is safe.
         """
         # What a commit reads must not be overwritten under it.
         if not self._commit_lock.acquire(timeout=min(deadline_s, COMMIT_WAIT_S)):
@@ -146,8 +146,7 @@ class WeightReceiver:
             with self._prefetch_lock:
                 epoch = self._opened()
                 if self._prefetch is not None:
-                    if self._prefetch.version == version and not self._prefetch.has_failed:
-                        self._prefetch.extend(deadline_s)
+                    if self._prefetch.version == version and self._prefetch.extend(deadline_s):
                         return
                     if not self.abort():
                         raise WeightSyncError(
@@ -200,7 +199,11 @@ class WeightReceiver:
             epoch.copy_from_shadow()
             pulled = arrived
         else:
-            pulled = epoch.pull(version, give_up=Deadline(give_up), check=lambda: None)
+            try:
+                pulled = epoch.pull(version, give_up=Deadline(give_up), check=lambda: None)
+            except BaseException:
+                epoch.give_up()
+                raise
         if epoch.landing.fallback is not None:
             epoch.landing.fallback.reload()
         self._backend.synchronize()

@@ -188,16 +188,38 @@ class ReceiverEpoch:
 
     def pull(self, version: int, *, give_up: Deadline, check: Callable[[], None]) -> Pulled:
         """Bring `version` into the shadow (staged) or the parameters (in place), verified. `check` may raise to stop.
+        Call `give_up` if this raises.
 
         Raises:
             PullTimeout, PublisherLost, DigestMismatch, LeaseExpired, VersionUnavailable.
         """
-        try:
-            return self._pull_all(version, give_up=give_up, check=check)
-        except BaseException:
-            self._relay.give_up()
-            self._leases.drop()
-            raise
+        asked = self._host.clock()
+        self._leases.take(version, give_up=give_up)
+
+        def keep_going() -> None:
+            check()
+            if self._host.clock() >= give_up.at:
+                raise PullTimeout(f"{self._holder}: version {version} did not arrive in time; it is not committed")
+            self._leases.renew_if_due(give_up)
+
+        total = Pulled(
+            lease_s=self._host.clock() - asked,
+            seal_s=max((self._leases[rank].seal_s for rank in self._sources), default=0.0),
+        )
+        self._relay.begin(version)
+        for rank in self._sources:
+            total = self._pull_source(rank, version, total, keep_going)
+        if self._request.verify:
+            # After all bytes: digests read as fast as memory can, which a pull should not have to share.
+            for rank in self._sources:
+                total = self._attest_source(rank, version, total, keep_going)
+        self._leases.settle(version, give_up)
+        return total
+
+    def give_up(self) -> None:
+        """After a pull that failed: nobody is to read what arrived, and leases are given back."""
+        self._relay.give_up()
+        self._leases.drop()
 
     def copy_from_shadow(self) -> None:
         """Device-local copy of every run into the parameters. Asynchronous where the device is."""
@@ -268,30 +290,6 @@ class ReceiverEpoch:
                 f"the probe pattern of {info.probe_bytes} bytes from learner {info.rank} to {self._holder} arrived "
                 f"with digest {found:016x}, written with {info.probe_digest:016x}"
             )
-
-    def _pull_all(self, version: int, *, give_up: Deadline, check: Callable[[], None]) -> Pulled:
-        asked = self._host.clock()
-        self._leases.take(version, give_up=give_up)
-
-        def keep_going() -> None:
-            check()
-            if self._host.clock() >= give_up.at:
-                raise PullTimeout(f"{self._holder}: version {version} did not arrive in time; it is not committed")
-            self._leases.renew_if_due(give_up)
-
-        total = Pulled(
-            lease_s=self._host.clock() - asked,
-            seal_s=max((self._leases[rank].seal_s for rank in self._sources), default=0.0),
-        )
-        self._relay.begin(version)
-        for rank in self._sources:
-            total = self._pull_source(rank, version, total, keep_going)
-        if self._request.verify:
-            # After all bytes: digests read as fast as memory can, which a pull should not have to share.
-            for rank in self._sources:
-                total = self._attest_source(rank, version, total, keep_going)
-        self._leases.settle(version, give_up)
-        return total
 
     def _pull_source(
         self, rank: int, version: int, total: Pulled, keep_going: Callable[[], None], *, is_retry: bool = False

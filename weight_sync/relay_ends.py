@@ -92,10 +92,12 @@ class RelayEnds:
                 log.warning("%s", stalled)
                 done, has_stalled = stalled.pieces_done, True
         outlet = self._outlet
-        if outlet is None or not self._is_read:
-            direct(pieces[done:], ignore)
-        else:
+        if outlet is not None and self._is_read:
             direct(pieces[done:], lambda num_pieces: outlet.advance(rank, done + num_pieces))
+        else:
+            direct(pieces[done:], ignore)
+            if outlet is not None:  # reports on the way would cost time; whoever is linked to us later finds it all
+                outlet.advance(rank, len(pieces))
         return has_stalled
 
     def give_up(self) -> None:

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TYPE_CHECKING, NamedTuple
 
-from weight_sync.errors import PullTimeout, WeightSyncError
+from weight_sync.errors import PullTimeout, VersionUnavailable, WeightSyncError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -53,6 +53,8 @@ class Sealer:
         self._rank = rank
         self._lock = threading.Lock()
         self._version: int | None = None
+        self._failed: tuple[int, str] | None = None
+        """The last version that could not be sealed, and why."""
         self._future: Future[None] | None = None
         self._sealed: dict[int, Sealed] = {}
         self._digesters: tuple[Digester, ...] = ()
@@ -92,6 +94,16 @@ class Sealer:
         with self._lock:
             return self._version == version
 
+    def require_not_failed(self, version: int) -> None:
+        """
+        Raises:
+            VersionUnavailable: `version` could not be sealed; says why. No engine is to blame for that.
+        """
+        with self._lock:
+            failed = self._failed
+        if failed is not None and failed[0] == version:
+            raise VersionUnavailable(failed[1])
+
     def sealed(self, slot: int) -> Sealed:
         return self._sealed.get(slot, Sealed())
 
@@ -114,9 +126,11 @@ class Sealer:
                 self._end.seal(slot)
         except BaseException as error:
             self._arena.abort(slot)
+            why = f"learner rank {self._rank} could not seal version {version}: {type(error).__name__}: {error}"
+            log.exception("%s", why)
             with self._lock:
-                self._version = None
-            raise WeightSyncError(f"learner rank {self._rank} could not seal version {version}: {error}") from error
+                self._version, self._failed = None, (version, why)
+            raise WeightSyncError(why) from error
         self._sealed[slot] = Sealed(digests, self._clock() - started)
         with self._lock:
             self._arena.seal(slot, version)

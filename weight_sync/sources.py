@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
 
@@ -18,20 +18,24 @@ from weight_sync.control import (
     Renewed,
     RenewRequest,
 )
-from weight_sync.errors import LeaseExpired, PullTimeout, WeightSyncError
+from weight_sync.errors import LeaseExpired, PublisherLost, PullTimeout, WeightSyncError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from weight_sync.control import Request
     from weight_sync.control_client import ControlClient
     from weight_sync.transports.base import Piece
     from weight_sync.wire import PublisherInfo
 
 SILENCE_S = 10.0
 """Publishers answer from a thread of their own, at once; one that is silent for this long is lost."""
-RELEASE_AFTER_FAILURE_S = 0.2
+LAST_WORD_S = 0.2
+"""For a question at the end of a deadline, or after a failure."""
 PENDING_S = 0.001
 """Between two looks at a version that is being sealed, which takes milliseconds."""
+
+R = TypeVar("R")
 
 
 @dataclass(slots=True)
@@ -84,14 +88,14 @@ class Leases:
         self.drop()
         self._held_s = self._ttl_s if ttl_s is None else ttl_s
         for rank in self._sources:
-            self._granted[rank] = self._ask(rank, version, give_up, self._held_s)
+            self._granted[rank] = self._lease(rank, version, give_up)
         self._version = version
         self._renew_at = self._clock() + self._ttl_s / 2
 
     def renew_if_due(self, give_up: Deadline) -> None:
         """
         Raises:
-            LeaseExpired, PublisherLost.
+            LeaseExpired, PublisherLost, PullTimeout.
         """
         if self._clock() >= self._renew_at:
             self.renew(give_up)
@@ -100,8 +104,7 @@ class Leases:
         """Let what is held live `ttl_s` from now; None keeps the length it was taken with."""
         self._held_s = self._held_s if ttl_s is None else max(self._held_s, ttl_s)
         for rank, lease in self._granted.items():
-            ask = RenewRequest(lease_id=lease.lease_id, ttl_s=self._held_s)
-            self._sources[rank].client.ask(ask, Renewed, deadline_s=self._patience(give_up))
+            self._ask(rank, RenewRequest(lease_id=lease.lease_id, ttl_s=self._held_s), Renewed, give_up)
         self._renew_at = self._clock() + self._ttl_s / 2
 
     def settle(self, version: int, give_up: Deadline) -> None:
@@ -109,11 +112,11 @@ class Leases:
 
         Raises:
             LeaseExpired: a slot was packed again while we read it.
+            PublisherLost, PullTimeout: that cannot be known.
         """
         for rank, lease in list(self._granted.items()):
             ask = ReleaseRequest(lease_id=lease.lease_id, slot=lease.slot, generation=lease.generation)
-            patience_s = max(self._patience(give_up), RELEASE_AFTER_FAILURE_S)
-            released = self._sources[rank].client.ask(ask, Released, deadline_s=patience_s)
+            released = self._ask(rank, ask, Released, give_up)
             del self._granted[rank]
             if not released.is_intact:
                 raise LeaseExpired(
@@ -127,14 +130,14 @@ class Leases:
         for rank, lease in self._granted.items():
             ask = ReleaseRequest(lease_id=lease.lease_id, slot=lease.slot, generation=lease.generation)
             with contextlib.suppress(WeightSyncError):
-                self._sources[rank].client.ask(ask, Released, deadline_s=RELEASE_AFTER_FAILURE_S)
+                self._sources[rank].client.ask(ask, Released, deadline_s=LAST_WORD_S)
         self._granted.clear()
         self._version = None
 
-    def _ask(self, rank: int, version: int, give_up: Deadline, ttl_s: float) -> LeaseGranted:
-        ask = LeaseRequest(version=version, worker=self._worker, ttl_s=ttl_s)
+    def _lease(self, rank: int, version: int, give_up: Deadline) -> LeaseGranted:
+        ask = LeaseRequest(version=version, worker=self._worker, ttl_s=self._held_s)
         while True:
-            answer = self._sources[rank].client.ask(ask, msgspec.Struct, deadline_s=self._patience(give_up))
+            answer = self._ask(rank, ask, msgspec.Struct, give_up)
             if isinstance(answer, LeaseGranted):
                 return answer
             if not isinstance(answer, Pending):
@@ -143,5 +146,19 @@ class Leases:
                 raise PullTimeout(f"{self._holder}: learner {rank} did not seal version {version} in time")
             time.sleep(PENDING_S)
 
-    def _patience(self, give_up: Deadline) -> float:
-        return min(SILENCE_S, give_up.at - self._clock())
+    def _ask(self, rank: int, request: Request, kind: type[R], give_up: Deadline) -> R:
+        """
+        Raises:
+            PublisherLost: no answer within `SILENCE_S`.
+            PullTimeout: none either, and there was less time than that.
+        """
+        patience_s = min(SILENCE_S, max(give_up.at - self._clock(), LAST_WORD_S))
+        try:
+            return self._sources[rank].client.ask(request, kind, deadline_s=patience_s)
+        except PublisherLost as error:
+            if patience_s >= SILENCE_S:
+                raise
+            raise PullTimeout(
+                f"{self._holder}: only {patience_s:.1f} s were left to ask learner {rank}, which says nothing about "
+                f"whether it lives: {error}"
+            ) from error

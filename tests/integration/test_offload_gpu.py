@@ -13,6 +13,9 @@ from transformers import Qwen2Config
 from tests.fakes.learner import TINY, pack, run_config, sequences, weights
 from trainer.learner.policy import PolicyLearner
 from weight_sync.device.select import get_backend
+from weight_sync.layout import local_shards
+from weight_sync.pack import Packer, PackStep
+from weight_sync.pull import PIECE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -75,3 +78,30 @@ def test_the_memory_of_a_learner_that_is_away_is_free_and_it_learns_the_same_bit
     assert fresh.load(tmp_path / "step_2") == 3
     for name, tensor in weights(stays).items():
         torch.testing.assert_close(weights(fresh)[name], tensor, rtol=0, atol=0)
+
+
+def test_shards_that_stay_on_the_host_are_packed_without_a_copy_of_them_on_the_device(
+    one_device: torch.device, tmp_path: Path
+) -> None:
+    Qwen2Config(**{**TINY, "hidden_size": 1024, "intermediate_size": 20000, "num_hidden_layers": 2}).save_pretrained(
+        tmp_path / "model"
+    )
+    cfg = run_config(tmp_path / "model", cpu_offload=True)
+    learner = learner_on(one_device, cfg)
+    _, _, tensors = local_shards(learner.model, rollout_dtype="bfloat16")
+    assert max(tensor.nbytes for tensor in tensors.values()) > PIECE_BYTES
+    slot = {
+        name: torch.empty(tensor.shape, dtype=torch.bfloat16, device=one_device) for name, tensor in tensors.items()
+    }
+    steps = [PackStep(name, tuple(slice(0, n) for n in view.shape), (view,)) for name, view in slot.items()]
+    packer = Packer(get_backend("cuda"), steps, num_slots=1)
+    for step in range(2):
+        learner.train_step([pack(sequences(4, seed=step))], step=step)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        packer.pack(0, tensors)
+        assert torch.cuda.memory_allocated() == before
+        assert torch.cuda.max_memory_allocated() - before <= PIECE_BYTES
+        for name, tensor in weights(learner).items():
+            assert torch.equal(slot[name].cpu(), tensor.cpu().to(torch.bfloat16)), f"{name} after step {step}"

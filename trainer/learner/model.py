@@ -199,7 +199,7 @@ def settle(root: nn.Module, hollow: HollowModel, cfg: RunConfig, *, site: Site, 
     heads = [module for module in root.modules() if isinstance(module, ValueHead)]
     shard_model(root, list(hollow.blocks), plan, float32_modules=heads)
     _materialise(root, hf, torch.device("cpu") if cpu_offload else site.device, buffers=site.device)
-    fill(hf, hollow.source_dir, cfg)
+    fill(hf, hollow.source_dir, cfg, device=site.device)
     for head in heads:
         head.reset()
     root.train()
@@ -292,13 +292,14 @@ def check_architecture(hf: PreTrainedModel) -> nn.ModuleList:
     return blocks
 
 
-def fill(hf: PreTrainedModel, source_dir: Path, cfg: RunConfig) -> None:
-    """Weights from safetensors (own rows only), else through transformers' conversion, else from the seed."""
+def fill(hf: PreTrainedModel, source_dir: Path, cfg: RunConfig, *, device: torch.device) -> None:
+    """Weights from safetensors (own rows only), else through transformers' conversion, else from the seed, drawn on
+    `device`."""
     files = checkpoint_files(source_dir)
     if files is not None and load_rows(hf, files):
         return
     if files is None and not any(source_dir.glob("pytorch_model*.bin")):
-        init_rows(hf, seed=cfg.seed)
+        init_rows(hf, seed=cfg.seed, device=device)
         return
     try:
         whole = AutoModelForCausalLM.from_pretrained(

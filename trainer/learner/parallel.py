@@ -140,8 +140,17 @@ def sharded_like(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     return DTensor(local, param._spec, requires_grad=False) if isinstance(param, DTensor) else local
 
 
-def reshard(root: nn.Module) -> None:
-    """Give back what a forward gathered. Without a backward, the root would stay whole."""
+def end_forward(root: nn.Module) -> None:
+    """Give back what a forward gathered, and what FSDP2 noted of it. Without a backward, the root would stay whole, and
+    the notes, which only a backward throws away, would grow for as long as the run lasts.
+
+    Not between a forward with gradient and its backward, which reads the notes.
+    """
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+    assert isinstance(root, FSDPModule)
+    order = root._get_fsdp_state()._comm_ctx.post_forward_order  # torch has no public way
+    for group in order:
+        group._post_forward_indices.clear()
+    order.clear()

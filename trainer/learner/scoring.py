@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from trainer.learner.inputs import PackedInputs
-from trainer.learner.parallel import reshard
+from trainer.learner.parallel import end_forward
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def score(policy: PolicyModel, batch: MicroBatch, *, layout: LayoutFn, device: torch.device) -> PolicyOutput:
     """The policy's output for the loss tokens. Collective."""
     output = policy(PackedInputs.of(batch, device=device, layout=layout))
-    reshard(policy)
+    end_forward(policy)
     return output
 
 

@@ -142,11 +142,13 @@ def copy_rows(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
         part.tensor.copy_(state[part.name][part.start : part.stop])
 
 
-def init_rows(model: PreTrainedModel, *, seed: int) -> None:
+def init_rows(model: PreTrainedModel, *, seed: int, device: torch.device) -> None:
     """Fill the model from the seed: normal matrices, norms of one, biases of zero. Buffers stay as they are.
 
-    Every rank draws the whole parameter, one at a time, and keeps its rows: the result does not depend on the number of
-    ranks, and no rank ever holds more than one whole parameter.
+    Every rank draws the whole parameter on `device`, one at a time, and keeps its rows: the result does not depend on
+    the number of ranks, and no rank ever holds more than one whole parameter. Generators of different devices give
+    different numbers, so `device` is the one that computes, wherever the rows are kept: a reference that is kept on
+    the host is the first policy all the same.
     """
     std = getattr(model.config.get_text_config(), "initializer_range", None)
     std = 0.02 if std is None else float(std)
@@ -157,9 +159,8 @@ def init_rows(model: PreTrainedModel, *, seed: int) -> None:
         if len(part.shape) == 1:
             part.tensor.fill_(0.0 if part.name.endswith("bias") else 1.0)
             continue
-        generator = torch.Generator(device=part.tensor.device).manual_seed(seed * 1_000_003 + index)
-        whole = torch.empty(part.shape, device=part.tensor.device, dtype=torch.float32)
-        whole.normal_(0.0, std, generator=generator)
+        generator = torch.Generator(device=device).manual_seed(seed * 1_000_003 + index)
+        whole = torch.empty(part.shape, device=device, dtype=torch.float32).normal_(0.0, std, generator=generator)
         part.tensor.copy_(whole[part.start : part.stop])
 
 

@@ -191,10 +191,7 @@ class LearnerWorker:
         parts = self._parts
         parts.learner.offload.require_device("ws_publish")
         parts.refresh()
-        device = parts.learner.device
-        # With CPU offload the shards live on the host, while arenas are on the device.
-        tensors = {name: tensor.to(device, non_blocking=True) for name, tensor in parts.tensors.items()}
-        return parts.publisher.publish(version, tensors, deadline_s=deadline_s)
+        return parts.publisher.publish(version, parts.tensors, deadline_s=deadline_s)
 
     def ws_digests(self, version: int) -> bytes:
         return self._parts.publisher.digests(version)

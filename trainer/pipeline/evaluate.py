@@ -3,7 +3,8 @@
 Beside training it leases one replica. With other replicas that are live, commits pass it by and no new training request
 goes to it: it would sample with weights that are older than its group may have. What it has it finishes, and when the
 evaluation ends it takes the newest weights and is back. The only replica does both: training goes on there, with the
-commits waiting, and so with the staleness bound as the limit of how long.
+syncs waiting, and so with the staleness bound as the limit of how long; or until another one has been started again,
+which then takes the training over.
 
 While the learner waits no commit comes, so all live replicas of the newest version share the prompts.
 """
@@ -261,19 +262,28 @@ async def leased(
     names: Sequence[str], *, coordinator: SyncCoordinator, workers: WorkerPool
 ) -> AsyncIterator[Mapping[str, int | None]]:
     """Keep replicas at their versions for an evaluation, as the module says. Yields these versions."""
-    if len(names) > 1 or list(members(coordinator, workers).values()).count("live") == 1:
+    if len(names) > 1:
         async with contextlib.AsyncExitStack() as stack:
             yield {name: await stack.enter_async_context(coordinator.freeze(name)) for name in names}
         return
     (name,) = names
-    await workers.rest(name)
+    is_resting = False
+
+    async def rest() -> None:
+        nonlocal is_resting
+        if not is_resting:
+            is_resting = True
+            await workers.rest(name)
+
+    if list(members(coordinator, workers).values()).count("live") > 1:
+        await rest()
     try:
-        async with coordinator.lease(name) as version:
+        async with coordinator.lease(name, before_passed=rest) as version:
             yield {name: version}
     finally:
         # One that did not catch up stays out; whoever restarts it lets it in again. What a worker has given up it sends
         # nothing to anyway, and its successor may think otherwise.
-        if coordinator.members.get(name) == "live":
+        if is_resting and coordinator.members.get(name) == "live":
             await workers.resume(name)
 
 

@@ -83,6 +83,7 @@ def origin(cfg: RunConfig) -> dict[str, Any]:
     """
     return {
         "model.path": _located(cfg.model.path),
+        "model.lora.alpha": cfg.model.lora.alpha,
         "seed": cfg.seed if _has_no_weights(cfg.model.path) else None,
         "critic.path": None if cfg.critic.path is None else _located(cfg.critic.path),
     }
@@ -94,6 +95,7 @@ def _check_origin(cfg: RunConfig, resumed: Resumed) -> None:
     why: dict[str, str] = {}
     if cfg.model.lora.rank:
         why |= dict.fromkeys(("model.path", "seed"), "adapters are trained on frozen weights (model.lora)")
+        why["model.lora.alpha"] = "it scales the adapters of the checkpoint, so the policy would be another one"
     elif cfg.algorithm.kl.coef > 0:
         why |= dict.fromkeys(("model.path", "seed"), "the reference is the first policy (algorithm.kl)")
     if cfg.algorithm.uses_critic and not cfg.critic.shared_backbone:

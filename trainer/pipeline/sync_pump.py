@@ -116,7 +116,6 @@ class SyncPump:
     async def _bring(self, version: int) -> SyncReport | None:
         """None if a newer version has taken its place: that one goes live for both."""
         while True:
-            started_at = time.time()
             try:
                 report = await self._coordinator.sync(version)
             except VersionUnavailable as error:
@@ -132,7 +131,8 @@ class SyncPump:
                 if await self._is_superseded():
                     return None
             else:
-                self._trace(report, started_at)
+                # It may have waited for an evaluation before it began.
+                self._trace(report, time.time() - report.end_to_end_s)
                 return report
 
     async def _is_superseded(self) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainer.planning.sizes import Part
+from weight_sync.pull import PIECE_BYTES
 
 if TYPE_CHECKING:
     from trainer.planning.sizes import ModelShape
@@ -114,7 +115,10 @@ def learner_parts(shape: ModelShape, plan: LearnerPlan) -> tuple[Part, ...]:
             remedy="weight_sync.num_slots: fewer",
         ),
     ]
-    if not plan.cpu_offload:
+    if plan.cpu_offload:
+        nbytes = min(PIECE_BYTES, _share(trained * MASTER_BYTES, n))
+        parts.append(Part(name="masters on their way to an arena", nbytes=nbytes, remedy="a smaller model"))
+    else:
         parts += [
             Part(name="masters (float32)", nbytes=_share(trained * MASTER_BYTES, n), remedy=more_ranks, is_state=True),
             Part(name="moments (AdamW)", nbytes=_share(trained * MOMENTS_BYTES, n), remedy=more_ranks, is_state=True),

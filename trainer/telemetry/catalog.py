@@ -199,7 +199,7 @@ METRICS: tuple[MetricInfo, ...] = (
     _row("sync/pause_s", "s", "Longest time that any engine stood still for a commit.", "< 5% of perf/step_s"),
     _row("sync/commit_s", "s", "Slowest engine worker: putting the new weights in place.", "< sync/pause_s"),
     _row("sync/resume_s", "s", "Slowest engine: the end of its pause, after the weights were in place.", "short"),
-    _row("sync/end_to_end_s", "s", "From the request to sync until the last engine was live.", "< perf/step_s"),
+    _row("sync/end_to_end_s", "s", "From when the sync begins until the last engine is live.", "< perf/step_s"),
     _row("sync/bytes", "bytes", "Weights moved per version.", "constant"),
     _row("sync/num_runs", "runs", "Contiguous copies per version.", "constant"),
     _row("sync/num_retries", "retries", "Repeated pulls.", "0"),

@@ -116,8 +116,9 @@ class ReceiverEnd(ABC):
 
         Raises:
             ValueError: no such slot.
-            PublisherLost: the publisher ended or went silent (transports that wait for it).
+            PublisherLost: the publisher's control line is silent (transports that wait for it).
             TransportUnusable: the first connection to it failed (likewise).
+            WeightSyncError: (itself) this device or the link failed (likewise).
         """
 
     @abstractmethod

@@ -219,7 +219,8 @@ class Inbound:
         """When the publisher was last heard of.
 
         Raises:
-            PublisherLost: too long ago, or it says that the group fell.
+            PublisherLost: too long ago.
+            WeightSyncError: it says that the group fell.
         """
         assert job.standing is not None
         try:
@@ -229,7 +230,7 @@ class Inbound:
                 raise PublisherLost(f"{self._name()}: silent in the middle of a transfer: {error}") from error
             return heard
         if state.error:
-            raise PublisherLost(f"{self._name()}: it stopped sending: {state.error}")
+            raise WeightSyncError(f"{self._name()}: it stopped sending: {state.error}")
         return time.monotonic()
 
     def _stop(self, job: Job, thread: threading.Thread) -> None:
@@ -303,7 +304,7 @@ class Inbound:
             while True:
                 is_built = half.done.wait(MEET_S)
                 # Once more after it is built: the publisher may need what the library wrote last to finish its half.
-                met = self._ask(job, PairMeet(group=group_id, entries=mirror.news()), PairMet)
+                met = self._ask(job, PairMeet(group=group_id, entries=mirror.own()), PairMet)
                 if met.error:
                     raise LinkBroken(f"the publisher could not join: {met.error}")
                 mirror.learn(met.entries)
@@ -334,8 +335,9 @@ class Inbound:
     def _explained(self, error: BaseException) -> BaseException:
         if not isinstance(error, DeviceError):
             return error
+        # Of this device, or of the link: the publisher may be well, and is asked when the pull is tried again.
         message = f"{self._name()}: {error}"
-        return PublisherLost(message) if self.num_connected else TransportUnusable(message)
+        return WeightSyncError(message) if self.num_connected else TransportUnusable(message)
 
     def _name(self) -> str:
         return f"{self._arena.transport} from the publisher at {self._arena.host}"

@@ -94,7 +94,7 @@ class Offer:
         return self._slots.readable(self._slots.num_slots)
 
     def seal(self, index: int) -> None:
-        """Make what was packed into `slot(index)` visible to receivers. Returns when it is."""
+        """Make what was packed into `slot(index)`, and waited for, visible to receivers. Returns when it is."""
         self._slots.seal(index)
 
     def answer(self, sender: str, request: TransportRequest) -> TransportResponse:

@@ -99,7 +99,7 @@ class Outbound:
 
     def meet(self, entries: dict[str, bytes]) -> PairMet:
         self._mirror.learn(entries)
-        return PairMet(entries=self._mirror.news(), error=self._error)
+        return PairMet(entries=self._mirror.own(), error=self._error)
 
     def order(self, request: PairSend) -> PairState:
         self._sender.check(request)

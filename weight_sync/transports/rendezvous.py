@@ -1,7 +1,7 @@
 """How the two members of a group find each other: a store on each side, kept equal over the control line.
 
 torch's groups exchange a few hundred bytes (addresses, an identifier) through a key-value store before they connect.
-Here each side has a store in its own memory, and what one side's store gains is carried to the other. So the exchange
+Here each side has a store in its own memory, and what one side writes is carried to the other. So the exchange
 is authenticated like everything on the control line, no further port is opened, and no C++ thread ever calls into
 Python (a store written in Python would be called from the library's threads, and could deadlock with the interpreter's
 lock). Keys are written once; a key that changes later would not be carried again.
@@ -23,19 +23,20 @@ class StoreMirror:
 
     def __init__(self) -> None:
         self.store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-        self._shared: set[str] = set()
+        self._own: set[str] = set()
+        self._learned: set[str] = set()
 
-    def news(self) -> dict[str, bytes]:
-        """What the store gained on this side since the last call."""
-        fresh = set(self.store.list_keys()) - self._shared
-        self._shared |= fresh
-        return {key: bytes(self.store.get(key)) for key in sorted(fresh)}
+    def own(self) -> dict[str, bytes]:
+        """Every key that this side made. All of them, whenever it is asked: an answer that came too late is thrown
+        away, and nobody says so."""
+        self._own |= set(self.store.list_keys()) - self._learned
+        return {key: bytes(self.store.get(key)) for key in sorted(self._own)}
 
     def learn(self, entries: dict[str, bytes]) -> None:
-        """Take over what the other side's store gained. Keys that are known already are left alone."""
+        """Take over what the other side made. Keys that are known already are left alone."""
         for key, value in entries.items():
-            if key not in self._shared:
-                self._shared.add(key)
+            if key not in self._own and key not in self._learned:
+                self._learned.add(key)
                 self.store.set(key, value)  # type: ignore[arg-type]
 
 

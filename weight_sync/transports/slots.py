@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from weight_sync.device.cpu import CpuBackend
 from weight_sync.transports.base import PROBE_BYTES, arena_bytes, slot_stride
@@ -46,7 +46,10 @@ class Slots(ABC):
 
     @abstractmethod
     def seal(self, index: int) -> None:
-        """Make `readable(index)` what was packed. Returns when it is."""
+        """Make `readable(index)` what was packed. Returns when it is.
+
+        The pack must have been waited for. Runs beside the learner's compute: neither is queued behind the other.
+        """
 
     def num_allocations(self) -> int:
         return int(self.block is not None)
@@ -77,7 +80,7 @@ class DeviceSlots(Slots):
         return self.readable(index)
 
     def seal(self, index: int) -> None:
-        self.owner.synchronize_current()
+        return
 
 
 class HostSlots(Slots):
@@ -87,6 +90,7 @@ class HostSlots(Slots):
         host = CpuBackend()
         super().__init__(host, slot_bytes=slot_bytes, num_slots=num_slots)
         self._device = backend
+        self._stream: Any | None = backend.new_stream()
         # One staging slot is enough: packing is sequential and sealing empties it.
         needs_staging = slot_bytes > 0 and backend.name != host.name
         try:
@@ -100,9 +104,8 @@ class HostSlots(Slots):
 
     def seal(self, index: int) -> None:
         if self._staging is not None:
-            # On the current stream, so behind what was packed there.
-            self._device.copy_async(self.readable(index), self._staging.tensor)
-            self._device.synchronize_current()
+            self._device.copy_async(self.readable(index), self._staging.tensor, self._stream)
+            self._device.synchronize(self._stream)
 
     def num_allocations(self) -> int:
         return super().num_allocations() + int(self._staging is not None)

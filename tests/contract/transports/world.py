@@ -104,6 +104,7 @@ def publish(kind: Kind, pipe: Connection) -> None:
     end = kind.open_publisher(backend)
     for slot in range(NUM_SLOTS):
         end.slot(slot).copy_(pattern(slot, kind.slot_bytes))
+        backend.synchronize_current()
         end.seal(slot)
     server = ControlServer(end.answer, MEMBERSHIP, host=kind.host)
     pipe.send_bytes(encode(end.handles[0]))
@@ -112,6 +113,7 @@ def publish(kind: Kind, pipe: Connection) -> None:
         match order:
             case "repack":
                 end.slot(0).copy_(pattern(9, kind.slot_bytes))
+                backend.synchronize_current()
                 end.seal(0)
                 pipe.send(None)
             case "threads":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -84,17 +85,72 @@ async def test_while_the_only_live_replica_is_leased_a_sync_waits_and_a_newcomer
     commit: str,
 ) -> None:
     replicas = [LocalReplica("r0")]
+    told: list[dict[str, int | None]] = []
+
+    async def before_passed() -> None:
+        told.append(world.coordinator.live_versions)
+
     async with opened(1, replicas, commit=commit) as world:
         await world.step(1)
-        async with world.coordinator.lease("r0"):
+        async with world.coordinator.lease("r0", before_passed=before_passed):
             syncing = asyncio.create_task(world.step(2))
             await asyncio.sleep(0.1)
             assert not syncing.done()
+            assert told == [], "it is not passed by yet"
             await asyncio.wait_for(world.coordinator.join(LocalReplica("r1")), 10)
             report = await asyncio.wait_for(syncing, 10)
             assert (report.replicas_live, report.replicas_skipped) == (1, 1)
             assert world.coordinator.live_versions == {"r0": 1, "r1": 2}
-        assert world.coordinator.live_versions == {"r0": 2, "r1": 2}
+            await asyncio.wait_for(world.step(3), 10)
+            assert told == [{"r0": 1, "r1": 2}], "once"
+            await asyncio.wait_for(world.step(4), 10)
+        assert world.coordinator.live_versions == {"r0": 4, "r1": 4}
+        await world.step(5)
+        assert len(told) == 1
+
+
+async def test_a_lease_that_nobody_passed_by_says_so_to_nobody_afterwards(commit: str) -> None:
+    async def never() -> None:
+        raise AssertionError("the lease is over")
+
+    replicas = [LocalReplica("r0"), LocalReplica("r1")]
+    async with opened(1, replicas, commit=commit) as world:
+        await world.step(1)
+        async with world.coordinator.lease("r0", before_passed=never):
+            pass
+        async with world.coordinator.lease("r0"):
+            await asyncio.wait_for(world.step(2), 10)
+
+
+async def test_a_lease_waits_for_the_sync_that_is_under_way(commit: str) -> None:
+    """An evaluation that begins again on another replica: the sync would wait for it to its end, and whoever joins for
+    the sync."""
+    replicas = [LocalReplica("r0"), LocalReplica("r1")]
+    async with opened(1, replicas, commit=commit) as world:
+        await world.step(1)
+        has_begun, may_go_on = asyncio.Event(), asyncio.Event()
+        member = world.coordinator._members["r0"]
+        prefetch = member._prefetch
+
+        async def slow(*arguments: Any) -> None:
+            has_begun.set()
+            await may_go_on.wait()
+            await prefetch(*arguments)
+
+        member._prefetch = slow  # type: ignore[method-assign]
+        syncing = asyncio.create_task(world.step(2))
+        await has_begun.wait()
+        versions: list[int | None] = []
+
+        async def evaluate() -> None:
+            async with world.coordinator.lease("r0") as version:
+                versions.append(version)
+
+        evaluating = asyncio.create_task(evaluate())
+        await asyncio.sleep(0.1)
+        may_go_on.set()
+        await asyncio.wait_for(asyncio.gather(syncing, evaluating), 20)
+        assert versions == [2]
 
 
 async def test_a_sync_that_waited_for_a_lease_does_not_take_a_newer_version_back(commit: str) -> None:
@@ -102,15 +158,10 @@ async def test_a_sync_that_waited_for_a_lease_does_not_take_a_newer_version_back
     async with opened(1, replicas, commit=commit) as world:
         await world.step(1)
         async with world.coordinator.lease("r0"):
-            waits, wait = asyncio.Event(), world.coordinator._somebody_is_free
-
-            async def noted() -> None:
-                waits.set()
-                await wait()
-
-            world.coordinator._somebody_is_free = noted  # type: ignore[method-assign]
-            syncing = asyncio.create_task(world.step(2))
-            await waits.wait()
+            world.train(2)
+            await world.coordinator.publish(2)
+            syncing = asyncio.create_task(world.coordinator.sync(2))
+            await asyncio.sleep(0)  # it has begun to wait
             world.train(3)
             await world.coordinator.publish(3)
             # Joins with version 3, and whoever waits may go on.

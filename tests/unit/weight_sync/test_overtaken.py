@@ -11,7 +11,8 @@ import pytest
 
 from tests.fakes.sync_world import LocalReplica
 from tests.unit.weight_sync.test_coordinator import World, opened
-from weight_sync.errors import PullTimeout, VersionUnavailable
+from weight_sync.device.base import DeviceError
+from weight_sync.errors import PullTimeout, VersionUnavailable, WeightSyncError
 
 if TYPE_CHECKING:
     from weight_sync.publisher import Epoch
@@ -103,6 +104,26 @@ async def test_a_learner_that_gets_no_slot_says_who_reads_from_it(monkeypatch: p
         monkeypatch.setattr(world.publishers[0], "ws_publish", answer_late)
         with pytest.raises(PullTimeout, match="r5/0 reads version 1 in slot 0"):
             await world.coordinator.publish(2)
+
+
+async def test_a_version_that_could_not_be_sealed_says_why_and_harms_no_replica(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    replica = LocalReplica("r0")
+    async with opened(1, [replica]) as world:
+        await world.step(1)
+        epoch = epoch_of(world)
+
+        def fail(_: int) -> None:
+            raise DeviceError("no page-locked memory")
+
+        monkeypatch.setattr(epoch.end, "seal", fail)
+        with pytest.raises(VersionUnavailable, match="rank 0 could not seal version 2: DeviceError: no page-locked"):
+            await world.step(2)
+        assert "could not seal version 2" in caplog.text
+        assert world.coordinator.members == {"r0": "live"}
+        with pytest.raises(WeightSyncError, match="could not seal version 2"):
+            await world.coordinator.publish(3)
 
 
 async def test_the_seal_and_the_slot_share_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:

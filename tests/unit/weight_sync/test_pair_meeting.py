@@ -18,7 +18,8 @@ import zmq
 from weight_sync.control import ControlServer, Membership, PairMeet, PairMet, PairSend, PairState
 from weight_sync.control_client import ControlClient
 from weight_sync.device.cpu import CpuBackend
-from weight_sync.device.process_groups import CollectiveGroup, GlooGroup, hccl_group
+from weight_sync.device.process_groups import CollectiveGroup, GlooGroup, LinkBroken, hccl_group
+from weight_sync.errors import PublisherLost, WeightSyncError
 from weight_sync.transports import inbound
 from weight_sync.transports.base import Piece
 from weight_sync.transports.inbound import Inbound, Landing
@@ -174,6 +175,47 @@ def test_a_tensor_on_another_device_is_refused_and_not_lost() -> None:
             operation([stray])
 
 
+def test_an_answer_that_comes_too_late_costs_the_rendezvous_nothing() -> None:
+    """The first answers with keys are lost on their way; the next ones have to bring those keys again."""
+    offer = Offer(("gloo",), CpuBackend(), slot_bytes=4, num_slots=1, host="127.0.0.1", timing=Timing(connect_s=20))
+    offer.slot(0).copy_(torch.arange(4, dtype=torch.uint8))
+    lost: list[PairMet] = []
+
+    class LossyLine:
+        def ask(self, request: Any, kind: type[Any], *, deadline_s: float) -> Any:
+            answer = offer.answer("r/0", request)
+            if isinstance(answer, PairMet) and answer.entries and len(lost) < 3:
+                lost.append(answer)
+                raise PublisherLost("too late")
+            return answer
+
+    end = PairReceiverEnd(CpuBackend(), {0: offer.handles[0]}, {0: LossyLine()})
+    try:
+        landing = torch.zeros(4, dtype=torch.uint8)
+        end.pull(0, 0, [Piece(0, landing)], check=lambda: None)
+        assert landing.tolist() == [0, 1, 2, 3]
+        assert len(lost) == 3
+    finally:
+        end.close()
+        offer.close()
+
+
+def test_a_link_that_breaks_is_not_taken_for_a_lost_publisher(line: SlowLine) -> None:
+    """Of the publisher it tells nothing: a lost one would end the run, and this one answers."""
+    line.may_answer.set()
+    end = receiver(line)
+    assert pull(end) == [1] * 4
+
+    def broken(tensors: list[torch.Tensor]) -> None:
+        raise LinkBroken("out of memory")
+
+    line.groups[0].receive = broken
+    with pytest.raises(WeightSyncError, match="out of memory") as failure:
+        pull(end)
+    assert type(failure.value) is WeightSyncError
+    assert pull(end) == [2] * 4
+
+
 def dawdle(monkeypatch: pytest.MonkeyPatch, owner: type[Any], name: str, chance: random.Random) -> None:
     """Before and after `owner.name`, wait for up to 5 ms."""
     original = getattr(owner, name)
@@ -211,7 +253,7 @@ def side_by_side(*calls: Callable[[], None], within_s: float = 20.0) -> None:
 def test_two_receivers_in_one_process_connect_and_pull_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twenty times, with pauses at every point where two rendezvous could get mixed up."""
     chance = random.Random(0)
-    for owner, name in ((GlooGroup, "__init__"), (StoreMirror, "news"), (StoreMirror, "learn"), (ControlClient, "ask")):
+    for owner, name in ((GlooGroup, "__init__"), (StoreMirror, "own"), (StoreMirror, "learn"), (ControlClient, "ask")):
         dawdle(monkeypatch, owner, name, chance)
     membership = Membership(run_id="r", epoch=1, secret=b"s")
     offer = Offer(("gloo",), CpuBackend(), slot_bytes=4096, num_slots=2, host="127.0.0.1")

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 
 from tests.fakes.relay_process import NUM_PIECES, SOURCES, RelayProcess, Replica, nothing
 from weight_sync import progress, relay
+from weight_sync.control import LinkRequest
 from weight_sync.device.base import Capabilities, DeviceError
 from weight_sync.errors import PlanMismatch, PullTimeout, RelayStalled
 from weight_sync.relay import RelayHandle, RelayInlet, RelayOutlet, map_shadow
+from weight_sync.relay_ends import RelayEnds
 from weight_sync.transports import base
 from weight_sync.transports.base import Piece
 from weight_sync.wire import decode, make_error
@@ -68,6 +70,26 @@ def test_a_source_that_is_complete_arrives_whole_and_alone(pair: Pair) -> None:
     pair.inlet.pull(5, 3, check=nothing)
     assert pair.second.holds(5, 3)
     assert not any(piece.dst.any() for piece in pair.second.pieces[2])
+
+
+def test_what_arrived_while_nobody_read_is_there_for_a_reader_that_comes_later(pair: Pair) -> None:
+    """A replica whose lease ended reads the version from a neighbour that has it already."""
+    ends = RelayEnds(pair.first.backend, pair.first.map, pair.outlet)
+    ends.link(LinkRequest(order=SOURCES, relayed=(), predecessor=None, is_read=False))
+    ends.begin(3)
+    for rank in SOURCES:
+        pieces = pair.first.pieces[rank]
+        ends.pull(
+            rank,
+            pieces,
+            version=3,
+            direct=lambda _pieces, _told, rank=rank: pair.first.fill(rank, 3),
+            check=nothing,
+            may_relay=True,
+        )
+    for rank in SOURCES:
+        pair.inlet.pull(rank, 3, check=nothing)
+        assert pair.second.holds(rank, 3)
 
 
 def test_what_arrives_is_offered_to_the_next_in_line_in_batches(pair: Pair) -> None:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from tests.fakes.learner import KINDS, TINY, make_learner, run_config, save_tiny
 from trainer.config.schema.model import ModelConfig
 from trainer.learner.errors import ModelError
 from trainer.learner.model import check_model, resolve_model_dir, torch_dtype
+from trainer.learner.weights import init_rows
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -71,6 +72,23 @@ def test_config_without_weights_is_initialised_from_the_seed(tmp_path: Path) -> 
     assert first["model.layers.0.mlp.up_proj.weight"].std().item() == pytest.approx(0.02, rel=0.05)
     assert first["model.norm.weight"].eq(1).all() and first["model.layers.1.self_attn.q_proj.bias"].eq(0).all()
     assert not first["model.layers.0.mlp.up_proj.weight"].equal(first["model.layers.1.mlp.up_proj.weight"])
+
+
+def test_weights_from_the_seed_are_the_same_wherever_they_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Generators of different devices give different numbers, so only that of the device that computes is asked."""
+    drawn: list[tuple[str, torch.device]] = []
+    normal = torch.Tensor.normal_
+
+    def noted(tensor: torch.Tensor, *args: Any, generator: torch.Generator) -> torch.Tensor:
+        drawn.append((tensor.device.type, generator.device))
+        return normal(tensor, *args, generator=generator)
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(Qwen2Config(**TINY))
+    monkeypatch.setattr(torch.Tensor, "normal_", noted)
+    init_rows(model, seed=3, device=torch.device("cpu"))
+    assert drawn
+    assert set(drawn) == {("cpu", torch.device("cpu"))}
 
 
 def test_missing_directory_says_what_to_give(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
 from tests.fakes.learner import gradients, make_learner, pack, run_config, sequences, weights
@@ -91,6 +92,20 @@ def test_a_reference_costs_no_gradient_and_no_optimizer(tiny_dir: Path) -> None:
     batch = pack(sequences(5))
     np.testing.assert_array_equal(reference_of(learner).logprobs(batch), learner.logprobs(batch))
     assert make_learner(run_config(tiny_dir))._preparation._reference is None
+
+
+def test_passes_without_gradient_leave_no_notes_behind(tiny_dir: Path) -> None:
+    """FSDP2 notes every forward until a backward, and a reference never has one."""
+    learner, batch = make_learner(with_kl(run_config(tiny_dir))), pack(sequences(2))
+    reference = reference_of(learner)
+    for model, score in ((reference._model, reference.logprobs), (learner._policy, learner.logprobs)):
+        score(batch)
+        score(batch)
+        states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+        assert len(states) == 3, "two blocks and the root"
+        for state in states:
+            assert state._comm_ctx.post_forward_order == []
+            assert [group._post_forward_indices for group in state._fsdp_param_groups] == [[]]
 
 
 def test_a_reference_on_the_host_gives_the_same_bits(tiny_dir: Path) -> None:

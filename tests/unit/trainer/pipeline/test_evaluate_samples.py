@@ -19,7 +19,7 @@ from trainer.pipeline.evaluate import EvaluationFailed, Evaluator, leased, pass_
 from trainer.pipeline.state import RunState
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
 PROMPTS = prompt_set(3).prompts
 
@@ -146,11 +146,15 @@ class Parties:
     def __init__(self, members: dict[str, str]) -> None:
         self.members, self.events = members, []
         self.lost_engines: dict[str, str] = {}
+        self.is_passed = False
+        """By a sync, for which another replica is free."""
 
     @contextlib.asynccontextmanager
-    async def lease(self, name: str) -> AsyncIterator[int]:
+    async def lease(self, name: str, *, before_passed: Callable[[], Awaitable[None]]) -> AsyncIterator[int]:
         self.events.append(f"lease {name}")
         yield 5
+        if self.is_passed:
+            await before_passed()
         self.events.append(f"end {name}")
 
     @contextlib.asynccontextmanager
@@ -165,8 +169,11 @@ class Parties:
         self.events.append(f"resume {name}")
 
 
-def lease(members: dict[str, str], names: tuple[str, ...] = ("a",), *, lose: bool = False) -> list[str]:
+def lease(
+    members: dict[str, str], names: tuple[str, ...] = ("a",), *, lose: bool = False, is_passed: bool = False
+) -> list[str]:
     parties: Any = Parties(members)
+    parties.is_passed = is_passed
 
     async def main() -> None:
         async with leased(names, coordinator=parties, workers=parties) as versions:
@@ -178,12 +185,18 @@ def lease(members: dict[str, str], names: tuple[str, ...] = ("a",), *, lose: boo
     return parties.events
 
 
-def test_new_requests_stop_before_the_lease_and_come_back_when_it_has_caught_up() -> None:
-    assert lease({"a": "live", "b": "live"}) == ["rest a", "lease a", "end a", "resume a"]
+@pytest.mark.parametrize("is_passed", [False, True])
+def test_new_requests_stop_before_the_lease_and_come_back_when_it_has_caught_up(is_passed: bool) -> None:
+    events = lease({"a": "live", "b": "live"}, is_passed=is_passed)
+    assert events == ["rest a", "lease a", "end a", "resume a"]
 
 
-def test_the_only_live_replica_serves_both_and_commits_wait() -> None:
-    assert lease({"a": "live", "b": "dead"}) == ["freeze a"]
+def test_the_only_live_replica_serves_both_and_syncs_wait() -> None:
+    assert lease({"a": "live", "b": "dead"}) == ["lease a", "end a"]
+
+
+def test_the_only_live_replica_gets_no_new_requests_once_another_one_takes_newer_weights() -> None:
+    assert lease({"a": "live", "b": "dead"}, is_passed=True) == ["lease a", "rest a", "end a", "resume a"]
 
 
 def test_replicas_that_share_an_evaluation_serve_training_too() -> None:

@@ -120,6 +120,7 @@ def go_on(directory: Path, keys: dict[str, Any], change: dict[str, Any]) -> Any:
     [
         (WITH_KL, {"model": {"path": "org/second"}}, "model.path"),
         (LORA, {"model": {"path": "org/second"}}, "model.path"),
+        (LORA, {"model": {"lora": LoraConfig(rank=8, alpha=64.0)}}, "model.lora.alpha"),
         (PPO, {"critic": {"path": "org/second"}}, "critic.path"),
         (PPO, {"critic": {"path": None}}, "critic.path"),
     ],
@@ -130,7 +131,7 @@ def test_what_no_checkpoint_holds_must_stay_as_it_was(
     with pytest.raises(ConfigurationError) as caught:
         go_on(tmp_path, keys, change)
     (problem,) = caught.value.problems
-    assert problem.key == key and "must stay org/" in problem.allowed
+    assert problem.key == key and f"must stay {'32.0' if 'alpha' in key else 'org/'}" in problem.allowed
     assert go_on(tmp_path, keys, {}).step == 5
 
 
@@ -140,6 +141,7 @@ def test_what_no_checkpoint_holds_must_stay_as_it_was(
         ({"model": {"path": "org/first"}}, {"model": {"path": "org/second"}}),
         (PPO, {"model": {"path": "org/second"}}),
         (WITH_KL, {"seed": 7}),
+        (WITH_KL, {"model": {"lora": LoraConfig(alpha=64.0)}}),
         ({**PPO, "algorithm": {}}, {"critic": {"path": "org/second"}}),
     ],
 )

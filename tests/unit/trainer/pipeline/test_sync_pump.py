@@ -3,12 +3,14 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.fakes.scripted_run import sync_report
 from tests.fakes.virtual_time import run_virtual
+from trainer.pipeline import sync_pump
 from trainer.pipeline.supervise import Supervisor
 from trainer.pipeline.sync_pump import SyncPump
 from trainer.telemetry.spans import Tracer
@@ -312,6 +314,25 @@ def test_a_learner_that_is_lost_ends_the_run_whatever_the_engines_do() -> None:
     with pytest.raises(PublisherLost):
         pumped(engines, main, live_at=[], await_engine=engines.await_engine)
     assert engines.num_waits == 0
+
+
+def test_a_sync_that_waited_for_an_evaluation_is_traced_where_it_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Waiting(Coordinator):
+        async def sync(self, version: int) -> SyncReport:
+            await super().sync(version)
+            return sync_report(version, end_to_end_s=4.0)
+
+    traced: list[float] = []
+    monkeypatch.setattr(sync_pump, "time", SimpleNamespace(time=lambda: asyncio.get_running_loop().time()))
+    monkeypatch.setattr(SyncPump, "_trace", lambda _pump, _report, started_at: traced.append(started_at))
+
+    async def main(pump: SyncPump) -> None:
+        await pump.publish(1)
+        await pump.drained()
+
+    waiting = Waiting(sync_s=10.0)
+    pumped(waiting, main, live_at=[])
+    assert traced == [waiting.begun[0] + 6.0]
 
 
 @pytest.mark.parametrize(("is_staged", "pull_at_s"), [(True, 1.0), (False, 6.5)])

@@ -103,6 +103,7 @@ def test_every_switch_moves_its_part(shape_7b: ModelShape) -> None:
     assert got["reference"] == NUM_7B * 2 // 4
     offloaded = sizes(planned(config(learner={"cpu_offload": True}), shape_7b))
     assert not {"masters (float32)", "moments (AdamW)", "gradients (float32)"} & set(offloaded)
+    assert offloaded["masters on their way to an arena"] == 64 * 2**20
     cfg = config()
     both = plan_run(cfg, shape_7b, BIG, critic=shape_7b, prompt_tokens=1.0)
     num_critic = NUM_7B - 152064 * 3584 + 3584 + 1
