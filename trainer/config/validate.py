@@ -302,7 +302,8 @@ def _ray(config: RunConfig) -> Iterator[Problem]:
 
 def _telemetry(config: RunConfig) -> Iterator[Problem]:
     if not config.telemetry.wandb:
-        yield from _ineffective(config, "telemetry.wandb_project", "telemetry.wandb is false", "telemetry.wandb")
+        for name in ("wandb_project", "wandb_entity", "wandb_group", "wandb_tags"):
+            yield from _ineffective(config, f"telemetry.{name}", "telemetry.wandb is false", "telemetry.wandb")
 
 
 def longest_sequence(config: RunConfig) -> int:

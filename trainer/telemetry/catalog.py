@@ -421,7 +421,8 @@ _INTRO = """\
 <!-- Generated from trainer/telemetry/catalog.py by `python scripts/generate_docs.py`; do not edit. -->
 
 `metrics.jsonl` in the run directory holds one JSON object per line and optimizer step; the same numbers go to
-TensorBoard (`tensorboard --logdir RUN_DIR/tb`).
+TensorBoard (`tensorboard --logdir RUN_DIR/tb`), and with `telemetry.wandb` to
+[Weights & Biases](quickstart.md#weights--biases).
 
 - A metric without data in a step is absent from its line. `null` means that a NaN or an infinity was computed; the
   first time, log.txt says which.

@@ -92,6 +92,9 @@ def test_the_defaults_have_no_problem() -> None:
         ({"ray__address": "auto", "ray__num_cpus": 4}, "ray.num_cpus"),
         ({"ray__address": ""}, "ray.address"),
         ({"telemetry__wandb_project": "mine"}, "telemetry.wandb_project"),
+        ({"telemetry__wandb_entity": "team"}, "telemetry.wandb_entity"),
+        ({"telemetry__wandb_group": "sweep"}, "telemetry.wandb_group"),
+        ({"telemetry__wandb_tags": "a+b"}, "telemetry.wandb_tags"),
     ],
 )
 def test_an_impossible_or_ineffective_combination_is_refused(keys: dict[str, Any], refused: str) -> None:
