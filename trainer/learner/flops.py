@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from torch import nn
     from transformers import PreTrainedModel
 
     from trainer.data.batch import MicroBatch
@@ -88,7 +89,7 @@ def model_flops(hf: PreTrainedModel) -> ModelFlops | None:
     None where that cannot be known from the shapes: experts that are not fused, or attention whose heads have other
     sizes than `head_dim`.
     """
-    text, blocks = hf.config.get_text_config(), list(hf.base_model.layers)
+    text, blocks = hf.config.get_text_config(), list(cast("nn.ModuleList", hf.base_model.layers))
     visited, has_experts, per_token = getattr(text, "num_experts_per_tok", None), False, 0.0
     for param in (param for block in blocks for param in block.parameters()):
         each = TRAINED if param.requires_grad else FROZEN
@@ -101,7 +102,7 @@ def model_flops(hf: PreTrainedModel) -> ModelFlops | None:
             return None
     if (visited is not None and not has_experts) or getattr(text, "v_head_dim", None) is not None:
         return None
-    head = hf.get_output_embeddings().weight
+    head = cast("nn.Linear", hf.get_output_embeddings()).weight
     heads, head_dim = int(text.num_attention_heads), getattr(text, "head_dim", None)
     head_dim = int(text.hidden_size) // heads if head_dim is None else int(head_dim)
     return ModelFlops(
