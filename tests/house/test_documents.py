@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.house.source import ROOT, docstrings, modules
+from tests.house.source import ROOT, Module, docstrings, modules
 from trainer.config.command_line import parse
 from trainer.config.document import configuration_markdown
 from trainer.config.load import resolve
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 REFRESH = "run: python scripts/generate_docs.py"
+PRODUCERS = ("trainer/pipeline/", "trainer/learner/", "trainer/data/", "trainer/telemetry/sinks/", "rollout/")
 _FAMILIES = sorted({metric.name.partition("/")[0] for metric in METRICS if "/" in metric.name})
 _METRIC = re.compile(rf"({'|'.join(_FAMILIES)})/[a-z0-9_]+(/[a-z0-9_]+)?")
 
@@ -73,6 +74,48 @@ def metric_names() -> Iterator[tuple[str, str]]:
 def test_every_metric_named_in_the_code_has_a_row() -> None:
     unknown = sorted(f"{where} {name}" for where, name in metric_names() if find_row(name) is None)
     assert not unknown, "add a row to trainer/telemetry/catalog.py for:\n" + "\n".join(unknown)
+
+
+def in_producers(module: Module) -> bool:
+    """Whether a file may write metrics: not one that only reads or describes them."""
+    return module.path.startswith(PRODUCERS) and module.path != "trainer/telemetry/catalog.py"
+
+
+def texts() -> tuple[set[str], list[re.Pattern[str]]]:
+    """What the producers can say: every text and every name of a field, and every f-string that begins with a text."""
+    whole: set[str] = set()
+    made: list[re.Pattern[str]] = []
+    for module in filter(in_producers, modules()):
+        documenting = docstrings(module.tree)
+        for node in ast.walk(module.tree):
+            match node:
+                case ast.Constant(value=str(text)) if node not in documenting:
+                    whole.add(text)
+                case ast.AnnAssign(target=ast.Name(id=name)):
+                    whole.add(name)
+                case ast.JoinedStr(values=[ast.Constant(value=str(first)), *_]) if len(first) > len("no_"):
+                    parts = (re.escape(v.value) if isinstance(v, ast.Constant) else "(.+)" for v in node.values)
+                    made.append(re.compile("".join(parts)))
+                    whole.add(f"{first.rpartition('/')[0]}/*")
+                case _:
+                    pass
+    return whole, made
+
+
+def can_say(name: str, whole: set[str], made: list[re.Pattern[str]]) -> bool:
+    """Whether a text is one of those, or an f-string becomes it with such texts in its gaps."""
+    if name in whole or name == "*":
+        return True
+    found = (pattern.fullmatch(name) for pattern in made)
+    return any(all(can_say(gap, whole, made) for gap in match.groups()) for match in found if match is not None)
+
+
+def test_every_row_of_the_catalogue_has_somebody_who_writes_it() -> None:
+    whole, made = texts()
+    silent = [metric.name for metric in METRICS if not can_say(metric.name, whole, made)]
+    assert not silent, "nothing writes these rows of trainer/telemetry/catalog.py:\n" + "\n".join(silent)
+    for name in ("perf/no_such", "learner/no_such_s", "learner/correction_no_such_frac", "perf/no_such/*"):
+        assert not can_say(name, whole, made)
 
 
 def test_there_is_a_readme() -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.advise.reading import idle_seconds
 from trainer.bench.workload import NUM_PROMPTS, attention_tokens
+from trainer.learner.flops import ModelFlops
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -213,11 +214,7 @@ def _full_rate(spans: Sequence[tuple[float, float]], rates: Sequence[float], *, 
 
 
 def step_flops(work: Workload, *, num_tokens: float, num_loss_tokens: float, attention_tokens: float) -> float:
-    """Operations of forward and backward that the model asks for; recomputed activations do not count.
-
-        6 x (weights of the blocks' matrices) x tokens
-      + 6 x (weights of the output matrix) x loss tokens               logits exist of these tokens only
-      + 6 x layers x heads x head size x sum of length^2               causal attention: half of all pairs
+    """Operations of forward and backward that the model asks for; see `ModelFlops`.
 
     Args:
         attention_tokens: sum of length^2 over sum of length, of the sequences trained.
@@ -228,8 +225,13 @@ def step_flops(work: Workload, *, num_tokens: float, num_loss_tokens: float, att
     )
     if shape.num_experts:
         raise ValueError(f"{shape.name} has experts; only those that a token visits would count")
-    pairs = shape.layers * shape.heads * shape.head_dim * attention_tokens * num_tokens
-    return 6.0 * (in_blocks * num_tokens + shape.vocab * shape.hidden * num_loss_tokens + pairs)
+    flops = ModelFlops.dense(
+        in_blocks=in_blocks,
+        in_head=shape.vocab * shape.hidden,
+        attention_width=shape.layers * shape.heads * shape.head_dim,
+    )
+    squared_lengths = attention_tokens * num_tokens
+    return flops.of(num_tokens=num_tokens, num_loss_tokens=num_loss_tokens, squared_lengths=squared_lengths)
 
 
 def start_up(

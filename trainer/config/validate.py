@@ -277,6 +277,17 @@ def _trainer(config: RunConfig) -> Iterator[Problem]:
         )
 
 
+def _checkpoint(config: RunConfig) -> Iterator[Problem]:
+    every, kept = config.checkpoint.every_steps, config.checkpoint.keep_every
+    if every == 0:
+        why = "checkpoint.every_steps=0 saves at the end only"
+        yield from _ineffective(config, "checkpoint.keep_every", why, "checkpoint.every_steps")
+    elif kept % every:
+        allowed = f"must be a multiple of checkpoint.every_steps={every}: no other step is saved"
+        do = f"for example {max(1, kept // every) * every}"
+        yield _conflict(config, "checkpoint.keep_every", allowed, do, "checkpoint.every_steps")
+
+
 def _ray(config: RunConfig) -> Iterator[Problem]:
     if not config.ray.address:
         yield _conflict(config, "ray.address", "must be local, auto or HOST:PORT", "use local for a private cluster")
@@ -291,7 +302,8 @@ def _ray(config: RunConfig) -> Iterator[Problem]:
 
 def _telemetry(config: RunConfig) -> Iterator[Problem]:
     if not config.telemetry.wandb:
-        yield from _ineffective(config, "telemetry.wandb_project", "telemetry.wandb is false", "telemetry.wandb")
+        for name in ("wandb_project", "wandb_entity", "wandb_group", "wandb_tags"):
+            yield from _ineffective(config, f"telemetry.{name}", "telemetry.wandb is false", "telemetry.wandb")
 
 
 def longest_sequence(config: RunConfig) -> int:
@@ -303,5 +315,5 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _run, _model, _device, _task, selection_problems, _agent, _advantage, _algorithm, _own_functions, _loss,
     critic_problems, kl_problems, correction_problems, mode_problems, _rollout, concurrency_problems,
     engine_args_problems, _learner,
-    _trainer, evaluation_problems, _telemetry, _ray,
+    _trainer, evaluation_problems, _checkpoint, _telemetry, _ray,
 )  # fmt: skip

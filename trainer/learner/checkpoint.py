@@ -123,14 +123,22 @@ def read_state(path: Path) -> dict[str, Any]:
     return json.loads((path / STATE_FILE).read_text())
 
 
-def prune(directory: Path, *, keep_last: int) -> list[Path]:
-    """Delete all but the newest `keep_last` (>= 1) complete checkpoints; returns what was deleted.
+def prune(directory: Path, *, keep_last: int, keep_every: int = 0) -> list[Path]:
+    """Delete complete checkpoints, the oldest first; returns what was deleted.
 
     Directories that are not complete checkpoints are left alone: a save may be going on.
+
+    Args:
+        keep_last: the newest so many stay, >= 1; those that `keep_every` keeps count among them.
+        keep_every: steps that are divisible by it stay, however old; 0 for none.
     """
-    if keep_last < 1:
-        raise ValueError(f"keep_last must be >= 1, got {keep_last}: the newest checkpoint is never deleted")
-    doomed = _complete(directory)[:-keep_last]
+    if keep_last < 1 or keep_every < 0:
+        raise ValueError(
+            f"keep_last must be >= 1 (the newest checkpoint is never deleted) and keep_every >= 0, got {keep_last} "
+            f"and {keep_every}"
+        )
+    old = _complete(directory)[:-keep_last]
+    doomed = [path for path in old if not keep_every or step_of(path) % keep_every]
     for path in doomed:
         (path / MANIFEST_FILE).unlink()  # first: a half-deleted checkpoint must not count as complete
         shutil.rmtree(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ from trainer.learner.lora import ADAPTER_DIR, gather_adapters, merged_parameters
 from weight_sync.checkpoint_names import persistent_buffers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from trainer.config.schema.model import ModelConfig
 
@@ -34,14 +35,29 @@ TOKENIZER_FILES = (
     "chat_template.json",
 )
 """Copied as they are: loading and saving a tokenizer again may change it."""
+GENERATION_FILE = "generation_config.json"
+"""Copied, too: it may name more end tokens than config.json, from which a model is built here."""
+
+log = logging.getLogger(__name__)
 
 
 def export_hf(path: Path, *, model: PreTrainedModel, source_dir: Path, config: ModelConfig, rank: int) -> None:
-    """Collective: gather one parameter after another to the host of rank 0, which writes them as safetensors.
+    """Collective: `write_hf` by rank 0, which every rank waits for.
+
+    Raises:
+        OSError: rank 0 cannot write to `path`.
+    """
+    write_hf(path, model=model, source_dir=source_dir, config=config, rank=rank)
+    dist.barrier()
+
+
+def write_hf(path: Path, *, model: PreTrainedModel, source_dir: Path, config: ModelConfig, rank: int) -> None:
+    """Gather one parameter after another to the host of rank 0, which writes them as safetensors. Collective if the
+    model is sharded.
 
     `AutoModelForCausalLM.from_pretrained(path)` and engines load the result. Weights are in `model.rollout_dtype`: what
-    the engines generated with. The directory appears whole or not at all. LoRA adapters are merged into the
-    weights, and written once more by themselves in `adapter/`.
+    the engines generated with. The directory appears whole or not at all, and replaces what is there. LoRA adapters are
+    merged into the weights, and written once more by themselves in `adapter/`.
 
     Raises:
         OSError: rank 0 cannot write to `path`.
@@ -54,8 +70,14 @@ def export_hf(path: Path, *, model: PreTrainedModel, source_dir: Path, config: M
     state |= {name: buffer.detach().cpu() for name, buffer in persistent_buffers(model)}
     adapter = gather_adapters(model)
     if rank == 0:
-        _write(path, state, adapter, model=model, source_dir=source_dir, config=config)
-    dist.barrier()
+        tmp = path.with_name(f"{path.name}.tmp")
+        try:
+            _write(tmp, state, adapter, model=model, source_dir=source_dir, config=config)
+            if path.exists():
+                shutil.rmtree(path)
+            tmp.rename(path)
+        finally:
+            shutil.rmtree(tmp, ignore_errors=True)
 
 
 def _whole_parameters(
@@ -70,7 +92,7 @@ def _whole_parameters(
 
 
 def _write(
-    path: Path,
+    tmp: Path,
     state: dict[str, Tensor],
     adapter: dict[str, Tensor],
     *,
@@ -78,7 +100,6 @@ def _write(
     source_dir: Path,
     config: ModelConfig,
 ) -> None:
-    tmp = path.with_name(f"{path.name}.tmp")
     shutil.rmtree(tmp, ignore_errors=True)
     tmp.mkdir(parents=True)
     # A hollow model of the original class writes the files: it knows the class name, tied weights and renamed experts.
@@ -88,12 +109,31 @@ def _write(
         )
     hollow.generation_config = model.generation_config
     hollow.save_pretrained(tmp, state_dict=state)
-    tokenizer_dir = Path(config.tokenizer_path) if config.tokenizer_path else source_dir
-    for name in TOKENIZER_FILES:
-        if (tokenizer_dir / name).is_file():
-            shutil.copyfile(tokenizer_dir / name, tmp / name)
+    _copy_files((GENERATION_FILE,), source_dir, tmp)
+    if not _copy_files(TOKENIZER_FILES, _tokenizer_dir(config, source_dir), tmp):
+        log.warning("no tokenizer files found for %s; the exported model has none", config.path)
     if adapter:
         write_adapter(tmp / ADAPTER_DIR, adapter, config.lora, base=config.path)
-    if path.exists():
-        shutil.rmtree(path)
-    tmp.rename(path)
+
+
+def _copy_files(names: Sequence[str], source: Path, target: Path) -> bool:
+    """Whether any of them was there."""
+    found = [name for name in names if (source / name).is_file()]
+    for name in found:
+        shutil.copyfile(source / name, target / name)
+    return bool(found)
+
+
+def _tokenizer_dir(config: ModelConfig, source_dir: Path) -> Path:
+    """Where its files lie; those of a hub name are downloaded into (or found in) the hub cache."""
+    path = Path(config.tokenizer_path).expanduser() if config.tokenizer_path else source_dir
+    if path.is_dir():
+        return path
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(config.tokenizer_path, allow_patterns=list(TOKENIZER_FILES)))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        log.warning("model.tokenizer_path %r cannot be had: %s", config.tokenizer_path, error)
+        return path

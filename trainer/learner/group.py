@@ -14,7 +14,7 @@ from trainer.learner.errors import CheckpointError, LearnerError, ModelError, Tr
 from weight_sync.device.base import DeviceError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from trainer.data.batch import TrainBatch
@@ -101,7 +101,7 @@ class LearnerGroup:
         """One optimizer step. A rank fetches only its own micro-batches from the object store.
 
         Returns:
-            The metrics (equal on all ranks), with the seconds of the slowest rank per phase.
+            The metrics (equal on all ranks), with the seconds of the slowest rank per phase, and operations added up.
 
         Raises:
             TrainingDiverged: the gradient is not finite.
@@ -115,7 +115,12 @@ class LearnerGroup:
         refs = await asyncio.gather(*(asyncio.to_thread(ray.put, part) for part in batch.micro_batches))
         results: list[StepResult] = await self._gather("train_step", [(ref, batch.step, batch.rewards) for ref in refs])
         seconds = {phase: max(r.seconds[phase] for r in results) for phase in results[0].seconds}
-        return replace(results[0], seconds=seconds)
+        return replace(
+            results[0],
+            seconds=seconds,
+            model_flops=_sum_if_known(result.model_flops for result in results),
+            peak_flops=_sum_if_known(result.peak_flops for result in results),
+        )
 
     async def visible_devices(self) -> list[str]:
         """Of every rank; see `LearnerWorker.visible_devices`."""
@@ -172,6 +177,11 @@ class LearnerGroup:
         finally:
             for call in calls:
                 call.cancel()
+
+
+def _sum_if_known(parts: Iterable[float | None]) -> float | None:
+    known = list(parts)
+    return None if None in known else sum(part for part in known if part is not None)
 
 
 def _failures(calls: Mapping[asyncio.Task[Any], int]) -> dict[int, BaseException]:

@@ -198,7 +198,7 @@ def settle(root: nn.Module, hollow: HollowModel, cfg: RunConfig, *, site: Site, 
     )
     heads = [module for module in root.modules() if isinstance(module, ValueHead)]
     shard_model(root, list(hollow.blocks), plan, float32_modules=heads)
-    _materialise(root, hf, torch.device("cpu") if cpu_offload else site.device, buffers=site.device)
+    materialise(root, hf, torch.device("cpu") if cpu_offload else site.device, buffers=site.device)
     fill(hf, hollow.source_dir, cfg, device=site.device)
     for head in heads:
         head.reset()
@@ -362,7 +362,7 @@ def _disable_dropout(hf: PreTrainedModel) -> None:
             module.p = 0.0
 
 
-def _materialise(root: nn.Module, hf: PreTrainedModel, device: torch.device, *, buffers: torch.device) -> None:
+def materialise(root: nn.Module, hf: PreTrainedModel, device: torch.device, *, buffers: torch.device) -> None:
     """Give the sharded model memory, and let transformers compute the buffers that no checkpoint holds (rotary)."""
     root.to_empty(device=device)
     with torch.no_grad():

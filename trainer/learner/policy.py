@@ -16,6 +16,7 @@ from trainer.algorithms.losses.kl import kl_penalty
 from trainer.learner.critic import OwnCritic, UpdateAt, build_critic
 from trainer.learner.errors import TrainingDiverged
 from trainer.learner.export import export_hf
+from trainer.learner.flops import model_flops, peak_flops
 from trainer.learner.inputs import PackedInputs, loss_inputs, to_device, token_ages
 from trainer.learner.model import Site, build_policy
 from trainer.learner.offload import Offload
@@ -71,6 +72,10 @@ class PolicyLearner:
         frozen = () if reference is None else reference.parameters()
         self.offload = Offload((*built.policy.parameters(), *frozen, *moments), backend=backend)
         """What takes device memory between two steps: weights, moments, a critic's, the reference."""
+        self._model_flops = model_flops(self.model)
+        self._peak_flops = peak_flops(
+            backend.device_name(), compute_dtype=cfg.model.compute_dtype, given_tflops=cfg.device.peak_tflops
+        )
         self._critic_alone_steps = cfg.critic.warmup_steps if cfg.algorithm.uses_critic else 0
 
     @property
@@ -128,7 +133,14 @@ class PolicyLearner:
         if self._critic is not None:
             metrics |= prepared.totals.reduce(self._device)
             timer.mark("critic")
-        return StepResult(step=step, metrics=metrics, seconds=timer.seconds())
+        operations = self._model_flops.of_batches(micro_batches) if self._model_flops and trains_policy else None
+        return StepResult(
+            step=step,
+            metrics=metrics,
+            seconds=timer.seconds(),
+            model_flops=operations,
+            peak_flops=self._peak_flops,
+        )
 
     def rehearse(self, batch: MicroBatch) -> None:
         """Forward and backward of `batch`, and nothing kept of them but what is done once: compiling, above all.

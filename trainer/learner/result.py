@@ -50,6 +50,13 @@ class StepResult:
     seconds: Mapping[str, float]
     """`reference` and `critic` (if there is one), `advantages` (where they are finished without a critic), `forward`,
     `backward`, `optimizer` (reduction and clipping included) and `step`."""
+    model_flops: float | None = None
+    """Operations of the policy's forward and backward (`ModelFlops`): of this rank's micro-batches, from a
+    `LearnerGroup` of all ranks. Not counted are the reference, a critic of its own and the optimizer. None where the
+    policy was not trained, or its shapes do not tell."""
+    peak_flops: float | None = None
+    """Operations per second that this rank's device can do, from a `LearnerGroup` all devices together; None if that is
+    not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

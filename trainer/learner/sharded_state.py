@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 from typing import TYPE_CHECKING
 
 import torch
@@ -47,12 +48,34 @@ def load_sharded(path: Path, optimizers: Mapping[str, ShardedAdamW]) -> int:
     Raises:
         CheckpointError: files are missing or damaged, or belong to a model with other parameters.
     """
+    counters = {f"{prefix}num_updates": torch.tensor(0) for prefix in optimizers} | {"step": torch.tensor(0)}
+    _load(path, _tensors(optimizers) | counters, is_alone=False)
+    for prefix, optimizer in optimizers.items():
+        optimizer.set_num_updates(int(counters[f"{prefix}num_updates"]))
+    return int(counters["step"])
+
+
+def load_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
+    """Fill whole tensors on the host with what the policy's optimizer moves, by parameter name; others are not read.
+
+    Not collective, and needs no process group. A tensor of another dtype than the saved one is filled with what
+    `Tensor.to` would give; no more than one saved shard of one parameter is in memory beside `weights`.
+
+    Raises:
+        CheckpointError: as `load_sharded`.
+    """
+    _load(path, {f"model.{name}": tensor for name, tensor in weights.items()}, is_alone=True)
+
+
+def _load(path: Path, tensors: dict[str, Tensor], *, is_alone: bool) -> None:
+    """Fill `tensors` in place; collective unless this process `is_alone`."""
     directory = path / SHARDS_DIR
     if not (directory / ".metadata").is_file():
         raise CheckpointError(f"checkpoint file {directory / '.metadata'} is missing; use another checkpoint")
-    counters = {f"{prefix}num_updates": torch.tensor(0) for prefix in optimizers} | {"step": torch.tensor(0)}
     try:
-        load(_tensors(optimizers) | counters, checkpoint_id=directory)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # said even if it is asked for
+            load(tensors, checkpoint_id=directory, no_dist=is_alone)
     except (CheckpointException, RuntimeError, ValueError, OSError, EOFError, pickle.UnpicklingError) as error:
         # CheckpointException holds one traceback per rank; the last line names what did not fit.
         reason = (str(error).strip().splitlines() or [type(error).__name__])[-1][:600]
@@ -60,9 +83,6 @@ def load_sharded(path: Path, optimizers: Mapping[str, ShardedAdamW]) -> int:
             f"checkpoint {directory} cannot be loaded: {reason}; it is damaged, or model.path is another model "
             "than the one that was saved, or the critic is"
         ) from error
-    for prefix, optimizer in optimizers.items():
-        optimizer.set_num_updates(int(counters[f"{prefix}num_updates"]))
-    return int(counters["step"])
 
 
 def _tensors(optimizers: Mapping[str, ShardedAdamW]) -> dict[str, Tensor]:

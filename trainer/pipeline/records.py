@@ -74,12 +74,22 @@ class StepRecorder:
             "perf/train_tokens_per_s": built.batch.num_tokens / learner_s,
             "perf/tokens_per_s": built.batch.num_tokens / step_s,
             "perf/learner_busy_frac": min(learner_s / step_s, 1.0),
+            **_utilisation(result),
             "wait/learner_for_data_s": times.waited_for_data_s,
             "wait/learner_for_sync_s": times.waited_for_sync_s,
             "discarded/excluded_tokens": _num_judged_tokens(groups) - built.batch.num_loss_tokens,
             "length_bias/ks": ks_distance(_flat(self._generated_lengths), _flat(self._trained_lengths)),
             **self._early.record(),
         }
+
+
+def _utilisation(result: StepResult) -> dict[str, float]:
+    """Model-flops utilisation: operations of the policy's forward and backward, over what all learner devices could do
+    in the seconds that the slowest rank computed the step, optimizer, reference and critic included. Time in which the
+    learner waits is not in it. Nothing where either side is not known."""
+    if result.model_flops is None or result.peak_flops is None:
+        return {}
+    return {"perf/mfu": result.model_flops / max(result.seconds["step"], 1e-9) / result.peak_flops}
 
 
 def token_ages(groups: Sequence[Group], *, step: int, max_staleness: int) -> dict[str, object]:

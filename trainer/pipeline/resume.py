@@ -195,6 +195,7 @@ class Checkpointer:
             tmp = await asyncio.to_thread(checkpoint.begin, directory, step)
             await self._learner.save(tmp, step=step)
             await asyncio.to_thread(checkpoint.commit, tmp, driver_state)
-            await asyncio.to_thread(checkpoint.prune, directory, keep_last=self._cfg.checkpoint.keep_last)
+            keep = self._cfg.checkpoint
+            await asyncio.to_thread(checkpoint.prune, directory, keep_last=keep.keep_last, keep_every=keep.keep_every)
         self._saved_step = step
         log.info("saved step_%d", step)

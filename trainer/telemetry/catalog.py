@@ -145,7 +145,7 @@ METRICS: tuple[MetricInfo, ...] = (
         "near 1",
     ),
     _row("perf/groups_running", "groups", "Groups with the engines (rewards included), mean over the time.", "steady"),
-    _row("perf/mfu", "fraction", "Model-flops utilisation of the learner while it computes.", "> 0.3 on accelerators"),
+    _row("perf/mfu", "fraction", "Model-flops utilisation of the learner in learner/step_s.", "> 0.3 on accelerators"),
     _row(
         "wait/learner_for_data_s",
         "s",
@@ -421,7 +421,8 @@ _INTRO = """\
 <!-- Generated from trainer/telemetry/catalog.py by `python scripts/generate_docs.py`; do not edit. -->
 
 `metrics.jsonl` in the run directory holds one JSON object per line and optimizer step; the same numbers go to
-TensorBoard (`tensorboard --logdir RUN_DIR/tb`).
+TensorBoard (`tensorboard --logdir RUN_DIR/tb`), and with `telemetry.wandb` to
+[Weights & Biases](quickstart.md#weights--biases).
 
 - A metric without data in a step is absent from its line. `null` means that a NaN or an infinity was computed; the
   first time, log.txt says which.
@@ -429,6 +430,9 @@ TensorBoard (`tensorboard --logdir RUN_DIR/tb`).
 - A run that is resumed appends. Lines of steps after the checkpoint are cut first, because those steps run again.
 - A line is on disk as soon as it is written. A crash can at most leave one incomplete line at the end, which the next
   process cuts.
+- `perf/mfu` counts the policy's forward and backward (6 operations per weight and token, 4 where it is frozen, logits
+  of trained tokens only, causal attention; nothing that is recomputed) over `learner/step_s` (optimizer, reference and
+  critic included), all learner devices and `device.peak_tflops`. Absent where one is not known, as on a CPU.
 - S is `mode.max_staleness`. A name that ends in `/*` stands for a family.
 
 """

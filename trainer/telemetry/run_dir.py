@@ -35,6 +35,7 @@ class RunDir:
         self.trace = path / "trace.json"
         self.checkpoints = path / "checkpoints"
         self.tensorboard = path / "tb"
+        self.wandb_run_id = path / "wandb_run_id"
         self.report = path / "report.html"
         self.log = path / "log.txt"
         self.summary = path / "summary.json"

@@ -143,6 +143,9 @@ class AcceleratorBackend(Backend):
                 )
         return problems
 
+    def device_name(self) -> str:
+        return self._binding.device_name(self._enter())
+
     def engine_defaults(self) -> dict[str, Any]:
         return {}
 

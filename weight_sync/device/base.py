@@ -249,6 +249,10 @@ class Backend(ABC):
         """What tells the current device from every other device of every host; empty if that is not known."""
         return ""
 
+    def device_name(self) -> str:
+        """What the vendor calls the current device ("NVIDIA H200"); empty where nobody is asked."""
+        return ""
+
     def release_cached(self) -> None:
         """Give device memory that torch caches but does not use back to the driver, for other processes."""
         return

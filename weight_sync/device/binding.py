@@ -43,6 +43,10 @@ class TorchBinding(Protocol):
         """Give the memory that torch caches but does not use back to the driver."""
         ...
 
+    def device_name(self, index: int) -> str:
+        """What the vendor calls the device."""
+        ...
+
 
 class _ArrayView:
     """A raw allocation described in the array interface that torch reads without copying."""
@@ -106,6 +110,9 @@ class CudaBinding:
     def release_cached(self) -> None:
         torch.cuda.empty_cache()
 
+    def device_name(self, index: int) -> str:
+        return torch.cuda.get_device_name(index)
+
 
 class NpuBinding:
     """torch_npu. Never run on hardware.
@@ -157,6 +164,9 @@ class NpuBinding:
 
     def release_cached(self) -> None:
         self._npu().empty_cache()
+
+    def device_name(self, index: int) -> str:
+        return self._npu().get_device_name(index)
 
     def _npu(self) -> Any:
         import torch_npu  # pyright: ignore[reportMissingImports]

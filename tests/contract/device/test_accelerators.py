@@ -16,6 +16,11 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 
 
+def test_a_device_has_the_name_that_its_vendor_gave_it(accelerator: Harness) -> None:
+    accelerator.backend.set_device(1)
+    assert accelerator.backend.device_name() == "Fake 1"
+
+
 def test_out_of_memory_first_takes_back_what_torch_caches(accelerator: Harness) -> None:
     code = 207001 if accelerator.name == "npu" else 2
     accelerator.fail(accelerator.function("Malloc", "aclrtMalloc"), code, times=1)

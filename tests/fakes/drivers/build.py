@@ -67,6 +67,9 @@ class HostBinding:
         self.entered.append(stream)
         return nullcontext()
 
+    def device_name(self, index: int) -> str:
+        return f"Fake {index}"
+
     def release_cached(self) -> None:
         self.num_released += 1
 

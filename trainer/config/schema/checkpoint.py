@@ -10,7 +10,10 @@ from trainer.config.schema.field import key
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
     every_steps: int = key(50, "Save after every so many steps; 0 saves at the end only.", ge=0)
-    keep_last: int = key(2, "Complete checkpoints to keep.", ge=1)
+    keep_last: int = key(2, "The newest complete checkpoints to keep.", ge=1)
+    keep_every: int = key(
+        0, "Beside those, keep every checkpoint whose step is divisible by this, for ever; 0 keeps none.", ge=0
+    )
     resume: str = key(
         "auto",
         "`auto` goes on from the newest complete checkpoint in `run_dir` if there is one, `never` refuses a "

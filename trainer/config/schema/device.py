@@ -13,6 +13,13 @@ DeviceName = Literal["auto", "cpu", "cuda", "rocm", "npu"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceConfig:
     name: DeviceName = key("auto", "Accelerator; `auto` takes the first that is present: cuda, rocm, npu, cpu.")
+    peak_tflops: float | None = key(
+        None,
+        "Dense TFLOP/s of one learner device in `model.compute_dtype`, which `perf/mfu` compares with; null is the "
+        "data sheet's bfloat16 for B200, H200, H100, H800, H20, A100, A800, L40S, MI300X and MI325X, and no "
+        "`perf/mfu` for any other.",
+        gt=0,
+    )
     env: dict[str, str] = key(
         factory=dict, doc="Extra environment variables for every learner and engine process; they win over ours."
     )

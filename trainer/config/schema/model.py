@@ -37,5 +37,7 @@ class ModelConfig:
     tokenizer_path: str = key("", "Directory or hub name of the tokenizer; empty means `model.path`.", is_path=True)
     trust_remote_code: bool = key(False, "Run Python code that comes with the model or tokenizer.")
     rollout_dtype: DType = key("bfloat16", "Type of the weights in the engine, and of what weight sync moves.")
-    compute_dtype: DType = key("bfloat16", "Type of the learner's forward and backward; masters stay float32.")
+    compute_dtype: Literal["float32", "bfloat16"] = key(
+        "bfloat16", "Type of the learner's forward and backward; masters stay float32."
+    )
     lora: LoraConfig = key(factory=LoraConfig, doc="Train adapters on a frozen model.")

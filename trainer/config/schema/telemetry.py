@@ -18,4 +18,7 @@ class TelemetryConfig:
     trace: bool = key(True, "Write `run_dir/trace.json` for Perfetto.")
     wandb: bool = key(False, "Send metrics to Weights & Biases too; needs the extra `wandb`.")
     wandb_project: str = key("tandem", "Project in Weights & Biases.")
+    wandb_entity: str = key("", "User or team that the project belongs to; empty means the default of the account.")
+    wandb_group: str = key("", "Group that the run is shown in; empty means none.")
+    wandb_tags: str = key("", "Tags of the run, joined by `+`.")
     record_trajectories: bool = key(True, "Write every group to `run_dir/trajectories`, before any filter.")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from trainer.config.convert import to_plain
 from trainer.telemetry.jsonable import to_jsonable
 from trainer.telemetry.sinks.jsonl import JsonlSink, truncate_after
 
@@ -101,5 +100,4 @@ def _tensorboard(config: RunConfig, run_dir: RunDir, resume_step: int | None) ->
 def _wandb(config: RunConfig, run_dir: RunDir, resume_step: int | None) -> MetricSink:
     from trainer.telemetry.sinks.wandb import WandbSink
 
-    project, plain = config.telemetry.wandb_project, to_plain(config)
-    return WandbSink(run_dir.path, project=project, run_name=config.name, config=plain)
+    return WandbSink(config, run_dir)

@@ -86,9 +86,15 @@ def test_the_defaults_have_no_problem() -> None:
             },
             "trainer.stop_at_accuracy",
         ),
+        ({"checkpoint__every_steps": 50, "checkpoint__keep_every": 75}, "checkpoint.keep_every"),
+        ({"checkpoint__every_steps": 50, "checkpoint__keep_every": 10}, "checkpoint.keep_every"),
+        ({"checkpoint__every_steps": 0, "checkpoint__keep_every": 50}, "checkpoint.keep_every"),
         ({"ray__address": "auto", "ray__num_cpus": 4}, "ray.num_cpus"),
         ({"ray__address": ""}, "ray.address"),
         ({"telemetry__wandb_project": "mine"}, "telemetry.wandb_project"),
+        ({"telemetry__wandb_entity": "team"}, "telemetry.wandb_entity"),
+        ({"telemetry__wandb_group": "sweep"}, "telemetry.wandb_group"),
+        ({"telemetry__wandb_tags": "a+b"}, "telemetry.wandb_tags"),
     ],
 )
 def test_an_impossible_or_ineffective_combination_is_refused(keys: dict[str, Any], refused: str) -> None:
@@ -106,6 +112,8 @@ def test_an_impossible_or_ineffective_combination_is_refused(keys: dict[str, Any
         {"learner__lr_schedule": "cosine", "learner__warmup_steps": 99, "learner__min_lr_frac": 0.1},
         {"algorithm__overlong_buffer_tokens": 1024, "algorithm__overlong_penalty": 0.5},
         {"ray__address": "auto"},
+        {"checkpoint__every_steps": 50, "checkpoint__keep_every": 150},
+        {"checkpoint__every_steps": 0},
     ],
 )
 def test_the_nearest_possible_combination_is_allowed(keys: dict[str, Any]) -> None:
@@ -138,6 +146,12 @@ def test_hub_names_need_no_network() -> None:
     assert not looks_local("gpt2")
     assert looks_local("a/b/c")
     assert looks_local("./b")
+
+
+def test_a_learner_that_would_need_loss_scaling_is_refused_by_its_type() -> None:
+    _, problems = to_run_config({"model": {"compute_dtype": "float16", "rollout_dtype": "float16"}})
+    assert [problem.key for problem in problems] == ["model.compute_dtype"]
+    assert problems[0].allowed.startswith("must be one of float32, bfloat16")
 
 
 def test_unknown_builtins_are_refused() -> None:

@@ -83,8 +83,33 @@ def test_pruning_keeps_the_newest_complete_ones_and_saves_in_progress(tmp_path: 
     assert prune(tmp_path, keep_last=1) == [tmp_path / "step_1", tmp_path / "step_2"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_10", "step_11.tmp"]
     assert prune(tmp_path, keep_last=1) == []
-    with pytest.raises(ValueError, match="keep_last must be >= 1, got 0"):
+    with pytest.raises(ValueError, match=r"keep_last must be >= 1 .* got 0 and 0"):
         prune(tmp_path, keep_last=0)
+    with pytest.raises(ValueError, match=r"keep_every >= 0, got 1 and -5"):
+        prune(tmp_path, keep_last=1, keep_every=-5)
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "keep_every", "kept"),
+    [
+        (1, 0, [40]),
+        (1, 20, [20, 40]),
+        (2, 20, [20, 30, 40]),
+        (1, 100, [40]),
+        (1, 5, [5, 10, 15, 20, 30, 40]),
+        (9, 20, [3, 5, 10, 15, 20, 30, 40]),
+    ],
+)
+def test_multiples_of_keep_every_stay_beside_the_newest(
+    keep_last: int, keep_every: int, kept: list[int], tmp_path: Path
+) -> None:
+    for step in (3, 5, 10, 15, 20, 30, 40):
+        _save(tmp_path, step)
+    deleted = prune(tmp_path, keep_last=keep_last, keep_every=keep_every)
+    assert sorted(step_of(path) for path in tmp_path.iterdir()) == kept
+    assert [step_of(path) for path in deleted] == [step for step in (3, 5, 10, 15, 20, 30, 40) if step not in kept]
+    assert find_latest(tmp_path) == tmp_path / "step_40", "the newest is never deleted"
+    assert prune(tmp_path, keep_last=keep_last, keep_every=keep_every) == []
 
 
 def test_going_on_from_an_older_checkpoint_sets_the_later_ones_aside(tmp_path: Path) -> None:

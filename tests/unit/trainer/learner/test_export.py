@@ -38,6 +38,31 @@ def test_exported_model_loads_with_equal_weights_and_logits(kind: str, tmp_path:
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith("export")] == ["export"]
 
 
+def test_files_beside_the_weights_come_from_where_the_model_and_its_tokenizer_are(tmp_path: Path) -> None:
+    source, tokenizer = save_tiny(tmp_path / "source"), tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    # End tokens beyond that of config.json, without which an engine would not stop.
+    (source / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
+    for directory in (source, tokenizer):
+        (directory / "tokenizer.json").write_text(f'"{directory.name}"')
+    cfg = run_config(source)
+    make_learner(replace(cfg, model=replace(cfg.model, tokenizer_path=str(tokenizer)))).export_hf(tmp_path / "export")
+    assert (tmp_path / "export" / "tokenizer.json").read_text() == '"tokenizer"'
+    assert (tmp_path / "export" / "generation_config.json").read_text() == '{"eos_token_id": [2, 7]}'
+
+
+def test_a_tokenizer_that_cannot_be_had_is_told_and_costs_no_weights(
+    tmp_path: Path, tiny_dir: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    cfg = run_config(tiny_dir)
+    cfg = replace(cfg, model=replace(cfg.model, tokenizer_path="tandem-tests/no-such-tokenizer"))
+    make_learner(cfg).export_hf(tmp_path / "export")
+    assert "model.tokenizer_path 'tandem-tests/no-such-tokenizer' cannot be had" in caplog.text
+    assert "the exported model has none" in caplog.text
+    assert (tmp_path / "export" / "model.safetensors").is_file()
+
+
 def test_export_is_in_the_dtype_the_engines_served(tmp_path: Path, tiny_dir: Path) -> None:
     cfg = run_config(tiny_dir)
     learner = make_learner(replace(cfg, model=replace(cfg.model, rollout_dtype="bfloat16")))

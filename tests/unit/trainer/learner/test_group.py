@@ -139,3 +139,20 @@ async def test_every_rank_gets_its_own_micro_batches_and_the_rewards_of_the_whol
     result = await LearnerGroup(actors, timeout_s=1.0).train_step(batch)
     assert [actor.calls for actor in actors] == [[("train_step", (("stored", ()), 3, rewards))]] * 2
     assert result.seconds == {"step": 2.0}, "of the slowest rank"
+
+
+@pytest.mark.parametrize(
+    ("peaks", "expected"), [((1e12, 3e12), (7.0, 4e12)), ((1e12, None), (7.0, None)), ((None, None), (7.0, None))]
+)
+async def test_operations_of_all_ranks_add_up_and_are_known_only_if_each_is(
+    peaks: tuple[float | None, float | None], expected: tuple[float, float | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.learner.group.ray.put", lambda part: part)
+    results = [
+        StepResult(step=3, metrics={}, seconds={"step": 1.0}, model_flops=flops, peak_flops=peak)
+        for flops, peak in zip((2.0, 5.0), peaks, strict=True)
+    ]
+    group = LearnerGroup([HandActor(train_step=result) for result in results], timeout_s=1.0)
+    batch = TrainBatch(step=3, micro_batches=((), ()), num_samples=0, num_tokens=0, num_loss_tokens=0)
+    result = await group.train_step(batch)
+    assert (result.model_flops, result.peak_flops) == expected

@@ -323,6 +323,12 @@ def test_a_checkpoint_is_saved_when_due_and_at_the_end_once(scripted: Make, play
     assert (run.telemetry.run_dir.export / "model").exists()
 
 
+def test_every_so_many_steps_a_checkpoint_is_kept_for_ever(scripted: Make, play: Play) -> None:
+    run = scripted(checkpoint={"every_steps": 1, "keep_last": 1, "keep_every": 4})
+    play(run)
+    assert sorted(path.name for path in run.telemetry.run_dir.checkpoints.iterdir()) == ["step_4", "step_6"]
+
+
 def test_the_line_of_a_step_is_written_before_its_checkpoint(scripted: Make, play: Play) -> None:
     """A kill between the two must not leave a checkpoint of a step that has no line: it would never be written."""
     run = scripted(checkpoint={"every_steps": 1})

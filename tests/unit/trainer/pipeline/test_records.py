@@ -170,3 +170,17 @@ def test_answers_that_carry_no_loss_are_counted_in_tokens() -> None:
     assert record["discarded/excluded_tokens"] == 0, "a failed answer is counted where it fails"
     record = StepRecorder().step_record(trained, built([trained[0]]), RESULT, TIMES, max_staleness=1)
     assert record["discarded/excluded_tokens"] == 2 * 4
+
+
+@pytest.mark.parametrize(
+    ("model_flops", "peak_flops", "mfu"), [(3e12, 4e12, 0.5), (None, 4e12, None), (3e12, None, None)]
+)
+def test_utilisation_is_of_all_devices_in_the_time_of_the_slowest_rank(
+    model_flops: float | None, peak_flops: float | None, mfu: float | None
+) -> None:
+    result = replace(RESULT, seconds={"step": 1.5}, model_flops=model_flops, peak_flops=peak_flops)
+    of = groups([3, 4, 5])
+    times = StepTimes(waited_for_data_s=9.0, waited_for_sync_s=9.0)
+    record = StepRecorder().step_record(of, built(of), result, times, max_staleness=1)
+    assert record.get("perf/mfu") == mfu
+    check_known(record)

@@ -151,27 +151,82 @@ def test_a_sink_that_cannot_be_made_is_left_out(tmp_path: Path, caplog: pytest.L
     run_dir.close()
 
 
-def test_wandb_gets_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[str, object]] = []
+class FakeWandb(types.ModuleType):
+    """As much of the package as the sink uses. `calls` has what was asked of it, in order."""
 
-    class Run:
-        def log(self, numbers: dict[str, float], step: int) -> None:
-            calls.append(("log", (step, numbers)))
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.calls: list[tuple[str, Any]] = []
 
-        def finish(self) -> None:
-            calls.append(("finish", None))
+    def init(self, **settings: Any) -> FakeWandb:
+        self.calls.append(("init", settings))
+        return self
 
-    fake: Any = types.ModuleType("wandb")
-    fake.init = lambda **settings: calls.append(("init", settings["project"])) or Run()
+    def define_metric(self, name: str, *, step_metric: str) -> None:
+        self.calls.append(("define_metric", (name, step_metric)))
+
+    def log(self, numbers: dict[str, float]) -> None:
+        self.calls.append(("log", numbers))
+
+    def finish(self) -> None:
+        self.calls.append(("finish", None))
+
+    @property
+    def inits(self) -> list[dict[str, Any]]:
+        return [settings for name, settings in self.calls if name == "init"]
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
+    fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    config = config_for(tmp_path / "run", tensorboard=False, wandb=True, wandb_project="mine")
+    return fake
+
+
+def write_to_wandb(folder: Path, *steps: int, resume_step: int | None = None, **telemetry: Any) -> None:
+    """One process of a run."""
+    config = config_for(folder, tensorboard=False, wandb=True, **telemetry)
     run_dir = open_run_dir(config)
-    writer = build_writer(config, run_dir)
-    writer.write({"step": 4, "reward/mean": 0.5, "staleness/histogram": {"0": 1}})
+    writer = build_writer(config, run_dir, resume_step=resume_step)
+    for step in steps:
+        writer.write({"step": step, "reward/mean": 0.5, "staleness/histogram": {"0": 1}})
     writer.close()
     run_dir.close()
+
+
+def test_wandb_gets_the_numbers_over_steps(tmp_path: Path, wandb: FakeWandb) -> None:
+    write_to_wandb(tmp_path / "run", 4)
     numbers = {"step": 4, "reward/mean": 0.5, "telemetry/sink_errors": 0}
-    assert calls == [("init", "mine"), ("log", (4, numbers)), ("finish", None)]
+    assert wandb.calls[1:] == [("define_metric", ("*", "step")), ("log", numbers), ("finish", None)]
+
+
+def test_all_processes_of_a_run_directory_are_one_run_in_wandb(tmp_path: Path, wandb: FakeWandb) -> None:
+    write_to_wandb(tmp_path / "run", 1, 2, 3)
+    write_to_wandb(tmp_path / "run", 2, 3, resume_step=1)
+    write_to_wandb(tmp_path / "other", 1)
+    first, second, other = wandb.inits
+    assert first["id"] == second["id"] == (tmp_path / "run" / "wandb_run_id").read_text().strip()
+    assert other["id"] != first["id"]
+    assert {settings["resume"] for settings in wandb.inits} == {"allow"}
+    assert [numbers["step"] for name, numbers in wandb.calls if name == "log"] == [1, 2, 3, 2, 3, 1]
+    (tmp_path / "run" / "wandb_run_id").write_text("")  # a disk that was full
+    write_to_wandb(tmp_path / "run", 4)
+    assert wandb.inits[-1]["id"]
+
+
+def test_wandb_is_told_where_the_run_belongs(tmp_path: Path, wandb: FakeWandb) -> None:
+    write_to_wandb(tmp_path / "plain")
+    write_to_wandb(tmp_path / "run", wandb_project="mine", wandb_entity="team", wandb_group="seeds", wandb_tags="a+b c")
+    plain, settings = wandb.inits
+    assert [plain[name] for name in ("project", "entity", "group", "tags")] == ["tandem", None, None, None]
+    assert [settings[name] for name in ("project", "entity", "group", "tags")] == [
+        "mine",
+        "team",
+        "seeds",
+        ("a", "b c"),
+    ]
+    assert settings["dir"] == str(tmp_path / "run")
+    assert settings["config"]["telemetry"]["wandb_group"] == "seeds"
 
 
 def test_the_catalog_knows_required_names_and_families_and_refuses_others() -> None:

@@ -1,0 +1,126 @@
+"""Model operations of a step, and what a device can do: the two numbers behind MFU (Chowdhery et al. 2022, PaLM).
+
+Imports without torch.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import nn
+    from transformers import PreTrainedModel
+
+    from trainer.data.batch import MicroBatch
+
+TRAINED, FROZEN = 6, 4
+"""Operations per weight and token: two in the forward, two for the input's gradient, two for the weight's."""
+
+PEAK_TFLOPS = (
+    (r"\bB200\b", 2250.0),
+    (r"\bH[12]00 NVL\b", 835.0),
+    (r"\bH100 PCIe\b", 756.0),
+    (r"\b(H100|H200|H800)\b", 989.0),
+    (r"\bH20\b", 148.0),
+    (r"\b(A100|A800)\b", 312.0),
+    (r"\bL40S\b", 362.0),
+    (r"\bMI3(00|25)X\b", 1307.0),
+)
+"""Dense bfloat16, from the vendors' data sheets; the first pattern that is found in a device's name counts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFlops:
+    """Operations of forward and backward that a model asks for. What is recomputed or padded does not count."""
+
+    per_token: float
+    """In the blocks' matrices: 6 per weight, 4 where it is frozen."""
+    per_loss_token: float
+    """In the output matrix: logits exist of these tokens only."""
+    per_squared_length: float
+    """In attention: 6 x layers x heads x head size, since a causal one looks at half of all pairs."""
+
+    @classmethod
+    def dense(cls, *, in_blocks: int, in_head: int, attention_width: int) -> ModelFlops:
+        """Of a model that is trained whole.
+
+        Args:
+            in_blocks: weights of the blocks' matrices.
+            in_head: weights of the output matrix.
+            attention_width: layers x heads x head size.
+        """
+        return cls(
+            per_token=TRAINED * in_blocks, per_loss_token=TRAINED * in_head, per_squared_length=6.0 * attention_width
+        )
+
+    def of(self, *, num_tokens: float, num_loss_tokens: float, squared_lengths: float) -> float:
+        """Operations of sequences whose squared lengths add up to `squared_lengths`."""
+        return (
+            self.per_token * num_tokens
+            + self.per_loss_token * num_loss_tokens
+            + self.per_squared_length * squared_lengths
+        )
+
+    def of_batches(self, batches: Iterable[MicroBatch]) -> float:
+        """Of packed micro-batches; those without a loss token (fillers) do not count."""
+        total = 0.0
+        for batch in batches:
+            num_loss_tokens = int(np.count_nonzero(batch.loss_mask))
+            if num_loss_tokens:
+                lengths_N = np.diff(batch.cu_seqlens).astype(np.float64)
+                total += self.of(
+                    num_tokens=float(lengths_N.sum()),
+                    num_loss_tokens=num_loss_tokens,
+                    squared_lengths=float((lengths_N**2).sum()),
+                )
+        return total
+
+
+def model_flops(hf: PreTrainedModel) -> ModelFlops | None:
+    """Of a causal LM with its adapters, sharded or not. Of fused experts those count that one token visits. Attention
+    counts as if it reached back to the beginning: with sliding windows it is less.
+
+    None where that cannot be known from the shapes: experts that are not fused, or attention whose heads have other
+    sizes than `head_dim`.
+    """
+    text, blocks = hf.config.get_text_config(), list(cast("nn.ModuleList", hf.base_model.layers))
+    visited, has_experts, per_token = getattr(text, "num_experts_per_tok", None), False, 0.0
+    for param in (param for block in blocks for param in block.parameters()):
+        each = TRAINED if param.requires_grad else FROZEN
+        if param.ndim == 2:
+            per_token += each * param.numel()
+        elif param.ndim == 3 and visited is not None:  # [experts, out, in]
+            has_experts = True
+            per_token += each * param.numel() * visited / param.shape[0]
+        elif param.ndim >= 3:
+            return None
+    if (visited is not None and not has_experts) or getattr(text, "v_head_dim", None) is not None:
+        return None
+    head = cast("nn.Linear", hf.get_output_embeddings()).weight
+    heads, head_dim = int(text.num_attention_heads), getattr(text, "head_dim", None)
+    head_dim = int(text.hidden_size) // heads if head_dim is None else int(head_dim)
+    return ModelFlops(
+        per_token=per_token,
+        per_loss_token=(TRAINED if head.requires_grad else FROZEN) * head.numel(),
+        per_squared_length=6.0 * len(blocks) * heads * head_dim,
+    )
+
+
+def peak_flops(device_name: str, *, compute_dtype: str, given_tflops: float | None) -> float | None:
+    """Operations per second of one device: `given_tflops` x 10^12, else that of a known device in bfloat16, else None.
+
+    A part of a device (MIG) is not known: it would be compared with the whole.
+    """
+    if given_tflops is not None:
+        return given_tflops * 1e12
+    if compute_dtype != "bfloat16" or re.search(r"\bMIG\b", device_name):
+        return None
+    found = (tflops for pattern, tflops in PEAK_TFLOPS if re.search(pattern, device_name))
+    tflops = next(found, None)
+    return None if tflops is None else tflops * 1e12
