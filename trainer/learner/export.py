@@ -109,6 +109,8 @@ def _write(
         )
     hollow.generation_config = model.generation_config
     hollow.save_pretrained(tmp, state_dict=state)
+    for weights in tmp.glob("*.safetensors"):  # written for their owner alone; whoever may read the rest may read them
+        weights.chmod((tmp / "config.json").stat().st_mode)
     _copy_files((GENERATION_FILE,), source_dir, tmp)
     if not _copy_files(TOKENIZER_FILES, _tokenizer_dir(config, source_dir), tmp):
         log.warning("no tokenizer files found for %s; the exported model has none", config.path)

@@ -36,6 +36,7 @@ def test_exported_model_loads_with_equal_weights_and_logits(kind: str, tmp_path:
         dict(AutoModelForCausalLM.from_pretrained(source).named_parameters())["model.norm.weight"],
     )
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith("export")] == ["export"]
+    assert len({path.stat().st_mode for path in out.iterdir()}) == 1, "who may read the config may read the weights"
 
 
 def test_files_beside_the_weights_come_from_where_the_model_and_its_tokenizer_are(tmp_path: Path) -> None:
