@@ -140,7 +140,7 @@ class RolloutWorker:
 
         def params_of(sample: int, submission: int) -> SamplingParams:
             if sample == size:  # the baseline; nothing is drawn, so nothing is seeded
-                return SamplingParams(max_tokens=sampling.max_tokens, temperature=0.0)
+                return SamplingParams(max_tokens=sampling.max_tokens, temperature=0.0, stop=sampling.stop)
             if not self._spec.seed_requests:
                 return sampling
             return replace(sampling, seed=self._seed(item.prompt.prompt_id, item.group_id, sample, submission))

@@ -58,6 +58,7 @@ def load_inputs(cfg: RunConfig) -> Inputs:
     _check_peft(cfg)
     _check_models(cfg)
     tokenizer = _tokenizer(cfg)
+    _check_stops(cfg, len(tokenizer))
     train = load_prompts(_source_spec(cfg, cfg.task.train_path, cfg.task.train_split), tokenizer)
     evaluation: tuple[Prompt, ...] = ()
     if cfg.task.eval_path:
@@ -177,6 +178,13 @@ def _tokenizer(cfg: RunConfig) -> Any:
             key=key, got=path, allowed=f"its tokenizer cannot be loaded: {first_line}", do="check the name or directory"
         )
         raise ConfigurationError([problem]) from error
+
+
+def _check_stops(cfg: RunConfig, num_tokens: int) -> None:
+    unknown = [token_id for token_id in cfg.rollout.stop_token_ids if token_id >= num_tokens]
+    if unknown:
+        allowed = f"must be below {num_tokens}, the number of tokens that the tokenizer has"
+        raise ConfigurationError([Problem(key="rollout.stop_token_ids", got=str(unknown), allowed=allowed)])
 
 
 def _check_peft(cfg: RunConfig) -> None:

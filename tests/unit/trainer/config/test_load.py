@@ -204,6 +204,15 @@ def test_broken_yaml_is_a_configuration_error(tmp_path: Path) -> None:
     )
 
 
+def test_a_list_is_written_in_brackets_and_every_entry_is_checked() -> None:
+    config = load_config(['rollout.stop=["</search>", "```"]', "rollout.stop_token_ids=[7, 8]"])
+    assert (config.rollout.stop, config.rollout.stop_token_ids) == (["</search>", "```"], [7, 8])
+    assert yaml.safe_load(dump_yaml(config))["rollout"]["stop"] == ["</search>", "```"]
+    found = problems_of("rollout.stop='</search>'", "rollout.stop_token_ids=[7, x]")
+    assert 'expected a list of text, got the text "</search>"; put it in brackets' in found["rollout.stop"]
+    assert 'entry 1 expected integer, got the text "x"' in found["rollout.stop_token_ids"]
+
+
 def test_unknown_names_and_folders_list_what_there_is() -> None:
     assert "did you mean dapo_7b?" in problems_of("--config-name", "dapo7b")["--config-name"]
     assert "folder" in problems_of("--config-dir", "nowhere")["--config-dir"]
