@@ -13,7 +13,7 @@ import numpy as np
 from rollout.errors import DataError
 from rollout.prompts.filters import drop_overlong
 from rollout.prompts.readers import SourceSpec, read_rows
-from rollout.prompts.rendering import Tokenizer, has_column, render
+from rollout.prompts.rendering import Tokenizer, has_column, missing_column, render
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -46,6 +46,13 @@ def load_prompts(spec: SourceSpec, tokenizer: Tokenizer) -> PromptSet:
     rows = read_rows(spec)
     if not any(has_column(row, spec.answer_column) for row in rows) and not spec.answer_required:
         _log.warning("data set %r has no column %r: every answer is empty", spec.path, spec.answer_column)
+    if spec.reward_column and not any(has_column(row, spec.reward_column) for row in rows):
+        if spec.reward_column_required:
+            raise missing_column(rows[0], spec.reward_column, "task.reward.column")
+        _log.warning(
+            "data set %r has no column %r: all its answers are judged by task.reward.name",
+            spec.path, spec.reward_column,
+        )  # fmt: skip
     rendered = render(rows, spec=spec, tokenizer=tokenizer)
     kept, num_overlong = drop_overlong(rendered, max_prompt_tokens=spec.max_prompt_tokens, policy=spec.overlong_prompts)
     if num_overlong:

@@ -336,6 +336,7 @@ def worker_spec(cfg: RunConfig) -> WorkerSpec:
         reward_timeout_s=reward.timeout_s,
         reward_processes=reward.num_processes,
         reward_queue_timeout_s=reward.queue_timeout_s,
+        reward_concurrency=reward.max_concurrency,
     )
 
 

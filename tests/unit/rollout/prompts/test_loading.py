@@ -6,6 +6,7 @@ import json
 import logging
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -283,3 +284,38 @@ def test_a_tokenizer_without_a_chat_template_is_refused_for_chat_prompts(
     path = write_jsonl(tmp_path / "a.jsonl", ROWS)
     with pytest.raises(DataError, match="the model's tokenizer has none"):
         load_prompts(make_spec(path=path, apply_chat_template=True), tokenizer)
+
+
+def test_a_row_may_name_its_own_reward(tmp_path: Path, make_spec: MakeSpec, tokenizer: Any) -> None:
+    rows = [
+        {"prompt": "a", "answer": "1", "judged": {"by": "math"}},
+        {"prompt": "b", "judged": {"by": "my.haiku"}},
+        {"prompt": "c", "answer": "3", "judged": {"by": None}},
+        {"prompt": "d", "answer": "4"},
+        {"prompt": "e", "answer": "5", "judged": {"by": ""}},
+    ]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    spec = make_spec(path=path, reward_column="judged.by", rewards_with_answer=frozenset({"math"}))
+    prompts = load_prompts(spec, tokenizer).prompts
+    assert [p.reward for p in prompts] == ["math", "my.haiku", "", "", ""]
+    assert [p.answer for p in prompts] == ["1", "", "3", "4", "5"]
+    assert [p.reward for p in load_prompts(make_spec(path=path, answer_required=False), tokenizer).prompts] == [""] * 5
+    # Which rewards need an answer is asked for every row.
+    with pytest.raises(DataError, match=r"line 2: no column 'answer'"):
+        load_prompts(replace(spec, rewards_with_answer=frozenset({"math", "my.haiku"})), tokenizer)
+
+
+def test_a_reward_column_that_no_row_has_is_refused_unless_the_data_is_held_out(
+    tmp_path: Path, make_spec: MakeSpec, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = make_spec(path=write_jsonl(tmp_path / "a.jsonl", ROWS), reward_column="kind")
+    with pytest.raises(DataError, match=r"no column 'kind'; the columns are: .*; set task.reward.column"):
+        load_prompts(spec, tokenizer)
+    assert [p.reward for p in load_prompts(replace(spec, reward_column_required=False), tokenizer).prompts] == [""] * 3
+    assert "has no column 'kind': all its answers are judged by task.reward.name" in caplog.text
+
+
+def test_a_reward_that_is_no_name_is_refused(tmp_path: Path, make_spec: MakeSpec, tokenizer: Any) -> None:
+    with pytest.raises(DataError, match=r"line 1: column 'level' holds int 3; it names the reward of the row"):
+        path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a", "answer": "1", "level": 3}])
+        load_prompts(make_spec(path=path, reward_column="level"), tokenizer)
