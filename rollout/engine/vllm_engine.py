@@ -215,7 +215,9 @@ class VllmEngine(Engine):
             return None
         if self._tokenizer is None:
             raise ValueError(f"stop strings {params.stop} need text; give the engine EngineSpec.tokenizer")
-        return StopWatch(self._tokenizer.decode, token_ids, params) if params.num_prefix_tokens else None
+        if not params.num_prefix_tokens:
+            return None
+        return StopWatch(partial(self._tokenizer.decode, clean_up_tokenization_spaces=False), token_ids, params)
 
     async def _admit(self, request_id: str, token_ids: np.ndarray, params: SamplingParams) -> _Live | None:
         """Put the request into the engine under the version that is live then; None if it was aborted before."""
