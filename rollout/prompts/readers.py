@@ -33,7 +33,7 @@ class SourceSpec:
     Example:
         SourceSpec(path="data/math.jsonl", reader="auto", split="train", prompt_column="prompt",
                    answer_column="answer", answer_required=True, reward_column="", reward_column_required=False,
-                   rewards_with_answer=frozenset(), apply_chat_template=True, system_prompt="",
+                   rewards_with_answer=frozenset(), apply_chat_template=True, system_prompt="", dedup=True,
                    max_prompt_tokens=512, overlong_prompts="filter", max_operand=49)
     """
 
@@ -56,6 +56,8 @@ class SourceSpec:
     """Names of rewards that compare with an answer."""
     apply_chat_template: bool
     system_prompt: str
+    dedup: bool
+    """Whether of rows with the same prompt, answer and reward only the first stays."""
     max_prompt_tokens: int
     overlong_prompts: Literal["error", "filter"]
     max_operand: int

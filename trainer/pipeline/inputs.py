@@ -272,6 +272,7 @@ def _source_spec(cfg: RunConfig, path: str, split: str, *, is_held_out: bool) ->
         rewards_with_answer=frozenset(name for name, entry in BUILTIN_REWARDS.items() if entry.needs_answer),
         apply_chat_template=task.apply_chat_template,
         system_prompt=task.system_prompt,
+        dedup=task.dedup,
         max_prompt_tokens=task.max_prompt_tokens,
         overlong_prompts=task.overlong_prompts,
         max_operand=task.max_operand,

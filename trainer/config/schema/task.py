@@ -56,6 +56,11 @@ class TaskConfig:
     overlong_prompts: Literal["error", "filter"] = key(
         "filter", "What to do with prompts over `max_prompt_tokens`: refuse to start, or drop, counted and logged."
     )
+    dedup: bool = key(
+        True,
+        "Of rows with the same prompt and answer (and the same reward, with `reward.column`), whatever their other "
+        "columns, only the first stays; the others are counted and logged. Training and held-out prompts alike.",
+    )
     shuffle: bool = key(True, "Shuffle training prompts with the run's seed, anew each epoch.")
     curriculum: Literal["none", "easy_to_hard"] = key(
         "none", "`easy_to_hard`: the first `curriculum_epochs` epochs go from easy to hard prompts."

@@ -53,6 +53,7 @@ def make_spec() -> Callable[..., SourceSpec]:
         rewards_with_answer=frozenset(),
         apply_chat_template=False,
         system_prompt="",
+        dedup=True,
         max_prompt_tokens=64,
         overlong_prompts="filter",
         max_operand=9,
