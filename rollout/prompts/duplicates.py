@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def drop_duplicates(rows: Sequence[Row], spec: SourceSpec) -> list[Row]:
     """The first row of each prompt with its answer and its reward, in order. Other columns are not compared.
 
-    Compared as they are in the data set, before any is tokenized. Rows without a prompt all stay: `render` refuses them.
+    Compared as they are in the data set, before any is tokenized. Rows without a prompt stay, for `render` to refuse.
     """
     seen: set[bytes] = set()
     kept: list[Row] = []
