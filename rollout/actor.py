@@ -141,6 +141,7 @@ class RolloutWorkerActor:
             timeout_s=spec.reward_timeout_s,
             num_processes=spec.reward_processes,
             queue_timeout_s=spec.reward_queue_timeout_s,
+            max_concurrency=spec.reward_concurrency,
         )
         self._started: RolloutWorker | None = None
         self._groups = GroupServer(self.run_group)
@@ -164,6 +165,7 @@ class RolloutWorkerActor:
             tokenizer=await asyncio.to_thread(AutoTokenizer.from_pretrained, self._spec.tokenizer_path),
             score=self._rewards.score,
             loop=make_loop(self._spec.agent, self._spec.agent_args),
+            num_judges=self._rewards.num_at_once,
         )
         self._watching = asyncio.create_task(self._started.watch_loads(), name="load-watch")
 

@@ -69,9 +69,10 @@ class EngineClient(Protocol):
 class _Request:
     """One generation in progress: what the engine gets, and what came back so far."""
 
-    def __init__(self, sample_index: int, context: np.ndarray, max_tokens: int) -> None:
+    def __init__(self, sample_index: int, context: np.ndarray, max_tokens: int, stop: tuple[str, ...] | None) -> None:
         self.sample_index = sample_index
         self.max_tokens = max_tokens
+        self.stop = stop
         self.answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self.has_lost_replica = False
         """The last one that it was sent to was lost."""
@@ -196,8 +197,11 @@ class GroupGenerator:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._turnstile.forget(self._context.key)
 
-    async def generate(self, sample_index: int, token_ids: np.ndarray, max_tokens: int) -> Completion:
-        """Continues `token_ids` (int32[T]) by up to `max_tokens` tokens.
+    async def generate(
+        self, sample_index: int, token_ids: np.ndarray, max_tokens: int, *, stop: str | Sequence[str] | None = None
+    ) -> Completion:
+        """Continues `token_ids` (int32[T]) by up to `max_tokens` tokens. `stop` takes the place of the stop strings of
+        `params_of`.
 
         The finish reason is "stop", "length", or "abort" if `timeout_s` passed first (with the tokens until then).
 
@@ -206,7 +210,8 @@ class GroupGenerator:
         """
         if max_tokens < 1:
             raise ValueError(f"max_tokens must be >= 1, got {max_tokens}")
-        request = _Request(sample_index, token_ids, max_tokens)
+        stops = (stop,) if isinstance(stop, str) else stop
+        request = _Request(sample_index, token_ids, max_tokens, None if stops is None else tuple(stops))
         if not self._batch:
             asyncio.get_running_loop().call_soon(self._flush)
         self._batch.append(request)
@@ -297,10 +302,13 @@ class GroupGenerator:
         return _Call(group_key=key, engine=self._engines[name], request_ids=ids, requests=requests)
 
     def _params_of(self, request: _Request) -> SamplingParams:
-        """Every submission has its own seed: a continuation must not replay the random numbers of its beginning."""
+        """Every submission has its own seed: a continuation must not replay the random numbers of its beginning. And it
+        looks for stop strings in what the answer has."""
         submission = self._num_submissions.get(request.sample_index, 0)
         self._num_submissions[request.sample_index] = submission + 1
-        return replace(self._context.params_of(request.sample_index, submission), max_tokens=request.budget)
+        params = self._context.params_of(request.sample_index, submission)
+        stop = params.stop if request.stop is None else request.stop
+        return replace(params, max_tokens=request.budget, stop=stop, num_prefix_tokens=request.num_tokens)
 
     def _check_version(self, name: str, chunk: Completion) -> None:
         oldest = min((segment.version for segment in chunk.segments), default=self._context.min_version)

@@ -56,6 +56,16 @@ class SamplingParams:
     """0 keeps the whole vocabulary."""
     seed: int | None = None
     ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
+    """The answer ends with the token that completes one of these texts, special tokens spelled out. That token is part
+    of it. Never empty texts."""
+    num_prefix_tokens: int = 0
+    """So many tokens at the end of the prompt belong to the answer, which goes on here: a stop string may begin in
+    them."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
+            raise ValueError(f"SamplingParams.stop must be a tuple of texts that are not empty, got {self.stop!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

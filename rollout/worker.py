@@ -82,6 +82,8 @@ class WorkerSpec:
     reward_timeout_s: float = 10.0
     reward_processes: int = 2
     reward_queue_timeout_s: float = 600.0
+    reward_concurrency: int = 32
+    """Calls at once of a reward that is `async def`."""
 
 
 class RolloutWorker:
@@ -93,6 +95,7 @@ class RolloutWorker:
         tokenizer: decodes generated tokens, once per trajectory.
         score: rewards one text.
         loop: how a trajectory comes about.
+        num_judges: answers of an evaluation that are rewarded at once; None is `spec.reward_processes`.
         clock: seconds, for `Trajectory.timings`.
     """
 
@@ -104,6 +107,7 @@ class RolloutWorker:
         tokenizer: Decoder,
         score: Score,
         loop: AgentLoop | None = None,
+        num_judges: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._spec = spec
@@ -122,6 +126,7 @@ class RolloutWorker:
         self._score = score
         self._loop = SingleTurnLoop() if loop is None else loop
         self._clock = clock
+        self._num_judges = spec.reward_processes if num_judges is None else num_judges
         self._num_evaluations = 0
         self._timeout_error = f"generation took longer than request_timeout_s={spec.request_timeout_s:g}"
 
@@ -140,7 +145,7 @@ class RolloutWorker:
 
         def params_of(sample: int, submission: int) -> SamplingParams:
             if sample == size:  # the baseline; nothing is drawn, so nothing is seeded
-                return SamplingParams(max_tokens=sampling.max_tokens, temperature=0.0)
+                return SamplingParams(max_tokens=sampling.max_tokens, temperature=0.0, stop=sampling.stop)
             if not self._spec.seed_requests:
                 return sampling
             return replace(sampling, seed=self._seed(item.prompt.prompt_id, item.group_id, sample, submission))
@@ -191,7 +196,7 @@ class RolloutWorker:
 
         With `params.temperature=0` it is greedy; else a prompt that comes several times is sampled that often, with
         the same seeds in every evaluation. Rewards as in training. At most `spec.evaluation_window` answers are on the
-        way at once, and as many are judged as there are reward processes; the time of each runs from then on. The whole
+        way at once, and as many are judged as can be judged at once; the time of each runs from then on. The whole
         has no limit but cancellation.
 
         Args:
@@ -219,7 +224,7 @@ class RolloutWorker:
         # A turnstile of its own: training's limits, and that the replica rests for training, do not concern it.
         turnstile = Turnstile(Router([engine]))
         # Without `judges` all rewards would wait in the queue that they share with training, whose time runs.
-        room, judges = (asyncio.Semaphore(n) for n in (self._spec.evaluation_window, self._spec.reward_processes))
+        room, judges = (asyncio.Semaphore(n) for n in (self._spec.evaluation_window, self._num_judges))
 
         async def run(number: int, prompt: Prompt) -> Trajectory:
             async with room:

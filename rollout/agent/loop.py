@@ -25,8 +25,14 @@ if TYPE_CHECKING:
 class Generate(Protocol):
     """Continues a sequence with the policy."""
 
-    async def __call__(self, token_ids: np.ndarray, max_tokens: int) -> Completion:
-        """Samples up to `max_tokens` tokens after `token_ids` (int32[T]). "abort" means that time ran out."""
+    async def __call__(
+        self, token_ids: np.ndarray, max_tokens: int, *, stop: str | Sequence[str] | None = None
+    ) -> Completion:
+        """Samples up to `max_tokens` tokens after `token_ids` (int32[T]). "abort" means that time ran out.
+
+        Args:
+            stop: texts that end the answer, their tokens included ("stop"); they take the place of `rollout.stop`.
+        """
         ...
 
 
@@ -85,19 +91,28 @@ class MultiTurnLoop:
     Args:
         make_environment: builds the environment of one trajectory.
         max_turns: generated turns at most; more is truncation.
+        stop: texts that end a turn; None leaves it to `rollout.stop`.
     """
 
-    def __init__(self, make_environment: Callable[[Prompt], Environment], *, max_turns: int) -> None:
+    def __init__(
+        self,
+        make_environment: Callable[[Prompt], Environment],
+        *,
+        max_turns: int,
+        stop: str | Sequence[str] | None = None,
+    ) -> None:
         if max_turns < 1:
             raise ValueError(f"max_turns must be >= 1, got {max_turns}")
         self._make_environment = make_environment
         self._max_turns = max_turns
+        self._stop = stop
 
     async def run(self, prompt: Prompt, max_tokens: int, generate: Generate) -> Episode:
         environment = self._make_environment(prompt)
         ledger = TokenLedger(prompt.token_ids)
         for _ in range(self._max_turns):
-            completion = await generate(ledger.token_ids(), max_tokens - ledger.num_response_tokens)
+            left = max_tokens - ledger.num_response_tokens
+            completion = await generate(ledger.token_ids(), left, stop=self._stop)
             ledger.add_generated(completion)
             if completion.finish_reason != "stop":
                 return Episode(turns=ledger.turns(), status=_status(completion.finish_reason))

@@ -11,6 +11,8 @@ from rollout.agent.loop import Episode, check_episode
 from rollout.errors import AgentError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
 
     from rollout.agent.loop import AgentLoop, Generate
@@ -51,11 +53,16 @@ class _Watched:
         self._generate = generate
         self.error: Exception | None = None
 
-    async def __call__(self, token_ids: np.ndarray, max_tokens: int) -> Completion:
+    async def __call__(
+        self, token_ids: np.ndarray, max_tokens: int, *, stop: str | Sequence[str] | None = None
+    ) -> Completion:
         if max_tokens < 1:
             raise AgentError(f"generate() needs max_tokens >= 1, got {max_tokens}; end the episode as truncated before")
+        stops = (stop,) if isinstance(stop, str) else stop
+        if stops is not None and not all(isinstance(text, str) and text for text in stops):
+            raise AgentError(f"generate() needs stop strings that are not empty, got {stop!r}; give () for none")
         try:
-            return await self._generate(token_ids, max_tokens)
+            return await self._generate(token_ids, max_tokens, stop=stops)
         except Exception as error:
             self.error = error
             raise

@@ -39,8 +39,8 @@ class EngineSpec:
     model: str
     """Directory with config and weights (or any name the engine can resolve)."""
     tokenizer: str = ""
-    """Where the tokenizer's end token is read from; empty asks `model`'s generation config alone. The engine itself
-    never tokenises: it is token-in, token-out."""
+    """Where the tokenizer's end token is read from; it also finds stop strings. Empty asks `model`'s generation config
+    alone, and refuses stop strings. The engine itself never tokenises: it is token-in, token-out."""
     device: str = "cpu"
     """Name of the device backend. "cpu" starts one process less and sizes the KV cache by `kv_cache_gib`."""
     dtype: str = "bfloat16"
@@ -153,7 +153,8 @@ class Engine(ABC):
 
     Promises that every implementation keeps (tests/contract/engine):
     - every sampled token is labelled with the policy version that sampled it, commits in mid-answer included;
-    - an end token that was sampled is part of the completion (`finish_reason="stop"`);
+    - an end token that was sampled is part of the completion (`finish_reason="stop"`), and so are the tokens of a stop
+      string, also of one that began in the answer's prefix; the token that completes it is the last one;
     - a commit never loses a request, and generation runs again when `commit` returns or raises, unless the workers
       report that their weights are a mixture;
     - after the engine died every call raises `EngineDead`; no call waits for ever.
@@ -173,7 +174,8 @@ class Engine(ABC):
 
         Raises:
             EngineDead: the engine is dead or died meanwhile; tokens already yielded are good.
-            ValueError: the prompt does not fit, or `request_id` is already running.
+            ValueError: the prompt does not fit, `request_id` is already running, or stop strings are asked for and the
+                engine was started without a tokenizer.
         """
 
     @abstractmethod

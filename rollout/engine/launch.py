@@ -28,8 +28,9 @@ def import_vllm() -> None:
     import vllm.v1.engine.async_llm  # noqa: F401
 
 
-def launch(spec: EngineSpec, meter: LoadMeter) -> tuple[AsyncLLM, list[int]]:
-    """Import vLLM and start its processes (blocking). The engine and the tokens that end an answer.
+def launch(spec: EngineSpec, meter: LoadMeter) -> tuple[AsyncLLM, list[int], Any]:
+    """Import vLLM and start its processes (blocking). The engine, the tokens that end an answer, and the tokenizer
+    (None without `spec.tokenizer`), which finds stop strings in front of the engine; the engine itself has none.
 
     `meter` is told what every step says of the load, with `spec.reports_load`.
     """
@@ -44,19 +45,22 @@ def launch(spec: EngineSpec, meter: LoadMeter) -> tuple[AsyncLLM, list[int]]:
     found = config.model_config.try_get_generation_config().get("eos_token_id")
     if found is not None:
         stop.update([found] if isinstance(found, int) else found)
+    tokenizer: Any = None
     if spec.tokenizer:
         from transformers import AutoTokenizer
 
-        end = AutoTokenizer.from_pretrained(spec.tokenizer).eos_token_id
-        stop.update(set() if end is None else {end})
+        tokenizer = AutoTokenizer.from_pretrained(spec.tokenizer)
+        stop.update(set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id})
     listeners: list[Any] | None = [_listener(meter)] if spec.reports_load else None
     llm = AsyncLLM.from_vllm_config(
         config, usage_context=UsageContext.ENGINE_CONTEXT, disable_log_stats=True, stat_loggers=listeners
     )
-    return llm, sorted(stop)
+    llm.output_processor.tokenizer = tokenizer
+    return llm, sorted(stop), tokenizer
 
 
 def vllm_sampling(params: SamplingParams, stop_token_ids: list[int]) -> Any:
+    """Text is made only where a stop string is looked for, and of every token, so that none is cut from the answer."""
     from vllm.sampling_params import RequestOutputKind
     from vllm.sampling_params import SamplingParams as VllmParams
 
@@ -68,9 +72,12 @@ def vllm_sampling(params: SamplingParams, stop_token_ids: list[int]) -> Any:
         seed=params.seed,
         ignore_eos=params.ignore_eos,
         stop_token_ids=None if params.ignore_eos else stop_token_ids,
+        stop=list(params.stop),
+        include_stop_str_in_output=True,
+        skip_special_tokens=False,
         logprobs=0,
         flat_logprobs=True,
-        detokenize=False,
+        detokenize=bool(params.stop),
         output_kind=RequestOutputKind.DELTA,
     )
 

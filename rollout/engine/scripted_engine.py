@@ -18,6 +18,7 @@ from rollout.engine.base import Engine, EngineInfo, EngineLoad, EngineSpec, Engi
 from rollout.engine.chunks import ChunkBuilder, VersionLabels
 from rollout.engine.gate import AdmissionGate, GateTurns, Pause
 from rollout.engine.load_meter import Stillness
+from rollout.engine.stops import StopWatch
 from rollout.errors import EngineDead
 from weight_sync.wire import CommitResult, Reply, encode, reply_state
 
@@ -43,6 +44,7 @@ def obedient_workers(method: str, args: tuple[object, ...]) -> list[Any]:
 @dataclass(slots=True)
 class _Live:
     chunks: ChunkBuilder
+    stops: StopWatch | None
     ended_by: FinishReason | None = None
 
 
@@ -63,7 +65,8 @@ class Faults:
 
 
 class ScriptedEngine(Engine):
-    """Generates what `script` says: `token_s` per token and `worker_s` per worker call, in seconds of `sleep`."""
+    """Generates what `script` says: `token_s` per token and `worker_s` per worker call, in seconds of `sleep`. Stop
+    strings need `decode`."""
 
     def __init__(
         self,
@@ -71,6 +74,7 @@ class ScriptedEngine(Engine):
         *,
         script: Script = letter_script,
         workers: WorkerScript = obedient_workers,
+        decode: Callable[[Sequence[int]], str] | None = None,
         token_s: float = 0.0,
         worker_s: float = 0.0,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
@@ -79,6 +83,7 @@ class ScriptedEngine(Engine):
         self._spec = spec
         self._script = script
         self._workers = workers
+        self._decode = decode
         self._token_s = token_s
         self._worker_s = worker_s
         self._sleep = sleep
@@ -111,7 +116,7 @@ class ScriptedEngine(Engine):
     async def generate(
         self, request_id: str, token_ids: np.ndarray, params: SamplingParams
     ) -> AsyncGenerator[Completion, None]:
-        live = await self._admit(request_id, token_ids)
+        live = await self._admit(request_id, token_ids, params)
         try:
             finish = live.ended_by
             while finish is None:
@@ -124,16 +129,17 @@ class ScriptedEngine(Engine):
         finally:
             self._live.pop(request_id, None)
 
-    async def _admit(self, request_id: str, token_ids: np.ndarray) -> _Live:
+    async def _admit(self, request_id: str, token_ids: np.ndarray, params: SamplingParams) -> _Live:
         if request_id in self._live or request_id in self._entering:
             raise ValueError(f"request {request_id!r} is already running; request ids must be unique per engine")
         self._spec.check_prompt(len(token_ids))
+        stops = self._watch(token_ids, params) if params.stop else None
         self._check_alive()
         self._entering.add(request_id)
         try:
             async with self._gate.passage():
                 self._check_alive()
-                live = _Live(ChunkBuilder(VersionLabels(self._version), self._spec.stream_tokens))
+                live = _Live(ChunkBuilder(VersionLabels(self._version), self._spec.stream_tokens), stops)
                 live.ended_by = "abort" if request_id in self._cancelled else None
                 if not self._live:
                     self._stillness.moved()
@@ -143,6 +149,11 @@ class ScriptedEngine(Engine):
         finally:
             self._entering.discard(request_id)
             self._cancelled.discard(request_id)
+
+    def _watch(self, token_ids: np.ndarray, params: SamplingParams) -> StopWatch:
+        if self._decode is None:
+            raise ValueError(f"stop strings {params.stop} need text; give the scripted engine a `decode`")
+        return StopWatch(self._decode, token_ids, params)
 
     async def _step(self, live: _Live, prompt: np.ndarray, params: SamplingParams) -> FinishReason | None:
         """Sample one token, unless the request ended meanwhile. The reason it ends with now, or None."""
@@ -160,6 +171,8 @@ class ScriptedEngine(Engine):
         if self.faults.die_after_tokens is not None and self._generated_tokens >= self.faults.die_after_tokens:
             await self.die("scripted death")
         if token_id in self._spec.stop_token_ids and not params.ignore_eos:
+            return "stop"
+        if live.stops is not None and live.stops.end([token_id]) is not None:
             return "stop"
         at_limit = position + 1 >= params.max_tokens or len(prompt) + position + 1 >= self._spec.max_model_len
         return "length" if at_limit else None

@@ -197,7 +197,13 @@ class ScriptedReplica:
     async def stream_group(
         self, request_ids: Sequence[str], token_ids: Sequence[np.ndarray], params: Sequence[SamplingParams]
     ) -> AsyncGenerator[tuple[int, Completion], None]:
-        """See `EngineClient`."""
+        """See `EngineClient`.
+
+        Raises:
+            ValueError: a stop string is asked for; its tokens are no text.
+        """
+        if any(one.stop for one in params):
+            raise ValueError("a scripted replica has no text and cannot find stop strings; use a ScriptedEngine")
         self._check_alive()
         clock = asyncio.get_running_loop().time
         chunk_tokens = self._workload.stream_tokens

@@ -29,8 +29,9 @@ from rollout.engine.outputs import Fence, known_finish_reason, sampled_logprobs
 from rollout.engine.reaper import OrphanReaper
 from rollout.engine.settings import process_env
 from rollout.engine.start_failure import printed_cause
+from rollout.engine.stops import StopWatch
 from rollout.errors import EngineDead
-from rollout.types import Completion, SamplingParams
+from rollout.types import Completion, FinishReason, SamplingParams
 from weight_sync import vllm_compat
 from weight_sync.wire import CommitResult, open_reply, reply_state
 
@@ -57,6 +58,8 @@ class _Live:
 
     queue: RequestOutputCollector
     chunks: ChunkBuilder
+    border: StopWatch | None = None
+    """For stop strings that begin before what vLLM generates, which it does not see; None once there can be none."""
 
 
 class VllmEngine(Engine):
@@ -91,6 +94,7 @@ class VllmEngine(Engine):
         self._reapers: list[OrphanReaper] = []
         self._vllm_dead_errors: tuple[type[Exception], ...] = ()
         self._stop_token_ids: list[int] = []
+        self._tokenizer: Any = None
         self._generated_tokens = self._prompt_tokens = self._finished_requests = 0
 
     # ---------------------------------------------------------------- life
@@ -107,7 +111,7 @@ class VllmEngine(Engine):
             # In a thread: loading blocks for seconds, and whoever waits for other engines shares this event loop.
             await asyncio.to_thread(import_vllm)
             imported = self._clock()
-            llm, stop_token_ids = await asyncio.to_thread(launch, self._spec, self._meter)
+            llm, stop_token_ids, self._tokenizer = await asyncio.to_thread(launch, self._spec, self._meter)
         from vllm.v1.engine.exceptions import EngineDeadError
 
         self._llm, self._stop_token_ids, self._vllm_dead_errors = llm, stop_token_ids, (EngineDeadError,)
@@ -175,16 +179,16 @@ class VllmEngine(Engine):
             for chunk in chunks.cut("abort"):
                 yield chunk
             return
-        is_finished = False
+        is_finished, finish = False, None
         try:
-            while not is_finished:
+            while finish is None:
                 output: Any = live.queue.get_nowait() or await self._guard(live.queue.get())
                 completion = output.outputs[0]
                 self._stillness.moved()
-                live.chunks.add(completion.token_ids, sampled_logprobs(completion))
                 self._generated_tokens += len(completion.token_ids)
                 is_finished = output.finished
-                for chunk in live.chunks.cut(known_finish_reason(completion.finish_reason) if is_finished else None):
+                finish = self._take(live, completion)
+                for chunk in live.chunks.cut(finish):
                     yield chunk
             self._finished_requests += 1
         finally:
@@ -192,9 +196,33 @@ class VllmEngine(Engine):
             if not is_finished and not self._is_dead:
                 await self._within(self._engine.abort(live.queue.request_id, internal=True), _ABORT_TIMEOUT_S, "abort")
 
+    def _take(self, live: _Live, completion: Any) -> FinishReason | None:
+        """Add new tokens to the answer, up to a stop string across its border. The reason if it ends there."""
+        token_ids, logprobs = completion.token_ids, sampled_logprobs(completion)
+        reason = completion.finish_reason
+        finish = None if reason is None else known_finish_reason(reason)
+        end = None if live.border is None else live.border.end(token_ids)
+        if end is not None:
+            token_ids, logprobs, finish = token_ids[:end], logprobs[:end], "stop"
+        elif live.border is not None and live.border.is_past_prefix:
+            live.border = None
+        live.chunks.add(token_ids, logprobs)
+        return finish
+
+    def _border(self, token_ids: np.ndarray, params: SamplingParams) -> StopWatch | None:
+        """Raises ValueError if there is no tokenizer to find stop strings with."""
+        if not params.stop:
+            return None
+        if self._tokenizer is None:
+            raise ValueError(f"stop strings {params.stop} need text; give the engine EngineSpec.tokenizer")
+        if not params.num_prefix_tokens:
+            return None
+        return StopWatch(partial(self._tokenizer.decode, clean_up_tokenization_spaces=False), token_ids, params)
+
     async def _admit(self, request_id: str, token_ids: np.ndarray, params: SamplingParams) -> _Live | None:
         """Put the request into the engine under the version that is live then; None if it was aborted before."""
         self._spec.check_prompt(len(token_ids))
+        border = self._border(token_ids, params)
         if request_id in self._live or request_id in self._entering:
             raise ValueError(f"request {request_id!r} is already running; request ids must be unique per engine")
         self._engine  # noqa: B018 - raises EngineDead before we queue at the gate
@@ -212,7 +240,7 @@ class VllmEngine(Engine):
                 }
                 sampling = vllm_sampling(params, self._stop_token_ids)
                 queue = await self._guard(engine.add_request(request_id, prompt, sampling, lora_request=self._adapter))
-                live = _Live(queue, ChunkBuilder(VersionLabels(self._version), self._spec.stream_tokens))
+                live = _Live(queue, ChunkBuilder(VersionLabels(self._version), self._spec.stream_tokens), border)
                 if not self._live:
                     self._stillness.moved()
                 self._live[request_id] = live

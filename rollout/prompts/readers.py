@@ -32,7 +32,8 @@ class SourceSpec:
 
     Example:
         SourceSpec(path="data/math.jsonl", reader="auto", split="train", prompt_column="prompt",
-                   answer_column="answer", answer_required=True, apply_chat_template=True, system_prompt="",
+                   answer_column="answer", answer_required=True, reward_column="", reward_column_required=False,
+                   rewards_with_answer=frozenset(), apply_chat_template=True, system_prompt="", dedup=True,
                    max_prompt_tokens=512, overlong_prompts="filter", max_operand=49)
     """
 
@@ -46,9 +47,17 @@ class SourceSpec:
     """A column; `a.b` reaches into a struct column `a`."""
     answer_column: str
     answer_required: bool
-    """Whether rows without an answer are an error (the reward compares with it)."""
+    """Whether rows without an answer, and without a reward of their own, are an error (the reward compares with it)."""
+    reward_column: str
+    """Column that names the reward of a row, as `answer_column`; null, empty and not there leave it to the task."""
+    reward_column_required: bool
+    """Whether a data set in which no row has that column is an error."""
+    rewards_with_answer: frozenset[str]
+    """Names of rewards that compare with an answer."""
     apply_chat_template: bool
     system_prompt: str
+    dedup: bool
+    """Whether of rows with the same prompt, answer and reward only the first stays."""
     max_prompt_tokens: int
     overlong_prompts: Literal["error", "filter"]
     max_operand: int

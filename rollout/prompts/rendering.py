@@ -62,11 +62,14 @@ def _prompt(row: Row, text: str, token_ids: Sequence[int], spec: SourceSpec) -> 
     if len(token_ids) == 0:
         raise DataError(f"{row.where}: the prompt has no tokens; remove the row or fill column {spec.prompt_column!r}")
     used = {spec.prompt_column, spec.answer_column}
+    reward = _reward(row, spec)
+    is_required = reward in spec.rewards_with_answer if reward else spec.answer_required
     return Prompt(
         prompt_id=row.row_id,
         token_ids=np.asarray(token_ids, np.int32),
         text=text,
-        answer=_answer(row, spec),
+        answer=_answer(row, spec, is_required=is_required),
+        reward=reward,
         metadata={name: value for name, value in row.columns.items() if name not in used},
     )
 
@@ -91,7 +94,7 @@ def _text(row: Row, spec: SourceSpec, tokenizer: Tokenizer) -> tuple[str, bool]:
         case list():
             messages = _checked_messages(value, row, spec)
         case _ if value is MISSING:
-            raise _missing_column(row, spec.prompt_column, "task.prompt_column")
+            raise missing_column(row, spec.prompt_column, "task.prompt_column")
         case _:
             raise DataError(
                 f"{row.where}: column {spec.prompt_column!r} holds a {type(value).__name__}; a prompt is a string or a "
@@ -140,7 +143,20 @@ def _template_error() -> type[Exception]:
     return TemplateError
 
 
-def _answer(row: Row, spec: SourceSpec) -> str:
+def _reward(row: Row, spec: SourceSpec) -> str:
+    """The name of its own reward; empty if it has none."""
+    value = find(row.columns, spec.reward_column) if spec.reward_column else None
+    if value is None or value is MISSING:
+        return ""
+    if not isinstance(value, str):
+        raise DataError(
+            f"{row.where}: column {spec.reward_column!r} holds {type(value).__name__} {value!r:.80}; it names the "
+            "reward of the row, as task.reward.name does, and null leaves it to that; set task.reward.column"
+        )
+    return value
+
+
+def _answer(row: Row, spec: SourceSpec, *, is_required: bool) -> str:
     value = find(row.columns, spec.answer_column)
     match value:
         case str():
@@ -149,9 +165,9 @@ def _answer(row: Row, spec: SourceSpec) -> str:
             pass
         case int() | float():
             return str(value)
-        case _ if value is MISSING and spec.answer_required:
-            raise _missing_column(row, spec.answer_column, "task.answer_column")
-        case _ if (value is MISSING or value is None) and not spec.answer_required:
+        case _ if value is MISSING and is_required:
+            raise missing_column(row, spec.answer_column, "task.answer_column")
+        case _ if (value is MISSING or value is None) and not is_required:
             return ""
     raise DataError(
         f"{row.where}: column {spec.answer_column!r} holds {type(value).__name__} {value!r:.80}; an answer is a string "
@@ -159,6 +175,6 @@ def _answer(row: Row, spec: SourceSpec) -> str:
     )
 
 
-def _missing_column(row: Row, name: str, setting: str) -> DataError:
+def missing_column(row: Row, name: str, setting: str) -> DataError:
     existing = ", ".join(row.columns) if row.columns else "none"
     return DataError(f"{row.where}: no column {name!r}; the columns are: {existing}; set {setting}")

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rollout.errors import DataError
+from rollout.prompts.duplicates import drop_duplicates
 from rollout.prompts.filters import drop_overlong
 from rollout.prompts.readers import SourceSpec, read_rows
-from rollout.prompts.rendering import Tokenizer, has_column, render
+from rollout.prompts.rendering import Tokenizer, has_column, missing_column, render
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,6 +32,8 @@ class PromptSet:
     """All usable prompts of a data set, in its own order."""
 
     prompts: tuple[Prompt, ...]
+    num_duplicates: int
+    """Rows that were dropped because an earlier one says the same."""
     num_overlong: int
     """Prompts that were dropped because they are too long."""
     fingerprint: str
@@ -46,6 +49,21 @@ def load_prompts(spec: SourceSpec, tokenizer: Tokenizer) -> PromptSet:
     rows = read_rows(spec)
     if not any(has_column(row, spec.answer_column) for row in rows) and not spec.answer_required:
         _log.warning("data set %r has no column %r: every answer is empty", spec.path, spec.answer_column)
+    if spec.reward_column and not any(has_column(row, spec.reward_column) for row in rows):
+        if spec.reward_column_required:
+            raise missing_column(rows[0], spec.reward_column, "task.reward.column")
+        _log.warning(
+            "data set %r has no column %r: all its answers are judged by task.reward.name",
+            spec.path, spec.reward_column,
+        )  # fmt: skip
+    num_rows = len(rows)
+    if spec.dedup:
+        rows = drop_duplicates(rows, spec)
+    if len(rows) < num_rows:
+        _log.warning(
+            "data set %r: dropped %d of %d rows whose prompt and answer are those of an earlier row (task.dedup)",
+            spec.path, num_rows - len(rows), num_rows,
+        )  # fmt: skip
     rendered = render(rows, spec=spec, tokenizer=tokenizer)
     kept, num_overlong = drop_overlong(rendered, max_prompt_tokens=spec.max_prompt_tokens, policy=spec.overlong_prompts)
     if num_overlong:
@@ -53,7 +71,12 @@ def load_prompts(spec: SourceSpec, tokenizer: Tokenizer) -> PromptSet:
             "data set %r: dropped %d of %d prompts over task.max_prompt_tokens=%d",
             spec.path, num_overlong, len(rows), spec.max_prompt_tokens,
         )  # fmt: skip
-    return PromptSet(prompts=kept, num_overlong=num_overlong, fingerprint=fingerprint(kept))
+    return PromptSet(
+        prompts=kept,
+        num_duplicates=num_rows - len(rows),
+        num_overlong=num_overlong,
+        fingerprint=fingerprint(kept),
+    )
 
 
 def fingerprint(prompts: Sequence[Prompt]) -> str:

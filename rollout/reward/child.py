@@ -3,31 +3,31 @@
 Wire, over two pipes that belong to the protocol alone (what user code prints goes to stderr):
   in    8 bytes length, then pickle of `Request`       (the parent's own objects; metadata may be anything)
   out   one JSON line "loaded" or "load_error", then one JSON line per item, in order
+A function that is `async def` is asked for with no item first, and has its process for itself then: `async_child.py`.
 The process never outlives its parent: the kernel kills it with the parent, and a closed pipe ends it.
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import pickle
 import signal
-import struct
 import sys
 import threading
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO
 
-from rollout.errors import DataError, RewardError
-from rollout.reward.call import Item, call, clip
-from rollout.reward.registry import RewardFn, load
+from rollout.errors import DataError
+from rollout.reward.async_child import serve
+from rollout.reward.call import Item, call, clip, is_async
+from rollout.reward.registry import load
+from rollout.reward.wire import answer, outcome_message, read_frame
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from rollout.reward.registry import RewardFn
 
-LENGTH = struct.Struct("<Q")
 _PR_SET_PDEATHSIG = 1
 
 
@@ -38,30 +38,24 @@ class Request:
 
 
 def main(parent_pid: int) -> None:
-    """Serves requests until the parent closes the pipe or is gone."""
+    """Serves requests until the parent closes the pipe or is gone; after one for an async function its calls alone."""
     _die_with_parent(parent_pid)
     requests, answers = _take_protocol_pipes()
     functions: dict[str, RewardFn] = {}
-    while header := requests.read(LENGTH.size):
-        request: Request = pickle.loads(requests.read(LENGTH.unpack(header)[0]))
+    while (payload := read_frame(requests)) is not None:
+        request: Request = pickle.loads(payload)
         try:
             if request.target not in functions:
                 functions[request.target] = load(request.target)
         except DataError as error:
-            _answer(answers, {"load_error": clip(str(error))})
+            answer(answers, {"load_error": clip(str(error))})
             continue
-        _answer(answers, {"loaded": True})
+        function = functions[request.target]
+        answer(answers, {"loaded": True, "is_async": is_async(function)})
+        if is_async(function):
+            serve(function, requests, answers)
         for item in request.items:
-            outcome = call(functions[request.target], item)
-            if isinstance(outcome, RewardError):
-                _answer(answers, {"error": str(outcome)})
-            else:
-                _answer(answers, {"reward": outcome.reward, "parts": dict(outcome.parts)})
-
-
-def _answer(answers: BinaryIO, message: Mapping[str, object]) -> None:
-    answers.write(json.dumps(message).encode() + b"\n")
-    answers.flush()
+            answer(answers, outcome_message(call(function, item)))
 
 
 def _take_protocol_pipes() -> tuple[BinaryIO, BinaryIO]:

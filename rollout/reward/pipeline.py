@@ -1,14 +1,17 @@
 """Scores responses in killable processes, with a wall-clock limit for each call.
 
-A reward that raises, hangs, kills its process or returns nonsense costs its own item, never the run.
+A reward that raises, hangs, kills its process or returns nonsense costs its own item, never the run. One that is `async
+def` is called many times at once, in one process; if it kills or blocks that, it costs the items that are in it.
 """
 
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING, Self
 
 from rollout.errors import DataError, RewardError
+from rollout.reward.async_calls import AsyncCalls
 from rollout.reward.call import Item, call
 from rollout.reward.child import Request
 from rollout.reward.process import ProcessLost, RewardProcess
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
 _CLOSED = "the reward pipeline was closed"
 QUEUE_TIMEOUT_S = 600.0
 """`task.reward.queue_timeout_s` by default."""
+MAX_CONCURRENCY = 32
+"""`task.reward.max_concurrency` by default."""
 
 
 class RewardPipeline:
@@ -38,20 +43,31 @@ class RewardPipeline:
     """
 
     def __init__(
-        self, name: str, *, timeout_s: float, num_processes: int, queue_timeout_s: float = QUEUE_TIMEOUT_S
+        self,
+        name: str,
+        *,
+        timeout_s: float,
+        num_processes: int,
+        queue_timeout_s: float = QUEUE_TIMEOUT_S,
+        max_concurrency: int = MAX_CONCURRENCY,
     ) -> None:
         """Raises DataError if there is no such reward; nothing is imported or started yet.
 
         Args:
             timeout_s: of one call.
-            queue_timeout_s: longest wait for a free process.
+            queue_timeout_s: longest wait for a free process, or for room among the calls of an async function.
+            max_concurrency: calls of an async function at once.
         """
-        if timeout_s <= 0 or num_processes < 1:
+        if timeout_s <= 0 or num_processes < 1 or max_concurrency < 1:
             raise ValueError(
-                f"RewardPipeline needs timeout_s > 0 and num_processes >= 1, got {timeout_s} and {num_processes}; "
-                "set task.reward"
+                "RewardPipeline needs timeout_s > 0, num_processes >= 1 and max_concurrency >= 1, got "
+                f"{timeout_s}, {num_processes} and {max_concurrency}; set task.reward"
             )
         self._name, self._timeout_s, self._queue_timeout_s = name, timeout_s, queue_timeout_s
+        self._max_concurrency = max_concurrency
+        self._async: dict[str, AsyncCalls | None] = {}
+        """Target -> its calls; None if it is a plain function. Not there until it was imported."""
+        self._telling = asyncio.Lock()
         self._entries: dict[str, RewardEntry] = {name: lookup(name)}
         self._inline: dict[str, RewardFn] = {}
         # A slot is None while it has no process. The last slot freed is the first taken: a warm one.
@@ -81,11 +97,18 @@ class RewardPipeline:
         if entry.inline:
             self._inline[entry.target] = load(entry.target)
             return
-        warm_ups = [self._warm_up(entry) for _ in range(self._num_processes)]
-        errors = [e for e in await asyncio.gather(*warm_ups, return_exceptions=True) if e is not None]
-        if errors:
+        try:
+            if await self._calls_of(entry) is None:
+                await asyncio.gather(*(self._warm_up(entry) for _ in range(self._num_processes)))
+        except DataError:
             await self.close()
-            raise errors[0]
+            raise
+
+    @property
+    def num_at_once(self) -> int:
+        """Responses that the task's reward judges at the same time. Known after `start`."""
+        is_async = self._async.get(self._entries[self._name].target) is not None
+        return self._max_concurrency if is_async else self._num_processes
 
     async def score(self, prompt: Prompt, response: str) -> RewardResult:
         """The reward of one response.
@@ -100,7 +123,8 @@ class RewardPipeline:
         return outcome
 
     async def score_batch(self, prompt: Prompt, responses: Sequence[str]) -> list[RewardResult | RewardError]:
-        """The rewards of several responses to one prompt, in one process and one message; one outcome per response.
+        """The rewards of several responses to one prompt; one outcome per response. A plain function gets them in one
+        process and one message, one after the other, an async one all at once.
 
         Each call has the time limit to itself. A call that hangs costs its process; the calls after it run in a new
         one. Waits for a free process, first come, first served, for at most `queue_timeout_s`.
@@ -111,7 +135,7 @@ class RewardPipeline:
             items = tuple(
                 Item(prompt=prompt.text, response=r, answer=prompt.answer, metadata=prompt.metadata) for r in responses
             )
-            outcomes = self._call_inline(entry, items) if entry.inline else await self._call_in_process(entry, items)
+            outcomes = self._call_inline(entry, items) if entry.inline else await self._call(entry, items)
         except DataError as error:
             outcomes = [RewardError(str(error)) for _ in responses]
         return [_named(name, prompt, o) if isinstance(o, RewardError) else o for o in outcomes]
@@ -123,6 +147,7 @@ class RewardPipeline:
         for process in processes:
             process.kill()
         await asyncio.gather(*(process.wait() for process in processes))
+        await asyncio.gather(*(calls.close() for calls in self._async.values() if calls is not None))
         self._processes.clear()
 
     def _entry(self, name: str) -> RewardEntry:
@@ -134,6 +159,19 @@ class RewardPipeline:
         if entry.target not in self._inline:
             self._inline[entry.target] = load(entry.target)
         return [call(self._inline[entry.target], item) for item in items]
+
+    async def _call(self, entry: RewardEntry, items: tuple[Item, ...]) -> list[RewardResult | RewardError]:
+        calls = await self._calls_of(entry)
+        if calls is None:
+            return await self._call_in_process(entry, items)
+        return list(await asyncio.gather(*(calls.run(item) for item in items)))
+
+    async def _calls_of(self, entry: RewardEntry) -> AsyncCalls | None:
+        """Imports the function if nothing is known of it yet; None for a plain one."""
+        async with self._telling:
+            if entry.target not in self._async:
+                await self._warm_up(entry)
+        return self._async[entry.target]
 
     async def _call_in_process(self, entry: RewardEntry, items: tuple[Item, ...]) -> list[RewardResult | RewardError]:
         outcomes: list[RewardResult | RewardError] = []
@@ -182,10 +220,22 @@ class RewardPipeline:
             outcomes.append(await process.receive(self._timeout_s))
 
     async def _warm_up(self, entry: RewardEntry) -> None:
+        """Imports the function in a free process, which an async one keeps for itself."""
         process = await self._slots.get()
         try:
             process = await self._alive(process)
-            await process.begin(Request(target=entry.target, items=()))
+            if not await process.begin(Request(target=entry.target, items=())):
+                self._async[entry.target] = None
+                return
+            self._async[entry.target] = AsyncCalls(
+                entry.target,
+                process,
+                start=partial(self._alive, None),
+                timeout_s=self._timeout_s,
+                max_concurrency=self._max_concurrency,
+                queue_timeout_s=self._queue_timeout_s,
+            )
+            process = None
         except ProcessLost as lost:
             process = self._killed(process)
             raise DataError(f"reward {entry.name!r} does not import: {lost}") from lost

@@ -14,11 +14,15 @@ import pickle
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rollout.errors import DataError, RewardError
-from rollout.reward.child import LENGTH, Request
-from rollout.reward.result import RewardResult
+from rollout.errors import DataError
+from rollout.reward.wire import frame, read_outcome
+
+if TYPE_CHECKING:
+    from rollout.errors import RewardError
+    from rollout.reward.child import Request
+    from rollout.reward.result import RewardResult
 
 LOAD_TIMEOUT_S = 60.0
 """Start of the process and import of the reward function."""
@@ -62,24 +66,41 @@ class RewardProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    async def begin(self, request: Request) -> None:
-        """Sends a request and waits until its function is imported; then call `receive` once per item.
+    async def begin(self, request: Request) -> bool:
+        """Sends a request and waits until its function is imported; then call `receive` once per item. Whether the
+        function is async: then the process takes nothing but calls of it from here on (`send`, `next_answer`).
 
         Raises:
             DataError: the function does not import. The process is fine.
             ProcessLost: it hung or died over the import.
         """
-        payload = pickle.dumps(request)
-        writer = self._process.stdin
-        assert writer is not None, "started with a pipe"
-        try:
-            writer.write(LENGTH.pack(len(payload)) + payload)
-            await writer.drain()
-        except (BrokenPipeError, ConnectionResetError) as error:
-            raise ProcessLost(await self._describe_death()) from error
+        await self.send(request)
         answer = await self._read_line(LOAD_TIMEOUT_S, f"the import of {request.target} took")
         if "load_error" in answer:
             raise DataError(answer["load_error"])
+        return answer["is_async"]
+
+    async def send(self, message: object) -> None:
+        """Puts a message into its pipe. Raises ProcessLost if it died."""
+        try:
+            self.send_soon(message)
+            await self._writer.drain()
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise ProcessLost(await self._describe_death()) from error
+
+    def send_soon(self, message: object) -> None:
+        """As `send`, without waiting until there is room in the pipe."""
+        self._writer.write(frame(pickle.dumps(message)))
+
+    @property
+    def _writer(self) -> asyncio.StreamWriter:
+        writer = self._process.stdin
+        assert writer is not None, "started with a pipe"
+        return writer
+
+    async def next_answer(self) -> dict[str, Any]:
+        """The next line that it says. Waits for: that, or its end. Raises ProcessLost at its end."""
+        return await self._parsed(await self._read())
 
     async def receive(self, timeout_s: float) -> RewardResult | RewardError:
         """The outcome of the next item, or its error if the function raised or returned no finite number.
@@ -87,10 +108,7 @@ class RewardProcess:
         Raises:
             ProcessLost: no answer within `timeout_s`, or the process died.
         """
-        answer = await self._read_line(timeout_s, "the call took")
-        if "error" in answer:
-            return RewardError(answer["error"])
-        return RewardResult(reward=answer["reward"], parts=answer["parts"])
+        return read_outcome(await self._read_line(timeout_s, "the call took"))
 
     def kill(self) -> None:
         """Kills the process and everything in its group; harmless if it is gone."""
@@ -106,19 +124,26 @@ class RewardProcess:
         await self._process.wait()
 
     async def _read_line(self, timeout_s: float, what: str) -> dict[str, Any]:
-        reader = self._process.stdout
-        assert reader is not None, "started with a pipe"
         try:
-            line = await asyncio.wait_for(reader.readline(), timeout_s)
+            line = await asyncio.wait_for(self._read(), timeout_s)
         except TimeoutError:
             try:
                 # If our own loop was blocked, the deadline and the answer arrive together, and from Python 3.12 on the
                 # deadline wins: look once more.
-                line = await asyncio.wait_for(reader.readline(), _GRACE_S)
+                line = await asyncio.wait_for(self._read(), _GRACE_S)
             except TimeoutError:
                 raise ProcessLost(f"{what} longer than {timeout_s:g} s; its process was killed") from None
+        return await self._parsed(line)
+
+    async def _read(self) -> bytes:
+        reader = self._process.stdout
+        assert reader is not None, "started with a pipe"
+        try:
+            return await reader.readline()
         except ValueError as error:
             raise ProcessLost(f"answered with more than {_MAX_ANSWER_BYTES} bytes") from error
+
+    async def _parsed(self, line: bytes) -> dict[str, Any]:
         if not line.endswith(b"\n"):
             raise ProcessLost(await self._describe_death())
         return json.loads(line)

@@ -4,8 +4,8 @@ A reward function has this signature (keyword arguments only are passed):
 
     def reward(*, prompt: str, response: str, answer: str, metadata: dict) -> float | dict[str, float]
 
-The dict must have the key "reward"; its other entries become metrics. Functions travel by name, never as objects:
-every reward process loads its own copy.
+or the same with `async def`, which is called for many responses at once. The dict must have the key "reward"; its other
+entries become metrics. Functions travel by name, never as objects: every reward process loads its own copy.
 """
 
 from __future__ import annotations
@@ -98,9 +98,8 @@ def load(target: str) -> RewardFn:
 
 def _checked(function: object, target: str) -> RewardFn:
     expected = "def reward(*, prompt: str, response: str, answer: str, metadata: dict) -> float"
-    if not callable(function) or inspect.iscoroutinefunction(function):
-        kind = "an async function" if callable(function) else f"a {type(function).__name__}"
-        raise DataError(f"reward {target!r} is {kind}; give a plain function: {expected}")
+    if not callable(function):
+        raise DataError(f"reward {target!r} is a {type(function).__name__}; give a function: {expected}")
     try:
         inspect.signature(function).bind(prompt="", response="", answer="", metadata={})
     except TypeError as error:

@@ -274,7 +274,7 @@ def _prompts(num_tokens: int) -> PromptSet:
         )
         for index in range(NUM_PROMPTS)
     )
-    return PromptSet(prompts=prompts, num_overlong=0, fingerprint=fingerprint(prompts))
+    return PromptSet(prompts=prompts, num_duplicates=0, num_overlong=0, fingerprint=fingerprint(prompts))
 
 
 @contextlib.contextmanager

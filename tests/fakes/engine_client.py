@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rollout.engine.stops import StopWatch
 from rollout.errors import EngineDead
 from rollout.types import Completion, Segment
 
@@ -28,6 +29,11 @@ STOP_TOKEN = 0
 def next_token(context: np.ndarray, stop_one_in: int) -> int:
     value = zlib.crc32(np.asarray(context, np.int32).tobytes())
     return STOP_TOKEN if value % stop_one_in == 0 else 1 + value % 50
+
+
+def decode(token_ids: Sequence[int]) -> str:
+    """A letter per token."""
+    return "".join(chr(ord("A") + token_id) for token_id in token_ids)
 
 
 def expected_answer(context: np.ndarray, max_tokens: int, *, stop_one_in: int = 10_000) -> list[int]:
@@ -76,6 +82,7 @@ class FakeEngine:
         sequences = [tokens.tolist() for tokens in token_ids]
         left = {index: one.max_tokens for index, one in enumerate(params)}
         given: dict[int, int] = dict.fromkeys(left, 0)
+        stops = [StopWatch(decode, t, p) if p.stop else None for t, p in zip(token_ids, params, strict=True)]
         try:
             while left:
                 await asyncio.sleep(3600 if self.hangs else self.step_s)
@@ -86,7 +93,7 @@ class FakeEngine:
                         del left[index]
                         yield index, self._completion([], "abort")
                         continue
-                    chunk = self._chunk(sequences[index], left[index])
+                    chunk = self._chunk(sequences[index], left[index], stops[index])
                     left[index] -= len(chunk.token_ids)
                     given[index] += 1
                     self.num_chunks += 1
@@ -104,12 +111,12 @@ class FakeEngine:
             raise EngineDead(f"{self.name} does not answer")
         return self.said_load
 
-    def _chunk(self, sequence: list[int], budget: int) -> Completion:
+    def _chunk(self, sequence: list[int], budget: int, stops: StopWatch | None) -> Completion:
         tokens: list[int] = []
         while len(tokens) < min(self.chunk_tokens, budget):
             tokens.append(next_token(np.array(sequence, np.int32), self.stop_one_in))
             sequence.append(tokens[-1])
-            if tokens[-1] == STOP_TOKEN:
+            if tokens[-1] == STOP_TOKEN or (stops is not None and stops.end(tokens[-1:]) is not None):
                 return self._completion(tokens, "stop")
         return self._completion(tokens, "length" if len(tokens) == budget else None)
 

@@ -85,7 +85,7 @@ def prompt_set(num_prompts: int = 40) -> PromptSet:
         Prompt(prompt_id=f"train/{i}", token_ids=np.array([3, 4, i % 7], np.int32), text=f"{i}", answer=f"{i}")
         for i in range(num_prompts)
     )
-    return PromptSet(prompts=prompts, num_overlong=0, fingerprint=fingerprint(prompts))
+    return PromptSet(prompts=prompts, num_duplicates=0, num_overlong=0, fingerprint=fingerprint(prompts))
 
 
 def trajectory(prompt: Prompt, index: int, segments: Sequence[tuple[int, int]], *, reward: float) -> Trajectory:

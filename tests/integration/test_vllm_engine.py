@@ -10,19 +10,22 @@ import psutil
 import pytest
 import pytest_asyncio
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from rollout.engine.base import Engine, EngineSpec
+from rollout.engine.launch import vllm_sampling
 from rollout.engine.vllm_engine import VllmEngine
 from rollout.types import SamplingParams
 from tests.contract.engine.suite import Answer, EngineContract, collect
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Container
+    from collections.abc import AsyncIterator, Container, Sequence
     from pathlib import Path
 
-STOP = 1
-ENDING: set[int] = set()
+STOP, EXTRA_STOP = 1, 2
+ENDING: dict[int, int] = {}
+"""Version -> the only token that it samples."""
 ONE_LOOP = pytest.mark.asyncio(loop_scope="module")
 
 
@@ -45,12 +48,23 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     path = tmp_path_factory.mktemp("model")
     Qwen2ForCausalLM(config).float().save_pretrained(path)
+    hex_tokenizer(config.vocab_size).save_pretrained(path)
     return path
+
+
+def hex_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+    """Every token is a number of two digits, without a space between them."""
+    words = {f"{token:02x}": token for token in range(vocab_size)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="00"))
+    tokenizer.decoder = decoders.Fuse()  # pyright: ignore[reportAttributeAccessIssue]
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="00", eos_token=f"{STOP:02x}")
 
 
 def make_spec(model_dir: Path, **changes: object) -> EngineSpec:
     values: dict[str, object] = {
         "model": str(model_dir),
+        "tokenizer": str(model_dir),
+        "stop_token_ids": (EXTRA_STOP,),
         "dtype": "float32",
         "max_model_len": 4096,
         "max_num_seqs": 64,
@@ -68,7 +82,7 @@ async def engine(model_dir: Path) -> AsyncIterator[Engine]:
     engine = VllmEngine(make_spec(model_dir))
     info = await engine.start()
     assert info.num_workers == 1
-    assert info.stop_token_ids == (STOP,)
+    assert info.stop_token_ids == (STOP, EXTRA_STOP)
     (pid,) = await engine.call_workers("te_pid", timeout_s=10.0)
     process = psutil.Process(pid)
     yield engine
@@ -147,11 +161,17 @@ async def test_an_engine_that_is_not_asked_to_count_says_only_how_many_requests_
     assert len((await task).tokens) == 1000
 
 
+def test_no_text_is_made_where_no_stop_string_is_looked_for() -> None:
+    assert not vllm_sampling(SamplingParams(max_tokens=1), [STOP]).detokenize
+    assert vllm_sampling(SamplingParams(max_tokens=1, stop=("x",)), [STOP]).detokenize
+
+
 @ONE_LOOP
 class TestVllmEngine(EngineContract):
     stream_tokens = 16
     max_model_len = 4096
     stop_token = STOP
+    extra_stop_token = EXTRA_STOP
     long_tokens = 1000
     num_commits = 25
 
@@ -163,14 +183,17 @@ class TestVllmEngine(EngineContract):
 
     def letters(self, version: int) -> Container[int]:
         low = 20 + 30 * (version % 2)
-        return {STOP} if version in ENDING else range(low, low + 30)
+        return {ENDING[version]} if version in ENDING else range(low, low + 30)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return "".join(f"{token:02x}" for token in tokens)
 
     async def commit(self, engine: Engine, version: int, *, outcome: str = "ok") -> None:
         low = 20 + 30 * (version % 2)
-        low, high = (STOP, STOP + 1) if outcome == "ends" else (low, low + 30)
-        if outcome == "ends":
-            ENDING.add(version)
-        reply = "ok" if outcome == "ends" else outcome
+        high, reply = low + 30, outcome
+        if outcome in ("ends", "stops"):
+            low = ENDING[version] = STOP if outcome == "ends" else EXTRA_STOP
+            high, reply = low + 1, "ok"
         result = await engine.commit(version, "te_commit", low, high, reply, timeout_s=20.0)
         assert len(result.results) == 1
         assert 0 < result.pause_s < 20

@@ -50,6 +50,8 @@ def to_plain(config: object) -> dict[str, Any]:
             plain[declared.name] = to_plain(value)
         elif isinstance(value, dict):
             plain[declared.name] = dict(cast("dict[str, Any]", value))
+        elif isinstance(value, list):
+            plain[declared.name] = list(cast("list[Any]", value))
         else:
             plain[declared.name] = value
     return plain
@@ -137,6 +139,8 @@ def _value(hint: Any, value: object) -> object:
         return _word(words_of(hint), value)
     if get_origin(hint) is dict:
         return _mapping(get_args(hint)[1], value)
+    if get_origin(hint) is list:
+        return _list(get_args(hint)[0], value)
     if hint is Any:
         return value
     is_bool = isinstance(value, bool)
@@ -186,6 +190,18 @@ def _mapping(hint: Any, value: object) -> dict[str, object]:
             checked[str(name)] = _value(hint, text)
         except _Refused as refused:
             raise _Refused(f"entry {name} {refused}") from None
+    return checked
+
+
+def _list(hint: Any, value: object) -> list[object]:
+    if not isinstance(value, list):
+        raise _Refused(f"expected a list of {type_text(hint)}, got {_kind(value)}; put it in brackets: [...]")
+    checked: list[object] = []
+    for number, item in enumerate(cast("list[object]", value)):
+        try:
+            checked.append(_value(hint, item))
+        except _Refused as refused:
+            raise _Refused(f"entry {number} {refused}") from None
     return checked
 
 

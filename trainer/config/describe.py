@@ -99,6 +99,8 @@ def type_text(hint: Any) -> str:
         return "one of " + ", ".join(str(word) for word in words_of(hint))
     if get_origin(hint) is dict:
         return f"map of name to {type_text(get_args(hint)[1])}"
+    if get_origin(hint) is list:
+        return f"list of {type_text(get_args(hint)[0])}"
     if is_dataclass(hint):
         return "section"
     return {str: "text", int: "integer", float: "number", bool: "true or false", Any: "anything"}[hint]

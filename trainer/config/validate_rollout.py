@@ -35,6 +35,14 @@ def concurrency_problems(config: RunConfig) -> Iterator[Problem]:
     yield from _repacking_problems(config)
 
 
+def stop_problems(config: RunConfig) -> Iterator[Problem]:
+    """Stops that can end nothing. Whether the tokenizer has the tokens is known when it is loaded."""
+    if not all(config.rollout.stop):
+        yield conflict(config, "rollout.stop", "must hold no empty text: it would end every answer", "leave it out")
+    if any(token_id < 0 for token_id in config.rollout.stop_token_ids):
+        yield conflict(config, "rollout.stop_token_ids", "must be ids of tokens, from 0", "use [] for none")
+
+
 def _repacking_problems(config: RunConfig) -> Iterator[Problem]:
     """Moves that nothing can come of, or that break what another key promises."""
     rollout, key = config.rollout, "rollout.repack_below"

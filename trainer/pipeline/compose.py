@@ -256,6 +256,7 @@ def engine_spec(cfg: RunConfig, backend: Backend, *, name: str, version: int) ->
         in_flight=cfg.mode.in_flight,
         sleep_level=sleep_level(cfg, backend),
         initial_version=version,
+        stop_token_ids=tuple(rollout.stop_token_ids),
         lora_rank=cfg.model.lora.rank,
         lora_targets=tuple(cfg.model.lora.target_modules.split("+")),
         extension=EXTENSION,
@@ -317,6 +318,7 @@ def worker_spec(cfg: RunConfig) -> WorkerSpec:
             temperature=rollout.temperature,
             top_p=rollout.top_p,
             top_k=rollout.top_k,
+            stop=tuple(rollout.stop),
         ),
         request_timeout_s=rollout.request_timeout_s,
         evaluation_window=most_at_once(rollout),
@@ -334,6 +336,7 @@ def worker_spec(cfg: RunConfig) -> WorkerSpec:
         reward_timeout_s=reward.timeout_s,
         reward_processes=reward.num_processes,
         reward_queue_timeout_s=reward.queue_timeout_s,
+        reward_concurrency=reward.max_concurrency,
     )
 
 

@@ -94,7 +94,9 @@ class Evaluator:
         self._cfg = cfg.trainer
         self._prompts = [prompt for prompt in prompts for _ in range(cfg.trainer.eval_samples)]
         self._params = SamplingParams(
-            max_tokens=cfg.rollout.max_response_tokens, temperature=cfg.trainer.eval_temperature
+            max_tokens=cfg.rollout.max_response_tokens,
+            temperature=cfg.trainer.eval_temperature,
+            stop=tuple(cfg.rollout.stop),
         )
         self._freeze, self._generate, self._members = freeze, generate, members
         self._first_version, self._last_version = first_version, -1

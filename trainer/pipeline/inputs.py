@@ -11,14 +11,16 @@ import importlib.metadata
 import importlib.util
 import logging
 import sys
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollout.errors import DataError
 from rollout.prompts.readers import SourceSpec
 from rollout.prompts.source import PromptSet, eval_subset, load_prompts
 from rollout.reward.preflight import check_reward
-from rollout.reward.registry import lookup
+from rollout.reward.registry import BUILTIN_REWARDS, lookup
 from trainer.builtin import tiny_model
 from trainer.builtin.tokenizer import build_tokenizer
 from trainer.config.errors import ConfigurationError, Problem
@@ -26,7 +28,7 @@ from trainer.config.estimators import traits_of
 from trainer.learner.errors import ModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from rollout.types import Prompt
     from trainer.config.schema import RunConfig
@@ -58,13 +60,13 @@ def load_inputs(cfg: RunConfig) -> Inputs:
     _check_peft(cfg)
     _check_models(cfg)
     tokenizer = _tokenizer(cfg)
-    train = load_prompts(_source_spec(cfg, cfg.task.train_path, cfg.task.train_split), tokenizer)
+    _check_stops(cfg, len(tokenizer))
+    train = load_prompts(_source_spec(cfg, cfg.task.train_path, cfg.task.train_split, is_held_out=False), tokenizer)
     evaluation: tuple[Prompt, ...] = ()
     if cfg.task.eval_path:
-        held_out = load_prompts(_source_spec(cfg, cfg.task.eval_path, cfg.task.eval_split), tokenizer)
-        evaluation = eval_subset(held_out, size=cfg.task.eval_size)
-    result = check_reward(cfg.task.reward.name, sample=train.prompts[0], timeout_s=cfg.task.reward.timeout_s)
-    _check_parts(cfg, result.parts)
+        spec = _source_spec(cfg, cfg.task.eval_path, cfg.task.eval_split, is_held_out=True)
+        evaluation = eval_subset(load_prompts(spec, tokenizer), size=cfg.task.eval_size)
+    _check_rewards(cfg, (*train.prompts, *evaluation))
     log.info("%d training prompts, %d held out", len(train.prompts), len(evaluation))
     return Inputs(tokenizer=tokenizer, train=train, evaluation=evaluation)
 
@@ -179,6 +181,13 @@ def _tokenizer(cfg: RunConfig) -> Any:
         raise ConfigurationError([problem]) from error
 
 
+def _check_stops(cfg: RunConfig, num_tokens: int) -> None:
+    unknown = [token_id for token_id in cfg.rollout.stop_token_ids if token_id >= num_tokens]
+    if unknown:
+        allowed = f"must be below {num_tokens}, the number of tokens that the tokenizer has"
+        raise ConfigurationError([Problem(key="rollout.stop_token_ids", got=str(unknown), allowed=allowed)])
+
+
 def _check_peft(cfg: RunConfig) -> None:
     if cfg.model.lora.rank == 0 or importlib.util.find_spec("peft") is not None:
         return
@@ -204,9 +213,28 @@ def _check_models(cfg: RunConfig) -> None:
             raise ConfigurationError([problem]) from error
 
 
-def _check_parts(cfg: RunConfig, parts: Mapping[str, float]) -> None:
+def _check_rewards(cfg: RunConfig, prompts: Sequence[Prompt]) -> None:
+    """Try every reward that a prompt has, once."""
+    samples: dict[str, Prompt] = {}
+    for prompt in prompts:
+        samples.setdefault(prompt.reward, prompt)
+    for reward, sample in samples.items():
+        name = reward if reward else cfg.task.reward.name
+        try:
+            result = check_reward(name, sample=sample, timeout_s=cfg.task.reward.timeout_s)
+        except DataError as error:
+            if not reward:
+                raise
+            raise DataError(f"column {cfg.task.reward.column!r} of prompt {sample.prompt_id}: {error}") from error
+        _check_parts(cfg, name, result.parts)
+    if cfg.task.reward.column:
+        counts = Counter(prompt.reward if prompt.reward else cfg.task.reward.name for prompt in prompts)
+        log.info("prompts by reward: %s", ", ".join(f"{name} {count}" for name, count in counts.most_common()))
+
+
+def _check_parts(cfg: RunConfig, reward: str, parts: Mapping[str, float]) -> None:
     """What the estimator wants of the parts of a reward, against those of the trial call."""
-    algorithm, reward = cfg.algorithm, cfg.task.reward.name
+    algorithm = cfg.algorithm
     if not traits_of(algorithm).uses_parts:
         return
     if not parts:
@@ -230,7 +258,7 @@ def _check_parts(cfg: RunConfig, parts: Mapping[str, float]) -> None:
         raise ConfigurationError(problems)
 
 
-def _source_spec(cfg: RunConfig, path: str, split: str) -> SourceSpec:
+def _source_spec(cfg: RunConfig, path: str, split: str, *, is_held_out: bool) -> SourceSpec:
     task = cfg.task
     return SourceSpec(
         path=path,
@@ -239,8 +267,12 @@ def _source_spec(cfg: RunConfig, path: str, split: str) -> SourceSpec:
         prompt_column=task.prompt_column,
         answer_column=task.answer_column,
         answer_required=lookup(task.reward.name).needs_answer,
+        reward_column=task.reward.column,
+        reward_column_required=not is_held_out,  # benchmarks of one kind have none
+        rewards_with_answer=frozenset(name for name, entry in BUILTIN_REWARDS.items() if entry.needs_answer),
         apply_chat_template=task.apply_chat_template,
         system_prompt=task.system_prompt,
+        dedup=task.dedup,
         max_prompt_tokens=task.max_prompt_tokens,
         overlong_prompts=task.overlong_prompts,
         max_operand=task.max_operand,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -84,7 +86,9 @@ def _deterministic(reward: RewardFn, item: Item) -> None:
 def _metadata(reward: RewardFn, item: Item) -> None:
     metadata = dict(item.metadata)
     before = repr(metadata)
-    reward(prompt=item.prompt, response=item.response, answer=item.answer, metadata=metadata)
+    outcome = reward(prompt=item.prompt, response=item.response, answer=item.answer, metadata=metadata)
+    if inspect.iscoroutine(outcome):
+        asyncio.run(outcome)
     if repr(metadata) != before:
         raise Broken(f"metadata was {before:.80} and is {metadata!r:.80}; work on a copy")
 

@@ -18,7 +18,7 @@ from rollout.errors import EngineDead
 from rollout.types import Completion, SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Container, Iterator
+    from collections.abc import AsyncIterator, Awaitable, Container, Iterator, Sequence
 
     from rollout.engine.base import Engine, InFlight
 
@@ -57,6 +57,9 @@ class EngineContract:
     stream_tokens: int
     max_model_len: int
     stop_token: int
+    """The end token of the model."""
+    extra_stop_token: int
+    """Of `EngineSpec.stop_token_ids`."""
     long_tokens: int = 300
     """Length of an answer that is long enough to commit in its middle."""
     num_commits: int = 10
@@ -66,8 +69,17 @@ class EngineContract:
         raise NotImplementedError
 
     async def commit(self, engine: Engine, version: int, *, outcome: str = "ok") -> None:
-        """Commit the weights of `version`; `outcome` is what the workers answer: ok, failed, dirty, or ends."""
+        """Commit the weights of `version`; `outcome` is what the workers answer: ok, failed, dirty, or ok and weights
+        that sample nothing but `stop_token` ("ends") or `extra_stop_token` ("stops")."""
         raise NotImplementedError
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text that the engine looks for stop strings in; at least two characters per letter."""
+        raise NotImplementedError
+
+    def end_of(self, tokens: list[int], stop: str) -> int:
+        """Tokens of the shortest beginning whose text holds `stop`."""
+        return next(n for n in range(1, len(tokens) + 1) if stop in self.decode(tokens[:n]))
 
     async def kill(self, engine: Engine) -> None:
         raise NotImplementedError
@@ -107,7 +119,14 @@ class EngineContract:
         first = engine.version
         requests = [
             collect(
-                engine, f"label-{i}", SamplingParams(max_tokens=self.long_tokens + i, temperature=float(i % 2), seed=i)
+                engine,
+                f"label-{i}",
+                SamplingParams(
+                    max_tokens=self.long_tokens + i,
+                    temperature=float(i % 2),
+                    seed=i,
+                    stop=("never said",) * (i % 4 == 3),
+                ),
             )
             for i in range(32)
         ]
@@ -184,17 +203,51 @@ class EngineContract:
         assert set(answer.labels) == {version}
         self.assert_labels(answer)
 
-    async def test_the_end_token_is_part_of_the_completion(self, engine: Engine) -> None:
-        await self.commit(engine, engine.version + 1, outcome="ends")
+    @pytest.mark.parametrize("outcome", ["ends", "stops"])
+    async def test_the_end_token_is_part_of_the_completion(self, engine: Engine, outcome: str) -> None:
+        token = self.stop_token if outcome == "ends" else self.extra_stop_token
+        await self.commit(engine, engine.version + 1, outcome=outcome)
         answer = await collect(engine, "stop", SamplingParams(max_tokens=50, seed=1))
         assert answer.finish_reason == "stop"
-        assert answer.tokens[-1] == self.stop_token
-        assert answer.tokens.count(self.stop_token) == 1
+        assert answer.tokens[-1] == token
+        assert answer.tokens.count(token) == 1
         assert len(answer.labels) == len(answer.logprobs) == len(answer.tokens)
         onward = await collect(engine, "no-stop", SamplingParams(max_tokens=50, seed=1, ignore_eos=True))
         assert onward.finish_reason == "length"
         assert len(onward.tokens) == 50
         await self.commit(engine, engine.version + 1)
+
+    async def test_the_token_that_completes_a_stop_string_is_the_last_one(self, engine: Engine) -> None:
+        params = SamplingParams(max_tokens=100, seed=1)
+        free = await collect(engine, "free", params)
+        assert free.finish_reason == "length"
+        stop = self.decode(free.tokens[50:54])[1:-1]
+        num_tokens = self.end_of(free.tokens, stop)
+        answer = await collect(engine, "ended", replace(params, stop=("never said", stop)))
+        assert (answer.tokens, answer.finish_reason) == (free.tokens[:num_tokens], "stop")
+        assert answer.logprobs.tobytes() == free.logprobs[:num_tokens].tobytes()
+        self.assert_labels(answer)
+        assert engine.stats().running == engine.stats().waiting == 0
+        # An end token is no reason to look for no text, and the other way round.
+        onward = await collect(engine, "onward", replace(params, stop=(stop,), ignore_eos=True))
+        assert (onward.tokens, onward.finish_reason) == (answer.tokens, "stop")
+
+    @pytest.mark.parametrize("num_new", [1, 2, 20])
+    async def test_a_stop_string_that_begins_in_the_prefix_of_an_answer_ends_it(
+        self, engine: Engine, num_new: int
+    ) -> None:
+        prefix = (await collect(engine, "before", SamplingParams(max_tokens=37, seed=1))).tokens
+        prompt, params = np.array([*PROMPT, *prefix], np.int32), SamplingParams(max_tokens=90, seed=2)
+        free = (await collect(engine, "free", params, prompt)).tokens
+        stop = self.decode(prefix[-3:])[1:] + self.decode(free[:num_new])[:-1]
+        alone = await collect(engine, "alone", replace(params, stop=(stop,)), prompt)
+        assert len(alone.tokens) > num_new, "the text of the prompt is none of the answer"
+        onward = replace(params, stop=(stop,), num_prefix_tokens=len(prefix))
+        answer = await collect(engine, "onward", onward, prompt)
+        assert (answer.tokens, answer.finish_reason) == (free[:num_new], "stop")
+        assert len(answer.logprobs) == num_new
+        self.assert_labels(answer)
+        assert engine.stats().running == engine.stats().waiting == 0
 
     async def test_abort_ends_the_stream_with_what_it_has(self, engine: Engine) -> None:
         chunks = []

@@ -7,28 +7,30 @@ import pytest
 
 from rollout.engine.base import Engine, EngineSpec
 from rollout.engine.scripted_engine import ScriptedEngine
-from tests.contract.engine.suite import EngineContract
+from rollout.types import SamplingParams
+from tests.contract.engine.suite import EngineContract, collect
 from weight_sync.wire import Reply, encode
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Container
+    from collections.abc import AsyncIterator, Container, Sequence
 
     from rollout.engine.base import SleepLevel
 
-STOP = 7
-ENDING: set[int] = set()
+STOP, EXTRA_STOP = 7, 8
+ENDING: dict[int, int] = {}
+"""Version -> the only token that it samples."""
 
 
 def script(prompt: object, position: int, version: int) -> tuple[int, float]:
-    return (STOP if version in ENDING else 10 + 10 * (version % 2) + position % 10), -0.25
+    return ENDING.get(version, 10 + 10 * (version % 2) + position % 10), -0.25
 
 
 def workers(method: str, args: tuple[object, ...]) -> list[bytes]:
     version, outcome = args
-    if outcome == "ends":
+    if outcome in ("ends", "stops"):
         assert isinstance(version, int)
-        ENDING.add(version)
-    reply = Reply(ok=outcome in ("ok", "ends"), dirty=outcome == "dirty")
+        ENDING[version] = STOP if outcome == "ends" else EXTRA_STOP
+    reply = Reply(ok=outcome in ("ok", "ends", "stops"), dirty=outcome == "dirty")
     return [encode(reply)]
 
 
@@ -36,6 +38,7 @@ class TestScriptedEngine(EngineContract):
     stream_tokens = 16
     max_model_len = 20_000
     stop_token = STOP
+    extra_stop_token = EXTRA_STOP
     long_tokens = 1000
 
     @pytest.fixture
@@ -59,13 +62,16 @@ class TestScriptedEngine(EngineContract):
             model="scripted",
             stream_tokens=self.stream_tokens,
             max_model_len=self.max_model_len,
-            stop_token_ids=(STOP,),
+            stop_token_ids=(STOP, EXTRA_STOP),
             sleep_level=sleep_level,
         )
-        return ScriptedEngine(spec, script=script, workers=workers, worker_s=0.005)
+        return ScriptedEngine(spec, script=script, workers=workers, decode=self.decode, worker_s=0.005)
 
     def letters(self, version: int) -> Container[int]:
-        return {STOP} if version in ENDING else range(10 + 10 * (version % 2), 20 + 10 * (version % 2))
+        return {ENDING[version]} if version in ENDING else range(10 + 10 * (version % 2), 20 + 10 * (version % 2))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return "".join(f"{token:03d}" for token in tokens)
 
     async def commit(self, engine: Engine, version: int, *, outcome: str = "ok") -> None:
         await asyncio.sleep(0)
@@ -74,3 +80,11 @@ class TestScriptedEngine(EngineContract):
     async def kill(self, engine: Engine) -> None:
         assert isinstance(engine, ScriptedEngine)
         await engine.die("killed by the test")
+
+
+async def test_an_engine_without_text_refuses_stop_strings() -> None:
+    engine = ScriptedEngine(EngineSpec(model="scripted"))
+    await engine.start()
+    with pytest.raises(ValueError, match="need text"):
+        await collect(engine, "a", SamplingParams(max_tokens=3, stop=("x",)))
+    assert engine.stats().running == 0

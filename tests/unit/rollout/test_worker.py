@@ -16,7 +16,7 @@ from rollout.errors import RewardError
 from rollout.reward.result import RewardResult
 from rollout.types import Prompt, SamplingParams, Segment, Trajectory
 from rollout.worker import RolloutWorker, WorkerSpec, derive_seed
-from tests.fakes.engine_client import FakeEngine, expected_answer
+from tests.fakes.engine_client import FakeEngine, decode, expected_answer
 from tests.fakes.virtual_time import run_virtual
 
 if TYPE_CHECKING:
@@ -94,6 +94,20 @@ def test_an_answer_that_ends_is_completed_and_its_end_token_is_trained_but_not_i
         assert group.trajectories[0].status == "completed"
         assert generated(group.trajectories[0]) == answer
         assert group.trajectories[0].text == " ".join(map(str, answer[:-1]))
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("chunks_before_death", range(24))
+def test_a_stop_string_ends_an_answer_at_the_same_token_wherever_its_replica_died(chunks_before_death: int) -> None:
+    async def main() -> None:
+        engines = FakeEngine("e0", die_after_chunks=chunks_before_death), FakeEngine("e1")
+        stop = decode(ANSWER[10:14])  # a chunk ends in its middle
+        assert stop not in decode(ANSWER[:13])
+        sampling = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.7, stop=(stop,))
+        group = await worker(*engines, sampling=sampling, greedy_baseline=True).run_group(item())
+        for trajectory in group.generated:
+            assert (generated(trajectory), trajectory.status) == (ANSWER[:14], "completed")
 
     run_virtual(main())
 

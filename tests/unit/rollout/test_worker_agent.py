@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from rollout.agent.ledger import TokenLedger
 from rollout.agent.loop import Episode, MultiTurnLoop, Reply
 from rollout.engine.router import NoReplica
 from rollout.errors import AgentError
 from rollout.types import SamplingParams
 from rollout.worker import RolloutWorker
-from tests.fakes.engine_client import FakeEngine
+from tests.fakes.engine_client import FakeEngine, decode
 from tests.fakes.virtual_time import run_virtual
-from tests.unit.rollout.test_worker import Numbers, item, length_score, spec
+from tests.unit.rollout.test_worker import ANSWER, Numbers, generated, item, length_score, spec
 
 if TYPE_CHECKING:
     from rollout.agent.loop import AgentLoop, Generate
@@ -72,6 +73,28 @@ def test_evaluation_and_the_greedy_baseline_use_the_loop_too() -> None:
     run_virtual(main())
 
 
+@pytest.mark.parametrize(("stop", "num_tokens"), [(None, 14), ("second", 8), (("second", "never"), 8), ((), 20)])
+def test_the_stop_strings_of_a_call_take_the_place_of_those_of_the_run(stop: Any, num_tokens: int) -> None:
+    stop = decode(ANSWER[5:8]) if stop == "second" else (decode(ANSWER[5:8]), "never") if stop else stop
+
+    async def asks(prompt: Prompt, max_tokens: int, generate: Generate) -> Episode:
+        ledger = TokenLedger(prompt.token_ids)
+        completion = await generate(prompt.token_ids, max_tokens, stop=stop)
+        ledger.add_generated(completion)
+        return Episode(turns=ledger.turns(), status="completed" if completion.finish_reason == "stop" else "truncated")
+
+    async def main() -> None:
+        sampling = SamplingParams(max_tokens=20, stop=(decode(ANSWER[10:14]),))
+        # The first replica dies with six tokens of the only answer.
+        engines = FakeEngine("e0", die_after_chunks=2), FakeEngine("e1")
+        group = await agent_worker(Played(asks), *engines, sampling=sampling, group_size=1).run_group(item())
+        (trajectory,) = group.trajectories
+        assert generated(trajectory) == ANSWER[:num_tokens]
+        assert trajectory.status == ("truncated" if num_tokens == 20 else "completed")
+
+    run_virtual(main())
+
+
 def failing_on_odd_calls(fail: Any) -> AgentLoop:
     """Every second trajectory goes wrong in its own way, the others answer in one turn."""
     calls = 0
@@ -102,6 +125,10 @@ async def asks_for_nothing(prompt: Prompt, _: int, generate: Generate) -> Any:
     await generate(prompt.token_ids, 0)
 
 
+async def stops_at_nothing(prompt: Prompt, _: int, generate: Generate) -> Any:
+    await generate(prompt.token_ids, 1, stop=["a", ""])
+
+
 async def rewards_with_nan(prompt: Prompt, max_tokens: int, generate: Generate) -> Episode:
     class Broken:
         async def step(self, turns: tuple[Turn, ...]) -> Reply:
@@ -117,6 +144,7 @@ async def rewards_with_nan(prompt: Prompt, max_tokens: int, generate: Generate) 
         (hangs, r"the trajectory took longer than task.agent_timeout_s=100"),
         (returns_nothing, "returned a NoneType; return an Episode"),
         (asks_for_nothing, "needs max_tokens >= 1, got 0"),
+        (stops_at_nothing, r"needs stop strings that are not empty, got \['a', ''\]"),
         (rewards_with_nan, "raised ValueError: reward of a turn must be a finite number, got nan"),
     ],
 )

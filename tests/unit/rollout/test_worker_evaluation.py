@@ -10,9 +10,10 @@ import pytest
 
 from rollout.reward.result import RewardResult
 from rollout.types import Completion, Prompt, SamplingParams, Segment
+from rollout.worker import RolloutWorker
 from tests.fakes.engine_client import FakeEngine
 from tests.fakes.virtual_time import run_virtual
-from tests.unit.rollout.test_worker import ANSWER, generated, item, worker
+from tests.unit.rollout.test_worker import ANSWER, Numbers, generated, item, spec, worker
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0)
 
@@ -83,7 +84,10 @@ def test_an_answer_that_takes_too_long_is_failed_and_the_others_are_not() -> Non
     run_virtual(main())
 
 
-def test_rewards_keep_no_place_at_the_replica_and_do_not_fill_the_queue_of_training() -> None:
+@pytest.mark.parametrize(("num_judges", "expected"), [(None, [1, 2, 101, 102, 201]), (3, [1, 2, 3, 101, 102])])
+def test_rewards_keep_no_place_at_the_replica_and_do_not_fill_the_queue_of_training(
+    num_judges: int | None, expected: list[int]
+) -> None:
     asked_at: list[float] = []
 
     async def slowly(_prompt: Any, _text: Any) -> RewardResult:
@@ -92,11 +96,12 @@ def test_rewards_keep_no_place_at_the_replica_and_do_not_fill_the_queue_of_train
         return RewardResult(reward=1.0)
 
     async def main() -> None:
-        busy = worker(OneByOne("e0", room=1, answer_s=1.0), score=slowly, evaluation_window=1, reward_processes=2)
+        settings, engine = spec(evaluation_window=1, reward_processes=2), OneByOne("e0", room=1, answer_s=1.0)
+        busy = RolloutWorker(settings, [engine], tokenizer=Numbers(), score=slowly, num_judges=num_judges)
         await busy.evaluate(prompts(5), GREEDY, engine="e0")
 
     run_virtual(main())
-    assert asked_at == pytest.approx([1, 2, 101, 102, 201]), "two at a time; the replica was through after five seconds"
+    assert asked_at == pytest.approx(expected), "so many at a time; the replica was through after five seconds"
 
 
 def test_a_share_of_an_evaluation_has_the_seeds_that_it_has_in_the_whole() -> None:

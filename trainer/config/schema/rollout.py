@@ -23,6 +23,16 @@ class RolloutConfig:
         "engine some speed; otherwise the engines draw from `seed` in the order of their work. null is true with "
         "`mode.max_staleness=0` and false above, where timing decides what is trained.",
     )
+    stop_token_ids: list[int] = key(
+        factory=list,
+        doc="Tokens that end an answer, beside the end tokens of the model's generation config and of the tokenizer. "
+        "Like these they are part of the answer and trained. Evaluation uses them too.",
+    )
+    stop: list[str] = key(
+        factory=list,
+        doc="Texts that end an answer, with the token that completes one of them; special tokens spelled out. Their "
+        "tokens are part of the answer and trained. Evaluation uses them too, and agent loops may ask for others.",
+    )
     max_response_tokens: int = key(1024, "Longest answer, in tokens.", ge=1)
     max_model_len: int = key(0, "Engine context length; 0 means prompt plus response limits.", ge=0)
     max_num_seqs: int = key(256, "Most sequences an engine runs at once.", ge=1)

@@ -16,10 +16,21 @@ class RewardConfig:
         "function as `path/to/file.py:name` or `package.module.name`.",
         is_path=True,
     )
+    column: str = key(
+        "",
+        "Column that names the reward of each row, as `name` does, for data sets of several kinds of tasks. Where it "
+        "is null, empty or not there, `name` holds; held-out data may have no such column at all.",
+    )
     timeout_s: float = key(10.0, "Wall-clock limit of one reward call; past it the process is killed.", gt=0)
     num_processes: int = key(2, "Killable reward processes per rollout worker.", ge=1)
+    max_concurrency: int = key(
+        32, "Calls of an `async def` reward at once, per rollout worker; they share one process.", ge=1
+    )
     queue_timeout_s: float = key(
-        600.0, "Longest wait of an answer for a free reward process; past it, its reward has failed.", gt=0
+        600.0,
+        "Longest wait of an answer for a free reward process, or for its turn to call an `async def` reward; past it, "
+        "its reward has failed.",
+        gt=0,
     )
 
 
@@ -44,6 +55,11 @@ class TaskConfig:
     max_prompt_tokens: int = key(512, "Longest prompt, in tokens.", ge=1)
     overlong_prompts: Literal["error", "filter"] = key(
         "filter", "What to do with prompts over `max_prompt_tokens`: refuse to start, or drop, counted and logged."
+    )
+    dedup: bool = key(
+        True,
+        "Of rows with the same prompt and answer (and the same reward, with `reward.column`), whatever their other "
+        "columns, only the first stays; the others are counted and logged. Training and held-out prompts alike.",
     )
     shuffle: bool = key(True, "Shuffle training prompts with the run's seed, anew each epoch.")
     curriculum: Literal["none", "easy_to_hard"] = key(

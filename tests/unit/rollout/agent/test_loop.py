@@ -21,8 +21,10 @@ class Scripted:
     def __init__(self, *answers: tuple[list[int], FinishReason]) -> None:
         self.answers = list(answers)
         self.asked: list[tuple[list[int], int]] = []
+        self.stops: list[object] = []
 
-    async def __call__(self, token_ids: np.ndarray, max_tokens: int) -> Completion:
+    async def __call__(self, token_ids: np.ndarray, max_tokens: int, *, stop: object = None) -> Completion:
+        self.stops.append(stop)
         self.asked.append((token_ids.tolist(), max_tokens))
         tokens, finish_reason = self.answers.pop(0)
         return Completion(
@@ -67,6 +69,12 @@ async def test_replies_are_appended_as_context_and_come_out_of_the_budget() -> N
     assert [turn.token_ids.tolist() for turn in episode.turns] == [[1, 2, 3], [90, 91, 4, 5]]
     assert episode.turns[1].is_generated.tolist() == [False, False, True, True]
     assert replies.seen == [1, 2]
+
+
+async def test_turns_end_at_the_stop_strings_of_the_loop() -> None:
+    generate = Scripted(([3], "stop"), ([4], "stop"))
+    await MultiTurnLoop(lambda _: Replies([90]), max_turns=5, stop=("</search>",)).run(PROMPT, 10, generate)
+    assert generate.stops == [("</search>",)] * 2
 
 
 async def test_a_reply_that_leaves_no_room_for_an_answer_truncates() -> None:

@@ -6,6 +6,7 @@ import json
 import logging
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from rollout.prompts.readers import SourceSpec
+    from rollout.prompts.source import PromptSet
 
     MakeSpec = Callable[..., SourceSpec]
 
@@ -283,3 +285,94 @@ def test_a_tokenizer_without_a_chat_template_is_refused_for_chat_prompts(
     path = write_jsonl(tmp_path / "a.jsonl", ROWS)
     with pytest.raises(DataError, match="the model's tokenizer has none"):
         load_prompts(make_spec(path=path, apply_chat_template=True), tokenizer)
+
+
+def test_a_row_may_name_its_own_reward(tmp_path: Path, make_spec: MakeSpec, tokenizer: Any) -> None:
+    rows = [
+        {"prompt": "a", "answer": "1", "judged": {"by": "math"}},
+        {"prompt": "b", "judged": {"by": "my.haiku"}},
+        {"prompt": "c", "answer": "3", "judged": {"by": None}},
+        {"prompt": "d", "answer": "4"},
+        {"prompt": "e", "answer": "5", "judged": {"by": ""}},
+    ]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    spec = make_spec(path=path, reward_column="judged.by", rewards_with_answer=frozenset({"math"}))
+    prompts = load_prompts(spec, tokenizer).prompts
+    assert [p.reward for p in prompts] == ["math", "my.haiku", "", "", ""]
+    assert [p.answer for p in prompts] == ["1", "", "3", "4", "5"]
+    assert [p.reward for p in load_prompts(make_spec(path=path, answer_required=False), tokenizer).prompts] == [""] * 5
+    # Which rewards need an answer is asked for every row.
+    with pytest.raises(DataError, match=r"line 2: no column 'answer'"):
+        load_prompts(replace(spec, rewards_with_answer=frozenset({"math", "my.haiku"})), tokenizer)
+
+
+def test_a_reward_column_that_no_row_has_is_refused_unless_the_data_is_held_out(
+    tmp_path: Path, make_spec: MakeSpec, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = make_spec(path=write_jsonl(tmp_path / "a.jsonl", ROWS), reward_column="kind")
+    with pytest.raises(DataError, match=r"no column 'kind'; the columns are: .*; set task.reward.column"):
+        load_prompts(spec, tokenizer)
+    assert [p.reward for p in load_prompts(replace(spec, reward_column_required=False), tokenizer).prompts] == [""] * 3
+    assert "has no column 'kind': all its answers are judged by task.reward.name" in caplog.text
+
+
+def test_a_reward_that_is_no_name_is_refused(tmp_path: Path, make_spec: MakeSpec, tokenizer: Any) -> None:
+    with pytest.raises(DataError, match=r"line 1: column 'level' holds int 3; it names the reward of the row"):
+        path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a", "answer": "1", "level": 3}])
+        load_prompts(make_spec(path=path, reward_column="level"), tokenizer)
+
+
+REPEATED = [
+    {"prompt": "1+1=", "answer": "2", "id": 1},
+    {"prompt": "2+2=", "answer": "4", "id": 2},
+    {"prompt": "1+1=", "answer": "2", "id": 3},
+    {"prompt": "1+1=", "answer": "3", "id": 4},
+    {"prompt": "1+1=", "answer": 2, "id": 5},
+    {"prompt": "2+2=", "answer": "4", "id": 6},
+    {"prompt": "1+1=", "answer": "2", "by": "math", "id": 7},
+    {"prompt": "1+1=", "answer": None, "id": 8},
+    {"prompt": "1+1=", "answer": "None", "id": 9},
+    {"prompt": "1+1=", "id": 10},
+]
+
+
+def ids_of(loaded: PromptSet) -> list[object]:
+    return [prompt.metadata["id"] for prompt in loaded.prompts]
+
+
+@pytest.mark.parametrize(
+    ("changes", "kept"),
+    [
+        ({}, [1, 2, 4, 5, 8, 9, 10]),
+        ({"reward_column": "by"}, [1, 2, 4, 5, 7, 8, 9, 10]),
+        ({"dedup": False}, list(range(1, 11))),
+    ],
+)
+def test_of_rows_that_say_the_same_the_first_stays_and_the_others_are_counted_and_logged(
+    tmp_path: Path, make_spec: MakeSpec, tokenizer: Any, caplog: pytest.LogCaptureFixture, changes: Any, kept: list[int]
+) -> None:
+    spec = make_spec(path=write_jsonl(tmp_path / "a.jsonl", REPEATED), answer_required=False, **changes)
+    loaded = load_prompts(spec, tokenizer)
+    assert ids_of(loaded) == kept
+    assert loaded.num_duplicates == 10 - len(kept)
+    said = f"dropped {10 - len(kept)} of 10 rows whose prompt and answer are those of an earlier row (task.dedup)"
+    assert (said in caplog.text) == (len(kept) < 10)
+    # A resumed run finds the same prompts again.
+    assert load_prompts(spec, tokenizer).fingerprint == loaded.fingerprint
+    assert [prompt.prompt_id for prompt in loaded.prompts] == [f"a/{number}" for number in kept]
+
+
+def test_messages_in_another_order_of_keys_say_the_same_and_a_row_without_a_prompt_is_still_refused(
+    tmp_path: Path, make_spec: MakeSpec, tokenizer: Any
+) -> None:
+    rows = [{"prompt": [message], "answer": "2"} for message in (MESSAGES[0], dict(reversed(MESSAGES[0].items())))]
+    assert load_prompts(make_spec(path=write_jsonl(tmp_path / "a.jsonl", rows)), tokenizer).num_duplicates == 1
+    with pytest.raises(DataError, match="line 1: no column 'prompt'"):
+        load_prompts(make_spec(path=write_jsonl(tmp_path / "b.jsonl", [{"answer": "2"}] * 2)), tokenizer)
+
+
+def test_repetitions_do_not_change_the_fingerprint(tmp_path: Path, make_spec: MakeSpec, tokenizer: Any) -> None:
+    once = load_prompts(make_spec(path=write_jsonl(tmp_path / "a.jsonl", REPEATED[:2])), tokenizer)
+    twice = load_prompts(make_spec(path=write_jsonl(tmp_path / "a.jsonl", REPEATED[:3])), tokenizer)
+    assert once.fingerprint == twice.fingerprint
+    assert (once.num_duplicates, twice.num_duplicates) == (0, 1)

@@ -20,7 +20,7 @@ def prompt_set(num_prompts: int, *, answer: str = "x") -> PromptSet:
         Prompt(prompt_id=f"train/{i}", token_ids=np.array([i], np.int32), text=str(i), answer=answer)
         for i in range(num_prompts)
     )
-    return PromptSet(prompts=prompts, num_overlong=0, fingerprint=fingerprint(prompts))
+    return PromptSet(prompts=prompts, num_duplicates=0, num_overlong=0, fingerprint=fingerprint(prompts))
 
 
 def ids(source: PromptSource, count: int) -> list[str]:

@@ -94,7 +94,7 @@ def test_unknown_names_are_refused_with_what_is_allowed(name: str, message: str)
         ("def rewards(*, prompt, response, answer, metadata): ...\n", "has no 'reward'; did you mean 'rewards'"),
         ("def reward(response): ...\n", "got an unexpected keyword argument 'prompt'.*its signature is"),
         ("def reward(*, prompt, response, answer, metadata, extra): ...\n", "missing a required .*'extra'"),
-        ("async def reward(**kwargs): ...\n", "an async function"),
+        ("async def reward(response): ...\n", "got an unexpected keyword argument 'prompt'.*its signature is"),
         ("reward = 3.0\n", "is a float"),
     ],
 )

@@ -24,7 +24,7 @@ class Engine:
         self.reason: FinishReason = reason
         self.asked: list[tuple[int, int]] = []
 
-    async def __call__(self, token_ids: np.ndarray, max_tokens: int) -> Completion:
+    async def __call__(self, token_ids: np.ndarray, max_tokens: int, *, stop: object = None) -> Completion:
         self.asked.append((len(token_ids), max_tokens))
         number = min(self.most, max_tokens)
         reason = "length" if number == max_tokens and self.reason == "stop" else self.reason

@@ -104,7 +104,11 @@ def test_prompts_have_exactly_the_tokens_and_lengths_they_should(tmp_path: Path,
 def source(file: Path, work: Workload) -> SourceSpec:
     return SourceSpec(
         path=str(file), reader="auto", split="train", prompt_column="prompt", answer_column="answer",
-        answer_required=False, apply_chat_template=False, system_prompt="", max_prompt_tokens=work.prompt_tokens,
+        answer_required=False, apply_chat_template=False, system_prompt="", dedup=False,
+        max_prompt_tokens=work.prompt_tokens,
+        reward_column="",
+        reward_column_required=False,
+        rewards_with_answer=frozenset(),
         overlong_prompts="error", max_operand=49,
     )  # fmt: skip
 

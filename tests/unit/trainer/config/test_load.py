@@ -54,6 +54,12 @@ def test_every_group_option_sets_its_own_name_and_validates(group_option: str) -
         assert getattr(config, group).name == option
 
 
+def test_thirty_held_out_problems_are_answered_many_times_and_not_greedily() -> None:
+    config = load_config(["--config-name=dapo_7b", "device=cuda"])
+    assert (config.task.dedup, config.task.eval_size) == (True, 0)
+    assert (config.trainer.eval_samples, config.trainer.eval_temperature) == (32, 1.0)
+
+
 def test_dapo_7b_has_the_published_hyper_parameters() -> None:
     config = load_config(["--config-name=dapo_7b", "device=cuda"])
     assert (config.algorithm.clip_low, config.algorithm.clip_high) == (0.2, 0.28)
@@ -202,6 +208,15 @@ def test_broken_yaml_is_a_configuration_error(tmp_path: Path) -> None:
         "cannot be composed"
         in problems_of("--config-dir", str(tmp_path), "--config-name", "mine")["--config-name mine"]
     )
+
+
+def test_a_list_is_written_in_brackets_and_every_entry_is_checked() -> None:
+    config = load_config(['rollout.stop=["</search>", "```"]', "rollout.stop_token_ids=[7, 8]"])
+    assert (config.rollout.stop, config.rollout.stop_token_ids) == (["</search>", "```"], [7, 8])
+    assert yaml.safe_load(dump_yaml(config))["rollout"]["stop"] == ["</search>", "```"]
+    found = problems_of("rollout.stop='</search>'", "rollout.stop_token_ids=[7, x]")
+    assert 'expected a list of text, got the text "</search>"; put it in brackets' in found["rollout.stop"]
+    assert 'entry 1 expected integer, got the text "x"' in found["rollout.stop_token_ids"]
 
 
 def test_unknown_names_and_folders_list_what_there_is() -> None:

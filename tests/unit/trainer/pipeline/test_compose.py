@@ -49,6 +49,12 @@ def test_requests_are_seeded_where_a_run_can_repeat_itself(staleness: int, wante
     assert worker_spec(cfg).seed_requests is seeded
 
 
+def test_stops_reach_the_engines_and_the_workers() -> None:
+    rollout = {"stop_token_ids": [7], "stop": ["</s>"]}
+    assert spec_of(rollout=rollout).stop_token_ids == (7,)
+    assert worker_spec(config(rollout=rollout)).sampling.stop == ("</s>",)
+
+
 @pytest.mark.parametrize(("device", "rank", "level"), [("cpu", 0, 0), ("cuda", 0, 2), ("cuda", 8, 1)])
 def test_how_deep_engines_sleep_on_shared_devices(device: str, rank: int, level: int) -> None:
     cfg = config(mode={"name": "colocated"}, model={"lora": LoraConfig(rank=rank)})

@@ -49,7 +49,7 @@ MEMBERS = {"c": "dead", "b": "live", "a": "live"}
 
 
 def evaluator(replica: Replica, *, every: int = 10, num_prompts: int = 4, **how: Any) -> Evaluator:
-    cfg = config(trainer={"eval_every": every})
+    cfg = config(trainer={"eval_every": every}, rollout={"stop": ["</s>"]})
     prompts = prompt_set(num_prompts).prompts if num_prompts else ()
     parties: Any = {"freeze": replica.freeze, "generate": replica.generate, "members": lambda: MEMBERS, **how}
     return Evaluator(cfg, prompts, **parties)
@@ -122,7 +122,7 @@ def test_the_replica_is_frozen_throughout_and_the_result_is_of_its_version() -> 
 
     run_virtual(main())
     (params,) = replica.params
-    assert (params.temperature, params.max_tokens) == (0.0, 16)
+    assert (params.temperature, params.max_tokens, params.stop) == (0.0, 16, ("</s>",))
 
 
 def test_an_evaluation_that_cannot_begin_lets_go_of_whoever_waits() -> None:

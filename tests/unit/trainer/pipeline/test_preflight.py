@@ -55,6 +55,11 @@ def test_training_and_held_out_prompts_are_disjoint() -> None:
         (["model.tokenizer_path=./empty"], ConfigurationError, "model.tokenizer_path"),
         (["task.train_path=./rows.jsonl"], DataError, "question"),
         (["task.max_prompt_tokens=2"], DataError, "max_prompt_tokens"),
+        (
+            ["rollout.stop_token_ids=[5, 4000]"],
+            ConfigurationError,
+            "must be below 98, the number of tokens",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_and_nothing_is_left(

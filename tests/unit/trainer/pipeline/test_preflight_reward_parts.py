@@ -1,11 +1,14 @@
-"""An estimator of the parts of a reward is compared with what the reward returns, before anything is started."""
+"""Every reward that a prompt names is tried before anything is started, and compared with what the estimator reads."""
 
 from __future__ import annotations
 
+import json
+import logging
 from typing import TYPE_CHECKING
 
 import pytest
 
+from rollout.errors import DataError
 from trainer.config.errors import ConfigurationError
 from trainer.config.load import load_config
 from trainer.pipeline import inputs
@@ -65,3 +68,30 @@ def test_a_weight_of_a_part_that_is_not_there_is_refused_with_those_that_are() -
         load("with_parts.py:reward", "algorithm.gdpo_weights={correct: 1, fromat: 0.5}")
     (problem,) = caught.value.problems
     assert (problem.key, problem.got) == ("algorithm.gdpo_weights", "fromat")
+
+
+def load_mixed(tmp_path: Path, *rewards: str | None, algorithm: str = "algorithm=grpo") -> inputs.Inputs:
+    rows = [{"prompt": f"{number}+1=", "answer": "2", "by": reward} for number, reward in enumerate(rewards)]
+    (tmp_path / "mixed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return load("with_parts.py:reward", "task.train_path=mixed.jsonl", "task.reward.column=by", algorithm=algorithm)
+
+
+def test_prompts_come_with_the_rewards_that_their_rows_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    loaded = load_mixed(tmp_path, None, "plain.py:reward", "plain.py:reward", "arithmetic")
+    assert [p.reward for p in loaded.train.prompts] == ["", "plain.py:reward", "plain.py:reward", "arithmetic"]
+    assert {p.reward for p in loaded.evaluation} == {""}
+    num_held_out = len(loaded.evaluation)
+    expected = f"prompts by reward: with_parts.py:reward {1 + num_held_out}, plain.py:reward 2, arithmetic 1"
+    assert expected in caplog.text
+
+
+@pytest.mark.parametrize("reward", ["plain.py:rewards", "nowhere.py:reward", "maths"])
+def test_a_reward_of_a_row_that_cannot_be_used_is_refused_with_its_place(tmp_path: Path, reward: str) -> None:
+    with pytest.raises(DataError, match=f"column 'by' of prompt mixed/2: .*{reward.split(':')[0]}"):
+        load_mixed(tmp_path, None, reward)
+
+
+def test_every_reward_has_to_give_the_parts_that_the_estimator_reads(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"plain\.py:reward returns none"):
+        load_mixed(tmp_path, None, "plain.py:reward", algorithm="algorithm=gdpo")

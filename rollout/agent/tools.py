@@ -1,0 +1,178 @@
+"""An agent that calls tools: the policy writes a call, a Python function answers it, and the policy goes on.
+
+A call is what Hermes and Qwen models write, one per turn:
+
+    <tool_call>
+    {"name": "calculator", "arguments": {"expression": "3 * 14"}}
+    </tool_call>
+
+A turn without one ends the episode. Tokens of earlier turns stay as they were generated: only what the chat template
+puts between two turns is rendered and tokenized.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rollout.agent.loop import MultiTurnLoop, Reply
+from rollout.plugins import load
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from rollout.agent.loop import AgentLoop
+    from rollout.types import Turn
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_MARK = "what the policy said"
+
+
+class ToolError(Exception):
+    """A call that gave no result; the policy reads why."""
+
+
+def tool_agent(
+    *,
+    tokenizer: str,
+    tools: Sequence[str],
+    max_turns: int = 8,
+    tool_timeout_s: float = 30.0,
+    max_result_chars: int = 4000,
+) -> AgentLoop:
+    """The factory for `task.agent`.
+
+    Args:
+        tokenizer: directory or hub name, with a chat template that knows the role `tool`.
+        tools: dotted paths of functions. The policy calls them by their last name, with keyword arguments; what they
+            return is shown as text. A plain function runs in a thread, so it may block.
+        max_turns: of the policy.
+        tool_timeout_s: of one call. A thread cannot be ended: a function that may hang should bound its own time.
+        max_result_chars: of one result; the rest is cut, and the policy is told.
+
+    Raises:
+        PluginError: a tool does not import.
+        ValueError: a tool is no function, two have the same name, or the chat template cannot show a result.
+    """
+    from transformers import AutoTokenizer
+
+    functions = {path.rpartition(".")[2]: load(path, what="tool") for path in tools}
+    if len(functions) < len(tools) or not all(map(callable, functions.values())):
+        raise ValueError(f"tools must be paths of functions with names of their own, got {list(tools)}")
+    box = Toolbox(functions, timeout_s=tool_timeout_s, max_result_chars=max_result_chars)  # type: ignore[arg-type]
+    template = TurnTemplate(AutoTokenizer.from_pretrained(tokenizer))
+    return MultiTurnLoop(lambda _: _ToolUser(box, template), max_turns=max_turns, stop=CLOSE)
+
+
+class TurnTemplate:
+    """What a chat template puts between the end of what the policy said and the begin of what it says next.
+
+    Example:
+        template.tokens(generated_ids, "42")  # <|im_end|>\\n<|im_start|>tool\\n42<|im_end|>\\n<|im_start|>assistant\\n
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        if "a result" not in self._between("a result"):
+            raise ValueError("the chat template does not show what a tool returned; use one that knows the role `tool`")
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Special tokens spelled out."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def tokens(self, generated_ids: Sequence[int], result: str) -> list[int]:
+        """Context tokens that follow `generated_ids`. If these have the end of the turn already, it is not repeated."""
+        text, last = self._between(result), generated_ids[-1]
+        if last in self._tokenizer.all_special_ids:
+            text = text.removeprefix(self.text([last]))
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def _between(self, result: str) -> str:
+        # Templates rewrite earlier turns, such as what was thought there. Of a made-up one nothing is kept but its end.
+        messages = [
+            {"role": "user", "content": "ask"},
+            {"role": "assistant", "content": _MARK},
+            {"role": "tool", "content": result},
+        ]
+        rendered = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return rendered.partition(_MARK)[2]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    name: str
+    arguments: Mapping[str, Any]
+
+
+def parse_call(text: str) -> ToolCall | None:
+    """The call that a turn ends with; None if it has none.
+
+    Raises:
+        ToolError: it begins a call and does not write it as it should.
+    """
+    _, found, rest = text.partition(OPEN)
+    if not found:
+        return None
+    body, closed, _ = rest.partition(CLOSE)
+    if not closed:
+        raise ToolError(f"the call does not end with {CLOSE}")
+    try:
+        call = json.loads(body)
+    except json.JSONDecodeError as error:
+        raise ToolError(f"the call is not valid JSON: {error}") from error
+    match call:
+        case {"name": str(name), "arguments": dict(arguments)}:
+            return ToolCall(name=name, arguments=arguments)
+        case _:
+            raise ToolError('a call is {"name": "...", "arguments": {...}}')
+
+
+class Toolbox:
+    """Functions by name, each with a time limit."""
+
+    def __init__(
+        self, functions: Mapping[str, Callable[..., object]], *, timeout_s: float, max_result_chars: int
+    ) -> None:
+        self._functions, self._timeout_s, self._max_result_chars = functions, timeout_s, max_result_chars
+
+    async def answer(self, text: str) -> str | None:
+        """What the policy reads after a turn, errors included; None if the turn calls nothing."""
+        try:
+            call = parse_call(text)
+            return None if call is None else self._cut(await self._run(call))
+        except ToolError as error:
+            return self._cut(f"error: {error}")
+
+    async def _run(self, call: ToolCall) -> str:
+        function = self._functions.get(call.name)
+        if function is None:
+            raise ToolError(f"there is no tool {call.name!r}; there are: {', '.join(self._functions)}")
+        limit = asyncio.timeout(self._timeout_s)
+        try:
+            async with limit:
+                if inspect.iscoroutinefunction(function):
+                    return str(await function(**call.arguments))
+                return str(await asyncio.to_thread(function, **call.arguments))
+        except Exception as error:  # whatever a tool raises is for the policy to read
+            if limit.expired():
+                raise ToolError(f"{call.name} took longer than {self._timeout_s:g} s") from error
+            raise ToolError(f"{call.name} raised {type(error).__name__}: {error}") from error
+
+    def _cut(self, text: str) -> str:
+        most = self._max_result_chars
+        return text if len(text) <= most else f"{text[:most]}... ({len(text) - most} more characters)"
+
+
+class _ToolUser:
+    """The environment of one trajectory."""
+
+    def __init__(self, box: Toolbox, template: TurnTemplate) -> None:
+        self._box, self._template = box, template
+
+    async def step(self, turns: tuple[Turn, ...]) -> Reply:
+        generated = turns[-1].token_ids[turns[-1].is_generated].tolist()
+        result = await self._box.answer(self._template.text(generated))
+        return Reply(token_ids=None if result is None else self._template.tokens(generated, result))

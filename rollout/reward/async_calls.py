@@ -1,0 +1,143 @@
+"""The calls of one `async def` reward: many at once, all in one killable process, seen from the parent."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import TYPE_CHECKING
+
+from rollout.errors import DataError, RewardError
+from rollout.reward.async_child import AsyncCall
+from rollout.reward.child import Request
+from rollout.reward.process import ProcessLost, RewardProcess
+from rollout.reward.wire import read_outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from rollout.reward.call import Item
+    from rollout.reward.result import RewardResult
+
+GRACE_S = 5.0
+"""The process itself ends a call that takes too long. One that says nothing for so long after that is blocked."""
+
+
+class _Served:
+    """A process and the calls that are in it."""
+
+    def __init__(self, process: RewardProcess) -> None:
+        self.process = process
+        self.is_lost = False
+        """It gets no more calls."""
+        self.waiting: dict[int, asyncio.Future[RewardResult | RewardError]] = {}
+        self.reader = asyncio.create_task(self._read())
+
+    def give_up(self) -> None:
+        """Its other calls learn from the reader that it is gone."""
+        self.is_lost = True
+        self.process.kill()
+
+    async def _read(self) -> None:
+        """Consumes: answers. Waits for: the next one. Unblocked by: the end of the process."""
+        while True:
+            try:
+                message = await self.process.next_answer()
+            except ProcessLost as lost:
+                self.give_up()
+                reason = RewardError(f"{lost}, with {len(self.waiting)} calls in it")
+                for outcome in self.waiting.values():
+                    if not outcome.done():
+                        outcome.set_result(reason)
+                return
+            outcome = self.waiting.get(message["number"])
+            if outcome is not None and not outcome.done():
+                outcome.set_result(read_outcome(message))
+
+
+class AsyncCalls:
+    """Runs the calls of the function at `target`. Its process is replaced by the next call after it was lost.
+
+    Args:
+        target: see `RewardEntry.target`.
+        process: one that has imported the function.
+        start: a bare process, to take its place; raises DataError once there are to be no more.
+        timeout_s: of one call.
+        max_concurrency: calls at once; the others wait.
+        queue_timeout_s: for at most so long.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        process: RewardProcess,
+        *,
+        start: Callable[[], Awaitable[RewardProcess]],
+        timeout_s: float,
+        max_concurrency: int,
+        queue_timeout_s: float,
+    ) -> None:
+        self._target, self._start, self._timeout_s = target, start, timeout_s
+        self._max_concurrency, self._queue_timeout_s = max_concurrency, queue_timeout_s
+        self._room = asyncio.Semaphore(max_concurrency)
+        self._starting = asyncio.Lock()
+        self._numbers = itertools.count()
+        self._served = _Served(process)
+
+    async def run(self, item: Item) -> RewardResult | RewardError:
+        """The outcome of one call.
+
+        Raises:
+            DataError: a new process could not import the function.
+        """
+        try:
+            async with asyncio.timeout(self._queue_timeout_s):
+                await self._room.acquire()
+        except TimeoutError:
+            return RewardError(
+                f"{self._max_concurrency} calls (task.reward.max_concurrency) were under way for all of "
+                f"{self._queue_timeout_s:g} s (task.reward.queue_timeout_s): raise one of them, or make the function "
+                "faster"
+            )
+        try:
+            return await self._run(item)
+        finally:
+            self._room.release()
+
+    async def close(self) -> None:
+        """After its process was killed: until nobody waits any more."""
+        await self._served.reader
+
+    async def _run(self, item: Item) -> RewardResult | RewardError:
+        served, number = await self._alive(), next(self._numbers)
+        served.waiting[number] = outcome = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(self._timeout_s + GRACE_S):
+                await served.process.send(AsyncCall(number=number, item=item, timeout_s=self._timeout_s))
+                return await outcome
+        except TimeoutError:
+            served.give_up()
+            return RewardError(
+                f"the call took longer than {self._timeout_s:g} s and could not be cancelled, so its process was "
+                "killed; an async reward must not block: await, or use asyncio.to_thread"
+            )
+        except ProcessLost as lost:
+            return RewardError(str(lost))
+        except asyncio.CancelledError:
+            if not served.is_lost:
+                served.process.send_soon(AsyncCall(number=number, item=None, timeout_s=0.0))
+            raise
+        finally:
+            del served.waiting[number]
+
+    async def _alive(self) -> _Served:
+        async with self._starting:
+            if not self._served.is_lost:
+                return self._served
+            process = await self._start()
+            try:
+                await process.begin(Request(target=self._target, items=()))
+            except ProcessLost as lost:
+                process.kill()
+                raise DataError(f"reward {self._target!r} does not import: {lost}") from lost
+            self._served = _Served(process)
+            return self._served

@@ -1,0 +1,217 @@
+"""The agent that calls tools, on an engine, against the chat template of the whole conversation."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from rollout.agent.ledger import join_chunks
+from rollout.agent.loading import make_loop
+from rollout.agent.play import play
+from rollout.agent.tools import Toolbox, TurnTemplate
+from rollout.engine.base import EngineSpec
+from rollout.engine.scripted_engine import ScriptedEngine
+from rollout.errors import PluginError
+from rollout.types import Completion, Prompt, SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rollout.agent.loop import Episode
+
+END = "<|im_end|>"
+SPECIAL = ["<unk>", "<|im_start|>", END]
+TEMPLATE = """{%- for message in messages %}
+{%- if message.role == 'tool' %}<|im_start|>user
+<tool_response>
+{{ message.content }}
+</tool_response><|im_end|>
+{% else %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A token per character, and the template of Qwen."""
+    words = {word: number for number, word in enumerate([*SPECIAL, "\n", *map(chr, range(32, 127))])}
+    backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), behavior="isolated")  # pyright: ignore[reportAttributeAccessIssue]
+    backend.decoder = decoders.Fuse()  # pyright: ignore[reportAttributeAccessIssue]
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="<unk>", eos_token=END, additional_special_tokens=SPECIAL[1:2]
+    )
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+def call_of(name: str, **arguments: object) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+@pytest.fixture
+def agent_args(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    """With the tool of the documentation."""
+    text = (Path(__file__).parents[4] / "docs" / "agents.md").read_text()
+    blocks = [block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "def calculator" in block]
+    (tmp_path / "tools_of_the_docs.py").write_text(blocks[0])
+    monkeypatch.syspath_prepend(str(tmp_path))
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    return {"tokenizer": str(tmp_path / "tokenizer"), "tools": ["tools_of_the_docs.calculator"]}
+
+
+async def play_on_engine(
+    tokenizer: PreTrainedTokenizerFast, agent_args: dict[str, Any], said: Sequence[str], *, max_tokens: int = 800
+) -> Episode:
+    """A policy that says `said`, turn by turn, on an engine that ends at stop texts."""
+    answers = [tokenizer(one, add_special_tokens=False)["input_ids"] for one in said]
+    begin = tokenizer("<|im_start|>assistant", add_special_tokens=False)["input_ids"]
+
+    def script(prompt: np.ndarray, position: int, version: int) -> tuple[int, float]:
+        num_turns = sum(prompt[i : i + len(begin)].tolist() == begin for i in range(len(prompt)))
+        return answers[num_turns - 1][position], -0.5
+
+    engine = ScriptedEngine(
+        EngineSpec(model="scripted", stop_token_ids=(tokenizer.eos_token_id,)), script=script, decode=tokenizer.decode
+    )
+    await engine.start()
+    numbers = iter(range(100))
+
+    async def generate(token_ids: np.ndarray, max_tokens: int, *, stop: Any = None) -> Completion:
+        params = SamplingParams(max_tokens=max_tokens, stop=tuple(stop))
+        chunks = [chunk async for chunk in engine.generate(str(next(numbers)), token_ids, params)]
+        return join_chunks(chunks, chunks[-1].finish_reason)
+
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "?"}], add_generation_prompt=True)["input_ids"]
+    prompt = Prompt(prompt_id="p", token_ids=np.array(ids, np.int32), text="?", answer="42")
+    loop = make_loop("rollout.agent.tools.tool_agent", agent_args)
+    return await play(loop, prompt, max_tokens, generate=generate, timeout_s=10.0)
+
+
+async def test_the_tokens_are_those_of_the_whole_conversation_and_only_generated_ones_are_trained(
+    tokenizer: PreTrainedTokenizerFast, agent_args: dict[str, Any]
+) -> None:
+    first, second = (f"so {call_of('calculator', expression=text)}" for text in ("3 * 14", "2 +"))
+    # The first turn would go on and make the result up; the second ends by itself with its call.
+    said = [f"{first}\n<tool_response>41</tool_response>", second, f"It is 42.{END}"]
+    episode = await play_on_engine(tokenizer, agent_args, said)
+    tokens = np.concatenate([turn.token_ids for turn in episode.turns]).tolist()
+    generated = ["".join(tokenizer.decode(turn.token_ids[turn.is_generated])) for turn in episode.turns]
+    assert (generated, episode.status) == ([first, second, said[2]], "completed")
+    conversation = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": first},
+        {"role": "tool", "content": "42"},
+        {"role": "assistant", "content": second},
+        {"role": "tool", "content": "error: calculator raised ValueError: '2 +' is no product or sum"},
+        {"role": "assistant", "content": "It is 42."},
+    ]
+    assert tokenizer.decode(tokens) + "\n" == tokenizer.apply_chat_template(conversation, tokenize=False)
+    assert tokens == tokenizer.apply_chat_template(conversation)["input_ids"][:-1]
+    for turn in episode.turns:
+        assert (turn.logprobs[turn.is_generated] == -0.5).all()
+        assert np.isnan(turn.logprobs[~turn.is_generated]).all()
+
+
+async def test_too_many_calls_truncate(tokenizer: PreTrainedTokenizerFast, agent_args: dict[str, Any]) -> None:
+    said = [call_of("calculator", expression="1 + 1")] * 3
+    episode = await play_on_engine(tokenizer, agent_args | {"max_turns": 2}, said)
+    assert episode.status == "truncated"
+    assert len([turn for turn in episode.turns if turn.is_generated.any()]) == 2
+
+
+def test_the_end_of_a_turn_is_neither_left_out_nor_repeated(tokenizer: PreTrainedTokenizerFast) -> None:
+    template = TurnTemplate(tokenizer)
+    said = tokenizer("x", add_special_tokens=False)["input_ids"]
+    reply = "\n<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(template.tokens(said, "42")) == END + reply
+    assert tokenizer.decode(template.tokens([*said, tokenizer.eos_token_id], "42")) == reply
+    assert tokenizer.decode(template.tokens([*said, tokenizer.unk_token_id], "42")) == END + reply
+
+
+def slow(seconds: float) -> str:
+    time.sleep(seconds)
+    return "slept"
+
+
+async def slow_async() -> str:
+    await asyncio.sleep(600)
+    return "slept"
+
+
+async def add(a: int, b: int = 0) -> int:
+    return a + b
+
+
+def long() -> str:
+    return "x" * 60
+
+
+def fail() -> str:
+    raise TimeoutError("of the tool")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("no call", None),
+        (call_of("add", a=1, b=2), "3"),
+        (call_of("long"), "x" * 50 + "... (10 more characters)"),
+        (call_of("ad"), "error: there is no tool 'ad'; there are: slow, s"),
+        (call_of("add", c=1), "error: add raised TypeError: add() got an unexpect"),
+        (call_of("fail"), "error: fail raised TimeoutError: of the tool"),
+        (call_of("slow", seconds=0.6), "error: slow took longer than 0.3 s"),
+        (call_of("slow_async"), "error: slow_async took longer than 0.3 s"),
+        ("<tool_call>{", "error: the call does not end with </tool_call>"),
+        ("<tool_call>{</tool_call>", "error: the call is not valid JSON: Expecting prope"),
+        ("<tool_call>[]</tool_call>", 'error: a call is {"name": "...", "arguments": {...'),
+        ('<tool_call>{"name": "add"}</tool_call>', 'error: a call is {"name": "...", "arguments": {...'),
+    ],
+)
+async def test_the_policy_reads_the_result_or_what_was_wrong(text: str, expected: str | None) -> None:
+    functions = {function.__name__: function for function in (slow, slow_async, add, long, fail)}
+    answer = await Toolbox(functions, timeout_s=0.3, max_result_chars=50).answer(text)
+    assert answer == expected or (expected is not None and answer is not None and answer.startswith(expected))
+
+
+async def test_a_tool_that_blocks_holds_up_nobody_else() -> None:
+    box = Toolbox({"slow": slow}, timeout_s=30.0, max_result_chars=50)
+    answering, num_turns = asyncio.create_task(box.answer(call_of("slow", seconds=0.5))), 0
+    while not answering.done():
+        await asyncio.sleep(0.01)
+        num_turns += 1
+    assert await answering == "slept"
+    assert num_turns > 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tools": ["tools_of_the_docs.calculater"]}, "did you mean 'calculator'"),
+        ({"tools": ["tools_of_the_docs.calculator"] * 2}, "names of their own"),
+        ({"tools": ["tools_of_the_docs.re"]}, "must be paths of functions"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_the_run(
+    agent_args: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(PluginError, match=message):
+        make_loop("rollout.agent.tools.tool_agent", agent_args | changes)
+
+
+def test_a_template_without_tools_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    silent: Any = type("Silent", (), {"apply_chat_template": lambda *_, **__: "what the policy said<|im_end|>"})()
+    with pytest.raises(ValueError, match="does not show what a tool returned"):
+        TurnTemplate(silent)
