@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -24,14 +24,14 @@ from rollout.engine.environment import environment
 from rollout.engine.fork_server import begin_imports
 from rollout.engine.gate import AdmissionGate, GateTurns, Pause
 from rollout.engine.launch import engine_pids, import_vllm, launch, shut_down, vllm_sampling
+from rollout.engine.live_answer import LiveAnswer, border_watch
 from rollout.engine.load_meter import LoadMeter, Stillness
-from rollout.engine.outputs import Fence, known_finish_reason, sampled_logprobs
+from rollout.engine.outputs import Fence
 from rollout.engine.reaper import OrphanReaper
 from rollout.engine.settings import process_env
 from rollout.engine.start_failure import printed_cause
-from rollout.engine.stops import StopWatch
 from rollout.errors import EngineDead
-from rollout.types import Completion, FinishReason, SamplingParams
+from rollout.types import Completion, SamplingParams
 from weight_sync import vllm_compat
 from weight_sync.wire import CommitResult, open_reply, reply_state
 
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
     from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.engine.output_processor import RequestOutputCollector
 
 T = TypeVar("T")
 ReplyState = Literal["ok", "failed", "dirty"]
@@ -50,16 +49,6 @@ _ABORT_TIMEOUT_S = 5.0
 _RESUME_TIMEOUT_S = 30.0
 _SLEEP_TIMEOUT_S = 60.0
 _OPEN_ADAPTER_TIMEOUT_S = 60.0
-
-
-@dataclass(slots=True)
-class _Live:
-    """A request inside the engine."""
-
-    queue: RequestOutputCollector
-    chunks: ChunkBuilder
-    border: StopWatch | None = None
-    """For stop strings that begin before what vLLM generates, which it does not see; None once there can be none."""
 
 
 class VllmEngine(Engine):
@@ -84,7 +73,7 @@ class VllmEngine(Engine):
         self._pause = Pause(clock)
         self._meter = LoadMeter()
         self._stillness = Stillness(clock)
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, LiveAnswer] = {}
         self._entering: set[str] = set()
         self._cancelled: set[str] = set()
         self._llm: AsyncLLM | None = None
@@ -187,7 +176,7 @@ class VllmEngine(Engine):
                 self._stillness.moved()
                 self._generated_tokens += len(completion.token_ids)
                 is_finished = output.finished
-                finish = self._take(live, completion)
+                finish = live.take(completion)
                 for chunk in live.chunks.cut(finish):
                     yield chunk
             self._finished_requests += 1
@@ -196,33 +185,10 @@ class VllmEngine(Engine):
             if not is_finished and not self._is_dead:
                 await self._within(self._engine.abort(live.queue.request_id, internal=True), _ABORT_TIMEOUT_S, "abort")
 
-    def _take(self, live: _Live, completion: Any) -> FinishReason | None:
-        """Add new tokens to the answer, up to a stop string across its border. The reason if it ends there."""
-        token_ids, logprobs = completion.token_ids, sampled_logprobs(completion)
-        reason = completion.finish_reason
-        finish = None if reason is None else known_finish_reason(reason)
-        end = None if live.border is None else live.border.end(token_ids)
-        if end is not None:
-            token_ids, logprobs, finish = token_ids[:end], logprobs[:end], "stop"
-        elif live.border is not None and live.border.is_past_prefix:
-            live.border = None
-        live.chunks.add(token_ids, logprobs)
-        return finish
-
-    def _border(self, token_ids: np.ndarray, params: SamplingParams) -> StopWatch | None:
-        """Raises ValueError if there is no tokenizer to find stop strings with."""
-        if not params.stop:
-            return None
-        if self._tokenizer is None:
-            raise ValueError(f"stop strings {params.stop} need text; give the engine EngineSpec.tokenizer")
-        if not params.num_prefix_tokens:
-            return None
-        return StopWatch(partial(self._tokenizer.decode, clean_up_tokenization_spaces=False), token_ids, params)
-
-    async def _admit(self, request_id: str, token_ids: np.ndarray, params: SamplingParams) -> _Live | None:
+    async def _admit(self, request_id: str, token_ids: np.ndarray, params: SamplingParams) -> LiveAnswer | None:
         """Put the request into the engine under the version that is live then; None if it was aborted before."""
         self._spec.check_prompt(len(token_ids))
-        border = self._border(token_ids, params)
+        border = border_watch(self._tokenizer, token_ids, params)
         if request_id in self._live or request_id in self._entering:
             raise ValueError(f"request {request_id!r} is already running; request ids must be unique per engine")
         self._engine  # noqa: B018 - raises EngineDead before we queue at the gate
@@ -240,7 +206,7 @@ class VllmEngine(Engine):
                 }
                 sampling = vllm_sampling(params, self._stop_token_ids)
                 queue = await self._guard(engine.add_request(request_id, prompt, sampling, lora_request=self._adapter))
-                live = _Live(queue, ChunkBuilder(VersionLabels(self._version), self._spec.stream_tokens), border)
+                live = LiveAnswer(queue, ChunkBuilder(VersionLabels(self._version), self._spec.stream_tokens), border)
                 if not self._live:
                     self._stillness.moved()
                 self._live[request_id] = live
