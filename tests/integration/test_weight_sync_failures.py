@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tests.fakes.party_process import PartyProcess
     from tests.fakes.protocol_traps import State
 
-TIMEOUT_S = 2.0
+TIMEOUT_S = 1.5
 """Of one sync. Every party must be given up by then."""
 OPEN_S = 3.0
 """Of an open, in processes that have just been started. One that fails may take as long again to close."""
