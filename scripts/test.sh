@@ -50,8 +50,10 @@ run_lane() { # LANE
     [ ${#command[@]} -gt 0 ] || continue
     begin=$SECONDS
     printf '\n\033[1m==> %s: %s\033[0m\n' "$stage" "${command[*]}"
-    # In a session of its own, so that Ctrl-C reaches it once, from `stop`, and its tests can clean up.
-    setsid env --default-signal=INT "${command[@]}" &
+    # In a session of its own, so that Ctrl-C reaches it once, from `stop`, and its tests can clean up. Where the kernel
+    # shares the processor out by session, a priority counts inside one only; the session itself has another.
+    setsid bash -c '[ "$0" != back ] || { echo 10 >/proc/self/autogroup; } 2>/dev/null; exec "$@"' \
+      "$1" env --default-signal=INT "${command[@]}" &
     child=$!
     if wait $child; then printf '%s passed in %s s\n' "$stage" $((SECONDS - begin)); else failed+=("$stage"); fi
   done

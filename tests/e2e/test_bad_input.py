@@ -119,10 +119,10 @@ def jsonl(name: str, rows: list[dict[str, str]], *arguments: str, words: tuple[s
     return Case(name, prepare, words)
 
 
-def reward(name: str, body: str, *, words: tuple[str, ...]) -> Case:
+def reward(name: str, body: str, *, words: tuple[str, ...], timeout_s: int = 30) -> Case:
     def prepare(world: World) -> list[str]:
         file = world.write("mine.py", body)
-        return [f"task.reward.name={file}:reward", "task.reward.timeout_s=1"]
+        return [f"task.reward.name={file}:reward", f"task.reward.timeout_s={timeout_s}"]
 
     return Case(name, prepare, words)
 
@@ -258,7 +258,7 @@ CASES = [
     reward("reward has a syntax error", "def reward(:\n", words=("mine.py:reward", "SyntaxError")),
     reward("reward raises", reward_with("raise KeyError('gold')"),
            words=("mine.py:reward", "raised KeyError", "line 2", "trial call")),
-    reward("reward hangs", reward_with("while True: pass"),
+    reward("reward hangs", reward_with("while True: pass"), timeout_s=1,
            words=("mine.py:reward", "longer than 1 s", "task.reward.timeout_s")),
     reward("reward returns NaN", reward_with("return float('nan')"),
            words=("mine.py:reward", "returned nan", "must be finite")),

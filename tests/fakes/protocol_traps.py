@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -67,8 +68,8 @@ class Traps:
             self._armed = None
             _, number, pid = armed
             if pid == os.getpid():
-                os.kill(pid, number)
-                time.sleep(0.05)  # a process runs on for a moment before a signal to itself stops it
+                # Sent to the process it would be taken by any thread, and this one would run on for a moment.
+                signal.pthread_kill(threading.get_ident(), number)
             else:
                 signal_and_see(pid, number)
 

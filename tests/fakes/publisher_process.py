@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 from tests.fakes.party_process import Line, PartyProcess, settle
@@ -26,9 +27,25 @@ class LearnerParty(LocalPublisher):
         settle(node, host)
 
     def see_sent(self) -> dict[str, int]:
-        """Receiver -> orders to send that were carried out."""
+        """Receiver -> orders to send that were carried out, once none is under way: one counts after its transfer."""
         epoch = self.publisher._epoch
-        return {} if epoch is None else {peer: pair.state().num_sent for peer, pair in epoch.end._peers._pairs.items()}
+        pairs = {} if epoch is None else dict(epoch.end._peers._pairs)
+        until = time.monotonic() + 10.0
+        while any(not pair.state().error and pair.state().num_sent < pair._num_ordered for pair in pairs.values()):
+            if time.monotonic() > until:
+                raise TimeoutError("an order to send is under way for 10 s")
+            time.sleep(0.001)
+        return {peer: pair.state().num_sent for peer, pair in pairs.items()}
+
+    def see_slot(self) -> tuple[float, int | None, dict[str, float]]:
+        """A moment of the arena's clock, the version in slot 0 then (None while it is packed), and when whose leases
+        end."""
+        epoch = self.publisher._epoch
+        assert epoch is not None
+        arena = epoch.arena
+        with arena._changed:
+            slot = arena._table.slots[0]
+            return arena._clock(), slot.version, {lease.holder: lease.expires_at for lease in slot.leases.values()}
 
     def ws_open(self, request: bytes) -> bytes:
         answer = super().ws_open(request)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from tests.fakes.protocol_traps import Traps
+
+
+POOL_SIZE = 8
+"""As many calls of workers may be under way in a replica."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +47,14 @@ class Condition(NamedTuple):
     """Of the watchdog."""
 
 
+def whole_pool(size: int) -> ThreadPoolExecutor:
+    """A pool whose threads all run already: otherwise chance decides when one more is started."""
+    pool, everybody = ThreadPoolExecutor(size, thread_name_prefix="engine-pool"), threading.Barrier(size)
+    for _ in pool.map(lambda _: everybody.wait(20.0), range(size)):
+        pass
+    return pool
+
+
 class ReplicaParty:
     """Its event loop runs in a thread, so a call that hangs keeps nobody from looking."""
 
@@ -52,6 +65,7 @@ class ReplicaParty:
         self._paused_at: float | None = None
         self._is_ended = False
         self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(whole_pool(POOL_SIZE))
         threading.Thread(target=self._loop.run_forever, name="engine-loop", daemon=True).start()
         self._watchdog = PauseWatchdog(self, limit_s=patience.pause_limit_s, interval_s=0.05)  # pyright: ignore
         self._watching = asyncio.run_coroutine_threadsafe(self._watchdog.run(), self._loop)

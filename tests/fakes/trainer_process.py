@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from tests.fakes.process_life import command_line, is_running
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -66,29 +68,21 @@ class TrainerProcess:
     @property
     def names(self) -> set[str]:
         """Command lines of all descendants that run now."""
-        found: set[str] = set()
-        for process in list(self._seen.values()):
-            try:
-                found.add(" ".join(process.cmdline()))
-            except (psutil.NoSuchProcess, psutil.ZombieProcess):
-                continue
-        return found
+        return {command for process in list(self._seen.values()) if (command := command_line(process))}
 
     def process(self, name: str) -> psutil.Process:
         """The first descendant whose command line has `name` in it."""
         for process in list(self._seen.values()):
-            try:
-                if name in " ".join(process.cmdline()):
-                    return process
-            except (psutil.NoSuchProcess, psutil.ZombieProcess):
-                continue
+            if name in command_line(process):
+                return process
         raise LookupError(f"no descendant is called {name}: {sorted(self.names)}")
 
     @property
     def lines(self) -> list[dict[str, Any]]:
-        """Lines of metrics.jsonl so far."""
+        """Lines of metrics.jsonl so far, without one that is still being written."""
         path = self.run_dir / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -144,16 +138,11 @@ class TrainerProcess:
             self._process.kill()
         self._process.wait(10)
         for process in self._seen.values():
-            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                process.kill()
+            if is_running(process):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
 
     def _running(self) -> list[str]:
         self._look()
-        left: list[str] = []
-        for process in list(self._seen.values()):
-            try:
-                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                    left.append(f"{process.pid} {' '.join(process.cmdline())[:120]}")
-            except psutil.NoSuchProcess:
-                continue
-        return left
+        running = [process for process in list(self._seen.values()) if is_running(process)]
+        return [f"{process.pid} {command_line(process)[:120]}" for process in running]

@@ -1,6 +1,6 @@
 """A real vLLM model with derived weights in one process, no engine: sync it through the fallback, compare with a load.
 
-Run as `python -m tests.fakes.vllm_fallback_worker PORT DIR CASE...`, DIR with `old/` and `new/` checkpoints of one
+Run as `python -m tests.fakes.vllm_fallback_worker DIR CASE...`, DIR with `old/` and `new/` checkpoints of one
 model and each CASE "fp8" (quantised while loading) or "packed" (the CPU build packs linear weights). Prints a line of
 JSON for each case.
 """
@@ -33,7 +33,7 @@ NUM_LEARNER_RANKS = 3
 QUANTISED = {"fp8": "fp8_per_channel", "packed": None}
 
 
-def main(port: int, folder: Path, cases: list[str]) -> None:
+def main(folder: Path, cases: list[str]) -> None:
     import vllm._custom_ops as ops
     from vllm.config import set_current_vllm_config
     from vllm.distributed import cleanup_dist_env_and_memory, init_distributed_environment, initialize_model_parallel
@@ -52,7 +52,7 @@ def main(port: int, folder: Path, cases: list[str]) -> None:
         ]  # fmt: skip
         with set_current_vllm_config(configs[0]):
             if i == 0:
-                init_distributed_environment(1, 0, f"tcp://127.0.0.1:{port}", 0, "gloo")
+                init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, "gloo")
                 initialize_model_parallel(1)
             model = get_model(vllm_config=configs[0])
         with set_current_vllm_config(configs[1]):
@@ -204,4 +204,4 @@ def _differing(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) ->
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
+    main(Path(sys.argv[1]), sys.argv[2:])

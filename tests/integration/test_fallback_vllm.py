@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -38,9 +37,6 @@ def write_checkpoints(folder: Path, config: Qwen2Config = _CONFIG, *, std: float
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Any]]:
     home = tmp_path_factory.mktemp("fallback")
     write_checkpoints(home)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -50,7 +46,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], d
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
     }
-    command = [sys.executable, "-m", "tests.fakes.vllm_fallback_worker", str(port), str(home), "fp8", "packed"]
+    command = [sys.executable, "-m", "tests.fakes.vllm_fallback_worker", str(home), "fp8", "packed"]
     result = subprocess.run(
         command, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False
     )

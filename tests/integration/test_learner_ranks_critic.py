@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from trainer.data.batch import MicroBatch
     from trainer.learner.policy import PolicyLearner
 
+pytestmark = pytest.mark.timeout(600)  # of the module's fixtures too; `run_ranks` alone may take 250 s
+
 IN_REWARD = {"coef": 0.3, "placement": "reward"}
 CASES: dict[str, dict[str, Any]] = {
     "own critic, KL in the reward": {"gae_gamma": 0.9, "gae_lambda": 0.8, "kl": IN_REWARD},

@@ -83,7 +83,6 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(_job, path, world_size=2)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", CASES)
 def test_both_ranks_raise_name_the_cause_and_could_go_on(name: str, ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:

@@ -11,6 +11,7 @@ import psutil
 import pytest
 from ray.cluster_utils import Cluster as RayCluster
 
+from tests.fakes.process_life import command_line, is_running
 from tests.fakes.trainer_process import ROOT, TrainerProcess
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class Nodes:
     def has(node: Any, actor: str) -> bool:
         """Whether a process of that name runs on the node."""
         (raylet,) = node.all_processes["raylet"]
-        return any(actor in child.name() for child in psutil.Process(raylet.process.pid).children())
+        return any(actor in command_line(child) for child in psutil.Process(raylet.process.pid).children())
 
     def close(self) -> None:
         self._cluster.shutdown()
@@ -115,14 +116,7 @@ def test_a_cluster_that_is_too_small_is_refused_with_what_every_node_has(start: 
 def engine_processes(nodes: Nodes) -> list[psutil.Process]:
     raylets = [psutil.Process(node.all_processes["raylet"][0].process.pid) for node in nodes.all]
     everything = [one for raylet in raylets for one in raylet.children(recursive=True)]
-    return [one for one in everything if "EngineCore" in " ".join(one.cmdline())]
-
-
-def lives(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    return [one for one in everything if "EngineCore" in command_line(one)]
 
 
 def test_a_run_spans_nodes_survives_the_loss_of_an_engine_and_ends_with_the_reason_without_its_learner(
@@ -155,7 +149,7 @@ def test_a_run_spans_nodes_survives_the_loss_of_an_engine_and_ends_with_the_reas
     assert {line["discarded_tokens"] for line in process.lines} == {0}
     assert process.lines[-1]["buffer/failed"] == 0, "what the lost engine had went on in the other one"
     assert re.search(r"(WARNING|ERROR) .*replica_[01]", process.text), "the loss was told"
-    process.until(lambda: sum(map(lives, engines)) == 1)  # an engine that outlives its node keeps its device
+    process.until(lambda: sum(map(is_running, engines)) == 1)  # an engine that outlives its node keeps its device
 
     nodes.lose(of_learner)
     assert process.wait(timeout_s=300) == 1, process.text[-4000:]

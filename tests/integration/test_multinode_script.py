@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import time
 from typing import TYPE_CHECKING
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
+from tests.fakes.ports import free_port
 from tests.fakes.trainer_process import ROOT
 
 if TYPE_CHECKING:
@@ -38,12 +38,6 @@ RUN = (
     "checkpoint.save_at_end=false",
     "checkpoint.export_hf=false",
 )
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 @pytest.fixture

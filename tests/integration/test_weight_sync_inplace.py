@@ -26,26 +26,23 @@ if TYPE_CHECKING:
 
     from tests.fakes.protocol_traps import State
 
-TIMEOUT_S = 1.0
+TIMEOUT_S = 2.0
 """Of a sync, and so the length of an in-place lease."""
 
 
 class World:
-    def __init__(self, *, verify: bool, num_slots: int = 2) -> None:
+    def __init__(self, *, verify: bool, num_slots: int = 2, timeout_s: float = TIMEOUT_S) -> None:
         self.learner = PublisherProcess(0, 1)
         self.replicas = [ReplicaProcess(f"r{i}", patience=Patience(lease_s=0.4)) for i in range(2)]
         for party in (self.learner, *self.replicas):
             party.vitals()
-        options = SyncOptions(timeout_s=TIMEOUT_S, commit="inplace", num_slots=num_slots, verify=verify, relay="off")
+        options = SyncOptions(timeout_s=timeout_s, commit="inplace", num_slots=num_slots, verify=verify, relay="off")
         handles = [replica.handle for replica in self.replicas]
         self.coordinator = SyncCoordinator([self.learner], handles, options=options)
 
-    async def publish(self, version: int) -> float:
-        """Seconds that the learner waited for a slot."""
+    async def publish(self, version: int) -> None:
         self.learner.ask("train", version)
-        started = time.monotonic()
         await self.coordinator.publish(version)
-        return time.monotonic() - started
 
     async def close(self) -> None:
         for party in (self.learner, *self.replicas):
@@ -57,8 +54,8 @@ class World:
 
 
 @contextlib.asynccontextmanager
-async def world_at_1(*, verify: bool = True, num_slots: int = 2) -> AsyncIterator[World]:
-    world = World(verify=verify, num_slots=num_slots)
+async def world_at_1(*, verify: bool = True, num_slots: int = 2, timeout_s: float = TIMEOUT_S) -> AsyncIterator[World]:
+    world = World(verify=verify, num_slots=num_slots, timeout_s=timeout_s)
     try:
         await world.coordinator.open()
         await world.publish(1)
@@ -117,7 +114,7 @@ async def test_a_replica_that_slept_through_its_lease_in_a_commit_is_paused_and_
 
 async def test_the_learner_waits_with_the_slot_until_the_lease_of_a_stopped_commit_runs_out() -> None:
     """With one slot only, so that the next version needs the very slot that is being read."""
-    async with world_at_1(num_slots=1) as world:
+    async with world_at_1(num_slots=1, timeout_s=6.0) as world:
         sleeper, other = world.replicas
         await world.publish(2)
         sleeper.arm("pulling", signal.SIGSTOP)
@@ -126,7 +123,15 @@ async def test_the_learner_waits_with_the_slot_until_the_lease_of_a_stopped_comm
             while not sleeper.is_gone_or_stopped():
                 await asyncio.sleep(0.002)
         # The lease is as long as what the commit has left: nearly half of the deadline, as for every first attempt.
-        assert await world.publish(3) > TIMEOUT_S / 4, "the slot was packed under a reader"
+        now, version, ends = world.learner.ask("see_slot")
+        assert version == 2 and now < ends["r0/0"], "it was not seen in time"
+        looks: list[tuple[float, int | None]] = []
+        publishing = asyncio.create_task(world.publish(3))
+        while not looks or looks[-1][1] != 3:
+            looks.append((await asyncio.to_thread(world.learner.ask, "see_slot"))[:2])
+            await asyncio.sleep(0.01)
+        await publishing
+        assert {version for at, version in looks if at < ends["r0/0"]} == {2}, "the slot was packed under a reader"
         with contextlib.suppress(WeightSyncError, TimeoutError):
             await syncing
         await world.coordinator.sync(3)

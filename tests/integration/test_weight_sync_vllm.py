@@ -160,18 +160,24 @@ async def test_live_engine_follows_the_learner_bit_for_bit_while_it_generates(ri
         await coordinator.self_test()
         prompt = list(range(5, 21))
         before = await rig.generate(prompt, max_tokens=12, name=f"{commit}-before")
-        running = [
-            asyncio.create_task(rig.generate([i + 1, *prompt], max_tokens=250, name=f"{commit}-{i}")) for i in range(8)
-        ]
-        num_while_running = 0
+        is_over = asyncio.Event()
+
+        async def keep_asking(number: int) -> list[int]:
+            """The number of tokens of one answer after the other."""
+            found: list[int] = []
+            while not is_over.is_set():
+                name = f"{commit}-{number}-{len(found)}"
+                found.append(len(await rig.generate([number + 1, *prompt], max_tokens=250, name=name)))
+            return found
+
+        running = [asyncio.create_task(keep_asking(number)) for number in range(8)]
         for version in range(2, 6):
             await rig.everyone("train", version)
             await coordinator.publish(version)
             report = await coordinator.sync(version)
-            num_while_running += not all(task.done() for task in running)
             await rig.assert_equal()
-        assert num_while_running >= 2, "requests ended before two syncs were through; make them longer"
-        assert [len(tokens) for tokens in await asyncio.gather(*running)] == [250] * 8, "a request was lost"
+        is_over.set()
+        assert {num for found in await asyncio.gather(*running) for num in found} == {250}, "a request was lost"
         names = ("allocations", "registrations", "sockets", "control_sessions")
         assert {n: report.counters[n] for n in names} == {n: first.counters[n] for n in names}
         other = await rig.generate(prompt, max_tokens=12, name=f"{commit}-after")

@@ -31,6 +31,8 @@ class Ended:
     started_at: float
     """Unix time."""
     wall_s: float
+    timeout_s: float
+    """Its limit."""
     exit_code: int
     timed_out: bool
     last_words: str
@@ -40,7 +42,7 @@ class Ended:
     def problem(self) -> str:
         """Why it cannot be trusted to have done all its steps; empty if it can."""
         if self.timed_out:
-            return f"did not end within {self.wall_s:.0f} s"
+            return f"did not end within {self.timeout_s:g} s"
         return "" if self.exit_code == 0 else f"exit code {self.exit_code}: {self.last_words}"
 
 
@@ -74,6 +76,7 @@ def run_case(config_dir: Path, run_dir: Path, overrides: Sequence[str], *, timeo
         command=tuple(command),
         started_at=started_at,
         wall_s=wall_s,
+        timeout_s=timeout_s,
         exit_code=code,
         timed_out=timed_out,
         last_words=_last_words(output),

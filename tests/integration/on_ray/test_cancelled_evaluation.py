@@ -16,6 +16,9 @@ from tests.fakes.killable_engine import KillableEngine
 from trainer.pipeline.workers import WorkerPool
 
 NUM_PROMPTS = 6
+TOKEN_S = 0.5
+NOTICED_S = 40.0
+"""Much less than the 75 s of a long answer."""
 
 
 async def running_at(engine: Any) -> int:
@@ -24,7 +27,7 @@ async def running_at(engine: Any) -> int:
 
 async def test_an_evaluation_that_nobody_waits_for_leaves_its_engine_idle(cluster: None, tokenizer_path: str) -> None:
     engine_class: Any = ray.remote(max_concurrency=1000)(KillableEngine)  # pyright: ignore[reportCallIssue]
-    engine = engine_class.options(num_cpus=0).remote(1, 0.05)
+    engine = engine_class.options(num_cpus=0).remote(1, TOKEN_S)
     await engine.start.remote()
     spec = WorkerSpec(
         group_size=1,
@@ -44,19 +47,19 @@ async def test_an_evaluation_that_nobody_waits_for_leaves_its_engine_idle(cluste
     ]
     numbers = range(NUM_PROMPTS)
 
-    short = SamplingParams(max_tokens=8, temperature=0.0)
+    short = SamplingParams(max_tokens=2, temperature=0.0)
     assert len(await pool.evaluate(prompts, short, "e0", numbers)) == NUM_PROMPTS
 
     evaluating = asyncio.create_task(
         pool.evaluate(prompts, SamplingParams(max_tokens=150, temperature=0.0), "e0", numbers)
     )
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(NOTICED_S):
         while await running_at(engine) < spec.evaluation_window:
             await asyncio.sleep(0.05)
     evaluating.cancel()
     with pytest.raises(asyncio.CancelledError):
         await evaluating
-    async with asyncio.timeout(4.0):  # an answer takes 7.5 s
+    async with asyncio.timeout(NOTICED_S):
         while await running_at(engine):
             await asyncio.sleep(0.05)
     for actor in (worker, engine):

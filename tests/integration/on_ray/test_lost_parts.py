@@ -192,7 +192,9 @@ async def test_a_worker_that_is_killed_costs_no_group_and_comes_back_knowing_who
     await run.two_more_steps()
     await run.pool.rest("e1")
     lost = run.workers[0]
-    await send(signal.SIGKILL, lost)
+    pid = await lost.pid.remote()
+    await run.until(lambda: run.pool._workers[0].num_groups > 1)
+    os.kill(pid, signal.SIGKILL)
     await run.until(lambda: run.workers[0] is not lost and not run.pool._workers[0].lost)
     async with asyncio.timeout(30.0):
         while (await run.engines["e1"].load.remote()).running:
@@ -216,5 +218,5 @@ async def test_the_run_ends_with_the_reason_when_no_worker_may_be_started(run: R
     assert len(run.errors) <= 2 * GROUPS_PER_STEP, "nothing more is sent to the dead one"
     await send(signal.SIGKILL, run.workers[1])
     with pytest.raises(NoWorker, match=r"rollout worker 0 died: .*; rollout worker 1 died: "):
-        await run.until(lambda: False, timeout_s=30.0)
+        await run.until(lambda: False)
     run.check_groups()

@@ -23,19 +23,21 @@ def test_builtin_rewards_give_full_marks_to_the_answer_itself(name: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("body", "message"),
+    ("body", "timeout_s", "message"),
     [
-        ("raise ValueError('boom')", "raised ValueError: boom"),
-        ("while True: pass", "longer than 1.5 s"),
-        ("return float('nan')", "returned nan"),
-        ("return 'good'", "returned str 'good'"),
-        ("import os; os._exit(1)", "exit code 1"),
+        ("raise ValueError('boom')", 30.0, "raised ValueError: boom"),
+        ("while True: pass", 1.5, "longer than 1.5 s"),
+        ("return float('nan')", 30.0, "returned nan"),
+        ("return 'good'", 30.0, "returned str 'good'"),
+        ("import os; os._exit(1)", 30.0, "exit code 1"),
     ],
 )
-def test_functions_that_cannot_work_are_refused_with_the_cause(tmp_path: Path, body: str, message: str) -> None:
+def test_functions_that_cannot_work_are_refused_with_the_cause(
+    tmp_path: Path, body: str, timeout_s: float, message: str
+) -> None:
     (tmp_path / "mine.py").write_text(f"def reward(*, prompt, response, answer, metadata):\n    {body}\n")
     with pytest.raises(DataError, match=f"(?s)mine.py:reward.*{message}.*trial call with response='2'"):
-        check_reward(f"{tmp_path}/mine.py:reward", sample=SAMPLE, timeout_s=1.5)
+        check_reward(f"{tmp_path}/mine.py:reward", sample=SAMPLE, timeout_s=timeout_s)
 
 
 def test_functions_that_do_not_import_are_refused_with_the_cause(tmp_path: Path) -> None:

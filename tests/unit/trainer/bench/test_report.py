@@ -20,7 +20,13 @@ if TYPE_CHECKING:
 
 W1 = workload("w1", is_tiny=True)
 ENDED = Ended(
-    command=("python",), started_at=-30.0, wall_s=99.0, exit_code=0, timed_out=False, last_words="completed: 6 steps"
+    command=("python",),
+    started_at=-30.0,
+    wall_s=99.0,
+    timeout_s=200.0,
+    exit_code=0,
+    timed_out=False,
+    last_words="completed: 6 steps",
 )
 
 
@@ -90,7 +96,7 @@ def test_a_run_is_examined_from_its_directory(tmp_path: Path) -> None:
 def test_a_run_that_ran_out_of_time_keeps_the_figures_it_got_to(tmp_path: Path) -> None:
     write_run(tmp_path / "run", 4)
     found = examine(tmp_path / "run", replace(ENDED, timed_out=True, exit_code=130), HOW)
-    assert found["problem"] == "did not end within 99 s"
+    assert found["problem"] == "did not end within 200 s"
     assert found["figures"]["steps"] == (3, 4)
 
 

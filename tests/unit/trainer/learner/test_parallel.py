@@ -7,14 +7,9 @@ import socket
 
 import pytest
 
+from tests.fakes.ports import free_port
 from trainer.learner.errors import LearnerError
 from trainer.learner.parallel import Rendezvous
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_ranks_meet_at_the_port_that_was_asked_for() -> None:

@@ -122,13 +122,21 @@ def test_a_helper_process_that_fails_says_its_last_words() -> None:
         run_python("print('noise'); raise ValueError('no disk')")
 
 
-def test_a_helper_process_that_hangs_is_killed(tmp_path: Path) -> None:
-    code = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+def test_a_helper_process_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[asyncio.subprocess.Process] = []
+    start = asyncio.create_subprocess_exec
+
+    async def noted(*arguments: Any, **how: Any) -> asyncio.subprocess.Process:
+        started.append(await start(*arguments, **how))
+        return started[-1]
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", noted)
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match="did not end within 2 s"):
-        run_python(code, timeout_s=2.0)
+        run_python("import time; time.sleep(600)", timeout_s=2.0)
     assert time.monotonic() - begin < 60
-    assert not Path(f"/proc/{(tmp_path / 'pid').read_text()}").exists()
+    (helper,) = started
+    assert not Path(f"/proc/{helper.pid}").exists()
 
 
 def test_a_helper_process_ends_when_the_run_is_cancelled(tmp_path: Path) -> None:

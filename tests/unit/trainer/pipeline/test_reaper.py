@@ -7,9 +7,9 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-import psutil
 import pytest
 
+from tests.fakes.process_life import is_running
 from trainer.pipeline.reaper import MARK, Reaper
 
 if TYPE_CHECKING:
@@ -43,14 +43,10 @@ def bystander() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-def is_alive(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-
-
 def wait_until_gone(pids: list[int], path: Path) -> None:
     give_up = time.monotonic() + 20
-    while any(map(is_alive, pids)) or path.exists():
-        assert time.monotonic() < give_up, f"alive: {[pid for pid in pids if is_alive(pid)]}, {path.exists()}"
+    while any(map(is_running, pids)) or path.exists():
+        assert time.monotonic() < give_up, f"alive: {[pid for pid in pids if is_running(pid)]}, {path.exists()}"
         time.sleep(0.05)
 
 
@@ -64,7 +60,7 @@ def test_what_a_killed_driver_leaves_is_ended_and_nothing_else(
         assert driver.stdout is not None
         pids = [int(pid) for pid in driver.stdout.readline().split()]
         assert len(pids) == 2
-        assert all(map(is_alive, pids))
+        assert all(map(is_running, pids))
         reader = subprocess.Popen([sys.executable, "-c", SLEEP], stdin=(scratch / "log").open())
         driver.send_signal(signal.SIGKILL)
     wait_until_gone(pids, scratch)

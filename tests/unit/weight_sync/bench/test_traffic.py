@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.fakes.virtual_time import run_virtual
 from weight_sync.bench.traffic import TokenLog, Traffic, Windows, merged
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def test_a_summary_names_the_worst_commit() -> None:
     assert found["until_commit_tokens_s"] == pytest.approx(found["pull_tokens_s"] * 1.2 / 2, rel=0.1)
 
 
-async def test_requests_stay_in_flight_until_the_end_and_short_ones_are_lost() -> None:
+def test_requests_stay_in_flight_until_the_end_and_short_ones_are_lost() -> None:
     running, most = 0, 0
 
     async def generate(number: int) -> AsyncIterator[int]:
@@ -64,15 +65,19 @@ async def test_requests_stay_in_flight_until_the_end_and_short_ones_are_lost() -
             running -= 1
 
     traffic = Traffic(generate, max_tokens=8)
-    traffic.start(3)
-    await asyncio.sleep(0.15)
-    await traffic.end(5.0)
+
+    async def main() -> None:
+        traffic.start(3)
+        await asyncio.sleep(0.15)
+        await traffic.end(5.0)
+
+    run_virtual(main())
     assert (most, running) == (3, 0)
     assert traffic.num_done > 6
     assert traffic.num_lost == 1
 
 
-async def test_a_request_that_raises_or_never_ends_is_lost() -> None:
+def test_a_request_that_raises_or_never_ends_is_lost() -> None:
     async def generate(number: int) -> AsyncIterator[int]:
         yield 1
         if number == 0:
@@ -80,9 +85,13 @@ async def test_a_request_that_raises_or_never_ends_is_lost() -> None:
         await asyncio.sleep(60)
 
     traffic = Traffic(generate, max_tokens=2)
-    traffic.start(2)
-    await asyncio.sleep(0.02)
-    await traffic.end(0.3)
+
+    async def main() -> None:
+        traffic.start(2)
+        await asyncio.sleep(0.02)
+        await traffic.end(0.3)
+
+    run_virtual(main())
     assert (traffic.num_done, traffic.num_lost) == (0, 2)
 
 
