@@ -119,10 +119,12 @@ def read_config(path: Path, given: Path | None) -> RunConfig:
 
 def with_origin(cfg: RunConfig, origin: Mapping[str, Any], *, model_path: str | None) -> RunConfig:
     """The configuration with the model that the run began with: where `model_path` says, else as the checkpoint wrote
-    it down (an absolute path, which the configuration need not have)."""
+    it down (an absolute path, which the configuration need not have); the tokenizer likewise."""
     path = origin.get("model.path", cfg.model.path) if model_path is None else model_path
+    tokenizer = origin.get("model.tokenizer_path", cfg.model.tokenizer_path)
     seed = origin.get("seed")
-    return replace(cfg, seed=cfg.seed if seed is None else seed, model=replace(cfg.model, path=path))
+    model = replace(cfg.model, path=path, tokenizer_path=tokenizer)
+    return replace(cfg, seed=cfg.seed if seed is None else seed, model=model)
 
 
 def _checked_out(given: Path) -> Path:

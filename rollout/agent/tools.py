@@ -15,7 +15,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rollout.agent.loop import MultiTurnLoop, Reply
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _MARK = "what the policy said"
+_MOST_THREADS = 1024
+"""Of one rollout worker, for tools that block; they start as they are needed."""
 
 
 class ToolError(Exception):
@@ -121,7 +125,7 @@ def parse_call(text: str) -> ToolCall | None:
         raise ToolError(f"the call does not end with {CLOSE}")
     try:
         call = json.loads(body)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # numbers without end and lists in lists in lists are no call either
         raise ToolError(f"the call is not valid JSON: {error}") from error
     match call:
         case {"name": str(name), "arguments": dict(arguments)}:
@@ -137,6 +141,8 @@ class Toolbox:
         self, functions: Mapping[str, Callable[..., object]], *, timeout_s: float, max_result_chars: int
     ) -> None:
         self._functions, self._timeout_s, self._max_result_chars = functions, timeout_s, max_result_chars
+        # Of its own: waiting for a thread counts as the tool's time, and the loop's own pool has few.
+        self._threads = ThreadPoolExecutor(max_workers=_MOST_THREADS, thread_name_prefix="tool")
 
     async def answer(self, text: str) -> str | None:
         """What the policy reads after a turn, errors included; None if the turn calls nothing."""
@@ -155,14 +161,18 @@ class Toolbox:
             async with limit:
                 if inspect.iscoroutinefunction(function):
                     return str(await function(**call.arguments))
-                return str(await asyncio.to_thread(function, **call.arguments))
+                work = partial(function, **call.arguments)
+                return str(await asyncio.get_running_loop().run_in_executor(self._threads, work))
         except Exception as error:  # whatever a tool raises is for the policy to read
             if limit.expired():
                 raise ToolError(f"{call.name} took longer than {self._timeout_s:g} s") from error
             raise ToolError(f"{call.name} raised {type(error).__name__}: {error}") from error
 
     def _cut(self, text: str) -> str:
-        most = self._max_result_chars
+        most, text = (
+            self._max_result_chars,
+            text.encode("utf-8", "replace").decode(),
+        )  # half a surrogate pair is no text
         return text if len(text) <= most else f"{text[:most]}... ({len(text) - most} more characters)"
 
 

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from trainer.learner.checkpoint import verify
+from trainer.learner.errors import ModelError
 from trainer.learner.export import write_hf
 from trainer.learner.lora import add_adapters
-from trainer.learner.model import fill, hollow_model, materialise, torch_dtype
+from trainer.learner.model import fill, has_weights, hollow_model, materialise, torch_dtype
 from trainer.learner.sharded_state import load_weights
 from weight_sync.checkpoint_names import persistent_buffers
 
@@ -34,13 +35,19 @@ def export_checkpoint(checkpoint: Path, out: Path, cfg: RunConfig) -> None:
 
     Raises:
         CheckpointError: the checkpoint is incomplete or damaged, or is of another model than `cfg` says.
-        ModelError: `model.path` cannot be read, or PEFT is missing.
+        ModelError: `model.path` cannot be read, with LoRA has no weights, or PEFT is missing.
         OSError: `out` cannot be written.
     """
     verify(checkpoint)
     hollow, model = hollow_model(cfg.model.path, cfg), cfg.model
     hf, cpu = hollow.hf, torch.device("cpu")
     if model.lora.rank:
+        if not has_weights(hollow.source_dir):
+            raise ModelError(
+                f"{hollow.source_dir} has no weights: below its adapters the run had a model that was made from the "
+                "seed on its device, and the host would make another one; only the run itself can export it "
+                "(checkpoint.export_hf)"
+            )
         add_adapters(hf, hollow.blocks, model.lora, base_dtype=torch_dtype(model.compute_dtype))
     else:
         for param in hf.parameters():

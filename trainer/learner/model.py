@@ -298,7 +298,7 @@ def fill(hf: PreTrainedModel, source_dir: Path, cfg: RunConfig, *, device: torch
     files = checkpoint_files(source_dir)
     if files is not None and load_rows(hf, files):
         return
-    if files is None and not any(source_dir.glob("pytorch_model*.bin")):
+    if not has_weights(source_dir):
         init_rows(hf, seed=cfg.seed, device=device)
         return
     try:
@@ -308,6 +308,11 @@ def fill(hf: PreTrainedModel, source_dir: Path, cfg: RunConfig, *, device: torch
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"weights in {source_dir} cannot be loaded: {error}") from error
     copy_rows(hf, dict(whole.named_parameters()) | dict(whole.named_buffers()))
+
+
+def has_weights(source_dir: Path) -> bool:
+    """Whether a model is read from there and not made from the seed. Raises ModelError if its files are damaged."""
+    return checkpoint_files(source_dir) is not None or any(source_dir.glob("pytorch_model*.bin"))
 
 
 def torch_dtype(name: str) -> torch.dtype:

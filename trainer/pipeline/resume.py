@@ -83,6 +83,7 @@ def origin(cfg: RunConfig) -> dict[str, Any]:
     """
     return {
         "model.path": _located(cfg.model.path),
+        "model.tokenizer_path": _located(cfg.model.tokenizer_path) if cfg.model.tokenizer_path else "",
         "model.lora.alpha": cfg.model.lora.alpha,
         "seed": cfg.seed if _has_no_weights(cfg.model.path) else None,
         "critic.path": None if cfg.critic.path is None else _located(cfg.critic.path),

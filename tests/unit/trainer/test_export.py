@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config
 
 from tests.fakes.learner import TINY, make_learner, process_group, run_config, save_tiny, weights
 from trainer.config.dump import dump_yaml
+from trainer.config.schema.model import LoraConfig
 from trainer.export import main
 from trainer.learner.checkpoint import begin, commit
 from trainer.pipeline.resume import origin
@@ -105,6 +106,34 @@ def test_an_empty_directory_is_filled_and_any_other_is_left_alone(
     (folder / "next.tmp").mkdir()
     assert "next.tmp exists, where next is written first" in refusal(capsys, folder / "run", folder / "next")
     assert (folder / "next.tmp").is_dir()
+
+
+def test_the_tokenizer_of_the_run_is_found_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`model.tokenizer_path` is relative to where the run was started."""
+    (tmp_path / "words").mkdir()
+    (tmp_path / "words" / "tokenizer_config.json").write_text('{"of": "the run"}')
+    monkeypatch.chdir(tmp_path)
+    cfg = run_config(save_tiny(tmp_path / "model"))
+    save(replace(cfg, model=replace(cfg.model, tokenizer_path="words")), tmp_path / "run", 5)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert main([str(tmp_path / "run"), "out"]) == 0, capsys.readouterr().err
+    assert (tmp_path / "elsewhere" / "out" / "tokenizer_config.json").read_text() == '{"of": "the run"}'
+
+
+def test_adapters_over_a_model_from_the_seed_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The seed gives other numbers on the device that the run had."""
+    model = save_tiny(tmp_path / "model")
+    for weights_file in model.glob("*.safetensors"):
+        weights_file.unlink()
+    cfg = run_config(model)
+    save(replace(cfg, model=replace(cfg.model, lora=LoraConfig(rank=4))), tmp_path / "run", 5)
+    assert "has no weights: below its adapters the run had a model" in refusal(
+        capsys, tmp_path / "run", tmp_path / "out"
+    )
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_is_no_checkpoint_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -176,14 +177,43 @@ def fail() -> str:
         (call_of("slow_async"), "error: slow_async took longer than 0.3 s"),
         ("<tool_call>{", "error: the call does not end with </tool_call>"),
         ("<tool_call>{</tool_call>", "error: the call is not valid JSON: Expecting prope"),
+        (f"<tool_call>{'7' * 5000}</tool_call>", "error: the call is not valid JSON: Exceeds"),
+        (f"<tool_call>{'[' * 100_000}</tool_call>", "error: the call is not valid JSON: "),
         ("<tool_call>[]</tool_call>", 'error: a call is {"name": "...", "arguments": {...'),
         ('<tool_call>{"name": "add"}</tool_call>', 'error: a call is {"name": "...", "arguments": {...'),
     ],
 )
 async def test_the_policy_reads_the_result_or_what_was_wrong(text: str, expected: str | None) -> None:
     functions = {function.__name__: function for function in (slow, slow_async, add, long, fail)}
-    answer = await Toolbox(functions, timeout_s=0.3, max_result_chars=50).answer(text)
+    timeout_s = 0.3 if "slow" in text else 60.0
+    answer = await Toolbox(functions, timeout_s=timeout_s, max_result_chars=50).answer(text)
     assert answer == expected or (expected is not None and answer is not None and answer.startswith(expected))
+
+
+async def test_what_a_tool_returns_can_be_written_as_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
+    """JSON may hold half a surrogate pair, which no tokenizer takes."""
+
+    async def echo(text: str) -> str:
+        return text
+
+    box = Toolbox({"echo": echo}, timeout_s=60.0, max_result_chars=50)
+    said = await box.answer('<tool_call>{"name": "echo", "arguments": {"text": "a\\ud800b"}}</tool_call>')
+    assert said == "a?b"
+    assert TurnTemplate(tokenizer).tokens([tokenizer.eos_token_id], said)
+
+
+async def test_tools_that_block_do_not_wait_for_one_another() -> None:
+    """As many as there may be trajectories; the loop's own pool has a few threads, and a wait for one would count."""
+    begun, everybody = [0], threading.Event()
+
+    def meet() -> str:
+        begun[0] += 1
+        if begun[0] == 200:
+            everybody.set()
+        return "met" if everybody.wait(60.0) else "alone"
+
+    box = Toolbox({"meet": meet}, timeout_s=60.0, max_result_chars=50)
+    assert set(await asyncio.gather(*(box.answer(call_of("meet")) for _ in range(200)))) == {"met"}
 
 
 async def test_a_tool_that_blocks_holds_up_nobody_else() -> None:
