@@ -13,7 +13,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from trainer.config.convert import to_run_config
-from trainer.telemetry.catalog import METRICS, REQUIRED, check_complete, check_known
+from trainer.telemetry.catalog import REQUIRED, check_complete, check_known
+from trainer.telemetry.metric_rows import METRICS
 from trainer.telemetry.run_dir import open_run_dir
 from trainer.telemetry.sinks.build import MetricWriter, build_writer
 from trainer.telemetry.sinks.jsonl import JsonlSink, truncate_after
