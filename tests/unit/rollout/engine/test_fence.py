@@ -10,7 +10,8 @@ import pytest
 
 from rollout.engine.base import EngineSpec
 from rollout.engine.chunks import ChunkBuilder, VersionLabels
-from rollout.engine.vllm_engine import VllmEngine, _Live
+from rollout.engine.live_answer import LiveAnswer
+from rollout.engine.vllm_engine import VllmEngine
 
 
 class SlowOutputPath:
@@ -36,7 +37,7 @@ def make_engine(llm: SlowOutputPath) -> tuple[VllmEngine, ChunkBuilder]:
     chunks = ChunkBuilder(VersionLabels(0), 4)
     queue: Any = SimpleNamespace(request_id="inner-id")
     gone: Any = SimpleNamespace(request_id="finished-id")
-    engine._live = {"r": _Live(queue, chunks), "finished": _Live(gone, ChunkBuilder(VersionLabels(0), 4))}
+    engine._live = {"r": LiveAnswer(queue, chunks), "finished": LiveAnswer(gone, ChunkBuilder(VersionLabels(0), 4))}
     return engine, chunks
 
 
