@@ -68,7 +68,7 @@ class Sealer:
     def start(self, version: int, slot: int) -> None:
         """Seal `slot` in the background. The one before must have ended: call `wait` first."""
         with self._lock:
-            self._version = version
+            self._version, self._failed = version, None
         self._future = self._thread.submit(self._seal, version, slot)
 
     def wait(self, timeout_s: float) -> None:

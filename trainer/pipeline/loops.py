@@ -246,6 +246,8 @@ async def _next_batch(parts: Parts) -> Ready | None:
                 return get.result()
             if any(stop.done() for stop in stops):
                 return None
+        if parts.state.stop_reason is not None:
+            return None  # one step more was welcome, and not needed
         raise Stalled(
             f"no batch for step {parts.state.step} within trainer.stall_timeout_s={limit_s:g}: "
             f"{parts.buffer.waiting_for or 'the buffer waits for nothing'}; {parts.buffer.stats()}"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.config.errors import ConfigurationError, Problem, first_cause, one_line
 from trainer.learner import checkpoint
 from trainer.learner.errors import CheckpointError
+from weight_sync.device.select import get_backend
 
 if TYPE_CHECKING:
     from rollout.buffer.work_buffer import WorkBuffer
@@ -78,14 +79,16 @@ def _refused(cfg: RunConfig, allowed: str, do: str) -> ConfigurationError:
 def origin(cfg: RunConfig) -> dict[str, Any]:
     """What a run began with and reads again at every start, since no checkpoint holds it: key -> value, JSON-able.
 
-    `seed` is None where the model has weights: then nothing that is read again is made from it. The contents of a
-    directory are not looked at.
+    `seed` and `device.name` are None where the model has weights: else what is read again is made from the seed, and
+    every kind of device draws other numbers from it. The contents of a directory are not looked at.
     """
+    is_drawn = _has_no_weights(cfg.model.path)
     return {
         "model.path": _located(cfg.model.path),
         "model.tokenizer_path": _located(cfg.model.tokenizer_path) if cfg.model.tokenizer_path else "",
         "model.lora.alpha": cfg.model.lora.alpha,
-        "seed": cfg.seed if _has_no_weights(cfg.model.path) else None,
+        "seed": cfg.seed if is_drawn else None,
+        "device.name": get_backend(cfg.device.name).name if is_drawn else None,
         "critic.path": None if cfg.critic.path is None else _located(cfg.critic.path),
     }
 
@@ -94,11 +97,12 @@ def _check_origin(cfg: RunConfig, resumed: Resumed) -> None:
     """Raises ConfigurationError if what has to stay as it was is not; a checkpoint that does not tell is taken as it
     is."""
     why: dict[str, str] = {}
+    base = ("model.path", "seed", "device.name")
     if cfg.model.lora.rank:
-        why |= dict.fromkeys(("model.path", "seed"), "adapters are trained on frozen weights (model.lora)")
+        why |= dict.fromkeys(base, "adapters are trained on frozen weights (model.lora)")
         why["model.lora.alpha"] = "it scales the adapters of the checkpoint, so the policy would be another one"
     elif cfg.algorithm.kl.coef > 0:
-        why |= dict.fromkeys(("model.path", "seed"), "the reference is the first policy (algorithm.kl)")
+        why |= dict.fromkeys(base, "the reference is the first policy (algorithm.kl)")
     if cfg.algorithm.uses_critic and not cfg.critic.shared_backbone:
         why["critic.path"] = "the critic goes on from the checkpoint, and another start would change nothing"
     before, now = resumed.state.get("origin", {}), origin(cfg)

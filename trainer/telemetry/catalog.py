@@ -35,9 +35,7 @@ def check_known(record: Mapping[str, object] | Iterable[str]) -> None:
     if unknown:
         close = {name: difflib.get_close_matches(name, _BY_NAME, n=1) for name in unknown}
         listed = ", ".join(f"{name} (close: {close[name][0]})" if close[name] else name for name in unknown)
-        raise ValueError(
-            f"metrics without a row in trainer/telemetry/metric_rows.py: {listed}; add one or use it"
-        )
+        raise ValueError(f"metrics without a row in trainer/telemetry/metric_rows.py: {listed}; add one or use it")
 
 
 def check_complete(record: Mapping[str, object]) -> None:

@@ -468,7 +468,10 @@ def test_refused_version_leaves_a_worker_in_place_clean(local: LocalPublisher, c
     pair.replica.assert_holds(OLD)
 
 
-def test_retry_gives_a_pull_under_way_more_time(local: LocalPublisher, closing: list[Any]) -> None:
+def test_retry_gives_a_pull_under_way_more_time(
+    local: LocalPublisher, closing: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefetch, "SLACK_S", 0.0)
     pair = open_pair(local, closing, "staged")
     pair.after_pull(lambda: time.sleep(2.5))
     pair.receiver.prefetch(2, deadline_s=2.0)

@@ -57,6 +57,21 @@ def test_a_run_that_reached_its_accuracy_does_not_fail_for_want_of_groups(
     assert run.world.num_generating == 0
 
 
+def test_a_run_that_reached_its_accuracy_does_not_stall_either(scripted: Make, play: Play) -> None:
+    """Its groups are filtered so slowly that the filter never says that it is too many."""
+    run = perfect(
+        scripted(
+            Script(train_s=3.0, generate_s=(40.0, 60.0)),
+            trainer={"stop_at_accuracy": 0.9, "total_steps": 50, "eval_every": 1, "stall_timeout_s": 200.0},
+            algorithm={"filter_zero_variance": True, "max_refills_per_step": 100_000},
+            checkpoint={"export_hf": True},
+        )
+    )
+    play(run)
+    assert run.state.stop_reason == "accuracy_reached"
+    assert (run.telemetry.run_dir.export / "model").exists()
+
+
 def test_a_run_that_can_no_longer_generate_fails_if_nothing_ends_it(scripted: Make, play: Play) -> None:
     keys = {"algorithm": {"filter_zero_variance": True}, "trainer": {"total_steps": 50, "eval_every": 1}}
     run = perfect(scripted(Script(train_s=3.0), **keys))

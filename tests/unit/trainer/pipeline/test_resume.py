@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,6 +12,7 @@ from trainer.config.errors import ConfigurationError
 from trainer.config.schema.kl import KlConfig
 from trainer.config.schema.model import LoraConfig
 from trainer.learner import checkpoint
+from trainer.pipeline import resume as resume_module
 from trainer.pipeline.resume import find_resume, go_on_from, origin
 from trainer.pipeline.state import Evaluation, RunState
 
@@ -149,12 +151,19 @@ def test_what_is_not_read_again_may_change(tmp_path: Path, keys: dict[str, Any],
     assert go_on(tmp_path, keys, change).step == 5
 
 
-def test_a_reference_made_from_the_seed_keeps_it(tmp_path: Path) -> None:
+def test_a_reference_made_from_the_seed_keeps_it_and_the_kind_of_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tmp_path / "model"
     model.mkdir()
     keys = {**WITH_KL, "model": {"path": str(model)}}
     with pytest.raises(ConfigurationError, match="seed"):
         go_on(tmp_path / "run", keys, {"seed": 7})
+    with monkeypatch.context() as patch:  # as on another host
+        backends = iter(["cpu", "cuda"])
+        patch.setattr(resume_module, "get_backend", lambda _: SimpleNamespace(name=next(backends)))
+        with pytest.raises(ConfigurationError, match=r"device\.name = cuda\n *must stay cpu"):
+            go_on(tmp_path / "run", keys, {})
     (model / "model.safetensors").write_bytes(b"")
     assert go_on(tmp_path / "run", keys, {"seed": 7}).step == 5
 
