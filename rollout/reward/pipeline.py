@@ -236,9 +236,14 @@ class RewardPipeline:
                 queue_timeout_s=self._queue_timeout_s,
             )
             process = None
-        except ProcessLost as lost:
+        except DataError:
+            raise  # the process is fine
+        except BaseException as error:
+            # Cancelled, for one. What it says of this function may still be under way, so the process is of no use.
             process = self._killed(process)
-            raise DataError(f"reward {entry.name!r} does not import: {lost}") from lost
+            if isinstance(error, ProcessLost):
+                raise DataError(f"reward {entry.name!r} does not import: {error}") from error
+            raise
         finally:
             self._slots.put_nowait(process)
 

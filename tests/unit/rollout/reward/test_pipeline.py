@@ -182,6 +182,24 @@ async def test_cancelled_call_does_not_leak_its_answer_into_the_next(function: s
         assert (await rewards.score(a_prompt(), "value 1")).reward == 1.0
 
 
+async def test_a_cancelled_first_call_does_not_tell_of_the_next_reward(function: str, tmp_path: Path) -> None:
+    slow, judge = tmp_path / "slow.py", tmp_path / "judge.py"
+    slow.write_text(
+        f"import time\nopen({str(tmp_path / 'began')!r}, 'w').close()\ntime.sleep(1)\ndef reward(**_): return 3.0\n"
+    )
+    judge.write_text("async def reward(**_): return 4.0\n")
+    async with RewardPipeline(function, timeout_s=30.0, num_processes=1) as rewards:
+        call = asyncio.create_task(rewards.score(a_prompt(reward=f"{slow}:reward"), ""))
+        async with asyncio.timeout(30):
+            while not (tmp_path / "began").exists():
+                await asyncio.sleep(0.02)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert (await rewards.score(a_prompt(reward=f"{judge}:reward"), "")).reward == 4.0
+        assert (await rewards.score(a_prompt(reward=f"{slow}:reward"), "")).reward == 3.0
+
+
 async def test_close_kills_busy_processes_and_answers_their_callers(function: str) -> None:
     rewards = RewardPipeline(function, timeout_s=60.0, num_processes=2)
     await rewards.start()
