@@ -136,8 +136,10 @@ class AsyncCalls:
             process = await self._start()
             try:
                 await process.begin(Request(target=self._target, items=()))
-            except ProcessLost as lost:
+            except BaseException as error:  # cancelled, for one: nobody else knows of the process
                 process.kill()
-                raise DataError(f"reward {self._target!r} does not import: {lost}") from lost
+                if isinstance(error, ProcessLost):
+                    raise DataError(f"reward {self._target!r} does not import: {error}") from error
+                raise
             self._served = _Served(process)
             return self._served

@@ -138,6 +138,41 @@ async def test_a_call_that_takes_its_process_along_costs_what_is_in_it_and_the_n
         assert not is_running(int(before.reward))
 
 
+FICKLE = """
+import os, pathlib, time
+with open({pids!r}, "a") as pids: pids.write(f"{{os.getpid()}} ")
+mood = pathlib.Path({mood!r}).read_text()
+if mood == "raise": raise OSError("of the import")
+if mood == "sleep": time.sleep(600)
+async def reward(*, prompt, response, answer, metadata):
+    if response == "die": os._exit(7)
+    return 1.0
+"""
+
+
+async def test_a_process_that_could_not_take_the_place_of_a_lost_one_does_not_stay(tmp_path: Path) -> None:
+    path, pids, mood = tmp_path / "fickle.py", tmp_path / "pids", tmp_path / "mood"
+    path.write_text(FICKLE.format(pids=str(pids), mood=str(mood)))
+    mood.write_text("fine")
+    async with RewardPipeline(f"{path}:reward", timeout_s=30.0, num_processes=1) as rewards:
+        assert values(await rewards.score_batch(a_prompt(), ["die"])) == [RewardError]
+        mood.write_text("raise")
+        for _ in range(2):
+            assert "of the import" in str((await rewards.score_batch(a_prompt(), [""]))[0])
+        mood.write_text("sleep")
+        call = asyncio.create_task(rewards.score_batch(a_prompt(), [""]))
+        async with asyncio.timeout(30):
+            while len(pids.read_text().split()) < 4:
+                await asyncio.sleep(0.02)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        async with asyncio.timeout(10):
+            while any(is_running(int(pid)) for pid in pids.read_text().split()):
+                await asyncio.sleep(0.02)
+        mood.write_text("fine")
+        assert (await rewards.score(a_prompt(), "")).reward == 1.0
+
+
 async def test_a_call_that_nobody_waits_for_any_more_is_cancelled(function: str, tmp_path: Path) -> None:
     async with RewardPipeline(function, timeout_s=60.0, num_processes=1) as rewards:
         call = asyncio.create_task(rewards.score(a_prompt(), f"note {tmp_path / 'note'}"))
