@@ -37,17 +37,20 @@ class _Served:
         self.is_lost = True
         self.process.kill()
 
+    def end(self, reason: str) -> None:
+        """Its calls end with this reason, unless they have ended."""
+        for outcome in self.waiting.values():
+            if not outcome.done():
+                outcome.set_result(RewardError(reason))
+
     async def _read(self) -> None:
-        """Consumes: answers. Waits for: the next one. Unblocked by: the end of the process."""
+        """Consumes: answers. Waits for: the next one. Unblocked by: the end of the process, `AsyncCalls.close`."""
         while True:
             try:
                 message = await self.process.next_answer()
             except ProcessLost as lost:
                 self.give_up()
-                reason = RewardError(f"{lost}, with {len(self.waiting)} calls in it")
-                for outcome in self.waiting.values():
-                    if not outcome.done():
-                        outcome.set_result(reason)
+                self.end(f"{lost}, with {len(self.waiting)} calls in it")
                 return
             outcome = self.waiting.get(message["number"])
             if outcome is not None and not outcome.done():
@@ -104,8 +107,11 @@ class AsyncCalls:
             self._room.release()
 
     async def close(self) -> None:
-        """After its process was killed: until nobody waits any more."""
-        await self._served.reader
+        """Kills the process and ends the calls that are in it."""
+        self._served.give_up()
+        self._served.end("the reward pipeline was closed")
+        self._served.reader.cancel()
+        await asyncio.gather(self._served.reader, return_exceptions=True)
 
     async def _run(self, item: Item) -> RewardResult | RewardError:
         served, number = await self._alive(), next(self._numbers)

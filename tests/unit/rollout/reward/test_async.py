@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
 from typing import TYPE_CHECKING
 
@@ -38,6 +40,11 @@ async def reward(*, prompt, response, answer, metadata):
             case ["exit"]: sys.exit(3)
             case ["none"]: return None
             case ["die"]: os._exit(7)
+            case ["fork", path, number]:
+                for started in range(int(number)):
+                    if os.fork() == 0: child(path, leaves=started == 1)
+                    while len(open(path).read().split()) == started: await asyncio.sleep(0.02)
+                os._exit(7)
             case ["block"]: time.sleep(600)
             case ["deaf"]:
                 while True:
@@ -48,6 +55,11 @@ async def reward(*, prompt, response, answer, metadata):
                 except asyncio.CancelledError: open(path, "w").close(); raise
     finally:
         running -= 1
+
+def child(path, leaves):
+    if leaves: os.setsid()
+    with open(path, "a") as pids: pids.write(f"{os.getpid()} ")
+    time.sleep(600)
 
 class Judge:
     async def __call__(self, *, prompt, response, answer, metadata): return 2.0
@@ -181,6 +193,26 @@ async def test_a_call_that_nobody_waits_for_any_more_is_cancelled(function: str,
         async with asyncio.timeout(10):
             while not (tmp_path / "note").exists():
                 await asyncio.sleep(0.02)
+        assert (await rewards.score(a_prompt(), "value 1")).reward == 1.0
+
+
+@pytest.mark.parametrize("num_children", [1, 2])
+async def test_the_end_of_a_process_is_noticed_though_children_of_it_hold_its_pipes(
+    function: str, tmp_path: Path, num_children: int
+) -> None:
+    (tmp_path / "pids").touch()
+    async with RewardPipeline(function, timeout_s=60.0, num_processes=1) as rewards, asyncio.timeout(30):
+        other = asyncio.create_task(rewards.score_batch(a_prompt(), ["sleep 50"]))
+        (outcome,) = await rewards.score_batch(a_prompt(), [f"fork {tmp_path / 'pids'} {num_children}"])
+        pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+        try:
+            assert "ended with exit code 7 in mid-call, with 2 calls in it" in str(outcome)
+            assert values(await other) == [RewardError]
+            while [pid for pid in pids if is_running(pid)] != pids[1:]:  # the second one has left the group
+                await asyncio.sleep(0.02)
+        finally:
+            for pid in filter(is_running, pids):
+                os.kill(pid, signal.SIGKILL)
         assert (await rewards.score(a_prompt(), "value 1")).reward == 1.0
 
 
