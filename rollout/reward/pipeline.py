@@ -109,11 +109,16 @@ class RewardPipeline:
             await self.close()
             raise
 
-    @property
-    def num_at_once(self) -> int:
-        """Responses that the task's reward judges at the same time. Known after `start`."""
-        is_async = self._async.get(self._entries[self._name].target) is not None
-        return self._max_concurrency if is_async else self._num_processes
+    async def num_at_once(self, prompt: Prompt) -> tuple[str, int]:
+        """The queue that responses to the prompt wait in, and how many out of it are judged at the same time. All plain
+        functions have one, every async one has its own. Imports the function if nothing is known of it yet."""
+        try:
+            entry = self._entry(prompt.reward if prompt.reward else self._name)
+            if not entry.inline and await self._calls_of(entry) is not None:
+                return entry.target, self._max_concurrency
+        except (DataError, RewardError):
+            pass  # as its calls will say
+        return "", self._num_processes
 
     async def score(self, prompt: Prompt, response: str) -> RewardResult:
         """The reward of one response.

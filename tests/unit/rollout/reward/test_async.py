@@ -99,7 +99,7 @@ async def test_all_answers_of_a_group_are_judged_at_once_in_one_process(function
 async def test_no_more_calls_run_at_once_than_the_limit(function: str) -> None:
     async with RewardPipeline(function, timeout_s=10.0, num_processes=1, max_concurrency=3) as rewards:
         assert max(o.reward for o in await rewards.score_batch(a_prompt(), ["count"] * 12)) == 3.0  # type: ignore[union-attr]
-        assert rewards.num_at_once == 3
+        assert (await rewards.num_at_once(a_prompt()))[1] == 3
 
 
 async def test_an_answer_waits_for_its_turn_at_most_as_long_as_for_a_process(function: str) -> None:
@@ -235,7 +235,14 @@ async def test_prompts_may_name_async_and_plain_rewards_side_by_side(function: s
         named = [a_prompt(reward=name) for name in ("", function, judge, "arithmetic") * 3]
         outcomes = await asyncio.gather(*(rewards.score(prompt, "value 19") for prompt in named))
         assert [outcome.reward for outcome in outcomes] == [-1.0, 19.0, 2.0, 0.0] * 3
-        assert rewards.num_at_once == 2
+
+
+async def test_how_many_are_judged_at_once_is_that_of_the_prompts_own_reward(function: str) -> None:
+    other, judge = (function.replace(":reward", f":{name}") for name in ("plain", "judge"))
+    async with RewardPipeline(other, timeout_s=10.0, num_processes=2, max_concurrency=7) as rewards:
+        named = ["", other, function, judge, "arithmetic", "no_such_module.reward"]
+        told = await asyncio.gather(*(rewards.num_at_once(a_prompt(reward=name)) for name in named))
+    assert told == [("", 2), ("", 2), (function, 7), (judge, 7), ("", 2), ("", 2)]
 
 
 async def test_an_async_function_that_does_not_import_is_refused_at_the_start(tmp_path: Path) -> None:
