@@ -35,6 +35,7 @@ async def reward(*, prompt, response, answer, metadata):
             case ["parts"]: return {"reward": 0.5, "format": 1}
             case ["sleep", seconds]: await asyncio.sleep(float(seconds)); return float(os.getpid())
             case ["thread", seconds]: await asyncio.to_thread(time.sleep, float(seconds)); return 1.0
+            case ["hang"]: await asyncio.to_thread(time.sleep, 600)
             case ["count"]: await asyncio.sleep(0.05); return float(running)
             case ["raise"]: raise TimeoutError("of the judge")
             case ["exit"]: sys.exit(3)
@@ -183,6 +184,26 @@ async def test_a_process_that_could_not_take_the_place_of_a_lost_one_does_not_st
                 await asyncio.sleep(0.02)
         mood.write_text("fine")
         assert (await rewards.score(a_prompt(), "")).reward == 1.0
+
+
+async def test_a_process_whose_threads_hang_is_replaced_when_its_calls_have_ended(function: str) -> None:
+    async with RewardPipeline(function, timeout_s=1.0, num_processes=1, max_concurrency=3) as rewards:
+        before = (await rewards.score(a_prompt(), "sleep 0")).reward
+        assert values(await rewards.score_batch(a_prompt(), ["hang"] * 12)) == [RewardError] * 12
+        assert (await rewards.score(a_prompt(), "sleep 0")).reward == before, "twelve threads are not too many"
+        calls = rewards._async[function]
+        assert calls is not None
+        old = calls._served
+        still_in_it = asyncio.get_running_loop().create_future()
+        old.waiting[-1] = still_in_it
+        assert values(await rewards.score_batch(a_prompt(), ["hang"])) == [RewardError]
+        assert (await rewards.score(a_prompt(), "sleep 0")).reward != before
+        assert is_running(int(before)), "a call is in it"
+        old.leave(-1)
+        async with asyncio.timeout(10):
+            while is_running(int(before)):
+                await asyncio.sleep(0.02)
+        assert (await rewards.score(a_prompt(), "thread 0")).reward == 1.0
 
 
 async def test_a_call_that_nobody_waits_for_any_more_is_cancelled(function: str, tmp_path: Path) -> None:
