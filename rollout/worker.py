@@ -46,6 +46,8 @@ EVALUATION = -1
 """In the place of a group's id, in the seeds of an evaluation."""
 Score = Callable[[Prompt, str], Awaitable[RewardResult]]
 """(prompt, generated text) -> reward; raises RewardError."""
+NumJudges = Callable[[Prompt], Awaitable[tuple[str, int]]]
+"""See `RewardPipeline.num_at_once`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +97,8 @@ class RolloutWorker:
         tokenizer: decodes generated tokens, once per trajectory.
         score: rewards one text.
         loop: how a trajectory comes about.
-        num_judges: answers of an evaluation that are rewarded at once; None is `spec.reward_processes`.
+        num_judges: of a prompt, the queue for its reward and how many answers of an evaluation leave that at once;
+            None is one queue for all, with `spec.reward_processes`.
         clock: seconds, for `Trajectory.timings`.
     """
 
@@ -107,7 +110,7 @@ class RolloutWorker:
         tokenizer: Decoder,
         score: Score,
         loop: AgentLoop | None = None,
-        num_judges: int | None = None,
+        num_judges: NumJudges | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._spec = spec
@@ -126,7 +129,7 @@ class RolloutWorker:
         self._score = score
         self._loop = SingleTurnLoop() if loop is None else loop
         self._clock = clock
-        self._num_judges = spec.reward_processes if num_judges is None else num_judges
+        self._num_judges = num_judges
         self._num_evaluations = 0
         self._timeout_error = f"generation took longer than request_timeout_s={spec.request_timeout_s:g}"
 
@@ -224,12 +227,12 @@ class RolloutWorker:
         # A turnstile of its own: training's limits, and that the replica rests for training, do not concern it.
         turnstile = Turnstile(Router([engine]))
         # Without `judges` all rewards would wait in the queue that they share with training, whose time runs.
-        room, judges = (asyncio.Semaphore(n) for n in (self._spec.evaluation_window, self._num_judges))
+        room, judges = asyncio.Semaphore(self._spec.evaluation_window), self._queues_for_judges()
 
         async def run(number: int, prompt: Prompt) -> Trajectory:
             async with room:
                 trajectory = await self._generate_sample(prompt, number, params.max_tokens, generator)
-            async with judges:
+            async with await judges(prompt):
                 return await self._judge(prompt, trajectory)
 
         self._evaluations.add(turnstile)
@@ -238,6 +241,18 @@ class RolloutWorker:
                 return await _gather([run(number, prompt) for number, prompt in asked.items()])
         finally:
             self._evaluations.discard(turnstile)
+
+    def _queues_for_judges(self) -> Callable[[Prompt], Awaitable[asyncio.Semaphore]]:
+        """Prompt -> the queue for its reward, in one evaluation."""
+        queues: dict[str, asyncio.Semaphore] = {}
+
+        async def queue_of(prompt: Prompt) -> asyncio.Semaphore:
+            name, number = "", self._spec.reward_processes
+            if self._num_judges is not None:
+                name, number = await self._num_judges(prompt)
+            return queues.setdefault(name, asyncio.Semaphore(number))
+
+        return queue_of
 
     def quarantine(self, name: str, reason: str) -> None:
         """Sends nothing more to this replica. What runs there goes on elsewhere, from what it has; an evaluation there

@@ -7,7 +7,7 @@ import itertools
 from typing import TYPE_CHECKING
 
 from rollout.errors import DataError, RewardError
-from rollout.reward.async_child import AsyncCall
+from rollout.reward.async_child import MOST_THREADS, AsyncCall
 from rollout.reward.child import Request
 from rollout.reward.process import ProcessLost, RewardProcess
 from rollout.reward.wire import read_outcome
@@ -21,12 +21,17 @@ if TYPE_CHECKING:
 GRACE_S = 5.0
 """The process itself ends a call that takes too long. One that says nothing for so long after that is blocked."""
 
+_STUCK_PER_CALL = 4
+"""So many threads for every call at once may be left over from calls that are no more."""
+
 
 class _Served:
     """A process and the calls that are in it."""
 
-    def __init__(self, process: RewardProcess) -> None:
-        self.process = process
+    def __init__(self, process: RewardProcess, most_stuck: int) -> None:
+        self.process, self._most_stuck = process, most_stuck
+        self.is_worn_out = False
+        """It gets no more calls, and is killed when those that are in it have ended."""
         self.is_lost = False
         """It gets no more calls."""
         self.waiting: dict[int, asyncio.Future[RewardResult | RewardError]] = {}
@@ -37,18 +42,32 @@ class _Served:
         self.is_lost = True
         self.process.kill()
 
+    def leave(self, number: int) -> None:
+        """The call is no longer in it."""
+        del self.waiting[number]
+        self._end_if_worn_out()
+
+    def _end_if_worn_out(self) -> None:
+        if self.is_worn_out and not self.waiting:
+            self.give_up()
+
+    def end(self, reason: str) -> None:
+        """Its calls end with this reason, unless they have ended."""
+        for outcome in self.waiting.values():
+            if not outcome.done():
+                outcome.set_result(RewardError(reason))
+
     async def _read(self) -> None:
-        """Consumes: answers. Waits for: the next one. Unblocked by: the end of the process."""
+        """Consumes: answers. Waits for: the next one. Unblocked by: the end of the process, `AsyncCalls.close`."""
         while True:
             try:
                 message = await self.process.next_answer()
             except ProcessLost as lost:
                 self.give_up()
-                reason = RewardError(f"{lost}, with {len(self.waiting)} calls in it")
-                for outcome in self.waiting.values():
-                    if not outcome.done():
-                        outcome.set_result(reason)
+                self.end(f"{lost}, with {len(self.waiting)} calls in it")
                 return
+            self.is_worn_out |= message.get("stuck", 0) > self._most_stuck
+            self._end_if_worn_out()
             outcome = self.waiting.get(message["number"])
             if outcome is not None and not outcome.done():
                 outcome.set_result(read_outcome(message))
@@ -81,7 +100,9 @@ class AsyncCalls:
         self._room = asyncio.Semaphore(max_concurrency)
         self._starting = asyncio.Lock()
         self._numbers = itertools.count()
-        self._served = _Served(process)
+        self._most_stuck = min(_STUCK_PER_CALL * max_concurrency, MOST_THREADS // 2)
+        self._served = _Served(process, self._most_stuck)
+        self._worn_out: list[_Served] = []
 
     async def run(self, item: Item) -> RewardResult | RewardError:
         """The outcome of one call.
@@ -104,8 +125,12 @@ class AsyncCalls:
             self._room.release()
 
     async def close(self) -> None:
-        """After its process was killed: until nobody waits any more."""
-        await self._served.reader
+        """Kills the process and ends the calls that are in it."""
+        for served in (self._served, *self._worn_out):
+            served.give_up()
+            served.end("the reward pipeline was closed")
+            served.reader.cancel()
+            await asyncio.gather(served.reader, return_exceptions=True)
 
     async def _run(self, item: Item) -> RewardResult | RewardError:
         served, number = await self._alive(), next(self._numbers)
@@ -127,17 +152,20 @@ class AsyncCalls:
                 served.process.send_soon(AsyncCall(number=number, item=None, timeout_s=0.0))
             raise
         finally:
-            del served.waiting[number]
+            served.leave(number)
 
     async def _alive(self) -> _Served:
         async with self._starting:
-            if not self._served.is_lost:
+            if not self._served.is_lost and not self._served.is_worn_out:
                 return self._served
             process = await self._start()
             try:
                 await process.begin(Request(target=self._target, items=()))
-            except ProcessLost as lost:
+            except BaseException as error:  # cancelled, for one: nobody else knows of the process
                 process.kill()
-                raise DataError(f"reward {self._target!r} does not import: {lost}") from lost
-            self._served = _Served(process)
+                if isinstance(error, ProcessLost):
+                    raise DataError(f"reward {self._target!r} does not import: {error}") from error
+                raise
+            self._worn_out = [served for served in (*self._worn_out, self._served) if not served.is_lost]
+            self._served = _Served(process, self._most_stuck)
             return self._served

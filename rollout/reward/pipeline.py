@@ -7,6 +7,7 @@ def` is called many times at once, in one process; if it kills or blocks that, i
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from functools import partial
 from typing import TYPE_CHECKING, Self
 
@@ -14,7 +15,7 @@ from rollout.errors import DataError, RewardError
 from rollout.reward.async_calls import AsyncCalls
 from rollout.reward.call import Item, call
 from rollout.reward.child import Request
-from rollout.reward.process import ProcessLost, RewardProcess
+from rollout.reward.process import LOAD_TIMEOUT_S, ProcessLost, RewardProcess
 from rollout.reward.registry import RewardEntry, RewardFn, load, lookup
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ QUEUE_TIMEOUT_S = 600.0
 """`task.reward.queue_timeout_s` by default."""
 MAX_CONCURRENCY = 32
 """`task.reward.max_concurrency` by default."""
+RETRY_S = 60.0
+"""For so long a function that does not import is not tried again; its calls fail at once."""
 
 
 class RewardPipeline:
@@ -67,7 +70,9 @@ class RewardPipeline:
         self._max_concurrency = max_concurrency
         self._async: dict[str, AsyncCalls | None] = {}
         """Target -> its calls; None if it is a plain function. Not there until it was imported."""
-        self._telling = asyncio.Lock()
+        self._telling: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._refused: dict[str, tuple[float, str]] = {}
+        """Target -> when it did not import, and why."""
         self._entries: dict[str, RewardEntry] = {name: lookup(name)}
         self._inline: dict[str, RewardFn] = {}
         # A slot is None while it has no process. The last slot freed is the first taken: a warm one.
@@ -104,11 +109,16 @@ class RewardPipeline:
             await self.close()
             raise
 
-    @property
-    def num_at_once(self) -> int:
-        """Responses that the task's reward judges at the same time. Known after `start`."""
-        is_async = self._async.get(self._entries[self._name].target) is not None
-        return self._max_concurrency if is_async else self._num_processes
+    async def num_at_once(self, prompt: Prompt) -> tuple[str, int]:
+        """The queue that responses to the prompt wait in, and how many out of it are judged at the same time. All plain
+        functions have one, every async one has its own. Imports the function if nothing is known of it yet."""
+        try:
+            entry = self._entry(prompt.reward if prompt.reward else self._name)
+            if not entry.inline and await self._calls_of(entry) is not None:
+                return entry.target, self._max_concurrency
+        except (DataError, RewardError):
+            pass  # as its calls will say
+        return "", self._num_processes
 
     async def score(self, prompt: Prompt, response: str) -> RewardResult:
         """The reward of one response.
@@ -136,7 +146,7 @@ class RewardPipeline:
                 Item(prompt=prompt.text, response=r, answer=prompt.answer, metadata=prompt.metadata) for r in responses
             )
             outcomes = self._call_inline(entry, items) if entry.inline else await self._call(entry, items)
-        except DataError as error:
+        except (DataError, RewardError) as error:
             outcomes = [RewardError(str(error)) for _ in responses]
         return [_named(name, prompt, o) if isinstance(o, RewardError) else o for o in outcomes]
 
@@ -167,19 +177,33 @@ class RewardPipeline:
         return list(await asyncio.gather(*(calls.run(item) for item in items)))
 
     async def _calls_of(self, entry: RewardEntry) -> AsyncCalls | None:
-        """Imports the function if nothing is known of it yet; None for a plain one."""
-        async with self._telling:
-            if entry.target not in self._async:
+        """Imports the function if nothing is known of it yet; None for a plain one.
+
+        Raises:
+            DataError: it does not import, or did not a while ago.
+            RewardError: no process was free for that.
+        """
+        target = entry.target
+        if target in self._async:
+            return self._async[target]
+        try:
+            async with asyncio.timeout(self._queue_timeout_s + LOAD_TIMEOUT_S):
+                await self._telling[target].acquire()
+        except TimeoutError:
+            raise RewardError(self._queue_text) from None
+        try:
+            if target not in self._async:
+                refused_at, reason = self._refused.get(target, (-RETRY_S, ""))
+                if asyncio.get_running_loop().time() - refused_at < RETRY_S:
+                    raise DataError(reason)
                 await self._warm_up(entry)
-        return self._async[entry.target]
+            return self._async[target]
+        finally:
+            self._telling[target].release()
 
     async def _call_in_process(self, entry: RewardEntry, items: tuple[Item, ...]) -> list[RewardResult | RewardError]:
         outcomes: list[RewardResult | RewardError] = []
-        try:
-            async with asyncio.timeout(self._queue_timeout_s):
-                process = await self._slots.get()
-        except TimeoutError:
-            return [RewardError(self._queue_text) for _ in items]
+        process = await self._free_slot()
         try:
             while len(outcomes) < len(items):
                 process = await self._alive(process)
@@ -195,6 +219,13 @@ class RewardPipeline:
         finally:
             self._slots.put_nowait(process)
         return outcomes
+
+    async def _free_slot(self) -> RewardProcess | None:
+        try:
+            async with asyncio.timeout(self._queue_timeout_s):
+                return await self._slots.get()
+        except TimeoutError:
+            raise RewardError(self._queue_text) from None
 
     @property
     def _queue_text(self) -> str:
@@ -221,7 +252,7 @@ class RewardPipeline:
 
     async def _warm_up(self, entry: RewardEntry) -> None:
         """Imports the function in a free process, which an async one keeps for itself."""
-        process = await self._slots.get()
+        process = await self._free_slot()
         try:
             process = await self._alive(process)
             if not await process.begin(Request(target=entry.target, items=())):
@@ -236,11 +267,22 @@ class RewardPipeline:
                 queue_timeout_s=self._queue_timeout_s,
             )
             process = None
-        except ProcessLost as lost:
+        except DataError as error:  # the process is fine
+            self._refuse(entry, str(error))
+            raise
+        except BaseException as error:
+            # Cancelled, for one. What it says of this function may still be under way, so the process is of no use.
             process = self._killed(process)
-            raise DataError(f"reward {entry.name!r} does not import: {lost}") from lost
+            if isinstance(error, ProcessLost):
+                reason = f"reward {entry.name!r} does not import: {error}"
+                self._refuse(entry, reason)
+                raise DataError(reason) from error
+            raise
         finally:
             self._slots.put_nowait(process)
+
+    def _refuse(self, entry: RewardEntry, reason: str) -> None:
+        self._refused[entry.target] = (asyncio.get_running_loop().time(), reason)
 
     async def _alive(self, process: RewardProcess | None) -> RewardProcess:
         if process is not None and process.is_alive:

@@ -13,13 +13,16 @@ import os
 import pickle
 import signal
 import sys
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import PIPE, Process, SubprocessStreamProtocol
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from rollout.errors import DataError
 from rollout.reward.wire import frame, read_outcome
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rollout.errors import RewardError
     from rollout.reward.child import Request
     from rollout.reward.result import RewardResult
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
 LOAD_TIMEOUT_S = 60.0
 """Start of the process and import of the reward function."""
 _GRACE_S = 0.05
+_CLOSE_S = 1.0
+"""From the end of a process to that of its pipes, or the other way round, at most."""
 _MAX_ANSWER_BYTES = 1 << 22
 _BOOT = "import sys; sys.path[:] = {path!r}; from rollout.reward.child import main; main({pid})"
 
@@ -35,28 +40,48 @@ class ProcessLost(Exception):
     """The process hung or died; it must be killed and replaced. The message says which, for the item at fault."""
 
 
+class _Protocol(SubprocessStreamProtocol):
+    """Tells of the end of the process itself."""
+
+    def __init__(self) -> None:
+        super().__init__(limit=_MAX_ANSWER_BYTES, loop=asyncio.get_running_loop())
+        self.on_exit: Callable[[], None] | None = None
+
+    def process_exited(self) -> None:
+        super().process_exited()
+        if self.on_exit is not None:
+            self.on_exit()
+
+
 class RewardProcess:
     """A child that scores requests one after the other. Use `start`; after `ProcessLost`, `kill` it."""
 
-    def __init__(self, process: Process) -> None:
-        self._process = process
+    def __init__(self, transport: asyncio.SubprocessTransport, protocol: _Protocol) -> None:
+        self._transport = transport
+        self._process = Process(transport, protocol, asyncio.get_running_loop())
+        self._is_group_killed = False
+        protocol.on_exit = self._bury
+        if not self.is_alive:
+            self._bury()
 
     @classmethod
     async def start(cls) -> RewardProcess:
         """Starts a bare interpreter with our `sys.path`; nothing but the standard library is imported yet."""
-        process = await asyncio.create_subprocess_exec(
+        # As `asyncio.create_subprocess_exec`, which would not tell us of its end while a child of it holds a pipe.
+        transport, protocol = await asyncio.get_running_loop().subprocess_exec(
+            _Protocol,
             sys.executable,
             "-c",
             _BOOT.format(path=sys.path, pid=os.getpid()),
             stdin=PIPE,
             stdout=PIPE,
-            limit=_MAX_ANSWER_BYTES,
+            stderr=None,
             # Its own group: Ctrl-C on the terminal is ours to handle, and `kill` reaches what a reward started.
             start_new_session=True,
             # Several of these share the host with engines; a reward is one thread unless the user says otherwise.
             env={"OMP_NUM_THREADS": "1", **os.environ},
         )
-        return cls(process)
+        return cls(transport, protocol)
 
     @property
     def is_alive(self) -> bool:
@@ -111,13 +136,20 @@ class RewardProcess:
         return read_outcome(await self._read_line(timeout_s, "the call took"))
 
     def kill(self) -> None:
-        """Kills the process and everything in its group; harmless if it is gone."""
-        if not self.is_alive:
+        """Kills the process and everything in its group, also if it has ended itself; harmless if all are gone."""
+        if self._is_group_killed:
             return
-        try:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return  # it ended by itself since
+        self._is_group_killed = True
+        if not self.is_alive and _exists(self.pid):
+            return  # its id was given away, which no id of a group is: nothing of the group was left
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def _bury(self) -> None:
+        """As soon as it has ended: what it started may hold the pipes, whose end its readers wait for."""
+        self.kill()
+        # What left the group is not ours to kill, but nobody reads what it says.
+        asyncio.get_running_loop().call_later(_CLOSE_S, self._transport.close)
 
     async def wait(self) -> None:
         """Returns once the process is gone and reaped."""
@@ -149,9 +181,20 @@ class RewardProcess:
         return json.loads(line)
 
     async def _describe_death(self) -> str:
-        try:
-            code = await asyncio.wait_for(self._process.wait(), _GRACE_S * 20)
-        except TimeoutError:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), _CLOSE_S)
+        code = self._process.returncode
+        if code is None:
             return "its process closed the pipe"
         cause = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
         return f"its process ended {cause} in mid-call"
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

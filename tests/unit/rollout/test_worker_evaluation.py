@@ -10,7 +10,7 @@ import pytest
 
 from rollout.reward.result import RewardResult
 from rollout.types import Completion, Prompt, SamplingParams, Segment
-from rollout.worker import RolloutWorker
+from rollout.worker import NumJudges, RolloutWorker
 from tests.fakes.engine_client import FakeEngine
 from tests.fakes.virtual_time import run_virtual
 from tests.unit.rollout.test_worker import ANSWER, Numbers, generated, item, spec, worker
@@ -84,9 +84,13 @@ def test_an_answer_that_takes_too_long_is_failed_and_the_others_are_not() -> Non
     run_virtual(main())
 
 
-@pytest.mark.parametrize(("num_judges", "expected"), [(None, [1, 2, 101, 102, 201]), (3, [1, 2, 3, 101, 102])])
+async def one_of_each(prompt: Prompt) -> tuple[str, int]:
+    return ("async", 3) if prompt.prompt_id in ("test/1", "test/3", "test/4") else ("", 1)
+
+
+@pytest.mark.parametrize(("num_judges", "expected"), [(None, [1, 2, 101, 102, 201]), (one_of_each, [1, 2, 4, 5, 101])])
 def test_rewards_keep_no_place_at_the_replica_and_do_not_fill_the_queue_of_training(
-    num_judges: int | None, expected: list[int]
+    num_judges: NumJudges | None, expected: list[int]
 ) -> None:
     asked_at: list[float] = []
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
 from typing import TYPE_CHECKING
 
@@ -33,11 +35,17 @@ async def reward(*, prompt, response, answer, metadata):
             case ["parts"]: return {"reward": 0.5, "format": 1}
             case ["sleep", seconds]: await asyncio.sleep(float(seconds)); return float(os.getpid())
             case ["thread", seconds]: await asyncio.to_thread(time.sleep, float(seconds)); return 1.0
+            case ["hang"]: await asyncio.to_thread(time.sleep, 600)
             case ["count"]: await asyncio.sleep(0.05); return float(running)
             case ["raise"]: raise TimeoutError("of the judge")
             case ["exit"]: sys.exit(3)
             case ["none"]: return None
             case ["die"]: os._exit(7)
+            case ["fork", path, number]:
+                for started in range(int(number)):
+                    if os.fork() == 0: child(path, leaves=started == 1)
+                    while len(open(path).read().split()) == started: await asyncio.sleep(0.02)
+                os._exit(7)
             case ["block"]: time.sleep(600)
             case ["deaf"]:
                 while True:
@@ -48,6 +56,11 @@ async def reward(*, prompt, response, answer, metadata):
                 except asyncio.CancelledError: open(path, "w").close(); raise
     finally:
         running -= 1
+
+def child(path, leaves):
+    if leaves: os.setsid()
+    with open(path, "a") as pids: pids.write(f"{os.getpid()} ")
+    time.sleep(600)
 
 class Judge:
     async def __call__(self, *, prompt, response, answer, metadata): return 2.0
@@ -87,7 +100,7 @@ async def test_all_answers_of_a_group_are_judged_at_once_in_one_process(function
 async def test_no_more_calls_run_at_once_than_the_limit(function: str) -> None:
     async with RewardPipeline(function, timeout_s=10.0, num_processes=1, max_concurrency=3) as rewards:
         assert max(o.reward for o in await rewards.score_batch(a_prompt(), ["count"] * 12)) == 3.0  # type: ignore[union-attr]
-        assert rewards.num_at_once == 3
+        assert (await rewards.num_at_once(a_prompt()))[1] == 3
 
 
 async def test_an_answer_waits_for_its_turn_at_most_as_long_as_for_a_process(function: str) -> None:
@@ -138,6 +151,61 @@ async def test_a_call_that_takes_its_process_along_costs_what_is_in_it_and_the_n
         assert not is_running(int(before.reward))
 
 
+FICKLE = """
+import os, pathlib, time
+with open({pids!r}, "a") as pids: pids.write(f"{{os.getpid()}} ")
+mood = pathlib.Path({mood!r}).read_text()
+if mood == "raise": raise OSError("of the import")
+if mood == "sleep": time.sleep(600)
+async def reward(*, prompt, response, answer, metadata):
+    if response == "die": os._exit(7)
+    return 1.0
+"""
+
+
+async def test_a_process_that_could_not_take_the_place_of_a_lost_one_does_not_stay(tmp_path: Path) -> None:
+    path, pids, mood = tmp_path / "fickle.py", tmp_path / "pids", tmp_path / "mood"
+    path.write_text(FICKLE.format(pids=str(pids), mood=str(mood)))
+    mood.write_text("fine")
+    async with RewardPipeline(f"{path}:reward", timeout_s=30.0, num_processes=1) as rewards:
+        assert values(await rewards.score_batch(a_prompt(), ["die"])) == [RewardError]
+        mood.write_text("raise")
+        for _ in range(2):
+            assert "of the import" in str((await rewards.score_batch(a_prompt(), [""]))[0])
+        mood.write_text("sleep")
+        call = asyncio.create_task(rewards.score_batch(a_prompt(), [""]))
+        async with asyncio.timeout(30):
+            while len(pids.read_text().split()) < 4:
+                await asyncio.sleep(0.02)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        async with asyncio.timeout(10):
+            while any(is_running(int(pid)) for pid in pids.read_text().split()):
+                await asyncio.sleep(0.02)
+        mood.write_text("fine")
+        assert (await rewards.score(a_prompt(), "")).reward == 1.0
+
+
+async def test_a_process_whose_threads_hang_is_replaced_when_its_calls_have_ended(function: str) -> None:
+    async with RewardPipeline(function, timeout_s=1.0, num_processes=1, max_concurrency=3) as rewards:
+        before = (await rewards.score(a_prompt(), "sleep 0")).reward
+        assert values(await rewards.score_batch(a_prompt(), ["hang"] * 12)) == [RewardError] * 12
+        assert (await rewards.score(a_prompt(), "sleep 0")).reward == before, "twelve threads are not too many"
+        calls = rewards._async[function]
+        assert calls is not None
+        old = calls._served
+        still_in_it = asyncio.get_running_loop().create_future()
+        old.waiting[-1] = still_in_it
+        assert values(await rewards.score_batch(a_prompt(), ["hang"])) == [RewardError]
+        assert (await rewards.score(a_prompt(), "sleep 0")).reward != before
+        assert is_running(int(before)), "a call is in it"
+        old.leave(-1)
+        async with asyncio.timeout(10):
+            while is_running(int(before)):
+                await asyncio.sleep(0.02)
+        assert (await rewards.score(a_prompt(), "thread 0")).reward == 1.0
+
+
 async def test_a_call_that_nobody_waits_for_any_more_is_cancelled(function: str, tmp_path: Path) -> None:
     async with RewardPipeline(function, timeout_s=60.0, num_processes=1) as rewards:
         call = asyncio.create_task(rewards.score(a_prompt(), f"note {tmp_path / 'note'}"))
@@ -146,6 +214,26 @@ async def test_a_call_that_nobody_waits_for_any_more_is_cancelled(function: str,
         async with asyncio.timeout(10):
             while not (tmp_path / "note").exists():
                 await asyncio.sleep(0.02)
+        assert (await rewards.score(a_prompt(), "value 1")).reward == 1.0
+
+
+@pytest.mark.parametrize("num_children", [1, 2])
+async def test_the_end_of_a_process_is_noticed_though_children_of_it_hold_its_pipes(
+    function: str, tmp_path: Path, num_children: int
+) -> None:
+    (tmp_path / "pids").touch()
+    async with RewardPipeline(function, timeout_s=60.0, num_processes=1) as rewards, asyncio.timeout(30):
+        other = asyncio.create_task(rewards.score_batch(a_prompt(), ["sleep 50"]))
+        (outcome,) = await rewards.score_batch(a_prompt(), [f"fork {tmp_path / 'pids'} {num_children}"])
+        pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+        try:
+            assert "ended with exit code 7 in mid-call, with 2 calls in it" in str(outcome)
+            assert values(await other) == [RewardError]
+            while [pid for pid in pids if is_running(pid)] != pids[1:]:  # the second one has left the group
+                await asyncio.sleep(0.02)
+        finally:
+            for pid in filter(is_running, pids):
+                os.kill(pid, signal.SIGKILL)
         assert (await rewards.score(a_prompt(), "value 1")).reward == 1.0
 
 
@@ -168,7 +256,14 @@ async def test_prompts_may_name_async_and_plain_rewards_side_by_side(function: s
         named = [a_prompt(reward=name) for name in ("", function, judge, "arithmetic") * 3]
         outcomes = await asyncio.gather(*(rewards.score(prompt, "value 19") for prompt in named))
         assert [outcome.reward for outcome in outcomes] == [-1.0, 19.0, 2.0, 0.0] * 3
-        assert rewards.num_at_once == 2
+
+
+async def test_how_many_are_judged_at_once_is_that_of_the_prompts_own_reward(function: str) -> None:
+    other, judge = (function.replace(":reward", f":{name}") for name in ("plain", "judge"))
+    async with RewardPipeline(other, timeout_s=10.0, num_processes=2, max_concurrency=7) as rewards:
+        named = ["", other, function, judge, "arithmetic", "no_such_module.reward"]
+        told = await asyncio.gather(*(rewards.num_at_once(a_prompt(reward=name)) for name in named))
+    assert told == [("", 2), ("", 2), (function, 7), (judge, 7), ("", 2), ("", 2)]
 
 
 async def test_an_async_function_that_does_not_import_is_refused_at_the_start(tmp_path: Path) -> None:

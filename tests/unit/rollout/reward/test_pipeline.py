@@ -182,6 +182,62 @@ async def test_cancelled_call_does_not_leak_its_answer_into_the_next(function: s
         assert (await rewards.score(a_prompt(), "value 1")).reward == 1.0
 
 
+async def test_a_cancelled_first_call_does_not_tell_of_the_next_reward(function: str, tmp_path: Path) -> None:
+    slow, judge = tmp_path / "slow.py", tmp_path / "judge.py"
+    slow.write_text(
+        f"import time\nopen({str(tmp_path / 'began')!r}, 'w').close()\ntime.sleep(1)\ndef reward(**_): return 3.0\n"
+    )
+    judge.write_text("async def reward(**_): return 4.0\n")
+    async with RewardPipeline(function, timeout_s=30.0, num_processes=1) as rewards:
+        call = asyncio.create_task(rewards.score(a_prompt(reward=f"{slow}:reward"), ""))
+        async with asyncio.timeout(30):
+            while not (tmp_path / "began").exists():
+                await asyncio.sleep(0.02)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert (await rewards.score(a_prompt(reward=f"{judge}:reward"), "")).reward == 4.0
+        assert (await rewards.score(a_prompt(reward=f"{slow}:reward"), "")).reward == 3.0
+
+
+async def test_a_reward_that_does_not_import_holds_up_no_other_and_is_tried_once_in_a_while(
+    function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken, tries, go = tmp_path / "broken.py", tmp_path / "tries", tmp_path / "go"
+    broken.write_text(
+        f"import os, time\nopen({str(tries)!r}, 'a').write('x')\n"
+        f"while not os.path.exists({str(go)!r}): time.sleep(0.02)\nraise OSError('of the import')\n"
+    )
+    async with RewardPipeline(function, timeout_s=30.0, num_processes=2) as rewards:
+        bad = [asyncio.create_task(rewards.score(a_prompt(reward=f"{broken}:reward"), "")) for _ in range(5)]
+        async with asyncio.timeout(30):
+            while not tries.exists():
+                await asyncio.sleep(0.02)
+        other = a_prompt(reward=function.replace(":reward", ":other"))
+        async with asyncio.timeout(30):
+            assert (await rewards.score(a_prompt(), "value 1")).reward == 1.0
+            assert (await rewards.score(other, "")).reward == -5.0
+        assert not any(call.done() for call in bad), "the import is still under way"
+        go.touch()
+        outcomes = await asyncio.gather(*bad, return_exceptions=True)
+        assert all("of the import" in str(outcome) for outcome in outcomes)
+        assert "of the import" in str((await rewards.score_batch(a_prompt(reward=f"{broken}:reward"), [""]))[0])
+        assert tries.read_text() == "x"
+        broken.write_text("def reward(**_): return 6.0\n")
+        monkeypatch.setattr("rollout.reward.pipeline.RETRY_S", 0.0)
+        assert (await rewards.score(a_prompt(reward=f"{broken}:reward"), "")).reward == 6.0
+
+
+async def test_the_first_call_of_a_reward_does_not_wait_for_a_process_for_ever(function: str) -> None:
+    async with RewardPipeline(function, timeout_s=60.0, num_processes=1, queue_timeout_s=0.5) as rewards:
+        busy = asyncio.create_task(rewards.score(a_prompt(), "spin"))
+        await asyncio.sleep(0.1)
+        async with asyncio.timeout(20):
+            with pytest.raises(RewardError, match="no reward process was free"):
+                await rewards.score(a_prompt(reward=function.replace(":reward", ":other")), "")
+        busy.cancel()
+
+
 async def test_close_kills_busy_processes_and_answers_their_callers(function: str) -> None:
     rewards = RewardPipeline(function, timeout_s=60.0, num_processes=2)
     await rewards.start()
