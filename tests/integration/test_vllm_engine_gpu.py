@@ -32,15 +32,12 @@ async def engine(model_dir: Path) -> AsyncIterator[Engine]:
     await engine.close()
 
 
-class TestVllmEngineOnDevice(on_cpu.TestVllmEngine):
-    """Every promise of the engine, labels of every token included."""
-
-
 @on_cpu.ONE_LOOP
 async def test_sleeping_engine_gives_its_memory_back_and_wakes_with_the_weights_of_the_commit(model_dir: Path) -> None:
+    # Before the tests that share an engine: the memory of that one would come and go while this one is started.
     changes = {"device": "cuda", "dtype": "bfloat16", "enforce_eager": False, "gpu_memory_utilization": 0.2}
     engine = VllmEngine(on_cpu.make_spec(model_dir, sleep_level=2, **changes))
-    contract = TestVllmEngineOnDevice()
+    contract = on_cpu.TestVllmEngine()
     await engine.start()
     try:
         await contract.commit(engine, 1)
@@ -63,3 +60,7 @@ async def test_sleeping_engine_gives_its_memory_back_and_wakes_with_the_weights_
         contract.assert_labels(after)
     finally:
         await engine.close()
+
+
+class TestVllmEngineOnDevice(on_cpu.TestVllmEngine):
+    """Every promise of the engine, labels of every token included."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from abc import abstractmethod
+from collections import defaultdict, deque
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -82,14 +83,19 @@ class DriverBlock:
 
 
 class DriverStream:
-    """A driver stream beside torch's. Destroyed when nobody holds it; work already on it still finishes."""
+    """A driver stream beside torch's. When nobody holds it any more, its handle goes to the end of `idle`.
 
-    def __init__(self, driver: Driver, device_index: int) -> None:
+    It is never destroyed: torch remembers on which streams its pinned memory was copied, and asks the driver about them
+    when it frees that memory, which may be long after (with a stream that is gone, the process ends there).
+    """
+
+    def __init__(self, driver: Driver, device_index: int, idle: deque[int]) -> None:
         self.device_index = device_index
-        self.handle = driver.stream_create()
-        self._finalizer = weakref.finalize(self, driver.stream_destroy, self.handle)
-        # At interpreter exit the driver may be gone before we are; the process takes its streams with it.
-        self._finalizer.atexit = False
+        try:
+            self.handle = idle.popleft()
+        except IndexError:
+            self.handle = driver.stream_create()
+        weakref.finalize(self, idle.append, self.handle).atexit = False
 
 
 class AcceleratorBackend(Backend):
@@ -102,6 +108,8 @@ class AcceleratorBackend(Backend):
         self._binding = binding
         self._library_path = library
         self._pinned_index: int | None = None
+        self._idle_streams: defaultdict[int, deque[int]] = defaultdict(deque)
+        """By device: handles of streams that nobody holds."""
         self._fused: dict[torch.device, FusedKernels | str] = {}
         """By device: the kernels, or why there are none."""
 
@@ -246,7 +254,8 @@ class AcceleratorBackend(Backend):
         self._driver.copy_async(dst.data_ptr(), src.data_ptr(), nbytes, kind=_copy_kind(dst, src), stream=handle)
 
     def new_stream(self) -> DriverStream:
-        return DriverStream(self._driver, self._enter())
+        index = self._enter()
+        return DriverStream(self._driver, index, self._idle_streams[index])
 
     def use_stream(self, stream: Any | None) -> AbstractContextManager[None]:
         if stream is None:

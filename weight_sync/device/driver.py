@@ -77,9 +77,6 @@ class Driver(ABC):
     def stream_create(self) -> int: ...
 
     @abstractmethod
-    def stream_destroy(self, stream: int) -> None: ...
-
-    @abstractmethod
     def stream_synchronize(self, stream: int) -> None: ...
 
     @abstractmethod
@@ -178,9 +175,6 @@ class CudaLikeDriver(Driver):
         self._run("StreamCreateWithFlags", ctypes.byref(stream), ctypes.c_uint(self._STREAM_NON_BLOCKING))
         return _address(stream)
 
-    def stream_destroy(self, stream: int) -> None:
-        self._run("StreamDestroy", ctypes.c_void_p(stream))
-
     def stream_synchronize(self, stream: int) -> None:
         self._run("StreamSynchronize", ctypes.c_void_p(stream))
 
@@ -274,9 +268,6 @@ class AclDriver(Driver):
         stream = ctypes.c_void_p()
         self._call("aclrtCreateStream", ctypes.byref(stream))
         return _address(stream)
-
-    def stream_destroy(self, stream: int) -> None:
-        self._call("aclrtDestroyStream", ctypes.c_void_p(stream))
 
     def stream_synchronize(self, stream: int) -> None:
         self._call("aclrtSynchronizeStream", ctypes.c_void_p(stream))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -115,6 +116,17 @@ def test_use_stream_hands_the_drivers_stream_to_torch(accelerator: Harness) -> N
     stream: Any = accelerator.backend.new_stream()
     with accelerator.backend.use_stream(stream):
         assert accelerator.binding.entered == [stream.handle]
+
+
+def test_a_stream_is_used_again_when_nobody_holds_it_and_lives_as_long_as_the_process(accelerator: Harness) -> None:
+    first: Any = accelerator.backend.new_stream()
+    second: Any = accelerator.backend.new_stream()
+    handles = first.handle, second.handle
+    assert handles[0] != handles[1]
+    del second, first
+    gc.collect()
+    assert accelerator.backend.new_stream().handle == handles[1], "the one that was given back first"
+    assert accelerator.counter("streams_created") == 2
 
 
 def test_a_stream_of_somebody_else_is_refused(accelerator: Harness) -> None:

@@ -241,7 +241,7 @@ def test_hundred_rounds_leak_neither_memory_nor_file_descriptors(every: Harness)
     if every.name != "cpu":
         assert every.counter("mallocs") == every.counter("frees") == 100
         assert every.counter("opens") == every.counter("closes") == 100
-        assert every.counter("streams_created") == every.counter("streams_destroyed") == 100
+        assert every.counter("streams_created") == 1, "one that nobody holds is used again"
         assert every.counter("used") == 0
 
 

@@ -129,6 +129,27 @@ result = bad
     assert exporter.call("call", source=source) == 0
 
 
+def test_pinned_memory_outlives_the_driver_streams_that_it_was_copied_on(pair: tuple[Peer, Peer]) -> None:
+    exporter, _ = pair
+    source = """
+import gc, torch
+backend = self.backend("cuda", None)
+host = torch.ones(1 << 22, dtype=torch.uint8, pin_memory=True)
+stream = backend.new_stream()
+with backend.use_stream(stream):
+    there = host.to("cuda", non_blocking=True)
+backend.synchronize(stream)
+result = int(there.sum())
+del stream, there
+gc.collect()
+torch.cuda.empty_cache()
+del host  # torch now asks the driver about every stream that it was copied on
+again = torch.ones(1 << 22, dtype=torch.uint8, pin_memory=True)
+torch.cuda.synchronize()
+"""
+    assert exporter.call("call", source=source) == 1 << 22
+
+
 def test_handle_of_a_killed_exporter_is_refused(pair: tuple[Peer, Peer]) -> None:
     _, importer = pair
     victim = Peer({"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]})

@@ -79,7 +79,6 @@ int aclrtCreateStream(void **stream) {
   *stream = (void *)(intptr_t)(0x1000 + ++fake_streams_created);
   return done("aclrtCreateStream", FAKE_OK);
 }
-int aclrtDestroyStream(void *stream) { (void)stream; fake_streams_destroyed++; return done("aclrtDestroyStream", FAKE_OK); }
 int aclrtSynchronizeStream(void *stream) {
   (void)stream;
   fake_stream_syncs++;

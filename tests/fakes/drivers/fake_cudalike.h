@@ -57,7 +57,6 @@ int API(StreamCreateWithFlags)(void **stream, unsigned flags) {
   *stream = (void *)(intptr_t)(0x1000 + ++fake_streams_created);
   DONE(StreamCreateWithFlags, flags == 1 ? FAKE_OK : FAKE_INVALID);
 }
-int API(StreamDestroy)(void *stream) { (void)stream; fake_streams_destroyed++; DONE(StreamDestroy, FAKE_OK); }
 int API(StreamSynchronize)(void *stream) { (void)stream; fake_stream_syncs++; DONE(StreamSynchronize, FAKE_OK); }
 int API(DeviceSynchronize)(void) { fake_device_syncs++; DONE(DeviceSynchronize, FAKE_OK); }
 int API(GetLastError)(void) { int code = (int)fake_last_error; fake_last_error = 0; return code; }

@@ -31,7 +31,7 @@ typedef struct {
 static fake_block fake_blocks[FAKE_MAX_BLOCKS];
 static size_t fake_total = (size_t)1 << 30, fake_used;
 static long fake_mallocs, fake_frees, fake_exports, fake_unexports, fake_opens, fake_closes, fake_copies, fake_last_kind;
-static long fake_streams_created, fake_streams_destroyed, fake_stream_syncs, fake_device_syncs, fake_open_flags;
+static long fake_streams_created, fake_stream_syncs, fake_device_syncs, fake_open_flags;
 static long fake_last_error;
 static _Thread_local int fake_device;
 static char fake_fail_name[64];
@@ -52,7 +52,7 @@ long fake_counter(const char *name) {
   const struct { const char *name; long value; } all[] = {
       {"mallocs", fake_mallocs}, {"frees", fake_frees}, {"exports", fake_exports}, {"unexports", fake_unexports},
       {"opens", fake_opens}, {"closes", fake_closes}, {"copies", fake_copies}, {"last_kind", fake_last_kind},
-      {"streams_created", fake_streams_created}, {"streams_destroyed", fake_streams_destroyed},
+      {"streams_created", fake_streams_created},
       {"stream_syncs", fake_stream_syncs}, {"device_syncs", fake_device_syncs}, {"last_error", fake_last_error},
       {"open_flags", fake_open_flags}, {"device", fake_device}, {"used", (long)fake_used}};
   for (size_t i = 0; i < sizeof all / sizeof *all; i++)
@@ -70,7 +70,7 @@ void fake_reset(void) {
   fake_total = (size_t)1 << 30;
   fake_used = 0;
   fake_mallocs = fake_frees = fake_exports = fake_unexports = fake_opens = fake_closes = fake_copies = 0;
-  fake_streams_created = fake_streams_destroyed = fake_stream_syncs = fake_device_syncs = fake_open_flags = 0;
+  fake_streams_created = fake_stream_syncs = fake_device_syncs = fake_open_flags = 0;
   fake_last_error = fake_last_kind = fake_fail_times = fake_device = 0;
 }
 
