@@ -110,6 +110,8 @@ def describe_rollout(config: RunConfig) -> str:
     if not config.task.eval_path or not (trainer.eval_every or trainer.eval_at_start or trainer.eval_at_end):
         return f"{told}; no evaluation"
     answers = f"{trainer.eval_samples} answers per prompt at temperature {value_text(trainer.eval_temperature)}"
+    if trainer.eval_top_p < 1:
+        answers += f" and top_p {value_text(trainer.eval_top_p)}"
     if trainer.eval_temperature == 0:
         answers = "one greedy answer per prompt"
     k = trainer.eval_samples if trainer.eval_pass_k is None else trainer.eval_pass_k

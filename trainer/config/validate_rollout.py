@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from trainer.config.schema.run import RunConfig
 
 _EVALUATION_KEYS = (
-    "eval_samples", "eval_temperature", "eval_pass_k", "eval_pass_reward", "eval_blocking", "eval_timeout_s",
+    "eval_samples", "eval_temperature", "eval_top_p", "eval_pass_k", "eval_pass_reward", "eval_blocking",
+    "eval_timeout_s",
 )  # fmt: skip
 
 
@@ -81,6 +82,9 @@ def evaluation_problems(config: RunConfig) -> Iterator[Problem]:
         allowed = "must be 1 with trainer.eval_temperature=0: greedy answers to one prompt are all the same"
         do = "use trainer.eval_temperature=1.0, or one sample"
         yield conflict(config, "trainer.eval_samples", allowed, do, "trainer.eval_temperature")
+    if trainer.eval_temperature == 0:
+        why = "greedy answers (trainer.eval_temperature=0) take the likeliest token"
+        yield from ineffective(config, "trainer.eval_top_p", why, "trainer.eval_temperature")
     if trainer.eval_pass_k is not None and trainer.eval_pass_k > trainer.eval_samples:
         allowed = f"must be at most trainer.eval_samples={trainer.eval_samples}: there is no estimate beyond it"
         yield conflict(config, "trainer.eval_pass_k", allowed, "raise trainer.eval_samples", "trainer.eval_samples")

@@ -96,6 +96,7 @@ class Evaluator:
         self._params = SamplingParams(
             max_tokens=cfg.rollout.max_response_tokens,
             temperature=cfg.trainer.eval_temperature,
+            top_p=cfg.trainer.eval_top_p,
             stop=tuple(cfg.rollout.stop),
         )
         self._freeze, self._generate, self._members = freeze, generate, members

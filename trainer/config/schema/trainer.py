@@ -20,9 +20,8 @@ class TrainerConfig:
     eval_at_start: bool = key(True, "Evaluate version 0 (or the resumed version) before the first step.")
     eval_at_end: bool = key(True, "Evaluate the last version.")
     eval_samples: int = key(1, "Answers per held-out prompt in an evaluation.", ge=1)
-    eval_temperature: float = key(
-        0.0, "Sampling temperature of evaluations, over the whole vocabulary; 0 is greedy.", ge=0
-    )
+    eval_temperature: float = key(0.0, "Sampling temperature of evaluations; 0 is greedy.", ge=0)
+    eval_top_p: float = key(1.0, "Nucleus sampling of evaluations; 1 is the whole vocabulary.", gt=0, le=1)
     eval_pass_k: int | None = key(
         None,
         "k of `eval/pass_at/k`: how likely one of k answers passes, estimated from `eval_samples` answers; null is "

@@ -57,7 +57,8 @@ def test_every_group_option_sets_its_own_name_and_validates(group_option: str) -
 def test_thirty_held_out_problems_are_answered_many_times_and_not_greedily() -> None:
     config = load_config(["--config-name=dapo_7b", "device=cuda"])
     assert (config.task.dedup, config.task.eval_size) == (True, 0)
-    assert (config.trainer.eval_samples, config.trainer.eval_temperature) == (32, 1.0)
+    trainer = config.trainer
+    assert (trainer.eval_samples, trainer.eval_temperature, trainer.eval_top_p) == (32, 1.0, 0.7)
 
 
 def test_dapo_7b_has_the_published_hyper_parameters() -> None:

@@ -41,6 +41,8 @@ SAMPLED = {"trainer__eval_samples": 4, "trainer__eval_temperature": 0.7}
         (SAMPLED | {"trainer__eval_pass_k": 5}, ["trainer.eval_pass_k"]),
         ({"trainer__eval_samples": 4}, ["trainer.eval_samples"]),
         ({"trainer__eval_temperature": 0.7}, []),
+        ({"trainer__eval_temperature": 0.7, "trainer__eval_top_p": 0.9}, []),
+        ({"trainer__eval_top_p": 0.9}, ["trainer.eval_top_p"]),
         (SAMPLED | {"task__eval_path": ""}, ["trainer.eval_samples", "trainer.eval_temperature"]),
         (
             {"trainer__eval_every": 0, "trainer__eval_at_start": False, "trainer__eval_blocking": True},
@@ -99,10 +101,12 @@ def test_the_line_at_the_start_says_what_is_in_force() -> None:
             "rollout.max_num_seqs=128",
             "trainer.eval_samples=4",
             "trainer.eval_temperature=0.7",
+            "trainer.eval_top_p=0.95",
         ]
     )
     assert describe_rollout(config) == (
-        "adaptive, 1 to 128 requests per engine; evaluation: 4 answers per prompt at temperature 0.7, pass@4"
+        "adaptive, 1 to 128 requests per engine; evaluation: 4 answers per prompt at temperature 0.7 and top_p 0.95, "
+        "pass@4"
     )
     config = load_config(["rollout.max_concurrency=32", "trainer.eval_blocking=true"])
     assert describe_rollout(config) == (

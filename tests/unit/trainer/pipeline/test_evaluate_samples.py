@@ -96,12 +96,12 @@ def test_a_prompt_is_asked_for_so_often_in_a_row_and_nothing_is_due_while_it_run
         yield dict.fromkeys(names, 2)
 
     async def generate(prompts: Any, params: Any, name: str, _numbers: Any) -> Any:
-        asked.append((name, params.temperature))
+        asked.append((name, params.temperature, params.top_p))
         assert [prompt.prompt_id for prompt in prompts] == [p.prompt_id for p in PROMPTS for _ in range(4)]
         await asyncio.sleep(5)
         return answers([[1.0] * 4] * 3)
 
-    cfg = config(trainer={"eval_samples": 4, "eval_temperature": 1.0, "eval_every": 1})
+    cfg = config(trainer={"eval_samples": 4, "eval_temperature": 1.0, "eval_top_p": 0.9, "eval_every": 1})
     one = Evaluator(cfg, PROMPTS, freeze=freeze, generate=generate, members=lambda: {"a": "live", "b": "live"})
 
     async def main() -> None:
@@ -114,7 +114,7 @@ def test_a_prompt_is_asked_for_so_often_in_a_row_and_nothing_is_due_while_it_run
         assert one.is_due(3)
 
     run_virtual(main())
-    assert asked == [("a", 1.0), ("b", 1.0)]
+    assert asked == [("a", 1.0, 0.9), ("b", 1.0, 0.9)]
 
 
 def test_an_evaluation_whose_replica_dies_begins_again_elsewhere_and_is_of_that_version() -> None:
