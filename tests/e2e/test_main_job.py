@@ -93,8 +93,7 @@ def test_weight_sync_allocates_nothing_after_the_first(lines: list[dict[str, Any
 
 
 def test_every_group_is_recorded_with_its_versions(job: TrainerProcess) -> None:
-    files = sorted((job.run_dir / "trajectories").glob("*.jsonl"))
-    groups = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    groups = recorded_groups(job)
     assert len(groups) >= STEPS * GROUPS
     assert len({group["group_id"] for group in groups}) == len(groups)
     for group in groups:
@@ -115,6 +114,10 @@ def test_the_trace_shows_weights_moving_while_groups_are_generated(job: TrainerP
     assert len(overlapping) >= len(pulls) // 2
     # Staged: a version's bytes are there before its pause begins.
     assert all(pulled[1] <= pause[0] for pulled, pause in zip(pulls, pauses, strict=True))
+    counts = {
+        event["name"]: event["args"]["tokens"] for event in events if event["ph"] == "b" and "tokens" in event["args"]
+    }
+    assert counts == {f"group {group['group_id']}": generated_tokens(group) for group in recorded_groups(job)}
     steps = spans(events, "step ")
     assert len(steps) == STEPS
     assert any(g[0] < s[1] and s[0] < g[1] for s in steps for g in groups), "generation and training never overlap"
@@ -128,6 +131,15 @@ def test_the_trace_says_where_the_time_of_the_start_went(job: TrainerProcess) ->
     assert 0 < stages["replica_0"]["warm-up"] < stages["replica_0"]["processes and model"]
     ((begin, end),) = spans(events, "replica_0")
     assert sum(stages["replica_0"].values()) < (end - begin) / 1e6
+
+
+def recorded_groups(job: TrainerProcess) -> list[dict[str, Any]]:
+    files = sorted((job.run_dir / "trajectories").glob("*.jsonl"))
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+def generated_tokens(group: dict[str, Any]) -> int:
+    return sum(trajectory["num_generated_tokens"] for trajectory in group["trajectories"])
 
 
 def spans(events: list[dict[str, Any]], prefix: str) -> list[tuple[float, float]]:

@@ -35,14 +35,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         setup = _with_device(read_setup(args.run_dir), args.device)
-        lines = steady(read_lines(args.run_dir), max_staleness=setup.max_staleness)
+        lines = steady(read_lines(args.run_dir), max_staleness=setup.max_staleness, has_ended=setup.has_ended)
     except NotARun as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_NOT_A_RUN
     except TooFewSteps as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_TOO_EARLY
-    trace = read_trace(args.run_dir, lines, num_replicas=setup.num_replicas)
+    trace = read_trace(args.run_dir, lines, num_replicas=setup.num_replicas, groups_per_step=setup.groups_per_step)
     found = diagnose(lines, setup, trace=trace)
     sys.stdout.write(json.dumps(as_values(found), indent=2) + "\n" if args.json else in_words(found, setup))
     return EXIT_TOLD

@@ -4,18 +4,23 @@ The model, on purpose simple:
 
 - *learning-bound time* of a step: what is left of it without the wait for data. It shrinks with the learner's devices,
   but for the wait for weight sync.
-- *generation-bound time* of a step: what is left of it without the time in which engines had nothing to do. It shrinks
-  with the number of replicas.
-- A step takes the larger of both, if S lets the two overlap; their sum if S = 0.
+- *generation-bound time* of a step: what is left of it without the time in which engines had nothing to do, so with the
+  tail, in which few answers are left. *At the full rate* it is what engines would need if they always had as much to do
+  as while at least half the groups of a step were with them. Both shrink with the number of replicas.
+- A step takes the larger of both, if S lets the two overlap; then tails overlap with other answers, and the full rate
+  counts, if it is known. With S = 0 it takes their sum.
+- Every answer has S + 1 steps from its admission to the end of the step that trains it: (S + 1) x step >= longest
+  answer + learning.
 - Of a run whose sides take turns on the same devices, the model says what devices of their own would give.
 
 It does not know: communication between more ranks, memory that would no longer suffice, engines that run faster when
-they have more to do at once (so the generation-bound time of a run whose engines often wait is an upper bound).
+they have more to do at once.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -30,7 +35,7 @@ SURE_STEPS = 20
 MATTERS = 0.05
 """A share of the time, or a gain, that is smaller is not worth a word of advice."""
 
-Verdict = Literal["learner_waits", "engines_wait", "sync_waits", "both_wait", "balanced", "take_turns"]
+Verdict = Literal["learner_waits", "engines_wait", "sync_waits", "both_wait", "tail_waits", "balanced", "take_turns"]
 
 
 class TooFewSteps(Exception):
@@ -79,6 +84,8 @@ class Findings:
     """Learning-bound time of a step."""
     generation_s: float | None
     """Generation-bound time of a step; None if nothing tells when engines were idle."""
+    generation_full_s: float | None
+    """The same at the full rate of the engines; None without a trace that shows it."""
     verdict: Verdict
     splits: tuple[Split, ...]
     """Best first; of as many devices as the run has."""
@@ -89,7 +96,7 @@ class Findings:
     @property
     def floor_s(self) -> float:
         """The larger of both bounds: no schedule of these devices is faster."""
-        return max(self.learning_s, 0.0 if self.generation_s is None else self.generation_s)
+        return max(self.learning_s, _at_best(self.generation_s, self.generation_full_s))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,21 +107,24 @@ class Diagnosis:
     recommendation: Recommendation
 
 
-def steady(lines: Sequence[StepLine], *, max_staleness: int) -> list[StepLine]:
+def steady(lines: Sequence[StepLine], *, max_staleness: int, has_ended: bool = False) -> list[StepLine]:
     """Without the first S + 2 steps: until then slots fill up for the first time, kernels compile and caches warm up.
-    Without those until the last time that slots were opened, if enough steps have come after it.
+    Without the last S of a run that `has_ended`: no prompt is left for its engines. Without those until the last time
+    that slots were opened, if enough steps have come after it.
 
     Raises:
         TooFewSteps: nearly nothing is left.
     """
-    left = sorted(lines, key=lambda line: line.step)[max_staleness + 2 :]
+    num_last = max_staleness if has_ended else 0
+    left = sorted(lines, key=lambda line: line.step)[max_staleness + 2 : len(lines) - num_last]
     since = next((i for i in range(len(left) - 1, 0, -1) if left[i].num_slots != left[i - 1].num_slots), 0)
     if len(left) - since >= MIN_STEPS:
         return left[since:]
     if len(left) < MIN_STEPS:
+        last, do = (f", the last {num_last} empty it", "give a longer run") if num_last else ("", "let the run go on")
         raise TooFewSteps(
-            f"{len(lines)} steps were recorded; the first {max_staleness + 2} fill the pipeline, and at least "
-            f"{MIN_STEPS} more are needed; let the run go on"
+            f"{len(lines)} steps were recorded; the first {max_staleness + 2} fill the pipeline{last}, and at least "
+            f"{MIN_STEPS} more are needed; {do}"
         )
     return left
 
@@ -130,9 +140,15 @@ def diagnose(lines: Sequence[StepLine], setup: Setup, *, trace: TraceFacts | Non
     if setup.takes_turns:  # moving in and out is neither learning nor generation
         learning_s = sum(line.learner_s + line.pack_s for line in lines) / len(lines)
     generation_s = None if shares.engines_idle is None else step_s * (1 - shares.engines_idle)
+    rate = None if trace is None else trace.full_groups_per_s
+    full_s = None if rate is None else setup.groups_per_step / rate
     sync_s = step_s * shares.learner_waits_for_sync
-    splits = () if generation_s is None else splits_of(setup, learning_s, generation_s, sync_s=sync_s)
-    verdict = _verdict(shares, setup)
+    splits: tuple[Split, ...] = ()
+    if generation_s is not None:
+        has_tails = setup.takes_turns or setup.max_staleness == 0
+        counted_s = generation_s if has_tails else _at_best(generation_s, full_s)
+        splits = splits_of(setup, learning_s, counted_s, sync_s=sync_s)
+    verdict = _verdict(shares, setup, has_slack=full_s is not None and full_s <= (1 - 2 * MATTERS) * learning_s)
     open_slots = lines[-1].num_slots
     has_room = open_slots is not None and open_slots < setup.most_groups
     found = Findings(
@@ -141,6 +157,7 @@ def diagnose(lines: Sequence[StepLine], setup: Setup, *, trace: TraceFacts | Non
         shares=shares,
         learning_s=learning_s,
         generation_s=generation_s,
+        generation_full_s=full_s,
         verdict=verdict,
         splits=splits,
         limits=tuple(_limits(shares, setup, verdict, has_room=has_room)),
@@ -171,7 +188,10 @@ def splits_of(setup: Setup, learning_s: float, generation_s: float, *, sync_s: f
 def _shares(lines: Sequence[StepLine], total_s: float, trace: TraceFacts | None) -> Shares:
     idle = [line.engines_idle_s for line in lines if line.engines_idle_s is not None]
     slots = [line.slot_wait_s for line in lines if line.slot_wait_s is not None]
-    forced_s = sum(max(0.0, b.forced_wait_s - a.forced_wait_s) for a, b in itertools.pairwise(lines))
+    # Groups of the next step are waited for while the learner is busy with this one, which costs nothing.
+    forced_s = sum(
+        min(max(0.0, b.forced_wait_s - a.forced_wait_s), b.data_wait_s) for a, b in itertools.pairwise(lines)
+    )
     idle_s: float | None = None
     if len(idle) == len(lines):
         idle_s = sum(idle)
@@ -190,7 +210,12 @@ def _shares(lines: Sequence[StepLine], total_s: float, trace: TraceFacts | None)
     )
 
 
-def _verdict(shares: Shares, setup: Setup) -> Verdict:
+def _at_best(generation_s: float | None, full_s: float | None) -> float:
+    return min([time_s for time_s in (generation_s, full_s) if time_s is not None], default=0.0)
+
+
+def _verdict(shares: Shares, setup: Setup, *, has_slack: bool) -> Verdict:
+    """`has_slack`: at their full rate the engines would need clearly less than the learner."""
     if setup.takes_turns:
         return "take_turns"
     idle = 0.0 if shares.engines_idle is None else shares.engines_idle
@@ -200,8 +225,10 @@ def _verdict(shares: Shares, setup: Setup) -> Verdict:
     if data >= MATTERS and idle >= MATTERS and (setup.max_staleness == 0 or min(data, idle) >= 2 * MATTERS):
         return "both_wait"
     if max(data, idle) < MATTERS:
-        return "balanced"
-    return "learner_waits" if data > idle else "engines_wait"
+        return "engines_wait" if has_slack else "balanced"
+    if data > idle:
+        return "tail_waits" if has_slack else "learner_waits"
+    return "engines_wait"
 
 
 def _limits(shares: Shares, setup: Setup, verdict: Verdict, *, has_room: bool) -> list[str]:
@@ -218,6 +245,8 @@ def _limits(shares: Shares, setup: Setup, verdict: Verdict, *, has_room: bool) -
         )
     elif verdict == "both_wait" and not has_room:
         found.append(f"S = {setup.max_staleness} limits: both sides wait, so they do not overlap enough.")
+    elif verdict == "tail_waits" and not has_room:
+        found.append(f"S = {setup.max_staleness} limits: the longest answers take more steps than it gives them.")
     num_sequences = setup.most_groups * setup.group_size
     room = setup.num_replicas * setup.max_num_seqs
     if num_sequences < room and verdict in ("learner_waits", "both_wait"):
@@ -234,6 +263,8 @@ def _unknown(lines: Sequence[StepLine], setup: Setup, shares: Shares, trace: Tra
         found.append(f"Only {len(lines)} steady steps: the shares may still change.")
     if shares.engines_idle is None:
         found.append("Neither metrics nor a trace tell when engines were idle: the generation-bound time is unknown.")
+    elif trace is not None and trace.full_groups_per_s is not None:
+        found.append("The full rate is that of these engines; with other shares of the requests it would be another.")
     elif shares.engines_idle >= 2 * MATTERS:
         found.append("Engines that often wait run with few requests; with more to do their rate may be higher.")
     if trace is not None and trace.evaluation_s >= MATTERS * sum(line.step_s for line in lines):
@@ -253,12 +284,16 @@ def _recommend(found: Findings, setup: Setup, *, pack_s: float, has_room: bool) 
     match found.verdict:
         case "sync_waits":
             return _about_sync(found, setup, pack_s=pack_s)
-        case "both_wait" if has_room and found.shares.old_groups_hold_up < MATTERS:
-            why = "both sides wait, and not all slots are open yet: a run opens more while its learner waits; ask later"
+        case "both_wait" | "tail_waits" if has_room and found.shares.old_groups_hold_up < MATTERS:
+            why = "not all slots are open yet: a run opens more when its learner has to wait; ask later"
             return Recommendation(keys={}, why=why, step_s=None)
-        case "both_wait":
-            why = "both sides wait for each other: let generation run further ahead"
-            return Recommendation(keys={"mode.max_staleness": setup.max_staleness + 1}, why=why, step_s=found.floor_s)
+        case "both_wait" | "tail_waits":
+            side = (
+                "both sides wait for each other" if found.verdict == "both_wait" else "the longest answers are missed"
+            )
+            why = f"{side}: let generation run further ahead"
+            keys = {"mode.max_staleness": _needed_staleness(found, setup)}
+            return Recommendation(keys=keys, why=why, step_s=found.floor_s)
         case "learner_waits" | "engines_wait":
             return _about_devices(found, setup)
         case "take_turns":
@@ -267,6 +302,13 @@ def _recommend(found: Findings, setup: Setup, *, pack_s: float, has_room: bool) 
             return Recommendation(keys={}, why="neither side waits for the other; leave it as it is", step_s=None)
         case _:
             raise ValueError(f"unknown verdict {found.verdict!r}")
+
+
+def _needed_staleness(found: Findings, setup: Setup) -> int:
+    """With S = 0 all answers of a step begin at once, so that their time with the engines is that of the longest."""
+    if setup.max_staleness > 0 or found.generation_s is None:
+        return setup.max_staleness + 1
+    return max(1, math.ceil((found.generation_s + found.learning_s) / found.floor_s - 1 - MATTERS))
 
 
 def _about_sync(found: Findings, setup: Setup, *, pack_s: float) -> Recommendation:
@@ -296,6 +338,8 @@ def _about_turns(found: Findings, setup: Setup) -> Recommendation:
 def _about_devices(found: Findings, setup: Setup) -> Recommendation:
     learner_waits = found.verdict == "learner_waits"
     side = "the learner waits for data" if learner_waits else "the engines have nothing to do"
+    if not learner_waits and (found.shares.engines_idle or 0.0) < MATTERS:
+        side = "learning sets the pace (engines wait for slots)"
     if setup.shares_cores:
         return Recommendation(keys={}, why=f"{side}, and both share the cores of this machine", step_s=None)
     if found.splits:

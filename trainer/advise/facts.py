@@ -20,6 +20,8 @@ class Setup:
     device_name: str
     takes_turns: bool = False
     """Learner and engines compute on the same devices, one after the other (mode=colocated)."""
+    has_ended: bool = False
+    """All its steps are trained, so its last ones were trained while engines ran out of prompts."""
     is_device_assumed: bool = False
     """The configuration says `auto`, and this machine was asked what that is."""
 
@@ -67,3 +69,5 @@ class TraceFacts:
     """Time that an engine had no group, mean over all engines."""
     evaluation_s: float
     """Time during which an evaluation ran beside them."""
+    full_groups_per_s: float | None = None
+    """What all engines together generate while they have at least half the groups of a step; None if they never do."""

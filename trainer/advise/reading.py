@@ -28,6 +28,8 @@ class Span:
     name: str
     begin_s: float
     end_s: float
+    tokens: float = 0.0
+    """Generated, of a group; 0 where nobody counted them."""
 
 
 def read_setup(run_dir: Path) -> Setup:
@@ -54,7 +56,17 @@ def read_setup(run_dir: Path) -> Setup:
         sync_slots=cfg.weight_sync.num_slots,
         device_name=cfg.device.name,
         takes_turns=cfg.mode.shares_devices,
+        has_ended=_has_ended(run_dir),
     )
+
+
+def _has_ended(run_dir: Path) -> bool:
+    """Without a summary that can be read, a run is taken to be under way."""
+    try:
+        summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+        return summary["exit_reason"] in ("completed", "accuracy_reached")
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def read_lines(run_dir: Path) -> list[StepLine]:
@@ -98,7 +110,9 @@ def _line(record: Mapping[str, Any]) -> StepLine:
     )
 
 
-def read_trace(run_dir: Path, steps: Sequence[StepLine], *, num_replicas: int) -> TraceFacts | None:
+def read_trace(
+    run_dir: Path, steps: Sequence[StepLine], *, num_replicas: int, groups_per_step: int
+) -> TraceFacts | None:
     """What the trace says about `steps`; None if there is none, or it does not show them."""
     path = run_dir / "trace.json"
     if not path.is_file():
@@ -112,14 +126,27 @@ def read_trace(run_dir: Path, steps: Sequence[StepLine], *, num_replicas: int) -
         return None
     end_s = max(span.end_s for span in learner)
     begin_s = end_s - sum(line.step_s for line in steps)
-    within = [(s.track, max(s.begin_s, begin_s), min(s.end_s, end_s)) for s in spans]
-    groups = [(a, b) for track, a, b in within if track == "groups" and a < b]
-    evaluations = [(a, b) for track, a, b in within if track == "evaluation" and a < b]
+    within = [(s, max(s.begin_s, begin_s), min(s.end_s, end_s)) for s in spans]
+    counted = [(s, a, b) for s, a, b in within if s.track == "groups" and a < b]
+    groups = [(a, b) for _, a, b in counted]
+    evaluations = [(a, b) for s, a, b in within if s.track == "evaluation" and a < b]
     window = (begin_s, end_s)
     return TraceFacts(
         engines_idle_s=idle_seconds(groups, window, num_replicas=num_replicas),
         evaluation_s=(end_s - begin_s) - idle_seconds(evaluations, window, num_replicas=1),
+        full_groups_per_s=_full_groups_per_s(counted, groups_per_step),
     )
+
+
+def _full_groups_per_s(groups: Sequence[tuple[Span, float, float]], groups_per_step: int) -> float | None:
+    """Of (span, begin and end within the time that counts). In groups of mean size: of all groups, the short ones run
+    first, so that their number would say too much. None if a group has no tokens."""
+    tokens = [span.tokens for span, _, _ in groups]
+    if not tokens or not all(tokens):
+        return None
+    rates = [span.tokens / (span.end_s - span.begin_s) for span, _, _ in groups]
+    rate = full_rate([(begin, end) for _, begin, end in groups], rates, most_groups=groups_per_step)
+    return None if rate is None else rate * len(tokens) / sum(tokens)
 
 
 def idle_seconds(spans: Sequence[tuple[float, float]], window: tuple[float, float], *, num_replicas: int) -> float:
@@ -134,10 +161,23 @@ def idle_seconds(spans: Sequence[tuple[float, float]], window: tuple[float, floa
     return idle_s
 
 
+def full_rate(spans: Sequence[tuple[float, float]], rates: Sequence[float], *, most_groups: int) -> float | None:
+    """Mean sum of `rates` while at least half of `most_groups` of the `spans` are under way; None if they never are."""
+    changes = [(begin, 1, rate) for (begin, _), rate in zip(spans, rates, strict=True)]
+    changes += [(end, -1, -rate) for (_, end), rate in zip(spans, rates, strict=True)]
+    seconds = done = rate = at = 0.0
+    running = 0
+    for time_s, number, more in sorted(changes):
+        if 2 * running >= most_groups:
+            seconds, done = seconds + time_s - at, done + rate * (time_s - at)
+        at, running, rate = time_s, running + number, rate + more
+    return done / seconds if seconds > 0 else None
+
+
 def spans_of(lines: Iterator[str] | Sequence[str]) -> Iterator[Span]:
     """The spans of a trace file, which has one event per line. Lines that a crash has torn are passed over."""
     tracks: dict[int, str] = {}
-    begun: dict[tuple[int, int], tuple[str, float]] = {}
+    begun: dict[tuple[int, int], tuple[str, float, float]] = {}
     for line in lines:
         text = line.strip().rstrip(",")
         try:
@@ -157,12 +197,13 @@ def spans_of(lines: Iterator[str] | Sequence[str]) -> Iterator[Span]:
                     end_s=(event["ts"] + event["dur"]) / 1e6,
                 )
             case "b":
-                begun[event["tid"], event["id"]] = (event["name"], event["ts"] / 1e6)
+                tokens = float(event.get("args", {}).get("tokens", 0))
+                begun[event["tid"], event["id"]] = (event["name"], event["ts"] / 1e6, tokens)
             case "e":
-                name, begin_s = begun.pop((event["tid"], event["id"]), ("", None))
+                name, begin_s, tokens = begun.pop((event["tid"], event["id"]), ("", None, 0.0))
                 if begin_s is not None:
-                    track = tracks.get(event["tid"], "")
-                    yield Span(track=track, name=name, begin_s=begin_s, end_s=event["ts"] / 1e6)
+                    track, end_s = tracks.get(event["tid"], ""), event["ts"] / 1e6
+                    yield Span(track=track, name=name, begin_s=begin_s, end_s=end_s, tokens=tokens)
             case _:
                 continue
 

@@ -14,6 +14,7 @@ VERDICTS: dict[Verdict, str] = {
     "engines_wait": "The engines wait: learning is the slower side.",
     "sync_waits": "The learner waits for weight sync.",
     "both_wait": "Both sides wait for each other.",
+    "tail_waits": "The learner waits for the longest answers; the engines would be fast enough.",
     "take_turns": "Learner and engines take turns.",
     "balanced": "Neither side waits: the run is balanced.",
 }
@@ -23,6 +24,8 @@ def in_words(diagnosis: Diagnosis, setup: Setup) -> str:
     """What a person reads."""
     found = diagnosis.findings
     shares, generation = found.shares, "unknown" if found.generation_s is None else _s(found.generation_s)
+    if found.generation_full_s is not None:
+        generation += f" (at the full rate of the engines: {_s(found.generation_full_s)})"
     lines = [
         VERDICTS[found.verdict],
         "",

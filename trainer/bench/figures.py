@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainer.advise.reading import idle_seconds
+from trainer.advise.reading import full_rate, idle_seconds
 from trainer.bench.workload import NUM_PROMPTS, attention_tokens
 from trainer.learner.flops import ModelFlops
 
@@ -186,7 +186,7 @@ def engine_rate(records: Sequence[Record], spans: Sequence[Span], how: Measure) 
     tokens = sum(rate * (end - begin) for rate, (begin, end) in zip(rates, clipped, strict=True))
     return EngineRate(
         tokens_per_s=tokens / busy_s,
-        full_tokens_per_s=_full_rate(clipped, rates, most_groups=how.work.groups_per_step),
+        full_tokens_per_s=full_rate(clipped, rates, most_groups=how.work.groups_per_step),
         busy_frac=busy_s / (end_s - begin_s),
         groups_running=group_s / (end_s - begin_s),
     )
@@ -198,19 +198,6 @@ def _window(records: Sequence[Record], spans: Sequence[Span], how: Measure) -> t
     ends = {span.name: span.end_s for span in spans if span.track == "learner"}
     begin_s, end_s = ends.get(f"step {first - 1}"), ends.get(f"step {last}")
     return None if last < first or begin_s is None or end_s is None else (begin_s, end_s)
-
-
-def _full_rate(spans: Sequence[tuple[float, float]], rates: Sequence[float], *, most_groups: int) -> float | None:
-    """Mean rate while at least half of `most_groups` are running; None if they never are."""
-    changes = [(begin, 1, rate) for (begin, _), rate in zip(spans, rates, strict=True)]
-    changes += [(end, -1, -rate) for (_, end), rate in zip(spans, rates, strict=True)]
-    seconds = tokens = rate = at = 0.0
-    running = 0
-    for time_s, number, more in sorted(changes):
-        if 2 * running >= most_groups:
-            seconds, tokens = seconds + time_s - at, tokens + rate * (time_s - at)
-        at, running, rate = time_s, running + number, rate + more
-    return tokens / seconds if seconds > 0 else None
 
 
 def step_flops(work: Workload, *, num_tokens: float, num_loss_tokens: float, attention_tokens: float) -> float:

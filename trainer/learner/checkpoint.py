@@ -3,6 +3,8 @@
     checkpoints/step_50.tmp/   begin(): the learner ranks write their shards here
     checkpoints/step_50/       commit(): driver state and a manifest are added, everything is synced, then renamed
 
+    checkpoints/step_50.deleted/   prune(): on its way out
+
     checkpoints/abandoned/     abandon(): what a run left behind that went on from an older checkpoint; never deleted
 
 Only a directory named `step_N` that holds a manifest counts. Imports without torch.
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 MANIFEST_FILE = "complete.json"
 STATE_FILE = "driver.json"
 ABANDONED = "abandoned"
+DELETED = ".deleted"
 HASHED_BYTES = 16 << 20
 """Files up to this size are also checked by sha256; larger ones by size alone, which catches truncation for free."""
 
@@ -126,7 +129,8 @@ def read_state(path: Path) -> dict[str, Any]:
 def prune(directory: Path, *, keep_last: int, keep_every: int = 0) -> list[Path]:
     """Delete complete checkpoints, the oldest first; returns what was deleted.
 
-    Directories that are not complete checkpoints are left alone: a save may be going on.
+    Directories that are not complete checkpoints are left alone: a save may be going on. What an earlier `prune` had
+    begun to delete when it was killed goes too.
 
     Args:
         keep_last: the newest so many stay, >= 1; those that `keep_every` keeps count among them.
@@ -140,7 +144,8 @@ def prune(directory: Path, *, keep_last: int, keep_every: int = 0) -> list[Path]
     old = _complete(directory)[:-keep_last]
     doomed = [path for path in old if not keep_every or step_of(path) % keep_every]
     for path in doomed:
-        (path / MANIFEST_FILE).unlink()  # first: a half-deleted checkpoint must not count as complete
+        path.rename(path.with_name(path.name + DELETED))  # half-deleted, it must not count as complete
+    for path in directory.glob("step_*" + DELETED):
         shutil.rmtree(path)
     return doomed
 

@@ -200,7 +200,14 @@ class Checkpointer:
             tmp = await asyncio.to_thread(checkpoint.begin, directory, step)
             await self._learner.save(tmp, step=step)
             await asyncio.to_thread(checkpoint.commit, tmp, driver_state)
-            keep = self._cfg.checkpoint
+            self._saved_step = step
+            log.info("saved step_%d", step)
+            await self._prune(directory)
+
+    async def _prune(self, directory: Path) -> None:
+        keep = self._cfg.checkpoint
+        try:
             await asyncio.to_thread(checkpoint.prune, directory, keep_last=keep.keep_last, keep_every=keep.keep_every)
-        self._saved_step = step
-        log.info("saved step_%d", step)
+        except OSError as error:
+            # What was trained is safe, and a disk that fills up says so itself.
+            log.warning("old checkpoints could not be deleted (%s); the next save tries again", one_line(error))

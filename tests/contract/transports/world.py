@@ -36,8 +36,9 @@ SLOT_BYTES, NUM_SLOTS = 10_007, 3
 REAL_NCCL = getattr(dist, "ProcessGroupNCCL", None)
 SECRET = b"of the contract suite"
 MEMBERSHIP = Membership(run_id="contract", epoch=1, secret=SECRET)
-QUICK = Timing(connect_s=20.0, stall_s=3.0, silence_s=3.0)
-"""For publishers and receivers whose peers are killed: their deadlines are what a test waits for."""
+QUICK = Timing(connect_s=20.0, stall_s=7.0, silence_s=3.0)
+"""For publishers and receivers whose peers are killed: their deadlines are what a test waits for. As in `Timing()`, a
+silent publisher is noticed long before a transfer that does not move."""
 SLOW_MESSAGE_BYTES, SLOW_MESSAGES = 64 * 1024, 64
 SLOW_PAUSE_S = 0.05
 """A slow publisher sends one message at a time, for three seconds in all: time enough to be killed in the middle."""

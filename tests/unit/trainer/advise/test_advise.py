@@ -11,7 +11,7 @@ import yaml
 
 from trainer.advise.__main__ import main
 from trainer.advise.diagnosis import SURE_STEPS, Diagnosis, Split, TooFewSteps, diagnose, splits_of, steady
-from trainer.advise.facts import Setup, StepLine
+from trainer.advise.facts import Setup, StepLine, TraceFacts
 from trainer.advise.reading import idle_seconds, read_lines, read_trace, spans_of
 from trainer.advise.report import in_words
 from trainer.config.convert import to_plain
@@ -91,6 +91,62 @@ def test_a_larger_bound_is_no_help_while_slots_that_the_bound_allows_are_closed(
     every = diagnose(steady(with_slots(lines, (1, 24)), max_staleness=2), setup, trace=None)
     assert every.recommendation.keys == {"mode.max_staleness": 3}
     assert any("S = 2 limits" in limit for limit in every.findings.limits)
+
+
+def test_the_last_steps_of_a_run_that_is_over_do_not_count() -> None:
+    lines, _, _ = play(9.0, 3.0)
+    assert [line.step for line in steady(lines, max_staleness=3, has_ended=True)] == list(range(6, 38))
+    assert steady(lines, max_staleness=0, has_ended=True) == steady(lines, max_staleness=0)
+    with pytest.raises(TooFewSteps, match=r"the last 3 empty it, .* give a longer run"):
+        steady(lines[:10], max_staleness=3, has_ended=True)
+
+
+def at_full_rate(step_s: float) -> TraceFacts:
+    """Engines that would generate a step of `SETUP` in so long."""
+    return TraceFacts(engines_idle_s=0.0, evaluation_s=0.0, full_groups_per_s=SETUP.groups_per_step / step_s)
+
+
+def test_a_learner_that_waits_for_long_answers_of_quick_engines_gets_a_larger_bound_and_no_engines() -> None:
+    lines, _, _ = play(9.0, 6.0)
+    told = diagnose(lines[5:], SETUP, trace=at_full_rate(4.0))
+    assert told.findings.verdict == "tail_waits"
+    assert told.recommendation.keys == {"mode.max_staleness": 2}
+    assert told.recommendation.step_s == pytest.approx(6.0), "no wait for data is left, and engines take 4 s"
+    assert "S = 1 limits" in told.findings.limits[0]
+    assert "longest answers" in in_words(told, SETUP)
+    closed = diagnose(with_slots(lines, (1, 8))[5:], SETUP, trace=at_full_rate(4.0))
+    assert not closed.recommendation.keys and "ask later" in closed.recommendation.why
+    slow = diagnose(lines[5:], SETUP, trace=at_full_rate(6.0))
+    assert slow.findings.verdict == "learner_waits", "with tails or without, engines are slower than the learner"
+
+
+def test_engines_that_only_wait_for_slots_can_give_devices_away() -> None:
+    lines, _, _ = play(8.0, 8.0)
+    told = diagnose(lines[5:], SETUP, trace=at_full_rate(3.0))
+    assert told.findings.verdict == "engines_wait"
+    assert told.recommendation.keys == {"learner.num_ranks": 6, "rollout.num_replicas": 2}
+    assert told.recommendation.step_s == pytest.approx(3.0 * 4 / 2), "the learner: 8 x 4/6"
+    assert "wait for slots" in told.recommendation.why
+    assert diagnose(lines[5:], SETUP, trace=at_full_rate(7.5)).findings.verdict == "balanced"
+
+
+@pytest.mark.parametrize(
+    ("generate_s", "learn_s", "full_s", "needed"),
+    [
+        (18.9, 14.9, 7.9, 2),  # answers of up to 4,096 tokens on an H200: measured, 2 was enough and 1 was not
+        (2.6, 7.5, 2.6, 1),
+        (38.0, 19.4, 8.3, 2),
+        (90.0, 10.0, 5.0, 9),
+        (9.0, 3.0, 9.0, 1),  # no tails: a larger bound gives nothing
+    ],
+)
+def test_a_run_that_takes_turns_gets_the_bound_that_its_longest_answers_need(
+    generate_s: float, learn_s: float, full_s: float, needed: int
+) -> None:
+    lines, _, _ = play(generate_s, learn_s, max_staleness=0)
+    told = diagnose(lines[3:], replace(SETUP, max_staleness=0), trace=at_full_rate(full_s))
+    assert told.recommendation.keys == {"mode.max_staleness": needed}
+    assert told.recommendation.step_s == pytest.approx(max(learn_s, full_s))
 
 
 def test_slow_engines_get_devices_of_the_learner() -> None:
@@ -175,6 +231,8 @@ def test_old_groups_that_hold_the_learner_up_speak_for_a_larger_s() -> None:
     found = diagnose(lines[5:], SETUP, trace=None).findings
     assert found.shares.old_groups_hold_up == pytest.approx(2 * 34 / (9 * 35))
     assert "S = 1 limits" in found.limits[0]
+    unseen = [replace(line, forced_wait_s=2.0 * line.step) for line in play(3.0, 9.0)[0]]
+    assert diagnose(unseen[5:], SETUP, trace=None).findings.shares.old_groups_hold_up == 0, "nobody waited for them"
 
 
 def taking_turns(generate_s: float, learn_s: float) -> list[StepLine]:
@@ -250,7 +308,8 @@ def write_run(
     for k, ((a, b), (c, d)) in enumerate(zip(generations, trainings, strict=True)):
         for replica in range(4):
             name = f"group {4 * k + replica}"
-            tracer.add_span("groups", name, start_s=1e9 + a, end_s=1e9 + b, overlapping=True)
+            tokens = 10 * (replica + 1)
+            tracer.add_span("groups", name, start_s=1e9 + a, end_s=1e9 + b, overlapping=True, tokens=tokens)
         tracer.add_span("learner", f"step {k}", start_s=1e9 + c, end_s=1e9 + d)
     tracer.close()
     return lines
@@ -260,8 +319,9 @@ def write_run(
 def test_the_trace_tells_what_older_metrics_do_not(tmp_path: Path, bounds: tuple[float, float]) -> None:
     written = write_run(tmp_path / "run", generate_s=bounds[0], learn_s=bounds[1], with_idle=False)
     lines = steady(read_lines(tmp_path / "run"), max_staleness=1)
-    trace = read_trace(tmp_path / "run", lines, num_replicas=4)
+    trace = read_trace(tmp_path / "run", lines, num_replicas=4, groups_per_step=4)
     assert trace is not None
+    assert trace.full_groups_per_s == pytest.approx(4 / bounds[0], rel=0.02), "groups of 10 to 40 tokens"
     told = diagnose(lines, SETUP, trace=trace).findings
     direct = diagnose(steady(written, max_staleness=1), SETUP, trace=None).findings
     assert told.shares.engines_idle == pytest.approx(direct.shares.engines_idle, abs=0.02)
@@ -278,6 +338,35 @@ def test_a_run_directory_becomes_advice(tmp_path: Path, capsys: pytest.CaptureFi
     values = json.loads(capsys.readouterr().out)
     assert values["verdict"] == "learner_waits"
     assert values["recommendation"]["keys"] == {"learner.num_ranks": 2, "rollout.num_replicas": 6}
+
+
+def test_the_full_rate_is_that_of_tokens_while_enough_groups_run(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    lines = steady(write_run(run_dir), max_staleness=1)
+    text = (run_dir / "trace.json").read_text()
+    short, long = '"tokens":10}', '"tokens":40}'
+    assert text.count(short) == text.count(long) == 40
+    found = read_trace(run_dir, lines, num_replicas=4, groups_per_step=8)
+    assert found is not None and found.full_groups_per_s is not None, "four at once are half of eight"
+    found = read_trace(run_dir, lines, num_replicas=4, groups_per_step=9)
+    assert found is not None and found.full_groups_per_s is None
+    (run_dir / "trace.json").write_text(text.replace(short, "}"))
+    found = read_trace(run_dir, lines, num_replicas=4, groups_per_step=8)
+    assert found is not None and found.full_groups_per_s is None, "of a version that did not count tokens"
+
+
+@pytest.mark.parametrize(
+    ("summary", "last"),
+    [('{"exit_reason": "completed"}', 39), ('{"exit_reason": "interrupted"}', 40), ("{", 40), (None, 40)],
+)
+def test_a_summary_tells_that_the_run_is_over(
+    tmp_path: Path, summary: str | None, last: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path / "run")
+    if summary is not None:
+        (tmp_path / "run" / "summary.json").write_text(summary)
+    assert main([str(tmp_path / "run"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_steps"] == last - 3
 
 
 def test_an_automatic_device_is_asked_for_or_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -89,6 +89,23 @@ def test_pruning_keeps_the_newest_complete_ones_and_saves_in_progress(tmp_path: 
         prune(tmp_path, keep_last=1, keep_every=-5)
 
 
+def test_what_a_killed_prune_left_behind_goes_with_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2, 3):
+        _save(tmp_path, step)
+
+    def killed(_path: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("trainer.learner.checkpoint.shutil.rmtree", killed)
+        prune(tmp_path, keep_last=1)
+    assert find_latest(tmp_path) == tmp_path / "step_3"
+    assert prune(tmp_path, keep_last=1) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["step_3"]
+
+
 @pytest.mark.parametrize(
     ("keep_last", "keep_every", "kept"),
     [

@@ -22,6 +22,7 @@ from trainer.pipeline.telemetry import Telemetry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     Scripted = Callable[..., ScriptedRun]
 
@@ -54,7 +55,7 @@ def fail(run: ScriptedRun, *, after_s: float, interrupt_s: float | None = None) 
 def saved(run: ScriptedRun) -> list[int]:
     """Steps of the complete checkpoints; each is what it says."""
     found = run.telemetry.run_dir.checkpoints.glob("step_*")
-    paths = sorted(path for path in found if path.suffix != ".tmp")
+    paths = sorted(path for path in found if not path.suffix)
     steps = [checkpoint.read_state(path)["run"]["step"] for path in paths]
     assert [path.name for path in paths] == [f"step_{step}" for step in steps]
     return steps
@@ -136,6 +137,24 @@ def test_a_save_that_fails_is_logged_and_the_failure_is_told(
     with caplog.at_level(logging.WARNING):
         assert isinstance(fail(run, after_s=350.0), Broken)
     assert "could not be saved: CheckpointError: no space left on device" in caplog.text
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_does_not_end_the_run(
+    scripted: Scripted, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = scripted(Script(train_s=100.0), checkpoint={"every_steps": 1, "keep_last": 1})
+
+    def busy(path: Path, *, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise OSError(f"{path.name} is busy")
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr("trainer.learner.checkpoint.shutil.rmtree", busy)
+        assert isinstance(fail(run, after_s=350.0), Broken)
+    assert (saved(run), written(run)) == ([4], [1, 2, 3, 4])
+    assert "old checkpoints could not be deleted (OSError: step_1.deleted is busy); the next save tries again" in (
+        caplog.text
+    )
 
 
 def test_a_save_that_fails_after_its_caller_is_gone_is_told_in_one_line(
