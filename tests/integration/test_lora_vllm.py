@@ -250,13 +250,17 @@ async def test_requests_in_flight_change_version_at_the_commit_and_every_token_s
 
     running = asyncio.gather(*(keep_asking(number) for number in range(3)))
     await asyncio.sleep(0)
-    for version in (12, 13):
-        await rig.next_version(coordinator, version)
-    is_over.set()
+    try:
+        for version in (12, 13):
+            await rig.next_version(coordinator, version)
+    finally:
+        is_over.set()
     await running
     assert all(len(answer.tokens) == 700 for _, answer in answers), "no request is lost"
     for before, after in ((11, 12), (12, 13)):
-        prompt, answer = next((p, a) for p, a in answers if {before, after} <= set(a.labels))
+        spanning = [(p, a) for p, a in answers if {before, after} <= set(a.labels)]
+        assert spanning, f"no request was under way at the commit of {after}"
+        prompt, answer = spanning[0]
         expected = reference(rig, prompt, answer, answer.labels)
         np.testing.assert_allclose(answer.logprobs, expected, atol=5e-3)
 

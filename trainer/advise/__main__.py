@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.advise.diagnosis import TooFewSteps, diagnose, steady
-from trainer.advise.reading import NotARun, read_lines, read_setup, read_trace
+from trainer.advise.reading import NotARun, has_ended, read_lines, read_setup, read_trace
 from trainer.advise.report import as_values, in_words
 
 if TYPE_CHECKING:
@@ -35,14 +35,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         setup = _with_device(read_setup(args.run_dir), args.device)
-        lines = steady(read_lines(args.run_dir), max_staleness=setup.max_staleness, has_ended=setup.has_ended)
+        every = read_lines(args.run_dir)
+        setup = replace(setup, has_ended=has_ended(args.run_dir, every))
+        lines = steady(every, max_staleness=setup.max_staleness, has_ended=setup.has_ended)
     except NotARun as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_NOT_A_RUN
     except TooFewSteps as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_TOO_EARLY
-    trace = read_trace(args.run_dir, lines, num_replicas=setup.num_replicas, groups_per_step=setup.groups_per_step)
+    trace = read_trace(args.run_dir, lines, setup)
     found = diagnose(lines, setup, trace=trace)
     sys.stdout.write(json.dumps(as_values(found), indent=2) + "\n" if args.json else in_words(found, setup))
     return EXIT_TOLD

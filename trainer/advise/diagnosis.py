@@ -11,7 +11,8 @@ The model, on purpose simple:
   counts, if it is known. With S = 0 it takes their sum.
 - Every answer has S + 1 steps from its admission to the end of the step that trains it: (S + 1) x step >= longest
   answer + learning.
-- Of a run whose sides take turns on the same devices, the model says what devices of their own would give.
+- Of a run whose sides take turns on the same devices, the model says what devices of their own would give, with
+  generation as it ran.
 
 It does not know: communication between more ranks, memory that would no longer suffice, engines that run faster when
 they have more to do at once.
@@ -95,7 +96,7 @@ class Findings:
 
     @property
     def floor_s(self) -> float:
-        """The larger of both bounds: no schedule of these devices is faster."""
+        """The larger of both bounds: by this model no schedule of these devices is faster."""
         return max(self.learning_s, _at_best(self.generation_s, self.generation_full_s))
 
 
@@ -140,15 +141,20 @@ def diagnose(lines: Sequence[StepLine], setup: Setup, *, trace: TraceFacts | Non
     if setup.takes_turns:  # moving in and out is neither learning nor generation
         learning_s = sum(line.learner_s + line.pack_s for line in lines) / len(lines)
     generation_s = None if shares.engines_idle is None else step_s * (1 - shares.engines_idle)
-    rate = None if trace is None else trace.full_groups_per_s
-    full_s = None if rate is None else setup.groups_per_step / rate
+    full_s = None if trace is None else trace.generation_full_s
     sync_s = step_s * shares.learner_waits_for_sync
     splits: tuple[Split, ...] = ()
     if generation_s is not None:
-        has_tails = setup.takes_turns or setup.max_staleness == 0
-        counted_s = generation_s if has_tails else _at_best(generation_s, full_s)
+        overlaps = setup.max_staleness > 0 and not setup.takes_turns
+        counted_s = _at_best(generation_s, full_s) if overlaps else generation_s
         splits = splits_of(setup, learning_s, counted_s, sync_s=sync_s)
-    verdict = _verdict(shares, setup, has_slack=full_s is not None and full_s <= (1 - 2 * MATTERS) * learning_s)
+    busy_s = sum(line.learner_s + line.sync_wait_s for line in lines) / len(lines)  # without saves, for example
+    verdict = _verdict(
+        shares,
+        setup,
+        has_slack=full_s is not None and full_s <= (1 - 2 * MATTERS) * busy_s,
+        has_tails=full_s is not None and max(learning_s, full_s) <= (1 - 2 * MATTERS) * step_s,
+    )
     open_slots = lines[-1].num_slots
     has_room = open_slots is not None and open_slots < setup.most_groups
     found = Findings(
@@ -214,8 +220,12 @@ def _at_best(generation_s: float | None, full_s: float | None) -> float:
     return min([time_s for time_s in (generation_s, full_s) if time_s is not None], default=0.0)
 
 
-def _verdict(shares: Shares, setup: Setup, *, has_slack: bool) -> Verdict:
-    """`has_slack`: at their full rate the engines would need clearly less than the learner."""
+def _verdict(shares: Shares, setup: Setup, *, has_slack: bool, has_tails: bool) -> Verdict:
+    """
+    Args:
+        has_slack: at their full rate the engines would need clearly less than the learner.
+        has_tails: with that rate, and the learner never waiting, a step would be clearly shorter.
+    """
     if setup.takes_turns:
         return "take_turns"
     idle = 0.0 if shares.engines_idle is None else shares.engines_idle
@@ -227,7 +237,7 @@ def _verdict(shares: Shares, setup: Setup, *, has_slack: bool) -> Verdict:
     if max(data, idle) < MATTERS:
         return "engines_wait" if has_slack else "balanced"
     if data > idle:
-        return "tail_waits" if has_slack else "learner_waits"
+        return "tail_waits" if has_tails else "learner_waits"
     return "engines_wait"
 
 
@@ -263,8 +273,11 @@ def _unknown(lines: Sequence[StepLine], setup: Setup, shares: Shares, trace: Tra
         found.append(f"Only {len(lines)} steady steps: the shares may still change.")
     if shares.engines_idle is None:
         found.append("Neither metrics nor a trace tell when engines were idle: the generation-bound time is unknown.")
-    elif trace is not None and trace.full_groups_per_s is not None:
-        found.append("The full rate is that of these engines; with other shares of the requests it would be another.")
+    elif trace is not None and trace.generation_full_s is not None:
+        found.append("With another number of replicas each has another share of the requests, and another full rate.")
+        found.append(
+            "A group counts as with the engines until its rewards are there: tools and judges count as theirs."
+        )
     elif shares.engines_idle >= 2 * MATTERS:
         found.append("Engines that often wait run with few requests; with more to do their rate may be higher.")
     if trace is not None and trace.evaluation_s >= MATTERS * sum(line.step_s for line in lines):
@@ -305,10 +318,10 @@ def _recommend(found: Findings, setup: Setup, *, pack_s: float, has_room: bool) 
 
 
 def _needed_staleness(found: Findings, setup: Setup) -> int:
-    """With S = 0 all answers of a step begin at once, so that their time with the engines is that of the longest."""
-    if setup.max_staleness > 0 or found.generation_s is None:
-        return setup.max_staleness + 1
-    return max(1, math.ceil((found.generation_s + found.learning_s) / found.floor_s - 1 - MATTERS))
+    """Today S + 1 steps are as long as the longest answers and their training take; with how many would they be, if
+    each took no longer than the floor?"""
+    num_steps = (setup.max_staleness + 1) * found.step_s / found.floor_s
+    return max(setup.max_staleness + 1, math.ceil(num_steps - 1 - MATTERS))
 
 
 def _about_sync(found: Findings, setup: Setup, *, pack_s: float) -> Recommendation:

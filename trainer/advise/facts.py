@@ -21,7 +21,7 @@ class Setup:
     takes_turns: bool = False
     """Learner and engines compute on the same devices, one after the other (mode=colocated)."""
     has_ended: bool = False
-    """All its steps are trained, so its last ones were trained while engines ran out of prompts."""
+    """It trained all the steps it was to make, so its last ones while engines ran out of prompts."""
     is_device_assumed: bool = False
     """The configuration says `auto`, and this machine was asked what that is."""
 
@@ -69,5 +69,6 @@ class TraceFacts:
     """Time that an engine had no group, mean over all engines."""
     evaluation_s: float
     """Time during which an evaluation ran beside them."""
-    full_groups_per_s: float | None = None
-    """What all engines together generate while they have at least half the groups of a step; None if they never do."""
+    generation_full_s: float | None = None
+    """Of a step, if the engines were always as quick as while they have at least half its groups; None if they never
+    have."""

@@ -28,8 +28,8 @@ class Span:
     name: str
     begin_s: float
     end_s: float
-    tokens: float = 0.0
-    """Generated, of a group; 0 where nobody counted them."""
+    tokens: int | None = None
+    """Generated, of a group; None where nobody counted them."""
 
 
 def read_setup(run_dir: Path) -> Setup:
@@ -56,15 +56,17 @@ def read_setup(run_dir: Path) -> Setup:
         sync_slots=cfg.weight_sync.num_slots,
         device_name=cfg.device.name,
         takes_turns=cfg.mode.shares_devices,
-        has_ended=_has_ended(run_dir),
     )
 
 
-def _has_ended(run_dir: Path) -> bool:
-    """Without a summary that can be read, a run is taken to be under way."""
+def has_ended(run_dir: Path, lines: Sequence[StepLine]) -> bool:
+    """Whether `lines` end with the last step that the run was to make, before which its engines ran out of prompts.
+
+    Without a summary that can be read, a run is taken to be under way; also with that of a process before a resume.
+    """
     try:
         summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
-        return summary["exit_reason"] in ("completed", "accuracy_reached")
+        return summary["exit_reason"] == "completed" and summary["steps"] == max(line.step for line in lines)
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -110,9 +112,7 @@ def _line(record: Mapping[str, Any]) -> StepLine:
     )
 
 
-def read_trace(
-    run_dir: Path, steps: Sequence[StepLine], *, num_replicas: int, groups_per_step: int
-) -> TraceFacts | None:
+def read_trace(run_dir: Path, steps: Sequence[StepLine], setup: Setup) -> TraceFacts | None:
     """What the trace says about `steps`; None if there is none, or it does not show them."""
     path = run_dir / "trace.json"
     if not path.is_file():
@@ -126,27 +126,40 @@ def read_trace(
         return None
     end_s = max(span.end_s for span in learner)
     begin_s = end_s - sum(line.step_s for line in steps)
-    within = [(s, max(s.begin_s, begin_s), min(s.end_s, end_s)) for s in spans]
-    counted = [(s, a, b) for s, a, b in within if s.track == "groups" and a < b]
-    groups = [(a, b) for _, a, b in counted]
-    evaluations = [(a, b) for s, a, b in within if s.track == "evaluation" and a < b]
     window = (begin_s, end_s)
+    groups = [span for span in spans if span.track == "groups"]
+    evaluations = _within(window, [span for span in spans if span.track == "evaluation"])
     return TraceFacts(
-        engines_idle_s=idle_seconds(groups, window, num_replicas=num_replicas),
+        engines_idle_s=idle_seconds(_within(window, groups), window, num_replicas=setup.num_replicas),
         evaluation_s=(end_s - begin_s) - idle_seconds(evaluations, window, num_replicas=1),
-        full_groups_per_s=_full_groups_per_s(counted, groups_per_step),
+        generation_full_s=_generation_full_s(groups, steps, setup, begin_s=begin_s),
     )
 
 
-def _full_groups_per_s(groups: Sequence[tuple[Span, float, float]], groups_per_step: int) -> float | None:
-    """Of (span, begin and end within the time that counts). In groups of mean size: of all groups, the short ones run
-    first, so that their number would say too much. None if a group has no tokens."""
-    tokens = [span.tokens for span, _, _ in groups]
-    if not tokens or not all(tokens):
+def _within(window: tuple[float, float], spans: Sequence[Span]) -> list[tuple[float, float]]:
+    """(begin, end) of what lies in it."""
+    clipped = [(max(span.begin_s, window[0]), min(span.end_s, window[1])) for span in spans]
+    return [(begin, end) for begin, end in clipped if begin < end]
+
+
+def _generation_full_s(
+    groups: Sequence[Span], steps: Sequence[StepLine], setup: Setup, *, begin_s: float
+) -> float | None:
+    """Time of the engines for what they generated per step, filtered groups included, at their full rate. None if they
+    never show it, or nobody counted tokens.
+
+    A group that has not ended leaves no trace. What runs while a step ends is trained at most S + 1 steps later.
+    """
+    sure = steps if setup.has_ended else steps[: max(0, len(steps) - setup.max_staleness - 1)]
+    window = begin_s, begin_s + sum(line.step_s for line in sure)
+    within = [span for span in groups if span.begin_s < window[1] and span.end_s > max(span.begin_s, window[0])]
+    if not sure or not within or any(span.tokens is None for span in within):
         return None
-    rates = [span.tokens / (span.end_s - span.begin_s) for span, _, _ in groups]
-    rate = full_rate([(begin, end) for _, begin, end in groups], rates, most_groups=groups_per_step)
-    return None if rate is None else rate * len(tokens) / sum(tokens)
+    rates = [(span.tokens or 0) / (span.end_s - span.begin_s) for span in within]
+    clipped = _within(window, within)
+    rate = full_rate(clipped, rates, most_groups=setup.groups_per_step)
+    tokens = sum(rate * (end - begin) for rate, (begin, end) in zip(rates, clipped, strict=True))
+    return tokens / rate / len(sure) if rate else None
 
 
 def idle_seconds(spans: Sequence[tuple[float, float]], window: tuple[float, float], *, num_replicas: int) -> float:
@@ -177,7 +190,7 @@ def full_rate(spans: Sequence[tuple[float, float]], rates: Sequence[float], *, m
 def spans_of(lines: Iterator[str] | Sequence[str]) -> Iterator[Span]:
     """The spans of a trace file, which has one event per line. Lines that a crash has torn are passed over."""
     tracks: dict[int, str] = {}
-    begun: dict[tuple[int, int], tuple[str, float, float]] = {}
+    begun: dict[tuple[int, int], tuple[str, float, int | None]] = {}
     for line in lines:
         text = line.strip().rstrip(",")
         try:
@@ -197,10 +210,10 @@ def spans_of(lines: Iterator[str] | Sequence[str]) -> Iterator[Span]:
                     end_s=(event["ts"] + event["dur"]) / 1e6,
                 )
             case "b":
-                tokens = float(event.get("args", {}).get("tokens", 0))
+                tokens = event.get("args", {}).get("tokens")
                 begun[event["tid"], event["id"]] = (event["name"], event["ts"] / 1e6, tokens)
             case "e":
-                name, begin_s, tokens = begun.pop((event["tid"], event["id"]), ("", None, 0.0))
+                name, begin_s, tokens = begun.pop((event["tid"], event["id"]), ("", None, None))
                 if begin_s is not None:
                     track, end_s = tracks.get(event["tid"], ""), event["ts"] / 1e6
                     yield Span(track=track, name=name, begin_s=begin_s, end_s=end_s, tokens=tokens)

@@ -38,7 +38,9 @@ def in_words(diagnosis: Diagnosis, setup: Setup) -> str:
         f"Time of a step if only learning counted: {_s(found.learning_s)}; if only generation counted: {generation}.",
     ]
     if found.generation_s is not None:
-        lines.append(f"The steps took {found.step_s / max(found.floor_s, 1e-9):.2f} times the larger of the two.")
+        best = "" if found.generation_full_s is None else " at the full rate"
+        times = found.step_s / max(found.floor_s, 1e-9)
+        lines.append(f"The steps took {times:.2f} times the larger of learning and generation{best}.")
     lines += [*found.limits, *_split_text(found, setup), "", *_advice(diagnosis)]
     if found.unknown:
         lines += ["", "What this cannot know:", *(f"  - {text}" for text in found.unknown)]

@@ -129,7 +129,7 @@ def figures_of(records: Sequence[Record], spans: Sequence[Span], how: Measure) -
     step_s = [record["perf/step_s"] for record in steady]
     learning_s = _mean(steady, "learner/step_s")
     engines = engine_rate(records, spans, how)
-    generated, full_rate = _mean(steady, "learner/num_loss_tokens"), engines.full_tokens_per_s
+    generated, full = _mean(steady, "learner/num_loss_tokens"), engines.full_tokens_per_s
     flops = step_flops(
         how.work,
         num_tokens=sum(tokens) / len(tokens),
@@ -144,7 +144,7 @@ def figures_of(records: Sequence[Record], spans: Sequence[Span], how: Measure) -
         tokens_per_step=sum(tokens) / len(tokens),
         tokens_per_s_per_device=sum(tokens) / sum(step_s) / how.case.num_devices,
         generation_s=generated / engines.tokens_per_s,
-        generation_full_s=None if full_rate is None else generated / full_rate,
+        generation_full_s=None if full is None else generated / full,
         learning_s=learning_s,
         engines=engines,
         learner_waits_for_data_s=_mean(steady, "wait/learner_for_data_s"),

@@ -129,12 +129,15 @@ def read_state(path: Path) -> dict[str, Any]:
 def prune(directory: Path, *, keep_last: int, keep_every: int = 0) -> list[Path]:
     """Delete complete checkpoints, the oldest first; returns what was deleted.
 
-    Directories that are not complete checkpoints are left alone: a save may be going on. What an earlier `prune` had
-    begun to delete when it was killed goes too.
+    Directories that are not complete checkpoints are left alone: a save may be going on. What an earlier `prune` could
+    not delete to its end goes too.
 
     Args:
         keep_last: the newest so many stay, >= 1; those that `keep_every` keeps count among them.
         keep_every: steps that are divisible by it stay, however old; 0 for none.
+
+    Raises:
+        OSError: the first of those met; everything else has been deleted.
     """
     if keep_last < 1 or keep_every < 0:
         raise ValueError(
@@ -143,10 +146,19 @@ def prune(directory: Path, *, keep_last: int, keep_every: int = 0) -> list[Path]
         )
     old = _complete(directory)[:-keep_last]
     doomed = [path for path in old if not keep_every or step_of(path) % keep_every]
+    errors: list[OSError] = []
     for path in doomed:
-        path.rename(path.with_name(path.name + DELETED))  # half-deleted, it must not count as complete
-    for path in directory.glob("step_*" + DELETED):
-        shutil.rmtree(path)
+        try:
+            path.rename(_free_name(path.with_name(path.name + DELETED)))  # half-deleted, it must not count as complete
+        except OSError as error:
+            errors.append(error)
+    for path in directory.glob(f"step_*{DELETED}*"):
+        try:
+            shutil.rmtree(path)
+        except OSError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
     return doomed
 
 

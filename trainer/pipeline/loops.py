@@ -134,7 +134,7 @@ async def _roll_out(parts: Parts, item: WorkItem, own: OwnFilter | None) -> None
     except Exception as error:  # noqa: BLE001 - the edge of one group: its failure is counted and retried, not the run's
         await _give_back(parts, item, error)
         return
-    name, tokens = f"group {item.group_id}", sum(t.num_generated_tokens for t in group.trajectories)
+    name, tokens = f"group {item.group_id}", group.num_generated_tokens
     parts.telemetry.tracer.add_span(
         "groups", name, start_s=started_at, end_s=time.time(), overlapping=True, tokens=tokens
     )

@@ -89,7 +89,7 @@ def test_a_larger_bound_is_no_help_while_slots_that_the_bound_allows_are_closed(
     assert some.recommendation.keys == {}
     assert not any("S = 2 limits" in limit for limit in some.findings.limits)
     every = diagnose(steady(with_slots(lines, (1, 24)), max_staleness=2), setup, trace=None)
-    assert every.recommendation.keys == {"mode.max_staleness": 3}
+    assert every.recommendation.keys == {"mode.max_staleness": 5}, "3 steps of 18 s are 6 of 9 s"
     assert any("S = 2 limits" in limit for limit in every.findings.limits)
 
 
@@ -102,8 +102,7 @@ def test_the_last_steps_of_a_run_that_is_over_do_not_count() -> None:
 
 
 def at_full_rate(step_s: float) -> TraceFacts:
-    """Engines that would generate a step of `SETUP` in so long."""
-    return TraceFacts(engines_idle_s=0.0, evaluation_s=0.0, full_groups_per_s=SETUP.groups_per_step / step_s)
+    return TraceFacts(engines_idle_s=0.0, evaluation_s=0.0, generation_full_s=step_s)
 
 
 def test_a_learner_that_waits_for_long_answers_of_quick_engines_gets_a_larger_bound_and_no_engines() -> None:
@@ -116,8 +115,12 @@ def test_a_learner_that_waits_for_long_answers_of_quick_engines_gets_a_larger_bo
     assert "longest answers" in in_words(told, SETUP)
     closed = diagnose(with_slots(lines, (1, 8))[5:], SETUP, trace=at_full_rate(4.0))
     assert not closed.recommendation.keys and "ask later" in closed.recommendation.why
-    slow = diagnose(lines[5:], SETUP, trace=at_full_rate(6.0))
-    assert slow.findings.verdict == "learner_waits", "with tails or without, engines are slower than the learner"
+    slower = diagnose(lines[5:], SETUP, trace=at_full_rate(7.0))
+    assert slower.findings.verdict == "tail_waits", "slower than the learner, but without tails still quicker than now"
+    assert slower.recommendation.step_s == pytest.approx(7.0)
+    slow = diagnose(lines[5:], SETUP, trace=at_full_rate(8.8))
+    assert slow.findings.verdict == "learner_waits", "they have no tails to speak of"
+    assert slow.recommendation.keys == {"learner.num_ranks": 3, "rollout.num_replicas": 5}
 
 
 def test_engines_that_only_wait_for_slots_can_give_devices_away() -> None:
@@ -128,6 +131,9 @@ def test_engines_that_only_wait_for_slots_can_give_devices_away() -> None:
     assert told.recommendation.step_s == pytest.approx(3.0 * 4 / 2), "the learner: 8 x 4/6"
     assert "wait for slots" in told.recommendation.why
     assert diagnose(lines[5:], SETUP, trace=at_full_rate(7.5)).findings.verdict == "balanced"
+    saving = [replace(line, learner_s=3.0) for line in lines]
+    busy = diagnose(saving[5:], SETUP, trace=at_full_rate(3.0))
+    assert busy.findings.verdict == "balanced", "a learner that saves for five seconds learns no faster with more ranks"
 
 
 @pytest.mark.parametrize(
@@ -147,6 +153,12 @@ def test_a_run_that_takes_turns_gets_the_bound_that_its_longest_answers_need(
     told = diagnose(lines[3:], replace(SETUP, max_staleness=0), trace=at_full_rate(full_s))
     assert told.recommendation.keys == {"mode.max_staleness": needed}
     assert told.recommendation.step_s == pytest.approx(max(learn_s, full_s))
+
+
+def test_a_bound_that_is_missed_by_far_is_raised_by_as_much() -> None:
+    lines = [replace(line, step_s=30.0, data_wait_s=24.0, engines_idle_s=0.0) for line in play(9.0, 6.0)[0]]
+    told = diagnose(lines[5:], SETUP, trace=at_full_rate(6.0))
+    assert told.recommendation.keys == {"mode.max_staleness": 9}, "2 steps of 30 s are 10 of 6 s"
 
 
 def test_slow_engines_get_devices_of_the_learner() -> None:
@@ -319,9 +331,9 @@ def write_run(
 def test_the_trace_tells_what_older_metrics_do_not(tmp_path: Path, bounds: tuple[float, float]) -> None:
     written = write_run(tmp_path / "run", generate_s=bounds[0], learn_s=bounds[1], with_idle=False)
     lines = steady(read_lines(tmp_path / "run"), max_staleness=1)
-    trace = read_trace(tmp_path / "run", lines, num_replicas=4, groups_per_step=4)
+    trace = read_trace(tmp_path / "run", lines, SETUP)
     assert trace is not None
-    assert trace.full_groups_per_s == pytest.approx(4 / bounds[0], rel=0.02), "groups of 10 to 40 tokens"
+    assert trace.generation_full_s == pytest.approx(bounds[0], rel=0.02)
     told = diagnose(lines, SETUP, trace=trace).findings
     direct = diagnose(steady(written, max_staleness=1), SETUP, trace=None).findings
     assert told.shares.engines_idle == pytest.approx(direct.shares.engines_idle, abs=0.02)
@@ -346,18 +358,37 @@ def test_the_full_rate_is_that_of_tokens_while_enough_groups_run(tmp_path: Path)
     text = (run_dir / "trace.json").read_text()
     short, long = '"tokens":10}', '"tokens":40}'
     assert text.count(short) == text.count(long) == 40
-    found = read_trace(run_dir, lines, num_replicas=4, groups_per_step=8)
-    assert found is not None and found.full_groups_per_s is not None, "four at once are half of eight"
-    found = read_trace(run_dir, lines, num_replicas=4, groups_per_step=9)
-    assert found is not None and found.full_groups_per_s is None
-    (run_dir / "trace.json").write_text(text.replace(short, "}"))
-    found = read_trace(run_dir, lines, num_replicas=4, groups_per_step=8)
-    assert found is not None and found.full_groups_per_s is None, "of a version that did not count tokens"
+
+    def full_s(groups_per_step: int, text: str = text, **setup: Any) -> float | None:
+        (run_dir / "trace.json").write_text(text)
+        found = read_trace(run_dir, lines, replace(SETUP, groups_per_step=groups_per_step, **setup))
+        assert found is not None
+        return found.generation_full_s
+
+    assert full_s(8) == pytest.approx(9.0), "four at once are half of eight"
+    assert full_s(2) == pytest.approx(9.0), "two of four are filtered, and have to be generated, too"
+    assert full_s(9) is None
+    assert full_s(8, text.replace(short, "}")) is None, "of a version that did not count tokens"
+    assert full_s(8, text.replace(short, '"tokens":0}')) == pytest.approx(9.0), "an agent may answer without any"
+    # The groups of the last step have not ended yet.
+    begun = "\n".join(line for line in text.splitlines() if not ('"ph":"e"' in line and last_groups(line)))
+    assert full_s(8, begun) == pytest.approx(9.0)
+    assert full_s(8, begun, has_ended=True) != pytest.approx(9.0, rel=0.01)
+
+
+def last_groups(line: str) -> bool:
+    return any(f'"group {number}"' in line for number in range(4 * 39, 4 * 40))
 
 
 @pytest.mark.parametrize(
     ("summary", "last"),
-    [('{"exit_reason": "completed"}', 39), ('{"exit_reason": "interrupted"}', 40), ("{", 40), (None, 40)],
+    [
+        ('{"exit_reason": "completed", "steps": 40}', 39),
+        ('{"exit_reason": "accuracy_reached", "steps": 40}', 40),
+        ('{"exit_reason": "completed", "steps": 30}', 40),
+        ("{", 40),
+        (None, 40),
+    ],
 )
 def test_a_summary_tells_that_the_run_is_over(
     tmp_path: Path, summary: str | None, last: int, capsys: pytest.CaptureFixture[str]

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+import shutil
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -104,6 +105,32 @@ def test_what_a_killed_prune_left_behind_goes_with_the_next_one(
     assert find_latest(tmp_path) == tmp_path / "step_3"
     assert prune(tmp_path, keep_last=1) == []
     assert [path.name for path in tmp_path.iterdir()] == ["step_3"]
+
+
+def test_what_cannot_be_deleted_holds_up_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2, 3):
+        _save(tmp_path, step)
+    rmtree = shutil.rmtree
+
+    def busy(path: Path, **keys: Any) -> None:
+        if path.name.startswith("step_1.deleted"):
+            raise OSError(f"{path.name} is busy")
+        rmtree(path, **keys)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("trainer.learner.checkpoint.shutil.rmtree", busy)
+        for new in (1, 4):  # a step that is made once more has another name on its way out
+            with pytest.raises(OSError, match=r"step_1\.deleted(\.2)? is busy"):
+                prune(tmp_path, keep_last=1)
+            _save(tmp_path, new)
+        assert sorted(path.name for path in tmp_path.iterdir()) == [
+            "step_1.deleted",
+            "step_1.deleted.2",
+            "step_3",
+            "step_4",
+        ]
+    prune(tmp_path, keep_last=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_4"]
 
 
 @pytest.mark.parametrize(
