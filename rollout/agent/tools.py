@@ -169,10 +169,8 @@ class Toolbox:
             raise ToolError(f"{call.name} raised {type(error).__name__}: {error}") from error
 
     def _cut(self, text: str) -> str:
-        most, text = (
-            self._max_result_chars,
-            text.encode("utf-8", "replace").decode(),
-        )  # half a surrogate pair is no text
+        text = text.encode("utf-8", "replace").decode()  # half a surrogate pair is no text
+        most = self._max_result_chars
         return text if len(text) <= most else f"{text[:most]}... ({len(text) - most} more characters)"
 
 

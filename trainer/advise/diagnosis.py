@@ -143,11 +143,8 @@ def diagnose(lines: Sequence[StepLine], setup: Setup, *, trace: TraceFacts | Non
     generation_s = None if shares.engines_idle is None else step_s * (1 - shares.engines_idle)
     full_s = None if trace is None else trace.generation_full_s
     sync_s = step_s * shares.learner_waits_for_sync
-    splits: tuple[Split, ...] = ()
-    if generation_s is not None:
-        overlaps = setup.max_staleness > 0 and not setup.takes_turns
-        counted_s = _at_best(generation_s, full_s) if overlaps else generation_s
-        splits = splits_of(setup, learning_s, counted_s, sync_s=sync_s)
+    overlaps = setup.max_staleness > 0 and not setup.takes_turns
+    counted_s = _at_best(generation_s, full_s) if overlaps else generation_s
     busy_s = sum(line.learner_s + line.sync_wait_s for line in lines) / len(lines)  # without saves, for example
     verdict = _verdict(
         shares,
@@ -165,7 +162,7 @@ def diagnose(lines: Sequence[StepLine], setup: Setup, *, trace: TraceFacts | Non
         generation_s=generation_s,
         generation_full_s=full_s,
         verdict=verdict,
-        splits=splits,
+        splits=() if not counted_s else splits_of(setup, learning_s, counted_s, sync_s=sync_s),
         limits=tuple(_limits(shares, setup, verdict, has_room=has_room)),
         unknown=tuple(_unknown(lines, setup, shares, trace)),
     )
