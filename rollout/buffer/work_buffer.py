@@ -316,14 +316,15 @@ class WorkBuffer:
             raise ValueError(
                 f"no checkpoint of step {step} can be made: taken and not released are {sorted(self._taken)}"
             )
-        untrained = list(self._outstanding_items())
-        untrained += [item for taken_by, items in self._taken.items() if taken_by >= step for item in items]
+        taken = [item for taken_by, items in self._taken.items() if taken_by >= step for item in items]
+        untrained = [*self._outstanding_items(), *taken]
         owed = sorted([(item.group_id, item.prompt) for item in untrained] + list(self._returning), key=lambda o: o[0])
         trained = self._tally.counts["trained"] + sum(len(items) for s, items in self._taken.items() if s < step)
         return {
             "step": step,
             "next_group_id": self._next_group_id,
             "prompts": [{"group_id": group_id, "prompt_id": prompt.prompt_id} for group_id, prompt in owed],
+            "num_finished": len(self._ready) + len(taken),
             **self._tally.state_dict(num_trained=trained),
         }
 

@@ -130,6 +130,17 @@ class EngineStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineTimes:
+    """The life of one engine so far, by its own clock, in seconds."""
+
+    began_at: float
+    """Tells it from one that took its place."""
+    up_s: float
+    busy_s: float
+    """For how long it has had requests inside it, whoever sent them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
     """How busy an engine is, as of its last step: what decides whether it gets more requests or fewer.
 
@@ -146,6 +157,8 @@ class EngineLoad:
     """Requests that lost their cache to others, since start; None where the engine does not say."""
     still_s: float = 0.0
     """For how long it has had requests and given no token; 0 while it may not generate: paused, asleep, or idle."""
+    times: EngineTimes | None = None
+    """For how long it has had requests; None where the engine does not say."""
 
 
 class Engine(ABC):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rollout.engine.base import EngineLoad
+from rollout.engine.base import EngineLoad, EngineTimes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,20 +45,39 @@ class LoadMeter:
         )
 
 
-class Stillness:
-    """For how long an engine that should generate gave nothing. Its process may be well while its device hangs."""
+class Activity:
+    """When an engine has work, and for how long it gave nothing for it.
+
+    Its process may be well while its device hangs.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._since = clock()
+        self._began = self._moved_at = clock()
+        self._busy_before_s = 0.0
+        self._busy_since: float | None = None
+
+    def begin(self) -> None:
+        """There is work where there was none."""
+        self._busy_since = self._moved_at = self._clock()
 
     def moved(self) -> None:
-        """A token came, or there is work where there was none."""
-        self._since = self._clock()
+        """A token came."""
+        self._moved_at = self._clock()
 
-    def seconds(self, *, should_generate: bool) -> float:
-        """As of now. Time in which it need not generate does not count."""
+    def end(self) -> None:
+        """No work is left."""
+        self._busy_before_s, self._busy_since = self.times().busy_s, None
+
+    def still_s(self, *, should_generate: bool) -> float:
+        """For how long nothing came, as of now. Time in which it need not generate does not count."""
         if not should_generate:
             self.moved()
             return 0.0
-        return self._clock() - self._since
+        return self._clock() - self._moved_at
+
+    def times(self) -> EngineTimes:
+        """As of now."""
+        now = self._clock()
+        busy_s = self._busy_before_s + (0.0 if self._busy_since is None else now - self._busy_since)
+        return EngineTimes(began_at=self._began, up_s=now - self._began, busy_s=busy_s)

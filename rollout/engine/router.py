@@ -1,7 +1,9 @@
 """Which engine replica generates what, and how much at once: pure policy, no I/O.
 
 A group stays with one replica, because its samples share the prompt's prefix cache. A new group goes to the replica
-with the fewest outstanding tokens (prompt plus budget of what was sent and has not come back) among those with room.
+with the fewest outstanding tokens (prompt plus budget of what was sent and has not come back) among those with room,
+and to the first one of those that have equally few. A router knows what its own rollout worker has sent, and not what
+the others have; so that they do not all begin with the same replica, each has the replicas in another order.
 A replica that is set aside gives its groups up, and takes none of another one that has begun; new groups end that.
 """
 
@@ -10,11 +12,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 
 class NoReplica(Exception):
     """No replica takes requests; the message has the reason of each."""
+
+
+def order_of(names: Sequence[str], *, worker: int, num_workers: int) -> list[str]:
+    """The replicas for the router of one of several rollout workers: they begin evenly spread over all of them.
+
+    Example:
+        order_of(["e0", "e1", "e2", "e3"], worker=1, num_workers=2)  # ["e2", "e3", "e0", "e1"]
+    """
+    first = worker * len(names) // num_workers
+    return [*names[first:], *names[:first]]
 
 
 class Router:

@@ -17,7 +17,7 @@ import numpy as np
 from rollout.engine.base import Engine, EngineInfo, EngineLoad, EngineSpec, EngineStats
 from rollout.engine.chunks import ChunkBuilder, VersionLabels
 from rollout.engine.gate import AdmissionGate, GateTurns, Pause
-from rollout.engine.load_meter import Stillness
+from rollout.engine.load_meter import Activity
 from rollout.engine.stops import StopWatch
 from rollout.errors import EngineDead
 from weight_sync.wire import CommitResult, Reply, encode, reply_state
@@ -93,7 +93,7 @@ class ScriptedEngine(Engine):
         self._gate = AdmissionGate()
         self._turns = GateTurns(self._gate)
         self._pause = Pause(clock)
-        self._stillness = Stillness(clock)
+        self._activity = Activity(clock)
         self._live: dict[str, _Live] = {}
         self._entering: set[str] = set()
         self._cancelled: set[str] = set()
@@ -128,6 +128,8 @@ class ScriptedEngine(Engine):
             self._finished_requests += 1
         finally:
             self._live.pop(request_id, None)
+            if not self._live:
+                self._activity.end()
 
     async def _admit(self, request_id: str, token_ids: np.ndarray, params: SamplingParams) -> _Live:
         if request_id in self._live or request_id in self._entering:
@@ -142,7 +144,7 @@ class ScriptedEngine(Engine):
                 live = _Live(ChunkBuilder(VersionLabels(self._version), self._spec.stream_tokens), stops)
                 live.ended_by = "abort" if request_id in self._cancelled else None
                 if not self._live:
-                    self._stillness.moved()
+                    self._activity.begin()
                 self._live[request_id] = live
                 self._prompt_tokens += len(token_ids)
                 return live
@@ -167,7 +169,7 @@ class ScriptedEngine(Engine):
         token_id, logprob = self._script(prompt, position, self._version)
         live.chunks.add([token_id], [logprob])
         self._generated_tokens += 1
-        self._stillness.moved()
+        self._activity.moved()
         if self.faults.die_after_tokens is not None and self._generated_tokens >= self.faults.die_after_tokens:
             await self.die("scripted death")
         if token_id in self._spec.stop_token_ids and not params.ignore_eos:
@@ -282,7 +284,8 @@ class ScriptedEngine(Engine):
             waiting=self._gate.num_waiting,
             kv_usage_frac=None,
             num_preemptions=None,
-            still_s=self._stillness.seconds(should_generate=should_generate),
+            still_s=self._activity.still_s(should_generate=should_generate),
+            times=self._activity.times(),
         )
 
     async def close(self) -> None:

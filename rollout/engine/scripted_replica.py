@@ -17,6 +17,7 @@ import numpy as np
 
 from rollout.engine.base import EngineLoad
 from rollout.engine.chunks import VersionLabels
+from rollout.engine.load_meter import Activity
 from rollout.errors import EngineDead
 from rollout.types import Completion, FinishReason
 
@@ -174,6 +175,9 @@ class ScriptedReplica:
         self._version = version
         self._rng = random.Random(seed)
         self._streams: set[_Stream] = set()
+        self._activity = Activity(lambda: asyncio.get_running_loop().time())
+        self.num_answers = 0
+        """Begun so far."""
         self._dead_reason = ""
         self._hangs = False
 
@@ -209,6 +213,8 @@ class ScriptedReplica:
         chunk_tokens = self._workload.stream_tokens
         answers = [self._begin(len(t), p.max_tokens) for t, p in zip(token_ids, params, strict=True)]
         stream = _Stream(request_ids, answers)
+        if not self._streams:
+            self._activity.begin()
         self._streams.add(stream)
         try:
             while not stream.is_over:
@@ -218,6 +224,8 @@ class ScriptedReplica:
                     yield item
         finally:
             self._streams.discard(stream)
+            if not self._streams:
+                self._activity.end()
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """See `EngineClient`."""
@@ -233,10 +241,12 @@ class ScriptedReplica:
             waiting=max(0, num_open - room),
             kv_usage_frac=min(1.0, num_open / room),
             num_preemptions=0,
+            times=self._activity.times(),
         )
 
     def _begin(self, num_context: int, budget: int) -> _Answer:
         rng, workload = self._rng, self._workload
+        self.num_answers += 1
         answer = _Answer(
             num_context,
             workload.draw_tokens(rng, budget),

@@ -25,7 +25,7 @@ from rollout.engine.fork_server import begin_imports
 from rollout.engine.gate import AdmissionGate, GateTurns, Pause
 from rollout.engine.launch import engine_pids, import_vllm, launch, shut_down, vllm_sampling
 from rollout.engine.live_answer import LiveAnswer, border_watch
-from rollout.engine.load_meter import LoadMeter, Stillness
+from rollout.engine.load_meter import Activity, LoadMeter
 from rollout.engine.outputs import Fence
 from rollout.engine.reaper import OrphanReaper
 from rollout.engine.settings import process_env
@@ -72,7 +72,7 @@ class VllmEngine(Engine):
         self._turns = GateTurns(self._gate)
         self._pause = Pause(clock)
         self._meter = LoadMeter()
-        self._stillness = Stillness(clock)
+        self._activity = Activity(clock)
         self._live: dict[str, LiveAnswer] = {}
         self._entering: set[str] = set()
         self._cancelled: set[str] = set()
@@ -173,7 +173,7 @@ class VllmEngine(Engine):
             while finish is None:
                 output: Any = live.queue.get_nowait() or await self._guard(live.queue.get())
                 completion = output.outputs[0]
-                self._stillness.moved()
+                self._activity.moved()
                 self._generated_tokens += len(completion.token_ids)
                 is_finished = output.finished
                 finish = live.take(completion)
@@ -182,6 +182,8 @@ class VllmEngine(Engine):
             self._finished_requests += 1
         finally:
             self._live.pop(request_id, None)
+            if not self._live:
+                self._activity.end()
             if not is_finished and not self._is_dead:
                 await self._within(self._engine.abort(live.queue.request_id, internal=True), _ABORT_TIMEOUT_S, "abort")
 
@@ -208,7 +210,7 @@ class VllmEngine(Engine):
                 queue = await self._guard(engine.add_request(request_id, prompt, sampling, lora_request=self._adapter))
                 live = LiveAnswer(queue, ChunkBuilder(VersionLabels(self._version), self._spec.stream_tokens), border)
                 if not self._live:
-                    self._stillness.moved()
+                    self._activity.begin()
                 self._live[request_id] = live
                 self._prompt_tokens += len(token_ids)
                 return live
@@ -339,12 +341,12 @@ class VllmEngine(Engine):
         )
 
     def load(self) -> EngineLoad:
-        states = self._engine.output_processor.request_states
-        load = self._meter.load(len(states))
-        is_on = not (self._pause.is_on or self._turns.is_asleep)
-        still_s = self._stillness.seconds(should_generate=bool(self._live) and is_on)
+        num_inside, active = len(self._engine.output_processor.request_states), self._activity
+        load = self._meter.load(num_inside)
         # Without figures from the scheduler: whatever is inside is taken to run.
-        return replace(load, still_s=still_s, running=load.running if self._spec.reports_load else len(states))
+        running = load.running if self._spec.reports_load else num_inside
+        still_s = active.still_s(should_generate=bool(self._live) and not (self._pause.is_on or self._turns.is_asleep))
+        return replace(load, running=running, still_s=still_s, times=active.times())
 
     @property
     def _is_dead(self) -> bool:

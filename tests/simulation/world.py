@@ -20,6 +20,7 @@ from rich.console import Console
 from rollout.buffer.work_buffer import WorkBuffer
 from rollout.engine.concurrency import Bounds
 from rollout.engine.repacking import Repacking
+from rollout.engine.router import order_of
 from rollout.errors import RewardError
 from rollout.prompts.source import PromptSource
 from rollout.reward.result import RewardResult
@@ -120,7 +121,7 @@ class Simulation:
         asyncio.get_running_loop().set_default_executor(InlineExecutor(1))
         clock = asyncio.get_running_loop().time
         self.fleet = Fleet(self.plan)
-        self.workers = [LocalWorker(self._worker(clock), self.books) for _ in range(self.plan.num_workers)]
+        self.workers = [LocalWorker(self._worker(index, clock), self.books) for index in range(self.plan.num_workers)]
         self.keeper = EngineKeeper(
             lambda: {**self.fleet.states, **self.pool.lost_engines},
             lambda name: self.fleet.restart(name, self.pool),
@@ -190,7 +191,7 @@ class Simulation:
             worker.served.server.close()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _worker(self, clock: Callable[[], float]) -> RolloutWorker:
+    def _worker(self, index: int, clock: Callable[[], float]) -> RolloutWorker:
         plan = self.plan
         repacking = Repacking(below=plan.repack_below, most=plan.workload.kv_requests) if plan.repack_below else None
         spec = WorkerSpec(
@@ -201,7 +202,8 @@ class Simulation:
             repacking=repacking,
             seed=self.plan.seed,
         )
-        engines = list(self.fleet.replicas.values())
+        order = order_of(list(self.fleet.replicas), worker=index, num_workers=plan.num_workers)
+        engines = [self.fleet.replicas[name] for name in order]
         return RolloutWorker(spec, engines, tokenizer=Counting(), score=self._score, clock=clock)
 
     async def _score(self, prompt: Prompt, _text: str) -> RewardResult:
@@ -215,7 +217,7 @@ class Simulation:
     async def _restart_worker(self, index: int, _number: int) -> LocalWorker:
         await asyncio.sleep(self.plan.restart_s)
         clock = asyncio.get_running_loop().time
-        self.workers[index] = worker = LocalWorker(self._worker(clock), self.books)
+        self.workers[index] = worker = LocalWorker(self._worker(index, clock), self.books)
         return worker
 
     def _parts(self, supervisor: Supervisor, live: SyncReport) -> loops.Parts:

@@ -1,6 +1,6 @@
 """Say which side of a run waits, which split of devices would be best, and what it would gain.
 
-Usage: python -m trainer.advise RUN_DIR [--json] [--device NAME]
+Usage: python -m trainer.advise RUN_DIR [--json]
 
 Exit codes: 0 there is a diagnosis, 1 too few steps to say anything, 2 the directory holds no run.
 """
@@ -21,8 +21,6 @@ from trainer.advise.report import as_values, in_words
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from trainer.advise.facts import Setup
-
 EXIT_TOLD, EXIT_TOO_EARLY, EXIT_NOT_A_RUN = 0, 1, 2
 
 
@@ -31,11 +29,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m trainer.advise", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("run_dir", type=Path, help="directory of a run that has ended or is under way")
     parser.add_argument("--json", action="store_true", help="print values for programs instead of words")
-    parser.add_argument("--device", help="what device.name=auto was where the run took place, if that was elsewhere")
     args = parser.parse_args(argv)
     try:
-        setup = _with_device(read_setup(args.run_dir), args.device)
-        every = read_lines(args.run_dir)
+        setup = read_setup(args.run_dir)
+        every = [line for line in read_lines(args.run_dir) if line.step > setup.resumed_from_step]
         setup = replace(setup, has_ended=has_ended(args.run_dir, every))
         lines = steady(every, max_staleness=setup.max_staleness, has_ended=setup.has_ended)
     except NotARun as error:
@@ -48,17 +45,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = diagnose(lines, setup, trace=trace)
     sys.stdout.write(json.dumps(as_values(found), indent=2) + "\n" if args.json else in_words(found, setup))
     return EXIT_TOLD
-
-
-def _with_device(setup: Setup, given: str | None) -> Setup:
-    """`auto` is what it would be on this machine, unless somebody says what it was."""
-    if setup.device_name != "auto":
-        return setup
-    if given is not None:
-        return replace(setup, device_name=given)
-    from weight_sync.device.select import get_backend
-
-    return replace(setup, device_name=get_backend("auto").name, is_device_assumed=True)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,9 @@ The model, on purpose simple:
   counts, if it is known. With S = 0 it takes their sum.
 - Every answer has S + 1 steps from its admission to the end of the step that trains it: (S + 1) x step >= longest
   answer + learning.
-- Of a run whose sides take turns on the same devices, the model says what devices of their own would give, with
-  generation as it ran.
+- Of a run whose sides take turns on the same devices, the model says what devices of their own would give, where tails
+  overlap. Its longest answer is taken to last longer in proportion where fewer replicas share the work: S is rather
+  too large than too small, which costs nothing, since slots are opened only when they are missed.
 
 It does not know: communication between more ranks, memory that would no longer suffice, engines that run faster when
 they have more to do at once.
@@ -68,7 +69,7 @@ class Split:
 class Recommendation:
     """One thing to change. `keys` is empty if nothing is worth it."""
 
-    keys: dict[str, int]
+    keys: dict[str, int | str]
     why: str
     step_s: float | None
     """Time of a step that the model expects; None where it has no say."""
@@ -124,8 +125,8 @@ def steady(lines: Sequence[StepLine], *, max_staleness: int, has_ended: bool = F
     if len(left) < MIN_STEPS:
         last, do = (f", the last {num_last} empty it", "give a longer run") if num_last else ("", "let the run go on")
         raise TooFewSteps(
-            f"{len(lines)} steps were recorded; the first {max_staleness + 2} fill the pipeline{last}, and at least "
-            f"{MIN_STEPS} more are needed; {do}"
+            f"{len(lines)} steps since the start were recorded; the first {max_staleness + 2} fill the pipeline{last}, "
+            f"and at least {MIN_STEPS} more are needed; {do}"
         )
     return left
 
@@ -142,8 +143,9 @@ def diagnose(lines: Sequence[StepLine], setup: Setup, *, trace: TraceFacts | Non
         learning_s = sum(line.learner_s + line.pack_s for line in lines) / len(lines)
     generation_s = None if shares.engines_idle is None else step_s * (1 - shares.engines_idle)
     full_s = None if trace is None else trace.generation_full_s
-    sync_s = step_s * shares.learner_waits_for_sync
-    overlaps = setup.max_staleness > 0 and not setup.takes_turns
+    # Of a run that takes turns, `learning_s` has no wait for sync in it.
+    sync_s = 0.0 if setup.takes_turns else step_s * shares.learner_waits_for_sync
+    overlaps = setup.max_staleness > 0 or setup.takes_turns  # or would, on devices of their own
     counted_s = _at_best(generation_s, full_s) if overlaps else generation_s
     busy_s = sum(line.learner_s + line.sync_wait_s for line in lines) / len(lines)  # without saves, for example
     verdict = _verdict(
@@ -273,18 +275,14 @@ def _unknown(lines: Sequence[StepLine], setup: Setup, shares: Shares, trace: Tra
     elif trace is not None and trace.generation_full_s is not None:
         found.append("With another number of replicas each has another share of the requests, and another full rate.")
         found.append(
-            "A group counts as with the engines until its rewards are there: tools and judges count as theirs."
+            "To the full rate a group is with engines until its rewards are there: tools and judges count as theirs."
         )
     elif shares.engines_idle >= 2 * MATTERS:
         found.append("Engines that often wait run with few requests; with more to do their rate may be higher.")
     if trace is not None and trace.evaluation_s >= MATTERS * sum(line.step_s for line in lines):
-        found.append("Evaluations ran beside a good part of these steps; their work counts as nobody's here.")
+        found.append("Evaluations ran beside a good part of these steps; engines may have counted them as work.")
     if setup.is_device_assumed:
-        found.append(
-            f"device.name=auto is taken for {setup.device_name}, as on this machine; on another, say --device."
-        )
-    if setup.takes_turns and setup.max_staleness > 0:
-        found.append("Sleeping engines hold requests, which counts as work: the generation-bound time is too long.")
+        found.append("Nothing says on what it ran (no environment.jsonl, device.name=auto): an accelerator is assumed.")
     if setup.shares_cores:
         found.append("Learner and engines share this machine's cores: no split of devices can be judged from it.")
     return found
@@ -301,9 +299,12 @@ def _recommend(found: Findings, setup: Setup, *, pack_s: float, has_room: bool) 
             side = (
                 "both sides wait for each other" if found.verdict == "both_wait" else "the longest answers are missed"
             )
+            if setup.shares_cores:  # what overlaps there takes the cores from the other
+                return Recommendation(keys={}, why=f"{side}, and both share the cores of this machine", step_s=None)
             why = f"{side}: let generation run further ahead"
-            keys = {"mode.max_staleness": _needed_staleness(found, setup)}
-            return Recommendation(keys=keys, why=why, step_s=found.floor_s)
+            return Recommendation(
+                keys={"mode.max_staleness": _needed_staleness(found, setup)}, why=why, step_s=found.floor_s
+            )
         case "learner_waits" | "engines_wait":
             return _about_devices(found, setup)
         case "take_turns":
@@ -325,14 +326,14 @@ def _about_sync(found: Findings, setup: Setup, *, pack_s: float) -> Recommendati
     waits_s = found.step_s * found.shares.learner_waits_for_sync
     if pack_s < 0.5 * waits_s and setup.sync_slots < 4:
         why = "the learner waits for a free slot, not for packing: engines still read an old version"
-        keys = {"weight_sync.num_slots": setup.sync_slots + 1}
-        return Recommendation(keys=keys, why=why, step_s=found.step_s - waits_s + pack_s)
+        more = setup.sync_slots + 1
+        return Recommendation(keys={"weight_sync.num_slots": more}, why=why, step_s=found.step_s - waits_s + pack_s)
     why = "every step pays for one packing of the weights: larger steps pay less often (the step then does more work)"
     return Recommendation(keys={"trainer.groups_per_step": 2 * setup.groups_per_step}, why=why, step_s=None)
 
 
 def _about_turns(found: Findings, setup: Setup) -> Recommendation:
-    """Whether devices of their own would be better, with generation one step ahead."""
+    """Whether devices of their own would be better, with generation far enough ahead for the longest answers."""
     if setup.shares_cores or not found.splits:
         why = "learner and engines take turns, and nothing tells what devices of their own would give"
         return Recommendation(keys={}, why=why, step_s=None)
@@ -340,9 +341,17 @@ def _about_turns(found: Findings, setup: Setup) -> Recommendation:
     if best.step_s >= (1 - MATTERS) * found.step_s:
         why = f"taking turns on {setup.num_devices} devices is about as fast as any division of them, and on-policy"
         return Recommendation(keys={}, why=why, step_s=None)
-    keys = {"learner.num_ranks": best.num_ranks, "rollout.num_replicas": best.num_replicas}
-    why = "with mode=async and devices of their own both sides work at once; answers are then up to S = 1 steps old"
-    return Recommendation(keys=keys, why=why, step_s=best.step_s)
+    longest_s = found.step_s * found.shares.learner_waits_for_data * setup.num_replicas / best.num_replicas
+    learning_s = found.learning_s * setup.num_ranks / best.num_ranks
+    staleness = max(1, math.ceil((longest_s + learning_s) / best.step_s - 1 - MATTERS))
+    why = f"on devices of their own both sides work at once; answers are then up to S = {staleness} steps old"
+    return Recommendation(
+        keys={"mode": "async", "mode.max_staleness": staleness, **_keys_of(best)}, why=why, step_s=best.step_s
+    )
+
+
+def _keys_of(split: Split) -> dict[str, int | str]:
+    return {"learner.num_ranks": split.num_ranks, "rollout.num_replicas": split.num_replicas}
 
 
 def _about_devices(found: Findings, setup: Setup) -> Recommendation:
@@ -356,8 +365,8 @@ def _about_devices(found: Findings, setup: Setup) -> Recommendation:
         best = found.splits[0]
         today = next(split for split in found.splits if split.num_ranks == setup.num_ranks)
         if best.step_s < (1 - MATTERS) * today.step_s:
-            keys = {"learner.num_ranks": best.num_ranks, "rollout.num_replicas": best.num_replicas}
-            return Recommendation(keys=keys, why=f"{side}: divide the devices otherwise", step_s=best.step_s)
+            why = f"{side}: divide the devices otherwise"
+            return Recommendation(keys=_keys_of(best), why=why, step_s=best.step_s)
     more, key, count = (
         ("replicas", "rollout.num_replicas", setup.num_replicas)
         if learner_waits

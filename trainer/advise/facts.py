@@ -22,8 +22,10 @@ class Setup:
     """Learner and engines compute on the same devices, one after the other (mode=colocated)."""
     has_ended: bool = False
     """It trained all the steps it was to make, so its last ones while engines ran out of prompts."""
+    resumed_from_step: int = 0
+    """Where the latest process of the run began. What was before it is another run to a judge of waits."""
     is_device_assumed: bool = False
-    """The configuration says `auto`, and this machine was asked what that is."""
+    """No file says on what it ran, so it is taken for an accelerator."""
 
     @property
     def shares_cores(self) -> bool:

@@ -10,6 +10,7 @@ import yaml
 
 from trainer.advise.facts import Setup, StepLine, TraceFacts
 from trainer.config.convert import to_run_config
+from trainer.telemetry.environment import latest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -45,6 +46,8 @@ def read_setup(run_dir: Path) -> Setup:
         raise NotARun(f"{path} holds no configuration; is {run_dir} a run directory?")
     # Keys that this version does not know (any more) are passed over: the run was allowed to have them.
     cfg, _ = to_run_config(data)
+    ran_on = latest(run_dir / "environment.jsonl")
+    device, resumed = str(ran_on.get("device", cfg.device.name)), ran_on.get("resumed_from_step")
     return Setup(
         num_ranks=cfg.learner.num_ranks,
         num_replicas=cfg.rollout.num_replicas,
@@ -54,8 +57,10 @@ def read_setup(run_dir: Path) -> Setup:
         group_size=cfg.rollout.group_size,
         max_num_seqs=cfg.rollout.max_num_seqs,
         sync_slots=cfg.weight_sync.num_slots,
-        device_name=cfg.device.name,
+        device_name=device,
         takes_turns=cfg.mode.shares_devices,
+        is_device_assumed=device == "auto",
+        resumed_from_step=resumed if isinstance(resumed, int) else 0,
     )
 
 

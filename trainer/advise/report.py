@@ -37,7 +37,7 @@ def in_words(diagnosis: Diagnosis, setup: Setup) -> str:
         "",
         f"Time of a step if only learning counted: {_s(found.learning_s)}; if only generation counted: {generation}.",
     ]
-    if found.generation_s is not None:
+    if found.generation_s is not None and not setup.takes_turns:
         best = "" if found.generation_full_s is None else " at the full rate"
         times = found.step_s / max(found.floor_s, 1e-9)
         lines.append(f"The steps took {times:.2f} times the larger of learning and generation{best}.")

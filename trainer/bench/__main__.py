@@ -38,9 +38,10 @@ from trainer.advise.reading import spans_of
 from trainer.bench.cases import BadCase, Case, overrides_of, parse_case, with_overrides
 from trainer.bench.figures import Measure, TooShort, figures_of, start_up, timeline_of
 from trainer.bench.plot import can_plot, plot
-from trainer.bench.report import OtherWorkload, Results, devices, figures_as_values, table, versions
+from trainer.bench.report import OtherWorkload, Results, devices, figures_as_values, table
 from trainer.bench.runs import Ended, output_of, run_case
 from trainer.bench.workload import WORKLOADS, run_config, workload, write_inputs
+from trainer.telemetry.environment import versions
 from weight_sync.bench.shapes import MODELS
 
 if TYPE_CHECKING:

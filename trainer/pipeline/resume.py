@@ -65,7 +65,11 @@ def find_resume(cfg: RunConfig, directory: Path | None) -> Resumed | None:
 def go_on_from(resumed: Resumed, directory: Path) -> None:
     """Make the checkpoint the one that `directory`, the `checkpoints` of the run directory, goes on from. Call it once
     that directory is ours, before anything is written to it."""
-    log.info("going on from %s", resumed.path)
+    buffer = resumed.state["buffer"]
+    anew = f"{len(buffer['prompts'])} groups that were under way begin anew"
+    if "num_finished" in buffer:
+        anew += f", {buffer['num_finished']} of them had been finished"
+    log.info("going on from %s; %s", resumed.path, anew)
     left = checkpoint.abandon(directory, going_on_from=resumed.path)
     if left:
         names = ", ".join(path.name for path in left)

@@ -35,6 +35,7 @@ from trainer.pipeline.state import RunState
 from trainer.pipeline.stepping import rescue
 from trainer.pipeline.supervise import Supervisor
 from trainer.pipeline.sync_pump import SyncPump
+from trainer.telemetry import environment
 from trainer.telemetry.summary import ExitReason, Summary, write_summary
 
 if TYPE_CHECKING:
@@ -82,6 +83,8 @@ def run(cfg: RunConfig, *, started_at: float) -> int:
             telemetry.opened(cfg, run_dir, console, resume_step=resume_step) as sinks,
             _summary(cfg, state, run_dir),
         ):
+            started = environment.describe(device=checked.backend.name, resumed_from_step=resume_step)
+            environment.append(run_dir.environment, started)
             sinks.progress.note(f"run directory: {run_dir.path}")
             sinks.progress.note(f"objective: {describe_objective(cfg.algorithm)}")
             sinks.progress.note(f"rollout: {describe_rollout(cfg)}")

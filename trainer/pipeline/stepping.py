@@ -146,7 +146,13 @@ def _surroundings(parts: Parts, groups: Sequence[Group]) -> dict[str, object]:
     stats = parts.buffer.stats()
     record = {
         **buffer_record(stats),
-        **parts.flow.step_record(groups, num_replicas=parts.cfg.rollout.num_replicas, slot_wait_s=stats.slot_wait_s),
+        **parts.flow.step_record(
+            groups,
+            num_replicas=parts.cfg.rollout.num_replicas,
+            slot_wait_s=stats.slot_wait_s,
+            engine_times=parts.workers.engine_times,
+            lost_engines=parts.workers.lost_engines,
+        ),
         "telemetry/sink_errors": telemetry.writer.num_errors,
         "telemetry/trace_dropped": telemetry.tracer.num_dropped,
     }

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from rollout.buffer.items import WorkItem
+    from rollout.engine.base import EngineTimes
     from rollout.load_watch import LoadReport, ReplicaLoad
     from rollout.types import Group, Prompt, SamplingParams, Trajectory
     from trainer.pipeline.sync_pump import AwaitEngine
@@ -114,6 +115,8 @@ class WorkerPool:
         self._has_live.set()
         self.load_record: dict[str, float] = {}
         """Metrics of the engines' load as they were last; empty before the first look."""
+        self.engine_times: dict[str, EngineTimes] = {}
+        """Replica -> for how long it has had requests, as it said last."""
         self.lost_engines: dict[str, str] = {}
         """Replica -> why some worker gave it up, by the last look. Replaced ones are not in it."""
 
@@ -245,6 +248,7 @@ class WorkerPool:
                 log.warning("%s did not say how busy the engines are: %s", worker.name, one_line(first_cause(report)))
         good = [report for report in reports if not isinstance(report, BaseException)]
         self.load_record = load_record(good) if good else {}
+        self.engine_times |= engine_times(good)
         if num_replaced == self._num_replaced:  # else what was said may be of an engine that is gone
             given_up = ((name, reason) for report in good for name, reason in report.quarantined.items())
             self.lost_engines = {name: f"lost ({reason})" for name, reason in given_up}
@@ -337,6 +341,18 @@ def load_record(reports: Sequence[LoadReport]) -> dict[str, float]:
         record[f"engine/in_flight/{name}"] = sum(share.in_flight for share in shares)
         record |= _said(name, shares)
     return record
+
+
+def engine_times(reports: Sequence[LoadReport]) -> dict[str, EngineTimes]:
+    """Of every replica that has said something what was said last, by its latest engine. Pure."""
+    found: dict[str, EngineTimes] = {}
+    for load, name in ((seen.load, name) for report in reports for name, seen in report.replicas.items()):
+        if load is None or load.times is None:
+            continue
+        other = found.get(name)
+        if other is None or (load.times.began_at, load.times.up_s) > (other.began_at, other.up_s):
+            found[name] = load.times
+    return found
 
 
 def _said(name: str, shares: Sequence[ReplicaLoad]) -> dict[str, float]:

@@ -18,6 +18,7 @@ from trainer.planning.model import model_shape
 from trainer.planning.plan import plan_run, problems
 from trainer.planning.report import in_words
 from trainer.planning.sizes import GIB, Device
+from weight_sync.device.host_memory import host_memory
 
 if TYPE_CHECKING:
     from rollout.prompts.source import PromptSet
@@ -28,13 +29,17 @@ if TYPE_CHECKING:
 def dry_run(cfg: RunConfig, *, device_memory_gib: float | None) -> None:
     """
     Args:
-        device_memory_gib: plan for devices of this size that need not be here; None asks the device layer.
+        device_memory_gib: plan for devices of this size that need not be here; None asks the device layer and, where
+            Ray is started on this host, its memory.
 
     Raises:
         ConfigurationError, DataError: the run would be refused, or does not fit; the plan is printed all the same.
     """
+    host_bytes = None
     if device_memory_gib is None:
         device, prompts = _here(cfg)
+        if cfg.ray.address == "local":
+            _, host_bytes = host_memory()
     else:
         check_own_functions(cfg)
         check_agent(cfg)
@@ -53,6 +58,7 @@ def dry_run(cfg: RunConfig, *, device_memory_gib: float | None) -> None:
         device,
         critic=critic,
         prompt_tokens=float(np.mean([len(prompt.token_ids) for prompt in prompts.prompts])),
+        host_bytes=host_bytes,
     )
     sys.stdout.write(f"objective: {describe_objective(cfg.algorithm)}\n")
     if cfg.algorithm.uses_critic:

@@ -130,6 +130,30 @@ def learner_parts(shape: ModelShape, plan: LearnerPlan) -> tuple[Part, ...]:
     return (*parts, *_more_models(shape, plan))
 
 
+def host_parts(shape: ModelShape, plan: LearnerPlan) -> tuple[Part, ...]:
+    """What one rank keeps in host memory instead of its device."""
+    n, b, parts = plan.num_ranks, plan.compute_bytes, list[Part]()
+    trained, frozen = shape.num_trained_params, shape.num_params if shape.num_adapter_params else 0
+    if plan.cpu_offload:
+        nbytes = _share(trained * (MASTER_BYTES + MOMENTS_BYTES + GRADIENT_BYTES) + frozen * b, n)
+        remedy = "learner.cpu_offload=false, with more learner.num_ranks"
+        name = "masters, moments and gradients" if not frozen else "adapters' state, frozen weights"
+        parts.append(Part(name=name, nbytes=nbytes, remedy=remedy))
+    if plan.has_reference and not frozen and plan.reference_cpu_offload:
+        remedy = "learner.reference_cpu_offload=false"
+        parts.append(Part(name="reference", nbytes=_share(shape.num_params * b, n), remedy=remedy))
+    if plan.critic is not None and plan.critic_cpu_offload:
+        nbytes = _share(_critic_params(plan.critic) * (MASTER_BYTES + MOMENTS_BYTES + GRADIENT_BYTES), n)
+        remedy = "critic.cpu_offload=false or critic.shared_backbone=true"
+        parts.append(Part(name="critic with its gradients", nbytes=nbytes, remedy=remedy))
+    return tuple(parts)
+
+
+def _critic_params(critic: ModelShape) -> int:
+    """A value head in the place of the output matrix."""
+    return critic.num_params - critic.num_head_params + critic.hidden_size + 1
+
+
 def _more_models(shape: ModelShape, plan: LearnerPlan) -> list[Part]:
     """Reference and critic."""
     parts: list[Part] = []
@@ -138,7 +162,7 @@ def _more_models(shape: ModelShape, plan: LearnerPlan) -> list[Part]:
         remedy = "learner.reference_cpu_offload=true"
         parts.append(Part(name="reference", nbytes=nbytes, remedy=remedy, is_state=True))
     if plan.critic is not None and not plan.critic_cpu_offload:
-        num_params = plan.critic.num_params - plan.critic.num_head_params + plan.critic.hidden_size + 1
+        num_params = _critic_params(plan.critic)
         state = _share(num_params * (MASTER_BYTES + MOMENTS_BYTES), plan.num_ranks)
         gradients = _share(num_params * GRADIENT_BYTES, plan.num_ranks)
         remedy = "critic.cpu_offload=true or critic.shared_backbone=true"

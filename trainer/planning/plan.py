@@ -9,7 +9,7 @@ from trainer.config.errors import Problem
 from trainer.config.estimators import traits_of
 from trainer.config.validate_mode import pairing_problems
 from trainer.planning.engine import EngineMemory, EnginePlan, engine_memory
-from trainer.planning.learner import LearnerPlan, arena_bytes, learner_parts
+from trainer.planning.learner import LearnerPlan, arena_bytes, host_parts, learner_parts
 from trainer.planning.schedule import StepWork, SyncTraffic, step_work, sync_traffic
 from trainer.planning.sizes import GIB, Device, ModelShape, Part, least, total
 
@@ -28,6 +28,10 @@ class RunPlan:
     shape: ModelShape
     device: Device
     learner: tuple[Part, ...]
+    host: tuple[Part, ...]
+    """What one learner rank keeps in host memory; on a CPU that is the device."""
+    host_bytes: int | None
+    """Of the host that has all ranks; None if they may be on several, or elsewhere."""
     engine: EngineMemory
     sync: SyncTraffic
     work: StepWork
@@ -47,22 +51,35 @@ class RunPlan:
 
 
 def plan_run(
-    cfg: RunConfig, shape: ModelShape, device: Device, *, critic: ModelShape | None, prompt_tokens: float
+    cfg: RunConfig,
+    shape: ModelShape,
+    device: Device,
+    *,
+    critic: ModelShape | None,
+    prompt_tokens: float,
+    host_bytes: int | None = None,
 ) -> RunPlan:
     """
     Args:
         critic: of a critic with its own backbone.
         prompt_tokens: mean length of the training prompts.
+        host_bytes: memory of the host that has all ranks; None if that is not known.
     """
     rollout, tp = cfg.rollout, cfg.rollout.tensor_parallel_size
     group = rollout.group_size + traits_of(cfg.algorithm).greedy_baseline
     answers = cfg.trainer.groups_per_step * rollout.group_size
     num_slots = (cfg.mode.max_staleness + 1) * cfg.trainer.groups_per_step
     learner = learner_plan(cfg, shape, device, critic=critic)
+    is_paired = cfg.mode.shares_devices and not device.is_shared
+    on_device, on_host = learner_parts(shape, learner), host_parts(shape, learner)
+    if is_paired and (moved := _moved(on_device)).nbytes:
+        on_host = (*on_host, moved)
     return RunPlan(
         shape=shape,
         device=device,
-        learner=learner_parts(shape, learner),
+        learner=on_device,
+        host=on_host,
+        host_bytes=host_bytes,
         engine=engine_memory(shape, engine_plan(cfg, device), device),
         sync=sync_traffic(
             shape,
@@ -81,8 +98,14 @@ def plan_run(
         num_slots=num_slots,
         num_answers=num_slots * group,
         arena_bytes=arena_bytes(shape, learner),
-        is_paired=cfg.mode.shares_devices and not device.is_shared,
+        is_paired=is_paired,
     )
+
+
+def _moved(parts: tuple[Part, ...]) -> Part:
+    nbytes = sum(part.nbytes for part in parts if part.is_state)
+    remedy = "mode: async or sync, with devices of their own for the learner"
+    return Part(name="the learner, while engines compute", nbytes=nbytes, remedy=remedy)
 
 
 def learner_plan(cfg: RunConfig, shape: ModelShape, device: Device, *, critic: ModelShape | None) -> LearnerPlan:
@@ -124,26 +147,31 @@ def problems(plan: RunPlan, cfg: RunConfig) -> list[Problem]:
     if not plan.device.is_shared:
         found += pairing_problems(cfg)
     if plan.device.is_shared:
-        needed = cfg.learner.num_ranks * least(plan.learner) + (
+        needed = cfg.learner.num_ranks * least((*plan.learner, *plan.host)) + (
             cfg.rollout.num_replicas * cfg.rollout.tensor_parallel_size * least(plan.engine.parts)
         )
-        found += _too_large("this host", needed, (*plan.learner, *plan.engine.parts), plan.device)
+        parts = (*plan.learner, *plan.host, *plan.engine.parts)
+        found += _too_large("this host", needed, parts, plan.device.total_bytes)
     else:
-        found += _too_large("a learner device", least(plan.learner), plan.learner, plan.device)
+        found += _too_large("a learner device", least(plan.learner), plan.learner, plan.device.total_bytes)
+        if plan.host_bytes is not None:
+            parts = plan.host * cfg.learner.num_ranks
+            found += _too_large("the memory of this host", least(parts), parts, plan.host_bytes)
     return [*found, *_engine_problems(plan, cfg)]
 
 
-def _too_large(where: str, needed: int, parts: tuple[Part, ...], device: Device) -> list[Problem]:
-    if needed <= device.total_bytes:
+def _too_large(where: str, needed: int, parts: tuple[Part, ...], total_bytes: int) -> list[Problem]:
+    if needed <= total_bytes:
         return []
     by_remedy = {part.remedy: [other for other in parts if other.remedy == part.remedy] for part in parts}
     remedy, largest = max(by_remedy.items(), key=lambda item: sum(part.least_bytes for part in item[1]))
-    names, nbytes = ", ".join(part.name for part in largest), sum(part.nbytes for part in largest)
+    names = ", ".join(dict.fromkeys(part.name for part in largest))
+    nbytes = sum(part.nbytes for part in largest)
     return [
         Problem(
             key=remedy.split(":")[0].split("=")[0],
             got=f"{gib(total(parts))} for {where}",
-            allowed=f"{where} has {gib(device.total_bytes)}; most of it is for {names}: {gib(nbytes)}",
+            allowed=f"{where} has {gib(total_bytes)}; most of it is for {names}: {gib(nbytes)}",
             do=remedy,
         )
     ]

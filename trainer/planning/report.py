@@ -57,12 +57,23 @@ def _memory(plan: RunPlan, cfg: RunConfig) -> list[str]:
         lines.append(
             f"  Assumed workspace of the engine: {gib(workspace_bytes(plan.device))}; it measures its own at the start."
         )
+    if plan.host:
+        lines += _host(plan, cfg)
     if plan.is_paired:
         lines.append(
-            f"  To the host and back at every step: {gib(plan.moved_bytes)} per device, in as much host memory; at "
+            f"  To the host and back at every step: {gib(plan.moved_bytes)} per device, at "
             f"least {2 * plan.moved_bytes / HOST_BYTES_PER_S:.2g} s at {HOST_BYTES_PER_S / 1e9:.0f} GB/s."
         )
     return [*lines, "  ~ marks an estimate, which may be off by half; attention is taken to keep no scores.", ""]
+
+
+def _host(plan: RunPlan, cfg: RunConfig) -> list[str]:
+    """Host memory is asked for by all ranks of a host together."""
+    has = "" if plan.host_bytes is None else f" of {gib(plan.host_bytes)}"
+    ranks = cfg.learner.num_ranks
+    together = f"  {f'{ranks} ranks together':<34}{gib(ranks * total(plan.host)):>12}{has}"
+    rows = [f"  {part.name:<34}{gib(part.nbytes):>12}" for part in plan.host]
+    return ["Host memory per learner rank", *rows, *([together] if ranks > 1 or has else [])]
 
 
 def engine_parts(plan: RunPlan) -> tuple[Part, ...]:

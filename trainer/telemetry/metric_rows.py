@@ -136,7 +136,7 @@ METRICS: tuple[MetricInfo, ...] = (
     _row(
         "perf/engines_busy_frac",
         "fraction",
-        "Utilisation of the engines: share of their time in which they had at least one group.",
+        "Utilisation of the engines: share of their time in which they had a request inside.",
         "near 1",
     ),
     _row("perf/groups_running", "groups", "Groups with the engines (rewards included), mean over the time.", "steady"),
@@ -156,7 +156,8 @@ METRICS: tuple[MetricInfo, ...] = (
     _row(
         "wait/engines_idle_s",
         "s",
-        "Time that an engine had no group, mean over all engines. Short pauses for commits are in sync/pause_s.",
+        "Time that an engine had no request inside, mean over all engines, lost ones included. Engines measure it, and "
+        "are asked once a second: of a step shorter than that it is the mean of a second. Pauses are in sync/pause_s.",
         "< 5% of perf/step_s, but with S = 0",
     ),
     _row(
@@ -217,17 +218,23 @@ METRICS: tuple[MetricInfo, ...] = (
     _row("engine/limit/*", "requests", "Most requests that the engine is sent at once, now.", "steady"),
     _row("engine/in_flight/*", "requests", "Requests of training that the engine has.", "near engine/limit"),
     _row("engine/running/*", "requests", "Requests in the engine's batch.", "<= rollout.max_num_seqs"),
-    _row("engine/waiting/*", "requests", "Requests that wait inside the engine.", "0, but for a moment"),
+    _row(
+        "engine/waiting/*",
+        "requests",
+        "Requests that wait inside the engine; they count as running unless it reports its load.",
+        "0, but for a moment",
+    ),
     _row(
         "engine/kv_usage_frac/*",
         "fraction",
-        "KV cache that running requests hold; with rollout.concurrency=adaptive.",
+        "KV cache that running requests hold; with rollout.report_load or concurrency=adaptive.",
         "0.5 .. 0.95",
     ),
     _row(
         "engine/preemptions/*",
         "requests",
-        "Requests that lost their cache to others since the engine began; with rollout.concurrency=adaptive.",
+        "Requests that lost their cache to others since the engine began; with rollout.report_load or "
+        "concurrency=adaptive.",
         "grows rarely",
     ),
     _row("sync/replicas_live", "replicas", "Engines with the new version.", "rollout.num_replicas"),

@@ -29,6 +29,7 @@ class RunDir:
     def __init__(self, path: Path, lock: TextIOWrapper) -> None:
         self.path = path
         self.config = path / "config.yaml"
+        self.environment = path / "environment.jsonl"
         self.metrics = path / "metrics.jsonl"
         self.evaluations = path / "evaluations.jsonl"
         self.trajectories = path / "trajectories"
@@ -36,7 +37,6 @@ class RunDir:
         self.checkpoints = path / "checkpoints"
         self.tensorboard = path / "tb"
         self.wandb_run_id = path / "wandb_run_id"
-        self.report = path / "report.html"
         self.log = path / "log.txt"
         self.summary = path / "summary.json"
         self.export = path / "export"

@@ -6,6 +6,7 @@ Pure, but for `temporary_environment`.
 from __future__ import annotations
 
 import os
+import re
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from weight_sync.device.base import EnvVar
+
+TELLING = (
+    "ASCEND_", "CUBLAS_", "CUDA_", "CUDNN_", "GLOO_", "HCCL_", "HIP_", "HSA_", "KMP_", "MKL_", "NCCL_", "OMP_",
+    "PYTORCH_", "RAY_", "RCCL_", "ROCR_", "TANDEM_", "TORCH", "TRITON_", "UCX_", "VLLM_",
+)  # fmt: skip
+"""Beginnings of the names of variables that change how a process computes or communicates."""
+SECRET = re.compile("AUTH|CREDENTIAL|HEADERS|JSON|KEY|PASSW|PASSPHRASE|RUNTIME_ENV|SECRET|TOKEN$")
+"""Parts of names whose values nobody is to show."""
 
 
 def merge_env(defaults: tuple[EnvVar, ...], user: Mapping[str, str], inherited: Mapping[str, str]) -> dict[str, str]:
@@ -51,6 +60,13 @@ def _complaint(var: EnvVar, found: str | None) -> str:
             f"`export {var.name}={var.value}`, then `ray start` again"
         )
     return f"{var.name} should be {var.value!r}, {got} ({var.why}); set it in `device.env`"
+
+
+def telling_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Those that change how a process computes or communicates, by name, without secrets: for a record of a run."""
+    telling = (name for name in environ if name.startswith(TELLING))
+    names = sorted(name for name in telling if not SECRET.search(name.upper()))
+    return {name: environ[name] for name in names}
 
 
 def is_true(value: str | None) -> bool:

@@ -20,7 +20,7 @@ from rollout.types import Completion, SamplingParams
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Container, Iterator, Sequence
 
-    from rollout.engine.base import Engine, InFlight
+    from rollout.engine.base import Engine, EngineTimes, InFlight
 
 PROMPT = np.array([3, 4, 5], np.int32)
 
@@ -114,6 +114,27 @@ class EngineContract:
         load = engine.load()
         assert (load.running, load.waiting) == (0, 0)
         assert load.kv_usage_frac in (None, 0.0)
+
+    async def test_it_knows_for_how_long_it_had_requests(self, engine: Engine) -> None:
+        def times() -> EngineTimes:
+            found = engine.load().times
+            assert found is not None
+            return found
+
+        before = times()
+        params = SamplingParams(max_tokens=self.long_tokens, seed=1)
+        running = [asyncio.ensure_future(collect(engine, f"busy-{i}", params)) for i in range(2)]
+        while not engine.load().running:
+            await asyncio.sleep(0)
+        during = times()
+        await asyncio.gather(*running)
+        after = times()
+        assert before.busy_s <= during.busy_s < after.busy_s
+        assert after.busy_s - before.busy_s <= after.up_s - before.up_s
+        await asyncio.sleep(0.05)
+        later = times()
+        assert later.busy_s == after.busy_s, "it had nothing to do"
+        assert later.up_s > after.up_s and later.began_at == before.began_at
 
     async def test_every_token_carries_the_version_that_sampled_it(self, engine: Engine) -> None:
         first = engine.version

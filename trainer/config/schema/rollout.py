@@ -49,6 +49,12 @@ class RolloutConfig:
         "`fixed`. Shared out evenly over the rollout workers.",
         ge=1,
     )
+    report_load: bool = key(
+        False,
+        "Engines report the use of their KV cache, preemptions and what waits inside them (`engine/kv_usage_frac/*`, "
+        "`engine/preemptions/*`, `engine/waiting/*`), which costs their front end some time in every step. "
+        "`concurrency=adaptive` always needs it.",
+    )
     repack_below: int | None = key(
         None,
         "When nothing waits to be sent, an engine with fewer requests than this hands them over to fuller ones that "

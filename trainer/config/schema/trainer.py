@@ -17,7 +17,9 @@ class TrainerConfig:
         "for the next live version after it. 0 turns periodic evaluation off.",
         ge=0,
     )
-    eval_at_start: bool = key(True, "Evaluate version 0 (or the resumed version) before the first step.")
+    eval_at_start: bool = key(
+        True, "Evaluate version 0 (or the resumed version) first, beside training unless `eval_blocking`."
+    )
     eval_at_end: bool = key(True, "Evaluate the last version.")
     eval_samples: int = key(1, "Answers per held-out prompt in an evaluation.", ge=1)
     eval_temperature: float = key(0.0, "Sampling temperature of evaluations; 0 is greedy.", ge=0)

@@ -447,6 +447,7 @@ def test_a_checkpoint_owes_every_prompt_that_its_steps_did_not_train() -> None:
         buffer.filter(filtered.group_id, "zero_variance")
         buffer.admit(prompt("queued"))
         state = json.loads(json.dumps(buffer.state_dict(1)))
+        assert state["num_finished"] == 2, "taken and ready: their answers are lost"
 
         resumed = new_buffer(groups_per_step=1, max_staleness=1, version=1)
         resumed.load_state_dict(state, prompt)

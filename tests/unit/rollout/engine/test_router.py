@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollout.engine.router import NoReplica, Router
+from rollout.engine.router import NoReplica, Router, order_of
 
 
 def test_a_new_group_goes_to_the_replica_with_fewest_outstanding_tokens() -> None:
@@ -104,3 +104,25 @@ def test_a_new_engine_is_not_set_aside() -> None:
     assert router.in_service == ["a", "b"]
     with pytest.raises(ValueError, match="unknown replica 'c'"):
         router.set_aside("c")
+
+
+@pytest.mark.parametrize(
+    ("num_replicas", "num_workers", "groups_each"),
+    [(16, 16, 4), (16, 4, 8), (4, 16, 1), (2, 8, 3), (6, 4, 3), (3, 1, 7), (1, 5, 2)],
+)
+def test_workers_that_know_nothing_of_each_other_spread_their_groups(
+    num_replicas: int, num_workers: int, groups_each: int
+) -> None:
+    names = [f"e{i}" for i in range(num_replicas)]
+    sent = dict.fromkeys(names, 0)
+    for worker in range(num_workers):
+        order = order_of(names, worker=worker, num_workers=num_workers)
+        assert sorted(order) == sorted(names)
+        router = Router(order)
+        for group in range(groups_each):
+            replica = router.route(f"{worker}-{group}", 4096)
+            assert replica is not None
+            sent[replica] += 1
+    fair = num_workers * groups_each / num_replicas
+    assert min(sent.values()) >= fair - 1
+    assert max(sent.values()) <= fair + 1

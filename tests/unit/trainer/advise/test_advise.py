@@ -215,6 +215,9 @@ def test_every_split_uses_all_devices_and_none_is_better() -> None:
 
 def test_shared_cores_are_not_divided() -> None:
     assert advice(9.0, 3.0, setup=replace(SETUP, device_name="cpu")).recommendation.keys == {}
+    turns = replace(SETUP, max_staleness=0)
+    assert advice(9.0, 3.0, setup=turns).recommendation.keys == {"mode.max_staleness": 1}
+    assert advice(9.0, 3.0, setup=replace(turns, device_name="cpu")).recommendation.keys == {}
 
 
 def test_two_devices_cannot_be_divided_otherwise() -> None:
@@ -255,9 +258,35 @@ def test_taking_turns_is_compared_with_devices_of_their_own() -> None:
     assert uneven.findings.splits[0] == Split(num_ranks=1, num_replicas=3, step_s=pytest.approx(12.0))
     slow_turns = [replace(line, step_s=16.0, engines_idle_s=3.0 + 4.0) for line in taking_turns(9.0, 3.0)]
     lost = diagnose(slow_turns, setup, trace=None)
-    assert lost.recommendation.keys == {"learner.num_ranks": 1, "rollout.num_replicas": 3}
-    assert lost.recommendation.step_s == pytest.approx(12.0) and "mode=async" in lost.recommendation.why
+    assert lost.recommendation.keys == {
+        "mode": "async", "mode.max_staleness": 1, "learner.num_ranks": 1, "rollout.num_replicas": 3,
+    }  # fmt: skip
+    assert lost.recommendation.step_s == pytest.approx(12.0)
     assert "take turns" in in_words(lost, setup)
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "step_s", "wait_s", "sync_s", "idle_s", "learn_s", "full_s", "measured_s"),
+    [(2, 25.23, 15.90, 0.72, 10.80, 7.93, 4.95, 15.51), (4, 36.2, 23.3, 1.75, 20.0, 10.2, 6.2, 20.5)],
+)
+def test_of_runs_that_were_measured_it_says_what_devices_of_their_own_gave(
+    num_devices: int, step_s: float, wait_s: float, sync_s: float, idle_s: float, learn_s: float, full_s: float,
+    measured_s: float,
+) -> None:  # fmt: skip
+    """W1 with 3B on two and with 7B on four H200s, colocated, then asynchronous with as many on each side
+    (docs/benchmarks.md)."""
+    setup = replace(SETUP, num_ranks=num_devices, num_replicas=num_devices, max_staleness=0, takes_turns=True)
+    line = StepLine(
+        step=0, step_s=step_s, learner_s=learn_s, data_wait_s=wait_s, sync_wait_s=sync_s, pack_s=0.0,
+        engines_idle_s=idle_s, slot_wait_s=0.0, forced_wait_s=0.0,
+    )  # fmt: skip
+    trace = TraceFacts(engines_idle_s=0.0, evaluation_s=0.0, generation_full_s=full_s)
+    found = diagnose([replace(line, step=step) for step in range(SURE_STEPS)], setup, trace=trace)
+    keys, half = found.recommendation.keys, num_devices // 2
+    assert (keys["mode"], keys["learner.num_ranks"], keys["rollout.num_replicas"]) == ("async", half, half)
+    assert keys["mode.max_staleness"] in (2, 3), "2 was enough"
+    assert found.recommendation.step_s == pytest.approx(measured_s, rel=0.05)
+    assert "mode=async mode.max_staleness=" in in_words(found, setup)
 
 
 def test_without_idle_times_the_generation_bound_is_unknown() -> None:
@@ -270,5 +299,5 @@ def test_without_idle_times_the_generation_bound_is_unknown() -> None:
 def test_the_first_steps_are_left_out_and_a_few_say_nothing() -> None:
     lines = play(9.0, 3.0)[0]
     assert [line.step for line in steady(lines[:7][::-1], max_staleness=1)] == [4, 5, 6, 7]
-    with pytest.raises(TooFewSteps, match="5 steps were recorded"):
+    with pytest.raises(TooFewSteps, match="5 steps since the start were recorded"):
         steady(lines[:5], max_staleness=1)

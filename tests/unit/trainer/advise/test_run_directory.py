@@ -15,6 +15,7 @@ from trainer.advise.diagnosis import diagnose, steady
 from trainer.advise.reading import idle_seconds, read_lines, read_trace, spans_of
 from trainer.config.convert import to_plain
 from trainer.config.schema import RunConfig
+from trainer.telemetry.environment import append, describe
 from trainer.telemetry.spans import Tracer
 
 if TYPE_CHECKING:
@@ -138,16 +139,32 @@ def test_a_summary_tells_that_the_run_is_over(
     assert json.loads(capsys.readouterr().out)["num_steps"] == last - 3
 
 
-def test_an_automatic_device_is_asked_for_or_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_run(tmp_path / "run")
-    path = tmp_path / "run" / "config.yaml"
+def test_the_run_says_on_what_device_it_ran(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = tmp_path / "run"
+    write_run(run_dir)
+    path = run_dir / "config.yaml"
     path.write_text(path.read_text().replace("name: cuda", "name: auto"))
-    assert main([str(tmp_path / "run")]) == 0
-    assert "is taken for" in capsys.readouterr().out
-    assert main([str(tmp_path / "run"), "--device", "cpu"]) == 0
+    assert main([str(run_dir)]) == 0
+    assert "an accelerator is assumed" in capsys.readouterr().out
+    append(run_dir / "environment.jsonl", describe(device="cpu", resumed_from_step=None))
+    assert main([str(run_dir)]) == 0
     assert "share the cores of this machine" in capsys.readouterr().out
-    assert main([str(tmp_path / "run"), "--device", "cuda"]) == 0
-    assert "rollout.num_replicas=6" in capsys.readouterr().out
+    append(run_dir / "environment.jsonl", describe(device="cuda", resumed_from_step=None))
+    assert main([str(run_dir)]) == 0
+    found = capsys.readouterr().out
+    assert "rollout.num_replicas=6" in found
+    assert "assumed" not in found
+
+
+def test_what_was_before_a_resume_does_not_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = tmp_path / "run"
+    write_run(run_dir)
+    append(run_dir / "environment.jsonl", describe(device="cuda", resumed_from_step=30))
+    assert main([str(run_dir), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_steps"] == 10 - 3
+    append(run_dir / "environment.jsonl", describe(device="cuda", resumed_from_step=38))
+    assert main([str(run_dir)]) == 1
+    assert "2 steps since the start were recorded" in capsys.readouterr().err
 
 
 def test_what_is_no_run_ends_with_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

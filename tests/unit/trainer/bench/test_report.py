@@ -10,7 +10,7 @@ from tests.unit.trainer.bench.test_figures import HOW, SYNC, sync_run
 from trainer.bench.__main__ import EXIT_DONE, EXIT_USAGE, examine, main
 from trainer.bench.figures import figures_of, timeline_of
 from trainer.bench.plot import can_plot, plot, steps_of
-from trainer.bench.report import OtherWorkload, Results, figures_as_values, table, versions
+from trainer.bench.report import OtherWorkload, Results, figures_as_values, table
 from trainer.bench.runs import Ended, output_of
 from trainer.bench.workload import workload
 from trainer.telemetry.spans import Tracer
@@ -64,11 +64,6 @@ def test_the_table_shows_bounds_ratio_and_failures() -> None:
     assert "10.00 (10.00-10.00)" in lines[1]
     assert "2.50" in lines[1].split()
     assert lines[2] == "FAILED async 2+2: exit code 1: no memory"
-
-
-def test_versions_name_what_ran() -> None:
-    found = versions()
-    assert {"python", "torch", "ray"} <= set(found)
 
 
 def write_run(run_dir: Path, num_steps: int) -> None:

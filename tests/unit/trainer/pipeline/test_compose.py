@@ -12,7 +12,7 @@ import pytest
 from tests.fakes.scripted_run import config
 from trainer.config.schema.model import LoraConfig
 from trainer.pipeline import compose
-from trainer.pipeline.compose import engine_spec, replace_engine, sleep_level, worker_spec
+from trainer.pipeline.compose import Actors, engine_spec, replace_engine, sleep_level, worker_spec
 from weight_sync.device.select import build, get_backend
 
 
@@ -47,6 +47,27 @@ def test_engines_draw_from_the_seed_of_the_run_and_each_its_own_numbers() -> Non
 def test_requests_are_seeded_where_a_run_can_repeat_itself(staleness: int, wanted: bool | None, seeded: bool) -> None:
     cfg = config(mode={"max_staleness": staleness}, rollout={"seed_requests": wanted})
     assert worker_spec(cfg).seed_requests is seeded
+
+
+def test_workers_begin_with_different_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    orders: list[list[str]] = []
+    actor = SimpleNamespace(remote=lambda _spec, engines: orders.append(list(engines)))
+    monkeypatch.setattr(compose, "rollout_worker_actor", lambda: SimpleNamespace(options=lambda **_: actor))
+    placement: Any = SimpleNamespace(options=lambda _name: {})
+    cfg = config(rollout={"num_workers": 2, "num_replicas": 4})
+    engines = {f"replica_{i}": f"actor {i}" for i in range(4)}
+    compose.with_workers(cfg, placement, Actors(learner=None, engines=engines, workers=[]))  # type: ignore[arg-type]
+    compose.new_worker(cfg, placement, engines, index=1, name="rollout_worker_1_restart_1")
+    first, second, again = orders
+    assert (first[0], second[0]) == ("replica_0", "replica_2")
+    assert again == second, "one that is started again goes where its predecessor went"
+
+
+@pytest.mark.parametrize(
+    ("rollout", "reports"), [({}, False), ({"report_load": True}, True), ({"concurrency": "adaptive"}, True)]
+)
+def test_engines_report_their_load_where_somebody_looks_at_it(rollout: dict[str, Any], reports: bool) -> None:
+    assert spec_of(rollout=rollout).reports_load is reports
 
 
 def test_stops_reach_the_engines_and_the_workers() -> None:

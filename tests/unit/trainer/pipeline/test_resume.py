@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def save(directory: Path, step: int) -> Path:
     tmp = checkpoint.begin(directory, step)
     (tmp / "weights").write_bytes(b"w" * 100)
-    return checkpoint.commit(tmp, {"run": {"step": step}})
+    return checkpoint.commit(tmp, {"run": {"step": step}, "buffer": {"prompts": [{}, {}, {}], "num_finished": 2}})
 
 
 def resume(value: str, directory: Path) -> Any:
@@ -69,6 +69,7 @@ def test_an_older_checkpoint_of_the_same_run_leaves_the_later_ones_behind_and_sa
     with caplog.at_level("INFO"):
         go_on_from(resume(str(tmp_path / "step_10"), tmp_path), tmp_path)
     assert "going on from" in caplog.text and "step_40, step_50" in caplog.text
+    assert "3 groups that were under way begin anew, 2 of them had been finished" in caplog.text
     assert str(tmp_path / "abandoned") in caplog.text
     assert sorted(path.name for path in (tmp_path / "abandoned").iterdir()) == ["step_40", "step_50"]
     assert resume("auto", tmp_path).step == 10, "also before anything new is saved"

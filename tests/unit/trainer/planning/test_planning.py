@@ -122,6 +122,38 @@ def test_every_switch_moves_its_part(shape_7b: ModelShape) -> None:
     assert again == per_block + 28 * cfg.learner.max_tokens_per_micro_batch * 3584 * 2
 
 
+def on_host(found: plan.RunPlan) -> dict[str, int]:
+    return {part.name: part.nbytes for part in found.host}
+
+
+def test_what_leaves_a_device_is_found_in_host_memory(shape_7b: ModelShape) -> None:
+    assert on_host(planned(config(), shape_7b)) == {}
+    learner_keys = {"cpu_offload": True, "reference_cpu_offload": True}
+    algorithm = {"kl": replace(RunConfig().algorithm.kl, coef=0.1)}
+    cfg = config(learner=learner_keys, algorithm=algorithm, critic={"cpu_offload": True})
+    num_critic = NUM_7B - 152064 * 3584 + 3584 + 1
+    assert on_host(plan_run(cfg, shape_7b, BIG, critic=shape_7b, prompt_tokens=1.0)) == {
+        "masters, moments and gradients": 16 * NUM_7B // 4,
+        "reference": 2 * NUM_7B // 4,
+        "critic with its gradients": 16 * num_critic // 4,
+    }
+
+
+def test_host_memory_is_asked_for_by_all_ranks_together(shape_7b: ModelShape) -> None:
+    cfg = config(learner={"cpu_offload": True, "num_ranks": 2})
+
+    def with_host(host_gib: int) -> plan.RunPlan:
+        return plan_run(cfg, shape_7b, BIG, critic=None, prompt_tokens=1.0, host_bytes=host_gib * GIB)
+
+    assert problems(with_host(114), cfg) == [], "7.6 billion x 16 bytes are 113.5 GiB"
+    (problem,) = problems(with_host(113), cfg)
+    assert (problem.key, problem.got) == ("learner.cpu_offload", "113.48 GiB for the memory of this host")
+    assert str(problem).count("masters, moments and gradients") == 1
+    text = in_words(with_host(113), cfg)
+    assert "2 ranks together" in text and "113.48 GiB of 113.00 GiB" in text
+    assert problems(planned(cfg, shape_7b), cfg) == [], "somebody else's hosts may have any size"
+
+
 def test_a_shared_device_holds_either_side_and_the_arena(shape_7b: ModelShape) -> None:
     cfg = config(
         mode={"name": "colocated", "in_flight": "abort"},
@@ -131,6 +163,7 @@ def test_a_shared_device_holds_either_side_and_the_arena(shape_7b: ModelShape) -
     plan = planned(cfg, shape_7b)
     assert plan.is_paired
     assert plan.moved_bytes == 12 * NUM_7B // 4, "masters and two moments, no gradients"
+    assert on_host(plan) == {"the learner, while engines compute": plan.moved_bytes}
     assert plan.arena_bytes == 2 * NUM_7B // 4
     assert not plan.engine.is_staged
     assert problems(plan, cfg) == []
@@ -221,6 +254,9 @@ def test_processes_that_share_a_host_are_added_up(shape_7b: ModelShape) -> None:
     assert found.engine.kv_bytes == GIB
     assert problems(found, cfg), "4 ranks of 40 GiB and 4 engines of 30 GiB"
     assert not problems(planned(cfg, shape_7b, replace(host, total_bytes=2000 * GIB)), cfg)
+    least = plan.least(found.learner)
+    offloaded = planned(config(learner={"cpu_offload": True}), shape_7b, host)
+    assert plan.least((*offloaded.learner, *offloaded.host)) >= least, "there is nowhere else to go"
 
 
 def test_the_plan_in_words_names_what_decides(shape_7b: ModelShape) -> None:

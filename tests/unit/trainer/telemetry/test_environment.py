@@ -1,0 +1,76 @@
+"""environment.jsonl says what a run ran on and with, and keeps secrets to itself."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from trainer.telemetry import environment
+from trainer.telemetry.environment import append, describe, latest, versions
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def git(folder: Path, *arguments: str) -> str:
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    return subprocess.run(["git", *identity, *arguments], cwd=folder, check=True, capture_output=True, text=True).stdout
+
+
+def test_every_start_has_its_line_and_the_latest_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "environment.jsonl"
+    assert latest(path) == {}
+    append(path, describe(device="cpu", resumed_from_step=None))
+    append(path, describe(device="cuda", resumed_from_step=7))
+    assert [json.loads(line)["device"] for line in path.read_text().splitlines()] == ["cpu", "cuda"]
+    assert latest(path)["resumed_from_step"] == 7
+    assert latest(path)["versions"] == versions()
+
+
+def test_a_line_that_a_full_disk_cut_off_spoils_no_later_one(tmp_path: Path) -> None:
+    path = tmp_path / "environment.jsonl"
+    path.write_text('{"device": "cu')
+    append(path, describe(device="cpu", resumed_from_step=3))
+    assert latest(path)["resumed_from_step"] == 3
+
+
+@pytest.mark.parametrize("damaged", ['{"device": "cu', "[]", "\xff"])
+def test_a_damaged_file_tells_nothing(tmp_path: Path, damaged: str) -> None:
+    path = tmp_path / "environment.jsonl"
+    path.write_bytes(damaged.encode("latin-1"))
+    assert latest(path) == {}
+
+
+def test_variables_that_change_a_computation_are_told_and_secrets_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("TORCHINDUCTOR_FX_GRAPH_CACHE", "1")
+    monkeypatch.setenv("VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD", "256")
+    for secret in ("AUTH_TOKEN", "JOB_HEADERS", "JOB_CONFIG_JSON_ENV_VAR", "RUNTIME_ENV", "REDIS_PASSWORD"):
+        monkeypatch.setenv(f"RAY_{secret}", "hidden")
+    monkeypatch.setenv("VLLM_API_KEY", "hidden")
+    line = describe(device="cpu", resumed_from_step=None)
+    variables: Any = line["variables"]
+    assert (variables["NCCL_DEBUG"], variables["TORCHINDUCTOR_FX_GRAPH_CACHE"]) == ("INFO", "1")
+    assert variables["VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD"] == "256"
+    assert "HOME" not in variables
+    assert "hidden" not in json.dumps(line)
+
+
+def test_the_commit_is_that_of_the_checkout_of_this_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    git(tmp_path, "init", "-q")
+    (tmp_path / "file").write_text("one")
+    git(tmp_path, "add", "file")
+    git(tmp_path, "commit", "-qm", "one")
+    head = git(tmp_path, "rev-parse", "HEAD").strip()
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
+    assert versions()["commit"] == head
+    (tmp_path / "file").write_text("two")
+    assert versions()["commit"] == f"{head}-dirty"
+    inside = tmp_path / "site-packages"
+    inside.mkdir()
+    monkeypatch.setattr(environment, "ROOT", inside)
+    assert "commit" not in versions(), "an installed package is not of the checkout that it was installed in"
+    assert {"python", "torch", "ray"} <= set(versions())
