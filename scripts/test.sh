@@ -25,6 +25,7 @@ computing=(tests/integration/test_{fallback_vllm,learner_compile,learner_moe,lor
 whole_runs=(tests/e2e/test_{adapter_job,bad_input,bench,main_job}.py)
 part() { # LANE STAGE: `command` is what the lane does for it, if anything
   local pytest=(pytest -q -m "not gpu")
+  [ "$1" = front ] || pytest+=(--timeout 1200) # for tests without a limit of their own
   command=()
   case $1-$2 in
     front-lint) command=(bash -c "ruff check . && ruff format --check .") ;;
@@ -52,7 +53,7 @@ run_lane() { # LANE
     printf '\n\033[1m==> %s: %s\033[0m\n' "$stage" "${command[*]}"
     # In a session of its own, so that Ctrl-C reaches it once, from `stop`, and its tests can clean up. Where the kernel
     # shares the processor out by session, a priority counts inside one only; the session itself has another.
-    setsid bash -c '[ "$0" != back ] || { echo 10 >/proc/self/autogroup; } 2>/dev/null; exec "$@"' \
+    setsid bash -c '[ "$0" != back ] || { echo 3 >/proc/self/autogroup; } 2>/dev/null; exec "$@"' \
       "$1" env --default-signal=INT "${command[@]}" &
     child=$!
     if wait $child; then printf '%s passed in %s s\n' "$stage" $((SECONDS - begin)); else failed+=("$stage"); fi

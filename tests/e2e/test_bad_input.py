@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.fakes.learner import save_tiny
+from tests.fakes.patience import PATIENT_S
 from trainer.builtin.tokenizer import build_tokenizer
 from trainer.learner import checkpoint
 
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT_S = 120.0
 NUM_AT_A_TIME = 2
 MARK = "TANDEM_TEST_WORLD"
 """An environment variable by which every process that a run has started is found."""
@@ -302,7 +302,7 @@ def run_case(case: Case, world: World) -> Outcome:
             env=world.environment(),
             capture_output=True,
             text=True,
-            timeout=TIMEOUT_S,
+            timeout=PATIENT_S,
         )
         after = world.files()
     changed = dict(sorted(before.items() ^ after.items()))

@@ -57,6 +57,11 @@ def is_busy(run: TrainerProcess) -> bool:
     )
 
 
+def num_returned(run: TrainerProcess) -> int:
+    """Engines that took the place of a lost one; on a busy machine more than this test has stopped may have been."""
+    return run.text.count("is back with version")
+
+
 def groups_of(run: TrainerProcess) -> list[dict[str, Any]]:
     """All that were recorded."""
     files = sorted(run.run_dir.glob("trajectories/*.jsonl"))
@@ -83,7 +88,7 @@ def test_engine_and_rollout_worker_come_back_and_cost_no_group_and_the_loss_of_a
     run.until(lambda: is_busy(run))
 
     run.process("ray::EngineActor").kill()
-    run.until(lambda: "is back with version" in run.text)
+    run.until(lambda: num_returned(run) > 0)
     three_more_steps(run)
     run.until(lambda: [line["sync/replicas_live"] for line in run.lines[-2:]] == [2, 2])
     lines = run.lines
@@ -93,10 +98,11 @@ def test_engine_and_rollout_worker_come_back_and_cost_no_group_and_the_loss_of_a
     assert lines[-1]["engine/rescued_tokens"] > 0, "from what they had"
 
     run.until(lambda: is_busy(run))
+    rescued, num_returns = run.lines[-1]["engine/rescued_requests"], num_returned(run)
     run.process("EngineCore").suspend()  # it lives, and misses its weights
-    run.until(lambda: run.text.count("is back with version") == 2)
+    run.until(lambda: num_returned(run) > num_returns)
     three_more_steps(run)
-    assert run.lines[-1]["engine/rescued_requests"] > lines[-1]["engine/rescued_requests"]
+    assert run.lines[-1]["engine/rescued_requests"] > rescued, run.text[-8000:]
     assert run.lines[-1]["buffer/failed"] == 0
 
     run.process("ray::RolloutWorkerActor").kill()

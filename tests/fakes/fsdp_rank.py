@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tests.fakes.patience import PATIENT_S
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -115,7 +117,7 @@ class RankProcess:
         self.process.start()
         theirs.close()
 
-    def ask(self, method: str, *args: object, timeout_s: float = 120.0) -> Any:
+    def ask(self, method: str, *args: object, timeout_s: float = PATIENT_S) -> Any:
         with self._lock:
             self._pipe.send((method, args))
             if not self._pipe.poll(timeout_s):

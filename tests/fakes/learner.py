@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from tests.fakes.party_process import PRELOAD
+from tests.fakes.patience import PATIENT_S
 from trainer.config.schema import RunConfig
 from trainer.config.schema.algorithm import AlgorithmConfig
 from trainer.config.schema.learner import LearnerConfig
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 VOCAB = 61
-RANKS_TIMEOUT_S = 250.0
 MODELS = ["transformers.models.qwen2.modeling_qwen2", "torch.distributed.fsdp", "tests.fakes.learner"]
 """What every rank would import for several seconds. A test process has one fork server: where weight sync's tests have
 started it without these, ranks only start slower."""
@@ -187,12 +187,12 @@ def run_ranks(job: Callable[[Path], Any], directory: Path, *, world_size: int) -
     ranks = mp.start_processes(
         _rank_main, (world_size, job, directory), nprocs=world_size, join=False, start_method="forkserver"
     )
-    give_up = time.monotonic() + RANKS_TIMEOUT_S
+    give_up = time.monotonic() + PATIENT_S
     while not ranks.join(timeout=1.0):
         if time.monotonic() > give_up:
             for process in ranks.processes:
                 process.kill()
-            raise TimeoutError(f"{world_size} ranks were not done after {RANKS_TIMEOUT_S} s")
+            raise TimeoutError(f"{world_size} ranks were not done after {PATIENT_S} s")
     return [torch.load(directory / f"result_{rank}.pt", weights_only=False) for rank in range(world_size)]
 
 

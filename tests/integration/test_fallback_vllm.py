@@ -13,6 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from tests.fakes.patience import PATIENT_TEST_S
+
 pytest.importorskip("vllm", reason="the engine is an optional dependency")
 
 _ROOT = Path(__file__).parents[2]
@@ -48,7 +50,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], d
     }
     command = [sys.executable, "-m", "tests.fakes.vllm_fallback_worker", str(home), "fp8", "packed"]
     result = subprocess.run(
-        command, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False
+        command, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=PATIENT_TEST_S - 60.0, check=False
     )
     assert result.returncode == 0, (result.stdout + result.stderr)[-12000:]
     found = [json.loads(line) for line in result.stdout.splitlines() if line.startswith('{"case"')]
@@ -58,7 +60,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], d
 CASES = [(case, commit) for case in ("fp8", "packed") for commit in ("staged", "inplace")]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(PATIENT_TEST_S)
 @pytest.mark.parametrize("case", CASES)
 def test_synced_engine_equals_one_that_loaded_the_checkpoint(
     reports: dict[tuple[str, str], dict[str, Any]], case: tuple[str, str]

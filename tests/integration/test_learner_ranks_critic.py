@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.fakes.learner import make_learner, process_group, run_ranks, save_tiny
+from tests.fakes.patience import PATIENT_TEST_S
 from tests.fakes.rewarded import all_gradients, all_weights, config, filler, pack_rewarded, rewarded
 from trainer.learner.checkpoint import begin
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from trainer.data.batch import MicroBatch
     from trainer.learner.policy import PolicyLearner
 
-pytestmark = pytest.mark.timeout(600)  # of the module's fixtures too; `run_ranks` alone may take 250 s
+pytestmark = pytest.mark.timeout(PATIENT_TEST_S)
 
 IN_REWARD = {"coef": 0.3, "placement": "reward"}
 CASES: dict[str, dict[str, Any]] = {

@@ -24,6 +24,7 @@ from rollout.types import SamplingParams
 from tests.contract.engine.suite import Answer, collect
 from tests.fakes.learner import run_config
 from tests.fakes.learner_process import LearnerProcess
+from tests.fakes.patience import PATIENT_S, PATIENT_TEST_S
 from trainer.config.schema.model import LoraConfig
 from weight_sync.coordinator import SyncCoordinator, SyncOptions
 from weight_sync.errors import PlanMismatch
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(PATIENT_TEST_S)]
 RANK, ALPHA, LAYERS, HEADS = 8, 12.0, 2, 2
 TARGETS = "q_proj+v_proj+o_proj+gate_proj+up_proj+down_proj"
 """Without k_proj: a fused layer of which a part has no adapter."""
@@ -71,7 +72,7 @@ class Rig:
         """Version -> merged Hugging Face model, as the learner exported it."""
 
     async def everyone(self, method: str, *args: object) -> list[Any]:
-        return await asyncio.gather(*(rank.call(method, *args, timeout_s=60.0) for rank in self.ranks))
+        return await asyncio.gather(*(rank.call(method, *args, timeout_s=PATIENT_S) for rank in self.ranks))
 
     async def export(self, version: int) -> None:
         await self.everyone("set_adapters", version)
@@ -89,7 +90,7 @@ class Rig:
     async def assert_slot_holds_the_adapter(self, dtype: torch.dtype = torch.float32) -> None:
         state, scaling = (await self.everyone("adapters"))[0]
         expected = [expected_slot(state, scaling, worker, self.num_workers) for worker in range(self.num_workers)]
-        replies = await self.engine.call_workers("ws_read_back", list(expected[0]), timeout_s=30.0)
+        replies = await self.engine.call_workers("ws_read_back", list(expected[0]), timeout_s=PATIENT_S)
         for worker, reply in enumerate(replies):
             held = open_reply(reply, ReadBack, party=f"r0/{worker}").params
             for name, tensor in expected[worker].items():
@@ -138,8 +139,8 @@ async def learner_ranks(
     ranks = [LearnerProcess(cfg, rank, 2) for rank in range(2)]
 
     async def setup() -> None:
-        address = await ranks[0].call("node_address", timeout_s=100.0)
-        await asyncio.gather(*(rank.call("setup", address, timeout_s=100.0) for rank in ranks))
+        address = await ranks[0].call("node_address", timeout_s=PATIENT_S)
+        await asyncio.gather(*(rank.call("setup", address, timeout_s=PATIENT_S) for rank in ranks))
 
     ready = asyncio.ensure_future(setup())
     try:
@@ -185,7 +186,7 @@ async def rig(
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def coordinator(rig: Rig) -> AsyncIterator[SyncCoordinator]:
-    coordinator = SyncCoordinator(rig.ranks, [EngineHandle(rig.engine)], options=SyncOptions(timeout_s=60.0))
+    coordinator = SyncCoordinator(rig.ranks, [EngineHandle(rig.engine)], options=SyncOptions(timeout_s=PATIENT_S))
     await coordinator.open()
     yield coordinator
     await coordinator.close()
@@ -305,6 +306,6 @@ async def test_an_adapter_for_a_layer_the_engine_has_not_wrapped_is_refused_befo
 
     module = "model.layers.0.self_attn.k_norm"
     params = tuple(ParamMeta(name=peft_name(module, is_a=a), shape=(8, 8), dtype="float32") for a in (True, False))
-    reply = (await rig.engine.call_workers("ws_bake", encode(BakeRequest(params=params)), timeout_s=30.0))[0]
+    reply = (await rig.engine.call_workers("ws_bake", encode(BakeRequest(params=params)), timeout_s=PATIENT_S))[0]
     with pytest.raises(PlanMismatch, match=r"no linear layer with LoRA for .*k_norm"):
         open_reply(reply, WorkerLayout, party="r0/0")

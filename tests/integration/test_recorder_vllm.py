@@ -28,8 +28,10 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from tests.fakes.patience import PATIENT_TEST_S
+
 pytest.importorskip("vllm", reason="the engine is an optional dependency")
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(PATIENT_TEST_S)
 
 _ROOT = Path(__file__).parents[2]
 _TINY: dict[str, Any] = {
@@ -104,7 +106,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=PATIENT_TEST_S - 60.0,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-10000:]

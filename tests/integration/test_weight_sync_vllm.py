@@ -14,6 +14,7 @@ import pytest_asyncio
 import torch
 
 from tests.fakes.fsdp_rank import TINY, RankProcess
+from tests.fakes.patience import PATIENT_S, PATIENT_TEST_S
 from weight_sync.control import PollRequest, Progress
 from weight_sync.coordinator import SyncCoordinator, SyncOptions
 from weight_sync.errors import VersionUnavailable, WeightSyncError
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(PATIENT_TEST_S)]
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -57,12 +58,12 @@ class Rig:
 
     async def parameters(self) -> list[dict[str, torch.Tensor]]:
         """Every worker's live parameters, flat, as the engine itself would read them."""
-        replies = await self.replica.call("ws_read_back", engine_names(), timeout_s=30.0)
+        replies = await self.replica.call("ws_read_back", engine_names(), timeout_s=PATIENT_S)
         return [flat(reply) for reply in replies]
 
     async def everyone(self, method: str, *args: object) -> list[Any]:
         """Collectives need all ranks at once."""
-        return await asyncio.gather(*(rank.call(method, *args, timeout_s=60.0) for rank in self.ranks))
+        return await asyncio.gather(*(rank.call(method, *args, timeout_s=PATIENT_S) for rank in self.ranks))
 
     async def assert_equal(self) -> None:
         full = (await self.everyone("full_state"))[0]
@@ -145,7 +146,7 @@ async def running(folder: Path, num_workers: int, **parallel: int) -> AsyncItera
 
 
 def coordinator_of(rig: Rig, **options: Any) -> SyncCoordinator:
-    return SyncCoordinator(rig.ranks, [rig.replica], options=SyncOptions(timeout_s=60.0, **options))
+    return SyncCoordinator(rig.ranks, [rig.replica], options=SyncOptions(timeout_s=PATIENT_S, **options))
 
 
 @pytest.mark.parametrize("commit", ["staged", "inplace"])
@@ -198,15 +199,15 @@ async def test_worker_errors_reach_the_caller_with_their_type(rig: Rig) -> None:
     try:
         await coordinator.publish(1)
         await coordinator.sync(1)
-        reply = (await rig.replica.call("ws_commit", 77, 5.0, timeout_s=20.0))[0]
+        reply = (await rig.replica.call("ws_commit", 77, PATIENT_S, timeout_s=PATIENT_S))[0]
         with pytest.raises(VersionUnavailable, match="version 77 is not held here"):
             open_reply(reply, WorkerStatus, party="r0/0")
         line = coordinator._members["r0"].lines[0]
         with pytest.raises(WeightSyncError, match="no prefetch of version 77"):
-            await line.ask(PollRequest(version=77), Progress, deadline_s=5.0)
+            await line.ask(PollRequest(version=77), Progress, deadline_s=PATIENT_S)
         await coordinator.publish(2)
         await coordinator.sync(2)
-        status = open_reply((await rig.replica.call("ws_status", timeout_s=5.0))[0], WorkerStatus, party="r0/0")
+        status = open_reply((await rig.replica.call("ws_status", timeout_s=PATIENT_S))[0], WorkerStatus, party="r0/0")
         assert (status.live_version, status.dirty) == (2, False)
         await rig.assert_equal()
     finally:
@@ -232,7 +233,7 @@ async def test_every_stage_of_a_pipeline_has_the_learners_bytes(
             num_found = 0
             for name, tensor in full.items():
                 stage = 0 if name.startswith(("model.embed_tokens", "model.layers.0.")) else 1
-                reply = (await rig.replica.call("ws_read_back", [name], timeout_s=30.0))[stage]
+                reply = (await rig.replica.call("ws_read_back", [name], timeout_s=PATIENT_S))[stage]
                 assert torch.equal(flat(reply)[name], tensor.reshape(-1)), f"stage {stage}: {name} differs"
                 num_found += 1
             assert num_found == 3 + 7 * TINY["num_hidden_layers"]
