@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer.telemetry.environment import made_now
+
 ROOT = Path(__file__).resolve().parents[1]
 GOAL = 0.9
 """Held-out accuracy that a run must reach."""
@@ -156,8 +158,8 @@ def train_one(run: Run, overrides: list[str]) -> dict[str, Any]:
         problem = f"best accuracy {best:.3f} is below {run.goal}"
     objective = next((line.partition("objective: ")[2] for line in text if "objective: " in line), "")
     return {
-        "name": run.name, "overrides": chosen, "objective": objective, "seconds": time.monotonic() - started,
-        "best": best, "ok": not problem, "problem": problem, **curve,
+        **made_now(), "name": run.name, "overrides": chosen, "objective": objective,
+        "seconds": time.monotonic() - started, "best": best, "ok": not problem, "problem": problem, **curve,
     }  # fmt: skip
 
 

@@ -33,6 +33,7 @@ from scripts.control_plane.ray_run import RayCase
 from tests.fakes.virtual_time import run_virtual
 from tests.simulation.fleet import Plan
 from tests.simulation.world import simulation
+from trainer.telemetry.environment import made_now
 
 REPLICAS = 64
 GROUP_SIZE = 4
@@ -91,7 +92,7 @@ def measure(case: Case) -> dict[str, Any]:
         "num_steps": plan.num_steps,
         "groups_generated": num_groups,
         "trajectories_in_flight_mean": case.group_size * sum(run.running) / len(run.running),
-        "trajectories_in_flight_max": case.group_size * run.peaks["buffer._running"],
+        "trajectories_in_flight_max": case.group_size * run.peaks["buffer.running"],
         "cpu_s": cpu_s,
         "cpu_ms_per_group": 1e3 * cpu_s / num_groups,
         "cpu_ms_per_trajectory": 1e3 * cpu_s / num_groups / case.group_size,
@@ -186,7 +187,7 @@ def main() -> None:
         own = results["ray" if args.ray else "virtual"]
         own.clear()
         for case in ray_cases(args.most_groups) if args.ray else cases(args.most_groups):
-            own.append(in_own_process(case))
+            own.append({**made_now(), **in_own_process(case)})
             print(describe(own[-1]), flush=True)
             args.json.write_text(json.dumps(results, indent=1) + "\n")
     if args.plot is not None:

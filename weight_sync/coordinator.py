@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -29,14 +28,15 @@ from weight_sync.members import (
     PublisherHandle,
     ReplicaHandle,
     nothing,
-    replica_times,
 )
 from weight_sync.opening import Agreement, EpochOpener, SyncOptions
-from weight_sync.types import Manifest, SyncReport
+from weight_sync.sync_report import sync_report
 from weight_sync.wire import PackReport, PublishedDigests, RunDigests, decode, open_reply
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+
+    from weight_sync.types import Manifest, SyncReport
 
 log = logging.getLogger(__name__)
 
@@ -161,7 +161,8 @@ class SyncCoordinator:
                 raise result  # it generates from older weights than the others, until it gets the newer version
         if not outcomes:
             raise next(result for result in results if isinstance(result, BaseException))
-        return self._report(version, outcomes, packs=packs, started=started)
+        now, everyone = self._clock(), self._members.values()
+        return sync_report(version, outcomes, packs=packs, members=everyone, started=started, ended=now)
 
     @asynccontextmanager
     async def _somebody_free(self) -> AsyncIterator[list[Member]]:
@@ -343,43 +344,6 @@ class SyncCoordinator:
         """Close every party that still answers. Idempotent."""
         await self._close_parties()
         self._agreement = None
-
-    def _report(
-        self, version: int, by_replica: Mapping[str, Outcome], *, packs: Sequence[PackReport], started: float
-    ) -> SyncReport:
-        outcomes = by_replica.values()
-        pulls = [report for outcome in outcomes for report in outcome.reports]
-        lived = [m.live_version for m in self._members.values() if m.state == "live" and m.live_version is not None]
-        ranks = {rank for report in pulls for rank in report.pull_by_source}
-        counters: Counter[str] = Counter()
-        for report in (*packs, *pulls):
-            counters.update(report.counters)
-        return SyncReport(
-            version=version,
-            pack_s=max(report.pack_s for report in packs),
-            seal_s=max(report.seal_s for report in pulls),
-            lease_s=max(report.lease_s for report in pulls),
-            pull_s=max(report.pull_s for report in pulls),
-            pull_by_source={
-                rank: max(report.pull_by_source.get(rank, 0.0) for report in pulls) for rank in sorted(ranks)
-            },
-            pull_bytes_per_s=min((r.nbytes / r.pull_s for r in pulls if r.pull_s > 0), default=0.0),
-            attest_s=max(report.attest_s for report in pulls),
-            drain_s=max(outcome.drain_s for outcome in outcomes),
-            pause_s=max(outcome.pause_s for outcome in outcomes),
-            commit_s=max(report.commit_s for report in pulls),
-            resume_s=max(outcome.resume_s for outcome in outcomes),
-            end_to_end_s=self._clock() - started,
-            nbytes=sum(report.nbytes for report in pulls),
-            num_runs=sum(report.num_runs for report in pulls),
-            num_stalls=sum(report.num_stalls for report in pulls),
-            num_retries=sum(outcome.num_retries for outcome in outcomes),
-            version_lag=version - min(lived, default=version),
-            replicas_live=len(outcomes),
-            replicas_skipped=len(self._members) - len(outcomes),
-            counters=dict(sorted(counters.items())),
-            replicas={name: replica_times(outcome, started=started) for name, outcome in by_replica.items()},
-        )
 
     async def _close_parties(self) -> None:
         for member in self._members.values():

@@ -11,7 +11,6 @@ import msgspec
 from weight_sync.control import Membership, PollRequest, PrefetchRequest, Progress, Request
 from weight_sync.control_client import AsyncControlClient
 from weight_sync.errors import PullTimeout, ReplicaDirty, VersionUnavailable, WeightSyncError
-from weight_sync.types import ReplicaTimes
 from weight_sync.wire import CommitResult, PullReport, ReceiverInfo, open_reply, reply_state
 
 if TYPE_CHECKING:
@@ -73,22 +72,6 @@ class Outcome(msgspec.Struct, kw_only=True):
     live_at: float
     """When it went on with it, on the same clock."""
     num_retries: int
-
-
-def replica_times(outcome: Outcome, *, started: float) -> ReplicaTimes:
-    """`started`: when the sync began, on the coordinator's clock. A pull in place begins with the pause."""
-    live_at_s = outcome.live_at - started
-    lease_s = max(report.lease_s for report in outcome.reports)
-    pull_at_s = outcome.asked_at - started + lease_s if outcome.is_staged else live_at_s - outcome.pause_s
-    return ReplicaTimes(
-        is_staged=outcome.is_staged,
-        pull_at_s=pull_at_s,
-        pull_s=max(report.pull_s for report in outcome.reports),
-        attest_s=max(report.attest_s for report in outcome.reports),
-        live_at_s=live_at_s,
-        drain_s=outcome.drain_s,
-        pause_s=outcome.pause_s,
-    )
 
 
 class Member:

@@ -38,16 +38,7 @@ if TYPE_CHECKING:
 
 _aten = torch.ops.aten
 _CONSTANT_FILLS = frozenset({_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default})
-_LOADER_ERRORS = (
-    AssertionError,
-    AttributeError,
-    IndexError,
-    KeyError,
-    NotImplementedError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
+_LOADER_ERRORS = (AssertionError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
 """What the loaders of model classes raise when a tensor does not fit."""
 _MIXED = "its loader computes with what it loads"
 

@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rollout.buffer.items import MAX_LOSSES, WorkItem
 from rollout.buffer.progress import ProgressGuard
-from rollout.buffer.staleness import Outstanding, Selection, Wait, select
+from rollout.buffer.staleness import Selection, Wait
+from rollout.buffer.stations import Stations
 from rollout.buffer.stats import BufferStats, Tally
 from rollout.buffer.taker import Taker, describe
 from rollout.errors import BufferClosed, NoProgress, WorkerLost
@@ -80,11 +81,7 @@ class WorkBuffer:
         self._clock = clock
 
         self._returning: deque[tuple[int, Prompt]] = deque()
-        self._queued: deque[WorkItem] = deque()
-        self._running: dict[int, WorkItem] = {}
-        self._ready: dict[int, tuple[WorkItem, Group]] = {}
-        self._taken: dict[int, tuple[WorkItem, ...]] = {}
-
+        self._at = Stations()
         self._tally = Tally()
         self._tokens: Counter[str] = Counter()
         self._progress = ProgressGuard(groups_per_step=groups_per_step, max_refills_per_step=max_refills_per_step)
@@ -140,9 +137,9 @@ class WorkBuffer:
         while True:
             await self._has_queued.wait()
             self._raise_if_closed()
-            if self._queued:  # another claimer may have been woken first
-                item = self._queued.popleft()
-                self._running[item.group_id] = item
+            if self._at.queued:  # another claimer may have been woken first
+                item = self._at.queued.popleft()
+                self._at.running[item.group_id] = item
                 self._notify()
                 return item
 
@@ -154,12 +151,12 @@ class WorkBuffer:
         """
         item = self._end_running(group.group_id, "finish")
         if group.start_version != item.start_version:
-            self._running[group.group_id] = item
+            self._at.running[group.group_id] = item
             raise ValueError(
                 f"group {group.group_id} was claimed with start_version {item.start_version} but finished with "
                 f"{group.start_version}; copy it from the WorkItem"
             )
-        self._ready[group.group_id] = (item, group)
+        self._at.ready[group.group_id] = (item, group)
         self._tally.counts["finished"] += 1
         self._tokens["finished"] += group.num_generated_tokens
         self._progress.on_finished()
@@ -195,7 +192,7 @@ class WorkBuffer:
                 attempt=item.attempt + (not is_blameless),
                 num_losses=item.num_losses + is_blameless,
             )
-            self._queued.appendleft(item)
+            self._at.queued.appendleft(item)
             self._notify()
             return "retried"
         self._tally.dropped[type(error).__name__] += 1
@@ -228,21 +225,15 @@ class WorkBuffer:
                 self._tally.take_waited(self._clock() - started, is_forced=choice.is_forced)
 
     def _choose(self) -> Selection | Wait:
-        return select(
-            self._next_step,
-            [_outstanding(item) for item, _ in self._ready.values()],
-            [_outstanding(item) for item in (*self._queued, *self._running.values())],
-            groups_per_step=self._groups_per_step,
-            max_staleness=self._max_staleness,
-        )
+        sizes = {"groups_per_step": self._groups_per_step, "max_staleness": self._max_staleness}
+        return self._at.choose(self._next_step, **sizes)
 
     def _hand_over(self, step: int, group_ids: tuple[int, ...]) -> list[Group]:
-        taken = [self._ready.pop(group_id) for group_id in group_ids]
-        self._taken[step] = tuple(item for item, _ in taken)
-        self._tokens["taken"] += sum(group.num_generated_tokens for _, group in taken)
+        groups = self._at.take(step, group_ids)
+        self._tokens["taken"] += sum(group.num_generated_tokens for group in groups)
         self._next_step = step + 1
         self._notify()
-        return [group for _, group in taken]
+        return groups
 
     # --- train_loop --------------------------------------------------------------------------------------------------
 
@@ -262,12 +253,13 @@ class WorkBuffer:
 
         Steps before it that were not released (their weights were superseded on the way) are released with it.
         """
-        if step not in self._taken:
-            raise ValueError(f"step {step} was released but not taken, or released twice; taken: {sorted(self._taken)}")
+        taken = self._at.taken
+        if step not in taken:
+            raise ValueError(f"step {step} was released but not taken, or released twice; taken: {sorted(taken)}")
         if version != step + 1:
             raise ValueError(f"step {step} makes policy version {step + 1}, but was released with {version}")
-        for earlier in [s for s in self._taken if s <= step]:
-            self._tally.counts["trained"] += len(self._taken.pop(earlier))
+        for earlier in [s for s in taken if s <= step]:
+            self._tally.counts["trained"] += len(taken.pop(earlier))
         self._version = max(self._version, version)
         self._notify()
 
@@ -288,21 +280,20 @@ class WorkBuffer:
     def waiting_for(self) -> str:
         """What `take` waits for, in words for a person or a stall message; empty if it does not wait."""
         wait = self._choose() if self._taker.is_waiting else None
-        return describe(wait, self._next_step, num_ready=len(self._ready)) if isinstance(wait, Wait) else ""
+        return describe(wait, self._next_step, num_ready=len(self._at.ready)) if isinstance(wait, Wait) else ""
 
     def stats(self) -> BufferStats:
-        start_versions = [item.start_version for item in self._outstanding_items()]
-        ready_tokens = sum(group.num_generated_tokens for _, group in self._ready.values())
+        at, start_versions = self._at, [item.start_version for item in self._at.outstanding()]
         return self._tally.stats(
             num_slots=self._num_slots,
-            num_slots_used=self._num_slots_used,
-            num_queued=len(self._queued),
-            num_running=len(self._running),
-            num_ready=len(self._ready),
-            num_taken=sum(len(items) for items in self._taken.values()),
+            num_slots_used=at.num_used,
+            num_queued=len(at.queued),
+            num_running=len(at.running),
+            num_ready=len(at.ready),
+            num_taken=at.num_taken,
             oldest_age=self._next_step - min(start_versions, default=self._next_step),
             version=self._version,
-            discarded_tokens=self._tokens["finished"] - self._tokens["taken"] - ready_tokens,
+            discarded_tokens=self._tokens["finished"] - self._tokens["taken"] - at.ready_tokens,
         )
 
     def state_dict(self, step: int) -> dict[str, Any]:
@@ -312,19 +303,19 @@ class WorkBuffer:
         included, is written down, to be admitted anew. Take it in the same event-loop turn as the state of the prompt
         source, or a prompt between the two is lost.
         """
-        if step < self._next_step - len(self._taken) or step > self._next_step:
+        if step < self._next_step - len(self._at.taken) or step > self._next_step:
             raise ValueError(
-                f"no checkpoint of step {step} can be made: taken and not released are {sorted(self._taken)}"
+                f"no checkpoint of step {step} can be made: taken and not released are {sorted(self._at.taken)}"
             )
-        taken = [item for taken_by, items in self._taken.items() if taken_by >= step for item in items]
-        untrained = [*self._outstanding_items(), *taken]
+        taken = [item for taken_by, items in self._at.taken.items() if taken_by >= step for item in items]
+        untrained = [*self._at.outstanding(), *taken]
         owed = sorted([(item.group_id, item.prompt) for item in untrained] + list(self._returning), key=lambda o: o[0])
-        trained = self._tally.counts["trained"] + sum(len(items) for s, items in self._taken.items() if s < step)
+        trained = self._tally.counts["trained"] + sum(len(items) for s, items in self._at.taken.items() if s < step)
         return {
             "step": step,
             "next_group_id": self._next_group_id,
             "prompts": [{"group_id": group_id, "prompt_id": prompt.prompt_id} for group_id, prompt in owed],
-            "num_finished": len(self._ready) + len(taken),
+            "num_finished": len(self._at.ready) + len(taken),
             **self._tally.state_dict(num_trained=trained),
         }
 
@@ -337,7 +328,7 @@ class WorkBuffer:
         Raises:
             ValueError: the buffer is in use, or starts at another version than the checkpoint.
         """
-        if self._num_slots_used or self._tally.counts or self._returning:
+        if self._at.num_used or self._tally.counts or self._returning:
             raise ValueError("load_state_dict needs a buffer that was not used yet")
         if state["step"] != self._version:
             raise ValueError(f"the checkpoint is of step {state['step']}, but this buffer starts at {self._version}")
@@ -347,33 +338,22 @@ class WorkBuffer:
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
-    @property
-    def _num_slots_used(self) -> int:
-        return self._num_outstanding + sum(len(items) for items in self._taken.values())
-
-    @property
-    def _num_outstanding(self) -> int:
-        return len(self._queued) + len(self._running) + len(self._ready)
-
-    def _outstanding_items(self) -> tuple[WorkItem, ...]:
-        return (*self._queued, *self._running.values(), *(item for item, _ in self._ready.values()))
-
     def _enqueue(self, group_id: int, prompt: Prompt) -> WorkItem:
         item = WorkItem(group_id=group_id, prompt=prompt, start_version=self._version)
-        self._queued.append(item)
+        self._at.queued.append(item)
         self._notify()
         return item
 
     def _end_running(self, group_id: int, verb: str) -> WorkItem:
         self._raise_if_closed()
-        if group_id not in self._running:
+        if group_id not in self._at.running:
             raise ValueError(f"cannot {verb} group {group_id}: it is not running; claim it first, and end it once")
         self._taker.on_ended(group_id)
-        return self._running.pop(group_id)
+        return self._at.running.pop(group_id)
 
     def _require_slot(self) -> None:
         self._raise_if_closed()
-        if self._num_slots_used >= self._num_slots:
+        if self._at.num_used >= self._num_slots:
             raise RuntimeError(f"all {self._num_slots} slots are in use; await wait_for_slot() first")
 
     def _raise_if_closed(self) -> None:
@@ -388,20 +368,16 @@ class WorkBuffer:
     def _notify(self) -> None:
         """Brings the events up to date after any change, and lets the taker look again if that may help it."""
         is_closed = self._closed is not None
-        _set(self._has_slot, is_closed or (self._num_slots_used < self._num_slots and self._is_group_missing))
-        _set(self._has_queued, is_closed or bool(self._queued))
-        if is_closed or self._taker.may_go_on(has_step=len(self._ready) >= self._groups_per_step):
+        _set(self._has_slot, is_closed or (self._at.num_used < self._num_slots and self._is_group_missing))
+        _set(self._has_queued, is_closed or bool(self._at.queued))
+        if is_closed or self._taker.may_go_on(has_step=len(self._at.ready) >= self._groups_per_step):
             self._taker.wake()
 
     @property
     def _is_group_missing(self) -> bool:
         """Whether the steps that are left need more groups than are outstanding."""
         end = self._end_step
-        return end is None or self._num_outstanding < (end - self._next_step) * self._groups_per_step
-
-
-def _outstanding(item: WorkItem) -> Outstanding:
-    return Outstanding(start_version=item.start_version, group_id=item.group_id)
+        return end is None or self._at.num_outstanding < (end - self._next_step) * self._groups_per_step
 
 
 def _prompt_id(entry: Mapping[str, Any]) -> str:

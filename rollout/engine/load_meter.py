@@ -9,6 +9,8 @@ from rollout.engine.base import EngineLoad, EngineTimes
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from weight_sync.vllm_compat import InFlight
+
 _KV_FIGURES = ("kv_cache_usage", "gpu_cache_usage")
 """vLLM calls its statistics unstable; a figure that is not there under any known name is unknown, not 0."""
 
@@ -20,6 +22,11 @@ class LoadMeter:
         self._running = self._waiting = 0
         self._kv_usage_frac: float | None = None
         self._num_preemptions: int | None = None
+        self._num_taken_out = 0
+
+    def before_commit(self, in_flight: InFlight) -> None:
+        """What `recompute` preempts of all that run now is our doing, and no sign of a lack of room."""
+        self._num_taken_out = self._running if in_flight == "recompute" else 0
 
     def record(self, scheduler_stats: Any, iteration_stats: Any) -> None:
         """Figures of one step; either may be None."""
@@ -30,9 +37,10 @@ class LoadMeter:
             found = (getattr(scheduler_stats, name, None) for name in _KV_FIGURES)
             self._kv_usage_frac = next((float(value) for value in found if value is not None), None)
         preempted = getattr(iteration_stats, "num_preempted_reqs", None)
-        if preempted is not None:
-            before = 0 if self._num_preemptions is None else self._num_preemptions
-            self._num_preemptions = before + preempted
+        if preempted is not None:  # said of each request when its next token comes
+            ours = min(preempted, self._num_taken_out)
+            self._num_taken_out -= ours
+            self._num_preemptions = (self._num_preemptions or 0) + preempted - ours
 
     def load(self, num_inside: int) -> EngineLoad:
         """`num_inside`: requests in the engine. Without any it makes no step, and the last one's figures are stale."""

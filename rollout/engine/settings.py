@@ -30,6 +30,16 @@ def engine_args(spec: EngineSpec) -> dict[str, Any]:
         "stream_interval": spec.stream_tokens,
         "disable_log_stats": True,
     }
+    if spec.sleep_level:
+        args["enable_sleep_mode"] = True
+    if spec.extension:
+        args["worker_extension_cls"] = spec.extension
+    return {**args, **_device_args(spec), **_lora_args(spec), **spec.engine_args}
+
+
+def _device_args(spec: EngineSpec) -> dict[str, Any]:
+    """In which processes it computes, and in how much memory."""
+    args: dict[str, Any] = {}
     if spec.tensor_parallel_size > 1:
         # Within a placement group, which a run on a shared cluster has, vLLM would make Ray actors of its workers.
         args["distributed_executor_backend"] = "mp"
@@ -40,20 +50,20 @@ def engine_args(spec: EngineSpec) -> dict[str, Any]:
         args["kv_cache_memory_bytes"] = int(spec.kv_cache_gib * _GIB)
     else:
         args["gpu_memory_utilization"] = spec.gpu_memory_utilization
-    if spec.lora_rank:
-        # One adapter, the policy, in one slot that weight sync writes in place.
-        args |= {
-            "enable_lora": True,
-            "max_loras": 1,
-            "max_cpu_loras": 1,
-            "max_lora_rank": engine_lora_rank(spec.lora_rank),
-            "lora_target_modules": list(spec.lora_targets),
-        }
-    if spec.sleep_level:
-        args["enable_sleep_mode"] = True
-    if spec.extension:
-        args["worker_extension_cls"] = spec.extension
-    return {**args, **spec.engine_args}
+    return args
+
+
+def _lora_args(spec: EngineSpec) -> dict[str, Any]:
+    """One adapter, the policy, in one slot that weight sync writes in place."""
+    if not spec.lora_rank:
+        return {}
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_cpu_loras": 1,
+        "max_lora_rank": engine_lora_rank(spec.lora_rank),
+        "lora_target_modules": list(spec.lora_targets),
+    }
 
 
 def process_env(spec: EngineSpec) -> dict[str, str]:

@@ -74,8 +74,7 @@ class VllmEngine(Engine):
         self._meter = LoadMeter()
         self._activity = Activity(clock)
         self._live: dict[str, LiveAnswer] = {}
-        self._entering: set[str] = set()
-        self._cancelled: set[str] = set()
+        self._entering, self._cancelled = set[str](), set[str]()
         self._llm: AsyncLLM | None = None
         self._adapter: Any = None
         self._dead_reason = ""
@@ -244,6 +243,7 @@ class VllmEngine(Engine):
             async with self._pause.commit(
                 is_asleep=lambda: self._turns.is_asleep, resume=partial(self._resume, engine)
             ) as attempt:
+                self._meter.before_commit(self._spec.in_flight)
                 await self._within(vllm_compat.pause_engine(engine, mode=self._spec.in_flight), left_s(), "pause")
                 paused = self._clock()
                 if self._turns.is_asleep and self._spec.sleep_level:

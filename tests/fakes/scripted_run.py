@@ -31,6 +31,7 @@ from trainer.pipeline import loops
 from trainer.pipeline.device_turns import OwnDevices
 from trainer.pipeline.evaluate import Evaluator
 from trainer.pipeline.evaluation_runs import evaluate_at_start
+from trainer.pipeline.idle_engines import IdleEngines
 from trainer.pipeline.resume import Checkpointer
 from trainer.pipeline.supervise import Supervisor
 from trainer.pipeline.sync_pump import SyncPump
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from rollout.buffer.items import WorkItem
-    from rollout.engine.base import EngineTimes
     from rollout.types import SamplingParams
     from trainer.data.batch import TrainBatch
     from trainer.pipeline.state import RunState
@@ -145,7 +145,7 @@ class World:
     num_generating: int = 0
     frozen: asyncio.Lock = field(default_factory=asyncio.Lock)
     load_record: dict[str, float] = field(default_factory=dict)
-    engine_times: dict[str, EngineTimes] = field(default_factory=dict)
+    idle_engines: IdleEngines = field(default_factory=IdleEngines)
     lost_engines: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -45,6 +45,12 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._jumping.now
 
+    async def shutdown_default_executor(self, timeout: float | None = None) -> None:
+        """Here and now. asyncio would wait for a thread of its own, of which the clock knows nothing."""
+        executor: Any = getattr(self, "_default_executor", None)
+        if executor is not None:
+            executor.shutdown()
+
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
     """`asyncio.run` in virtual time, starting at 0.

@@ -103,12 +103,34 @@ async def adaptive_concurrency_keeps_what_runs_in_the_cache(engine: VllmEngine) 
     assert lowest < 4
 
 
+async def what_commits_recompute_is_no_preemption(engine: VllmEngine) -> None:
+    """Two answers that fit into the cache are computed again at each of three commits."""
+    before = engine.load().num_preemptions
+    running = [asyncio.create_task(generate(engine, number)) for number in (10, 11)]
+    async with asyncio.timeout(200):
+        for version in (1, 2, 3):
+            so_far = engine.stats().generated_tokens
+            while engine.stats().generated_tokens < so_far + 200:
+                await asyncio.sleep(0.01)
+            assert engine.load().running == 2
+            await engine.commit(version, "te_commit", 20, 50, "ok", timeout_s=20.0)
+        await asyncio.gather(*running)
+    assert engine.load().num_preemptions == before
+
+
 async def test_queue_cache_and_preemptions_show_while_a_small_engine_is_overloaded(
     model_dir: Path,  # noqa: F811
 ) -> None:
     # 2 layers x 2 (K, V) x 2 heads x 32 x 4 bytes = 1 KiB per token: room for about 4,096 tokens, where 6 x 1,500 are
     # asked for, 4 at a time.
-    spec = make_spec(model_dir, max_model_len=2048, max_num_seqs=4, kv_cache_gib=4096 / (1 << 20), reports_load=True)
+    spec = make_spec(
+        model_dir,
+        max_model_len=2048,
+        max_num_seqs=4,
+        kv_cache_gib=4096 / (1 << 20),
+        reports_load=True,
+        in_flight="recompute",
+    )
     engine = VllmEngine(spec)
     await engine.start()
     try:
@@ -128,5 +150,6 @@ async def test_queue_cache_and_preemptions_show_while_a_small_engine_is_overload
         assert preemptions[-1] >= 1
         assert replace(engine.load(), times=None) == replace(idle, times=None, num_preemptions=preemptions[-1])
         await adaptive_concurrency_keeps_what_runs_in_the_cache(engine)
+        await what_commits_recompute_is_no_preemption(engine)
     finally:
         await engine.close()

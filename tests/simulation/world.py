@@ -260,7 +260,9 @@ class Simulation:
 
     def _look(self, parts: loops.Parts) -> None:
         buffer = vars(parts.buffer)
-        sizes = {f"buffer.{name}": len(buffer[name]) for name in ("_queued", "_running", "_ready", "_taken", "_tokens")}
+        stations = vars(buffer["_at"])
+        sizes = {f"buffer.{name}": len(stations[name]) for name in ("queued", "running", "ready", "taken")}
+        sizes["buffer.tokens"] = len(buffer["_tokens"])
         sizes |= {"tasks": len(asyncio.all_tasks()), "calls at workers": sum(len(w.tasks) for w in self.workers)}
         sizes["streams"] = sum(replica.num_streams for replica in self.fleet.replicas.values())
         for index, (local, place) in enumerate(zip(self.workers, self.pool._workers, strict=True)):
@@ -271,7 +273,7 @@ class Simulation:
                     if isinstance(value, Sized):
                         sizes[f"{holder} {index}.{name}"] = len(value)
         sizes |= {f"recorder.{k}": len(v) for k, v in vars(parts.recorder).items() if hasattr(v, "__len__")}
-        self.running.append(sizes["buffer._running"])
+        self.running.append(sizes["buffer.running"])
         for name, size in sizes.items():
             self.peaks[name] = max(self.peaks[name], size)
 

@@ -39,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{error}\n")
         return EXIT_NOT_A_RUN
     except TooFewSteps as error:
-        sys.stderr.write(f"{error}\n")
+        resumed = f"; the {setup.resumed_from_step} steps before the last resume are left out"
+        sys.stderr.write(f"{error}{resumed if setup.resumed_from_step else ''}\n")
         return EXIT_TOO_EARLY
     trace = read_trace(args.run_dir, lines, setup)
     found = diagnose(lines, setup, trace=trace)

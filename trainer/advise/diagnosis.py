@@ -341,7 +341,9 @@ def _about_turns(found: Findings, setup: Setup) -> Recommendation:
     if best.step_s >= (1 - MATTERS) * found.step_s:
         why = f"taking turns on {setup.num_devices} devices is about as fast as any division of them, and on-policy"
         return Recommendation(keys={}, why=why, step_s=None)
-    longest_s = found.step_s * found.shares.learner_waits_for_data * setup.num_replicas / best.num_replicas
+    # The longest answers take up to S + 1 turns of the engines.
+    turns_s = (setup.max_staleness + 1) * found.step_s * found.shares.learner_waits_for_data
+    longest_s = turns_s * setup.num_replicas / best.num_replicas
     learning_s = found.learning_s * setup.num_ranks / best.num_ranks
     staleness = max(1, math.ceil((longest_s + learning_s) / best.step_s - 1 - MATTERS))
     why = f"on devices of their own both sides work at once; answers are then up to S = {staleness} steps old"

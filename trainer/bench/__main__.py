@@ -8,6 +8,10 @@ with several settings. Every case ends with figures in FILE.json, where those of
 do what one long one does. A case that runs out of time has failed, but keeps the figures of the steps it got to. The
 run directories stay in FILE.runs/, and what a run wrote to the screen in FILE.runs/NAME.output.txt.
 
+With --steps N, N steps count. Every run makes --warmup steps before them and S (mode.max_staleness of the case) behind
+them: no prompt is left for its engines while it trains its last S. "per_step" in FILE.json has every step of every run,
+and says which counted.
+
 Workloads: 7B Qwen2 shape with random bfloat16 weights, prompts of 512 tokens, 32 prompts x 8 answers per step, lengths
 per prompt from a seeded Pareto (shape 1, at least 256) that is cut at 4,096 (w1) or 16,384 (w1-heavy); uniform has 256
 tokens in every answer, where there is least to win. Lengths are forced and the same in every mode.
@@ -37,6 +41,7 @@ import yaml
 from trainer.advise.reading import spans_of
 from trainer.bench.cases import BadCase, Case, overrides_of, parse_case, with_overrides
 from trainer.bench.figures import Measure, TooShort, figures_of, start_up, timeline_of
+from trainer.bench.per_step import per_step
 from trainer.bench.plot import can_plot, plot
 from trainer.bench.report import OtherWorkload, Results, devices, figures_as_values, table
 from trainer.bench.runs import Ended, output_of, run_case
@@ -45,7 +50,7 @@ from trainer.telemetry.environment import versions
 from weight_sync.bench.shapes import MODELS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from types import FrameType
 
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
@@ -63,8 +68,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         results = Results(args.out, work)
         chosen = [parse_case(text, tensor_parallel_size=args.tp) for text in args.case or DEFAULT_CASES]
         cases = [] if args.show else _only(with_overrides(chosen, args.set), args.only)
-        for case in cases:
-            _check_steps(case, args)
     except (BadCase, OtherWorkload) as error:
         parser.error(str(error))
     if args.skip_done:
@@ -99,14 +102,16 @@ def make_parser() -> argparse.ArgumentParser:
     add("--tp", type=_positive(int), default=1, metavar="N", help="devices per engine (default 1)")
     add("--set", action="append", default=[], metavar="WHICH:KEY=VALUE",
         help="a key of `python -m trainer` for a mode, a case, or all; e.g. async:mode.max_staleness=2")  # fmt: skip
-    add("--steps", type=_positive(int), default=8, help="optimizer steps per case, warm-up included (default 8)")
-    add("--warmup", type=_positive(int), default=2,
+    add("--steps", type=_positive(int), default=8, metavar="N",
+        help="optimizer steps per case that count (default 8); a run makes --warmup + N + S")  # fmt: skip
+    add("--warmup", type=_positive(int), default=2, metavar="N",
         help="first steps that do not count (default 2; S > 1 needs more, until its slots are open)")  # fmt: skip
     add("--timeout-s", type=_positive(float), default=1800.0,
         help="deadline of a case (default 1800); its end takes up to a minute more")  # fmt: skip
     add("--device", default="auto", help="device of the runs, as in `python -m trainer` (default auto)")
     add("--peak-tflops", type=_positive(float), metavar="T",
         help="what one device can do in bfloat16, for MFU; an H200: 989. Without it there is no MFU")  # fmt: skip
+    add("--commit", help="of the code, for the results of a copy without git (default: what git says)")
     add("--plot", type=Path, metavar="FILE.png", help="draw step times and timelines; needs matplotlib")
     return parser
 
@@ -118,7 +123,7 @@ class _Bench:
         self._args, self._results = args, results
         self._folder: Path = args.out.absolute().with_suffix(".runs")
         self._work = workload(args.workload, is_tiny=args.tiny, shape=args.shape)
-        self._host: dict[str, Any] = {}
+        self._devices: str | None = None
 
     def measure(self, case: Case) -> None:
         """Run it; whatever happens to the run, its result is written."""
@@ -127,30 +132,37 @@ class _Bench:
         config = run_config(self._work, *write_inputs(self._work, config_dir))
         (config_dir / "bench.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
         run_dir = self._folder / re.sub(r"[^\w.+-]+", "_", case.name)
-        overrides = overrides_of(case, self._work, num_steps=args.steps, device=args.device)
+        how = Measure(
+            work=self._work, case=case, warmup=args.warmup, num_steps=args.steps, peak_tflops=args.peak_tflops
+        )
+        overrides = overrides_of(case, self._work, num_steps=how.total_steps, device=args.device)
         _say(f"{case.name}: running, output in {output_of(run_dir)}")
+        code = versions()  # before the run: a checkout may change meanwhile
         ended = run_case(config_dir, run_dir, overrides, timeout_s=args.timeout_s)
-        how = Measure(work=self._work, case=case, warmup=args.warmup, peak_tflops=args.peak_tflops)
-        result = {**self._about(case, ended), **examine(run_dir, ended, how)}
+        result = {**self._about(how, ended, code), **examine(run_dir, ended, how)}
         self._results.add(case.name, result)
         _say(f"{case.name}: {result['problem'] or 'done'} after {ended.wall_s:.0f} s")
 
-    def _about(self, case: Case, ended: Ended) -> dict[str, Any]:
-        if not self._host:  # after the first run: before it, nobody is to touch the devices
-            self._host = {"versions": versions(), "devices": devices(self._args.device)}
+    def _about(self, how: Measure, ended: Ended, code: Mapping[str, str]) -> dict[str, Any]:
+        if self._devices is None:  # after the first run: before it, nobody is to touch the devices
+            self._devices = devices(self._args.device)
+        given = self._args.commit
         return {
-            "case": asdict(case),
-            "date": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(ended.started_at)),
+            "case": asdict(how.case),
+            "planned_steps": {"warmup": how.warmup, "counted": how.num_steps, "tail": how.case.max_staleness},
+            "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(ended.started_at)),
             "command": list(ended.command),
             "wall_s": ended.wall_s,
             "exit_code": ended.exit_code,
-            **self._host,
+            "commit": code.get("commit", "") if given is None else given,
+            "versions": dict(code),
+            "devices": self._devices,
         }
 
 
 def examine(run_dir: Path, ended: Ended, how: Measure) -> dict[str, Any]:
-    """Figures, start-up and timeline of a run, or as much of them as it got to, and what went wrong."""
-    found: dict[str, Any] = {"problem": ended.problem, "figures": None, "start_up": {}, "timeline": {}}
+    """Figures, steps, start-up and timeline of a run, or as much of them as it got to, and what went wrong."""
+    found: dict[str, Any] = {"problem": ended.problem, "figures": None, "per_step": [], "start_up": {}, "timeline": {}}
     metrics, trace = run_dir / "metrics.jsonl", run_dir / "trace.json"
     if not metrics.is_file() or not trace.is_file():
         found["problem"] = found["problem"] or f"{run_dir} has no metrics or no trace"
@@ -160,12 +172,15 @@ def examine(run_dir: Path, ended: Ended, how: Measure) -> dict[str, Any]:
     records = [json.loads(line) for line in lines if line.endswith("\n")]
     spans = list(spans_of(trace.read_text(encoding="utf-8", errors="replace").splitlines()))
     output = output_of(run_dir).read_text(encoding="utf-8", errors="replace").splitlines()
+    if not ended.problem and len(records) < how.total_steps:
+        found["problem"] = f"made only {len(records)} of its {how.total_steps} steps"
+    found["per_step"] = per_step(records, how)
     found["start_up"] = start_up(records, spans, output, started_at=ended.started_at)
     try:
         found["figures"] = figures_as_values(figures_of(records, spans, how))
         found["timeline"] = timeline_of(records, spans, how)
     except (TooShort, KeyError) as error:
-        found["problem"] = "; ".join(text for text in (ended.problem, f"no figures: {error}") if text)
+        found["problem"] = "; ".join(text for text in (found["problem"], f"no figures: {error}") if text)
     return found
 
 
@@ -175,12 +190,6 @@ def _only(cases: Sequence[Case], which: Sequence[str]) -> list[Case]:
         if not any(word in (case.mode, case.name) for case in cases):
             raise BadCase(f"--only {word}: no such case; there are {', '.join(case.name for case in cases)}")
     return [case for case in cases if not which or {case.mode, case.name} & set(which)]
-
-
-def _check_steps(case: Case, args: argparse.Namespace) -> None:
-    needed = args.warmup + case.max_staleness + 1
-    if args.steps < needed:
-        raise BadCase(f"--steps {args.steps} leaves nothing to measure of {case.name}: it needs at least {needed}")
 
 
 def _is_done(results: Results, case: Case) -> bool:

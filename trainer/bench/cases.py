@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 Mode = Literal["async", "sync", "colocated"]
 STALENESS: dict[Mode, int] = {"async": 1, "sync": 0, "colocated": 0}
 """`mode.max_staleness` of a mode that says nothing else."""
-STALENESS_KEY = "mode.max_staleness"
+STALENESS_KEY, STEPS_KEY = "mode.max_staleness", "trainer.total_steps"
 MOST_SEQUENCES = 512
 """Answers that an engine is set up to run at once, unless a case says otherwise."""
 _SPEC = re.compile(r"(?:(?P<name>[\w.+-]+)=)?(?P<mode>\w+):(?P<split>.+)")
@@ -44,10 +44,8 @@ class Case:
 
     @property
     def max_staleness(self) -> int:
-        """S of the run. Raises BadCase if the override is no number."""
-        given = [text.partition("=")[2] for text in self.overrides if text.partition("=")[0] == STALENESS_KEY]
-        if given and not given[-1].isdecimal():
-            raise BadCase(f"{STALENESS_KEY} must be a number >= 0, got {given[-1]!r}")
+        """S of the run."""
+        given = [text.partition("=")[2] for text in self.overrides if _key(text) == STALENESS_KEY]
         return int(given[-1]) if given else STALENESS[self.mode]
 
 
@@ -81,7 +79,7 @@ def with_overrides(cases: Sequence[Case], settings: Sequence[str]) -> list[Case]
     """The cases with what `WHICH:KEY=VALUE` adds to them; WHICH is a mode, the name of a case, or `all`.
 
     Raises:
-        BadCase: a setting cannot be read or reaches no case, or two cases have one name.
+        BadCase: a setting cannot be read, reaches no case or is not for it to say, or two cases have one name.
     """
     names = [case.name for case in cases]
     if double := {name for name in names if names.count(name) > 1}:
@@ -91,6 +89,7 @@ def with_overrides(cases: Sequence[Case], settings: Sequence[str]) -> list[Case]
         which, colon, override = setting.partition(":")
         if not colon or "=" not in override:
             raise BadCase(f"setting {setting!r} must be WHICH:KEY=VALUE, e.g. sync:rollout.max_num_seqs=256")
+        _check(override)
         reached = [case.name for case in cases if which in ("all", case.mode, case.name)]
         if not reached:
             raise BadCase(f"setting {setting!r} reaches no case; there are {', '.join(names)}")
@@ -110,7 +109,7 @@ def with_overrides(cases: Sequence[Case], settings: Sequence[str]) -> list[Case]
 
 
 def overrides_of(case: Case, work: Workload, *, num_steps: int, device: str) -> list[str]:
-    """The command line of a case behind `--config-name bench`."""
+    """The command line of a case behind `--config-name bench`; `num_steps` are all that the run makes."""
     answers = (case.max_staleness + 1) * work.groups_per_step * work.group_size
     return [
         f"device={device}",
@@ -120,9 +119,23 @@ def overrides_of(case: Case, work: Workload, *, num_steps: int, device: str) -> 
         f"rollout.tensor_parallel_size={case.tensor_parallel_size}",
         f"rollout.num_workers={case.num_replicas}",
         f"rollout.max_num_seqs={min(MOST_SEQUENCES, -(-answers // case.num_replicas))}",
-        f"trainer.total_steps={num_steps}",
+        f"{STEPS_KEY}={num_steps}",
         *case.overrides,
     ]
+
+
+def _check(override: str) -> None:
+    """Raises BadCase if the number of steps that a run makes would not be known."""
+    key, value = _key(override), override.partition("=")[2]
+    if key == STEPS_KEY:
+        raise BadCase(f"{STEPS_KEY} is --warmup + --steps + S; give --steps N for N steps that count")
+    if key == STALENESS_KEY and not value.isdecimal():
+        raise BadCase(f"{STALENESS_KEY} must be a number >= 0, got {value!r}")
+
+
+def _key(override: str) -> str:
+    """Of KEY=VALUE, which Hydra takes with signs before it too."""
+    return override.partition("=")[0].lstrip("+")
 
 
 def _split(split: str, mode: Mode, text: str) -> tuple[int, int]:

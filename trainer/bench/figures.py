@@ -5,6 +5,9 @@
     learning-bound time     seconds that the learner computes for a step
 
 No schedule of the same devices is faster than the larger of both, if they are devices of their own.
+
+Steady steps alone count: not the first ones, and not the last S. A run admits no prompt that no step is left for, so
+its engines run dry while its last S steps are trained.
 """
 
 from __future__ import annotations
@@ -92,6 +95,7 @@ class Figures:
     mfu: float | None
     """Of the learner while it computes; None if nobody said what a device can do."""
     failed_attempts: int
+    """Of the whole run, as the next one."""
     discarded_tokens: int
 
     @property
@@ -107,14 +111,35 @@ class Figures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measure:
-    """How to look at a run."""
+    """How long a run is, and how to look at it.
+
+    Example:
+        Measure(work=work, case=case, warmup=4, num_steps=8, peak_tflops=None).total_steps  # 14 with S = 2
+    """
 
     work: Workload
     case: Case
     warmup: int
     """Steps at the beginning that do not count."""
+    num_steps: int
+    """Steps that count, if the run gets so far."""
     peak_tflops: float | None
     """Of one device in the compute dtype."""
+
+    @property
+    def last_counted(self) -> int:
+        """Number of the last step that counts, from 1."""
+        return self.warmup + self.num_steps
+
+    @property
+    def total_steps(self) -> int:
+        """That the run is to make: the last S do not count either."""
+        return self.last_counted + self.case.max_staleness
+
+    def counts(self, step: int) -> bool:
+        """Whether `step`, from 1, is a steady one. Says nothing of how far the run got: one that was cut off before its
+        last S steps had prompts left until then."""
+        return self.warmup < step <= self.last_counted
 
 
 def figures_of(records: Sequence[Record], spans: Sequence[Span], how: Measure) -> Figures:
@@ -122,9 +147,9 @@ def figures_of(records: Sequence[Record], spans: Sequence[Span], how: Measure) -
     Raises:
         TooShort: no steady step is left, or none whose groups have all ended.
     """
-    steady = records[how.warmup :]
+    steady = [record for record in records if how.counts(record["step"])]
     if not steady:
-        raise TooShort(f"{len(records)} steps ended and the first {how.warmup} do not count; allow more time or steps")
+        raise TooShort(f"{len(records)} steps ended and the first {how.warmup} do not count; allow more time")
     tokens = [record["learner/num_tokens"] for record in steady]
     step_s = [record["perf/step_s"] for record in steady]
     learning_s = _mean(steady, "learner/step_s")
@@ -134,7 +159,7 @@ def figures_of(records: Sequence[Record], spans: Sequence[Span], how: Measure) -
         how.work,
         num_tokens=sum(tokens) / len(tokens),
         num_loss_tokens=generated,
-        attention_tokens=attention_tokens(how.work, len(records) * how.work.groups_per_step),
+        attention_tokens=attention_tokens(how.work, steady[-1]["step"] * how.work.groups_per_step),
     )
     peak = how.peak_tflops
     return Figures(
@@ -166,7 +191,8 @@ def figures_of(records: Sequence[Record], spans: Sequence[Span], how: Measure) -
 def engine_rate(records: Sequence[Record], spans: Sequence[Span], how: Measure) -> EngineRate:
     """From the trace: the tokens of a group are spread evenly over its time with the engines, and an engine is busy
     while it has a group. A group that never ended leaves no trace, so the last S steps are left out: whatever was
-    running before them has been trained in them.
+    running before them has been trained in them. Of a run that made all its steps, these are the S that do not count
+    anyway.
 
     Raises:
         TooShort: nothing is left.
@@ -194,7 +220,7 @@ def engine_rate(records: Sequence[Record], spans: Sequence[Span], how: Measure) 
 
 def _window(records: Sequence[Record], spans: Sequence[Span], how: Measure) -> tuple[float, float] | None:
     """From the end of the last step that does not count to that of the last one whose groups have all ended."""
-    first, last = how.warmup, len(records) - 1 - how.case.max_staleness
+    first, last = how.warmup, min(len(records) - how.case.max_staleness, how.last_counted) - 1
     ends = {span.name: span.end_s for span in spans if span.track == "learner"}
     begin_s, end_s = ends.get(f"step {first - 1}"), ends.get(f"step {last}")
     return None if last < first or begin_s is None or end_s is None else (begin_s, end_s)

@@ -28,6 +28,8 @@ class CommandLine:
     overrides: tuple[str, ...]
     device_memory_gib: float | None = None
     """Of a device that a dry run plans for; None asks this machine."""
+    response_tokens: float | None = None
+    """Mean length of the answers that a dry run plans for; None if that is not known."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -47,6 +49,7 @@ def parse(argv: Sequence[str]) -> CommandLine:
     parser.add_argument("--version", action="store_true")
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--device-memory-gib", type=float)
+    parser.add_argument("--response-tokens", type=float)
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_intermixed_args(list(argv))
     action: Action = "run"
@@ -58,18 +61,20 @@ def parse(argv: Sequence[str]) -> CommandLine:
         action = "show_config"
     elif args.dry_run:
         action = "dry_run"
-    _check_device_memory(args.device_memory_gib, action)
+    _check_planned("--device-memory-gib", args.device_memory_gib, "for other devices", action)
+    _check_planned("--response-tokens", args.response_tokens, "for answers of another length", action)
     return CommandLine(
         action=action,
         config_name=str(args.config_name).removesuffix(".yaml"),
         config_dir=args.config_dir,
         overrides=tuple(args.overrides),
         device_memory_gib=args.device_memory_gib,
+        response_tokens=args.response_tokens,
     )
 
 
-def _check_device_memory(given: float | None, action: Action) -> None:
+def _check_planned(option: str, given: float | None, what: str, action: Action) -> None:
     if given is None or (action == "dry_run" and 0 < given < math.inf):
         return
-    allowed = "must be > 0" if action == "dry_run" else "plans for other devices; only --dry-run plans"
-    raise ConfigurationError([Problem(key="--device-memory-gib", got=f"{given:g}", allowed=allowed)])
+    allowed = "must be > 0" if action == "dry_run" else f"plans {what}; only --dry-run plans"
+    raise ConfigurationError([Problem(key=option, got=f"{given:g}", allowed=allowed)])

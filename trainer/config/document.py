@@ -26,7 +26,8 @@ python -m trainer --config-name grpo_7b task=math mode.max_staleness=2 learner.l
 
   What the file of `--config-name` writes down itself wins over a group that is swapped in. `tiny` has no key of
   `algorithm`, so `algorithm=dapo` is DAPO there; `grpo_7b` has `algorithm.kl.coef: 0.04`, and with `algorithm=dapo` it
-  keeps that KL term, which DAPO has not. Start from `dapo_7b` then, and look at `--cfg job`.
+  keeps that KL term, which DAPO has not. Start from `dapo_7b` then, and look at `--cfg job`. Likewise `dapo_7b` has
+  `mode.max_staleness: 4`, so `mode=sync` asks for `mode.max_staleness=0` beside it.
 - `KEY=VALUE` sets one key of the tables below. Text needs no quotes of its own.
 - `+rollout.engine_args.NAME=VALUE` and `+device.env.NAME=VALUE` add to the two open sections.
 - `--config-dir DIR` adds a folder with your own YAML files, laid out like `configs/`; your files come first. Let your

@@ -42,6 +42,7 @@ Options:
   --cfg job            print the resolved configuration and stop
   --dry-run            print placement, memory per device and traffic, refuse what cannot fit, start nothing
   --device-memory-gib N  with --dry-run: plan for devices of N GiB, whatever this machine has
+  --response-tokens N  with --dry-run: mean length of the answers, for the expected bottleneck
   --help               print this text and stop
   --version            print the version and stop
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from trainer.config.schema.algorithm import AlgorithmConfig
     from trainer.config.schema.correction import CorrectionConfig
     from trainer.config.schema.critic import CriticConfig
+    from trainer.config.schema.rollout import RolloutConfig
     from trainer.config.schema.run import RunConfig
 
 
@@ -95,20 +96,31 @@ def describe_critic(critic: CriticConfig, *, policy_lr: float) -> str:
 
 
 def describe_rollout(config: RunConfig) -> str:
-    """How many requests the engines get, and what an evaluation is.
+    """Whether answers span steps on shared devices, how many requests the engines get, and what an evaluation is.
 
     Example: `adaptive, 8 to 256 requests per engine; evaluation: 4 answers per prompt at temperature 1, pass@4`.
     """
-    rollout, trainer = config.rollout, config.trainer
+    parts = [_requests(config.rollout), _evaluation(config)]
+    if config.mode.shares_devices and config.mode.max_staleness > 0:
+        spans = f"colocated, S = {config.mode.max_staleness}: answers may span steps"
+        parts.insert(0, f"{spans} (mode.max_staleness=0 is on policy)")
+    return "; ".join(parts)
+
+
+def _requests(rollout: RolloutConfig) -> str:
     highest = rollout.max_concurrency
     match rollout.concurrency:
         case "adaptive":
             highest = rollout.max_num_seqs if highest is None else highest
-            told = f"adaptive, {rollout.min_concurrency} to {highest} requests per engine"
+            return f"adaptive, {rollout.min_concurrency} to {highest} requests per engine"
         case "fixed":
-            told = "all requests at once" if highest is None else f"at most {highest} requests per engine"
+            return "all requests at once" if highest is None else f"at most {highest} requests per engine"
+
+
+def _evaluation(config: RunConfig) -> str:
+    trainer = config.trainer
     if not config.task.eval_path or not (trainer.eval_every or trainer.eval_at_start or trainer.eval_at_end):
-        return f"{told}; no evaluation"
+        return "no evaluation"
     answers = f"{trainer.eval_samples} answers per prompt at temperature {value_text(trainer.eval_temperature)}"
     if trainer.eval_top_p < 1:
         answers += f" and top_p {value_text(trainer.eval_top_p)}"
@@ -116,7 +128,7 @@ def describe_rollout(config: RunConfig) -> str:
         answers = "one greedy answer per prompt"
     k = trainer.eval_samples if trainer.eval_pass_k is None else trainer.eval_pass_k
     waits = ", the learner waits for it" if trainer.eval_blocking else ""
-    return f"{told}; evaluation: {answers}, pass@{k}{waits}"
+    return f"evaluation: {answers}, pass@{k}{waits}"
 
 
 def _correction(correction: CorrectionConfig) -> str:

@@ -26,8 +26,11 @@ _WITHIN_A_DEVICE = {"auto", "ipc", "shm", "gloo"}
 def mode_problems(config: RunConfig) -> Iterator[Problem]:
     wanted = _STALENESS.get(config.mode.name)
     if wanted is not None and config.mode.max_staleness != wanted:
-        allowed = f"must be {wanted} with mode.name={config.mode.name}"
-        do = "choose the group mode=async to set the staleness freely"
+        allowed = (
+            f"must be {wanted} with mode.name={config.mode.name}; what the file of --config-name or the command line "
+            "says wins over the group"
+        )
+        do = f"say mode.max_staleness={wanted} beside it, or mode=async, which takes any"
         yield conflict(config, "mode.max_staleness", allowed, do, "mode.name")
     if config.mode.shares_devices:
         yield from _shared_devices(config)

@@ -21,18 +21,16 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from rollout.engine.router import NoReplica
 from rollout.types import Prompt, SamplingParams, Trajectory
 from trainer.config.errors import first_cause, one_line
-from trainer.pipeline.state import Evaluation
+from trainer.pipeline.evaluation_result import by_prompt, evaluated
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from trainer.config.schema import RunConfig
-    from trainer.config.schema.trainer import TrainerConfig
+    from trainer.pipeline.evaluation_result import Answered, Evaluated
     from trainer.pipeline.workers import WorkerPool
     from weight_sync.coordinator import SyncCoordinator
 
@@ -47,10 +45,14 @@ Generate = Callable[[Sequence[Prompt], SamplingParams, str, Sequence[int]], Awai
 class EvaluationFailed(Exception):
     """There is no number, and why. Training does not need one."""
 
-    def __init__(self, reason: str, *, version: int | None, time_s: float) -> None:
-        """`version` is None if it did not come as far as to have one."""
+    def __init__(self, reason: str, *, version: int | None, time_s: float, answers: Sequence[Answered] = ()) -> None:
+        """
+        Args:
+            version: None if it did not come as far as to have one.
+            answers: all of them, if they all came in.
+        """
         super().__init__(reason)
-        self.version, self.time_s = version, time_s
+        self.version, self.time_s, self.answers = version, time_s, answers
 
 
 class _Unscored(Exception):
@@ -91,7 +93,7 @@ class Evaluator:
             members: replica -> "live", or how it was lost.
             first_version: the one that this process begins with; periods are counted from there.
         """
-        self._cfg = cfg.trainer
+        self._cfg, self._reward, self._held_out = cfg.trainer, cfg.task.reward.name, prompts
         self._prompts = [prompt for prompt in prompts for _ in range(cfg.trainer.eval_samples)]
         self._params = SamplingParams(
             max_tokens=cfg.rollout.max_response_tokens,
@@ -103,6 +105,7 @@ class Evaluator:
         self._first_version, self._last_version = first_version, -1
         self._running: set[_Running] = set()
         self._idle_since = -math.inf
+        self._busy_since = self._ran_s = 0.0
 
     def is_due(self, version: int) -> bool:
         """Whether a periodic evaluation falls between the last evaluated version and this one.
@@ -124,11 +127,17 @@ class Evaluator:
         return 0.0 if self._running else asyncio.get_running_loop().time() - self._idle_since
 
     @property
+    def running_s(self) -> float:
+        """For how long any has been running so far, in seconds. It never falls: a difference is an overlap."""
+        now = asyncio.get_running_loop().time()
+        return self._ran_s + (now - self._busy_since if self._running else 0.0)
+
+    @property
     def last_version(self) -> int:
         """-1 before the first evaluation."""
         return self._last_version
 
-    async def run(self, entered: asyncio.Event, *, is_shared: bool = False) -> Evaluation:
+    async def run(self, entered: asyncio.Event, *, is_shared: bool = False) -> Evaluated:
         """Evaluate the version that the replica has. Sets `entered` once no commit can change it any more.
 
         One whose replica dies begins again on others, with the version that is live there.
@@ -150,19 +159,33 @@ class Evaluator:
             why=f"it took longer than trainer.eval_timeout_s={limit_s:g} for {len(self._prompts)} answers; raise it, "
             "or ask for less (task.eval_size, trainer.eval_samples)",
         )
-        self._running.add(one)
+        self._begin(one)
+        answers: Sequence[Answered] = ()
         try:
             trajectories, version = await self._answers(one)
+            answers = by_prompt(self._held_out, trajectories)
             check_one_version(trajectories, version)
             check_all_scored(trajectories)
-            return summarise(trajectories, self._cfg, version=version, time_s=time.monotonic() - started)
+            time_s = time.monotonic() - started
+            return evaluated(answers, self._cfg, reward=self._reward, version=version, time_s=time_s)
         except Exception as error:  # the edge of one evaluation, which training does not need
             reason = str(error) if isinstance(error, _Unscored) else one_line(first_cause(error))
-            raise EvaluationFailed(reason, version=one.version, time_s=time.monotonic() - started) from error
+            time_s = time.monotonic() - started
+            raise EvaluationFailed(reason, version=one.version, time_s=time_s, answers=answers) from error
         finally:
-            self._running.discard(one)
-            self._idle_since = asyncio.get_running_loop().time()
+            self._end(one)
             entered.set()  # whoever waits for it must not outlive a failure
+
+    def _begin(self, one: _Running) -> None:
+        if not self._running:
+            self._busy_since = asyncio.get_running_loop().time()
+        self._running.add(one)
+
+    def _end(self, one: _Running) -> None:
+        self._running.discard(one)
+        self._idle_since = now = asyncio.get_running_loop().time()
+        if not self._running:
+            self._ran_s += now - self._busy_since
 
     def hurry(self, seconds: float, why: str) -> None:
         """Give what is running at most so many seconds more; `why` is what it says if that is not enough."""
@@ -305,39 +328,3 @@ def check_all_scored(trajectories: Sequence[Trajectory]) -> None:
             f"{len(failed)} of {len(trajectories)} answers have no reward; the first, to prompt {failed[0].prompt_id}: "
             f"{failed[0].error}"
         )
-
-
-def summarise(trajectories: Sequence[Trajectory], cfg: TrainerConfig, *, version: int, time_s: float) -> Evaluation:
-    """Means over all answers; those to one prompt are `cfg.eval_samples` in a row. A truncated one counts as it was
-    rewarded."""
-    samples = cfg.eval_samples
-    rewards = np.array([t.total_reward for t in trajectories], np.float64)
-    passed_PS = (rewards >= cfg.eval_pass_reward).reshape(-1, samples)  # P prompts, S samples
-    k = samples if cfg.eval_pass_k is None else cfg.eval_pass_k
-    num_passed_P = passed_PS.sum(axis=1)
-    return Evaluation(
-        version=version,
-        accuracy=float(np.mean(rewards)),
-        num_prompts=len(num_passed_P),
-        num_samples=samples,
-        pass_at={k: float(np.mean([pass_at_k(samples, int(c), k) for c in num_passed_P])) for k in sorted({1, k})},
-        tokens_mean=float(np.mean([t.num_generated_tokens for t in trajectories])),
-        truncated_frac=float(np.mean([t.status == "truncated" for t in trajectories])),
-        time_s=time_s,
-    )
-
-
-def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """The unbiased estimate, from `num_samples` answers of which `num_passed` pass, that one of `k` answers passes:
-    1 - C(n - c, k) / C(n, k) (Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1).
-
-    Raises:
-        ValueError: k is not in [1, num_samples], or num_passed not in [0, num_samples].
-    """
-    if not 1 <= k <= num_samples or not 0 <= num_passed <= num_samples:
-        raise ValueError(
-            f"pass@k needs 1 <= k <= samples and 0 <= passed <= samples, got k={k}, samples={num_samples}, "
-            f"passed={num_passed}"
-        )
-    # Exact in integers, where a product of fractions rounds.
-    return 1.0 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)

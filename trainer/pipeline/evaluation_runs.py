@@ -7,42 +7,78 @@ one that fails is counted and told, and ends nothing.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from trainer.pipeline.evaluate import EvaluationFailed
+from trainer.pipeline.evaluation_answers import keep_answers
 from trainer.pipeline.records import evaluation_line, failed_evaluation_line
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
     from trainer.pipeline.loops import Parts
     from trainer.pipeline.supervise import Supervisor
 
 log = logging.getLogger(__name__)
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
+class EvaluationNotes:
+    """What lines of metrics say of evaluations, beside those that wait in `RunState.unreported`."""
+
+    breakdown: Mapping[str, object] = field(default_factory=dict)
+    """Of the newest that ended, by metric."""
+    learner_waited_s: float = 0.0
+    """Of the learner's last wait for data, for how long an evaluation ran beside it."""
+
+
+@contextlib.contextmanager
+def learner_waits(parts: Parts) -> Iterator[None]:
+    """Around the learner's wait for data: notes how much of it an evaluation ran beside."""
+    before_s = parts.evaluator.running_s
+    try:
+        yield
+    finally:
+        parts.evaluation_notes.learner_waited_s = parts.evaluator.running_s - before_s
+
+
 def with_evaluation(parts: Parts, record: dict[str, object]) -> dict[str, object]:
-    """The record with the newest evaluation that ended since the last line, if any, and how many have failed."""
+    """The record with the newest evaluation that ended since the last line, if any, how many have failed, and how long
+    the learner waited for data beside one."""
     if not parts.evaluator.is_possible:
         return record
     ended, parts.state.unreported[:] = list(parts.state.unreported), []
-    newest = ended[-1].record() if ended else {}
-    return {**record, **newest, "eval/failed_runs": parts.state.num_failed_evaluations}
+    notes = parts.evaluation_notes
+    newest = {**ended[-1].record(), **notes.breakdown} if ended else {}
+    return {
+        **record,
+        **newest,
+        "eval/failed_runs": parts.state.num_failed_evaluations,
+        "wait/learner_for_evaluation_s": notes.learner_waited_s,
+    }
 
 
 async def evaluate_now(parts: Parts, entered: asyncio.Event | None = None, *, is_shared: bool = False) -> None:
-    """One evaluation, from beginning to end; its result goes into the state and onto a line. One that fails is counted
-    and told, and training goes on."""
+    """One evaluation, from beginning to end; its result goes into the state and onto a line, and its answers into a
+    file, which nobody waits for. One that fails is counted and told, and training goes on."""
     state, hurrying = parts.state, asyncio.create_task(_hurry_when_interrupted(parts))
     try:
         with parts.telemetry.tracer.span("evaluation", "evaluate", overlapping=True):
-            evaluation = await parts.evaluator.run(entered or asyncio.Event(), is_shared=is_shared)
+            evaluated = await parts.evaluator.run(entered or asyncio.Event(), is_shared=is_shared)
     except EvaluationFailed as error:
         await _report_failure(parts, error)
         return
     finally:
         hurrying.cancel()
+    evaluation = evaluated.summary
     state.add_evaluation(evaluation)
-    await parts.telemetry.write_evaluation(evaluation_line(evaluation, step=state.step, time_s=state.time_s))
+    parts.evaluation_notes.breakdown = evaluated.breakdown.record()
+    line = {**evaluation_line(evaluation, step=state.step, time_s=state.time_s), **evaluated.breakdown.line()}
+    line["answers"] = await keep_answers(parts.telemetry, evaluated.answers, version=evaluation.version)
+    await parts.telemetry.write_evaluation(line)
     log.info("version %d: held-out accuracy %.3f", evaluation.version, evaluation.accuracy)
     parts.telemetry.progress.update(accuracy=evaluation.accuracy, accuracy_version=evaluation.version)
     target = parts.cfg.trainer.stop_at_accuracy
@@ -54,11 +90,13 @@ async def _report_failure(parts: Parts, error: EvaluationFailed) -> None:
     state = parts.state
     state.num_failed_evaluations += 1
     version = state.live_version if error.version is None else error.version
-    log.error("the evaluation of version %d failed and gives no accuracy: %s", version, error)
     line = failed_evaluation_line(
         str(error), version=version, step=state.step, time_s=state.time_s, seconds=error.time_s
     )
-    await parts.telemetry.write_evaluation(line)
+    file = await keep_answers(parts.telemetry, error.answers, version=version, failed=str(error))
+    kept = "none of its answers is kept" if file is None else f"its answers are in {file}"
+    log.error("the evaluation of version %d failed and gives no accuracy: %s (%s)", version, error, kept)
+    await parts.telemetry.write_evaluation({**line, "answers": file})
 
 
 async def _hurry_when_interrupted(parts: Parts) -> None:

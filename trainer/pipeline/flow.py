@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
-    from rollout.engine.base import EngineTimes
     from rollout.types import Group
 
 
@@ -29,29 +28,6 @@ class Passage:
     taken_at: float
 
 
-class IdleEngines:
-    """Which share of the time engines had nothing to do, from what they say now and then of their whole life."""
-
-    def __init__(self) -> None:
-        self._before: dict[str, EngineTimes] = {}
-        self._idle_fracs: dict[str, float] = {}
-
-    def look(self, times: Mapping[str, EngineTimes], lost: Collection[str], *, num_replicas: int) -> float | None:
-        """Mean over all replicas, since what they had said at the look before; None before they have said enough.
-
-        One that has said nothing new is taken to be as busy as it was; one that is lost does nothing.
-        """
-        for name, now in times.items():
-            before = self._before.get(name)
-            self._before[name] = now
-            if before is None or now.began_at != before.began_at or now.up_s <= before.up_s:
-                continue  # one that took another's place is measured from here on
-            busy_frac = (now.busy_s - before.busy_s) / (now.up_s - before.up_s)
-            self._idle_fracs[name] = min(max(1.0 - busy_frac, 0.0), 1.0)
-        fracs = {**self._idle_fracs, **dict.fromkeys(lost, 1.0)}
-        return sum(fracs.values()) / num_replicas if len(fracs) == num_replicas else None
-
-
 class GroupFlow:
     """Follows every group from its admission to its step. One event loop, no threads."""
 
@@ -63,7 +39,6 @@ class GroupFlow:
         self._seconds_with: defaultdict[int, float] = defaultdict(float)  # by number of groups with the engines
         self._lost: defaultdict[str, float] = defaultdict(float)
         self._slot_wait_s = 0.0
-        self._idle = IdleEngines()
 
     def admitted(self, group_id: int) -> None:
         now = self._clock()
@@ -107,22 +82,18 @@ class GroupFlow:
         *,
         num_replicas: int,
         slot_wait_s: float,
-        engine_times: Mapping[str, EngineTimes],
-        lost_engines: Collection[str] = (),
+        engines_idle_frac: float | None,
     ) -> dict[str, float]:
         """Metrics since the last line; the `groups` of this step are forgotten.
 
-        How long engines were idle they say themselves. Until all have, `n` groups are taken to keep `n` of them busy.
-
         Args:
             slot_wait_s: total wait of the producer for free slots so far.
-            engine_times: by replica, as they said last.
-            lost_engines: replicas that are not there.
+            engines_idle_frac: see `IdleEngines`; if that does not know, `n` groups are taken to keep `n` engines busy.
         """
         self._count(0)
         seconds, self._seconds_with = self._seconds_with, defaultdict(float)
         elapsed_s = max(sum(seconds.values()), 1e-9)
-        idle_frac = self._idle.look(engine_times, lost_engines, num_replicas=num_replicas)
+        idle_frac = engines_idle_frac
         if idle_frac is None:
             idle_frac = sum(s * max(0, num_replicas - n) / num_replicas for n, s in seconds.items()) / elapsed_s
         passages = self._of(groups)

@@ -21,7 +21,13 @@ from rollout.types import Group
 from trainer.algorithms.group_filter import GroupFilterError, own_group_filter
 from trainer.config.errors import first_cause, one_line
 from trainer.data.batcher import BatchLimits, BuiltBatch, build_train_batch
-from trainer.pipeline.evaluation_runs import evaluate_if_beside, evaluate_if_blocking, evaluate_now
+from trainer.pipeline.evaluation_runs import (
+    EvaluationNotes,
+    evaluate_if_beside,
+    evaluate_if_blocking,
+    evaluate_now,
+    learner_waits,
+)
 from trainer.pipeline.flow import GroupFlow
 from trainer.pipeline.records import StepRecorder
 from trainer.pipeline.stepping import Stepper
@@ -78,6 +84,7 @@ class Parts:
     stepper: Stepper = field(default_factory=Stepper)
     evaluations: set[asyncio.Task[None]] = field(default_factory=set)
     """Those that run beside training."""
+    evaluation_notes: EvaluationNotes = field(default_factory=EvaluationNotes)
     generation_over: asyncio.Event = field(default_factory=asyncio.Event)
     """No more groups come, and none is needed."""
 
@@ -211,7 +218,8 @@ async def train_loop(parts: Parts) -> None:
     while state.step < total and not state.stop_requested.is_set():
         waited_from = time.monotonic()
         parts.telemetry.progress.update(waiting_for="groups")
-        ready = await _next_batch(parts)
+        with learner_waits(parts):
+            ready = await _next_batch(parts)
         if ready is None:
             break
         parts.telemetry.progress.update(waiting_for="")

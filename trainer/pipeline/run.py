@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import logging
 import math
+import shlex
 import signal
 import sys
 import time
@@ -18,6 +19,8 @@ from rich.console import Console
 
 from rollout.collector import rare_collections
 from rollout.errors import DataError
+from trainer.advise.diagnosis import TooFewSteps, steady
+from trainer.advise.reading import NotARun, has_ended, read_lines, read_setup
 from trainer.config.errors import ConfigurationError, first_cause, note_log, one_line
 from trainer.config.objective import describe_critic, describe_objective, describe_rollout
 from trainer.learner.errors import CheckpointError, ModelError
@@ -366,9 +369,16 @@ def _exit_reason(state: RunState) -> ExitReason:
 
 
 def _say_goodbye(console: Console, state: RunState, run_dir: RunDir) -> None:
+    """How it ended, as the last line; before it the way to `trainer.advise`, where that has enough steps."""
     last = state.last_evaluation
     parts = [f"{_exit_reason(state).replace('_', ' ')}: {state.step} steps in {state.time_s:.0f} s"]
     if last is not None and state.first_accuracy is not None:
         parts.append(f"held-out accuracy {state.first_accuracy:.3f} -> {last.accuracy:.3f}")
     parts.append(f"see {run_dir.path}")
+    with contextlib.suppress(NotARun, TooFewSteps):
+        setup = read_setup(run_dir.path)
+        lines = [line for line in read_lines(run_dir.path) if line.step > setup.resumed_from_step]
+        steady(lines, max_staleness=setup.max_staleness, has_ended=has_ended(run_dir.path, lines))
+        command = f"python -m trainer.advise {shlex.quote(str(run_dir.path))}"
+        console.print(f"who waited for whom: {command}", highlight=False, soft_wrap=True)
     console.print("; ".join(parts), highlight=False, soft_wrap=True)

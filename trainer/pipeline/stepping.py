@@ -143,15 +143,14 @@ def check_ages(groups: Sequence[Group], *, step: int, max_staleness: int) -> Non
 def _surroundings(parts: Parts, groups: Sequence[Group]) -> dict[str, object]:
     """Buffer and weight sync as they are now, and how the groups of the step got here."""
     telemetry = parts.telemetry
-    stats = parts.buffer.stats()
+    stats, num_replicas = parts.buffer.stats(), parts.cfg.rollout.num_replicas
     record = {
         **buffer_record(stats),
         **parts.flow.step_record(
             groups,
-            num_replicas=parts.cfg.rollout.num_replicas,
+            num_replicas=num_replicas,
             slot_wait_s=stats.slot_wait_s,
-            engine_times=parts.workers.engine_times,
-            lost_engines=parts.workers.lost_engines,
+            engines_idle_frac=parts.workers.idle_engines.take_frac(num_replicas=num_replicas),
         ),
         "telemetry/sink_errors": telemetry.writer.num_errors,
         "telemetry/trace_dropped": telemetry.tracer.num_dropped,

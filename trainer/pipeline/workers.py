@@ -20,6 +20,7 @@ from rollout.errors import WorkerLost
 from trainer.config.errors import first_cause, one_line
 from trainer.pipeline.group_calls import GroupCalls
 from trainer.pipeline.handles import NoAnswer, answer
+from trainer.pipeline.idle_engines import IdleEngines
 from trainer.pipeline.sync_pump import no_engine_returns
 
 if TYPE_CHECKING:
@@ -115,8 +116,7 @@ class WorkerPool:
         self._has_live.set()
         self.load_record: dict[str, float] = {}
         """Metrics of the engines' load as they were last; empty before the first look."""
-        self.engine_times: dict[str, EngineTimes] = {}
-        """Replica -> for how long it has had requests, as it said last."""
+        self.idle_engines = IdleEngines()
         self.lost_engines: dict[str, str] = {}
         """Replica -> why some worker gave it up, by the last look. Replaced ones are not in it."""
 
@@ -248,10 +248,10 @@ class WorkerPool:
                 log.warning("%s did not say how busy the engines are: %s", worker.name, one_line(first_cause(report)))
         good = [report for report in reports if not isinstance(report, BaseException)]
         self.load_record = load_record(good) if good else {}
-        self.engine_times |= engine_times(good)
         if num_replaced == self._num_replaced:  # else what was said may be of an engine that is gone
             given_up = ((name, reason) for report in good for name, reason in report.quarantined.items())
             self.lost_engines = {name: f"lost ({reason})" for name, reason in given_up}
+        self.idle_engines.hear(engine_times(good), self.lost_engines)
 
     async def _try_restart(self, index: int, worker: _Worker) -> None:
         assert self._restart is not None

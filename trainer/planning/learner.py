@@ -87,11 +87,9 @@ def arena_bytes(shape: ModelShape, plan: LearnerPlan) -> int:
 
 def learner_parts(shape: ModelShape, plan: LearnerPlan) -> tuple[Part, ...]:
     """Everything on one device of the learner, at the worst moment of a step."""
-    n, b = plan.num_ranks, plan.compute_bytes
-    trained, frozen = shape.num_trained_params, shape.num_params if shape.num_adapter_params else 0
+    b = plan.compute_bytes
     whole = unsharded_params(shape, keeps_unsharded=plan.keeps_unsharded)
-    in_backward = shape.num_root_params + shape.num_block_params if not frozen else 0
-    more_ranks = "learner.num_ranks: more ranks, or learner.cpu_offload=true"
+    in_backward = 0 if shape.num_frozen_params else shape.num_root_params + shape.num_block_params
     fewer_tokens = "learner.max_tokens_per_micro_batch: fewer"
     recompute = "" if plan.checkpoints_activations else ", or learner.activation_checkpointing=true"
     parts = [
@@ -115,25 +113,31 @@ def learner_parts(shape: ModelShape, plan: LearnerPlan) -> tuple[Part, ...]:
             remedy="weight_sync.num_slots: fewer",
         ),
     ]
+    return (*parts, *_training_state(shape, plan), *_more_models(shape, plan))
+
+
+def _training_state(shape: ModelShape, plan: LearnerPlan) -> list[Part]:
+    """A rank's share of what it trains, and of what stays as it is."""
+    n, trained, frozen = plan.num_ranks, shape.num_trained_params, shape.num_frozen_params
     if plan.cpu_offload:
         nbytes = min(PIECE_BYTES, _share(trained * MASTER_BYTES, n))
-        parts.append(Part(name="masters on their way to an arena", nbytes=nbytes, remedy="a smaller model"))
-    else:
-        parts += [
-            Part(name="masters (float32)", nbytes=_share(trained * MASTER_BYTES, n), remedy=more_ranks, is_state=True),
-            Part(name="moments (AdamW)", nbytes=_share(trained * MOMENTS_BYTES, n), remedy=more_ranks, is_state=True),
-            Part(name="gradients (float32)", nbytes=_share(trained * GRADIENT_BYTES, n), remedy=more_ranks),
-        ]
-        if frozen:
-            nbytes = _share(frozen * b, n)
-            parts.append(Part(name="frozen weights", nbytes=nbytes, remedy=more_ranks, is_state=True))
-    return (*parts, *_more_models(shape, plan))
+        return [Part(name="masters on their way to an arena", nbytes=nbytes, remedy="a smaller model")]
+    remedy = "learner.num_ranks: more ranks, or learner.cpu_offload=true"
+    parts = [
+        Part(name="masters (float32)", nbytes=_share(trained * MASTER_BYTES, n), remedy=remedy, is_state=True),
+        Part(name="moments (AdamW)", nbytes=_share(trained * MOMENTS_BYTES, n), remedy=remedy, is_state=True),
+        Part(name="gradients (float32)", nbytes=_share(trained * GRADIENT_BYTES, n), remedy=remedy),
+    ]
+    if frozen:
+        nbytes = _share(frozen * plan.compute_bytes, n)
+        parts.append(Part(name="frozen weights", nbytes=nbytes, remedy=remedy, is_state=True))
+    return parts
 
 
 def host_parts(shape: ModelShape, plan: LearnerPlan) -> tuple[Part, ...]:
     """What one rank keeps in host memory instead of its device."""
     n, b, parts = plan.num_ranks, plan.compute_bytes, list[Part]()
-    trained, frozen = shape.num_trained_params, shape.num_params if shape.num_adapter_params else 0
+    trained, frozen = shape.num_trained_params, shape.num_frozen_params
     if plan.cpu_offload:
         nbytes = _share(trained * (MASTER_BYTES + MOMENTS_BYTES + GRADIENT_BYTES) + frozen * b, n)
         remedy = "learner.cpu_offload=false, with more learner.num_ranks"

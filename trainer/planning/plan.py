@@ -10,10 +10,13 @@ from trainer.config.estimators import traits_of
 from trainer.config.validate_mode import pairing_problems
 from trainer.planning.engine import EngineMemory, EnginePlan, engine_memory
 from trainer.planning.learner import LearnerPlan, arena_bytes, host_parts, learner_parts
+from trainer.planning.object_store import ObjectStore, object_store
 from trainer.planning.schedule import StepWork, SyncTraffic, step_work, sync_traffic
-from trainer.planning.sizes import GIB, Device, ModelShape, Part, least, total
+from trainer.planning.sizes import GIB, Device, ModelShape, Part, Workload, least, total
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from trainer.config.schema import RunConfig
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -34,7 +37,9 @@ class RunPlan:
     """Of the host that has all ranks; None if they may be on several, or elsewhere."""
     engine: EngineMemory
     sync: SyncTraffic
-    work: StepWork
+    work: Mapping[float, StepWork]
+    """By the mean length of an answer: the one that was given, or the longest, and a quarter of it."""
+    store: ObjectStore
     num_slots: int
     """Groups between admission and live weights, at most."""
     num_answers: int
@@ -56,18 +61,15 @@ def plan_run(
     device: Device,
     *,
     critic: ModelShape | None,
-    prompt_tokens: float,
+    workload: Workload,
     host_bytes: int | None = None,
 ) -> RunPlan:
     """
     Args:
         critic: of a critic with its own backbone.
-        prompt_tokens: mean length of the training prompts.
         host_bytes: memory of the host that has all ranks; None if that is not known.
     """
-    rollout, tp = cfg.rollout, cfg.rollout.tensor_parallel_size
-    group = rollout.group_size + traits_of(cfg.algorithm).greedy_baseline
-    answers = cfg.trainer.groups_per_step * rollout.group_size
+    group = cfg.rollout.group_size + traits_of(cfg.algorithm).greedy_baseline
     num_slots = (cfg.mode.max_staleness + 1) * cfg.trainer.groups_per_step
     learner = learner_plan(cfg, shape, device, critic=critic)
     is_paired = cfg.mode.shares_devices and not device.is_shared
@@ -81,25 +83,39 @@ def plan_run(
         host=on_host,
         host_bytes=host_bytes,
         engine=engine_memory(shape, engine_plan(cfg, device), device),
-        sync=sync_traffic(
-            shape,
-            dtype_bytes=DTYPE_BYTES[cfg.model.rollout_dtype],
-            num_ranks=cfg.learner.num_ranks,
-            num_replicas=rollout.num_replicas,
-            tensor_parallel_size=tp,
-        ),
-        work=step_work(
-            shape,
-            (cfg.learner.num_ranks, rollout.num_replicas * tp),
-            prompt_tokens=answers * prompt_tokens,
-            response_tokens=answers * rollout.max_response_tokens,
-            passes=3.0 + cfg.learner.activation_checkpointing + (cfg.algorithm.kl.coef > 0) + 3 * (critic is not None),
-        ),
+        sync=_sync(cfg, shape),
+        work=_work(cfg, shape, workload, has_critic=critic is not None),
+        store=object_store(cfg, workload, num_slots=num_slots, group_size=group),
         num_slots=num_slots,
         num_answers=num_slots * group,
         arena_bytes=arena_bytes(shape, learner),
         is_paired=is_paired,
     )
+
+
+def _sync(cfg: RunConfig, shape: ModelShape) -> SyncTraffic:
+    return sync_traffic(
+        shape,
+        dtype_bytes=DTYPE_BYTES[cfg.model.rollout_dtype],
+        num_ranks=cfg.learner.num_ranks,
+        num_replicas=cfg.rollout.num_replicas,
+        tensor_parallel_size=cfg.rollout.tensor_parallel_size,
+    )
+
+
+def _work(cfg: RunConfig, shape: ModelShape, workload: Workload, *, has_critic: bool) -> dict[float, StepWork]:
+    answers, longest = cfg.trainer.groups_per_step * cfg.rollout.group_size, cfg.rollout.max_response_tokens
+    means = (longest, longest / 4) if workload.response_tokens is None else (workload.response_tokens,)
+    return {
+        mean: step_work(
+            shape,
+            (cfg.learner.num_ranks, cfg.rollout.num_replicas * cfg.rollout.tensor_parallel_size),
+            prompt_tokens=answers * workload.prompt_tokens,
+            response_tokens=answers * mean,
+            passes=3.0 + cfg.learner.activation_checkpointing + (cfg.algorithm.kl.coef > 0) + 3 * has_critic,
+        )
+        for mean in means
+    }
 
 
 def _moved(parts: tuple[Part, ...]) -> Part:
@@ -147,21 +163,19 @@ def problems(plan: RunPlan, cfg: RunConfig) -> list[Problem]:
     if not plan.device.is_shared:
         found += pairing_problems(cfg)
     if plan.device.is_shared:
-        needed = cfg.learner.num_ranks * least((*plan.learner, *plan.host)) + (
-            cfg.rollout.num_replicas * cfg.rollout.tensor_parallel_size * least(plan.engine.parts)
-        )
-        parts = (*plan.learner, *plan.host, *plan.engine.parts)
-        found += _too_large("this host", needed, parts, plan.device.total_bytes)
+        num_engines = cfg.rollout.num_replicas * cfg.rollout.tensor_parallel_size
+        parts = (*plan.learner, *plan.host) * cfg.learner.num_ranks + plan.engine.parts * num_engines
+        found += _too_large("this host", parts, plan.device.total_bytes)
     else:
-        found += _too_large("a learner device", least(plan.learner), plan.learner, plan.device.total_bytes)
+        found += _too_large("a learner device", plan.learner, plan.device.total_bytes)
         if plan.host_bytes is not None:
             parts = plan.host * cfg.learner.num_ranks
-            found += _too_large("the memory of this host", least(parts), parts, plan.host_bytes)
+            found += _too_large("the memory of this host", parts, plan.host_bytes)
     return [*found, *_engine_problems(plan, cfg)]
 
 
-def _too_large(where: str, needed: int, parts: tuple[Part, ...], total_bytes: int) -> list[Problem]:
-    if needed <= total_bytes:
+def _too_large(where: str, parts: tuple[Part, ...], total_bytes: int) -> list[Problem]:
+    if least(parts) <= total_bytes:
         return []
     by_remedy = {part.remedy: [other for other in parts if other.remedy == part.remedy] for part in parts}
     remedy, largest = max(by_remedy.items(), key=lambda item: sum(part.least_bytes for part in item[1]))

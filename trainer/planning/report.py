@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rollout.group_server import MOST_BYTES
 from trainer.planning.engine import workspace_bytes
 from trainer.planning.plan import gib
-from trainer.planning.schedule import DECODING_EFFICIENCY, LINK_BYTES_PER_S
+from trainer.planning.schedule import FULL_EFFICIENCY, LINK_BYTES_PER_S, TAIL_EFFICIENCY
 from trainer.planning.sizes import Part, least, total
 
 if TYPE_CHECKING:
     from trainer.config.schema import RunConfig
     from trainer.planning.plan import RunPlan
+    from trainer.planning.schedule import StepWork
 
 HOST_BYTES_PER_S = 50e9
 """Assumed of a device's link to the host's page-locked memory: PCIe 5.0 x16 has 63 GB/s each way."""
@@ -19,8 +21,8 @@ HOST_BYTES_PER_S = 50e9
 
 def in_words(plan: RunPlan, cfg: RunConfig) -> str:
     """What `--dry-run` prints."""
-    lines = [*_placement(plan, cfg), *_memory(plan, cfg), *_traffic(plan, cfg), *_flight(plan, cfg), *_balance(plan)]
-    return "\n".join(lines) + "\n"
+    lines = [*_placement(plan, cfg), *_memory(plan, cfg), *_traffic(plan, cfg), *_flight(plan, cfg), *_store(plan)]
+    return "\n".join([*lines, *_balance(plan, cfg)]) + "\n"
 
 
 def _placement(plan: RunPlan, cfg: RunConfig) -> list[str]:
@@ -88,14 +90,17 @@ def _engine_title(plan: RunPlan, commit: str) -> str:
 
 
 def _table(title: str, parts: tuple[Part, ...], plan: RunPlan) -> list[str]:
-    rows = [
+    needed = total(parts)
+    tight = needed > plan.device.total_bytes >= least(parts)
+    return [title, *_rows(parts), f"  {'together':<34}{gib(needed):>12}{'  (may not fit)' if tight else ''}"]
+
+
+def _rows(parts: tuple[Part, ...]) -> list[str]:
+    return [
         f"  {part.name:<34}{gib(part.nbytes):>12}{'' if part.is_exact else ' ~'}"
         for part in sorted(parts, key=lambda part: -part.nbytes)
         if part.nbytes
     ]
-    needed = total(parts)
-    tight = needed > plan.device.total_bytes >= least(parts)
-    return [title, *rows, f"  {'together':<34}{gib(needed):>12}{'  (may not fit)' if tight else ''}"]
 
 
 def _traffic(plan: RunPlan, cfg: RunConfig) -> list[str]:
@@ -117,12 +122,36 @@ def _flight(plan: RunPlan, cfg: RunConfig) -> list[str]:
     return [f"In flight: {slots}, {plan.num_answers} answers over {seats} seats", ""]
 
 
-def _balance(plan: RunPlan) -> list[str]:
-    ratio = plan.work.generation_over_learning
-    side = "generation" if ratio > 1 else "learning"
-    times = f"{ratio:.2g} times the time of learning"
+def _store(plan: RunPlan) -> list[str]:
+    store = plan.store
+    has = "" if store.total_bytes is None else f" of {gib(store.total_bytes)}"
+    tight = "  (may not fit: it spills to disk)" if store.may_spill else ""
+    rows = [*_rows(store.parts), f"  {'together':<34}{gib(total(store.parts)):>12}{has}{tight}"]
+    if not store.carries_groups:
+        size, most = f"{store.group_bytes / 1000:.3g} kB", f"{MOST_BYTES / 1000:.0f} kB"
+        rows.append(f"  Groups go past it, as up to {most} do: one with the longest answers has about {size}.")
+    return ["Object store of Ray, at most", *rows, ""]
+
+
+def _balance(plan: RunPlan, cfg: RunConfig) -> list[str]:
+    if len(plan.work) == 1:
+        notes, unknown = ("on average",), []
+    else:
+        notes = ("the longest", "a quarter of it")
+        unknown = ["  Their mean is not known; --response-tokens N plans for a mean of N."]
+    turns = ["  With S = 0 both sides take turns: a step takes the sum."] if cfg.mode.max_staleness == 0 else []
+    reached = f"{FULL_EFFICIENCY:.0%} (engines kept full) to {TAIL_EFFICIENCY:.0%} (few answers in each)"
     return [
-        f"Expected bottleneck: {side} (generation takes {times}), if all answers have full length and decoding",
-        f"reaches {DECODING_EFFICIENCY:.0%} of the arithmetic efficiency of training. A guess: run some steps, and ask",
-        "python -m trainer.advise RUN_DIR.",
+        "Expected bottleneck, with answers of",
+        *(_verdict(tokens, note, work) for (tokens, work), note in zip(plan.work.items(), notes, strict=True)),
+        *unknown,
+        *turns,
+        f"  Decoding is taken to reach {reached} of the arithmetic efficiency",
+        "  of training, as it did on H200s. Run some steps, and ask python -m trainer.advise RUN_DIR.",
     ]
+
+
+def _verdict(tokens: float, note: str, work: StepWork) -> str:
+    full, few = work.generation_over_learning
+    times = f"generation takes {full:.2g} to {few:.2g} times the time of learning"
+    return f"  {f'{tokens:,.0f} tokens, {note}':<34}{work.bottleneck}: {times}"

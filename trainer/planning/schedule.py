@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from trainer.planning.sizes import ModelShape
 
 LINK_BYTES_PER_S = (25e9, 200e9)
 """Two links that a pull may go over: a 200 Gbit/s network card per device, and a link between devices of one host."""
-DECODING_EFFICIENCY = 0.1
-"""Assumed arithmetic efficiency of decoding over that of training: decoding reads all weights for every token."""
+TAIL_EFFICIENCY, FULL_EFFICIENCY = 0.2, 0.45
+"""Arithmetic efficiency of decoding over that of training, if engines have few answers each, as in a long tail, and if
+they are kept full. The asynchronous runs on H200s in docs/benchmarks.md had 0.20 to 0.26 by the generation-bound time
+as it was, and 0.27 to 0.55 by that at the full rate. The test of this module has all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,19 +46,28 @@ def sync_traffic(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepWork:
-    """Arithmetic of one step per device, in floating point operations, with answers of full length."""
+    """Arithmetic of one step per device, in floating point operations."""
 
     learner_flops: float
     engine_flops: float
 
     @property
-    def generation_over_learning(self) -> float:
-        """Time of generation over that of learning, if decoding reaches `DECODING_EFFICIENCY` of the learner's."""
-        return self.engine_flops / DECODING_EFFICIENCY / self.learner_flops
+    def generation_over_learning(self) -> tuple[float, float]:
+        """Time of generation over that of learning: with engines that are kept full, and with few answers in them."""
+        ratio = self.engine_flops / self.learner_flops
+        return ratio / FULL_EFFICIENCY, ratio / TAIL_EFFICIENCY
+
+    @property
+    def bottleneck(self) -> Literal["learning", "generation", "either"]:
+        """The side that takes longer wherever between the two efficiencies decoding is."""
+        least, most = self.generation_over_learning
+        if most < 1:
+            return "learning"
+        return "generation" if least > 1 else "either"
 
 
 def step_work(
-    shape: ModelShape, devices: tuple[int, int], *, prompt_tokens: float, response_tokens: int, passes: float
+    shape: ModelShape, devices: tuple[int, int], *, prompt_tokens: float, response_tokens: float, passes: float
 ) -> StepWork:
     """2 operations per parameter and token in a forward pass (Kaplan et al. 2020, section 2.1), attention left out.
 

@@ -33,6 +33,10 @@ class ModelShape:
     def num_trained_params(self) -> int:
         return self.num_adapter_params if self.num_adapter_params else self.num_params
 
+    @property
+    def num_frozen_params(self) -> int:
+        return self.num_params if self.num_adapter_params else 0
+
     def kv_bytes_per_token(self, *, tensor_parallel_size: int, dtype_bytes: int) -> int:
         """Keys and values of one token on one device; at least one head stays whole."""
         heads = max(1, -(-self.num_kv_heads // tensor_parallel_size))
@@ -47,6 +51,18 @@ class Device:
     total_bytes: int
     is_shared: bool
     """All ranks and engines of this host share it: a CPU's main memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What is known of prompts and answers before a run."""
+
+    prompt_tokens: float
+    """Mean of the training prompts."""
+    response_tokens: float | None = None
+    """Mean of the answers; None if nobody said."""
+    num_held_out: int = 0
+    """Prompts of an evaluation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

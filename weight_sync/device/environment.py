@@ -20,8 +20,12 @@ TELLING = (
     "PYTORCH_", "RAY_", "RCCL_", "ROCR_", "TANDEM_", "TORCH", "TRITON_", "UCX_", "VLLM_",
 )  # fmt: skip
 """Beginnings of the names of variables that change how a process computes or communicates."""
-SECRET = re.compile("AUTH|CREDENTIAL|HEADERS|JSON|KEY|PASSW|PASSPHRASE|RUNTIME_ENV|SECRET|TOKEN$")
+SECRET = re.compile(
+    r"AUTH|CONFIG$|CREDENTIAL|HEADERS|JSON|KEY|PASSW|PASSPHRASE|PWD|RUNTIME_ENV|SECRET|TOKEN(?!_THRESHOLD|S)"
+)
 """Parts of names whose values nobody is to show."""
+CARRIES_SECRET = re.compile(r"://[^/\s]*@|[{\[]")
+"""Values that nobody is to show: addresses with a user in them, and what may hold anything."""
 
 
 def merge_env(defaults: tuple[EnvVar, ...], user: Mapping[str, str], inherited: Mapping[str, str]) -> dict[str, str]:
@@ -65,8 +69,8 @@ def _complaint(var: EnvVar, found: str | None) -> str:
 def telling_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Those that change how a process computes or communicates, by name, without secrets: for a record of a run."""
     telling = (name for name in environ if name.startswith(TELLING))
-    names = sorted(name for name in telling if not SECRET.search(name.upper()))
-    return {name: environ[name] for name in names}
+    names = (name for name in telling if not SECRET.search(name.upper()))
+    return {name: environ[name] for name in sorted(names) if not CARRIES_SECRET.search(environ[name])}
 
 
 def is_true(value: str | None) -> bool:

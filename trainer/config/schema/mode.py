@@ -22,7 +22,7 @@ class ModeConfig:
         "keep",
         "What happens to running requests when new weights are committed: `keep` lets them go on with the cache they "
         "have, `recompute` computes their cache again under the new weights, `abort` gives them back; they go on from "
-        "their prefix as new requests.",
+        "their prefix as new requests. [Which one](staleness.md#running-requests-at-a-commit).",
     )
 
     @property

@@ -21,4 +21,8 @@ class TelemetryConfig:
     wandb_entity: str = key("", "User or team that the project belongs to; empty means the default of the account.")
     wandb_group: str = key("", "Group that the run is shown in; empty means none.")
     wandb_tags: str = key("", "Tags of the run, joined by `+`.")
-    record_trajectories: bool = key(True, "Write every group to `run_dir/trajectories`, before any filter.")
+    record_trajectories: bool = key(
+        True,
+        "Write every group to `run_dir/trajectories`, before any filter, and every evaluation's answers to "
+        "`run_dir/evaluations`.",
+    )

@@ -448,6 +448,7 @@ def test_a_checkpoint_owes_every_prompt_that_its_steps_did_not_train() -> None:
         buffer.admit(prompt("queued"))
         state = json.loads(json.dumps(buffer.state_dict(1)))
         assert state["num_finished"] == 2, "taken and ready: their answers are lost"
+        state["prompts"][2] = {"group_id": 3, "prompt": {"prompt_id": "running"}}  # as checkpoints were once
 
         resumed = new_buffer(groups_per_step=1, max_staleness=1, version=1)
         resumed.load_state_dict(state, prompt)

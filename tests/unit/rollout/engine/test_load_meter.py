@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
-from rollout.engine.load_meter import Activity
+from rollout.engine.load_meter import Activity, LoadMeter
 
 
 def test_an_engine_that_need_not_generate_does_not_stand_still() -> None:
@@ -23,3 +24,21 @@ def test_it_is_never_busier_than_it_is_old() -> None:
     activity.end()
     assert activity.times().busy_s == busy_s, "there was nothing to end"
     assert activity.times().began_at == first.began_at == 0
+
+
+def test_what_a_commit_takes_out_is_no_preemption() -> None:
+    meter = LoadMeter()
+
+    def step(running: int, preempted: int) -> int | None:
+        stats = SimpleNamespace(num_running_reqs=running, num_waiting_reqs=0, kv_cache_usage=0.5)
+        meter.record(stats, SimpleNamespace(num_preempted_reqs=preempted))
+        return meter.load(running).num_preemptions
+
+    assert step(4, 1) == 1
+    meter.before_commit("recompute")
+    assert [step(2, 2), step(4, 1), step(4, 2)] == [1, 1, 2], "four were taken out, the fifth lacked room"
+    meter.before_commit("recompute")
+    meter.before_commit("recompute")
+    assert step(3, 5) == 3, "one that ended unsaid is not held against the next"
+    meter.before_commit("keep")
+    assert step(3, 1) == 4

@@ -265,6 +265,17 @@ def test_taking_turns_is_compared_with_devices_of_their_own() -> None:
     assert "take turns" in in_words(lost, setup)
 
 
+def test_an_answer_that_spans_turns_is_as_long_as_all_of_them() -> None:
+    setup = replace(SETUP, num_ranks=4, num_replicas=4, takes_turns=True)
+    lines = [replace(line, step_s=20.0, engines_idle_s=12.0) for line in taking_turns(8.0, 8.0)]
+    advised = {
+        staleness: diagnose(lines, replace(setup, max_staleness=staleness), trace=None).recommendation.keys
+        for staleness in (0, 4)
+    }
+    assert advised[0]["mode.max_staleness"] == 1
+    assert advised[4]["mode.max_staleness"] == 5, "up to 5 turns of 8 s, on half of the engines, and 16 s of learning"
+
+
 @pytest.mark.parametrize(
     ("num_devices", "step_s", "wait_s", "sync_s", "idle_s", "learn_s", "full_s", "measured_s"),
     [(2, 25.23, 15.90, 0.72, 10.80, 7.93, 4.95, 15.51), (4, 36.2, 23.3, 1.75, 20.0, 10.2, 6.2, 20.5)],

@@ -67,9 +67,19 @@ def test_two_cases_of_one_name_are_refused() -> None:
 
 
 def test_a_staleness_that_is_no_number_is_refused() -> None:
-    (wrong,) = with_overrides([case("async:2+2")], ["async:mode.max_staleness=two"])
     with pytest.raises(BadCase, match="number >= 0, got 'two'"):
-        _ = wrong.max_staleness
+        with_overrides([case("async:2+2")], ["async:mode.max_staleness=two"])
+
+
+def test_a_staleness_is_found_in_every_way_to_write_it() -> None:
+    (found,) = with_overrides([case("async:2+2")], ["all:mode.max_staleness=3", "async:++mode.max_staleness=2"])
+    assert found.max_staleness == 2
+
+
+@pytest.mark.parametrize("key", ["trainer.total_steps", "++trainer.total_steps"])
+def test_the_number_of_steps_is_not_for_a_setting_to_say(key: str) -> None:
+    with pytest.raises(BadCase, match="give --steps N"):
+        with_overrides([case("async:2+2")], [f"async:{key}=20"])
 
 
 @pytest.mark.parametrize(

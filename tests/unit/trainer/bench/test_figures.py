@@ -31,7 +31,8 @@ WORK = replace(
 """A group has 100 tokens, a step 200 generated and 240 trained ones."""
 STEP_S, LEARN_S, NUM_STEPS = 10.0, 4.0, 6
 SYNC = Case(name="sync 1+1", mode="sync", num_ranks=1, num_replicas=1, tensor_parallel_size=1)
-HOW = Measure(work=WORK, case=SYNC, warmup=2, peak_tflops=None)
+ASYNC_2 = replace(SYNC, name="async 1+1", mode="async", overrides=("mode.max_staleness=2",))
+HOW = Measure(work=WORK, case=SYNC, warmup=2, num_steps=4, peak_tflops=None)
 
 
 def record(step: int, **changes: Any) -> dict[str, Any]:
@@ -39,7 +40,8 @@ def record(step: int, **changes: Any) -> dict[str, Any]:
         "step": step, "perf/step_s": STEP_S, "learner/step_s": LEARN_S, "learner/num_tokens": 240.0,
         "learner/num_loss_tokens": 200.0, "wait/learner_for_data_s": 5.5, "wait/learner_for_sync_s": 0.5,
         "wait/engines_idle_s": 5.0, "sync/pause_s": 0.01 * step, "sync/end_to_end_s": 0.5, "sync/pull_s": 0.4,
-        "staleness/mean": 0.5, "staleness/max": float(step % 2), "buffer/failed": 3, "discarded_tokens": 0, **changes,
+        "staleness/mean": 0.5, "staleness/max": float(step % 2), "buffer/failed": 3, "discarded_tokens": 0,
+        "perf/rollout_tokens_per_s": 20.0, "wait/producer_for_slots_s": 1.5, "length_bias/ks": 0.25, **changes,
     }  # fmt: skip
 
 
@@ -86,6 +88,47 @@ def test_the_first_steps_do_not_count() -> None:
     assert found.steps == (3, 6)
     assert (found.step_s.mean, found.step_s.min, found.step_s.max) == (11, 10, 14)
     assert (found.learning_s, found.tokens_per_step) == (4, 240)
+
+
+def run_that_empties() -> tuple[list[dict[str, Any]], list[Span]]:
+    """S = 2, all 8 steps made. In the last two nothing is generated any more, and every number is another."""
+    records, spans = sync_run(8)
+    other = ("perf/", "learner/", "wait/", "sync/", "staleness/")
+    for line in records[6:]:
+        line |= {name: 7.0 * value for name, value in line.items() if name.startswith(other)}
+    return records, [s for s in spans if not (s.track == "groups" and s.begin_s >= 6 * STEP_S)]
+
+
+def test_the_last_steps_of_a_run_do_not_count() -> None:
+    varied = replace(HOW, work=replace(WORK, max_response_tokens=4096))
+    found = figures_of(*run_that_empties(), replace(varied, case=ASYNC_2))
+    assert found == figures_of(*sync_run(6), varied)
+    assert found.steps == (3, 6)
+
+
+def test_the_last_steps_are_left_out_of_the_rate_once_and_not_twice() -> None:
+    records, spans = run_that_empties()
+    spans += [Span(track="groups", name="group 90", begin_s=54.0, end_s=60.0)]  # in step 6, the last that counts
+    found = engine_rate(records, spans, replace(HOW, case=ASYNC_2))
+    assert found.busy_frac == pytest.approx((4 * 4 + 6) / 40)
+
+
+@pytest.mark.parametrize(("num_steps", "last"), [(5, 5), (6, 6), (7, 6), (8, 6)])
+def test_a_run_that_was_cut_off_keeps_all_steps_before_the_last_s(num_steps: int, last: int) -> None:
+    records, spans = run_that_empties()
+    ends_s = num_steps * STEP_S
+    found = figures_of(records[:num_steps], [s for s in spans if s.end_s <= ends_s], replace(HOW, case=ASYNC_2))
+    assert found.steps == (3, last)
+    assert (found.step_s.max, found.learning_s, found.engines_idle_s) == (STEP_S, LEARN_S, 5.0)
+    # Groups that had not ended then left no trace, so two more steps are left out of the rate.
+    assert found.engines.tokens_per_s == pytest.approx(50)
+
+
+@pytest.mark.parametrize(("case", "total"), [(SYNC, 6), (replace(SYNC, mode="async"), 7), (ASYNC_2, 8)])
+def test_a_run_makes_more_steps_than_count(case: Case, total: int) -> None:
+    how = replace(HOW, case=case)
+    assert how.total_steps == total
+    assert [step for step in range(1, total + 1) if how.counts(step)] == [3, 4, 5, 6]
 
 
 def test_waits_pauses_and_staleness_are_those_of_the_steady_steps() -> None:
@@ -201,4 +244,6 @@ def test_the_timeline_begins_behind_the_warm_up() -> None:
     assert found["learner"] == [[6, 10], [16, 20], [26, 30], [36, 40]]
     assert found["running"][:4] == [[0, 1], [1, 1], [4, 0], [10, 1]]
     assert len(found["paused"]) == len(found["syncs"]) == 4
+    assert timeline_of(*run_that_empties(), replace(HOW, case=ASYNC_2)) == found
+    assert timeline_of(*run_that_empties(), replace(HOW, case=ASYNC_2, num_steps=1))["seconds"] == 10
     assert timeline_of(*sync_run(2), HOW) == {}

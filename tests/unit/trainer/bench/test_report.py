@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.unit.trainer.bench.test_figures import HOW, SYNC, sync_run
+from tests.fakes.trainer_process import ROOT
+from tests.unit.trainer.bench.test_figures import ASYNC_2, HOW, SYNC, run_that_empties, sync_run
 from trainer.bench.__main__ import EXIT_DONE, EXIT_USAGE, examine, main
 from trainer.bench.figures import figures_of, timeline_of
 from trainer.bench.plot import can_plot, plot, steps_of
@@ -17,6 +18,8 @@ from trainer.telemetry.spans import Tracer
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from trainer.advise.reading import Span
 
 W1 = workload("w1", is_tiny=True)
 ENDED = Ended(
@@ -66,8 +69,30 @@ def test_the_table_shows_bounds_ratio_and_failures() -> None:
     assert lines[2] == "FAILED async 2+2: exit code 1: no memory"
 
 
+PUBLISHED = sorted((ROOT / "docs" / "data").glob("bench_*.json"))
+
+
+@pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.stem)
+def test_results_that_were_published_before_steps_were_kept_are_still_shown(path: Path, tmp_path: Path) -> None:
+    content = json.loads(path.read_text(encoding="utf-8"))
+    lines = table(content["runs"]).splitlines()
+    assert [line.partition("  ")[0] for line in lines[1 : 1 + len(content["runs"])]] == list(content["runs"])
+    name = content["workload"]["name"].partition(" ")[0]
+    results = Results(path, workload(name, is_tiny=False, shape=content["workload"]["shape"]))
+    assert results.runs == content["runs"]
+    if can_plot():
+        plot(results.runs, tmp_path / "out.png")
+
+
+def test_there_are_published_results() -> None:
+    assert PUBLISHED
+
+
 def write_run(run_dir: Path, num_steps: int) -> None:
-    records, spans = sync_run(num_steps)
+    write_files(run_dir, *sync_run(num_steps))
+
+
+def write_files(run_dir: Path, records: list[dict[str, Any]], spans: list[Span]) -> None:
     run_dir.mkdir(parents=True)
     text = "".join(json.dumps(line) + "\n" for line in records)
     (run_dir / "metrics.jsonl").write_text(text + '{"step": 99, "perf/st')  # killed while it wrote
@@ -95,12 +120,30 @@ def test_a_run_that_ran_out_of_time_keeps_the_figures_it_got_to(tmp_path: Path) 
     assert found["figures"]["steps"] == (3, 4)
 
 
+def test_every_step_is_kept_with_whether_it_counted(tmp_path: Path) -> None:
+    write_files(tmp_path / "run", *run_that_empties())
+    found = examine(tmp_path / "run", ENDED, replace(HOW, case=ASYNC_2))
+    counted = [entry for entry in found["per_step"] if entry["is_counted"]]
+    assert (found["problem"], found["figures"]["steps"]) == ("", (3, 6))
+    assert [entry["step"] for entry in found["per_step"]] == list(range(1, 9))
+    assert [entry["step"] for entry in counted] == [3, 4, 5, 6]
+    assert found["figures"]["engines_idle_s"] == sum(entry["engines_idle_s"] for entry in counted) / 4
+
+
+def test_a_run_that_ended_before_all_its_steps_has_a_problem(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", 5)
+    found = examine(tmp_path / "run", ENDED, HOW)
+    assert found["problem"] == "made only 5 of its 6 steps"
+    assert found["figures"]["steps"] == (3, 5)
+
+
 @pytest.mark.parametrize("num_steps", [None, 1])
 def test_a_run_without_figures_has_a_problem(tmp_path: Path, num_steps: int | None) -> None:
     if num_steps is not None:
         write_run(tmp_path / "run", num_steps)
     found = examine(tmp_path / "run", ENDED, HOW)
     assert found["figures"] is None
+    assert len(found["per_step"]) == (0 if num_steps is None else num_steps)
     assert found["problem"]
 
 
@@ -115,7 +158,9 @@ def test_what_the_file_has_is_shown_without_running(tmp_path: Path, capsys: pyte
     ("arguments", "message"),
     [
         (["--case", "fast:2+2"], "MODE:SPLIT"),
-        (["--case", "async:2+2", "--steps", "3"], "needs at least 4"),
+        (["--case", "async:2+2", "--steps", "0"], "must be above 0"),
+        (["--case", "async:2+2", "--set", "async:trainer.total_steps=9"], "give --steps N"),
+        (["--case", "async:2+2", "--set", "async:mode.max_staleness=two"], "number >= 0"),
         (["--case", "async:2+2", "--set", "sync:a=1"], "reaches no case"),
         (["--only", "nothing"], "no such case"),
         (["--warmup", "0"], "must be above 0"),

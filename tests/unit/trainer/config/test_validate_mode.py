@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
 from tests.unit.trainer.config.test_validate import config_with, keys_refused
+from trainer.config.errors import ConfigurationError
+from trainer.config.library import config_names, groups, packaged_configs
 from trainer.config.load import load_config
+from trainer.config.objective import describe_rollout
 from trainer.config.validate_mode import pairing_problems
 
 SHARED = {
@@ -22,6 +26,9 @@ SHARED = {
     "rollout__tensor_parallel_size": 2,
     "task__eval_path": "eval.jsonl",
 }
+
+OWN_STALENESS = {"cispo_7b": 4, "dapo_7b": 4, "gspo_7b": 3, "reinforce_pp_7b": 2}
+"""Shipped files that write S down themselves; it wins over that of a mode."""
 
 
 @pytest.mark.parametrize(
@@ -63,3 +70,27 @@ def test_the_group_sets_what_it_needs_and_own_keys_still_win() -> None:
 def test_other_modes_share_nothing() -> None:
     for mode in ("async", "one_step_off", "sync"):
         assert not load_config([f"mode={mode}"]).mode.shares_devices
+
+
+@pytest.mark.parametrize("mode", groups([packaged_configs()])["mode"])
+@pytest.mark.parametrize("name", config_names(packaged_configs()))
+def test_every_shipped_configuration_takes_every_mode_or_says_which_key_makes_it(name: str, mode: str) -> None:
+    asked = [f"--config-name={name}", "device=cuda", f"mode={mode}"]
+    is_refused = name in OWN_STALENESS and mode in ("sync", "one_step_off")
+    if is_refused:
+        with pytest.raises(ConfigurationError) as caught:
+            load_config(asked)
+        (problem,) = caught.value.problems
+        assert problem.key == "mode.max_staleness" and "--config-name" in problem.allowed
+        asked += re.findall(r"mode\.max_staleness=\d", problem.do)
+    config = load_config(asked)
+    of_mode = {"async": 1, "one_step_off": 1, "sync": 0, "colocated": 0}[mode]
+    staleness = of_mode if is_refused else OWN_STALENESS.get(name, of_mode)
+    assert (config.mode.name, config.mode.max_staleness) == (mode, staleness)
+    warned = f"colocated, S = {staleness}: answers may span steps (mode.max_staleness=0 is on policy); "
+    assert describe_rollout(config).startswith(warned) == (mode == "colocated" and staleness > 0)
+
+
+def test_a_colocated_run_on_policy_is_told_nothing_of_it() -> None:
+    told = describe_rollout(load_config(["mode=colocated", "learner.num_ranks=1"]))
+    assert told == "all requests at once; evaluation: one greedy answer per prompt, pass@1, the learner waits for it"

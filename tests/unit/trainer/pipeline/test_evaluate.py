@@ -11,7 +11,8 @@ import pytest
 from rollout.types import Prompt
 from tests.fakes.scripted_run import config, prompt_set, trajectory
 from tests.fakes.virtual_time import run_virtual
-from trainer.pipeline.evaluate import EvaluationFailed, Evaluator, check_one_version, summarise
+from trainer.pipeline.evaluate import EvaluationFailed, Evaluator, check_one_version
+from trainer.pipeline.evaluation_result import summarise
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -116,7 +117,7 @@ def test_the_replica_is_frozen_throughout_and_the_result_is_of_its_version() -> 
         await entered.wait()
         assert replica.is_frozen
         assert one.last_version == 7
-        result = await task
+        result = (await task).summary
         assert (result.version, result.accuracy, result.num_prompts) == (7, 0.5, 4)
         assert not replica.is_frozen
 
@@ -132,7 +133,7 @@ def test_an_evaluation_that_cannot_begin_lets_go_of_whoever_waits() -> None:
         await entered.wait()
         with pytest.raises(EvaluationFailed, match=r"no live replica is left .*'a': 'dead', 'b': 'dirty'") as caught:
             await task
-        assert caught.value.version is None
+        assert (caught.value.version, caught.value.answers) == (None, ())
 
     run_virtual(main())
 
@@ -214,8 +215,14 @@ def test_an_answer_that_could_not_be_scored_leaves_no_number() -> None:
             return answers
 
     one = evaluator(Failing())
-    with pytest.raises(EvaluationFailed, match=r"^1 of 4 answers have no reward; .* train/2: no verdict within 10 s"):
+    reason = r"^1 of 4 answers have no reward; .* train/2: no verdict within 10 s"
+    with pytest.raises(EvaluationFailed, match=reason) as caught:
         run_virtual(_run(one))
+    assert [t.status for a in caught.value.answers for t in a.trajectories] == [
+        *["completed"] * 2,
+        "failed",
+        "completed",
+    ]
     assert not one.is_due(8), "it is not tried again before its next period"
     assert one.is_due(10)
 
@@ -226,5 +233,39 @@ def test_an_evaluation_that_goes_wrong_in_any_other_way_fails_with_the_cause() -
             self.version += 1  # a commit that the freeze let through
             return await super().generate(prompts, params, name, numbers)
 
-    with pytest.raises(EvaluationFailed, match=r"RuntimeError: .*holds tokens of versions \[8\]; freeze is broken"):
+    wrong = r"RuntimeError: .*holds tokens of versions \[8\]; freeze is broken"
+    with pytest.raises(EvaluationFailed, match=wrong) as caught:
         run_virtual(_run(evaluator(Wrong())))
+    assert len(caught.value.answers) == 4, "they are the evidence"
+
+
+def test_answers_come_with_their_prompts() -> None:
+    result = run_virtual(_run(evaluator(Replica(7), num_prompts=3)))
+    found = [(one.prompt.prompt_id, [t.prompt_id for t in one.trajectories]) for one in result.answers]
+    assert found == [(f"train/{i}", [f"train/{i}"]) for i in range(3)]
+
+
+def test_the_time_that_any_evaluation_ran_counts_once_where_two_overlap() -> None:
+    class Free(Replica):
+        @contextlib.asynccontextmanager
+        async def freeze(self, names: Any) -> AsyncIterator[dict[str, int]]:
+            yield dict.fromkeys(names, self.version)
+
+        async def generate(self, prompts: Any, params: SamplingParams, name: str, numbers: Any) -> list[Trajectory]:
+            await asyncio.sleep(5)
+            return [trajectory(p, 0, [(self.version, 2)], reward=1.0) for p in prompts]
+
+    async def main() -> None:
+        one = evaluator(Free())
+        await asyncio.sleep(3)
+        assert one.running_s == 0.0
+        first = asyncio.create_task(one.run(asyncio.Event()))
+        await asyncio.sleep(2)
+        assert one.running_s == pytest.approx(2)
+        await asyncio.gather(first, one.run(asyncio.Event()))  # from 3 to 8, and from 5 to 10
+        assert one.running_s == pytest.approx(7)
+        await asyncio.sleep(4)
+        await one.run(asyncio.Event())
+        assert one.running_s == pytest.approx(12)
+
+    run_virtual(main())

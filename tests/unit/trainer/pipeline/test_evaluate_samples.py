@@ -15,7 +15,8 @@ import pytest
 from rollout.engine.router import NoReplica
 from tests.fakes.scripted_run import config, prompt_set, trajectory
 from tests.fakes.virtual_time import run_virtual
-from trainer.pipeline.evaluate import EvaluationFailed, Evaluator, leased, pass_at_k, summarise
+from trainer.pipeline.evaluate import EvaluationFailed, Evaluator, leased
+from trainer.pipeline.evaluation_result import pass_at_k, summarise
 from trainer.pipeline.state import RunState
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ def test_an_evaluation_whose_replica_dies_begins_again_elsewhere_and_is_of_that_
 
     cfg = config(trainer={"eval_samples": 4, "eval_temperature": 1.0})
     one = Evaluator(cfg, PROMPTS, freeze=freeze, generate=generate, members=lambda: dict.fromkeys(versions, "live"))
-    result = asyncio.run(one.run(asyncio.Event()))
+    result = asyncio.run(one.run(asyncio.Event())).summary
     assert (result.version, one.last_version, asked) == (2, 2, ["a", "b"])
     dead |= {"b", "c"}
     with pytest.raises(EvaluationFailed, match="c died"):

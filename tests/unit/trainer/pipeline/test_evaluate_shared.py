@@ -89,7 +89,7 @@ class Fleet:
 def shared(fleet: Fleet, **how: Any) -> tuple[Evaluation, float]:
     async def main() -> tuple[Evaluation, float]:
         result = await fleet.evaluator(**how).run(asyncio.Event(), is_shared=True)
-        return result, asyncio.get_running_loop().time()
+        return result.summary, asyncio.get_running_loop().time()
 
     return run_virtual(main())
 

@@ -104,7 +104,7 @@ def test_a_line_is_known_and_complete() -> None:
         **StepRecorder().step_record(trained, built(trained), RESULT, TIMES, max_staleness=1),
         **buffer_record(buffer.stats()),
         **sync_record(sync_report(0), version_lag=1),
-        **GroupFlow().step_record(trained, num_replicas=2, slot_wait_s=0.0, engine_times={}),
+        **GroupFlow().step_record(trained, num_replicas=2, slot_wait_s=0.0, engines_idle_frac=None),
     }
     check_known(record)
     check_complete(record)

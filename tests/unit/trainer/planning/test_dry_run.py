@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,6 +14,9 @@ from trainer.__main__ import main
 from trainer.builtin.tokenizer import build_tokenizer
 from trainer.config.command_line import parse
 from trainer.config.errors import ConfigurationError
+from trainer.config.load import resolve
+from trainer.pipeline.inputs import load_inputs
+from trainer.planning.dry_run import dry_run
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -75,9 +80,40 @@ def test_a_damaged_configuration_is_refused_before_anything_is_planned(run_train
 
 
 def test_the_options_belong_together() -> None:
-    line = parse(["--dry-run", "--device-memory-gib", "80", "seed=1"])
+    line = parse(["--dry-run", "--device-memory-gib", "80", "--response-tokens", "966.5", "seed=1"])
     assert (line.action, line.device_memory_gib, line.overrides) == ("dry_run", 80.0, ("seed=1",))
+    assert line.response_tokens == 966.5
     assert parse([]).action == "run"
-    for wrong in (["--device-memory-gib", "80"], ["--dry-run", "--device-memory-gib", "0"]):
-        with pytest.raises(ConfigurationError, match="--device-memory-gib"):
-            parse(wrong)
+    for option in ("--device-memory-gib", "--response-tokens"):
+        for wrong in ([option, "80"], ["--dry-run", option, "0"], ["--dry-run", option, "nan"]):
+            with pytest.raises(ConfigurationError, match=option):
+                parse(wrong)
+
+
+def test_the_mean_of_the_answers_comes_from_the_command_line(tmp_path: Path, run_trainer: Callable[..., Any]) -> None:
+    model = model_directory(tmp_path / "model", KINDS["qwen2"]())
+    code, out, err = run_trainer("--dry-run", "--response-tokens", "5", f"model.path={model}")
+    assert code == 0, err
+    assert "5 tokens, on average" in out
+
+
+def test_the_mean_of_the_answers_reaches_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = model_directory(tmp_path / "model", KINDS["qwen2"]())
+    evaluation = ("trainer.eval_samples=64", "trainer.eval_temperature=1.0")
+    overrides = (f"model.path={model}", "rollout.max_response_tokens=12", *evaluation)
+    cfg, problems = resolve(parse(["--dry-run", *overrides]))
+    assert not problems
+    num_held_out = len(load_inputs(cfg).evaluation)
+    dry_run(cfg, device_memory_gib=80.0, response_tokens=5.0)
+    out = capsys.readouterr().out
+    assert "5 tokens, on average" in out
+    assert "12 tokens" not in out
+    asked = re.search(r"([\d,]+) answers of an evaluation", out)
+    assert asked and int(asked[1].replace(",", "")) == 64 * num_held_out
+    silent = replace(cfg, trainer=replace(cfg.trainer, eval_every=0, eval_at_start=False, eval_at_end=False))
+    dry_run(silent, device_memory_gib=80.0, response_tokens=None)
+    out = capsys.readouterr().out
+    assert "12 tokens, the longest" in out
+    assert "of an evaluation" not in out
+    with pytest.raises(ConfigurationError, match="--response-tokens = 13"):
+        dry_run(cfg, device_memory_gib=80.0, response_tokens=13.0)

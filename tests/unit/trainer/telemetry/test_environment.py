@@ -37,6 +37,12 @@ def test_a_line_that_a_full_disk_cut_off_spoils_no_later_one(tmp_path: Path) -> 
     assert latest(path)["resumed_from_step"] == 3
 
 
+def test_a_run_that_cannot_write_it_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "environment.jsonl").mkdir()
+    append(tmp_path / "environment.jsonl", describe(device="cpu", resumed_from_step=None))
+    assert "has no line of this start" in caplog.text
+
+
 @pytest.mark.parametrize("damaged", ['{"device": "cu', "[]", "\xff"])
 def test_a_damaged_file_tells_nothing(tmp_path: Path, damaged: str) -> None:
     path = tmp_path / "environment.jsonl"
@@ -50,11 +56,17 @@ def test_variables_that_change_a_computation_are_told_and_secrets_are_not(monkey
     monkeypatch.setenv("VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD", "256")
     for secret in ("AUTH_TOKEN", "JOB_HEADERS", "JOB_CONFIG_JSON_ENV_VAR", "RUNTIME_ENV", "REDIS_PASSWORD"):
         monkeypatch.setenv(f"RAY_{secret}", "hidden")
-    monkeypatch.setenv("VLLM_API_KEY", "hidden")
+    for secret in ("API_KEY", "HF_TOKEN_FILE", "CLOUD_PWD"):
+        monkeypatch.setenv(f"VLLM_{secret}", "hidden")
+    monkeypatch.setenv("RAY_REDIS_ADDRESS", "redis://user:hidden@host:6379")
+    monkeypatch.setenv("RAY_object_spilling", '{"uri": "s3://key:hidden"}')
+    monkeypatch.setenv("VLLM_MAX_TOKENS_PER_EXPERT", "7")
+    monkeypatch.setenv("VLLM_HOST", "http://proxy:8080/a")
     line = describe(device="cpu", resumed_from_step=None)
     variables: Any = line["variables"]
     assert (variables["NCCL_DEBUG"], variables["TORCHINDUCTOR_FX_GRAPH_CACHE"]) == ("INFO", "1")
     assert variables["VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD"] == "256"
+    assert (variables["VLLM_MAX_TOKENS_PER_EXPERT"], variables["VLLM_HOST"]) == ("7", "http://proxy:8080/a")
     assert "HOME" not in variables
     assert "hidden" not in json.dumps(line)
 

@@ -40,6 +40,7 @@ def test_the_default_directory_is_named_by_run_and_time(tmp_path: Path, monkeypa
     assert first.path.parent == tmp_path / "runs" / "abc"
     assert second.path.name == f"{first.path.name}-2"
     assert first.trajectories.is_dir()
+    assert first.answers.is_dir() and first.answers.name == "evaluations"
     first.close()
     second.close()
 

@@ -15,6 +15,8 @@ from trainer.telemetry.trajectories import TrajectoryRecorder
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import pytest
+
 
 def make_group(group_id: int, *, text: str = "19", metadata: dict[str, object] | None = None) -> Group:
     is_generated = np.array([False, True, True, False, True])
@@ -115,3 +117,62 @@ def test_a_baseline_is_recorded_apart_from_what_is_trained(tmp_path: Path) -> No
     (line,) = recorded(tmp_path)
     assert [t["sample_index"] for t in line["trajectories"]] == [0, 1]
     assert (line["baseline"]["sample_index"], line["baseline"]["reward"], line["baseline"]["text"]) == (2, 0.5, "18")
+
+
+def write_answers(recorder: TrajectoryRecorder, path: Path, **how: Any) -> bool:
+    group = make_group(0)
+    told = {"version": 4, "status": "scored"} | how
+    return recorder.write_answers(path, group.prompt, group.trajectories, **told)
+
+
+def test_the_answers_of_an_evaluation_are_recorded_as_those_of_a_group(tmp_path: Path) -> None:
+    groups, evaluations = tmp_path / "trajectories", tmp_path / "evaluations"
+    groups.mkdir()
+    evaluations.mkdir()
+    recorder = TrajectoryRecorder(groups, clock=lambda: 12.5)
+    path = recorder.begin_evaluation(evaluations, 4)
+    assert path is not None and path == evaluations / "version_4.jsonl"
+    assert path.read_bytes() == b""
+    assert write_answers(recorder, path, status="failed", reason="1 of 2 answers have no reward")
+    recorder.write(make_group(0), "ready")
+    (line,), (group,) = recorded(evaluations), recorded(groups)
+    assert (line["status"], line["reason"]) == ("failed", "1 of 2 answers have no reward")
+    assert (line["version"], line["time_s"]) == (4, 12.5)
+    for name in ("prompt", "rewards", "trajectories"):
+        assert line[name] == group[name]
+
+
+def test_answers_are_numbered_within_their_prompt(tmp_path: Path) -> None:
+    """Their own numbers are places in the whole evaluation."""
+    recorder, group = TrajectoryRecorder(tmp_path), make_group(0)
+    path = recorder.begin_evaluation(tmp_path, 4)
+    assert path is not None
+    placed = [replace(trajectory, sample_index=8 + i) for i, trajectory in enumerate(group.trajectories)]
+    recorder.write_answers(path, group.prompt, placed, version=4, status="scored")
+    assert [t["sample_index"] for t in recorded(tmp_path)[0]["trajectories"]] == [0, 1]
+
+
+def test_every_evaluation_has_a_file_of_its_own(tmp_path: Path) -> None:
+    for number in range(3):  # of processes
+        recorder = TrajectoryRecorder(tmp_path)
+        path = recorder.begin_evaluation(tmp_path, 4)
+        assert path is not None
+        write_answers(recorder, path, reason=str(number))
+    names = ["version_4.jsonl", "version_4.2.jsonl", "version_4.3.jsonl"]
+    assert [[json.loads(line)["reason"] for line in (tmp_path / n).read_text().splitlines()] for n in names] == [
+        ["0"],
+        ["1"],
+        ["2"],
+    ]
+
+
+def test_answers_that_cannot_be_written_are_counted_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    recorder = TrajectoryRecorder(tmp_path)
+    assert recorder.begin_evaluation(tmp_path / "missing", 4) is None
+    assert not write_answers(recorder, tmp_path / "missing" / "version_4.jsonl")
+    unknown = replace(make_group(0).trajectories[0], timings={"generate_s": object()})  # type: ignore[dict-item]
+    path = recorder.begin_evaluation(tmp_path, 4)
+    assert path is not None
+    assert not recorder.write_answers(path, make_group(0).prompt, [unknown], version=4, status="scored")
+    assert (recorder.num_errors, recorder.num_groups) == (3, 0)
+    assert caplog.text.count("is not complete") == 3 and "version_4.jsonl" in caplog.text

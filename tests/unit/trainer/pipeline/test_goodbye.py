@@ -1,0 +1,73 @@
+"""The last words of a run name `trainer.advise` exactly where that has something to say."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+from rich.console import Console
+
+from tests.fakes.scripted_run import Script, ScriptedRun
+from trainer.advise import __main__ as advise
+from trainer.pipeline.run import _say_goodbye
+from trainer.pipeline.state import RunState
+from trainer.telemetry.environment import append
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainer.pipeline import loops
+
+    Make = Callable[..., ScriptedRun]
+    Play = Callable[..., loops.Parts]
+
+
+def last_words(run: ScriptedRun) -> list[str]:
+    """What `run` says at its end, with the files that the driver has written by then."""
+    state, run_dir = run.state, run.telemetry.run_dir
+    state.stop("completed")
+    run_dir.write_config(replace(run.cfg, run_dir=str(run_dir.path)))
+    append(run_dir.environment, {"device": "cpu", "resumed_from_step": state.resumed_from_step})
+    run_dir.summary.write_text(json.dumps({"exit_reason": state.stop_reason, "steps": state.step}))
+    screen = io.StringIO()
+    _say_goodbye(Console(file=screen, width=40), state, run_dir)
+    return screen.getvalue().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("max_staleness", "num_steps", "says"),
+    [(0, 4, False), (0, 5, True), (1, 6, False), (1, 7, True), (2, 8, False), (2, 9, True)],
+)
+def test_advise_is_named_where_it_has_enough_steps(
+    scripted: Make, play: Play, max_staleness: int, num_steps: int, says: bool
+) -> None:
+    run = scripted(Script(), mode={"max_staleness": max_staleness}, trainer={"total_steps": num_steps})
+    play(run)
+    *before, last = last_words(run)
+    path = run.telemetry.run_dir.path
+    assert last.startswith(f"completed: {num_steps} steps in ") and last.endswith(f"see {path}")
+    assert before == ([f"who waited for whom: python -m trainer.advise {path}"] if says else [])
+    assert advise.main([str(path)]) == (advise.EXIT_TOLD if says else advise.EXIT_TOO_EARLY)
+
+
+def test_steps_before_a_resume_do_not_count(scripted: Make, play: Play) -> None:
+    state = RunState(started_at=0.0, wall_clock=lambda: 0.0, step=5, live_version=5, resumed_from_step=5)
+    run = scripted(Script(), state=state, mode={"max_staleness": 0}, trainer={"total_steps": 9})
+    play(run)
+    metrics = run.telemetry.run_dir.metrics
+    since = metrics.read_text().splitlines(keepends=True)
+    before = [json.dumps({**json.loads(since[0]), "step": step}) + "\n" for step in range(1, 6)]
+    metrics.write_text("".join([*before, *since]))
+    assert len(last_words(run)) == 1
+    assert advise.main([str(run.telemetry.run_dir.path)]) == advise.EXIT_TOO_EARLY
+
+
+def test_a_run_directory_that_cannot_be_read_costs_only_the_advice(scripted: Make, play: Play) -> None:
+    run = scripted(Script(), mode={"max_staleness": 0}, trainer={"total_steps": 8})
+    play(run)
+    run.telemetry.run_dir.metrics.write_text("{}\n{}\n")
+    (line,) = last_words(run)
+    assert line.startswith("completed: 8 steps")
