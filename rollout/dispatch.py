@@ -185,6 +185,8 @@ class GroupGenerator:
         self._batch: list[_Request] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_calls = 0
+        self.num_tokens = 0
+        """That engines generated for it."""
         self._num_submissions: dict[int, int] = {}
 
     async def __aenter__(self) -> GroupGenerator:
@@ -282,6 +284,7 @@ class GroupGenerator:
                 async for index, chunk in stream:
                     self._check_version(name, chunk)
                     requests[index].add(chunk)
+                    self.num_tokens += len(chunk.token_ids)
                     if chunk.finish_reason is not None:
                         is_outstanding[index] = False
                         self._turnstile.leave(name, tokens=loads[index], num_requests=1)

@@ -59,6 +59,8 @@ class LoadReport:
     """Tokens of answers that they kept."""
     quarantined: Mapping[str, str]
     """Replica -> why this sender gave it up."""
+    lost_tokens: int = 0
+    """Generated for groups that came to nothing here, since the sender began."""
 
 
 class LoadWatch:

@@ -130,7 +130,7 @@ class RolloutWorker:
         self._loop = SingleTurnLoop() if loop is None else loop
         self._clock = clock
         self._num_judges = num_judges
-        self._num_evaluations = 0
+        self._num_evaluations = self._num_lost_tokens = 0
         self._timeout_error = f"generation took longer than request_timeout_s={spec.request_timeout_s:g}"
 
     async def run_group(self, item: WorkItem) -> Group:
@@ -161,12 +161,20 @@ class RolloutWorker:
             params_of=params_of,
         )
         async with GroupGenerator(context, self._engines, self._turnstile) as generator:
-            trajectories = await _gather(
-                [
-                    self._run_sample(item.prompt, i, sampling.max_tokens, generator)
-                    for i in range(size + self._spec.greedy_baseline)
-                ]
-            )
+            try:
+                return await self._attempt(item, generator)
+            except BaseException:  # a group that nobody waits for any more, too
+                self._num_lost_tokens += generator.num_tokens
+                raise
+
+    async def _attempt(self, item: WorkItem, generator: GroupGenerator) -> Group:
+        size = self._spec.group_size
+        trajectories = await _gather(
+            [
+                self._run_sample(item.prompt, i, self._spec.sampling.max_tokens, generator)
+                for i in range(size + self._spec.greedy_baseline)
+            ]
+        )
         self._require_an_end(item.prompt, trajectories[:size])
         baseline = trajectories[size] if self._spec.greedy_baseline else None
         if baseline is not None and baseline.status == "failed":
@@ -281,7 +289,7 @@ class RolloutWorker:
 
     def loads(self) -> LoadReport:
         """The replicas as this worker sees them."""
-        return self._watch.report()
+        return replace(self._watch.report(), lost_tokens=self._num_lost_tokens)
 
     @property
     def quarantined(self) -> dict[str, str]:

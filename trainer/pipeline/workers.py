@@ -332,6 +332,7 @@ def load_record(reports: Sequence[LoadReport]) -> dict[str, float]:
         "engine/moved_tokens": sum(report.moved_tokens for report in reports),
         "engine/rescued_requests": sum(report.rescued_requests for report in reports),
         "engine/rescued_tokens": sum(report.rescued_tokens for report in reports),
+        "discarded/attempt_tokens": sum(report.lost_tokens for report in reports),
     }
     for name in reports[0].replicas:
         shares = [report.replicas[name] for report in reports]

@@ -109,13 +109,9 @@ METRICS: tuple[MetricInfo, ...] = (
         "Generated tokens of the step's judged answers that carry no loss, e.g. of truncated ones.",
         "few",
     ),
-    _row(
-        "discarded/retried_s",
-        "s",
-        "Group-seconds of attempts that failed and were retried, since the last line. Their tokens are not known.",
-        "0",
-    ),
+    _row("discarded/retried_s", "s", "Group-seconds of failed attempts that were retried, since the last line.", "0"),
     _row("discarded/dropped_s", "s", "The same of last attempts, after which the prompt was given up.", "0"),
+    _row("discarded/attempt_tokens", "tokens", "Of failed and cancelled attempts, since the workers began.", "0"),
     _row("length_bias/ks", "fraction", "KS distance between the lengths of generated and of trained answers.", "< 0.2"),
     _row(
         "length_bias/early_ks",

@@ -164,6 +164,7 @@ def test_all_replicas_dead_fails_the_group_with_every_reason() -> None:
         with pytest.raises(NoReplica, match="e0: e0 was killed; e1: e1 was killed"):
             await busy.run_group(item())
         assert (busy.loads().rescued_requests, busy.loads().rescued_tokens) == (4, 12), "once, to the second one"
+        assert busy.loads().lost_tokens == 12
         assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []
 
     run_virtual(main())
@@ -253,6 +254,10 @@ def test_a_cancelled_group_aborts_its_requests_and_gives_the_load_back() -> None
         assert task.cancelled()
         assert engine.calls[0].is_closed
         assert busy.outstanding_tokens == {"e0": 0}
+        lost = busy.loads().lost_tokens
+        assert 0 < lost < 4 * MAX_TOKENS
+        await busy.run_group(item(group_id=6))
+        assert busy.loads().lost_tokens == lost, "a group that comes to its end loses nothing"
 
     run_virtual(main())
 

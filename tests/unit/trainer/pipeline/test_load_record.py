@@ -21,6 +21,7 @@ def report(in_flight: int, *, limit: int | None, held: int, moved: tuple[int, in
         rescued_requests=2,
         rescued_tokens=30,
         quarantined={},
+        lost_tokens=7,
     )
 
 
@@ -32,6 +33,7 @@ def test_what_workers_do_adds_up_and_what_an_engine_says_does_not() -> None:
         "engine/moved_tokens": 1900,
         "engine/rescued_requests": 4,
         "engine/rescued_tokens": 60,
+        "discarded/attempt_tokens": 14,
         "engine/limit/e0": 32,
         "engine/in_flight/e0": 30,
         "engine/running/e0": 30,
