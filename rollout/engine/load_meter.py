@@ -25,8 +25,9 @@ class LoadMeter:
         self._num_taken_out = 0
 
     def before_commit(self, in_flight: InFlight) -> None:
-        """What `recompute` preempts of all that run now is our doing, and no sign of a lack of room."""
-        self._num_taken_out = self._running if in_flight == "recompute" else 0
+        """All that run now are preempted by `recompute`: our doing, and no sign of a lack of room."""
+        if in_flight == "recompute":
+            self._num_taken_out, self._running = self._num_taken_out + self._running, 0
 
     def record(self, scheduler_stats: Any, iteration_stats: Any) -> None:
         """Figures of one step; either may be None."""
@@ -45,6 +46,7 @@ class LoadMeter:
     def load(self, num_inside: int) -> EngineLoad:
         """`num_inside`: requests in the engine. Without any it makes no step, and the last one's figures are stale."""
         is_idle = num_inside == 0
+        self._num_taken_out = min(self._num_taken_out, num_inside)  # some may have ended since
         return EngineLoad(
             running=0 if is_idle else self._running,
             waiting=0 if is_idle else self._waiting,

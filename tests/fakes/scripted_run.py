@@ -281,6 +281,7 @@ def telemetry_in(cfg: RunConfig, path: Path, *, resume_step: int | None = None) 
             tracer=tracer,
             recorder=TrajectoryRecorder(run_dir.trajectories),
             thread=InlineExecutor(1),
+            slow_thread=InlineExecutor(1),
         )
 
 

@@ -60,4 +60,5 @@ def test_rows_of_the_control_plane_are_its_results() -> None:
         for run in results("control_plane.json")[kind]:
             cost = f"{run['cpu_ms_per_trajectory']:.{digits}f} ms"
             groups = f"{run['groups_generated']:,}"
-            assert any(cost in row and groups in row for row in written), (groups, cost)
+            found = [row for row in written if f" {groups} " in f" {row} " and f" {cost} " in f" {row} "]
+            assert found, (groups, cost)

@@ -314,6 +314,7 @@ def simulation(plan: Plan, path: Path) -> Iterator[Simulation]:
             tracer=Tracer(None),
             recorder=None,
             thread=InlineExecutor(1),
+            slow_thread=InlineExecutor(1),
         )
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(workers, "kill_actor", LocalWorker.die)

@@ -19,8 +19,8 @@ tokens in every answer, where there is least to win. Lengths are forced and the 
 Exit codes: 0 every case of this call has figures, 1 one has not, 2 the command line or the file is wrong.
 
 Example, on 4 devices with at most 10 minutes per call (MFU against 989 dense bfloat16 TFLOP/s of a device):
-  python -m trainer.bench --out w1.json --case async:2+2 --peak-tflops 989 --timeout-s 480
-  python -m trainer.bench --out w1.json --case sync:2+2 --peak-tflops 989 --timeout-s 480
+  python -m trainer.bench --out w1.json --case async:2+2 --steps 6 --peak-tflops 989 --timeout-s 480
+  python -m trainer.bench --out w1.json --case sync:2+2 --steps 6 --peak-tflops 989 --timeout-s 480
   python -m trainer.bench --out w1.json --show --plot w1.png
 """
 

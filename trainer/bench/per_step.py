@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -25,15 +24,13 @@ ENTRIES: Mapping[str, str] = {
     "sync_pause_s": "sync/pause_s",
 }
 """Name here to the metric that it is; docs/metrics.md says what each means."""
-_OF_MEMORY = re.compile(r"(^|[/_])(memory|peak)([/_]|$)")
 
 
 def per_step(records: Sequence[Mapping[str, Any]], how: Measure) -> list[dict[str, Any]]:
     """Every step that was recorded, warm-up and the last S included. What a record does not have is None.
 
     `trained_tokens` count the prompt once per answer; `generated_tokens` are those of the groups that came back from
-    the engines since the step before, whichever step trains them; `memory` has peaks of device memory under the names
-    that the record gives them.
+    the engines since the step before, whichever step trains them.
     """
     return [_entry(record, is_counted=how.counts(record["step"])) for record in records]
 
@@ -44,7 +41,6 @@ def _entry(record: Mapping[str, Any], *, is_counted: bool) -> dict[str, Any]:
         "is_counted": is_counted,
         **{name: record.get(metric) for name, metric in ENTRIES.items()},
         "generated_tokens": _generated_tokens(record),
-        "memory": {name: value for name, value in record.items() if _OF_MEMORY.search(name)},
     }
 
 

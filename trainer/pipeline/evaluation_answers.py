@@ -1,8 +1,4 @@
-"""Writes down what was answered in an evaluation, so that anybody can look at it and check its numbers.
-
-Nobody waits for it but the end of the process. It has the thread that writes lines of metrics, too, and gives it back
-after every prompt: what the trainer waits for there is behind one prompt at most.
-"""
+"""Writes down what was answered in an evaluation, so that anybody can look at it and check its numbers."""
 
 from __future__ import annotations
 
@@ -12,8 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from concurrent.futures import Executor
+    from collections.abc import Sequence
 
     from trainer.pipeline.evaluation_result import Answered
     from trainer.pipeline.telemetry import Telemetry
@@ -25,7 +20,7 @@ async def keep_answers(
     telemetry: Telemetry, answers: Sequence[Answered], *, version: int, failed: str = ""
 ) -> str | None:
     """Begin to write them, where trajectories are recorded. Returns the file's name in the run directory once it is
-    there and empty; None if there is none.
+    there and empty; None if there is none. Nobody waits for the rest but the end of the process.
 
     Args:
         answers: none if the evaluation failed before it had all of them.
@@ -41,21 +36,9 @@ async def keep_answers(
     name = f"{folder.name}/{path.name}"
     if path.name != f"version_{version}.jsonl":
         log.info("version %d has been evaluated before; what was answered this time is in %s", version, name)
-    write = partial(
-        recorder.write_answers, path, version=version, status="failed" if failed else "scored", reason=failed
+    told = [(one.prompt, one.trajectories) for one in answers]
+    status = "failed" if failed else "scored"
+    telemetry.slow_thread.submit(
+        partial(recorder.write_answers, path, told, version=version, status=status, reason=failed)
     )
-    writes = (partial(write, one.prompt, one.trajectories) for one in answers)
-    telemetry.thread.submit(_go_on, telemetry.thread, writes)
     return name
-
-
-def _go_on(thread: Executor, writes: Iterator[Callable[[], bool]]) -> None:
-    """The next of them, and then the others behind what came to the thread meanwhile; none after one that failed."""
-    for write in writes:
-        if not write():
-            return
-        try:
-            thread.submit(_go_on, thread, writes)
-        except RuntimeError:  # the executor is closing: it waits for this job, and takes no other
-            continue
-        return

@@ -7,9 +7,7 @@ one that fails is counted and told, and ends nothing.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from trainer.pipeline.evaluate import EvaluationFailed
@@ -17,48 +15,19 @@ from trainer.pipeline.evaluation_answers import keep_answers
 from trainer.pipeline.records import evaluation_line, failed_evaluation_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
     from trainer.pipeline.loops import Parts
     from trainer.pipeline.supervise import Supervisor
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class EvaluationNotes:
-    """What lines of metrics say of evaluations, beside those that wait in `RunState.unreported`."""
-
-    breakdown: Mapping[str, object] = field(default_factory=dict)
-    """Of the newest that ended, by metric."""
-    learner_waited_s: float = 0.0
-    """Of the learner's last wait for data, for how long an evaluation ran beside it."""
-
-
-@contextlib.contextmanager
-def learner_waits(parts: Parts) -> Iterator[None]:
-    """Around the learner's wait for data: notes how much of it an evaluation ran beside."""
-    before_s = parts.evaluator.running_s
-    try:
-        yield
-    finally:
-        parts.evaluation_notes.learner_waited_s = parts.evaluator.running_s - before_s
-
-
 def with_evaluation(parts: Parts, record: dict[str, object]) -> dict[str, object]:
-    """The record with the newest evaluation that ended since the last line, if any, how many have failed, and how long
-    the learner waited for data beside one."""
+    """The record with the newest evaluation that ended since the last line, if any, and how many have failed."""
     if not parts.evaluator.is_possible:
         return record
     ended, parts.state.unreported[:] = list(parts.state.unreported), []
-    notes = parts.evaluation_notes
-    newest = {**ended[-1].record(), **notes.breakdown} if ended else {}
-    return {
-        **record,
-        **newest,
-        "eval/failed_runs": parts.state.num_failed_evaluations,
-        "wait/learner_for_evaluation_s": notes.learner_waited_s,
-    }
+    newest = ended[-1] if ended else {}
+    return {**record, **newest, "eval/failed_runs": parts.state.num_failed_evaluations}
 
 
 async def evaluate_now(parts: Parts, entered: asyncio.Event | None = None, *, is_shared: bool = False) -> None:
@@ -74,8 +43,7 @@ async def evaluate_now(parts: Parts, entered: asyncio.Event | None = None, *, is
     finally:
         hurrying.cancel()
     evaluation = evaluated.summary
-    state.add_evaluation(evaluation)
-    parts.evaluation_notes.breakdown = evaluated.breakdown.record()
+    state.add_evaluation(evaluation, evaluated.breakdown.record())
     line = {**evaluation_line(evaluation, step=state.step, time_s=state.time_s), **evaluated.breakdown.line()}
     line["answers"] = await keep_answers(parts.telemetry, evaluated.answers, version=evaluation.version)
     await parts.telemetry.write_evaluation(line)

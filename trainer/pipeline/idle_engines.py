@@ -61,7 +61,7 @@ class IdleEngines:
             said, before = times.get(name), account.said
             account.said = said if said is not None else before
             if said is not None and before is not None and said.began_at == before.began_at and said.up_s > before.up_s:
-                account.add(said.busy_s - before.busy_s, said.up_s - before.up_s, now)
+                account.add(said.busy_s - before.busy_s, min(said.up_s - before.up_s, now - account.at), now)
             elif said is not None and (before is None or said.began_at != before.began_at):
                 account.add(said.busy_s, now - account.at, now)  # nothing, where it is the first one we hear of
             elif name in lost:

@@ -22,14 +22,12 @@ from trainer.algorithms.group_filter import GroupFilterError, own_group_filter
 from trainer.config.errors import first_cause, one_line
 from trainer.data.batcher import BatchLimits, BuiltBatch, build_train_batch
 from trainer.pipeline.evaluation_runs import (
-    EvaluationNotes,
     evaluate_if_beside,
     evaluate_if_blocking,
     evaluate_now,
-    learner_waits,
 )
 from trainer.pipeline.flow import GroupFlow
-from trainer.pipeline.records import StepRecorder
+from trainer.pipeline.records import DataWait, StepRecorder
 from trainer.pipeline.stepping import Stepper
 
 if TYPE_CHECKING:
@@ -84,7 +82,6 @@ class Parts:
     stepper: Stepper = field(default_factory=Stepper)
     evaluations: set[asyncio.Task[None]] = field(default_factory=set)
     """Those that run beside training."""
-    evaluation_notes: EvaluationNotes = field(default_factory=EvaluationNotes)
     generation_over: asyncio.Event = field(default_factory=asyncio.Event)
     """No more groups come, and none is needed."""
 
@@ -216,15 +213,17 @@ async def train_loop(parts: Parts) -> None:
     """
     state, total = parts.state, parts.cfg.trainer.total_steps
     while state.step < total and not state.stop_requested.is_set():
-        waited_from = time.monotonic()
+        began, evaluated_s = asyncio.get_running_loop().time(), parts.evaluator.running_s
         parts.telemetry.progress.update(waiting_for="groups")
-        with learner_waits(parts):
-            ready = await _next_batch(parts)
+        ready = await _next_batch(parts)
         if ready is None:
             break
         parts.telemetry.progress.update(waiting_for="")
-        waited_for_data_s = time.monotonic() - waited_from
-        await parts.stepper.take(parts, *ready, waited_for_data_s=waited_for_data_s)
+        waited = DataWait(
+            whole_s=asyncio.get_running_loop().time() - began,
+            beside_evaluation_s=parts.evaluator.running_s - evaluated_s,
+        )
+        await parts.stepper.take(parts, *ready, waited)
         await parts.pump.publish(state.step)
         parts.stepper.close_line(parts)
         is_last = state.step >= total or state.stop_reason is not None

@@ -25,10 +25,19 @@ LENGTH_WINDOW_GROUPS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DataWait:
+    """Of the learner, for the groups of a step, in seconds."""
+
+    whole_s: float
+    beside_evaluation_s: float
+    """Part of it, while an evaluation ran."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
     """What the learner did between two steps, in seconds."""
 
-    waited_for_data_s: float
+    waited_for_data: DataWait
     waited_for_sync_s: float
     """Until the new weights were packed and it could go on."""
 
@@ -75,7 +84,8 @@ class StepRecorder:
             "perf/tokens_per_s": built.batch.num_tokens / step_s,
             "perf/learner_busy_frac": min(learner_s / step_s, 1.0),
             **_utilisation(result),
-            "wait/learner_for_data_s": times.waited_for_data_s,
+            "wait/learner_for_data_s": times.waited_for_data.whole_s,
+            "wait/learner_for_evaluation_s": times.waited_for_data.beside_evaluation_s,
             "wait/learner_for_sync_s": times.waited_for_sync_s,
             "discarded/excluded_tokens": _num_judged_tokens(groups) - built.batch.num_loss_tokens,
             "length_bias/ks": ks_distance(_flat(self._generated_lengths), _flat(self._trained_lengths)),

@@ -380,5 +380,5 @@ def _say_goodbye(console: Console, state: RunState, run_dir: RunDir) -> None:
         lines = [line for line in read_lines(run_dir.path) if line.step > setup.resumed_from_step]
         steady(lines, max_staleness=setup.max_staleness, has_ended=has_ended(run_dir.path, lines))
         command = f"python -m trainer.advise {shlex.quote(str(run_dir.path))}"
-        console.print(f"who waited for whom: {command}", highlight=False, soft_wrap=True)
-    console.print("; ".join(parts), highlight=False, soft_wrap=True)
+        console.print(f"who waited for whom: {command}", highlight=False, soft_wrap=True, markup=False)
+    console.print("; ".join(parts), highlight=False, soft_wrap=True, markup=False)

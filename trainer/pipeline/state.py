@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from trainer.telemetry.summary import ExitReason
 
@@ -56,8 +56,8 @@ class RunState:
     startup_s: float | None = None
     first_accuracy: float | None = None
     last_evaluation: Evaluation | None = None
-    unreported: list[Evaluation] = field(default_factory=list)
-    """Evaluations that ended and wait for the next line of metrics."""
+    unreported: list[Mapping[str, object]] = field(default_factory=list)
+    """Metrics of evaluations that ended and wait for the next line."""
     num_failed_evaluations: int = 0
     discarded_tokens: int = 0
     stop_reason: ExitReason | None = None
@@ -82,11 +82,12 @@ class RunState:
         if reason == "interrupted":
             self.stop_requested.set()
 
-    def add_evaluation(self, evaluation: Evaluation) -> None:
+    def add_evaluation(self, evaluation: Evaluation, breakdown: Mapping[str, object]) -> None:
+        """`breakdown`: its metrics that a checkpoint need not know."""
         if self.first_accuracy is None:
             self.first_accuracy = evaluation.accuracy
         self.last_evaluation = evaluation
-        self.unreported.append(evaluation)
+        self.unreported.append({**evaluation.record(), **breakdown})
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able."""

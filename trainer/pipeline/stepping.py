@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from trainer.data.batcher import BuiltBatch
     from trainer.learner.result import StepResult
     from trainer.pipeline.loops import Parts
+    from trainer.pipeline.records import DataWait
     from trainer.telemetry.progress import Progress
 
 log = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ class _Trained:
     groups: Sequence[Group]
     built: BuiltBatch
     result: StepResult
-    waited_for_data_s: float
+    waited: DataWait
     ended_at: float
     """On the monotonic clock."""
 
@@ -47,14 +48,14 @@ class Stepper:
         self._unwritten: _Trained | None = None
         self._line: dict[str, object] | None = None
 
-    async def take(self, parts: Parts, groups: Sequence[Group], built: BuiltBatch, *, waited_for_data_s: float) -> None:
+    async def take(self, parts: Parts, groups: Sequence[Group], built: BuiltBatch, waited: DataWait) -> None:
         """One step of the learner. Once begun it goes on where the caller is cancelled: see `ended`."""
         check_ages(groups, step=built.batch.step, max_staleness=parts.cfg.mode.max_staleness)
         await parts.devices.to_learner()
-        self._task = asyncio.create_task(self._take(parts, groups, built, waited_for_data_s), name="step")
+        self._task = asyncio.create_task(self._take(parts, groups, built, waited), name="step")
         await asyncio.shield(self._task)
 
-    async def _take(self, parts: Parts, groups: Sequence[Group], built: BuiltBatch, waited_for_data_s: float) -> None:
+    async def _take(self, parts: Parts, groups: Sequence[Group], built: BuiltBatch, waited: DataWait) -> None:
         step = built.batch.step
         with parts.telemetry.tracer.span("learner", f"step {step}", tokens=built.batch.num_tokens):
             result = await parts.learner.train_step(built.batch)
@@ -63,7 +64,7 @@ class Stepper:
             groups=groups,
             built=built,
             result=result,
-            waited_for_data_s=waited_for_data_s,
+            waited=waited,
             ended_at=time.monotonic(),
         )
 
@@ -81,7 +82,7 @@ class Stepper:
         """The new weights are on their way: make the line of the step, as things are now."""
         done, cfg = self._unwritten, parts.cfg
         assert done is not None
-        times = StepTimes(waited_for_data_s=done.waited_for_data_s, waited_for_sync_s=time.monotonic() - done.ended_at)
+        times = StepTimes(waited_for_data=done.waited, waited_for_sync_s=time.monotonic() - done.ended_at)
         step, max_staleness = done.built.batch.step, cfg.mode.max_staleness
         record = parts.recorder.step_record(done.groups, done.built, done.result, times, max_staleness=max_staleness)
         passed = _surroundings(parts, done.groups)

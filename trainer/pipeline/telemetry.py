@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Telemetry:
-    """Sinks of one run. One thread of its own writes, in order, so the event loop never waits for a disk."""
+    """Sinks of one run. A thread of its own writes, in order, so the event loop never waits for a disk."""
 
     run_dir: RunDir
     progress: Progress
@@ -39,6 +39,8 @@ class Telemetry:
     recorder: TrajectoryRecorder | None
     """None with `telemetry.record_trajectories=false`."""
     thread: ThreadPoolExecutor
+    slow_thread: ThreadPoolExecutor
+    """For what takes long and nobody waits for."""
 
     async def write_step(self, record: Mapping[str, object]) -> None:
         """One line of metrics, to all sinks and the display."""
@@ -83,7 +85,15 @@ def opened(cfg: RunConfig, run_dir: RunDir, console: Console, *, resume_step: in
         writer = stack.enter_context(contextlib.closing(build_writer(cfg, run_dir, resume_step=resume_step)))
         tracer = stack.enter_context(contextlib.closing(Tracer(run_dir.trace if cfg.telemetry.trace else None)))
         recorder = TrajectoryRecorder(run_dir.trajectories) if cfg.telemetry.record_trajectories else None
-        thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="telemetry"))
+        thread, slow_thread = (
+            stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix=name)) for name in ("telemetry", "answers")
+        )
         yield Telemetry(
-            run_dir=run_dir, progress=progress, writer=writer, tracer=tracer, recorder=recorder, thread=thread
+            run_dir=run_dir,
+            progress=progress,
+            writer=writer,
+            tracer=tracer,
+            recorder=recorder,
+            thread=thread,
+            slow_thread=slow_thread,
         )

@@ -12,8 +12,10 @@ that a version with this number had, in a process that went on from another.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
+import os
 import time
 from typing import TYPE_CHECKING, Literal
 
@@ -23,7 +25,7 @@ import numpy as np
 from trainer.telemetry.jsonable import to_jsonable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from rollout.buffer.items import WorkItem
@@ -79,24 +81,25 @@ class TrajectoryRecorder:
     def write_answers(
         self,
         path: Path,
-        prompt: Prompt,
-        trajectories: Sequence[Trajectory],
+        answers: Iterable[tuple[Prompt, Sequence[Trajectory]]],
         *,
         version: int,
         status: EvaluationStatus,
         reason: str = "",
-    ) -> bool:
-        """One held-out prompt with all answers to it. `status` and `reason` are those of the whole evaluation. False if
-        it cannot be written: the rest of the file is to be left out, too. Blocking, as `write`."""
+    ) -> None:
+        """Held-out prompts, each with all answers to it. `status` and `reason` are those of the whole evaluation. After
+        a line that cannot be written the rest is left out. Blocking, as `write`, and much longer."""
+        how, num_bytes = {"status": status, "reason": reason, "version": version}, 0
         try:
-            record = {"time_s": self._clock(), "status": status, "reason": reason, "version": version}
-            line = msgspec.json.encode(record | _answered(prompt, trajectories)) + b"\n"
-            with path.open("ab") as file:  # which writes all of it, or raises
-                file.write(line)
+            for prompt, trajectories in answers:
+                line = msgspec.json.encode({"time_s": self._clock(), **how, **_answered(prompt, trajectories)}) + b"\n"
+                with path.open("ab") as file:  # which writes all of it, or raises
+                    file.write(line)
+                num_bytes += len(line)
         except Exception as error:  # noqa: BLE001 - nobody waits for it, and no evaluation ends a run
+            with contextlib.suppress(OSError):
+                os.truncate(path, num_bytes)  # without half a line
             self._miss_evaluation(path, error)
-            return False
-        return True
 
     def _miss_evaluation(self, path: Path, error: Exception) -> None:
         self.num_errors += 1

@@ -21,11 +21,12 @@ TELLING = (
 )  # fmt: skip
 """Beginnings of the names of variables that change how a process computes or communicates."""
 SECRET = re.compile(
-    r"AUTH|CONFIG$|CREDENTIAL|HEADERS|JSON|KEY|PASSW|PASSPHRASE|PWD|RUNTIME_ENV|SECRET|TOKEN(?!_THRESHOLD|S)"
+    r"AUTH|CONFIG$|CREDENTIAL|HEADERS|JSON|KEY|PASSW|PASSPHRASE|PWD|RUNTIME_ENV|SECRET|TOKEN(?!_THRESHOLD|S_PER)"
 )
 """Parts of names whose values nobody is to show."""
-CARRIES_SECRET = re.compile(r"://[^/\s]*@|[{\[]")
-"""Values that nobody is to show: addresses with a user in them, and what may hold anything."""
+CARRIES_SECRET = re.compile(r"://[^/\s]*@|^\s*[{\[]")
+"""Values that nobody is to show: addresses with a user in them, and JSON, which may hold anything."""
+HIDDEN = "(not shown)"
 
 
 def merge_env(defaults: tuple[EnvVar, ...], user: Mapping[str, str], inherited: Mapping[str, str]) -> dict[str, str]:
@@ -67,10 +68,13 @@ def _complaint(var: EnvVar, found: str | None) -> str:
 
 
 def telling_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Those that change how a process computes or communicates, by name, without secrets: for a record of a run."""
-    telling = (name for name in environ if name.startswith(TELLING))
-    names = (name for name in telling if not SECRET.search(name.upper()))
-    return {name: environ[name] for name in sorted(names) if not CARRIES_SECRET.search(environ[name])}
+    """Those that change how a process computes or communicates, by name: for a record of a run. `HIDDEN` stands for
+    values that may be secret."""
+    return {
+        name: HIDDEN if SECRET.search(name.upper()) or CARRIES_SECRET.search(environ[name]) else environ[name]
+        for name in sorted(environ)
+        if name.startswith(TELLING)
+    }
 
 
 def is_true(value: str | None) -> bool:

@@ -42,3 +42,20 @@ def test_what_a_commit_takes_out_is_no_preemption() -> None:
     assert step(3, 5) == 3, "one that ended unsaid is not held against the next"
     meter.before_commit("keep")
     assert step(3, 1) == 4
+
+
+def test_commits_that_follow_each_other_before_all_is_computed_again_hold_nothing_against_the_engine() -> None:
+    meter = LoadMeter()
+
+    def step(running: int, preempted: int) -> int | None:
+        stats = SimpleNamespace(num_running_reqs=running, num_waiting_reqs=64 - running, kv_cache_usage=0.5)
+        meter.record(stats, SimpleNamespace(num_preempted_reqs=preempted))
+        return meter.load(64).num_preemptions
+
+    step(64, 0)
+    for _ in range(3):  # each time eight are resumed, say that they were preempted, and are preempted again
+        meter.before_commit("recompute")
+        assert step(8, 8) == 0
+    assert [step(running, 8) for running in range(16, 72, 8)] == [0] * 7
+    assert meter.load(0).num_preemptions == 0
+    assert step(64, 1) == 1

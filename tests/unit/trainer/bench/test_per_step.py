@@ -25,7 +25,6 @@ def test_an_entry_is_what_the_record_says() -> None:
         "staleness_max": 1.0,
         "length_bias_ks": 0.25,
         "sync_pause_s": 0.03,
-        "memory": {},
     }
 
 
@@ -39,13 +38,7 @@ def test_warm_up_and_last_steps_are_there_and_do_not_count() -> None:
 def test_what_a_record_does_not_have_is_none() -> None:
     (found,) = per_step([{"step": 1, "perf/step_s": 2.0}], HOW)
     assert (found["step_s"], found["length_bias_ks"], found["generated_tokens"]) == (2.0, None, None)
-    assert set(found) == {"step", "is_counted", "generated_tokens", "memory", *ENTRIES}
-
-
-def test_peaks_of_memory_are_kept_under_their_own_names() -> None:
-    peaks = {"learner/peak_bytes": 3.0, "memory/engine": 2.0, "devices/memory_frac": 0.5}
-    (found,) = per_step([record(1, speaking=1, **peaks)], HOW)
-    assert found["memory"] == peaks
+    assert set(found) == {"step", "is_counted", "generated_tokens", *ENTRIES}
 
 
 def test_every_number_is_a_metric_that_runs_have() -> None:

@@ -80,7 +80,7 @@ def test_means_are_over_answers_and_pass_at_k_over_prompts() -> None:
 
 def test_an_evaluation_survives_a_checkpoint() -> None:
     state = RunState(started_at=0.0, wall_clock=lambda: 0.0)
-    state.add_evaluation(summarise(answers([[1.0] * 4] * 3), settings(), version=2, time_s=1.0))
+    state.add_evaluation(summarise(answers([[1.0] * 4] * 3), settings(), version=2, time_s=1.0), {})
     again = RunState(started_at=0.0, wall_clock=lambda: 0.0)
     kept = json.loads(json.dumps(state.state_dict()))
     again.load_state_dict(kept)

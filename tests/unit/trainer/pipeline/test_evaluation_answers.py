@@ -19,7 +19,6 @@ from trainer.pipeline.evaluation_result import Answered
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from rollout.types import Prompt
     from trainer.pipeline.telemetry import Telemetry
 
 ANSWERS = [
@@ -32,59 +31,29 @@ ALL = [one.prompt.prompt_id for one in ANSWERS]
 class Recorder:
     """Writes into a list, the first time only when it may."""
 
-    def __init__(self, *, fails_at: str = "") -> None:
+    def __init__(self) -> None:
         self.done: list[str] = []
-        self.may_write, self.fails_at = threading.Event(), fails_at
+        self.may_write = threading.Event()
 
     def begin_evaluation(self, folder: Path, version: int) -> Path:
         return folder / f"version_{version}.jsonl"
 
-    def write_answers(self, _path: Path, prompt: Prompt, _trajectories: Any, **_how: Any) -> bool:
+    def write_answers(self, _path: Path, answers: Any, **_how: Any) -> None:
         assert self.may_write.wait(10)
-        self.done.append(prompt.prompt_id)
-        return prompt.prompt_id != self.fails_at
+        self.done += [prompt.prompt_id for prompt, _ in answers]
 
 
-@pytest.fixture
-def thread() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(1) as executor:
-        yield executor
-
-
-def begin(recorder: Recorder, thread: ThreadPoolExecutor) -> str | None:
-    telemetry: Any = SimpleNamespace(
-        recorder=recorder, thread=thread, run_dir=SimpleNamespace(answers=Path("evaluations"))
-    )
-    return asyncio.run(keep_answers(telemetry, ANSWERS, version=4))
-
-
-def test_nobody_waits_for_the_answers_and_a_line_of_metrics_for_one_prompt_at_most(thread: ThreadPoolExecutor) -> None:
+def test_nobody_waits_for_the_answers_but_the_end_of_the_process() -> None:
     recorder = Recorder()
-    assert begin(recorder, thread) == "evaluations/version_4.jsonl"
-    assert recorder.done == [], "it has returned, and nothing could be written yet"
-    line = thread.submit(recorder.done.append, "line of metrics")
-    recorder.may_write.set()
-    line.result(10)
-    thread.shutdown()
-    assert recorder.done == [ALL[0], "line of metrics", *ALL[1:]]
-
-
-def test_the_end_of_the_process_waits_for_all_answers(thread: ThreadPoolExecutor) -> None:
-    recorder = Recorder()
-    begin(recorder, thread)
-    thread.shutdown(wait=False)
-    recorder.may_write.set()
-    thread.shutdown(wait=True)
-    assert recorder.done == ALL
-
-
-def test_after_a_write_that_failed_the_rest_is_left_out(thread: ThreadPoolExecutor) -> None:
-    recorder = Recorder(fails_at=ALL[2])
-    recorder.may_write.set()
-    begin(recorder, thread)
-    for _ in range(2 * len(ALL)):  # each lets one more be written
-        thread.submit(lambda: None).result(10)
-    assert recorder.done == ALL[:3]
+    with ThreadPoolExecutor(1) as thread, ThreadPoolExecutor(1) as slow_thread:
+        run_dir = SimpleNamespace(answers=Path("evaluations"))
+        telemetry: Any = SimpleNamespace(recorder=recorder, thread=thread, slow_thread=slow_thread, run_dir=run_dir)
+        assert asyncio.run(keep_answers(telemetry, ANSWERS, version=4)) == "evaluations/version_4.jsonl"
+        thread.submit(recorder.done.append, "line of metrics").result(10)
+        assert recorder.done == ["line of metrics"], "it has returned, and nothing could be written yet"
+        slow_thread.shutdown(wait=False)
+        recorder.may_write.set()
+    assert recorder.done == ["line of metrics", *ALL]
 
 
 @pytest.fixture

@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from rich.console import Console
@@ -18,6 +19,7 @@ from trainer.telemetry.environment import append
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from trainer.pipeline import loops
 
@@ -71,3 +73,12 @@ def test_a_run_directory_that_cannot_be_read_costs_only_the_advice(scripted: Mak
     run.telemetry.run_dir.metrics.write_text("{}\n{}\n")
     (line,) = last_words(run)
     assert line.startswith("completed: 8 steps")
+
+
+def test_brackets_in_a_path_are_no_markup(tmp_path: Path) -> None:
+    """Rich would leave the first out, and fail at the second."""
+    state = RunState(started_at=0.0, wall_clock=lambda: 0.0, step=5)
+    screen = io.StringIO()
+    run_dir: Any = SimpleNamespace(path=tmp_path / "[lr=1e-5]" / "[" / "x]")
+    _say_goodbye(Console(file=screen, width=40), state, run_dir)
+    assert screen.getvalue().strip().endswith(f"see {run_dir.path}")

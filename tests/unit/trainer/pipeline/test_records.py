@@ -15,7 +15,7 @@ from trainer.data.batcher import BatchLimits, BuiltBatch, build_train_batch
 from trainer.learner.result import Metric, StepResult
 from trainer.pipeline.flow import GroupFlow
 from trainer.pipeline.length_bias import EarlyLengths, ks_distance
-from trainer.pipeline.records import StepRecorder, StepTimes, buffer_record, sync_record, token_ages
+from trainer.pipeline.records import DataWait, StepRecorder, StepTimes, buffer_record, sync_record, token_ages
 from trainer.telemetry.catalog import check_complete, check_known
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ RESULT = StepResult(
     metrics={"loss": Metric(sum=6.0, count=3.0), "grad_norm": Metric(sum=2.0)},
     seconds={"forward": 1.0, "backward": 2.0, "optimizer": 1.0, "step": 4.0},
 )
-TIMES = StepTimes(waited_for_data_s=3.0, waited_for_sync_s=0.5)
+TIMES = StepTimes(waited_for_data=DataWait(whole_s=3.0, beside_evaluation_s=1.0), waited_for_sync_s=0.5)
 
 
 def test_rates_are_tokens_over_the_time_between_two_steps() -> None:
@@ -180,7 +180,7 @@ def test_utilisation_is_of_all_devices_in_the_time_of_the_slowest_rank(
 ) -> None:
     result = replace(RESULT, seconds={"step": 1.5}, model_flops=model_flops, peak_flops=peak_flops)
     of = groups([3, 4, 5])
-    times = StepTimes(waited_for_data_s=9.0, waited_for_sync_s=9.0)
+    times = StepTimes(waited_for_data=DataWait(whole_s=9.0, beside_evaluation_s=0.0), waited_for_sync_s=9.0)
     record = StepRecorder().step_record(of, built(of), result, times, max_staleness=1)
     assert record.get("perf/mfu") == mfu
     check_known(record)

@@ -188,15 +188,15 @@ def new_state(now: float = 100.0) -> RunState:
 def test_the_state_survives_json() -> None:
     state = new_state()
     state.step = 12
-    state.add_evaluation(Evaluation(version=0, accuracy=0.25, num_prompts=4, truncated_frac=0.0, time_s=1.0))
-    state.add_evaluation(Evaluation(version=10, accuracy=0.5, num_prompts=4, truncated_frac=0.1, time_s=2.0))
+    state.add_evaluation(Evaluation(version=0, accuracy=0.25, num_prompts=4, truncated_frac=0.0, time_s=1.0), {})
+    state.add_evaluation(Evaluation(version=10, accuracy=0.5, num_prompts=4, truncated_frac=0.1, time_s=2.0), {})
     again = new_state()
     again.load_state_dict(json.loads(json.dumps(state.state_dict())))
     assert again.state_dict() == state.state_dict()
     assert (again.step, again.live_version, again.resumed_from_step) == (12, 12, 12)
     assert again.first_accuracy == 0.25
     assert again.last_evaluation == state.last_evaluation
-    again.add_evaluation(Evaluation(version=12, accuracy=0.9, num_prompts=4, truncated_frac=0.0, time_s=1.0))
+    again.add_evaluation(Evaluation(version=12, accuracy=0.9, num_prompts=4, truncated_frac=0.0, time_s=1.0), {})
     assert again.first_accuracy == 0.25, "the first accuracy is that of the whole run"
 
 

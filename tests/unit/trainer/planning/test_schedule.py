@@ -78,8 +78,8 @@ def test_both_ends_of_the_range_are_as_near_to_what_was_measured_as_the_page_say
 ) -> None:
     full, few = run.work(shape_7b).generation_over_learning
     assert full / 1.25 < run.full_s / run.learning_s < full * 1.75
-    longest_wait = 1.1 if run.staleness else 1.75  # a tail that nothing overlaps is slower still
-    assert few / 1.65 < run.generation_s / run.learning_s < few * longest_wait
+    least, most = (0.75, 1.0) if run.staleness else (0.6, 1.75)  # a tail that nothing overlaps is slower still
+    assert least * few < run.generation_s / run.learning_s < most * few
 
 
 def work(shape: ModelShape, ranks: int, engines: int, *, mean: float) -> StepWork:

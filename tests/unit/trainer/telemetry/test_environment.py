@@ -52,6 +52,7 @@ def test_a_damaged_file_tells_nothing(tmp_path: Path, damaged: str) -> None:
 
 def test_variables_that_change_a_computation_are_told_and_secrets_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("VLLM_API_TOKENS", "hidden")
     monkeypatch.setenv("TORCHINDUCTOR_FX_GRAPH_CACHE", "1")
     monkeypatch.setenv("VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD", "256")
     for secret in ("AUTH_TOKEN", "JOB_HEADERS", "JOB_CONFIG_JSON_ENV_VAR", "RUNTIME_ENV", "REDIS_PASSWORD"):
@@ -68,6 +69,7 @@ def test_variables_that_change_a_computation_are_told_and_secrets_are_not(monkey
     assert variables["VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD"] == "256"
     assert (variables["VLLM_MAX_TOKENS_PER_EXPERT"], variables["VLLM_HOST"]) == ("7", "http://proxy:8080/a")
     assert "HOME" not in variables
+    assert variables["VLLM_API_KEY"] == variables["RAY_REDIS_ADDRESS"] == "(not shown)"
     assert "hidden" not in json.dumps(line)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -119,10 +121,10 @@ def test_a_baseline_is_recorded_apart_from_what_is_trained(tmp_path: Path) -> No
     assert (line["baseline"]["sample_index"], line["baseline"]["reward"], line["baseline"]["text"]) == (2, 0.5, "18")
 
 
-def write_answers(recorder: TrajectoryRecorder, path: Path, **how: Any) -> bool:
+def write_answers(recorder: TrajectoryRecorder, path: Path, **how: Any) -> None:
     group = make_group(0)
     told = {"version": 4, "status": "scored"} | how
-    return recorder.write_answers(path, group.prompt, group.trajectories, **told)
+    recorder.write_answers(path, [(group.prompt, group.trajectories)], **told)
 
 
 def test_the_answers_of_an_evaluation_are_recorded_as_those_of_a_group(tmp_path: Path) -> None:
@@ -133,7 +135,7 @@ def test_the_answers_of_an_evaluation_are_recorded_as_those_of_a_group(tmp_path:
     path = recorder.begin_evaluation(evaluations, 4)
     assert path is not None and path == evaluations / "version_4.jsonl"
     assert path.read_bytes() == b""
-    assert write_answers(recorder, path, status="failed", reason="1 of 2 answers have no reward")
+    write_answers(recorder, path, status="failed", reason="1 of 2 answers have no reward")
     recorder.write(make_group(0), "ready")
     (line,), (group,) = recorded(evaluations), recorded(groups)
     assert (line["status"], line["reason"]) == ("failed", "1 of 2 answers have no reward")
@@ -148,7 +150,7 @@ def test_answers_are_numbered_within_their_prompt(tmp_path: Path) -> None:
     path = recorder.begin_evaluation(tmp_path, 4)
     assert path is not None
     placed = [replace(trajectory, sample_index=8 + i) for i, trajectory in enumerate(group.trajectories)]
-    recorder.write_answers(path, group.prompt, placed, version=4, status="scored")
+    recorder.write_answers(path, [(group.prompt, placed)], version=4, status="scored")
     assert [t["sample_index"] for t in recorded(tmp_path)[0]["trajectories"]] == [0, 1]
 
 
@@ -169,10 +171,32 @@ def test_every_evaluation_has_a_file_of_its_own(tmp_path: Path) -> None:
 def test_answers_that_cannot_be_written_are_counted_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     recorder = TrajectoryRecorder(tmp_path)
     assert recorder.begin_evaluation(tmp_path / "missing", 4) is None
-    assert not write_answers(recorder, tmp_path / "missing" / "version_4.jsonl")
+    write_answers(recorder, tmp_path / "missing" / "version_4.jsonl")
     unknown = replace(make_group(0).trajectories[0], timings={"generate_s": object()})  # type: ignore[dict-item]
     path = recorder.begin_evaluation(tmp_path, 4)
     assert path is not None
-    assert not recorder.write_answers(path, make_group(0).prompt, [unknown], version=4, status="scored")
+    prompt, good = make_group(0).prompt, make_group(0).trajectories
+    answers = [(prompt, good), (prompt, [unknown]), (prompt, good)]
+    recorder.write_answers(path, answers, version=4, status="scored")
+    assert len(recorded(tmp_path)) == 1, "after the first that cannot be written the rest is left out"
     assert (recorder.num_errors, recorder.num_groups) == (3, 0)
     assert caplog.text.count("is not complete") == 3 and "version_4.jsonl" in caplog.text
+
+
+def test_a_full_disk_leaves_no_half_line(tmp_path: Path) -> None:
+    recorder, group = TrajectoryRecorder(tmp_path), make_group(0)
+    path = recorder.begin_evaluation(tmp_path, 4)
+    assert path is not None
+    write_answers(recorder, path)
+    size = path.stat().st_size
+    path.write_bytes(b"")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(2.5 * size), hard))
+    try:
+        recorder.write_answers(path, [(group.prompt, group.trajectories)] * 4, version=4, status="scored")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    assert len(recorded(tmp_path)) == 2
+    assert recorder.num_errors == 1
