@@ -91,7 +91,12 @@ def _run(line: CommandLine, started_at: float) -> int:
         if line.action == "dry_run":
             from trainer.planning.dry_run import dry_run
 
-            dry_run(config, device_memory_gib=line.device_memory_gib, response_tokens=line.response_tokens)
+            dry_run(
+                config,
+                device_memory_gib=line.device_memory_gib,
+                response_tokens=line.response_tokens,
+                nodes=line.nodes,
+            )
             return EXIT_DONE
         from trainer.pipeline.run import run
 

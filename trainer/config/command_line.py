@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn
@@ -30,6 +31,8 @@ class CommandLine:
     """Of a device that a dry run plans for; None asks this machine."""
     response_tokens: float | None = None
     """Mean length of the answers that a dry run plans for; None if that is not known."""
+    nodes: tuple[int, ...] | None = None
+    """Devices of every node that a dry run seats everybody on; None seats nobody."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -50,6 +53,7 @@ def parse(argv: Sequence[str]) -> CommandLine:
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--device-memory-gib", type=float)
     parser.add_argument("--response-tokens", type=float)
+    parser.add_argument("--nodes")
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_intermixed_args(list(argv))
     action: Action = "run"
@@ -70,6 +74,7 @@ def parse(argv: Sequence[str]) -> CommandLine:
         overrides=tuple(args.overrides),
         device_memory_gib=args.device_memory_gib,
         response_tokens=args.response_tokens,
+        nodes=_nodes(args.nodes, action),
     )
 
 
@@ -78,3 +83,17 @@ def _check_planned(option: str, given: float | None, what: str, action: Action) 
         return
     allowed = "must be > 0" if action == "dry_run" else f"plans {what}; only --dry-run plans"
     raise ConfigurationError([Problem(key=option, got=f"{given:g}", allowed=allowed)])
+
+
+def _nodes(given: str | None, action: Action) -> tuple[int, ...] | None:
+    if given is None:
+        return None
+    counts = given.split(",")
+    if action == "dry_run" and all(re.fullmatch(r"[0-9]+", count) for count in counts) and any(map(int, counts)):
+        return tuple(map(int, counts))
+    if action == "dry_run":
+        allowed = "must be integers with commas between them, not all 0"
+        do = "say how many devices each node has, the driver's node first: --nodes 8,8,8, or 0,8,8 if that has none"
+    else:
+        allowed, do = "plans for other nodes; only --dry-run plans", "a run asks Ray for its nodes: ray.address"
+    raise ConfigurationError([Problem(key="--nodes", got=given, allowed=allowed, do=do)])

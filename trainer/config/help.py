@@ -43,6 +43,7 @@ Options:
   --dry-run            print placement, memory per device and traffic, refuse what cannot fit, start nothing
   --device-memory-gib N  with --dry-run: plan for devices of N GiB, whatever this machine has
   --response-tokens N  with --dry-run: mean length of the answers, for the expected bottleneck
+  --nodes N,N,...      with --dry-run: devices of each node, the driver's first; print who sits where
   --help               print this text and stop
   --version            print the version and stop
 

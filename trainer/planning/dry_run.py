@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,26 +18,40 @@ from trainer.pipeline.preflight import check_agent, check_own_functions, preflig
 from trainer.planning.model import model_shape
 from trainer.planning.plan import plan_run, problems
 from trainer.planning.report import in_words
+from trainer.planning.seats import Seating, seat
 from trainer.planning.sizes import GIB, Device, Workload
 from weight_sync.device.host_memory import host_memory
+from weight_sync.device.select import build, get_backend
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from trainer.config.schema import RunConfig
     from trainer.pipeline.inputs import Inputs
     from trainer.planning.sizes import ModelShape
 
 
-def dry_run(cfg: RunConfig, *, device_memory_gib: float | None, response_tokens: float | None) -> None:
+def dry_run(
+    cfg: RunConfig,
+    *,
+    device_memory_gib: float | None,
+    response_tokens: float | None,
+    nodes: Sequence[int] | None = None,
+) -> None:
     """
     Args:
         device_memory_gib: plan for devices of this size that need not be here; None asks the device layer and, where
             Ray is started on this host, its memory.
         response_tokens: mean length of the answers; None if that is not known.
+        nodes: devices of every node of a cluster that need not be here, the driver's node first; None seats nobody.
 
     Raises:
         ConfigurationError, DataError: the run would be refused, or does not fit; the plan is printed all the same.
     """
     _check_mean(cfg, response_tokens)
+    if nodes is not None and cfg.ray.address == "local":
+        # Several nodes are a cluster that is joined: what this host has does not matter.
+        cfg = replace(cfg, ray=replace(cfg.ray, address="auto"))
     host_bytes = None
     if device_memory_gib is None:
         device, inputs = _here(cfg)
@@ -47,6 +62,7 @@ def dry_run(cfg: RunConfig, *, device_memory_gib: float | None, response_tokens:
         check_agent(cfg)
         inputs = load_inputs(cfg)
         device = Device(name="given", total_bytes=int(device_memory_gib * GIB), is_shared=False)
+    seating = Seating() if nodes is None else _seating(cfg, nodes, is_elsewhere=device_memory_gib is not None)
     if tiny_model.BUILTIN_TINY in {cfg.model.path, cfg.critic.path}:
         asyncio.run(ensure_model(cfg))
     named = with_model_directory(cfg)
@@ -58,14 +74,34 @@ def dry_run(cfg: RunConfig, *, device_memory_gib: float | None, response_tokens:
         workload=_workload(cfg, inputs, response_tokens=response_tokens),
         host_bytes=host_bytes,
     )
-    sys.stdout.write(f"objective: {describe_objective(cfg.algorithm)}\n")
-    if cfg.algorithm.uses_critic:
-        sys.stdout.write(f"{describe_critic(cfg.critic, policy_lr=cfg.learner.lr)}\n")
-    sys.stdout.write(f"rollout: {describe_rollout(cfg)}\n")
-    sys.stdout.write("\n" + in_words(plan, cfg))
+    sys.stdout.write(_objective(cfg) + "\n" + in_words(plan, cfg, seats=seating.lines))
     sys.stdout.flush()
-    if found := problems(plan, cfg):
+    # Both look at how devices are paired: said once.
+    if found := dict.fromkeys([*problems(plan, cfg), *seating.problems]):
         raise ConfigurationError(found)
+
+
+def _objective(cfg: RunConfig) -> str:
+    critic = f"{describe_critic(cfg.critic, policy_lr=cfg.learner.lr)}\n" if cfg.algorithm.uses_critic else ""
+    return f"objective: {describe_objective(cfg.algorithm)}\n{critic}rollout: {describe_rollout(cfg)}\n"
+
+
+def _seating(cfg: RunConfig, nodes: Sequence[int], *, is_elsewhere: bool) -> Seating:
+    """Who sits where. Devices that are elsewhere are of the kind that `device` names; `auto` takes what is here, or,
+    if that is no accelerator, what Ray calls a GPU.
+
+    Raises:
+        ConfigurationError: the devices are not such as nodes are counted by.
+    """
+    name = cfg.device.name
+    backend = get_backend() if name == "auto" else build(name)
+    if backend.ray_resource is not None:
+        return seat(cfg, nodes, backend=backend.name, resource=backend.ray_resource)
+    if is_elsewhere and name == "auto":
+        return seat(cfg, nodes, backend="GPU", resource="GPU")
+    allowed = f"counts accelerators, and the device is {backend.name}: its processes are seated by CPUs alone"
+    do = "leave --nodes out, or plan for accelerators that are elsewhere: --device-memory-gib N, without device=cpu"
+    raise ConfigurationError([Problem(key="--nodes", got=",".join(map(str, nodes)), allowed=allowed, do=do)])
 
 
 def _critic_shape(cfg: RunConfig) -> ModelShape | None:

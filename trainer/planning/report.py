@@ -11,6 +11,8 @@ from trainer.planning.schedule import FULL_EFFICIENCY, LINK_BYTES_PER_S, TAIL_EF
 from trainer.planning.sizes import Part, least, total
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from trainer.config.schema import RunConfig
     from trainer.planning.plan import RunPlan
     from trainer.planning.schedule import StepWork
@@ -19,13 +21,19 @@ HOST_BYTES_PER_S = 50e9
 """Assumed of a device's link to the host's page-locked memory: PCIe 5.0 x16 has 63 GB/s each way."""
 
 
-def in_words(plan: RunPlan, cfg: RunConfig) -> str:
-    """What `--dry-run` prints."""
-    lines = [*_placement(plan, cfg), *_memory(plan, cfg), *_traffic(plan, cfg), *_flight(plan, cfg), *_store(plan)]
+def in_words(plan: RunPlan, cfg: RunConfig, *, seats: Sequence[str] = ()) -> str:
+    """What `--dry-run` prints. `seats` are the lines that say who sits on which node, where the nodes are known."""
+    lines = [
+        *_placement(plan, cfg, seats),
+        *_memory(plan, cfg),
+        *_traffic(plan, cfg),
+        *_flight(plan, cfg),
+        *_store(plan),
+    ]
     return "\n".join([*lines, *_balance(plan, cfg)]) + "\n"
 
 
-def _placement(plan: RunPlan, cfg: RunConfig) -> list[str]:
+def _placement(plan: RunPlan, cfg: RunConfig, seats: Sequence[str]) -> list[str]:
     ranks, replicas, tp = cfg.learner.num_ranks, cfg.rollout.num_replicas, cfg.rollout.tensor_parallel_size
     shape, what = plan.shape, "processes on the CPU" if plan.device.is_shared else "devices"
     if plan.is_paired:
@@ -38,6 +46,7 @@ def _placement(plan: RunPlan, cfg: RunConfig) -> list[str]:
         f"  rollout workers {cfg.rollout.num_workers} processes on the CPU",
         f"  device          {plan.device.name}: {gib(plan.device.total_bytes)}"
         + (", shared by all" if plan.device.is_shared else " each"),
+        *seats,
         "",
         f"Model: {shape.num_params + shape.num_adapter_params:,} parameters in {shape.num_layers} blocks{adapters}",
         "",

@@ -90,6 +90,91 @@ def test_the_options_belong_together() -> None:
                 parse(wrong)
 
 
+@pytest.mark.parametrize("given", ["", "0", "0,0", "-8", "8,", "8,,8", "8.0", "8;8", "8, 8", "eight"])
+def test_devices_of_nodes_are_integers(given: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        parse(["--dry-run", f"--nodes={given}"])
+    text = str(caught.value)
+    assert f"--nodes = {given}" in text if given else "--nodes\n" in text
+    assert "must be integers with commas between them, not all 0" in text
+    assert "--nodes 8,8,8" in text
+
+
+def test_nodes_are_given_in_order_and_to_a_dry_run_only() -> None:
+    assert parse(["--dry-run", "--nodes", "8,4,16", "seed=1"]).nodes == (8, 4, 16)
+    assert parse(["--dry-run", "--nodes", "0,8"]).nodes == (0, 8), "a driver's node without any"
+    assert parse(["--dry-run"]).nodes is None
+    for wrong in (["--nodes", "8"], ["--cfg", "job", "--nodes", "8"]):
+        with pytest.raises(ConfigurationError, match=r"(?s)--nodes = 8.*only --dry-run plans.*ray\.address"):
+            parse(wrong)
+    with pytest.raises(ConfigurationError, match="--nodes"):
+        parse(["--dry-run", "--nodes"])
+
+
+def test_the_options_of_a_dry_run_are_in_the_help_text(run_trainer: Callable[..., Any]) -> None:
+    code, out, _ = run_trainer("--help")
+    assert code == 0
+    lines = [line for line in out.splitlines() if "with --dry-run: " in line]
+    assert [line.split()[0] for line in lines] == ["--device-memory-gib", "--response-tokens", "--nodes"]
+
+
+ELSEWHERE = ("--dry-run", "--device-memory-gib", "80")
+
+
+def test_who_sits_where_is_part_of_the_placement(tmp_path: Path, run_trainer: Callable[..., Any]) -> None:
+    model = model_directory(tmp_path / "model", KINDS["qwen2"]())
+    sizes = ("learner.num_ranks=8", "rollout.num_replicas=8", "rollout.tensor_parallel_size=2")
+    code, out, err = run_trainer(*ELSEWHERE, "--nodes", "8,8,8", f"model.path={model}", *sizes)
+    assert code == 0, err
+    placement = out.partition("\nPlacement\n")[2].partition("\n\n")[0]
+    assert placement.splitlines()[-4:] == [
+        "  nodes           3; assumed: the driver on node 0, and on each as many CPUs as all take together",
+        "  node 0 (8 devices): learner ranks 0-7; rollout worker 0; 0 free",
+        "  node 1 (8 devices): replica_0 (2), replica_2 (2), replica_4 (2), replica_6 (2); 0 free",
+        "  node 2 (8 devices): replica_1 (2), replica_3 (2), replica_5 (2), replica_7 (2); 0 free",
+    ]
+    _, silent, _ = run_trainer(*ELSEWHERE, f"model.path={model}", *sizes)
+    assert "node" not in silent
+
+
+def test_given_nodes_are_a_cluster_that_is_joined_and_not_this_host(
+    tmp_path: Path, run_trainer: Callable[..., Any]
+) -> None:
+    model = model_directory(tmp_path / "model", KINDS["qwen2"]())
+    private_store = r"Object store of Ray, at most\n(  .*\n)*?  together .* of 0\.25 GiB"
+    for nodes, is_private in (((), True), (("--nodes", "8"), False)):
+        code, out, err = run_trainer(*ELSEWHERE, *nodes, f"model.path={model}")
+        assert code == 0, err
+        assert bool(re.search(private_store, out)) == is_private
+
+
+def test_what_cannot_be_seated_ends_with_code_2_after_the_plan(tmp_path: Path, run_trainer: Callable[..., Any]) -> None:
+    model = model_directory(tmp_path / "model", KINDS["qwen2"]())
+    sizes = ("learner.num_ranks=2", "rollout.num_replicas=1", "rollout.tensor_parallel_size=4")
+    code, out, err = run_trainer(*ELSEWHERE, "--nodes", "3,3", f"model.path={model}", *sizes)
+    assert code == 2
+    assert "Per learner device" in out
+    assert "node 0 (" not in out
+    assert "no node has 1 CPU + 4 GPU, and an actor is on one node" in err
+
+
+def test_a_pairing_that_cannot_be_is_refused_once(tmp_path: Path, run_trainer: Callable[..., Any]) -> None:
+    model = model_directory(tmp_path / "model", KINDS["qwen2"]())
+    sizes = ("mode=colocated", "learner.num_ranks=3", "rollout.num_replicas=2")
+    code, _, err = run_trainer(*ELSEWHERE, "--nodes", "8", f"model.path={model}", *sizes)
+    assert code == 2
+    assert "1 problem in the configuration" in err
+    assert err.count("every device has one learner rank and one engine worker") == 1
+
+
+def test_processes_on_a_cpu_are_not_seated_by_devices(tmp_path: Path, run_trainer: Callable[..., Any]) -> None:
+    model = model_directory(tmp_path / "model", KINDS["qwen2"]())
+    for options in (("--dry-run",), ELSEWHERE):
+        code, out, err = run_trainer(*options, "--nodes", "8,8", f"model.path={model}", "device=cpu")
+        assert (code, out) == (2, "")
+        assert "--nodes = 8,8\n    counts accelerators, and the device is cpu" in err
+
+
 def test_the_mean_of_the_answers_comes_from_the_command_line(tmp_path: Path, run_trainer: Callable[..., Any]) -> None:
     model = model_directory(tmp_path / "model", KINDS["qwen2"]())
     code, out, err = run_trainer("--dry-run", "--response-tokens", "5", f"model.path={model}")
