@@ -22,17 +22,18 @@ class LoadMeter:
         self._running = self._waiting = 0
         self._kv_usage_frac: float | None = None
         self._num_preemptions: int | None = None
-        self._num_taken_out = 0
+        self._num_in_batch = self._num_taken_out = 0
 
     def before_commit(self, in_flight: InFlight) -> None:
         """All that run now are preempted by `recompute`: our doing, and no sign of a lack of room."""
         if in_flight == "recompute":
-            self._num_taken_out, self._running = self._num_taken_out + self._running, 0
+            self._num_taken_out += self._num_in_batch
+            self._num_in_batch = 0  # until the next step
 
     def record(self, scheduler_stats: Any, iteration_stats: Any) -> None:
         """Figures of one step; either may be None."""
         if scheduler_stats is not None:
-            self._running = scheduler_stats.num_running_reqs
+            self._running = self._num_in_batch = scheduler_stats.num_running_reqs
             # Requests that wait for something else than room are counted apart by newer versions.
             self._waiting = scheduler_stats.num_waiting_reqs
             found = (getattr(scheduler_stats, name, None) for name in _KV_FIGURES)

@@ -55,6 +55,7 @@ def test_commits_that_follow_each_other_before_all_is_computed_again_hold_nothin
     step(64, 0)
     for _ in range(3):  # each time eight are resumed, say that they were preempted, and are preempted again
         meter.before_commit("recompute")
+        assert meter.load(64).running > 0, "it has not lost them"
         assert step(8, 8) == 0
     assert [step(running, 8) for running in range(16, 72, 8)] == [0] * 7
     assert meter.load(0).num_preemptions == 0
