@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.fakes.scripted_run import Script, ScriptedRun
+from tests.unit.trainer.pipeline.test_loops_evaluation import all_evaluations, lines
 from trainer.pipeline.state import RunState
 from trainer.telemetry.catalog import check_known
 
@@ -22,14 +23,6 @@ if TYPE_CHECKING:
 
     Make = Callable[..., ScriptedRun]
     Play = Callable[..., loops.Parts]
-
-
-def lines(run: ScriptedRun) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in run.telemetry.run_dir.metrics.read_text().splitlines()]
-
-
-def all_evaluations(run: ScriptedRun) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in run.telemetry.run_dir.evaluations.read_text().splitlines()]
 
 
 def answers_of(run: ScriptedRun, evaluation: dict[str, Any]) -> list[dict[str, Any]]:
