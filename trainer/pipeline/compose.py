@@ -273,10 +273,17 @@ def engine_spec(cfg: RunConfig, backend: Backend, *, name: str, version: int) ->
 
 
 def _load_format(cfg: RunConfig) -> dict[str, Any]:
-    """Engines read no weights: the first version is there before the first request. But a sync does not bring what lies
-    below an adapter, nor scales of a cache, nor a model that drafts."""
-    from_files = {"quantization", "kv_cache_dtype", "speculative_config"} & cfg.rollout.engine_args.keys()
-    return {} if cfg.model.lora.rank or from_files else {"load_format": "dummy"}
+    """Engines read no weights where the first version, which is there before the first request, brings all of them."""
+    return {} if why_engines_read_weights(cfg) else {"load_format": "dummy"}
+
+
+def why_engines_read_weights(cfg: RunConfig) -> str | None:
+    """The key because of which engines load `model.path`: a sync does not bring what lies below an adapter, nor scales
+    of a cache, nor a model that drafts. None if they need none of it."""
+    if cfg.model.lora.rank:
+        return "model.lora.rank"
+    keys = (key for key in ("quantization", "kv_cache_dtype", "speculative_config") if key in cfg.rollout.engine_args)
+    return next((f"rollout.engine_args.{key}" for key in keys), None)
 
 
 def sleep_level(cfg: RunConfig, backend: Backend) -> SleepLevel | None:

@@ -14,10 +14,10 @@ from trainer.config.errors import ConfigurationError, Problem
 from trainer.config.estimators import traits_of
 from trainer.config.own_function import is_own, load_own
 from trainer.config.validate import estimator_problems
-from trainer.pipeline.compose import make_source
+from trainer.pipeline.compose import make_source, why_engines_read_weights
 from trainer.pipeline.inputs import Inputs, check_engine_package, check_torchvision, load_inputs
 from trainer.pipeline.placement import Placement, check_fits, plan_placement
-from trainer.pipeline.resume import Resumed, find_resume
+from trainer.pipeline.resume import Resumed, find_resume, has_no_weights
 from weight_sync.device.base import Backend, DeviceError
 from weight_sync.device.select import get_backend
 
@@ -52,6 +52,7 @@ def preflight(cfg: RunConfig) -> Checked:
         check_fits(cfg, placement, backend=backend.name, num_devices=num_devices, where="this host")
     resumed = find_resume(cfg, Path(cfg.run_dir) / "checkpoints" if cfg.run_dir else None)
     inputs = load_inputs(cfg)
+    _check_engine_weights(cfg)
     make_source(cfg, inputs, resumed)  # raises if the data does not go with its selection, or with the checkpoint
     return Checked(backend=backend, placement=placement, inputs=inputs, resumed=resumed)
 
@@ -83,6 +84,16 @@ def check_agent(cfg: RunConfig) -> None:
         make_loop(cfg.task.agent, cfg.task.agent_args)
     except PluginError as error:
         raise ConfigurationError([Problem(key="task.agent", got=cfg.task.agent, allowed=str(error))]) from error
+
+
+def _check_engine_weights(cfg: RunConfig) -> None:
+    """Raises ConfigurationError if engines would load weights that are made from the seed: theirs would be others."""
+    key = why_engines_read_weights(cfg)
+    if key is None or not has_no_weights(cfg.model.path):
+        return
+    allowed = f"must be a directory with weights: with {key} engines load them, and this one has a config alone"
+    do = "save the weights there (save_pretrained), or name another model"
+    raise ConfigurationError([Problem(key="model.path", got=cfg.model.path, allowed=allowed, do=do, also=(key,))])
 
 
 def _backend(cfg: RunConfig) -> Backend:

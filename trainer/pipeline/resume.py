@@ -86,7 +86,7 @@ def origin(cfg: RunConfig) -> dict[str, Any]:
     `seed` and `device.name` are None where the model has weights: else what is read again is made from the seed, and
     every kind of device draws other numbers from it. The contents of a directory are not looked at.
     """
-    is_drawn = _has_no_weights(cfg.model.path)
+    is_drawn = has_no_weights(cfg.model.path)
     return {
         "model.path": _located(cfg.model.path),
         "model.tokenizer_path": _located(cfg.model.tokenizer_path) if cfg.model.tokenizer_path else "",
@@ -132,7 +132,8 @@ def _located(path: str) -> str:
     return str(directory.resolve()) if directory.is_dir() else path
 
 
-def _has_no_weights(path: str) -> bool:
+def has_no_weights(path: str) -> bool:
+    """Whether `model.path` is a directory whose weights are made from the seed."""
     directory = Path(path).expanduser()
     patterns = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
     return directory.is_dir() and not any(any(directory.glob(pattern)) for pattern in patterns)

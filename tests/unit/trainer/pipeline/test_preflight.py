@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from rollout.errors import DataError
+from trainer.bench.workload import workload, write_inputs
 from trainer.config.errors import ConfigurationError
 from trainer.config.load import load_config
 from trainer.pipeline import inputs, preflight, run
@@ -104,6 +105,18 @@ def test_an_unusable_device_is_a_configuration_error() -> None:
     cfg = load_config(["device=cpu"])
     with pytest.raises(ConfigurationError, match="device"):
         preflight.preflight(replace(cfg, device=replace(cfg.device, name="npu")))
+
+
+@pytest.mark.parametrize("key", ["model.lora.rank=8", "+rollout.engine_args.speculative_config={method: ngram}"])
+def test_engines_that_load_weights_need_a_model_that_has_them(key: str, tmp_path: Path) -> None:
+    write_inputs(workload("w1", is_tiny=True), tmp_path)
+    overrides = [f"model.path={tmp_path / 'model'}", "mode=async"]
+    preflight.preflight(tiny(*overrides))  # weights from the seed come with the first version
+    with pytest.raises(ConfigurationError, match="has a config alone") as caught:
+        preflight.preflight(tiny(*overrides, key))
+    assert key.partition("=")[0].lstrip("+") in str(caught.value)
+    (tmp_path / "model" / "pytorch_model.bin").touch()
+    preflight.preflight(tiny(*overrides, key))
 
 
 def test_the_built_in_model_name_becomes_its_directory(tmp_path: Path) -> None:
