@@ -174,7 +174,7 @@ class ScriptedReplica:
         self._workload = workload
         self._version = version
         self._rng = random.Random(seed)
-        self._streams: set[_Stream] = set()
+        self._streams: dict[_Stream, None] = {}  # in the order in which they came: a world can be played again
         self._activity = Activity(lambda: asyncio.get_running_loop().time())
         self.num_answers = 0
         """Begun so far."""
@@ -215,7 +215,7 @@ class ScriptedReplica:
         stream = _Stream(request_ids, answers)
         if not self._streams:
             self._activity.begin()
-        self._streams.add(stream)
+        self._streams[stream] = None
         try:
             while not stream.is_over:
                 await stream.wait(for_ever=self._hangs)
@@ -223,7 +223,7 @@ class ScriptedReplica:
                 while not self._hangs and (item := stream.cut(clock(), chunk_tokens)) is not None:
                     yield item
         finally:
-            self._streams.discard(stream)
+            self._streams.pop(stream, None)
             if not self._streams:
                 self._activity.end()
 

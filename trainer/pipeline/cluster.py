@@ -19,7 +19,7 @@ from ray.util import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from trainer.builtin.tiny_model import cache_dir
-from trainer.config.errors import ConfigurationError, Problem
+from trainer.config.errors import ConfigurationError, Problem, one_line
 from trainer.pipeline.placement import (
     SIZES,
     Node,
@@ -95,17 +95,35 @@ class Cluster:
         num_devices = backend.num_devices() if backend.ray_resource else 0
         check_fits(cfg, placement, backend=backend.name, num_devices=num_devices, where="this host")
         _sweep_scratch()
+        try:
+            cluster = cls._start_own(cfg, placement, backend.ray_resource, num_devices)
+        except Exception as error:
+            if not _was_too_slow(error):
+                raise
+            log.warning(
+                "Ray did not start in its own time, as on a host that stood still; once more: %s", one_line(error)
+            )
+            cluster = cls._start_own(cfg, placement, backend.ray_resource, num_devices)
+        if backend.ray_resource:
+            here = Node(node_id="here", address="this host", resources={backend.ray_resource: num_devices})
+            bundles = bundles_by_actor(cfg, placement)
+            _warn_of_idle_devices(dict.fromkeys(bundles, here.node_id), bundles, [here], resource=backend.ray_resource)
+        return cluster
+
+    @classmethod
+    def _start_own(cls, cfg: RunConfig, placement: Placement, resource: str | None, num_devices: int) -> Cluster:
+        """Start Ray on this host. If that fails, nothing of it is left."""
         scratch, claim = _claim_scratch()
         run_id = uuid.uuid4().hex
         os.environ[MARK] = run_id  # inherited by everything that is started from here on
         cluster = cls(placement, scratch=scratch, claim=claim, reaper=Reaper(run_id, scratch))
-        custom = backend.ray_resource not in (None, "GPU")
+        custom = resource not in (None, "GPU")
         try:
             ray.init(
                 address="local",
                 num_cpus=cfg.ray.num_cpus if cfg.ray.num_cpus else int(placement.num_cpus + 1),
-                num_gpus=num_devices if backend.ray_resource == "GPU" else 0,
-                resources={backend.ray_resource: num_devices} if custom and backend.ray_resource else None,
+                num_gpus=num_devices if resource == "GPU" else 0,
+                resources={resource: num_devices} if custom and resource else None,
                 object_store_memory=int(cfg.ray.object_store_gib * 2**30),
                 include_dashboard=False,
                 log_to_driver=False,
@@ -118,10 +136,6 @@ class Cluster:
         except BaseException:
             cluster.stop(keep_logs_in=None)
             raise
-        if backend.ray_resource:
-            here = Node(node_id="here", address="this host", resources={backend.ray_resource: num_devices})
-            bundles = bundles_by_actor(cfg, placement)
-            _warn_of_idle_devices(dict.fromkeys(bundles, here.node_id), bundles, [here], resource=backend.ray_resource)
         return cluster
 
     @classmethod
@@ -160,6 +174,12 @@ class Cluster:
         if self._claim is not None:
             os.close(self._claim)
             self._claim = None
+
+
+def _was_too_slow(error: Exception) -> bool:
+    """Whether one of Ray's daemons was not up within a limit that Ray has no setting for: 30 s for a node, after which
+    it raises a plain `Exception`."""
+    return isinstance(error, TimeoutError) or "timed out" in str(error)
 
 
 def _seated(cfg: RunConfig, placement: Placement, *, resource: str | None) -> Placement:

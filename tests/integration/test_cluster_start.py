@@ -1,0 +1,88 @@
+"""A private Ray cluster on a host that stands still while it starts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import ray
+from ray._private import services
+
+from tests.fakes.scripted_run import config
+from trainer.pipeline.cluster import Cluster
+from trainer.pipeline.placement import plan_placement
+from trainer.pipeline.reaper import MARK, processes_of
+from weight_sync.device.select import get_backend
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+TOO_SLOW = "The current node timed out during startup. This could happen because some of the raylet failed to startup"
+"""As Ray 2.60 says it, with a plain `Exception`, after 30 s."""
+
+
+@pytest.fixture
+def slow_starts(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[tuple[str, Path]]]:
+    """`slow_starts(2)`: at the next two starts, Ray's daemons run, but the node is said not to be up in time. Returns
+    the mark and the scratch directory of each, as they come."""
+    found: list[tuple[str, Path]] = []
+    get_node = services.get_node
+
+    def begin(number: int) -> list[tuple[str, Path]]:
+        def asked(*args: Any, **options: Any) -> Any:
+            if len(found) == number:
+                return get_node(*args, **options)
+            mark = os.environ[MARK]
+            (scratch,) = {Path(name) for name in _scratch_of(mark)}
+            found.append((mark, scratch))
+            raise Exception(TOO_SLOW)
+
+        monkeypatch.setattr(services, "get_node", asked)
+        return found
+
+    monkeypatch.setenv(MARK, "")  # set by the cluster, and taken back with the rest
+    return begin
+
+
+def _scratch_of(mark: str) -> set[str]:
+    """Named on the command lines of the daemons that carry the mark."""
+    words = [
+        word.decode().partition("=")[2]
+        for pid in processes_of(mark, Path("/nowhere"), spare=(os.getpid(),))
+        for word in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        if word.startswith((b"--temp_dir=", b"--temp-dir="))
+    ]
+    return set(words)
+
+
+def start() -> Cluster:
+    cfg = config()
+    return Cluster.start(cfg, plan_placement(cfg, resource=None), get_backend("cpu", cpu_threads=1))
+
+
+@pytest.mark.timeout(300)
+def test_a_cluster_that_was_too_slow_once_is_started_again_and_nothing_of_the_first_is_left(
+    slow_starts: Callable[[int], list[tuple[str, Path]]], caplog: pytest.LogCaptureFixture
+) -> None:
+    slow = slow_starts(1)
+    cluster = start()
+    try:
+        assert "once more" in caplog.text
+        ((mark, scratch),) = slow
+        assert os.environ[MARK] != mark
+        assert not processes_of(mark, scratch, spare=(os.getpid(),))
+        assert not scratch.exists()
+        assert ray.get(ray.remote(lambda: 7).options(num_cpus=1).remote(), timeout=120) == 7
+    finally:
+        cluster.stop(keep_logs_in=None)
+
+
+@pytest.mark.timeout(300)
+def test_a_cluster_that_is_too_slow_twice_is_given_up(slow_starts: Callable[[int], list[tuple[str, Path]]]) -> None:
+    slow = slow_starts(2)
+    with pytest.raises(Exception, match="timed out during startup"):
+        start()
+    assert len(slow) == 2
+    assert all(not processes_of(mark, scratch, spare=(os.getpid(),)) and not scratch.exists() for mark, scratch in slow)
