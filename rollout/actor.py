@@ -47,7 +47,7 @@ class RayEngine:
         self, request_ids: Sequence[str], token_ids: Sequence[np.ndarray], params: Sequence[SamplingParams]
     ) -> AsyncGenerator[tuple[int, Completion], None]:
         """See `EngineClient`."""
-        from ray.exceptions import ObjectLostError, RayActorError
+        from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 
         same_tokens: dict[bytes, list[int]] = {}
         for index, tokens in enumerate(token_ids):
@@ -67,6 +67,11 @@ class RayEngine:
             running.clear()
             # What Ray raises for it has the engine's traceback for a text; what happened is in its cause.
             raise EngineDead(f"{self._name}: {getattr(error, 'cause', error)}") from error
+        except RayTaskError as error:
+            if not isinstance(error.cause, Exception):
+                raise
+            # Ray's own has a traceback for a text, cannot be pickled, and is of a new class each time.
+            raise error.cause from error
         finally:
             for request_id in running.values():
                 self._handle.abort.remote(self._full_id(request_id))

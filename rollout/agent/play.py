@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import traceback
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from rollout.agent.loop import Episode, check_episode
 from rollout.errors import AgentError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    import numpy as np
 
     from rollout.agent.loop import AgentLoop, Generate
     from rollout.types import Completion, Prompt
@@ -56,13 +57,19 @@ class _Watched:
     async def __call__(
         self, token_ids: np.ndarray, max_tokens: int, *, stop: str | Sequence[str] | None = None
     ) -> Completion:
-        if max_tokens < 1:
-            raise AgentError(f"generate() needs max_tokens >= 1, got {max_tokens}; end the episode as truncated before")
+        # An engine that gets anything but integers takes no more requests, whoever's they are.
+        if not isinstance(max_tokens, Integral) or max_tokens < 1:
+            allowed = f"generate() needs max_tokens >= 1 and whole, got {max_tokens}"
+            raise AgentError(f"{allowed}; end the episode as truncated before")
+        tokens = np.asarray(token_ids)
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            allowed = f"generate() needs whole numbers in one row, got {tokens.dtype} of shape {tokens.shape}"
+            raise AgentError(f"{allowed}; give it token ids")
         stops = (stop,) if isinstance(stop, str) else stop
         if stops is not None and not all(isinstance(text, str) and text for text in stops):
             raise AgentError(f"generate() needs stop strings that are not empty, got {stop!r}; give () for none")
         try:
-            return await self._generate(token_ids, max_tokens, stop=stops)
+            return await self._generate(tokens, int(max_tokens), stop=stops)
         except Exception as error:
             self.error = error
             raise

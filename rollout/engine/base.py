@@ -187,8 +187,8 @@ class Engine(ABC):
 
         Raises:
             EngineDead: the engine is dead or died meanwhile; tokens already yielded are good.
-            ValueError: the prompt does not fit, `request_id` is already running, or stop strings are asked for and the
-                engine was started without a tokenizer.
+            ValueError: the prompt does not fit or has tokens that the model has not, `request_id` is already running,
+                or stop strings are asked for and the engine was started without a tokenizer.
         """
 
     @abstractmethod

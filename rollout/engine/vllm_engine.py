@@ -30,6 +30,7 @@ from rollout.engine.outputs import Fence
 from rollout.engine.reaper import OrphanReaper
 from rollout.engine.settings import process_env
 from rollout.engine.start_failure import printed_cause
+from rollout.engine.vocabulary import check_token_ids
 from rollout.errors import EngineDead
 from rollout.types import Completion, SamplingParams
 from weight_sync import vllm_compat
@@ -104,14 +105,13 @@ class VllmEngine(Engine):
 
         self._llm, self._stop_token_ids, self._vllm_dead_errors = llm, stop_token_ids, (EngineDeadError,)
         self._reapers.append(OrphanReaper(engine_pids(llm)))
-        loaded = self._clock()
+        loaded, config = self._clock(), llm.vllm_config
         try:
             await self._open_adapter()
             warm_up_s = await self.warm_up()
         except BaseException:
             await self.close()
             raise
-        config = llm.vllm_config
         num_blocks, block_size = config.cache_config.num_gpu_blocks, config.cache_config.block_size
         return EngineInfo(
             engine="vllm",
@@ -192,7 +192,7 @@ class VllmEngine(Engine):
         border = border_watch(self._tokenizer, token_ids, params)
         if request_id in self._live or request_id in self._entering:
             raise ValueError(f"request {request_id!r} is already running; request ids must be unique per engine")
-        self._engine  # noqa: B018 - raises EngineDead before we queue at the gate
+        check_token_ids(token_ids, self._engine.model_config.get_vocab_size())  # raises EngineDead, too
         self._entering.add(request_id)
         try:
             async with self._gate.passage():

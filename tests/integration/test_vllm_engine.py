@@ -161,6 +161,29 @@ async def test_an_engine_that_is_not_asked_to_count_says_only_how_many_requests_
     assert len((await task).tokens) == 1000
 
 
+@ONE_LOOP
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (np.array([3, 128], np.int32), "token id 128, must be >= 0 and < 128"),
+        (np.array([3, -1], np.int32), "token id -1"),
+        (np.array([3.0, 4.0]), "integers in one row, got float64"),
+        (np.array([[3, 4]], np.int32), "integers in one row"),
+    ],
+    ids=["above", "below", "floats", "two rows"],
+)
+async def test_a_prompt_that_the_model_cannot_take_is_refused_and_the_engine_goes_on(
+    engine: Engine, bad: np.ndarray, words: str
+) -> None:
+    """vLLM ends at the first two, and stops to take requests at the others."""
+    params = SamplingParams(max_tokens=3, seed=0, ignore_eos=True)
+    async with asyncio.timeout(60):
+        with pytest.raises(ValueError, match=words):
+            await collect(engine, "bad", params, bad)
+        good = await collect(engine, "bad", params, np.array([3, 127], np.int32))
+    assert len(good.tokens) == 3
+
+
 def test_no_text_is_made_where_no_stop_string_is_looked_for() -> None:
     assert not vllm_sampling(SamplingParams(max_tokens=1), [STOP]).detokenize
     assert vllm_sampling(SamplingParams(max_tokens=1, stop=("x",)), [STOP]).detokenize

@@ -16,13 +16,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollout.engine.vocabulary import foreign_token
 from rollout.errors import DataError
 from rollout.prompts.readers import SourceSpec
 from rollout.prompts.source import PromptSet, eval_subset, load_prompts
 from rollout.reward.preflight import check_reward
 from rollout.reward.registry import BUILTIN_REWARDS, lookup
 from trainer.builtin import tiny_model
-from trainer.builtin.tokenizer import build_tokenizer
+from trainer.builtin.tokenizer import VOCABULARY_SIZE, build_tokenizer
 from trainer.config.errors import ConfigurationError, Problem
 from trainer.config.estimators import traits_of
 from trainer.learner.errors import ModelError
@@ -54,8 +55,8 @@ def load_inputs(cfg: RunConfig) -> Inputs:
 
     Raises:
         DataError: a data set, column, prompt or reward cannot be used.
-        ConfigurationError: the tokenizer cannot be loaded, the model is not one that we can train, or the reward does
-            not give the parts that the estimator reads.
+        ConfigurationError: the tokenizer cannot be loaded or makes tokens that the model has not, the model is not one
+            that we can train, or the reward does not give the parts that the estimator reads.
     """
     _check_peft(cfg)
     _check_models(cfg)
@@ -66,6 +67,7 @@ def load_inputs(cfg: RunConfig) -> Inputs:
     if cfg.task.eval_path:
         spec = _source_spec(cfg, cfg.task.eval_path, cfg.task.eval_split, is_held_out=True)
         evaluation = eval_subset(load_prompts(spec, tokenizer), size=cfg.task.eval_size)
+    _check_token_ids(cfg, (*train.prompts, *evaluation))
     _check_rewards(cfg, (*train.prompts, *evaluation))
     log.info("%d training prompts, %d held out", len(train.prompts), len(evaluation))
     return Inputs(tokenizer=tokenizer, train=train, evaluation=evaluation)
@@ -197,10 +199,7 @@ def _check_peft(cfg: RunConfig) -> None:
 
 def _check_models(cfg: RunConfig) -> None:
     """Models in directories are checked here; those of the hub when the learner has them, since they may be large."""
-    paths = {"model.path": cfg.model.path}
-    if cfg.critic.path is not None:
-        paths["critic.path"] = cfg.critic.path
-    for key, path in paths.items():
+    for key, path in _model_paths(cfg).items():
         directory = Path(path).expanduser()
         if path == tiny_model.BUILTIN_TINY or not directory.is_dir():
             continue
@@ -211,6 +210,44 @@ def _check_models(cfg: RunConfig) -> None:
         except ModelError as error:
             problem = Problem(key=key, got=path, allowed=" ".join(str(error).split()))
             raise ConfigurationError([problem]) from error
+
+
+def _model_paths(cfg: RunConfig) -> dict[str, str]:
+    """Key -> the model that it names."""
+    return {"model.path": cfg.model.path} | ({} if cfg.critic.path is None else {"critic.path": cfg.critic.path})
+
+
+def _check_token_ids(cfg: RunConfig, prompts: Sequence[Prompt]) -> None:
+    """Raises ConfigurationError if a prompt has a token for which a model has no row: it would end engine and learner.
+
+    Of models of the hub the sizes are not known yet; engines refuse such a prompt when they get it.
+    """
+    paths = _model_paths(cfg)
+    sizes = {key: size for key, path in paths.items() if (size := _vocab_size(cfg, path)) is not None}
+    if not sizes:
+        return
+    key = min(sizes, key=sizes.__getitem__)
+    size = sizes[key]
+    for prompt in prompts:
+        token = foreign_token(prompt.token_ids, size)
+        if token is None:
+            continue
+        allowed = f"has no token {token}, which prompt {prompt.prompt_id} has; its vocabulary is 0 to {size - 1}"
+        do = "set model.tokenizer_path to the model's own tokenizer, or resize the embedding of the model"
+        problem = Problem(key=key, got=paths[key], allowed=allowed, do=do, also=("model.tokenizer_path",))
+        raise ConfigurationError([problem])
+
+
+def _vocab_size(cfg: RunConfig, path: str) -> int | None:
+    """Rows of the embedding of the model at `path`; None if that is no directory here."""
+    if path == tiny_model.BUILTIN_TINY:
+        return VOCABULARY_SIZE
+    directory = Path(path).expanduser()
+    if not directory.is_dir():
+        return None
+    from trainer.learner.model import load_config
+
+    return int(load_config(cfg.model, directory).get_text_config().vocab_size)
 
 
 def _check_rewards(cfg: RunConfig, prompts: Sequence[Prompt]) -> None:

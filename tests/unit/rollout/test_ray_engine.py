@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import numpy as np
@@ -13,25 +14,42 @@ from rollout.errors import EngineDead
 from rollout.types import SamplingParams
 
 
-class Dying:
-    """An engine's actor whose streams end with what Ray makes of its error."""
+class Failing:
+    """An engine's actor whose streams end with what Ray makes of `cause`."""
+
+    def __init__(self, cause: Exception) -> None:
+        self._cause = cause
+        self.abort = self
 
     @property
-    def generate_group(self) -> Dying:
+    def generate_group(self) -> Failing:
         return self
 
     async def _fail(self) -> Any:
-        cause = EngineDead("engine is dead: its process ended")
-        raise RayTaskError("generate_group", "Traceback (most recent call last): ...", cause).as_instanceof_cause()
+        raise RayTaskError(
+            "generate_group", "Traceback (most recent call last): ...", self._cause
+        ).as_instanceof_cause()
         yield
 
     def remote(self, *_: object) -> Any:
         return self._fail()
 
 
-async def test_the_reason_is_the_engines_own_and_no_traceback() -> None:
-    engine = RayEngine("replica_0", Dying(), sender="w")
-    with pytest.raises(EngineDead) as caught:
+async def failure(cause: Exception) -> Exception:
+    engine = RayEngine("replica_0", Failing(cause), sender="w")
+    with pytest.raises(type(cause)) as caught:
         async for _ in engine.stream_group(["a"], [np.array([1], np.int32)], [SamplingParams(max_tokens=1)]):
             pass
-    assert str(caught.value) == "replica_0: engine is dead: its process ended"
+    return caught.value
+
+
+async def test_the_reason_is_the_engines_own_and_no_traceback() -> None:
+    error = await failure(EngineDead("engine is dead: its process ended"))
+    assert str(error) == "replica_0: engine is dead: its process ended"
+
+
+async def test_what_an_engine_refuses_is_told_in_its_own_words() -> None:
+    error = await failure(ValueError("prompt has token id 128"))
+    assert type(error) is ValueError
+    assert str(error) == "prompt has token id 128"
+    assert str(pickle.loads(pickle.dumps(error))) == "prompt has token id 128"

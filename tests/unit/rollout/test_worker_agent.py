@@ -129,6 +129,18 @@ async def stops_at_nothing(prompt: Prompt, _: int, generate: Generate) -> Any:
     await generate(prompt.token_ids, 1, stop=["a", ""])
 
 
+async def asks_for_half_a_token(prompt: Prompt, max_tokens: int, generate: Generate) -> Any:
+    await generate(prompt.token_ids, max_tokens / 2)  # type: ignore[arg-type]
+
+
+async def continues_fractions(prompt: Prompt, max_tokens: int, generate: Generate) -> Any:
+    await generate(prompt.token_ids / 2, max_tokens)
+
+
+async def continues_two_rows(prompt: Prompt, max_tokens: int, generate: Generate) -> Any:
+    await generate(np.stack([prompt.token_ids, prompt.token_ids]), max_tokens)
+
+
 async def rewards_with_nan(prompt: Prompt, max_tokens: int, generate: Generate) -> Episode:
     class Broken:
         async def step(self, turns: tuple[Turn, ...]) -> Reply:
@@ -143,7 +155,10 @@ async def rewards_with_nan(prompt: Prompt, max_tokens: int, generate: Generate) 
         (raises, r"agent loop 'mine.make': raised KeyError: 'tool' \(test_worker_agent.py:\d+\)"),
         (hangs, r"the trajectory took longer than task.agent_timeout_s=100"),
         (returns_nothing, "returned a NoneType; return an Episode"),
-        (asks_for_nothing, "needs max_tokens >= 1, got 0"),
+        (asks_for_nothing, "needs max_tokens >= 1 and whole, got 0"),
+        (asks_for_half_a_token, "needs max_tokens >= 1 and whole, got 10.0"),
+        (continues_fractions, r"needs whole numbers in one row, got float64 of shape \(\d+,\)"),
+        (continues_two_rows, r"needs whole numbers in one row, got int32 of shape \(2, \d+\)"),
         (stops_at_nothing, r"needs stop strings that are not empty, got \['a', ''\]"),
         (rewards_with_nan, "raised ValueError: reward of a turn must be a finite number, got nan"),
     ],

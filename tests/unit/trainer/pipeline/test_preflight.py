@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import time
 from dataclasses import replace
@@ -78,6 +79,32 @@ def test_what_cannot_work_is_refused_and_nothing_is_left(
     with pytest.raises(kind, match=words):
         run.run(cfg, started_at=0.0)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def with_vocabulary(folder: Path, size: int) -> None:
+    """Makes `folder/model`, and a held-out set: of the two sets only this one has the token 33, which is `>`."""
+    write_inputs(workload("w1", is_tiny=True), folder)
+    config = folder / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": size}))
+    (folder / "held_out.jsonl").write_text('{"prompt": "1+1>", "answer": "2"}\n')
+
+
+@pytest.mark.parametrize(
+    ("key", "overrides"),
+    [("model.path", []), ("critic.path", ["algorithm=ppo", "model.path=some/hub-model"])],
+)
+def test_a_prompt_with_a_token_that_a_model_has_not_is_refused(key: str, overrides: list[str], tmp_path: Path) -> None:
+    """The highest token of the built-in prompts is `=`, 32."""
+    overrides = [*overrides, f"{key}={tmp_path / 'model'}", f"model.tokenizer_path={tmp_path / 'model'}"]
+    with_vocabulary(tmp_path, 33)
+    inputs.load_inputs(tiny(*overrides))
+    held_out = ["task.eval_path=held_out.jsonl", "task.eval_split="]
+    with pytest.raises(ConfigurationError, match=r"has no token 33, .* its vocabulary is 0 to 32"):
+        inputs.load_inputs(tiny(*overrides, *held_out))
+    with_vocabulary(tmp_path, 32)
+    with pytest.raises(ConfigurationError, match=r"has no token 32, .* its vocabulary is 0 to 31") as caught:
+        inputs.load_inputs(tiny(*overrides))
+    assert caught.value.problems[0].key == key
 
 
 def test_a_missing_engine_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
