@@ -1,4 +1,5 @@
-"""Runs that end before their time: kill -9, Ctrl-C. What is left, and how they go on."""
+"""Runs that end before their time: kill -9, Ctrl-C. What is left, and how they go on. The last one loses its engine
+when all is trained, and ends in order."""
 
 from __future__ import annotations
 
@@ -36,6 +37,7 @@ SMALL = (
 REWARD = "def reward(*, prompt, response, answer, metadata):\n    return float(response == answer)\n"
 """A user's function, so that it runs in a process of its own."""
 ENDLESS = "trainer.total_steps=100000"
+LONG_EVALUATION = ("trainer.eval_at_end=true", "trainer.eval_samples=64", "trainer.eval_temperature=1")
 
 
 def test_a_run_survives_kill_9_and_an_interrupt(start: Start, tmp_path: Path) -> None:
@@ -71,8 +73,14 @@ def test_a_run_survives_kill_9_and_an_interrupt(start: Start, tmp_path: Path) ->
     done = summary["steps"]
     assert (checkpoints / f"step_{done}").exists()
 
-    finished = start(run_dir, *SMALL, reward, f"trainer.total_steps={done + 3}")
+    end = (f"trainer.total_steps={done + 3}", "checkpoint.export_hf=true", "rollout.max_engine_restarts=0")
+    finished = start(run_dir, *SMALL, reward, *end, *LONG_EVALUATION)
+    finished.until(lambda: f"evaluating version {done + 3}" in finished.text)
+    finished.process("ray::EngineActor").kill()
     assert finished.wait() == 0, finished.text[-3000:]
+    assert f"the evaluation of version {done + 3} failed" in finished.text
+    assert list((run_dir / "export").iterdir())
+    assert finished.summary["exit_reason"] == "completed"
     assert finished.summary["resumed_from_step"] == done
     assert [line["step"] for line in finished.lines] == list(range(1, done + 4))
     assert {line["discarded_tokens"] for line in finished.lines} == {0}

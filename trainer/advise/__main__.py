@@ -10,13 +10,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.advise.diagnosis import TooFewSteps, diagnose, steady
-from trainer.advise.reading import NotARun, has_ended, read_lines, read_setup, read_trace
+from trainer.advise.diagnosis import diagnose
+from trainer.advise.reading import NotARun, read_counted, read_trace
 from trainer.advise.report import as_values, in_words
+from trainer.advise.steady import TooFewSteps
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,19 +31,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print values for programs instead of words")
     args = parser.parse_args(argv)
     try:
-        setup = read_setup(args.run_dir)
-        every = [line for line in read_lines(args.run_dir) if line.step > setup.resumed_from_step]
-        setup = replace(setup, has_ended=has_ended(args.run_dir, every))
-        lines = steady(every, max_staleness=setup.max_staleness, has_ended=setup.has_ended)
+        counted = read_counted(args.run_dir)
     except NotARun as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_NOT_A_RUN
     except TooFewSteps as error:
-        resumed = f"; the {setup.resumed_from_step} steps before the last resume are left out"
-        sys.stderr.write(f"{error}{resumed if setup.resumed_from_step else ''}\n")
+        sys.stderr.write(f"{error}\n")
         return EXIT_TOO_EARLY
+    lines, setup = counted.lines, counted.setup
     trace = read_trace(args.run_dir, lines, setup)
-    found = diagnose(lines, setup, trace=trace)
+    found = diagnose(lines, setup, trace=trace, num_lost=counted.num_lost_steps)
     sys.stdout.write(json.dumps(as_values(found), indent=2) + "\n" if args.json else in_words(found, setup))
     return EXIT_TOLD
 

@@ -2,13 +2,15 @@
 
 The model, on purpose simple:
 
-- *learning-bound time* of a step: what is left of it without the wait for data. It shrinks with the learner's devices,
-  but for the wait for weight sync.
+- *learning-bound time* of a step: what the learner computes, and what it waits for weight sync. It shrinks with the
+  learner's devices, but for that wait.
+- *other time*: what is left of a step without these and the wait for data, such as evaluations and saves for which the
+  learner stands still. It comes on top of learning, and no number of devices shortens it.
 - *generation-bound time* of a step: what is left of it without the time in which engines had nothing to do, so with the
   tail, in which few answers are left. *At the full rate* it is what engines would need if they always had as much to do
   as while at least half the groups of a step were with them. Both shrink with the number of replicas.
-- A step takes the larger of both, if S lets the two overlap; then tails overlap with other answers, and the full rate
-  counts, if it is known. With S = 0 it takes their sum.
+- A step takes the larger of both sides, if S lets the two overlap; then tails overlap with other answers, and the full
+  rate counts, if it is known. With S = 0 it takes their sum, of generation what the learner waits for.
 - Every answer has S + 1 steps from its admission to the end of the step that trains it: (S + 1) x step >= longest
   answer + learning.
 - Of a run whose sides take turns on the same devices, the model says what devices of their own would give, where tails
@@ -26,22 +28,21 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from trainer.advise.facts import LearnerTime
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from trainer.advise.facts import Setup, StepLine, TraceFacts
 
-MIN_STEPS = 3
-"""Fewer steady steps say nothing."""
 SURE_STEPS = 20
 MATTERS = 0.05
 """A share of the time, or a gain, that is smaller is not worth a word of advice."""
 
+RARER = "are evaluations and saves needed so often?"
+"""Said where the other time of a step is what could be shortened."""
+
 Verdict = Literal["learner_waits", "engines_wait", "sync_waits", "both_wait", "tail_waits", "balanced", "take_turns"]
-
-
-class TooFewSteps(Exception):
-    """The run has not enough steady steps to say anything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,10 +81,14 @@ class Findings:
     """What a run shows."""
 
     num_steps: int
+    num_lost_steps: int
+    """Left out because an engine was lost."""
     step_s: float
     shares: Shares
     learning_s: float
     """Learning-bound time of a step."""
+    other_s: float
+    """Time of a step in which the learner neither computes nor waits for data or sync."""
     generation_s: float | None
     """Generation-bound time of a step; None if nothing tells when engines were idle."""
     generation_full_s: float | None
@@ -96,9 +101,15 @@ class Findings:
     """What could not be known, in words."""
 
     @property
+    def has_notable_rest(self) -> bool:
+        """Whether the other time is worth a word."""
+        return self.other_s >= MATTERS * self.step_s
+
+    @property
     def floor_s(self) -> float:
-        """The larger of both bounds: by this model no schedule of these devices is faster."""
-        return max(self.learning_s, _at_best(self.generation_s, self.generation_full_s))
+        """The larger of both sides, the learner's with its other time: by this model no schedule of these devices is
+        faster."""
+        return max(self.learning_s + self.other_s, _at_best(self.generation_s, self.generation_full_s))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,80 +120,63 @@ class Diagnosis:
     recommendation: Recommendation
 
 
-def steady(lines: Sequence[StepLine], *, max_staleness: int, has_ended: bool = False) -> list[StepLine]:
-    """Without the first S + 2 steps: until then slots fill up for the first time, kernels compile and caches warm up.
-    Without the last S of a run that `has_ended`: no prompt is left for its engines. Without those until the last time
-    that slots were opened, if enough steps have come after it.
-
-    Raises:
-        TooFewSteps: nearly nothing is left.
-    """
-    num_last = max_staleness if has_ended else 0
-    left = sorted(lines, key=lambda line: line.step)[max_staleness + 2 : len(lines) - num_last]
-    since = next((i for i in range(len(left) - 1, 0, -1) if left[i].num_slots != left[i - 1].num_slots), 0)
-    if len(left) - since >= MIN_STEPS:
-        return left[since:]
-    if len(left) < MIN_STEPS:
-        last, do = (f", the last {num_last} empty it", "give a longer run") if num_last else ("", "let the run go on")
-        raise TooFewSteps(
-            f"{len(lines)} steps since the start were recorded; the first {max_staleness + 2} fill the pipeline{last}, "
-            f"and at least {MIN_STEPS} more are needed; {do}"
-        )
-    return left
-
-
-def diagnose(lines: Sequence[StepLine], setup: Setup, *, trace: TraceFacts | None) -> Diagnosis:
+def diagnose(lines: Sequence[StepLine], setup: Setup, *, trace: TraceFacts | None, num_lost: int = 0) -> Diagnosis:
     """Args:
     lines: of steady steps.
     trace: what the trace says about the same steps; None without one.
+    num_lost: steps left out because an engine was lost.
     """
     total_s = sum(line.step_s for line in lines)
     shares = _shares(lines, total_s, trace)
-    step_s, learning_s = total_s / len(lines), total_s * (1 - shares.learner_waits_for_data) / len(lines)
-    if setup.takes_turns:  # moving in and out is neither learning nor generation
-        learning_s = sum(line.learner_s + line.pack_s for line in lines) / len(lines)
+    step_s, learner = total_s / len(lines), LearnerTime.of(lines)
+    # Of a run that takes turns, neither its wait for sync nor moving in and out is learning; packing is.
+    turns = setup.takes_turns
+    scaled_s = learner.computes_s + (learner.packs_s if turns else 0.0)
+    learning_s, other_s = scaled_s + (0.0 if turns else learner.waits_for_sync_s), learner.other_s
     generation_s = None if shares.engines_idle is None else step_s * (1 - shares.engines_idle)
     full_s = None if trace is None else trace.generation_full_s
-    # Of a run that takes turns, `learning_s` has no wait for sync in it.
-    sync_s = 0.0 if setup.takes_turns else step_s * shares.learner_waits_for_sync
-    overlaps = setup.max_staleness > 0 or setup.takes_turns  # or would, on devices of their own
-    counted_s = _at_best(generation_s, full_s) if overlaps else generation_s
-    busy_s = sum(line.learner_s + line.sync_wait_s for line in lines) / len(lines)  # without saves, for example
+    fixed_s = 0.0 if turns else learner.waits_for_sync_s + other_s
+    overlaps = setup.max_staleness > 0 or turns  # or would, on devices of their own
+    if overlaps:
+        counted_s = _at_best(generation_s, full_s)
+    else:  # engines that answer an evaluation while the learner stands still are busy; that is its other time already
+        counted_s = 0.0 if generation_s is None else min(generation_s, learner.waits_for_data_s)
     verdict = _verdict(
         shares,
         setup,
-        has_slack=full_s is not None and full_s <= (1 - 2 * MATTERS) * busy_s,
-        has_tails=full_s is not None and max(learning_s, full_s) <= (1 - 2 * MATTERS) * step_s,
+        has_slack=full_s is not None and full_s <= (1 - 2 * MATTERS) * learner.busy_s,
+        has_tails=full_s is not None and max(learning_s + other_s, full_s) <= (1 - 2 * MATTERS) * step_s,
     )
     open_slots = lines[-1].num_slots
     has_room = open_slots is not None and open_slots < setup.most_groups
     found = Findings(
         num_steps=len(lines),
+        num_lost_steps=num_lost,
         step_s=step_s,
         shares=shares,
         learning_s=learning_s,
+        other_s=other_s,
         generation_s=generation_s,
         generation_full_s=full_s,
         verdict=verdict,
-        splits=() if not counted_s else splits_of(setup, learning_s, counted_s, sync_s=sync_s),
+        splits=() if not counted_s else splits_of(setup, scaled_s, counted_s, fixed_s=fixed_s),
         limits=tuple(_limits(shares, setup, verdict, has_room=has_room)),
         unknown=tuple(_unknown(lines, setup, shares, trace)),
     )
-    pack_s = sum(line.pack_s for line in lines) / len(lines)
-    return Diagnosis(findings=found, recommendation=_recommend(found, setup, pack_s=pack_s, has_room=has_room))
+    return Diagnosis(findings=found, recommendation=_recommend(found, setup, pack_s=learner.packs_s, has_room=has_room))
 
 
-def splits_of(setup: Setup, learning_s: float, generation_s: float, *, sync_s: float) -> tuple[Split, ...]:
+def splits_of(setup: Setup, learning_s: float, generation_s: float, *, fixed_s: float) -> tuple[Split, ...]:
     """Every way to give all devices away, fastest first; of equal ones, that nearest to today's.
 
     Args:
-        learning_s: of a step, with `sync_s` of waiting for weight sync, which more ranks do not shorten.
+        learning_s: of a step, what more ranks shorten; they do not shorten `fixed_s`, which the learner needs besides.
     """
     found: list[Split] = []
     for replicas in range(1, setup.num_devices // setup.tensor_parallel_size + 1):
         ranks = setup.num_devices - replicas * setup.tensor_parallel_size
         if ranks >= 1:
-            learning = (learning_s - sync_s) * setup.num_ranks / ranks + sync_s
+            learning = learning_s * setup.num_ranks / ranks + fixed_s
             generation = generation_s * setup.num_replicas / replicas
             overlap = setup.max_staleness > 0 or setup.takes_turns
             together = max(learning, generation) if overlap else learning + generation
@@ -195,7 +189,9 @@ def _shares(lines: Sequence[StepLine], total_s: float, trace: TraceFacts | None)
     slots = [line.slot_wait_s for line in lines if line.slot_wait_s is not None]
     # Groups of the next step are waited for while the learner is busy with this one, which costs nothing.
     forced_s = sum(
-        min(max(0.0, b.forced_wait_s - a.forced_wait_s), b.data_wait_s) for a, b in itertools.pairwise(lines)
+        min(max(0.0, b.forced_wait_s - a.forced_wait_s), b.data_wait_s)
+        for a, b in itertools.pairwise(lines)
+        if b.step == a.step + 1
     )
     idle_s: float | None = None
     if len(idle) == len(lines):
@@ -310,7 +306,8 @@ def _recommend(found: Findings, setup: Setup, *, pack_s: float, has_room: bool) 
         case "take_turns":
             return _about_turns(found, setup)
         case "balanced":
-            return Recommendation(keys={}, why="neither side waits for the other; leave it as it is", step_s=None)
+            leave = RARER if found.has_notable_rest else "leave it as it is"
+            return Recommendation(keys={}, why=f"neither side waits for the other; {leave}", step_s=None)
         case _:
             raise ValueError(f"unknown verdict {found.verdict!r}")
 
@@ -369,6 +366,8 @@ def _about_devices(found: Findings, setup: Setup) -> Recommendation:
         if best.step_s < (1 - MATTERS) * today.step_s:
             why = f"{side}: divide the devices otherwise"
             return Recommendation(keys=_keys_of(best), why=why, step_s=best.step_s)
+    if not learner_waits and found.other_s >= found.learning_s:
+        return Recommendation(keys={}, why=f"{side}, but learning is the smaller part of it; {RARER}", step_s=None)
     more, key, count = (
         ("replicas", "rollout.num_replicas", setup.num_replicas)
         if learner_waits

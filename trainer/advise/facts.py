@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +30,10 @@ class Setup:
     """Where the latest process of the run began. What was before it is another run to a judge of waits."""
     is_device_assumed: bool = False
     """No file says on what it ran, so it is taken for an accelerator."""
+    eval_every: int = 0
+    """Steps between evaluations beside training; 0 without any, and if the learner waits for them."""
+    eval_at_start: bool = False
+    """Each process begins with one beside training."""
 
     @property
     def shares_cores(self) -> bool:
@@ -61,6 +69,56 @@ class StepLine:
     """Total since the start of the process, not of this step."""
     num_slots: float | None = None
     """Groups that could be under way at its end."""
+    num_skipped: int = 0
+    """Engines that the last sync left out: lost, or with an evaluation."""
+    num_rescued: float = 0.0
+    """Requests that went on elsewhere when their engine was lost; like the next two in all so far."""
+    attempt_tokens: float = 0.0
+    """Of groups that came to nothing."""
+    num_failed: float = 0.0
+    """Attempts at a group that failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """One that ran beside training, with an engine of its own."""
+
+    version: int
+    """That it evaluated; the run had made as many steps when it began."""
+    last_step: int | None = None
+    """Steps that the run had made when it ended; None if nobody has written that it has."""
+
+    def may_pass_by(self, step: int) -> bool:
+        """Whether the line of this step may tell of a sync that left its engine out. A sync ends up to two steps after
+        the one that made its version."""
+        return self.version < step and (self.last_step is None or step <= self.last_step + 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerTime:
+    """Where the learner's time of a step goes, seconds. Packing is a part of the wait for sync."""
+
+    computes_s: float
+    waits_for_data_s: float
+    waits_for_sync_s: float
+    packs_s: float
+    other_s: float
+
+    @classmethod
+    def of(cls, lines: Sequence[StepLine]) -> LearnerTime:
+        num = len(lines)
+        return cls(
+            computes_s=sum(line.learner_s for line in lines) / num,
+            waits_for_data_s=sum(line.data_wait_s for line in lines) / num,
+            waits_for_sync_s=sum(line.sync_wait_s for line in lines) / num,
+            packs_s=sum(line.pack_s for line in lines) / num,
+            other_s=max(0.0, sum(b.step_s - b.learner_s - b.data_wait_s - b.sync_wait_s for b in lines) / num),
+        )
+
+    @property
+    def busy_s(self) -> float:
+        """Computing, and waiting for sync."""
+        return self.computes_s + self.waits_for_sync_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from trainer.advise.facts import Setup, StepLine, TraceFacts
+from trainer.advise.facts import Evaluation, Setup, StepLine, TraceFacts
+from trainer.advise.steady import TooFewSteps, evaluation_under_way, steady, steps_with_lost_engine
 from trainer.config.convert import to_run_config
 from trainer.telemetry.environment import latest
 
@@ -33,6 +34,35 @@ class Span:
     """Generated, of a group; None where nobody counted them."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counted:
+    """A run, and what of it counts."""
+
+    setup: Setup
+    lines: list[StepLine]
+    num_lost_steps: int
+    """Left out because an engine was lost."""
+
+
+def read_counted(run_dir: Path) -> Counted:
+    """The steps of the latest process of a run that tell who waits for whom.
+
+    Raises:
+        NotARun: as `read_setup` and `read_lines`.
+        TooFewSteps: nearly none counts.
+    """
+    setup = read_setup(run_dir)
+    every = [line for line in read_lines(run_dir) if line.step > setup.resumed_from_step]
+    setup = replace(setup, has_ended=has_ended(run_dir, every))
+    lost = steps_with_lost_engine(every, read_evaluations(run_dir, setup), max_staleness=setup.max_staleness)
+    try:
+        lines = steady(every, max_staleness=setup.max_staleness, has_ended=setup.has_ended, lost=lost)
+    except TooFewSteps as error:
+        resumed = f"; the {setup.resumed_from_step} steps before the last resume are left out"
+        raise TooFewSteps(f"{error}{resumed if setup.resumed_from_step else ''}") from error
+    return Counted(setup=setup, lines=lines, num_lost_steps=len(lost))
+
+
 def read_setup(run_dir: Path) -> Setup:
     """Raises NotARun if there is no configuration, or none that can be read."""
     if not run_dir.is_dir():
@@ -47,6 +77,7 @@ def read_setup(run_dir: Path) -> Setup:
     # Keys that this version does not know (any more) are passed over: the run was allowed to have them.
     cfg, _ = to_run_config(data)
     ran_on = latest(run_dir / "environment.jsonl")
+    is_beside = bool(cfg.task.eval_path) and not cfg.trainer.eval_blocking
     device, resumed = str(ran_on.get("device", cfg.device.name)), ran_on.get("resumed_from_step")
     return Setup(
         num_ranks=cfg.learner.num_ranks,
@@ -61,6 +92,8 @@ def read_setup(run_dir: Path) -> Setup:
         takes_turns=cfg.mode.shares_devices,
         is_device_assumed=device == "auto",
         resumed_from_step=resumed if isinstance(resumed, int) else 0,
+        eval_every=cfg.trainer.eval_every if is_beside else 0,
+        eval_at_start=cfg.trainer.eval_at_start and is_beside,
     )
 
 
@@ -98,11 +131,29 @@ def read_lines(run_dir: Path) -> list[StepLine]:
     return lines
 
 
+def read_evaluations(run_dir: Path, setup: Setup) -> list[Evaluation]:
+    """Those beside training, with one that may be under way."""
+    if not (setup.eval_every or setup.eval_at_start):
+        return []
+    path, ended = run_dir / "evaluations.jsonl", list[Evaluation]()
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
+        try:
+            record = json.loads(text)
+            ended.append(Evaluation(version=int(record["version"]), last_step=int(record["step"])))
+        except (ValueError, KeyError, TypeError):
+            continue  # half written
+    under_way = evaluation_under_way(ended, setup)
+    return ended if under_way is None else [*ended, under_way]
+
+
 def _line(record: Mapping[str, Any]) -> StepLine:
     def maybe(name: str) -> float | None:
         return None if record.get(name) is None else float(record[name])
 
-    forced_s = maybe("buffer/forced_wait_s")
+    def total(name: str) -> float:
+        number = maybe(name)
+        return 0.0 if number is None else number
+
     return StepLine(
         step=int(record["step"]),
         step_s=float(record["perf/step_s"]),
@@ -112,8 +163,12 @@ def _line(record: Mapping[str, Any]) -> StepLine:
         pack_s=float(record["sync/pack_s"]),
         engines_idle_s=maybe("wait/engines_idle_s"),
         slot_wait_s=maybe("wait/producer_for_slots_s"),
-        forced_wait_s=0.0 if forced_s is None else forced_s,
+        forced_wait_s=total("buffer/forced_wait_s"),
         num_slots=maybe("buffer/num_slots"),
+        num_skipped=int(total("sync/replicas_skipped")),
+        num_rescued=total("engine/rescued_requests"),
+        attempt_tokens=total("discarded/attempt_tokens"),
+        num_failed=total("buffer/failed"),
     )
 
 
@@ -124,21 +179,39 @@ def read_trace(run_dir: Path, steps: Sequence[StepLine], setup: Setup) -> TraceF
         return None
     with path.open(encoding="utf-8", errors="replace") as file:
         spans = list(spans_of(file))
-    # Metrics count steps that are done, the trace names them from 0.
-    shown = {f"step {line.step - 1}" for line in steps}
+    shown = {_name(line) for line in steps}
     learner = [span for span in spans if span.track == "learner" and span.name in shown]
     if len(learner) < len(shown):
         return None
-    end_s = max(span.end_s for span in learner)
-    begin_s = end_s - sum(line.step_s for line in steps)
-    window = (begin_s, end_s)
+    ends_s = {span.name: span.end_s for span in learner}
     groups = [span for span in spans if span.track == "groups"]
-    evaluations = _within(window, [span for span in spans if span.track == "evaluation"])
+    evaluations = [span for span in spans if span.track == "evaluation"]
+    windows = _windows(steps, ends_s)
+
+    def idle_s(spans: Sequence[Span], num_replicas: int) -> float:
+        return sum(idle_seconds(_within(window, spans), window, num_replicas=num_replicas) for window in windows)
+
     return TraceFacts(
-        engines_idle_s=idle_seconds(_within(window, groups), window, num_replicas=setup.num_replicas),
-        evaluation_s=(end_s - begin_s) - idle_seconds(evaluations, window, num_replicas=1),
-        generation_full_s=_generation_full_s(groups, steps, setup, begin_s=begin_s),
+        engines_idle_s=idle_s(groups, setup.num_replicas),
+        evaluation_s=sum(end - begin for begin, end in windows) - idle_s(evaluations, 1),
+        generation_full_s=_generation_full_s(groups, steps, setup, ends_s=ends_s),
     )
+
+
+def _windows(steps: Sequence[StepLine], ends_s: Mapping[str, float]) -> list[tuple[float, float]]:
+    """(begin, end) of every stretch of steps that follow each other."""
+    found: list[tuple[float, float]] = []
+    for before, line in zip((None, *steps), steps, strict=False):
+        begin_s = ends_s[_name(line)] - line.step_s
+        if before is not None and before.step + 1 == line.step:
+            begin_s = found.pop()[0]
+        found.append((begin_s, ends_s[_name(line)]))
+    return found
+
+
+def _name(line: StepLine) -> str:
+    """In the trace. Metrics count steps that are done, the trace names them from 0."""
+    return f"step {line.step - 1}"
 
 
 def _within(window: tuple[float, float], spans: Sequence[Span]) -> list[tuple[float, float]]:
@@ -148,7 +221,7 @@ def _within(window: tuple[float, float], spans: Sequence[Span]) -> list[tuple[fl
 
 
 def _generation_full_s(
-    groups: Sequence[Span], steps: Sequence[StepLine], setup: Setup, *, begin_s: float
+    groups: Sequence[Span], steps: Sequence[StepLine], setup: Setup, *, ends_s: Mapping[str, float]
 ) -> float | None:
     """Time of the engines for what they generated per step, filtered groups included, at their full rate. None if they
     never show it, or nobody counted tokens.
@@ -156,12 +229,12 @@ def _generation_full_s(
     A group that has not ended leaves no trace. What runs while a step ends is trained at most S + 1 steps later.
     """
     sure = steps if setup.has_ended else steps[: max(0, len(steps) - setup.max_staleness - 1)]
-    window = begin_s, begin_s + sum(line.step_s for line in sure)
-    within = [span for span in groups if span.begin_s < window[1] and span.end_s > max(span.begin_s, window[0])]
-    if not sure or not within or any(span.tokens is None for span in within):
+    windows = _windows(sure, ends_s)
+    within = [(span, part) for span in groups for window in windows for part in _within(window, [span])]
+    if not within or any(span.tokens is None for span, _ in within):
         return None
-    rates = [(span.tokens or 0) / (span.end_s - span.begin_s) for span in within]
-    clipped = _within(window, within)
+    rates = [(span.tokens or 0) / (span.end_s - span.begin_s) for span, _ in within]
+    clipped = [part for _, part in within]
     rate = full_rate(clipped, rates, most_groups=setup.groups_per_step)
     tokens = sum(rate * (end - begin) for rate, (begin, end) in zip(rates, clipped, strict=True))
     return tokens / rate / len(sure) if rate else None

@@ -29,6 +29,7 @@ def in_words(diagnosis: Diagnosis, setup: Setup) -> str:
     lines = [
         VERDICTS[found.verdict],
         "",
+        *_left_out(found),
         f"Steady steps: {found.num_steps}, {_s(found.step_s)} each. Share of that time in which",
         f"  the learner waited for data      {_share(shares.learner_waits_for_data)}",
         f"  the learner waited for sync      {_share(shares.learner_waits_for_sync)}",
@@ -36,11 +37,13 @@ def in_words(diagnosis: Diagnosis, setup: Setup) -> str:
         f"  no slot was free (back-pressure) {_share(shares.producer_waits_for_slots)}",
         "",
         f"Time of a step if only learning counted: {_s(found.learning_s)}; if only generation counted: {generation}.",
+        *_rest(found, setup),
     ]
     if found.generation_s is not None and not setup.takes_turns:
         best = "" if found.generation_full_s is None else " at the full rate"
         times = found.step_s / max(found.floor_s, 1e-9)
-        lines.append(f"The steps took {times:.2f} times the larger of learning and generation{best}.")
+        learning = "learning with that rest" if found.has_notable_rest else "learning"
+        lines.append(f"The steps took {times:.2f} times the larger of {learning} and generation{best}.")
     lines += [*found.limits, *_split_text(found, setup), "", *_advice(diagnosis)]
     if found.unknown:
         lines += ["", "What this cannot know:", *(f"  - {text}" for text in found.unknown)]
@@ -51,6 +54,21 @@ def as_values(diagnosis: Diagnosis) -> dict[str, object]:
     """The same as JSON values."""
     found, advice = diagnosis.findings, diagnosis.recommendation
     return {**asdict(found), "floor_s": found.floor_s, "recommendation": asdict(advice)}
+
+
+def _left_out(found: Findings) -> list[str]:
+    num = found.num_lost_steps
+    return [f"{num} step{'' if num == 1 else 's'} with a lost engine {'is' if num == 1 else 'are'} left out."] * bool(
+        num
+    )
+
+
+def _rest(found: Findings, setup: Setup) -> list[str]:
+    if not found.has_notable_rest:
+        return []
+    hands = "devices that change hands, " if setup.takes_turns else ""
+    part = f"{_s(found.other_s)} of a step ({found.other_s / found.step_s:.0%})"
+    return [f"The rest, {part}, is neither: {hands}evaluations and saves that the learner stands still for, and so on."]
 
 
 def _split_text(found: Findings, setup: Setup) -> list[str]:

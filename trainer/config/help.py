@@ -41,7 +41,7 @@ Options:
   --config-dir DIR     folder with your own YAML files; they come before those of Tandem
   --cfg job            print the resolved configuration and stop
   --dry-run            print placement, memory per device and traffic, refuse what cannot fit, start nothing
-  --device-memory-gib N  with --dry-run: plan for devices of N GiB, whatever this machine has
+  --device-memory-gib N  with --dry-run: plan for devices of N GiB; devices and vLLM of this machine are not looked at
   --response-tokens N  with --dry-run: mean length of the answers, for the expected bottleneck
   --nodes N,N,...      with --dry-run: devices of each node, the driver's first; print who sits where
   --help               print this text and stop

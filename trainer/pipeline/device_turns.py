@@ -77,6 +77,11 @@ class OwnDevices:
     async def sync(self, version: int) -> SyncReport:
         return await self._coordinator.sync(version)
 
+    @property
+    def offload_s(self) -> float:
+        """Part of the last `publish` in which the learner's memory left the devices."""
+        return 0.0
+
     def record(self) -> dict[str, object]:
         """Metrics of the last turns."""
         return {}
@@ -114,7 +119,7 @@ class SharedDevices(OwnDevices):
         """The engines have taken what the learner published last."""
         self._have_version.set()
         self._is_learners_turn = self._is_learner_here = False
-        self._record: dict[str, object] = {}
+        self._record: dict[str, float] = {}
 
     async def to_learner(self) -> None:
         """Consumes: nothing. Waits for: the end of the last sync, and of a restart. Unblocked by: `sync`, which has a
@@ -163,8 +168,12 @@ class SharedDevices(OwnDevices):
         async with self._engines_have_it:
             yield
 
+    @property
+    def offload_s(self) -> float:
+        return self._record.get("devices/offload_s", 0.0)
+
     def record(self) -> dict[str, object]:
-        return dict(self._record)
+        return {**self._record}
 
     async def _put_to_sleep(self) -> None:
         """Engines that are lost, or do not fall asleep, are ended: they would keep their memory. The next sync sees who

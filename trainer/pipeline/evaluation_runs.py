@@ -83,7 +83,7 @@ async def evaluate_if_blocking(parts: Parts) -> None:
 
 async def evaluate_if_beside(parts: Parts, supervisor: Supervisor, version: int) -> None:
     """Without `trainer.eval_blocking`: a due evaluation of the version that has just become live, but not of the last
-    one, which is evaluated at the end."""
+    one, which `evaluate_at_end` looks after."""
     trainer = parts.cfg.trainer
     if not trainer.eval_blocking and version < trainer.total_steps and _is_due(parts, version):
         await begin_evaluation(parts, supervisor)
@@ -103,6 +103,15 @@ async def evaluate_at_start(parts: Parts, supervisor: Supervisor) -> None:
         await evaluate_now(parts, is_shared=True)
     else:
         await begin_evaluation(parts, supervisor)
+
+
+async def evaluate_at_end(parts: Parts) -> None:
+    """The last version, once: because that is asked for, or a periodic evaluation is due. Not of an interrupted run."""
+    evaluator, step = parts.evaluator, parts.state.step
+    is_asked_for = parts.cfg.trainer.eval_at_end and evaluator.is_possible and evaluator.last_version < step
+    if (is_asked_for or evaluator.is_due(step)) and not parts.state.stop_requested.is_set():
+        with parts.telemetry.progress.phase(f"evaluating version {step}"):
+            await evaluate_now(parts, is_shared=True)
 
 
 async def begin_evaluation(parts: Parts, supervisor: Supervisor) -> None:

@@ -3,7 +3,8 @@
     live ──lost──> starting again, beside the others ──> live              its restarts are forgotten after `HEALTHY_S`
                       └──failed──> once more, or out of this run
 
-With no engine left, groups and syncs wait for the one that comes back first (`wait`).
+With no engine left, groups and syncs wait for the one that comes back first (`wait`). Once training is over, a loss is
+told and no more: an evaluation uses what is left, and would not wait for another one.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class EngineKeeper:
         restart: Callable[[str], Awaitable[int | None]],
         *,
         max_restarts: int,
+        is_over: Callable[[], bool] = lambda: False,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -66,10 +68,12 @@ class EngineKeeper:
             members: replica -> "live", or how it was lost.
             restart: replaces a replica by a new engine with the newest weights; returns their version.
             max_restarts: of each replica, until it has been well for `HEALTHY_S`; 0 leaves lost ones out for good.
+            is_over: whether training needs no engine any more. No restart begins then, and a run without one goes on.
         """
         self._members = members
         self._restart = restart
         self._max_restarts = max_restarts
+        self._is_over = is_over
         self._sleep = sleep
         self._clock = clock
         self._attempts: Counter[str] = Counter()
@@ -86,7 +90,7 @@ class EngineKeeper:
         restarts too; each of them has a deadline.
 
         Raises:
-            NoEngine: none is left, and none may be started again.
+            NoEngine: none is left, none may be started again, and training is not over.
         """
         try:
             while True:
@@ -114,8 +118,8 @@ class EngineKeeper:
             raise error
 
     def _look(self) -> None:
-        members, now = self._members(), self._clock()
-        if self._is_hopeless(members):
+        members, now, is_over = self._members(), self._clock(), self._is_over()
+        if not is_over and self._is_hopeless(members):
             states = "; ".join(f"{name} is {state}" for name, state in members.items())
             raise NoEngine(
                 f"no engine is left, and each had its {self._max_restarts} restarts (rollout.max_engine_restarts): "
@@ -127,8 +131,11 @@ class EngineKeeper:
             if state == "live":
                 self._forgive(name, now)
                 continue
-            self._healthy_since.pop(name, None)
-            if self._attempts[name] < self._max_restarts:
+            was_live = self._healthy_since.pop(name, None) is not None
+            if is_over:
+                if was_live:
+                    log.warning("%s is %s; training is over, so it is not started again", name, state)
+            elif self._attempts[name] < self._max_restarts:
                 self._begin(name, state, is_last="live" not in members.values())
 
     def _is_hopeless(self, members: Mapping[str, str]) -> bool:
@@ -155,7 +162,7 @@ class EngineKeeper:
         try:
             version = await self._restart(name)
         except Exception as error:  # noqa: BLE001 - the run goes on without this replica, whatever is wrong with it
-            left = self._max_restarts - self._attempts[name]
+            left = not self._is_over() and self._attempts[name] < self._max_restarts
             next_step = "it is tried again" if left else "it stays out of this run"
             log.error("restart %s failed (%s): %s; %s", number, name, one_line(first_cause(error)), next_step)
             return

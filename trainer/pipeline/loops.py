@@ -21,14 +21,11 @@ from rollout.types import Group
 from trainer.algorithms.group_filter import GroupFilterError, own_group_filter
 from trainer.config.errors import first_cause, one_line
 from trainer.data.batcher import BatchLimits, BuiltBatch, build_train_batch
-from trainer.pipeline.evaluation_runs import (
-    evaluate_if_beside,
-    evaluate_if_blocking,
-    evaluate_now,
-)
+from trainer.pipeline.evaluation_runs import evaluate_at_end, evaluate_if_beside, evaluate_if_blocking
 from trainer.pipeline.flow import GroupFlow
 from trainer.pipeline.records import DataWait, StepRecorder
 from trainer.pipeline.stepping import Stepper
+from trainer.pipeline.workers import NoWorker
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -85,6 +82,11 @@ class Parts:
     generation_over: asyncio.Event = field(default_factory=asyncio.Event)
     """No more groups come, and none is needed."""
 
+    @property
+    def is_trained(self) -> bool:
+        """All steps are trained and the last version is live: from here on engines do nothing but evaluate."""
+        return self.generation_over.is_set() and self.pump.live_version >= self.state.step
+
 
 def start(parts: Parts, supervisor: Supervisor) -> None:
     """All loops but the one that trains."""
@@ -105,6 +107,18 @@ async def _while_needed(parts: Parts, loop: Coroutine[Any, Any, None]) -> None:
         if not isinstance(first_cause(error), BufferClosed):
             log.warning("no more groups, while the run ends anyway: %s", one_line(first_cause(error)))
         parts.generation_over.set()
+
+
+async def watch_workers(parts: Parts) -> None:
+    """As `WorkerPool.watch_loads`, whose end is a failure only while groups are needed. Later an evaluation that waits
+    for a worker fails, and nothing else."""
+    try:
+        await parts.workers.watch_loads()
+    except NoWorker as error:
+        if not parts.generation_over.is_set():
+            raise
+        log.error("no more evaluations, while the run ends anyway: %s", error)
+        parts.workers.close()
 
 
 async def prompt_loop(parts: Parts) -> None:
@@ -269,12 +283,13 @@ async def _next_batch(parts: Parts) -> Ready | None:
 async def finish(parts: Parts) -> None:
     """After the last step: generation ends; the step is saved, goes live, is evaluated, written and exported.
 
-    An interrupt leaves out the last evaluation and the export, and the run says then that it was interrupted.
+    An interrupt leaves out the last evaluation and the export, and the run says then that it was interrupted. Engines
+    that are lost once the last version is live, and rollout workers, cost an evaluation at most: see `is_trained`.
 
     Waits for: the last sync, and each evaluation. Unblocked by: their deadlines; an interrupt shortens those of the
     evaluations to `trainer.shutdown_timeout_s`. A process that is killed meanwhile has saved the step, not its line.
     """
-    evaluator, step, interrupt = parts.evaluator, parts.state.step, parts.state.stop_requested
+    step, interrupt = parts.state.step, parts.state.stop_requested
     parts.generation_over.set()
     parts.buffer.close()  # what is being generated ends, and is owed by the checkpoint
     try:
@@ -284,10 +299,7 @@ async def finish(parts: Parts) -> None:
         if parts.evaluations:
             with parts.telemetry.progress.phase("waiting for the evaluation beside training"):
                 await asyncio.wait(parts.evaluations)
-        wants_one = evaluator.is_possible and parts.cfg.trainer.eval_at_end and evaluator.last_version < step
-        if wants_one and not interrupt.is_set():
-            with parts.telemetry.progress.phase(f"evaluating version {step}"):
-                await evaluate_now(parts, is_shared=True)
+        await evaluate_at_end(parts)
     finally:
         await parts.stepper.write_line(parts)
     if interrupt.is_set():

@@ -181,7 +181,8 @@ def bundles_by_actor(cfg: RunConfig, placement: Placement) -> dict[str, Bundle]:
 def assign_nodes(cfg: RunConfig, placement: Placement, nodes: Sequence[Node]) -> dict[str, str]:
     """Name of an actor -> id of its node.
 
-    - Learners share as few nodes as the rest allows, the driver's first: their collectives are the busiest traffic.
+    - Learners share few nodes, the driver's first: their collectives are the busiest traffic. Not every set of nodes
+      is tried (`_learner_orders`), so among nodes of unlike sizes fewer might have done.
     - An engine with all its devices is on one node. Engines are spread: each goes where the fewest are.
     - On shared devices an engine sits beside its learners, all of them on one node.
     - Rollout workers are on the driver's node while it has room: without that node there is no run anyway.
@@ -205,7 +206,8 @@ def assign_nodes(cfg: RunConfig, placement: Placement, nodes: Sequence[Node]) ->
 
 
 def _learner_orders(nodes: Sequence[Node]) -> Iterator[list[str] | None]:
-    """Nodes that learners may fill, in order: one, then two, ... None leaves them what the engines do not take."""
+    """Nodes that learners may fill, in order: each one alone, then the first two and the two largest, then three, ...
+    None leaves them what the engines do not take."""
     first = sorted(nodes, key=lambda node: not node.is_driver)
     largest = sorted(first, key=lambda node: -sum(node.resources.values()))
     yield from ([node.node_id] for node in first)

@@ -50,11 +50,25 @@ def preflight(cfg: RunConfig) -> Checked:
     if cfg.ray.address == "local":
         num_devices = backend.num_devices() if backend.ray_resource else 0
         check_fits(cfg, placement, backend=backend.name, num_devices=num_devices, where="this host")
-    resumed = find_resume(cfg, Path(cfg.run_dir) / "checkpoints" if cfg.run_dir else None)
+    inputs, resumed = check_files(cfg)
+    return Checked(backend=backend, placement=placement, inputs=inputs, resumed=resumed)
+
+
+def check_files(cfg: RunConfig, *, is_device_here: bool = True) -> tuple[Inputs, Resumed | None]:
+    """Check checkpoint, data, reward, and whether engines find the weights that they read.
+
+    Args:
+        is_device_here: as for `find_resume`.
+
+    Raises:
+        ConfigurationError, DataError: with what to do.
+    """
+    directory = Path(cfg.run_dir) / "checkpoints" if cfg.run_dir else None
+    resumed = find_resume(cfg, directory, is_device_here=is_device_here)
     inputs = load_inputs(cfg)
     _check_engine_weights(cfg)
     make_source(cfg, inputs, resumed)  # raises if the data does not go with its selection, or with the checkpoint
-    return Checked(backend=backend, placement=placement, inputs=inputs, resumed=resumed)
+    return inputs, resumed
 
 
 def check_own_functions(cfg: RunConfig) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,10 +36,12 @@ class Resumed:
         return int(self.state["run"]["step"])
 
 
-def find_resume(cfg: RunConfig, directory: Path | None) -> Resumed | None:
+def find_resume(cfg: RunConfig, directory: Path | None, *, is_device_here: bool = True) -> Resumed | None:
     """The checkpoint that `checkpoint.resume` names, verified; None for a fresh start.
 
-    `directory` is `run_dir/checkpoints`, which need not exist; None for a run directory that will be new.
+    Args:
+        directory: `run_dir/checkpoints`, which need not exist; None for a run directory that will be new.
+        is_device_here: the run will use devices of this host; else nothing tells which kind of device it will find.
 
     Raises:
         ConfigurationError: it is truncated or missing, `never` meets a directory that has one, or the run would go on
@@ -58,7 +60,7 @@ def find_resume(cfg: RunConfig, directory: Path | None) -> Resumed | None:
         resumed = Resumed(path=path, state=checkpoint.read_state(path))
     except CheckpointError as error:
         raise _refused(cfg, str(error), f"delete {path} to go on from an older one, or name another") from error
-    _check_origin(cfg, resumed)
+    _check_origin(cfg, resumed, is_device_here=is_device_here)
     return resumed
 
 
@@ -97,7 +99,7 @@ def origin(cfg: RunConfig) -> dict[str, Any]:
     }
 
 
-def _check_origin(cfg: RunConfig, resumed: Resumed) -> None:
+def _check_origin(cfg: RunConfig, resumed: Resumed, *, is_device_here: bool) -> None:
     """Raises ConfigurationError if what has to stay as it was is not; a checkpoint that does not tell is taken as it
     is."""
     why: dict[str, str] = {}
@@ -109,6 +111,9 @@ def _check_origin(cfg: RunConfig, resumed: Resumed) -> None:
         why |= dict.fromkeys(base, "the reference is the first policy (algorithm.kl)")
     if cfg.algorithm.uses_critic and not cfg.critic.shared_backbone:
         why["critic.path"] = "the critic goes on from the checkpoint, and another start would change nothing"
+    if not is_device_here:
+        cfg = replace(cfg, device=replace(cfg.device, name="auto"))
+        why.pop("device.name", None)
     before, now = resumed.state.get("origin", {}), origin(cfg)
     do = "use what the run began with (a link will do if it was moved), or begin a new run in another run_dir"
     problems = [

@@ -19,8 +19,8 @@ from rich.console import Console
 
 from rollout.collector import rare_collections
 from rollout.errors import DataError
-from trainer.advise.diagnosis import TooFewSteps, steady
-from trainer.advise.reading import NotARun, has_ended, read_lines, read_setup
+from trainer.advise.reading import NotARun, read_counted
+from trainer.advise.steady import TooFewSteps
 from trainer.config.errors import ConfigurationError, first_cause, note_log, one_line
 from trainer.config.objective import describe_critic, describe_objective, describe_rollout
 from trainer.learner.errors import CheckpointError, ModelError
@@ -217,7 +217,7 @@ class Driver:
 
     async def _run_loops(self, parts: loops.Parts, keeper: EngineKeeper, supervisor: Supervisor) -> None:
         """All of them, until the last step is saved and evaluated. Raises the first failure."""
-        supervisor.spawn(parts.workers.watch_loads(), name="load_watch")
+        supervisor.spawn(loops.watch_workers(parts), name="load_watch", may_end=True)
         supervisor.spawn(keeper.run(), name="engine_keeper")
         await evaluate_at_start(parts, supervisor)
         loops.start(parts, supervisor)
@@ -248,7 +248,10 @@ class Driver:
                 )
 
         return EngineKeeper(
-            partial(members, coordinator, parts.workers), restart, max_restarts=cfg.rollout.max_engine_restarts
+            partial(members, coordinator, parts.workers),
+            restart,
+            max_restarts=cfg.rollout.max_engine_restarts,
+            is_over=lambda: parts.is_trained,
         )
 
     def _parts(
@@ -376,9 +379,7 @@ def _say_goodbye(console: Console, state: RunState, run_dir: RunDir) -> None:
         parts.append(f"held-out accuracy {state.first_accuracy:.3f} -> {last.accuracy:.3f}")
     parts.append(f"see {run_dir.path}")
     with contextlib.suppress(NotARun, TooFewSteps):
-        setup = read_setup(run_dir.path)
-        lines = [line for line in read_lines(run_dir.path) if line.step > setup.resumed_from_step]
-        steady(lines, max_staleness=setup.max_staleness, has_ended=has_ended(run_dir.path, lines))
+        read_counted(run_dir.path)
         command = f"python -m trainer.advise {shlex.quote(str(run_dir.path))}"
         console.print(f"who waited for whom: {command}", highlight=False, soft_wrap=True, markup=False)
     console.print("; ".join(parts), highlight=False, soft_wrap=True, markup=False)

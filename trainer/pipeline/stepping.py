@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -65,7 +64,7 @@ class Stepper:
             built=built,
             result=result,
             waited=waited,
-            ended_at=time.monotonic(),
+            ended_at=asyncio.get_running_loop().time(),
         )
 
     async def ended(self, progress: Progress) -> bool:
@@ -82,7 +81,8 @@ class Stepper:
         """The new weights are on their way: make the line of the step, as things are now."""
         done, cfg = self._unwritten, parts.cfg
         assert done is not None
-        times = StepTimes(waited_for_data=done.waited, waited_for_sync_s=time.monotonic() - done.ended_at)
+        waited_for_sync_s = asyncio.get_running_loop().time() - done.ended_at - parts.devices.offload_s
+        times = StepTimes(waited_for_data=done.waited, waited_for_sync_s=waited_for_sync_s)
         step, max_staleness = done.built.batch.step, cfg.mode.max_staleness
         record = parts.recorder.step_record(done.groups, done.built, done.result, times, max_staleness=max_staleness)
         passed = _surroundings(parts, done.groups)

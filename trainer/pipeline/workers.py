@@ -1,7 +1,8 @@
 """The rollout workers as the driver sees them: which one gets the next group, who is lost, and calls with a deadline.
 
     live ──died, or silent for too long──> lost ──a restart is left──> a new worker takes its place, live
-                                             └──none is left─────────> it stays out; without any other the run ends
+                                             └──none is left─────────> it stays out; without any other the run ends,
+                                                                       while it still needs groups
 
 A group whose worker is lost fails with `WorkerLost`, which costs it no retry: the buffer hands it out again at once.
 """
@@ -114,6 +115,7 @@ class WorkerPool:
         self._num_replaced = 0
         self._has_live = asyncio.Event()
         self._has_live.set()
+        self._is_closed = False
         self.load_record: dict[str, float] = {}
         """Metrics of the engines' load as they were last; empty before the first look."""
         self.idle_engines = IdleEngines()
@@ -159,7 +161,10 @@ class WorkerPool:
         """One trajectory per prompt, all from the replica `engine`. Begins again where the worker is lost.
 
         Waits for: the answers, however long they take. Unblocked by: the caller's deadline, whose cancellation reaches
-        the worker; `watch_loads`, which loses a worker that is silent.
+        the worker; `watch_loads`, which loses a worker that is silent; `close`.
+
+        Raises:
+            WorkerLost: no worker is left, and none comes back.
         """
         while True:
             worker = await self._choose()
@@ -198,7 +203,9 @@ class WorkerPool:
         await self._tell_all(lambda actor: actor.quarantine.remote(name, reason))
 
     def close(self) -> None:
-        """The run is over: groups that are under way fail, and the end of a worker is no loss."""
+        """The run is over: groups that are under way fail, the end of a worker is no loss, and nobody waits for one."""
+        self._is_closed = True
+        self._has_live.set()
         for worker in self._workers:
             if worker.calls is not None:
                 worker.calls.close()
@@ -274,10 +281,16 @@ class WorkerPool:
         log.info("%s is back", worker.name)
 
     async def _choose(self) -> _Worker:
-        """Waits for: a live worker. Unblocked by: a restart; its deadline, or `watch_loads`, which ends the run."""
+        """Waits for: a live worker. Unblocked by: a restart; its deadline; `watch_loads`, which ends the run; `close`.
+
+        Raises:
+            WorkerLost: none came, or none will.
+        """
         try:
             async with asyncio.timeout(self._group_timeout_s):
                 while not (live := [worker for worker in self._workers if not worker.lost]):
+                    if self._is_closed:
+                        raise WorkerLost("no rollout worker is left, and none is started any more")
                     await self._has_live.wait()
         except TimeoutError as error:
             raise WorkerLost(f"no rollout worker lived for {self._group_timeout_s:g} s") from error

@@ -13,8 +13,8 @@ from trainer.builtin import tiny_model
 from trainer.config.errors import ConfigurationError, Problem
 from trainer.config.objective import describe_critic, describe_objective, describe_rollout
 from trainer.learner.errors import ModelError
-from trainer.pipeline.inputs import ensure_model, load_inputs, with_model_directory
-from trainer.pipeline.preflight import check_agent, check_own_functions, preflight
+from trainer.pipeline.inputs import check_torchvision, ensure_model, with_model_directory
+from trainer.pipeline.preflight import check_agent, check_files, check_own_functions, preflight
 from trainer.planning.model import model_shape
 from trainer.planning.plan import plan_run, problems
 from trainer.planning.report import in_words
@@ -40,8 +40,8 @@ def dry_run(
 ) -> None:
     """
     Args:
-        device_memory_gib: plan for devices of this size that need not be here; None asks the device layer and, where
-            Ray is started on this host, its memory.
+        device_memory_gib: plan for devices of this size that need not be here, nor need the engine's package; all else
+            is checked. None asks the device layer and, where Ray is started on this host, its memory.
         response_tokens: mean length of the answers; None if that is not known.
         nodes: devices of every node of a cluster that need not be here, the driver's node first; None seats nobody.
 
@@ -58,9 +58,10 @@ def dry_run(
         if cfg.ray.address == "local":
             _, host_bytes = host_memory()
     else:
+        check_torchvision()
         check_own_functions(cfg)
         check_agent(cfg)
-        inputs = load_inputs(cfg)
+        inputs, _ = check_files(cfg, is_device_here=False)
         device = Device(name="given", total_bytes=int(device_memory_gib * GIB), is_shared=False)
     seating = Seating() if nodes is None else _seating(cfg, nodes, is_elsewhere=device_memory_gib is not None)
     if tiny_model.BUILTIN_TINY in {cfg.model.path, cfg.critic.path}:

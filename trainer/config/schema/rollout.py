@@ -75,12 +75,15 @@ class RolloutConfig:
     max_retries: int = key(2, "Retries of a prompt whose group failed, before it is dropped and counted.", ge=0)
     max_engine_restarts: int = key(
         3,
-        "Times that a lost engine is started again within a run; 0 leaves it out for good. An hour without a loss "
-        "gives it all of them back.",
+        "Times that a lost engine is started again while the run trains; 0 leaves it out for good. An hour without a "
+        "loss gives it all of them back.",
         ge=0,
     )
     max_worker_restarts: int = key(
-        3, "Times that each lost rollout worker is started again within a run; the run ends when none is left.", ge=0
+        3,
+        "Times that each lost rollout worker is started again within a run; while it trains, the run fails when "
+        "none is left.",
+        ge=0,
     )
     silence_timeout_s: float = key(
         120.0,

@@ -13,14 +13,14 @@ class TrainerConfig:
     groups_per_step: int = key(32, "B: prompts (groups) per optimizer step.", ge=1)
     eval_every: int = key(
         10,
-        "Evaluate after every so many steps, for at most `eval_timeout_s`; one that is due while another runs waits "
-        "for the next live version after it. 0 turns periodic evaluation off.",
+        "Evaluate after every so many steps, for at most `eval_timeout_s`; one that is due while another runs is of "
+        "the next live version after it, or of the last one. 0 turns periodic evaluation off.",
         ge=0,
     )
     eval_at_start: bool = key(
         True, "Evaluate version 0 (or the resumed version) first, beside training unless `eval_blocking`."
     )
-    eval_at_end: bool = key(True, "Evaluate the last version.")
+    eval_at_end: bool = key(True, "Evaluate the last version, also where `eval_every` does not.")
     eval_samples: int = key(1, "Answers per held-out prompt in an evaluation.", ge=1)
     eval_temperature: float = key(0.0, "Sampling temperature of evaluations; 0 is greedy.", ge=0)
     eval_top_p: float = key(1.0, "Nucleus sampling of evaluations; 1 is the whole vocabulary.", gt=0, le=1)

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from trainer.advise.diagnosis import SURE_STEPS, Diagnosis, Split, TooFewSteps, diagnose, splits_of, steady
+from trainer.advise.diagnosis import SURE_STEPS, Diagnosis, Split, diagnose, splits_of
 from trainer.advise.facts import Setup, StepLine, TraceFacts
 from trainer.advise.report import in_words
+from trainer.advise.steady import TooFewSteps, steady
 
 SETUP = Setup(
     num_ranks=4,
@@ -206,11 +207,70 @@ def test_what_the_model_promises_is_what_the_machines_do() -> None:
 
 def test_every_split_uses_all_devices_and_none_is_better() -> None:
     setup = replace(SETUP, num_ranks=3, num_replicas=2, tensor_parallel_size=2)
-    splits = splits_of(setup, 6.0, 4.0, sync_s=1.0)
+    splits = splits_of(setup, 5.0, 4.0, fixed_s=1.0)
     assert {(s.num_ranks, s.num_replicas) for s in splits} == {(5, 1), (3, 2), (1, 3)}
     slow = {(r, k): max(5.0 * 3 / r + 1.0, 4.0 * 2 / k) for r, k in ((5, 1), (3, 2), (1, 3))}
     assert {(s.num_ranks, s.num_replicas): s.step_s for s in splits} == pytest.approx(slow)
     assert [s.step_s for s in splits] == sorted(s.step_s for s in splits)
+
+
+def standing_still(
+    generate_s: float, learn_s: float, other_s: float, *, max_staleness: int = 1, engines_idle_s: float | None = None
+) -> list[StepLine]:
+    """Steady steps of a learner that stands still for `other_s` in each, for evaluations say. Engines are idle while it
+    does and learns, as far as they are done, if nothing else is said."""
+    own_s = learn_s + other_s
+    step_s = own_s + generate_s if max_staleness == 0 else max(own_s, generate_s)
+    line = StepLine(
+        step=0, step_s=step_s, learner_s=learn_s, data_wait_s=step_s - own_s, sync_wait_s=0.0, pack_s=0.0,
+        engines_idle_s=step_s - generate_s if engines_idle_s is None else engines_idle_s, slot_wait_s=0.0,
+        forced_wait_s=0.0,
+    )  # fmt: skip
+    return [replace(line, step=step) for step in range(SURE_STEPS)]
+
+
+def test_evaluations_that_the_learner_stands_still_for_are_no_learning_that_more_ranks_shorten() -> None:
+    told = diagnose(standing_still(12.0, 9.5, 10.0), SETUP, trace=None)
+    found = told.findings
+    assert (found.step_s, found.learning_s, found.other_s) == (19.5, 9.5, pytest.approx(10))
+    slow = {r: max(9.5 * 4 / r + 10.0, 12.0 * 4 / (8 - r)) for r in range(1, 8)}
+    assert {split.num_ranks: split.step_s for split in found.splits} == pytest.approx(slow)
+    assert told.recommendation.keys == {"learner.num_ranks": 5, "rollout.num_replicas": 3}
+    assert told.recommendation.step_s == pytest.approx(9.5 * 4 / 5 + 10.0), "with all of it as learning: 15.6 s"
+    assert found.floor_s == pytest.approx(19.5), "a larger S makes no evaluation shorter"
+
+
+def test_what_is_neither_learning_nor_waiting_is_named_if_it_is_notable() -> None:
+    told = in_words(diagnose(standing_still(12.0, 9.5, 10.0), SETUP, trace=None), SETUP)
+    assert "if only learning counted: 9.5 s" in told
+    assert "The rest, 10 s of a step (51%), is neither: evaluations and saves" in told
+    assert "1.00 times the larger of learning with that rest and generation" in told
+    little = in_words(diagnose(standing_still(12.0, 9.5, 0.4), SETUP, trace=None), SETUP)
+    assert "rest" not in little
+    assert "the larger of learning and generation" in little
+    turns = replace(SETUP, takes_turns=True, max_staleness=0)
+    shared = in_words(diagnose(standing_still(9.0, 9.5, 2.0, max_staleness=0), turns, trace=None), turns)
+    assert "devices that change hands, evaluations and saves" in shared
+
+
+def test_devices_are_no_remedy_for_evaluations_and_saves() -> None:
+    engines_wait = diagnose(standing_still(17.0, 2.0, 18.0), replace(SETUP, num_ranks=1), trace=None)
+    assert engines_wait.findings.verdict == "engines_wait"
+    assert (engines_wait.recommendation.keys, "saves" in engines_wait.recommendation.why) == ({}, True)
+    learns = diagnose(standing_still(17.0, 19.0, 1.0), replace(SETUP, num_ranks=1), trace=None)
+    assert learns.recommendation.keys == {"learner.num_ranks": 2}
+    saves = diagnose(standing_still(20.0, 9.0, 9.8, engines_idle_s=0.0), SETUP, trace=at_full_rate(4.0))
+    assert saves.findings.verdict == "learner_waits", "with no wait for the longest answers a step would take 18.8 s"
+    balanced = diagnose(standing_still(19.0, 9.5, 10.0), SETUP, trace=None)
+    assert balanced.findings.verdict == "balanced"
+    assert "evaluations and saves" in balanced.recommendation.why
+
+
+def test_engines_that_answer_evaluations_while_the_learner_stands_still_are_not_counted_twice() -> None:
+    setup = replace(SETUP, max_staleness=0)
+    lines = standing_still(5.0, 4.0, 10.0, max_staleness=0, engines_idle_s=4.0)
+    today = next(s for s in diagnose(lines, setup, trace=None).findings.splits if s.num_ranks == setup.num_ranks)
+    assert today.step_s == pytest.approx(5 + 4 + 10)
 
 
 def test_shared_cores_are_not_divided() -> None:

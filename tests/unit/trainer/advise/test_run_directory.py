@@ -11,8 +11,9 @@ import yaml
 
 from tests.unit.trainer.advise.test_advise import SETUP, play
 from trainer.advise.__main__ import main
-from trainer.advise.diagnosis import diagnose, steady
+from trainer.advise.diagnosis import diagnose
 from trainer.advise.reading import idle_seconds, read_lines, read_trace, spans_of
+from trainer.advise.steady import steady
 from trainer.config.convert import to_plain
 from trainer.config.schema import RunConfig
 from trainer.telemetry.environment import append, describe

@@ -101,6 +101,7 @@ async def test_a_step_takes_the_devices_and_gives_them_back() -> None:
     record = devices.record()
     assert (record["devices/onload_bytes"], record["devices/free_frac"]) == (200, 0.25)
     assert {"devices/sleep_s", "devices/onload_s", "devices/offload_s"} < set(record)
+    assert devices.offload_s == record["devices/offload_s"]
 
 
 async def test_the_next_step_waits_until_the_engines_have_the_version_of_the_last() -> None:

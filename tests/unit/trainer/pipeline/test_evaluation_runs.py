@@ -202,3 +202,51 @@ def test_without_evaluations_nobody_waits_for_one(scripted: Make, play: Play) ->
     run = scripted(num_held_out=0)
     play(run)
     assert {line["wait/learner_for_evaluation_s"] for line in lines(run)} == {0.0}
+
+
+QUICK = Script(evaluate_s=0.1, train_s=3.0)
+"""No version supersedes another, and each is live on its own."""
+
+
+@pytest.mark.parametrize("is_blocking", [False, True])
+@pytest.mark.parametrize(("eval_every", "evaluated"), [(2, [2, 4, 6]), (3, [3, 6]), (4, [4]), (0, [])])
+def test_a_periodic_evaluation_of_the_last_step_is_made_without_one_at_the_end(
+    scripted: Make, play: Play, is_blocking: bool, eval_every: int, evaluated: list[int]
+) -> None:
+    keys = {"eval_at_start": False, "eval_at_end": False, "eval_blocking": is_blocking}
+    run = scripted(QUICK, trainer={"eval_every": eval_every, **keys})
+    play(run)
+    assert run.world.evaluated == evaluated
+    assert lines(run)[-1].get("eval/version") == (6 if 6 in evaluated else None)
+
+
+@pytest.mark.parametrize("is_blocking", [False, True])
+@pytest.mark.parametrize("eval_every", [0, 2, 4])
+def test_the_last_version_is_evaluated_once_with_one_at_the_end(
+    scripted: Make, play: Play, is_blocking: bool, eval_every: int
+) -> None:
+    run = scripted(QUICK, trainer={"eval_every": eval_every, "eval_at_start": False, "eval_blocking": is_blocking})
+    play(run)
+    assert run.world.evaluated.count(6) == 1 == [line["version"] for line in all_evaluations(run)].count(6)
+
+
+def test_a_periodic_evaluation_that_waited_for_another_one_is_made_at_the_end(scripted: Make, play: Play) -> None:
+    """It is due at step 4, while that of step 2 runs until all five steps are trained."""
+    keys = {"eval_every": 2, "total_steps": 5, "eval_at_start": False, "eval_at_end": False}
+    run = scripted(Script(evaluate_s=200.0), trainer=keys, mode={"max_staleness": 4})
+    play(run)
+    assert len(run.world.evaluated) == 2
+    assert run.world.evaluated[0] < 4
+    assert lines(run)[-1]["eval/version"] == run.world.evaluated[-1] == 5
+
+
+def test_an_interrupt_leaves_out_the_periodic_evaluation_of_the_last_step(scripted: Make, play: Play) -> None:
+    run = scripted(QUICK, trainer={"eval_every": 3, "eval_at_start": False, "eval_at_end": False, "total_steps": 50})
+
+    async def interrupt() -> None:
+        while not run.world.numbers("train")[2:]:
+            await asyncio.sleep(0.1)
+        run.state.stop("interrupted")
+
+    play(run, meddle=lambda _parts: interrupt())
+    assert (run.state.step, run.world.evaluated) == (3, [])

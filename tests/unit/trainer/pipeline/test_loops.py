@@ -15,6 +15,7 @@ from rollout.errors import NoProgress
 from rollout.types import Group, Prompt
 from tests.fakes.scripted_run import Script, ScriptedRun, trajectory
 from trainer.pipeline import loops
+from trainer.pipeline.device_turns import OwnDevices
 from trainer.pipeline.stepping import StalenessBroken, check_ages
 from trainer.telemetry.catalog import check_complete, check_known
 
@@ -168,6 +169,32 @@ def test_a_token_that_is_too_old_is_caught_even_in_a_young_group() -> None:
     check_ages([group], step=4, max_staleness=2)
     with pytest.raises(StalenessBroken, match=r"version 2 \(group 7\)"):
         check_ages([group], step=4, max_staleness=1)
+
+
+class Offloading(OwnDevices):
+    """The learner's memory leaves in 3 s once it has packed."""
+
+    async def publish(self, version: int) -> float:
+        seconds = await super().publish(version)
+        await asyncio.sleep(self.offload_s)
+        return seconds
+
+    @property
+    def offload_s(self) -> float:
+        return 3.0
+
+
+def test_what_leaves_shared_devices_is_no_wait_for_the_sync(scripted: Make, play: Play) -> None:
+    run = scripted(Script(pack_s=0.5))
+
+    def share(parts: loops.Parts) -> None:
+        anything: Any = run.world
+        shared = Offloading(anything)
+        object.__setattr__(parts, "devices", shared)
+        parts.pump._coordinator = shared
+
+    play(run, meddle=share)
+    assert [line["wait/learner_for_sync_s"] for line in lines(run)] == pytest.approx([0.5] * run.state.step)
 
 
 def test_a_request_to_stop_takes_effect_between_two_steps(scripted: Make, play: Play) -> None:

@@ -7,7 +7,9 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
+from ray.exceptions import RayActorError
 
+from rollout.errors import WorkerLost
 from rollout.types import SamplingParams
 from tests.fakes.virtual_time import run_virtual
 from trainer.pipeline import workers
@@ -79,5 +81,25 @@ def test_an_evaluation_that_nobody_waits_for_ends_at_its_worker(monkeypatch: pyt
             async with asyncio.timeout(100.0):
                 await pool.evaluate([], PARAMS, "r0", [])
         assert cancelled == actor.refs
+
+    run_virtual(main())
+
+
+def test_an_evaluation_does_not_wait_for_a_worker_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "kill_actor", lambda _actor: None)
+
+    async def main() -> None:
+        actor = Actor()
+        pool = WorkerPool([actor], group_timeout_s=1000.0)
+        running = asyncio.create_task(pool.evaluate([], PARAMS, "r0", []))
+        await asyncio.sleep(5.0)
+        actor.refs[0].result.set_exception(RayActorError())
+        await asyncio.sleep(5.0)
+        assert not running.done(), "it may come back"
+        pool.close()
+        for evaluation in (running, pool.evaluate([], PARAMS, "r0", [])):
+            with pytest.raises(WorkerLost, match="no rollout worker is left"):
+                await evaluation
+        assert asyncio.get_running_loop().time() == pytest.approx(10.0)
 
     run_virtual(main())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,8 @@ from trainer.builtin.tokenizer import build_tokenizer
 from trainer.config.command_line import parse
 from trainer.config.errors import ConfigurationError
 from trainer.config.load import resolve
+from trainer.learner import checkpoint
+from trainer.pipeline.data_selection import training_source
 from trainer.pipeline.inputs import load_inputs
 from trainer.planning.dry_run import dry_run
 
@@ -63,7 +66,7 @@ def test_the_objective_is_told_before_anything_is_started(tmp_path: Path, run_tr
 
 
 def test_what_cannot_fit_ends_with_code_2_after_the_plan(tmp_path: Path, run_trainer: Callable[..., Any]) -> None:
-    large = Qwen2Config(vocab_size=16, hidden_size=4096, intermediate_size=16384, num_hidden_layers=32)
+    large = Qwen2Config(vocab_size=128, hidden_size=4096, intermediate_size=16384, num_hidden_layers=32)
     model = model_directory(tmp_path / "model", large)
     short = ("learner.max_tokens_per_micro_batch=1024", "learner.activation_checkpointing=true")
     code, out, err = run_trainer("--dry-run", "--device-memory-gib", "24", f"model.path={model}", *short)
@@ -173,6 +176,57 @@ def test_processes_on_a_cpu_are_not_seated_by_devices(tmp_path: Path, run_traine
         code, out, err = run_trainer(*options, "--nodes", "8,8", f"model.path={model}", "device=cpu")
         assert (code, out) == (2, "")
         assert "--nodes = 8,8\n    counts accelerators, and the device is cpu" in err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["task.curriculum=easy_to_hard", "task.difficulty_column=hardness"], "(task.difficulty_column) is null"),
+        (["model.lora.rank=8"], "must be a directory with weights: with model.lora.rank engines load them"),
+        (["run_dir=before"], "step_5/weights is truncated"),
+        (["task.agent=nowhere.py:make"], "nowhere.py"),
+    ],
+)
+def test_what_a_run_would_refuse_is_refused_for_devices_elsewhere_too(
+    tmp_path: Path, run_trainer: Callable[..., Any], overrides: list[str], words: str
+) -> None:
+    model = model_directory(tmp_path / "model", KINDS["qwen2"]())
+    damaged = save_checkpoint(tmp_path / "before", {})
+    (damaged / "weights").write_bytes(b"w")
+    rows = [{"q": "1+1=", "a": "2", "hardness": 1}, {"q": "1+2=", "a": "3", "hardness": None}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    columns = ("task.train_path=./rows.jsonl", "task.prompt_column=q", "task.answer_column=a")
+    silent = ("task.eval_path=", "trainer.eval_every=0", "trainer.stop_at_accuracy=null")
+    for options in (("--dry-run",), ELSEWHERE):
+        code, out, err = run_trainer(*options, f"model.path={model}", *columns, *silent, *overrides)
+        assert (code, out) == (2, "")
+        assert words in " ".join(err.split())
+
+
+def save_checkpoint(run_dir: Path, state: dict[str, Any]) -> Path:
+    tmp = checkpoint.begin(run_dir / "checkpoints", 5)
+    (tmp / "weights").write_bytes(b"w" * 100)
+    return checkpoint.commit(tmp, {"run": {"step": 5}, "buffer": {"prompts": []}, **state})
+
+
+def test_a_run_on_devices_elsewhere_goes_on_from_a_checkpoint_of_their_kind(
+    tmp_path: Path, run_trainer: Callable[..., Any]
+) -> None:
+    """Nothing here can tell which kind of device that is; the model has no weights, so they are drawn on it."""
+    model = model_directory(tmp_path / "model", KINDS["qwen2"]())
+    keys = (f"model.path={model}", "algorithm.kl.coef=0.1")
+    cfg, problems = resolve(parse(list(keys)))
+    assert not problems
+    source = training_source(cfg, load_inputs(cfg).train).state_dict()
+    began = {"model.path": str(model), "seed": cfg.seed, "device.name": "npu"}
+    save_checkpoint(tmp_path / "before", {"origin": began, "source": source})
+    code, _, err = run_trainer("--dry-run", *keys, "run_dir=before")
+    assert code == 2 and "must stay npu" in err
+    for device in ("auto", "npu"):
+        code, _, err = run_trainer(*ELSEWHERE, *keys, "run_dir=before", f"device={device}")
+        assert code == 0, err
+    code, _, err = run_trainer(*ELSEWHERE, *keys, "run_dir=before", "seed=7")
+    assert code == 2 and "seed = 7" in err
 
 
 def test_the_mean_of_the_answers_comes_from_the_command_line(tmp_path: Path, run_trainer: Callable[..., Any]) -> None:
