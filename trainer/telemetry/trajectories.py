@@ -41,7 +41,8 @@ _MAX_FILE_BYTES = 256 * 2**20
 
 
 class TrajectoryRecorder:
-    """A disk that is full is logged and counted in `num_errors`, and does not stop the run."""
+    """A disk that is full, or a record that cannot be encoded, is logged and counted in `num_errors`, and does not stop
+    the run."""
 
     def __init__(
         self, folder: Path, *, max_file_bytes: int = _MAX_FILE_BYTES, clock: Callable[[], float] = time.time
@@ -52,18 +53,20 @@ class TrajectoryRecorder:
         taken = [int(path.stem.removeprefix("groups_")) for path in folder.glob("groups_*.jsonl")]
         self._number = max(taken, default=-1) + 1
         self._num_bytes = 0
+        self._told: set[type[Exception]] = set()
+        """Kinds of errors that are in the log."""
         self.num_groups = 0
         self.num_errors = 0
 
     def write(self, group: Group, status: GroupStatus, *, reason: str = "") -> None:
         """`reason` says why a group was filtered. Blocking file I/O: call it off the event loop."""
-        if self._append({"status": status, "reason": reason, **_group(group)}):
+        if self._append(lambda: {"status": status, "reason": reason, **_group(group)}):
             self.num_groups += 1
 
     def write_failure(self, item: WorkItem, status: FailureStatus, *, reason: str) -> None:
         """An attempt that raised `reason`, and how many there were. Blocking, as `write`."""
         attempts = item.attempt + item.num_losses + 1
-        self._append({"status": status, "reason": reason, "attempts": attempts, **_nothing_of(item)})
+        self._append(lambda: {"status": status, "reason": reason, "attempts": attempts, **_nothing_of(item)})
 
     def begin_evaluation(self, folder: Path, version: int) -> Path | None:
         """An empty file in `folder` for the answers of one evaluation, new for each; None if it cannot be made.
@@ -92,7 +95,7 @@ class TrajectoryRecorder:
         how, num_bytes = {"status": status, "reason": reason, "version": version}, 0
         try:
             for prompt, trajectories in answers:
-                line = msgspec.json.encode({"time_s": self._clock(), **how, **_answered(prompt, trajectories)}) + b"\n"
+                line = _encoded({"time_s": self._clock(), **how, **_answered(prompt, trajectories)})
                 with path.open("ab") as file:  # which writes all of it, or raises
                     file.write(line)
                 num_bytes += len(line)
@@ -105,21 +108,42 @@ class TrajectoryRecorder:
         self.num_errors += 1
         logger.warning("%s is not complete, since it cannot be written (%r); the run goes on without it", path, error)
 
-    def _append(self, record: Mapping[str, object]) -> bool:
-        line = msgspec.json.encode({"time_s": self._clock(), **record}) + b"\n"
-        if self._num_bytes and self._num_bytes + len(line) > self._max_file_bytes:
-            self._number += 1
-            self._num_bytes = 0
+    def _append(self, describe: Callable[[], dict[str, object]]) -> bool:
         try:
+            line = _encoded({"time_s": self._clock(), **describe()})
+            if self._num_bytes and self._num_bytes + len(line) > self._max_file_bytes:
+                self._number += 1
+                self._num_bytes = 0
             with (self._folder / f"groups_{self._number:05d}.jsonl").open("ab", buffering=0) as file:
                 file.write(line)
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 - the edge of one record: columns of a data set and rewards hold anything
             self.num_errors += 1
-            if self.num_errors == 1:
-                logger.warning("trajectories cannot be written (%s); the run goes on without them", error)
+            if type(error) not in self._told:
+                self._told.add(type(error))
+                logger.warning("a record of trajectories cannot be written (%r); the run goes on without it", error)
             return False
         self._num_bytes += len(line)
         return True
+
+
+def _encoded(record: Mapping[str, object]) -> bytes:
+    """One line. Texts that are not Unicode, as one with half of a surrogate pair, are kept with escapes."""
+    try:
+        return msgspec.json.encode(record) + b"\n"
+    except UnicodeEncodeError:
+        return msgspec.json.encode(_escaped(record)) + b"\n"
+
+
+def _escaped(value: object) -> object:
+    """`value`, with a backslash escape for each character that UTF-8 cannot say."""
+    match value:
+        case str():
+            return value.encode("utf-8", "backslashreplace").decode()
+        case dict():
+            return {_escaped(key): _escaped(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_escaped(item) for item in value]
+    return value
 
 
 def _nothing_of(item: WorkItem) -> dict[str, object]:

@@ -112,6 +112,53 @@ def test_a_disk_that_refuses_is_counted_and_stops_nothing(tmp_path: Path) -> Non
     assert (recorder.num_groups, recorder.num_errors) == (0, 2)
 
 
+def with_half_a_pair() -> Group:
+    """As a reward or a data set makes it that cuts a text in the middle of an emoji."""
+    group = make_group(3, metadata={"source": ["fine", "\ud83d"], "\udc00": 1})
+    failed = replace(group.trajectories[1], error="ValueError: \ud83d is no number")
+    return replace(group, prompt=replace(group.prompt, answer="ä \ud83d"), trajectories=[group.trajectories[0], failed])
+
+
+def test_half_a_surrogate_pair_is_escaped_and_the_group_kept(tmp_path: Path) -> None:
+    recorder, group = TrajectoryRecorder(tmp_path), with_half_a_pair()
+    recorder.write(group, "ready")
+    item = WorkItem(group_id=4, prompt=group.prompt, start_version=2)
+    recorder.write_failure(item, "dropped", reason="RewardFailed: \udfff")
+    line, failure = recorded(tmp_path)
+    assert line["prompt"]["answer"] == "ä \\ud83d"
+    assert line["prompt"]["metadata"] == {"source": ["fine", "\\ud83d"], "\\udc00": 1}
+    assert [one["error"] for one in line["trajectories"]] == ["", "ValueError: \\ud83d is no number"]
+    assert line["rewards"] == [1.25, None]
+    assert failure["reason"] == "RewardFailed: \\udfff"
+    assert (recorder.num_groups, recorder.num_errors) == (1, 0)
+
+
+def test_half_a_surrogate_pair_costs_no_answers_of_an_evaluation(tmp_path: Path) -> None:
+    recorder, groups = TrajectoryRecorder(tmp_path), (make_group(0), with_half_a_pair(), make_group(1))
+    path = recorder.begin_evaluation(tmp_path, 4)
+    assert path is not None
+    answers = [(group.prompt, group.trajectories) for group in groups]
+    recorder.write_answers(path, answers, version=4, status="failed", reason="first: \ud83d")
+    assert [line["prompt"]["answer"] for line in recorded(tmp_path)] == ["19", "ä \\ud83d", "19"]
+    assert {line["reason"] for line in recorded(tmp_path)} == {"first: \\ud83d"}
+    assert recorder.num_errors == 0
+
+
+def test_a_group_that_cannot_be_encoded_is_counted_and_stops_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder, group = TrajectoryRecorder(tmp_path), make_group(0)
+    endless: dict[str, Any] = {}
+    endless["exact"] = endless
+    for parts in (endless, {"exact": object()}, {"exact": object()}):
+        broken = replace(group.trajectories[0], reward_parts=parts)  # type: ignore[arg-type]
+        recorder.write(replace(group, trajectories=[broken]), "ready")
+    recorder.write(make_group(1), "ready")
+    assert [line["group_id"] for line in recorded(tmp_path)] == [1]
+    assert (recorder.num_groups, recorder.num_errors) == (1, 3)
+    assert caplog.text.count("cannot be written") == 2, "once for each kind of error"
+
+
 def test_a_baseline_is_recorded_apart_from_what_is_trained(tmp_path: Path) -> None:
     group = make_group(1)
     greedy = replace(group.trajectories[0], sample_index=2, reward=0.5, text="18")
