@@ -19,6 +19,7 @@ import numpy as np
 
 from rollout.agent.ledger import check_chunk, join_chunks
 from rollout.engine.repacking import has_doubled
+from rollout.engine.turnstile import Waits
 from rollout.errors import EngineDead
 
 if TYPE_CHECKING:
@@ -188,6 +189,8 @@ class GroupGenerator:
         self.num_tokens = 0
         """That engines generated for it."""
         self._num_submissions: dict[int, int] = {}
+        self.waits = Waits(asyncio.get_running_loop().time)
+        """For room at an engine, by sample index."""
 
     async def __aenter__(self) -> GroupGenerator:
         return self
@@ -266,7 +269,8 @@ class GroupGenerator:
     async def _enter(self, requests: Sequence[_Request]) -> str:
         """The replica that has room for them, which counts them from now on."""
         tokens, context = sum(request.load for request in requests), self._context
-        return await self._turnstile.enter(context.key, context.order, tokens=tokens, num_requests=len(requests))
+        with self.waits.of([request.sample_index for request in requests]):
+            return await self._turnstile.enter(context.key, context.order, tokens=tokens, num_requests=len(requests))
 
     async def _submit(self, name: str, requests: Sequence[_Request]) -> None:
         """One streaming call to the replica `name`. If it dies, or has old weights, it is quarantined; what is left of

@@ -138,7 +138,8 @@ class Trajectory:
     reward_parts: Mapping[str, float]
     status: TrajectoryStatus
     timings: Mapping[str, float]
-    """Seconds per phase, e.g. "generate_s", "reward_s"."""
+    """Seconds: "generate_s", an agent's tools included; "engine_wait_s", the part of it that was a wait for room at an
+    engine; "reward_s", the wait for a free reward process included."""
     text: str = ""
     """The generated text, decoded once for rewards and for people."""
     error: str = ""

@@ -326,7 +326,7 @@ class RolloutWorker:
             reward=math.nan,
             reward_parts={},
             status=episode.status,
-            timings={"generate_s": generated - started},
+            timings={"generate_s": generated - started, "engine_wait_s": generator.waits.seconds(sample_index)},
             text=self._tokenizer.decode(generated_ids, skip_special_tokens=True),
             error=error,
         )

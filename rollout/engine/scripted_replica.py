@@ -198,6 +198,11 @@ class ScriptedReplica:
         """Calls under way."""
         return len(self._streams)
 
+    @property
+    def num_open(self) -> int:
+        """Answers under way."""
+        return sum(1 for stream in self._streams for _ in stream.open_answers())
+
     async def stream_group(
         self, request_ids: Sequence[str], token_ids: Sequence[np.ndarray], params: Sequence[SamplingParams]
     ) -> AsyncGenerator[tuple[int, Completion], None]:
@@ -235,7 +240,7 @@ class ScriptedReplica:
     async def load(self) -> EngineLoad:
         """See `EngineClient`."""
         self._check_alive()
-        num_open, room = sum(1 for stream in self._streams for _ in stream.open_answers()), self._workload.kv_requests
+        num_open, room = self.num_open, self._workload.kv_requests
         return EngineLoad(
             running=min(num_open, room),
             waiting=max(0, num_open - room),

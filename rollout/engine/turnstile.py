@@ -11,13 +11,14 @@ import asyncio
 import contextlib
 import heapq
 import itertools
+from collections import defaultdict
 from typing import TYPE_CHECKING, Protocol
 
 from rollout.engine.router import NoReplica
 from rollout.errors import EngineDead
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
     from rollout.engine.router import Router
 
@@ -47,6 +48,37 @@ class _Waiter:
     def __init__(self, group_key: str, tokens: int, num_requests: int) -> None:
         self.group_key, self.tokens, self.num_requests = group_key, tokens, num_requests
         self.replica: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+
+class Waits:
+    """How long each answer of a group has waited, e.g. for room: all its waits, the one that goes on included. Waits of
+    one answer that overlap count once."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._num_open: defaultdict[int, int] = defaultdict(int)
+        self._since: defaultdict[int, float] = defaultdict(float)
+        self._before_s: defaultdict[int, float] = defaultdict(float)
+
+    @contextlib.contextmanager
+    def of(self, samples: Sequence[int]) -> Iterator[None]:
+        """These answers wait for as long as the block lasts, however it ends."""
+        self._change(samples, 1)
+        try:
+            yield
+        finally:
+            self._change(samples, -1)
+
+    def seconds(self, sample: int) -> float:
+        """Until now."""
+        open_s = self._clock() - self._since[sample] if self._num_open[sample] else 0.0
+        return self._before_s[sample] + open_s
+
+    def _change(self, samples: Sequence[int], change: int) -> None:
+        for sample in samples:
+            self._before_s[sample] = self.seconds(sample)
+            self._since[sample] = self._clock()
+            self._num_open[sample] += change
 
 
 class SentOn:

@@ -88,6 +88,9 @@ def test_ratios_are_those_of_the_recorded_steps(out: Path, runs: dict[str, dict[
         assert found["step_s"]["mean"] == pytest.approx(step_s)
         assert found["learning_s"] == pytest.approx(sum(line["learner/step_s"] for line in steady) / NUM_STEPS)
         assert found["ratio"] == pytest.approx(step_s / max(found["generation_s"], found["learning_s"]))
+        full_s = found["generation_full_s"]
+        strict = None if full_s is None else pytest.approx(step_s / max(full_s, found["learning_s"]))
+        assert found["strict_ratio"] == strict
         trained = sum(line["learner/num_tokens"] for line in steady)
         assert found["tokens_per_s_per_device"] == pytest.approx(trained / (NUM_STEPS * step_s) / devices)
         assert found["generation_s"] > 0

@@ -203,3 +203,25 @@ def test_the_model_was_made_where_it_is_looked_for(job: TrainerProcess, tiny_cac
     assert job.wait() == 0
     assert tiny_model.is_ready(tiny_cache / f"tiny-{tiny_model.RECIPE.digest}")
     assert [path.name for path in tiny_cache.iterdir() if path.name.startswith(".")] == []
+
+
+def test_accuracy_rises_with_samples_of_five_versions_too(tiny_cache: Path, tmp_path: Path) -> None:
+    """What runs is computed again at every commit, and slots are open for a lead of four versions."""
+    process = TrainerProcess(
+        tmp_path / "run",
+        f"trainer.total_steps={STEPS}",
+        f"trainer.groups_per_step={GROUPS}",
+        f"rollout.group_size={SAMPLES}",
+        "mode.max_staleness=4",
+        "mode.in_flight=recompute",
+        "trainer.stop_at_accuracy=null",
+        "learner.lr=1e-3",
+        cache=tiny_cache,
+    )
+    with contextlib.closing(process):
+        assert process.wait() == 0, process.text[-4000:]
+    ages = [line["staleness/max"] for line in process.lines]
+    assert max(ages) <= 4
+    assert max(ages[STEPS // 2 :]) > MAX_STALENESS, "it was not as far ahead as it may be"
+    assert process.summary["last_accuracy"] >= process.summary["first_accuracy"] + 0.1
+    assert process.summary["discarded_tokens"] == 0

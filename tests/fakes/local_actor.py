@@ -14,11 +14,17 @@ from rollout.group_server import GroupServer
 class Ref:
     """A remote call's answer, which `future` has or will have."""
 
-    def __init__(self, future: Future[Any]) -> None:
+    def __init__(self, future: Future[Any], task: asyncio.Task[Any] | None = None) -> None:
         self._future = future
+        self._task = task
 
     def future(self) -> Future[Any]:
         return self._future
+
+    def cancel(self) -> None:
+        """The actor gives the call up."""
+        if self._task is not None:
+            self._task.cancel()
 
 
 class _Method:
@@ -47,7 +53,7 @@ class _Method:
         task = asyncio.get_running_loop().create_task(getattr(self._actor.target, self._name)(*args))
         self._actor.tasks.add(task)
         task.add_done_callback(settle)
-        return Ref(future)
+        return Ref(future, task)
 
 
 class LocalActor:

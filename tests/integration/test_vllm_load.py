@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -103,9 +103,22 @@ async def adaptive_concurrency_keeps_what_runs_in_the_cache(engine: VllmEngine) 
     assert lowest < 4
 
 
+def count_preemptions(engine: VllmEngine) -> list[int]:
+    """As vLLM itself says them, of every step from now on."""
+    counts: list[int] = []
+    record = engine._meter.record
+
+    def counting(scheduler_stats: Any, iteration_stats: Any) -> None:
+        counts.append(getattr(iteration_stats, "num_preempted_reqs", 0))
+        record(scheduler_stats, iteration_stats)
+
+    engine._meter.record = counting
+    return counts
+
+
 async def what_commits_recompute_is_no_preemption(engine: VllmEngine) -> None:
     """Two answers that fit into the cache are computed again at each of three commits."""
-    before = engine.load().num_preemptions
+    before, counts = engine.load().num_preemptions, count_preemptions(engine)
     running = [asyncio.create_task(generate(engine, number)) for number in (10, 11)]
     async with asyncio.timeout(200):
         for version in (1, 2, 3):
@@ -115,6 +128,7 @@ async def what_commits_recompute_is_no_preemption(engine: VllmEngine) -> None:
             assert engine.load().running == 2
             await engine.commit(version, "te_commit", 20, 50, "ok", timeout_s=20.0)
         await asyncio.gather(*running)
+    assert sum(counts) == 6, "each commit takes both out of the cache"
     assert engine.load().num_preemptions == before
 
 

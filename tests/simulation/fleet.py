@@ -58,6 +58,8 @@ class Plan:
     max_retries: int = 2
     most_requests: int = 0
     """Per replica and worker, adapted to the load; 0 for no limit."""
+    eval_every: int = 0
+    """Steps between two evaluations beside training; with it, the first and the last version are evaluated too."""
     repack_below: int = 0
     """Replicas with fewer requests hand them over; 0 for never."""
     seed: int = 0

@@ -16,7 +16,8 @@ from rollout.collector import rare_collections
 from rollout.engine.scripted_replica import Workload
 from tests.fakes.virtual_time import run_virtual
 from tests.simulation.fleet import Plan
-from tests.simulation.world import Simulation, simulation
+from tests.simulation.world import HELD_OUT, Simulation, simulation
+from trainer.pipeline.length_bias import WINDOW_COHORTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,17 +53,33 @@ def check_promises(run: Simulation) -> None:
     assert max(run.fleet.num_restarts.values(), default=0) <= plan.max_restarts
     if not plan.group_error_frac and not plan.worker_death_every_s:
         assert stats.failed == 0, "the loss of a replica cost a group"
+    check_evaluations(run)
+
+
+def check_evaluations(run: Simulation) -> None:
+    """Every result belongs to one version, and without losses none fails."""
+    plan, last = run.plan, run.state.last_evaluation
+    assert all(len(versions) <= 1 for versions in run.evaluated), run.evaluated
+    if not plan.eval_every:
+        assert not run.evaluated
+    elif not (plan.death_every_s or plan.worker_death_every_s or plan.reward_error_frac or plan.group_error_frac):
+        assert run.state.num_failed_evaluations == 0
+        assert last is not None and last.version == plan.num_steps
 
 
 def check_tables(run: Simulation) -> None:
     """Nothing grows with the length of the run: every table is bounded by slots, replicas or a window."""
     plan, window = run.plan, 256
+    held_out = HELD_OUT if run.plan.eval_every else 0
     exact = {
         "buffer.running": plan.num_slots,
-        "streams": plan.num_slots,
-        "tasks": plan.num_slots * (plan.group_size + 5) + 32,
-        "recorder._generated_lengths": window,
+        "streams": plan.num_slots + held_out,
+        "tasks": plan.num_slots * (plan.group_size + 5) + 5 * held_out + 32,
+        "answers": plan.num_slots * plan.group_size + held_out,
+        "recorder._generated_lengths": window + plan.groups_per_step + 4 * plan.num_slots,  # whole steps, and the next
         "recorder._trained_lengths": window,
+        "early._open": plan.max_staleness + 2,
+        "early._complete": WINDOW_COHORTS,
     }
     assert exact.keys() <= run.peaks.keys()
     others = max(plan.num_replicas, plan.num_slots * plan.group_size) + 2
@@ -97,6 +114,7 @@ plans = st.builds(
     filter_zero_variance=st.booleans(),
     max_retries=st.integers(0, 2),
     most_requests=st.sampled_from([0, 1, 4]),
+    eval_every=st.sampled_from([0, 1, 3]),
     seed=st.integers(0, 2**32),
 )
 
@@ -122,12 +140,12 @@ def test_all_replicas_get_their_share_however_many_workers_there_are(num_workers
 
 def test_ten_thousand_answers_are_under_way_at_64_replicas() -> None:
     workload = Workload(tail=3.0, min_tokens=64, token_s=(0.4, 0.6), stream_tokens=64)
-    sizes = {"num_steps": 3, "groups_per_step": 850, "max_staleness": 4, "group_size": 4}
+    sizes = {"num_steps": 3, "groups_per_step": 1_400, "max_staleness": 4, "group_size": 4}
     with rare_collections():
         run = play(Plan(**sizes, num_replicas=64, num_workers=2, workload=workload, train_s=0.05, sync_s=0.1, seed=5))
     check_promises(run)
     check_tables(run)
-    assert sizes["group_size"] * run.peaks["buffer.running"] >= 10_000
+    assert run.peaks["answers"] >= 10_000
     answers = [replica.num_answers for replica in run.fleet.replicas.values()]
     assert max(answers) <= 1.5 * min(answers), answers
 

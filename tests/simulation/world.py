@@ -12,6 +12,7 @@ import io
 from collections import Counter
 from collections.abc import Sized
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -26,13 +27,15 @@ from rollout.prompts.source import PromptSource
 from rollout.reward.result import RewardResult
 from rollout.types import SamplingParams
 from rollout.worker import RolloutWorker, WorkerSpec
-from tests.fakes.local_actor import LocalActor, ServesGroups
+from tests.fakes.local_actor import LocalActor, Ref, ServesGroups
 from tests.fakes.scripted_run import InlineExecutor, config, prompt_set
 from tests.simulation.books import Books
 from tests.simulation.fleet import Fleet, Plan
 from trainer.pipeline import loops, workers
 from trainer.pipeline.device_turns import OwnDevices
-from trainer.pipeline.evaluate import Evaluator
+from trainer.pipeline.evaluate import Evaluator, leased
+from trainer.pipeline.evaluate import members as members_of
+from trainer.pipeline.evaluation_runs import evaluate_at_start
 from trainer.pipeline.keeper import EngineKeeper
 from trainer.pipeline.resume import Checkpointer
 from trainer.pipeline.state import RunState
@@ -53,11 +56,13 @@ if TYPE_CHECKING:
     from rollout.buffer.items import WorkItem
     from rollout.engine.scripted_replica import ScriptedReplica
     from rollout.load_watch import LoadReport
-    from rollout.types import Group, Prompt
+    from rollout.types import Group, Prompt, Trajectory
     from trainer.config.schema import RunConfig
     from weight_sync.types import SyncReport
 
 REQUEST_TIMEOUT_S = 5_000.0
+HELD_OUT = 5
+"""Prompts of an evaluation."""
 
 
 class LocalWorker(LocalActor):
@@ -91,6 +96,17 @@ class _Served(ServesGroups):
     async def replace(self, _name: str, engine: ScriptedReplica) -> None:
         self.worker.replace(engine)
 
+    async def rest(self, name: str) -> None:
+        self.worker.rest(name)
+
+    async def resume(self, name: str) -> None:
+        self.worker.resume(name)
+
+    async def evaluate(
+        self, prompts: Sequence[Prompt], params: SamplingParams, engine: str, numbers: Sequence[int]
+    ) -> list[Trajectory]:
+        return await self.worker.evaluate(prompts, params, engine=engine, numbers=numbers)
+
     async def loads(self) -> LoadReport:
         return self.worker.loads()
 
@@ -116,6 +132,9 @@ class Simulation:
         """Groups that were being generated, at each step."""
         self.num_turns = 0
         """Turns of the event loop."""
+        self.state = RunState(started_at=0.0, wall_clock=lambda: 0.0)
+        self.evaluated: list[set[int]] = []
+        """Versions of every share of an evaluation that came back."""
 
     async def run(self) -> None:
         asyncio.get_running_loop().set_default_executor(InlineExecutor(1))
@@ -155,6 +174,7 @@ class Simulation:
         await self._end_workers()
 
     async def _run_loops(self, parts: loops.Parts, supervisor: Supervisor) -> None:
+        await evaluate_at_start(parts, supervisor)
         loops.start(parts, supervisor)
         if self.plan.most_requests or self.plan.repack_below:
             for local in self.workers:
@@ -221,14 +241,19 @@ class Simulation:
         return worker
 
     def _parts(self, supervisor: Supervisor, live: SyncReport) -> loops.Parts:
-        cfg, fleet, state = self.cfg, self.fleet, RunState(started_at=0.0, wall_clock=lambda: 0.0)
+        cfg, fleet, state = self.cfg, self.fleet, self.state
         anything: Any = fleet
         source = PromptSource(prompt_set(200), seed=self.plan.seed, shuffle=True)
 
         async def on_live(report: SyncReport) -> None:
             fleet.live = report.version
-            behind = {n: v for n, v in fleet.coordinator.live_versions.items() if fleet.states[n] == "live"}
-            assert all(v is not None and v >= report.version for v in behind.values()), behind
+            behind = {
+                name: version
+                for name, version in fleet.coordinator.live_versions.items()
+                if fleet.states[name] == "live" and (version is None or version < report.version)
+            }
+            standings = self.pool._standings
+            assert all(standings[name].is_resting for name in behind), f"{behind}, and gets requests of training"
             for name, member in fleet.states.items():
                 if member != "live":
                     await self.pool.quarantine(name, f"weight sync: {member}")
@@ -239,7 +264,13 @@ class Simulation:
         self.pump = pump = SyncPump(
             devices, on_live=on_live, tracer=self.telemetry.tracer, first=live, await_engine=self.keeper.wait
         )
-        evaluator = Evaluator(cfg, (), freeze=anything, generate=self.pool.evaluate, members=dict)
+        evaluator = Evaluator(
+            cfg,
+            prompt_set(HELD_OUT).prompts if self.plan.eval_every else (),
+            freeze=partial(leased, coordinator=fleet.coordinator, workers=self.pool),
+            generate=self._evaluate,
+            members=partial(members_of, fleet.coordinator, self.pool),
+        )
         checkpointer = Checkpointer(
             cfg, self.telemetry, learner=anything, buffer=self.buffer, source=source, state=state
         )
@@ -258,6 +289,13 @@ class Simulation:
         )
         return parts
 
+    async def _evaluate(
+        self, prompts: Sequence[Prompt], params: SamplingParams, engine: str, numbers: Sequence[int]
+    ) -> list[Trajectory]:
+        answers = await self.pool.evaluate(prompts, params, engine, numbers)
+        self.evaluated.append({version for answer in answers for version in answer.versions})
+        return answers
+
     def _look(self, parts: loops.Parts) -> None:
         buffer = vars(parts.buffer)
         stations = vars(buffer["_at"])
@@ -272,7 +310,9 @@ class Simulation:
                 for name, value in vars(thing).items():
                     if isinstance(value, Sized):
                         sizes[f"{holder} {index}.{name}"] = len(value)
-        sizes |= {f"recorder.{k}": len(v) for k, v in vars(parts.recorder).items() if hasattr(v, "__len__")}
+        for holder, thing in {"recorder": parts.recorder, "early": parts.recorder._early, "flow": parts.flow}.items():
+            sizes |= {f"{holder}.{name}": len(value) for name, value in vars(thing).items() if isinstance(value, Sized)}
+        sizes["answers"] = sum(replica.num_open for replica in self.fleet.replicas.values())
         self.running.append(sizes["buffer.running"])
         for name, size in sizes.items():
             self.peaks[name] = max(self.peaks[name], size)
@@ -288,9 +328,9 @@ def run_config(plan: Plan) -> RunConfig:
         trainer={
             "total_steps": plan.num_steps,
             "groups_per_step": plan.groups_per_step,
-            "eval_every": 0,
-            "eval_at_start": False,
-            "eval_at_end": False,
+            "eval_every": plan.eval_every,
+            "eval_at_start": bool(plan.eval_every),
+            "eval_at_end": bool(plan.eval_every),
             "stall_timeout_s": 1e6,
         },
         algorithm={"max_refills_per_step": 1_000, "filter_zero_variance": plan.filter_zero_variance},
@@ -318,6 +358,7 @@ def simulation(plan: Plan, path: Path) -> Iterator[Simulation]:
         )
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(workers, "kill_actor", LocalWorker.die)
+        patch.setattr(workers, "cancel_call", Ref.cancel)
         # Looking after pulls would cost more than everything else.
         for name, value in (("POLL_FRAC", 1.0), ("FIRST_POLL_S", 0.1), ("LAST_POLL_S", 5.0)):
             patch.setattr(members, name, value)

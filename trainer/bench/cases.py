@@ -16,7 +16,7 @@ STALENESS: dict[Mode, int] = {"async": 1, "sync": 0, "colocated": 0}
 """`mode.max_staleness` of a mode that says nothing else."""
 STALENESS_KEY, STEPS_KEY = "mode.max_staleness", "trainer.total_steps"
 MOST_SEQUENCES = 512
-"""Answers that an engine is set up to run at once, unless a case says otherwise."""
+"""Answers that an engine is set up to run at once at most, unless a case says otherwise."""
 _SPEC = re.compile(r"(?:(?P<name>[\w.+-]+)=)?(?P<mode>\w+):(?P<split>.+)")
 
 
@@ -109,7 +109,11 @@ def with_overrides(cases: Sequence[Case], settings: Sequence[str]) -> list[Case]
 
 
 def overrides_of(case: Case, work: Workload, *, num_steps: int, device: str) -> list[str]:
-    """The command line of a case behind `--config-name bench`; `num_steps` are all that the run makes."""
+    """The command line of a case behind `--config-name bench`; `num_steps` are all that the run makes.
+
+    Every engine has seats for all answers that can be under way, not for its share of them: the router shares out
+    tokens, so one engine may have more answers than the others, and none is to queue in it, whatever the mode.
+    """
     answers = (case.max_staleness + 1) * work.groups_per_step * work.group_size
     return [
         f"device={device}",
@@ -118,7 +122,7 @@ def overrides_of(case: Case, work: Workload, *, num_steps: int, device: str) -> 
         f"rollout.num_replicas={case.num_replicas}",
         f"rollout.tensor_parallel_size={case.tensor_parallel_size}",
         f"rollout.num_workers={case.num_replicas}",
-        f"rollout.max_num_seqs={min(MOST_SEQUENCES, -(-answers // case.num_replicas))}",
+        f"rollout.max_num_seqs={min(MOST_SEQUENCES, answers)}",
         f"{STEPS_KEY}={num_steps}",
         *case.overrides,
     ]

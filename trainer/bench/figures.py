@@ -1,10 +1,18 @@
 """What a run directory says about the speed of a run. Pure functions over its records.
 
-    generation-bound time   seconds that the engines would need for the tokens of a step, at the rate that they had
-                            while they were busy, in the same run
     learning-bound time     seconds that the learner computes for a step
+    generation-bound time   seconds that the engines would need for the tokens of a step, at the rate that they had in
+                            the same run while they were busy, so with at least one group each
+    (full)                  the same at the rate while at least half a step's groups were running
 
-No schedule of the same devices is faster than the larger of both, if they are devices of their own.
+Step over the larger of learning and generation, `ratio`, shows engines that were empty while the learner had nothing to
+do either. It cannot show a learner that waits for a last answer: engines that are never empty need a whole step for a
+step's tokens, so it is near 1 whatever the schedule; below 1 where the steps that count trained more tokens than were
+generated meanwhile. With (full), `strict_ratio` counts tails that other answers could have filled as lost: it is 1 only
+if the learner never waits, or if the engines always have much to do.
+
+Neither proves that no schedule of the same devices is faster. Engines may be faster still with more groups at once than
+(full) is the mean of. On shared devices each side has all of them in turn, so the larger one is out of reach there.
 
 Steady steps alone count: not the first ones, and not the last S. A run admits no prompt that no step is left for, so
 its engines run dry while its last S steps are trained.
@@ -55,7 +63,7 @@ class EngineRate:
     """What all engines together did during the steps that count."""
 
     tokens_per_s: float
-    """While they were busy."""
+    """While they were busy: of engines that never are empty, the mean over all the time, tails included."""
     full_tokens_per_s: float | None
     """While at least half a step's groups were running."""
     busy_frac: float
@@ -65,7 +73,7 @@ class EngineRate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """Of steady steps, per step where nothing else is said. Times in seconds."""
+    """Of steady steps, per step where nothing else is said. Times in seconds. The module says what both ratios show."""
 
     steps: tuple[int, int]
     """First and last step that count, from 1."""
@@ -100,13 +108,19 @@ class Figures:
 
     @property
     def bound_s(self) -> float:
-        """The larger of both bounds."""
+        """The larger of learning and generation, the latter at the rate of engines that have at least one group."""
         return max(self.generation_s, self.learning_s)
 
     @property
     def ratio(self) -> float:
-        """Step time over the larger bound: 1 is a perfect overlap."""
+        """Step time over `bound_s`: near 1 wherever engines are never empty, also if the learner waits."""
         return self.step_s.mean / self.bound_s
+
+    @property
+    def strict_ratio(self) -> float | None:
+        """Step time over the larger of learning and generation at the full rate; None if that rate never was."""
+        full_s = self.generation_full_s
+        return strict_ratio(self.step_s.mean, generation_full_s=full_s, learning_s=self.learning_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +154,11 @@ class Measure:
         """Whether `step`, from 1, is a steady one. Says nothing of how far the run got: one that was cut off before its
         last S steps had prompts left until then."""
         return self.warmup < step <= self.last_counted
+
+
+def strict_ratio(step_s: float, *, generation_full_s: float | None, learning_s: float) -> float | None:
+    """Of plain values, since results of older versions have the values and not the ratio."""
+    return None if generation_full_s is None else step_s / max(generation_full_s, learning_s)
 
 
 def figures_of(records: Sequence[Record], spans: Sequence[Span], how: Measure) -> Figures:

@@ -7,6 +7,7 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from trainer.bench.figures import strict_ratio
 from trainer.telemetry.environment import last_line_of
 from trainer.telemetry.run_dir import write_atomically
 
@@ -68,7 +69,8 @@ class Results:
 
 def figures_as_values(figures: Figures) -> dict[str, Any]:
     """With what follows from them."""
-    return {**asdict(figures), "bound_s": figures.bound_s, "ratio": figures.ratio}
+    ratios = {"bound_s": figures.bound_s, "ratio": figures.ratio, "strict_ratio": figures.strict_ratio}
+    return {**asdict(figures), **ratios}
 
 
 def devices(name: str) -> str:
@@ -80,7 +82,7 @@ def table(runs: Mapping[str, Mapping[str, Any]]) -> str:
     """One line per case, then what went wrong."""
     header = (
         "case", "devices", "steps", "step s (min-max)", "tok/s/device", "gen bound", "(full)", "learn bound",
-        "step/bound", "wait data", "wait sync", "pause ms", "sync s", "MFU", "start-up",
+        "step/bound", "strict", "wait data", "wait sync", "pause ms", "sync s", "MFU", "start-up",
     )  # fmt: skip
     rows = [header, *(_row(name, run) for name, run in runs.items() if run["figures"])]
     widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
@@ -92,6 +94,7 @@ def table(runs: Mapping[str, Mapping[str, Any]]) -> str:
 def _row(name: str, run: Mapping[str, Any]) -> Sequence[str]:
     f, step = run["figures"], run["figures"]["step_s"]
     started = run["start_up"].get("to_first_step_s")
+    strict = strict_ratio(step["mean"], generation_full_s=f["generation_full_s"], learning_s=f["learning_s"])
     return (
         name,
         str(f["num_devices"]),
@@ -102,6 +105,7 @@ def _row(name: str, run: Mapping[str, Any]) -> Sequence[str]:
         "-" if f["generation_full_s"] is None else f"{f['generation_full_s']:.2f}",
         f"{f['learning_s']:.2f}",
         f"{f['ratio']:.2f}",
+        "-" if strict is None else f"{strict:.2f}",
         f"{f['learner_waits_for_data_s']:.2f}",
         f"{f['learner_waits_for_sync_s']:.3f}",
         f"{1e3 * f['sync_pause_s']['mean']:.1f}",

@@ -1,6 +1,6 @@
 """How groups pass through the driver: how long each stands in every queue, and how busy the engines are.
 
-    admitted ──queue──> claimed ──engines, rewards──> finished ──waits for its step──> taken ──> trained
+    admitted ──> claimed ──room at an engine, generation, rewards──> finished ──waits for its step──> taken ──> trained
 
 Pure bookkeeping for metrics; no decision depends on it.
 """
@@ -45,7 +45,7 @@ class GroupFlow:
         self._passages[group_id] = Passage(admitted_at=now, claimed_at=now, finished_at=now, taken_at=now)
 
     def claimed(self, group_id: int) -> None:
-        """Its generation begins."""
+        """A rollout worker has it from now on. Its requests may wait there, for room at an engine."""
         self._count(1)
         self._passages[group_id].claimed_at = self._clock()
 
@@ -110,7 +110,7 @@ class GroupFlow:
             "discarded/failed_tokens": lost["failed_tokens"],
             "discarded/retried_s": lost["retried_s"],
             "discarded/dropped_s": lost["dropped_s"],
-            **_queue_times(passages),
+            **_queue_times(passages, groups),
         }
 
     def _of(self, groups: Sequence[Group]) -> list[Passage]:
@@ -123,14 +123,15 @@ class GroupFlow:
         self._num_running += change
 
 
-def _queue_times(passages: Sequence[Passage]) -> dict[str, float]:
-    """Mean and maximum of each wait, in seconds."""
-    if not passages:
-        return {}
+def _queue_times(passages: Sequence[Passage], groups: Sequence[Group]) -> dict[str, float]:
+    """Mean and maximum of each wait, in seconds: over groups, and of the wait for an engine over answers."""
     waits = {
         "admitted_to_claimed_s": [p.claimed_at - p.admitted_at for p in passages],
         "claimed_to_finished_s": [p.finished_at - p.claimed_at for p in passages],
         "finished_to_taken_s": [p.taken_at - p.finished_at for p in passages],
+        "for_engine_s": [
+            t.timings["engine_wait_s"] for group in groups for t in group.trajectories if "engine_wait_s" in t.timings
+        ],
     }
-    means = {f"queue/{name}": sum(times) / len(times) for name, times in waits.items()}
-    return means | {f"queue/{name}_max": max(times) for name, times in waits.items()}
+    means = {f"queue/{name}": sum(times) / len(times) for name, times in waits.items() if times}
+    return means | {f"queue/{name}_max": max(times) for name, times in waits.items() if times}

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from weight_sync.types import SyncReport
 
 LENGTH_WINDOW_GROUPS = 256
-"""Length bias compares so many of the latest generated and trained groups."""
+"""Length bias compares the latest generated and trained groups: at least so many, of whole steps, since both sides
+order the groups of a step differently."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +50,10 @@ class StepRecorder:
         self._clock = clock
         self._last_at = clock()
         self._generated_tokens = 0
-        self._generated_lengths: deque[Sequence[int]] = deque(maxlen=LENGTH_WINDOW_GROUPS)
-        self._trained_lengths: deque[Sequence[int]] = deque(maxlen=LENGTH_WINDOW_GROUPS)
+        self._generated_lengths: deque[Sequence[int]] = deque()
+        """By group."""
+        self._trained_lengths: deque[Sequence[int]] = deque()
+        """By step."""
         self._early = EarlyLengths()
 
     def count_generated(self, group: Group) -> None:
@@ -66,7 +69,8 @@ class StepRecorder:
         step_s = max(now - self._last_at, 1e-9)
         self._last_at = now
         generated, self._generated_tokens = self._generated_tokens, 0
-        self._trained_lengths.extend([t.num_generated_tokens for t in g.trajectories] for g in groups)
+        self._trained_lengths.append(_trained_lengths(built))
+        self._keep_whole_steps(len(groups))
         step = built.batch.step
         self._early.trained(groups, step=step, max_staleness=max_staleness)
         learner_s = max(result.seconds["step"], 1e-9)
@@ -91,6 +95,20 @@ class StepRecorder:
             "length_bias/ks": ks_distance(_flat(self._generated_lengths), _flat(self._trained_lengths)),
             **self._early.record(),
         }
+
+    def _keep_whole_steps(self, groups_per_step: int) -> None:
+        num_steps = -(-LENGTH_WINDOW_GROUPS // groups_per_step)
+        while len(self._trained_lengths) > num_steps:
+            self._trained_lengths.popleft()
+        while len(self._generated_lengths) > num_steps * groups_per_step:
+            self._generated_lengths.popleft()
+
+
+def _trained_lengths(built: BuiltBatch) -> list[int]:
+    """Tokens that carry loss, of every answer that has some."""
+    batches = [batch for rank in built.batch.micro_batches for batch in rank]
+    lengths = [np.add.reduceat(batch.loss_mask, batch.cu_seqlens[:-1], dtype=np.int64) for batch in batches]
+    return [length for of_batch in lengths for length in of_batch.tolist() if length]
 
 
 def _utilisation(result: StepResult) -> dict[str, float]:

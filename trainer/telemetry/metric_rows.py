@@ -20,9 +20,7 @@ def _row(name: str, unit: str, meaning: str, healthy: str) -> MetricInfo:
 
 
 METRICS: tuple[MetricInfo, ...] = (
-    _row(
-        "step", "steps", "Optimizer steps done, resumes included; this line is about the last of them.", "+1 per line"
-    ),
+    _row("step", "steps", "Optimizer steps done, resumes included; this line is about the last one.", "+1 per line"),
     _row("version", "versions", "Policy version that this step made.", "= step"),
     _row("time_s", "s", "Since the process began.", "grows"),
     _row(
@@ -134,9 +132,7 @@ METRICS: tuple[MetricInfo, ...] = (
         "steady",
     ),
     _row("perf/train_tokens_per_s", "tokens/s", "Tokens trained (prompts included) per second of the step.", "steady"),
-    _row(
-        "perf/tokens_per_s", "tokens/s", "Tokens trained per second since the last step: the pace of the run.", "steady"
-    ),
+    _row("perf/tokens_per_s", "tokens/s", "Tokens trained per second since the last step: the run's pace.", "steady"),
     _row("perf/learner_busy_frac", "fraction", "Utilisation of the learner: learner/step_s over perf/step_s.", "> 0.8"),
     _row(
         "perf/engines_busy_frac",
@@ -144,26 +140,16 @@ METRICS: tuple[MetricInfo, ...] = (
         "Utilisation of the engines: share of their time in which they had a request inside.",
         "near 1",
     ),
-    _row("perf/groups_running", "groups", "Groups with the engines (rewards included), mean over the time.", "steady"),
+    _row("perf/groups_running", "groups", "Groups with a worker, as buffer/num_running; mean over the time.", "steady"),
     _row("perf/mfu", "fraction", "Model-flops utilisation of the learner in learner/step_s.", "> 0.3 on accelerators"),
-    _row(
-        "wait/learner_for_data_s",
-        "s",
-        "The learner stood still because no batch was ready.",
-        "small beside perf/step_s",
-    ),
+    _row("wait/learner_for_data_s", "s", "The learner stood still: no batch was ready.", "small beside perf/step_s"),
     _row(
         "wait/learner_for_evaluation_s",
         "s",
         "Part of wait/learner_for_data_s in which an evaluation ran; with one engine, syncs wait for that.",
         "0 on most lines",
     ),
-    _row(
-        "wait/learner_for_sync_s",
-        "s",
-        "The learner stood still because weights were on their way.",
-        "< 5% of perf/step_s",
-    ),
+    _row("wait/learner_for_sync_s", "s", "The learner stood still: weights were on their way.", "< 5% of perf/step_s"),
     _row(
         "wait/engines_idle_s",
         "s",
@@ -177,10 +163,24 @@ METRICS: tuple[MetricInfo, ...] = (
         "Admission waited because all slots were taken; counted where the wait ends.",
         "engines busy all the same",
     ),
-    _row("queue/admitted_to_claimed_s", "s", "From admission until generation began, mean of the step's groups.", "0"),
+    _row("queue/admitted_to_claimed_s", "s", "From admission until a worker got it, mean of the step's groups.", "0"),
     _row("queue/admitted_to_claimed_s_max", "s", "Longest of them.", "0"),
-    _row("queue/claimed_to_finished_s", "s", "Generation and rewards of a group, mean of the step's groups.", "steady"),
+    _row(
+        "queue/claimed_to_finished_s",
+        "s",
+        "From then until its last reward: waits for room at an engine and for a free reward process, generation, "
+        "rewards. Mean of the step's groups.",
+        "steady",
+    ),
     _row("queue/claimed_to_finished_s_max", "s", "Longest of them.", "<= S + 1 steps"),
+    _row(
+        "queue/for_engine_s",
+        "s",
+        "Part of it in which an answer waited in its worker for room at an engine (rollout.max_concurrency, engines at "
+        "rest), all its turns and moves; mean of the step's answers.",
+        "small beside queue/claimed_to_finished_s",
+    ),
+    _row("queue/for_engine_s_max", "s", "Longest of them.", "well below rollout.request_timeout_s"),
     _row("queue/finished_to_taken_s", "s", "From the end of a group until its step, mean of its groups.", "< S steps"),
     _row("queue/finished_to_taken_s_max", "s", "Longest of them.", "<= S + 1 steps"),
     _row("devices/sleep_s", "s", "Shared devices: engines ended their requests and gave their memory back.", "< 2 s"),
@@ -356,8 +356,8 @@ METRICS: tuple[MetricInfo, ...] = (
     _row("learner/imbalance", "ratio", "Tokens of the fullest rank over the mean of all ranks.", "< 1.1"),
     _row("buffer/num_slots", "groups", "Slots open: generation may run so far ahead.", "steady; <= (S+1) x B"),
     _row("buffer/num_slots_used", "groups", "Slots taken.", "near num_slots"),
-    _row("buffer/num_queued", "groups", "Admitted, not yet generating.", "small"),
-    _row("buffer/num_running", "groups", "Being generated.", "> 0"),
+    _row("buffer/num_queued", "groups", "Admitted, not yet sent to a worker.", "small"),
+    _row("buffer/num_running", "groups", "With a worker: waiting there, generated or rewarded.", "> 0"),
     _row("buffer/num_ready", "groups", "Finished, waiting for a step.", "> 0 if the learner must not wait"),
     _row("buffer/num_taken", "groups", "Taken by a step whose weights are not live yet.", "<= num_slots"),
     _row("buffer/oldest_age", "versions", "Age at the next step of the oldest group outstanding.", "<= S"),

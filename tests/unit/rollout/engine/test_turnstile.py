@@ -7,7 +7,7 @@ import random
 import pytest
 
 from rollout.engine.router import NoReplica, Router
-from rollout.engine.turnstile import Turnstile
+from rollout.engine.turnstile import Turnstile, Waits
 from rollout.errors import EngineDead
 from tests.fakes.virtual_time import run_virtual
 
@@ -308,3 +308,20 @@ def test_a_replica_is_freed_only_if_all_that_may_come_back_there_may_leave() -> 
         assert [guest.num_asked for guest in guests.values()] == [1, 1], "they are no longer there"
 
     run_virtual(main())
+
+
+def test_waits_of_an_answer_add_up_and_count_once_where_they_overlap() -> None:
+    now = 10.0
+    waits = Waits(lambda: now)
+    assert waits.seconds(0) == 0
+    with waits.of([0, 0, 1]):
+        now = 12.0
+        assert (waits.seconds(0), waits.seconds(1), waits.seconds(2)) == (2, 2, 0), "the one that goes on, too"
+        with waits.of([1, 2]):
+            now = 15.0
+    now = 20.0
+    with pytest.raises(KeyError), waits.of([1]):
+        now = 21.0
+        raise KeyError
+    now = 30.0
+    assert [waits.seconds(sample) for sample in range(3)] == [5, 5 + 1, 3]

@@ -85,14 +85,18 @@ def test_the_number_of_steps_is_not_for_a_setting_to_say(key: str) -> None:
 @pytest.mark.parametrize(
     ("text", "settings", "seats"),
     [
-        ("sync:2+2", [], 128),
-        ("async:2+2", [], 256),
-        ("async:3+1", [], 512),
-        ("async:2+2", ["all:mode.max_staleness=8"], 512),
-        ("sync:1+3", [], 86),
+        ("sync:2+2", [], 256),
+        ("sync:1+3", [], 256),
+        ("colocated:1", [], 256),
+        ("colocated:4", [], 256),
+        ("async:2+2", [], 512),
+        ("async:2+2", ["async:mode.max_staleness=0"], 256),
+        ("async:3+1", ["all:mode.max_staleness=8"], 512),
     ],
 )
-def test_an_engine_has_seats_for_every_answer_in_flight(text: str, settings: list[str], seats: int) -> None:
+def test_every_engine_has_seats_for_all_answers_that_can_be_under_way(
+    text: str, settings: list[str], seats: int
+) -> None:
     (found,) = with_overrides([case(text)], settings)
     assert f"rollout.max_num_seqs={seats}" in overrides_of(found, W1, num_steps=8, device="cpu")
 

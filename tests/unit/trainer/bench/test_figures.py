@@ -188,6 +188,31 @@ def test_the_full_rate_leaves_out_the_tail_in_which_few_groups_run() -> None:
     assert figures_of(records, spans, many).generation_full_s is None
 
 
+def test_only_the_strict_ratio_sees_a_learner_that_waits_for_one_straggler() -> None:
+    """Three groups take 5 s and one takes all 10: the engine is never empty, the learner waits 4 s of each step."""
+    records = [record(k + 1, **{"learner/step_s": 6.0, "learner/num_loss_tokens": 400.0}) for k in range(NUM_STEPS)]
+    spans = [s for s in sync_run()[1] if s.track != "groups"]
+    for k in range(NUM_STEPS):
+        at = STEP_S * k
+        spans += [Span(track="groups", name=f"group {4 * k + i}", begin_s=at, end_s=at + 5) for i in range(3)]
+        spans.append(Span(track="groups", name=f"group {4 * k + 3}", begin_s=at, end_s=at + 10))
+    found = figures_of(records, spans, replace(HOW, work=replace(WORK, groups_per_step=4)))
+    assert (found.generation_s, found.ratio) == (pytest.approx(10), pytest.approx(1))
+    assert found.generation_full_s == pytest.approx(400 / (3 * 20 + 10))
+    assert found.strict_ratio == pytest.approx(10 / 6)
+
+
+def test_the_strict_ratio_is_of_the_larger_side_at_the_full_rate_and_unknown_without_that_rate() -> None:
+    found = figures_of(
+        *sync_run(), HOW
+    )  # one group of two is half: 50 tokens/s, so 4 s as long as the learner computes
+    assert found.strict_ratio == pytest.approx(10 / 4)
+    assert replace(found, generation_full_s=8.0).strict_ratio == pytest.approx(10 / 8)
+    assert replace(found, generation_full_s=3.0).strict_ratio == pytest.approx(10 / 4)
+    many = replace(HOW, work=replace(WORK, groups_per_step=8))
+    assert figures_of(*sync_run(), many).strict_ratio is None
+
+
 @pytest.mark.parametrize("num_steps", [0, 1, 2])
 def test_a_run_that_is_too_short_says_so(num_steps: int) -> None:
     with pytest.raises(TooShort, match=f"{num_steps} steps ended"):

@@ -69,6 +69,26 @@ def test_the_table_shows_bounds_ratio_and_failures() -> None:
     assert lines[2] == "FAILED async 2+2: exit code 1: no memory"
 
 
+def column(runs: dict[str, Any], name: str) -> list[str]:
+    lines = table(runs).splitlines()
+    begin = lines[0].index(name)
+    return [line[begin:].split()[0] for line in lines[1:]]
+
+
+def test_the_strict_ratio_stands_in_file_and_table() -> None:
+    one, never_full, unequal = run(), run(), run()
+    assert one["figures"]["strict_ratio"] == pytest.approx(2.5)
+    never_full["figures"]["generation_full_s"] = None
+    unequal["figures"] |= {"generation_full_s": 1.0, "learning_s": 8.0}
+    assert column({"one": one, "never full": never_full, "unequal": unequal}, "strict") == ["2.50", "-", "1.25"]
+
+
+def test_results_of_before_the_strict_ratio_show_it_too() -> None:
+    runs = json.loads((ROOT / "docs" / "data" / "bench_w1_3b_2_devices.json").read_text())["runs"]
+    assert list(runs) == ["colocated 2", "async 1+1"]
+    assert column(runs, "strict") == ["3.18", "1.00"]
+
+
 PUBLISHED = sorted((ROOT / "docs" / "data").glob("bench_*.json"))
 
 

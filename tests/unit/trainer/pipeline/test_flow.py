@@ -50,6 +50,17 @@ def test_every_wait_of_a_group_has_its_own_figure() -> None:
     assert not story.flow._passages, "a trained group is forgotten"
 
 
+def test_the_wait_for_an_engine_is_that_of_the_steps_answers() -> None:
+    def waited(group_id: int, *seconds: float) -> Group:
+        whole = group(group_id, lengths=(2,) * len(seconds))
+        answers = zip(whole.trajectories, seconds, strict=True)
+        return replace(whole, trajectories=[replace(t, timings={"engine_wait_s": s}) for t, s in answers])
+
+    groups = [waited(0, 0.0, 2.0), waited(1, 4.0, 10.0)]
+    record = Story().flow.step_record(groups, num_replicas=1, slot_wait_s=0.0, engines_idle_frac=None)
+    assert (record["queue/for_engine_s"], record["queue/for_engine_s_max"]) == (4.0, 10.0)
+
+
 @pytest.mark.parametrize(("num_replicas", "idle_s"), [(1, 20.0 + 10.0), (2, 20.0 + 10.0 / 2 + 10.0), (4, 42.5)])
 def test_until_engines_speak_one_without_a_group_is_taken_for_idle(num_replicas: int, idle_s: float) -> None:
     story = Story()

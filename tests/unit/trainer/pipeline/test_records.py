@@ -15,7 +15,15 @@ from trainer.data.batcher import BatchLimits, BuiltBatch, build_train_batch
 from trainer.learner.result import Metric, StepResult
 from trainer.pipeline.flow import GroupFlow
 from trainer.pipeline.length_bias import EarlyLengths, ks_distance
-from trainer.pipeline.records import DataWait, StepRecorder, StepTimes, buffer_record, sync_record, token_ages
+from trainer.pipeline.records import (
+    LENGTH_WINDOW_GROUPS,
+    DataWait,
+    StepRecorder,
+    StepTimes,
+    buffer_record,
+    sync_record,
+    token_ages,
+)
 from trainer.telemetry.catalog import check_complete, check_known
 
 if TYPE_CHECKING:
@@ -39,7 +47,7 @@ def test_without_lengths_there_is_no_distance() -> None:
 
 
 def groups(lengths: Sequence[int], *, first: int = 0) -> list[Group]:
-    prompts = prompt_set().prompts
+    prompts = prompt_set(len(lengths)).prompts
     return [
         Group(
             group_id=first + i,
@@ -51,9 +59,11 @@ def groups(lengths: Sequence[int], *, first: int = 0) -> list[Group]:
     ]
 
 
+LIMITS = BatchLimits(num_ranks=2, max_tokens_per_micro_batch=64, max_response_tokens=16)
+
+
 def built(of: list[Group]) -> BuiltBatch:
-    limits = BatchLimits(num_ranks=2, max_tokens_per_micro_batch=64, max_response_tokens=16)
-    return build_train_batch(of, step=0, algorithm=config().algorithm, limits=limits)
+    return build_train_batch(of, step=0, algorithm=config().algorithm, limits=LIMITS)
 
 
 RESULT = StepResult(
@@ -92,6 +102,30 @@ def test_a_preference_for_short_answers_shows_as_length_bias() -> None:
         recorder.count_generated(group)
     assert recorder.step_record(short, built(short), RESULT, TIMES, max_staleness=1)["length_bias/ks"] == 0.5
     assert recorder.step_record(long, built(long), RESULT, TIMES, max_staleness=1)["length_bias/ks"] == 0.0
+
+
+@pytest.mark.parametrize("groups_per_step", [3, 200, 300])
+def test_what_is_trained_whole_shows_no_length_bias_in_whichever_order_it_finished(groups_per_step: int) -> None:
+    recorder = StepRecorder(clock=lambda: 0.0)
+    for step in range(4):
+        trained = groups([1 + n % 13 for n in range(groups_per_step)], first=step * groups_per_step)
+        for group in sorted(trained, key=lambda group: group.num_generated_tokens):
+            recorder.count_generated(group)
+        record = recorder.step_record(trained, built(trained), RESULT, TIMES, max_staleness=0)
+        assert record["length_bias/ks"] == 0.0
+    num_kept = len(recorder._generated_lengths)
+    assert min(LENGTH_WINDOW_GROUPS, 4 * groups_per_step) <= num_kept < LENGTH_WINDOW_GROUPS + groups_per_step
+
+
+def test_answers_that_the_loss_leaves_out_are_not_among_the_trained_lengths() -> None:
+    algorithm = replace(config().algorithm, mask_truncated=True)
+    short, long = groups([2, 8])
+    long = replace(long, trajectories=[replace(t, status="truncated") for t in long.trajectories])
+    recorder = StepRecorder(clock=lambda: 0.0)
+    for group in (short, long):
+        recorder.count_generated(group)
+    batch = build_train_batch([short, long], step=0, algorithm=algorithm, limits=LIMITS)
+    assert recorder.step_record([short, long], batch, RESULT, TIMES, max_staleness=0)["length_bias/ks"] == 0.5
 
 
 def test_a_line_is_known_and_complete() -> None:
