@@ -180,6 +180,8 @@ class ScriptedReplica:
         """Begun so far."""
         self._dead_reason = ""
         self._hangs = False
+        self._is_awake = asyncio.Event()
+        self._is_awake.set()
 
     @property
     def name(self) -> str:
@@ -192,6 +194,10 @@ class ScriptedReplica:
     @property
     def is_dead(self) -> bool:
         return bool(self._dead_reason)
+
+    @property
+    def is_asleep(self) -> bool:
+        return not self._is_awake.is_set()
 
     @property
     def num_streams(self) -> int:
@@ -213,6 +219,8 @@ class ScriptedReplica:
         """
         if any(one.stop for one in params):
             raise ValueError("a scripted replica has no text and cannot find stop strings; use a ScriptedEngine")
+        self._check_alive()
+        await self._is_awake.wait()
         self._check_alive()
         clock = asyncio.get_running_loop().time
         chunk_tokens = self._workload.stream_tokens
@@ -274,6 +282,19 @@ class ScriptedReplica:
                     answer.switch(now, version, pause_s)
             stream.sort()
         self._version = version
+        self._is_awake.set()
+
+    async def sleep(self) -> None:
+        """Every request ends with "abort"; new calls wait for the next commit. One that hangs never answers."""
+        if self._hangs:
+            await asyncio.get_running_loop().create_future()
+        self._check_alive()
+        self._is_awake.clear()
+        now = asyncio.get_running_loop().time()
+        for stream in self._streams:
+            for answer in stream.open_answers():
+                answer.give_back(now)
+            stream.sort()
 
     def hang(self) -> None:
         """Answers nothing more, until it dies."""
@@ -282,6 +303,7 @@ class ScriptedReplica:
     def die(self, reason: str) -> None:
         """Every stream and every later call raises `EngineDead`."""
         self._dead_reason = self._dead_reason or reason
+        self._is_awake.set()
         for stream in self._streams:
             stream.wake()
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from rollout.engine.scripted_replica import ScriptedReplica, Workload
 from tests.simulation.weight_sync import Host, Learner, make_coordinator
 from trainer.learner.result import Metric, StepResult
+from trainer.learner.worker import OffloadReport
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,6 +42,10 @@ class Plan:
     """Of the pulls: nothing arrives, and the replica has one more try."""
     pause_s: float = 0.05
     aborts_at_commit: bool = False
+    shares_devices: bool = False
+    """Learner and replicas take turns (`mode=colocated`)."""
+    move_s: float = 0.5
+    """To bring the learner's memory to shared devices, and to take it away."""
     death_every_s: float = 0.0
     """Mean time between two losses of a replica, by death, silence or a missed commit; 0 for none."""
     all_die_frac: float = 0.0
@@ -83,6 +88,8 @@ class Fleet:
         self.missing: set[str] = set()
         """Replicas that will miss their next commit."""
         self.hanging: set[str] = set()
+        self.is_learner_here = False
+        """On devices that it shares."""
         self.learner = Learner(self)
         self.coordinator = make_coordinator(self)
 
@@ -94,7 +101,26 @@ class Fleet:
         return ScriptedReplica(name, workload=self.plan.workload, version=self.live, seed=self.rng.getrandbits(32))
 
     # as LearnerGroup
+    async def onload(self) -> list[OffloadReport]:
+        assert not self.awake, f"{self.awake} and the learner are on one device"
+        return await self._move(is_here=True)
+
+    async def offload(self) -> list[OffloadReport]:
+        return await self._move(is_here=False)
+
+    async def _move(self, *, is_here: bool) -> list[OffloadReport]:
+        await asyncio.sleep(self.plan.move_s)
+        self.is_learner_here = is_here
+        return [OffloadReport(nbytes=1, seconds=self.plan.move_s, free_bytes=1, total_bytes=1)]
+
+    @property
+    def awake(self) -> list[str]:
+        """Replicas that have their memory."""
+        return [name for name, replica in self.replicas.items() if not (replica.is_dead or replica.is_asleep)]
+
     async def train_step(self, batch: TrainBatch) -> StepResult:
+        assert self.is_learner_here == self.plan.shares_devices
+        assert not (self.plan.shares_devices and self.awake), f"{self.awake} and the learner are on one device"
         await asyncio.sleep(self.rng.expovariate(1 / self.plan.train_s) if self.plan.train_s else 0.0)
         return StepResult(
             step=batch.step,
@@ -107,6 +133,7 @@ class Fleet:
         await pool.quarantine(name, "it is started again")
         self.replicas[name].die("it is being replaced")
         await asyncio.sleep(self.plan.restart_s)
+        assert not self.is_learner_here, f"{name} starts where the learner is"
         self.hanging.discard(name)
         self.missing.discard(name)
         replica = self._new(name)

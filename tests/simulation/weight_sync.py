@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 100_000.0
 """Of a sync: slow ones are no failures here."""
+IN_TURNS_S = 500.0
+"""Of a sync for which everybody waits; a replica that is slower is lost."""
 LOOK_S = 0.5
 """Between two looks for a free slot."""
 
@@ -59,9 +61,9 @@ class Learner:
         self._is_packing = False
         return [encode(PackReport(rank=0, version=version, slot=slot, nbytes=1, wait_s=0.0, pack_s=0.01, counters={}))]
 
-    def lease(self, version: int, holder: str) -> Lease:
+    def lease(self, version: int, holder: str, ttl_s: float) -> Lease:
         try:
-            return self.slots.lease(version, holder=holder, ttl_s=TIMEOUT_S, now=now())
+            return self.slots.lease(version, holder=holder, ttl_s=ttl_s, now=now())
         except VersionUnavailable:
             self.num_missing += 1
             self.num_missing_while_packing += self._is_packing
@@ -86,6 +88,7 @@ class Host:
     async def commit(self, version: int, method: str, *_: object, timeout_s: float) -> CommitResult:
         assert method == "ws_commit"
         fleet, replica = self._fleet, self.replica
+        assert not fleet.is_learner_here, f"{self.name} wakes where the learner is"
         if self.name in fleet.missing:
             fleet.missing.discard(self.name)
             raise ConnectionError(f"{self.name} misses a commit")
@@ -128,7 +131,7 @@ class Line:
             raise TimeoutError(f"{self._host.name} is dead")
         match request:
             case PrefetchRequest():
-                self._begin(request.version)
+                self._begin(request.version, request.deadline_s)
                 return Progress(version=request.version, is_done=False)
             case PollRequest():
                 return Progress(version=request.version, is_done=self._is_done(request.version))
@@ -138,12 +141,12 @@ class Line:
     def close(self) -> None:
         self._end()
 
-    def _begin(self, version: int) -> None:
+    def _begin(self, version: int, ttl_s: float) -> None:
         self._end()
         rng, plan = self._fleet.rng, self._fleet.plan
         self._fails = rng.random() < plan.failed_pull_frac and version > 0  # a run whose first sync fails has not begun
         if not self._fails:  # such a one never comes as far as to read
-            self._lease = self._fleet.learner.lease(version, self._host.name)
+            self._lease = self._fleet.learner.lease(version, self._host.name, ttl_s)
         self._ends_at = now() + plan.sync_s / 3 * rng.paretovariate(1.5)
 
     def _is_done(self, version: int) -> bool:
@@ -189,10 +192,11 @@ class Opener:
 
 
 def make_coordinator(fleet: Fleet) -> SyncCoordinator:
+    in_turns = fleet.plan.shares_devices
     coordinator = SyncCoordinator(
         [fleet.learner],
         [Host(replica, fleet) for replica in fleet.replicas.values()],
-        options=SyncOptions(timeout_s=TIMEOUT_S),
+        options=SyncOptions(timeout_s=IN_TURNS_S if in_turns else TIMEOUT_S, rolling=not in_turns),
         clock=asyncio.get_running_loop().time,
     )
     anything: Any = coordinator

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import io
 from collections import Counter
-from collections.abc import Sized
+from collections.abc import Mapping, Sized
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,7 @@ from tests.fakes.scripted_run import InlineExecutor, config, prompt_set
 from tests.simulation.books import Books
 from tests.simulation.fleet import Fleet, Plan
 from trainer.pipeline import loops, workers
-from trainer.pipeline.device_turns import OwnDevices
+from trainer.pipeline.device_turns import OwnDevices, SharedDevices
 from trainer.pipeline.evaluate import Evaluator, leased
 from trainer.pipeline.evaluate import members as members_of
 from trainer.pipeline.evaluation_runs import evaluate_at_start
@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from weight_sync.types import SyncReport
 
 REQUEST_TIMEOUT_S = 5_000.0
+SLEEP_TIMEOUT_S = 20.0
 HELD_OUT = 5
 """Prompts of an evaluation."""
 
@@ -111,6 +112,22 @@ class _Served(ServesGroups):
         return self.worker.loads()
 
 
+class _Engines(Mapping[str, LocalActor]):
+    """The replicas as `SharedDevices` sees them, whichever they are by then."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def __getitem__(self, name: str) -> LocalActor:
+        return LocalActor(self._fleet.replicas[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fleet.replicas)
+
+    def __len__(self) -> int:
+        return len(self._fleet.replicas)
+
+
 class Counting:
     """Decodes to nothing much: what a text costs is not what is simulated."""
 
@@ -140,11 +157,13 @@ class Simulation:
         asyncio.get_running_loop().set_default_executor(InlineExecutor(1))
         clock = asyncio.get_running_loop().time
         self.fleet = Fleet(self.plan)
+        self.devices = self._devices()
         self.workers = [LocalWorker(self._worker(index, clock), self.books) for index in range(self.plan.num_workers)]
         self.keeper = EngineKeeper(
             lambda: {**self.fleet.states, **self.pool.lost_engines},
-            lambda name: self.fleet.restart(name, self.pool),
+            self._restart_engine,
             max_restarts=self.plan.max_restarts,
+            is_over=lambda: self.parts.is_trained,
             clock=clock,
         )
         self.pool = WorkerPool(
@@ -165,12 +184,13 @@ class Simulation:
         self._count_work(self.buffer)
         async with Supervisor() as supervisor:
             await self.fleet.coordinator.open()
-            await self.fleet.coordinator.publish(0)
-            parts = self._parts(supervisor, await self.fleet.coordinator.sync(0))
+            await self.devices.to_learner()
+            await self.devices.publish(0)
+            self.parts = self._parts(supervisor, await self.devices.sync(0))
             try:
-                await self._run_loops(parts, supervisor)
+                await self._run_loops(self.parts, supervisor)
             finally:
-                parts.buffer.close()
+                self.buffer.close()
         await self._end_workers()
 
     async def _run_loops(self, parts: loops.Parts, supervisor: Supervisor) -> None:
@@ -181,7 +201,7 @@ class Simulation:
                 supervisor.spawn(local.worker.watch_loads(), name="load_watch")
         if self.plan.death_every_s or self.plan.worker_death_every_s or self.plan.failed_pull_frac:
             supervisor.spawn(self.keeper.run(), name="engine_keeper")
-            supervisor.spawn(self.pool.watch_loads(), name="pool_watch")
+            supervisor.spawn(loops.watch_workers(parts), name="pool_watch", may_end=True)
         if self.plan.death_every_s:
             supervisor.spawn(self.fleet.lose_replicas(), name="losses")
         if self.plan.worker_death_every_s:
@@ -234,6 +254,24 @@ class Simulation:
             raise RewardError("no verdict")
         return RewardResult(reward=float(self.fleet.rng.random() < 0.5))
 
+    def _devices(self) -> OwnDevices:
+        fleet = self.fleet
+        if not self.plan.shares_devices:
+            return OwnDevices(fleet.coordinator)
+        return SharedDevices(
+            fleet.coordinator,
+            fleet,
+            _Engines(fleet),
+            tracer=self.telemetry.tracer,
+            sleep_timeout_s=SLEEP_TIMEOUT_S,
+            kill=lambda actor: actor.target.die("it did not fall asleep"),
+            clock=asyncio.get_running_loop().time,
+        )
+
+    async def _restart_engine(self, name: str) -> int | None:
+        async with self.devices.engines_turn():
+            return await self.fleet.restart(name, self.pool)
+
     async def _restart_worker(self, index: int, _number: int) -> LocalWorker:
         await asyncio.sleep(self.plan.restart_s)
         clock = asyncio.get_running_loop().time
@@ -260,9 +298,8 @@ class Simulation:
             await loops.on_live(parts, supervisor, report)
             self._look(parts)
 
-        devices = OwnDevices(fleet.coordinator)
         self.pump = pump = SyncPump(
-            devices, on_live=on_live, tracer=self.telemetry.tracer, first=live, await_engine=self.keeper.wait
+            self.devices, on_live=on_live, tracer=self.telemetry.tracer, first=live, await_engine=self.keeper.wait
         )
         evaluator = Evaluator(
             cfg,
@@ -282,7 +319,7 @@ class Simulation:
             buffer=self.buffer,
             workers=self.pool,
             learner=anything,
-            devices=devices,
+            devices=self.devices,
             pump=pump,
             evaluator=evaluator,
             checkpointer=checkpointer,
@@ -331,11 +368,12 @@ def run_config(plan: Plan) -> RunConfig:
             "eval_every": plan.eval_every,
             "eval_at_start": bool(plan.eval_every),
             "eval_at_end": bool(plan.eval_every),
+            "eval_blocking": plan.shares_devices,
             "stall_timeout_s": 1e6,
         },
         algorithm={"max_refills_per_step": 1_000, "filter_zero_variance": plan.filter_zero_variance},
         learner={"max_tokens_per_micro_batch": 64 * plan.max_response_tokens},
-        mode={"max_staleness": plan.max_staleness},
+        mode={"name": "colocated" if plan.shares_devices else "async", "max_staleness": plan.max_staleness},
     )
 
 

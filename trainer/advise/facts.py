@@ -71,10 +71,11 @@ class StepLine:
     """Groups that could be under way at its end."""
     num_skipped: int = 0
     """Engines that the last sync left out: lost, or with an evaluation."""
-    num_rescued: float = 0.0
-    """Requests that went on elsewhere when their engine was lost; like the next two in all so far."""
-    attempt_tokens: float = 0.0
-    """Of groups that came to nothing."""
+    num_rescued: float | None = None
+    """Requests that went on elsewhere when their engine was lost; like the next two in all so far. None if no worker
+    told of itself, and less than before if one of them did not."""
+    attempt_tokens: float | None = None
+    """Of groups that came to nothing; told like the requests."""
     num_failed: float = 0.0
     """Attempts at a group that failed."""
 

@@ -41,7 +41,7 @@ class Counted:
     setup: Setup
     lines: list[StepLine]
     num_lost_steps: int
-    """Left out because an engine was lost."""
+    """Left out only because an engine was lost."""
 
 
 def read_counted(run_dir: Path) -> Counted:
@@ -56,11 +56,11 @@ def read_counted(run_dir: Path) -> Counted:
     setup = replace(setup, has_ended=has_ended(run_dir, every))
     lost = steps_with_lost_engine(every, read_evaluations(run_dir, setup), max_staleness=setup.max_staleness)
     try:
-        lines = steady(every, max_staleness=setup.max_staleness, has_ended=setup.has_ended, lost=lost)
+        counted = steady(every, max_staleness=setup.max_staleness, has_ended=setup.has_ended, lost=lost)
     except TooFewSteps as error:
         resumed = f"; the {setup.resumed_from_step} steps before the last resume are left out"
         raise TooFewSteps(f"{error}{resumed if setup.resumed_from_step else ''}") from error
-    return Counted(setup=setup, lines=lines, num_lost_steps=len(lost))
+    return Counted(setup=setup, lines=counted.lines, num_lost_steps=counted.num_lost)
 
 
 def read_setup(run_dir: Path) -> Setup:
@@ -132,7 +132,7 @@ def read_lines(run_dir: Path) -> list[StepLine]:
 
 
 def read_evaluations(run_dir: Path, setup: Setup) -> list[Evaluation]:
-    """Those beside training, with one that may be under way."""
+    """Those beside training of the latest process, with one that may be under way."""
     if not (setup.eval_every or setup.eval_at_start):
         return []
     path, ended = run_dir / "evaluations.jsonl", list[Evaluation]()
@@ -142,6 +142,9 @@ def read_evaluations(run_dir: Path, setup: Setup) -> list[Evaluation]:
             ended.append(Evaluation(version=int(record["version"]), last_step=int(record["step"])))
         except (ValueError, KeyError, TypeError):
             continue  # half written
+    # A resume cuts off later versions than its own, so earlier ones are of processes before it. One of its own version
+    # may be of either, and is taken for its own.
+    ended = [one for one in ended if one.version >= setup.resumed_from_step]
     under_way = evaluation_under_way(ended, setup)
     return ended if under_way is None else [*ended, under_way]
 
@@ -166,8 +169,8 @@ def _line(record: Mapping[str, Any]) -> StepLine:
         forced_wait_s=total("buffer/forced_wait_s"),
         num_slots=maybe("buffer/num_slots"),
         num_skipped=int(total("sync/replicas_skipped")),
-        num_rescued=total("engine/rescued_requests"),
-        attempt_tokens=total("discarded/attempt_tokens"),
+        num_rescued=maybe("engine/rescued_requests"),
+        attempt_tokens=maybe("discarded/attempt_tokens"),
         num_failed=total("buffer/failed"),
     )
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainer.advise.facts import Evaluation
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from trainer.advise.facts import Setup, StepLine
 
@@ -20,9 +20,18 @@ class TooFewSteps(Exception):
     """The run has not enough steady steps to say anything."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steady:
+    """Steps that tell who waits for whom."""
+
+    lines: list[StepLine]
+    num_lost: int
+    """Steps that would be among them if they had had all engines."""
+
+
 def steady(
     lines: Sequence[StepLine], *, max_staleness: int, has_ended: bool = False, lost: Collection[int] = ()
-) -> list[StepLine]:
+) -> Steady:
     """Without the first S + 2 steps: until then slots fill up for the first time, kernels compile and caches warm up.
     Without the last S of a run that `has_ended`: no prompt is left for its engines. Without the steps `lost`, in which
     an engine was away. Without those until the last time that slots were opened, if enough steps have come after it.
@@ -32,18 +41,23 @@ def steady(
     """
     num_last = max_staleness if has_ended else 0
     inner = sorted(lines, key=lambda line: line.step)[max_staleness + 2 : len(lines) - num_last]
-    left = [line for line in inner if line.step not in lost]
-    since = next((i for i in range(len(left) - 1, 0, -1) if left[i].num_slots != left[i - 1].num_slots), 0)
-    if len(left) - since >= MIN_STEPS:
-        return left[since:]
-    if len(left) < MIN_STEPS:
+    since = next((i for i in range(len(inner) - 1, 0, -1) if inner[i].num_slots != inner[i - 1].num_slots), 0)
+    found = _without(lost, inner[since:])
+    if len(found.lines) < MIN_STEPS:
+        found = _without(lost, inner)
+    if len(found.lines) < MIN_STEPS:
         last, do = (f", the last {num_last} empty it", "give a longer run") if num_last else ("", "let the run go on")
-        away = f", {len(inner) - len(left)} of the others had a lost engine" if len(left) < len(inner) else ""
+        away = f", {found.num_lost} of the others had a lost engine" if found.num_lost else ""
         raise TooFewSteps(
             f"{len(lines)} steps since the start were recorded; the first {max_staleness + 2} fill the pipeline{last}"
             f"{away}, and at least {MIN_STEPS} more are needed; {do}{' with all its engines' if away else ''}"
         )
-    return left
+    return found
+
+
+def _without(lost: Collection[int], lines: Sequence[StepLine]) -> Steady:
+    left = [line for line in lines if line.step not in lost]
+    return Steady(lines=left, num_lost=len(lines) - len(left))
 
 
 def steps_with_lost_engine(
@@ -63,17 +77,27 @@ def steps_with_lost_engine(
         num_with_evaluation = int(any(evaluation.may_pass_by(line.step) for evaluation in evaluations))
         if line.num_skipped > num_with_evaluation:
             found |= {line.step - 1, line.step}
-    for before, line in itertools.pairwise(lines):
-        if line.num_rescued > before.num_rescued:
-            found.add(line.step)
-    for first, before, line, after in zip(lines, lines[1:], lines[2:], lines[3:], strict=False):
-        if line.attempt_tokens > before.attempt_tokens and after.num_failed == first.num_failed:
-            found |= set(range(line.step, line.step + max_staleness + 2))
+    found |= {lines[i].step for i in _rises(line.num_rescued for line in lines)}
+    told = [line for line in lines if line.attempt_tokens is not None]
+    for i in _rises(line.attempt_tokens for line in told):
+        if 2 <= i < len(told) - 1 and told[i + 1].num_failed == told[i - 2].num_failed:
+            found |= set(range(told[i].step, told[i].step + max_staleness + 2))
     return frozenset(found & {line.step for line in lines})
 
 
+def _rises(totals: Iterable[float | None]) -> list[int]:
+    """Where a total is above all before it. One below them only lacks what some worker did not tell this time."""
+    found, highest = list[int](), 0.0
+    for i, total in enumerate(totals):
+        if total is not None and total > highest:
+            found.append(i)
+            highest = total
+    return found
+
+
 def evaluation_under_way(ended: Sequence[Evaluation], setup: Setup) -> Evaluation | None:
-    """One beside training that may be under way, or ended with the run; nobody has written of it."""
+    """One beside training that may be under way, or ended with the run; nobody has written of it. `ended` are those of
+    the latest process."""
     every, first = setup.eval_every, setup.resumed_from_step
     if not ended and setup.eval_at_start:
         return Evaluation(version=first)

@@ -20,6 +20,7 @@ its engines run dry while its last S steps are trained.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +64,7 @@ class EngineRate:
     """What all engines together did during the steps that count."""
 
     tokens_per_s: float
-    """While they were busy: of engines that never are empty, the mean over all the time, tails included."""
+    """While they were busy, awake: of engines that never are empty, the mean over all the time, tails included."""
     full_tokens_per_s: float | None
     """While at least half a step's groups were running."""
     busy_frac: float
@@ -209,9 +210,10 @@ def figures_of(records: Sequence[Record], spans: Sequence[Span], how: Measure) -
 
 def engine_rate(records: Sequence[Record], spans: Sequence[Span], how: Measure) -> EngineRate:
     """From the trace: the tokens of a group are spread evenly over its time with the engines, and an engine is busy
-    while it has a group. A group that never ended leaves no trace, so the last S steps are left out: whatever was
-    running before them has been trained in them. Of a run that made all its steps, these are the S that do not count
-    anyway.
+    while it has a group. On shared devices the learner's turns are cut out.
+
+    A group that never ended leaves no trace, so the last S steps are left out: whatever was running before them has
+    been trained in them. Of a run that made all its steps, these are the S that do not count anyway.
 
     Raises:
         TooShort: nothing is left.
@@ -220,11 +222,13 @@ def engine_rate(records: Sequence[Record], spans: Sequence[Span], how: Measure) 
     if window is None:
         needed = how.warmup + how.case.max_staleness + 1
         raise TooShort(f"{len(records)} steps ended (in metrics and trace); the rate of the engines needs {needed}")
-    begin_s, end_s = window
-    groups = [s for s in spans if s.track == "groups" and s.begin_s < end_s and s.end_s > max(s.begin_s, begin_s)]
-    rates = [_group_tokens(span, how.work) / (span.end_s - span.begin_s) for span in groups]
-    clipped = [(max(span.begin_s, begin_s), min(span.end_s, end_s)) for span in groups]
-    busy_s = (end_s - begin_s) - idle_seconds(clipped, window, num_replicas=how.case.num_replicas)
+    seconds, turns = window[1] - window[0], _learners_turns(spans)
+    begin_s, end_s = (_without(turns, at_s) for at_s in window)
+    cut = [(s, _without(turns, s.begin_s), _without(turns, s.end_s)) for s in spans if s.track == "groups"]
+    groups = [one for one in cut if one[1] < end_s and one[2] > max(one[1], begin_s)]
+    rates = [_group_tokens(span, how.work) / (end - begin) for span, begin, end in groups]
+    clipped = [(max(begin, begin_s), min(end, end_s)) for _, begin, end in groups]
+    busy_s = (end_s - begin_s) - idle_seconds(clipped, (begin_s, end_s), num_replicas=how.case.num_replicas)
     if busy_s <= 0:
         raise TooShort("the trace shows no group with the engines during the steps that count")
     group_s = sum(end - begin for begin, end in clipped)
@@ -232,9 +236,21 @@ def engine_rate(records: Sequence[Record], spans: Sequence[Span], how: Measure) 
     return EngineRate(
         tokens_per_s=tokens / busy_s,
         full_tokens_per_s=full_rate(clipped, rates, most_groups=how.work.groups_per_step),
-        busy_frac=busy_s / (end_s - begin_s),
-        groups_running=group_s / (end_s - begin_s),
+        busy_frac=busy_s / seconds,
+        groups_running=group_s / seconds,
     )
+
+
+def _learners_turns(spans: Sequence[Span]) -> list[tuple[float, float]]:
+    """On shared devices: from the moment that engines are told to sleep until they have woken. Else none."""
+    wakes = sorted(s.end_s for s in spans if s.track.startswith("engine ") and s.name.startswith("paused for"))
+    begins = [s.begin_s for s in spans if s.track == "devices" and s.name == "sleep"]
+    return [(begin, next((end for end in wakes if end > begin), math.inf)) for begin in begins]
+
+
+def _without(turns: Sequence[tuple[float, float]], at_s: float) -> float:
+    """The same moment, with `turns` cut out of the time before it."""
+    return at_s - sum(min(at_s, end) - begin for begin, end in turns if begin < at_s)
 
 
 def _window(records: Sequence[Record], spans: Sequence[Span], how: Measure) -> tuple[float, float] | None:

@@ -133,6 +133,7 @@ class SharedDevices(OwnDevices):
         await self._have_version.wait()
         await self._engines_have_it.acquire()
         self._have_version.clear()
+        self._record = {}
         self._is_learners_turn = self._is_learner_here = True
         with self._timed("sleep"):
             await self._put_to_sleep()

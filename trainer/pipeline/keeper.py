@@ -4,7 +4,7 @@
                       └──failed──> once more, or out of this run
 
 With no engine left, groups and syncs wait for the one that comes back first (`wait`). Once training is over, a loss is
-told and no more: an evaluation uses what is left, and would not wait for another one.
+told and no more, and restarts are given up: an evaluation uses what is left, and would not wait for another one.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class EngineKeeper:
             members: replica -> "live", or how it was lost.
             restart: replaces a replica by a new engine with the newest weights; returns their version.
             max_restarts: of each replica, until it has been well for `HEALTHY_S`; 0 leaves lost ones out for good.
-            is_over: whether training needs no engine any more. No restart begins then, and a run without one goes on.
+            is_over: whether training needs no engine any more. No restart begins or goes on then, and a run without any
+                engine goes on.
         """
         self._members = members
         self._restart = restart
@@ -126,7 +127,9 @@ class EngineKeeper:
                 f"{states}; what they printed is in actor_logs/; start again with the same run_dir"
             )
         for name, state in members.items():
-            if name in self._restarts:
+            if (restart := self._restarts.get(name)) is not None:
+                if is_over and restart.cancel():
+                    log.warning("the restart of %s is given up: training is over", name)
                 continue
             if state == "live":
                 self._forgive(name, now)

@@ -2,7 +2,8 @@
 
 Two questions, two figures:
 
-- `length_bias/ks`: are trained answers distributed like generated ones? Filters and unfinished work pull them apart.
+- `length_bias/ks`: are trained answers distributed like generated ones? Filters, answers without loss (masked because
+  they were cut off, say) and unfinished work pull them apart.
 - `length_bias/early_ks`: within one *cohort*, the groups that were admitted under the same policy version, were those
   that were trained first shorter than all of them? Nothing finished is ever thrown away, so in the end a cohort is
   trained whole; what asynchrony can do is to train its short answers first, and its long ones when they are older. A

@@ -60,7 +60,7 @@ class Stalled(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What the loops work with; built by `compose`."""
+    """What the loops work with; built by `Driver`."""
 
     cfg: RunConfig
     state: RunState
@@ -79,8 +79,15 @@ class Parts:
     stepper: Stepper = field(default_factory=Stepper)
     evaluations: set[asyncio.Task[None]] = field(default_factory=set)
     """Those that run beside training."""
+    batches_over: asyncio.Event = field(default_factory=asyncio.Event)
+    """The batch of the last step is made."""
     generation_over: asyncio.Event = field(default_factory=asyncio.Event)
     """No more groups come, and none is needed."""
+
+    @property
+    def needs_groups(self) -> bool:
+        """Not any more once the last batch is made or the run is to end; what makes groups cannot fail it then."""
+        return not (self.batches_over.is_set() or self.generation_over.is_set() or self.state.stop_reason is not None)
 
     @property
     def is_trained(self) -> bool:
@@ -97,12 +104,12 @@ def start(parts: Parts, supervisor: Supervisor) -> None:
 
 
 async def _while_needed(parts: Parts, loop: Coroutine[Any, Any, None]) -> None:
-    """Once the run is to end, nothing that makes batches can fail it: a policy that reached its accuracy gives the
+    """Once no group is needed, nothing that makes batches fails the run: a policy that reached its accuracy gives the
     filters little to keep."""
     try:
         await loop
     except Exception as error:
-        if parts.state.stop_reason is None and not parts.generation_over.is_set():
+        if parts.needs_groups:
             raise
         if not isinstance(first_cause(error), BufferClosed):
             log.warning("no more groups, while the run ends anyway: %s", one_line(first_cause(error)))
@@ -115,7 +122,7 @@ async def watch_workers(parts: Parts) -> None:
     try:
         await parts.workers.watch_loads()
     except NoWorker as error:
-        if not parts.generation_over.is_set():
+        if parts.needs_groups:
             raise
         log.error("no more evaluations, while the run ends anyway: %s", error)
         parts.workers.close()
@@ -216,6 +223,7 @@ async def batch_loop(parts: Parts) -> None:
                 build_train_batch, groups, step=step, algorithm=cfg.algorithm, limits=limits
             )
         await parts.batches.put((groups, built))
+    parts.batches_over.set()
 
 
 async def train_loop(parts: Parts) -> None:
@@ -241,7 +249,9 @@ async def train_loop(parts: Parts) -> None:
         await parts.pump.publish(state.step)
         parts.stepper.close_line(parts)
         is_last = state.step >= total or state.stop_reason is not None
-        if not is_last:  # the last line waits for the last evaluation
+        if is_last:
+            parts.generation_over.set()
+        else:  # the last line waits for the last evaluation
             await evaluate_if_blocking(parts)
             # Before the checkpoint: a run that goes on from there does not come back for the line.
             await parts.stepper.write_line(parts)

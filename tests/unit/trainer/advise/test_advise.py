@@ -55,7 +55,7 @@ def play(generate_s: float, learn_s: float, *, sync_s: float = 0.0, max_stalenes
 
 def advice(generate_s: float, learn_s: float, *, setup: Setup = SETUP, sync_s: float = 0.0) -> Diagnosis:
     lines, _, _ = play(generate_s, learn_s, sync_s=sync_s, max_staleness=setup.max_staleness)
-    return diagnose(steady(lines, max_staleness=setup.max_staleness), setup, trace=None)
+    return diagnose(steady(lines, max_staleness=setup.max_staleness).lines, setup, trace=None)
 
 
 def with_slots(lines: list[StepLine], *slots: tuple[int, int]) -> list[StepLine]:
@@ -66,27 +66,27 @@ def with_slots(lines: list[StepLine], *slots: tuple[int, int]) -> list[StepLine]
 def test_steps_count_from_the_last_opening_of_slots_if_enough_are_left() -> None:
     lines, _, _ = play(9.0, 3.0)
     late = with_slots(lines, (1, 16), (20, 24))
-    assert [line.step for line in steady(late, max_staleness=2)] == list(range(20, 41))
+    assert [line.step for line in steady(late, max_staleness=2).lines] == list(range(20, 41))
     too_late = with_slots(lines, (1, 16), (39, 24))
-    assert [line.step for line in steady(too_late, max_staleness=2)] == list(range(5, 41))
+    assert [line.step for line in steady(too_late, max_staleness=2).lines] == list(range(5, 41))
 
 
 def test_a_larger_bound_is_no_help_while_slots_that_the_bound_allows_are_closed() -> None:
     lines, _, _ = play(9.0, 9.0, max_staleness=0)  # both sides wait
     setup = replace(SETUP, max_staleness=2)
-    some = diagnose(steady(with_slots(lines, (1, 16)), max_staleness=2), setup, trace=None)
+    some = diagnose(steady(with_slots(lines, (1, 16)), max_staleness=2).lines, setup, trace=None)
     assert some.findings.verdict == "both_wait"
     assert some.recommendation.keys == {}
     assert not any("S = 2 limits" in limit for limit in some.findings.limits)
-    every = diagnose(steady(with_slots(lines, (1, 24)), max_staleness=2), setup, trace=None)
+    every = diagnose(steady(with_slots(lines, (1, 24)), max_staleness=2).lines, setup, trace=None)
     assert every.recommendation.keys == {"mode.max_staleness": 5}, "3 steps of 18 s are 6 of 9 s"
     assert any("S = 2 limits" in limit for limit in every.findings.limits)
 
 
 def test_the_last_steps_of_a_run_that_is_over_do_not_count() -> None:
     lines, _, _ = play(9.0, 3.0)
-    assert [line.step for line in steady(lines, max_staleness=3, has_ended=True)] == list(range(6, 38))
-    assert steady(lines, max_staleness=0, has_ended=True) == steady(lines, max_staleness=0)
+    assert [line.step for line in steady(lines, max_staleness=3, has_ended=True).lines] == list(range(6, 38))
+    assert steady(lines, max_staleness=0, has_ended=True).lines == steady(lines, max_staleness=0).lines
     with pytest.raises(TooFewSteps, match=r"the last 3 empty it, .* give a longer run"):
         steady(lines[:10], max_staleness=3, has_ended=True)
 
@@ -369,6 +369,6 @@ def test_without_idle_times_the_generation_bound_is_unknown() -> None:
 
 def test_the_first_steps_are_left_out_and_a_few_say_nothing() -> None:
     lines = play(9.0, 3.0)[0]
-    assert [line.step for line in steady(lines[:7][::-1], max_staleness=1)] == [4, 5, 6, 7]
+    assert [line.step for line in steady(lines[:7][::-1], max_staleness=1).lines] == [4, 5, 6, 7]
     with pytest.raises(TooFewSteps, match="5 steps since the start were recorded"):
         steady(lines[:5], max_staleness=1)

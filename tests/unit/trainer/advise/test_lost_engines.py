@@ -11,14 +11,17 @@ import yaml
 from tests.unit.trainer.advise.test_run_directory import write_run
 from trainer.advise.__main__ import main
 from trainer.advise.reading import read_counted
+from trainer.telemetry.environment import append, describe
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
     from pathlib import Path
 
 AWAY_S = 120.0
 FIRST, LAST = 4, 40
 """Steps that count where no engine is lost."""
+TOTALS = {"engine/rescued_requests": 0, "discarded/attempt_tokens": 0}
+"""What the workers' reports add up to while nothing happens."""
 
 
 class Run:
@@ -28,6 +31,7 @@ class Run:
         self.path = path
         write_run(path, with_idle=with_idle)
         self.evaluates()
+        self.change(range(1, LAST + 1), TOTALS)
 
     def evaluates(self, every: int = 0, *, at_start: bool = False, blocking: bool = False) -> None:
         config = yaml.safe_load((self.path / "config.yaml").read_text())
@@ -40,10 +44,19 @@ class Run:
         lines = [json.dumps({"version": version, "step": step}) + "\n" for version, step in spans]
         (self.path / "evaluations.jsonl").write_text("".join([*lines, '{"vers']))
 
+    def resumes(self, step: int) -> None:
+        append(self.path / "environment.jsonl", describe(device="cuda", resumed_from_step=step))
+
+    def forget(self, steps: Sequence[int], keys: Collection[str]) -> None:
+        self._edit(steps, lambda one: {key: value for key, value in one.items() if key not in keys})
+
     def change(self, steps: Sequence[int], metrics: Mapping[str, float]) -> None:
+        self._edit(steps, lambda one: {**one, **metrics})
+
+    def _edit(self, steps: Sequence[int], edit: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         path = self.path / "metrics.jsonl"
         records = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-        changed = [one | (metrics if one["step"] in steps else {}) for one in records]
+        changed = [edit(one) if one["step"] in steps else one for one in records]
         path.write_text("".join(json.dumps(one) + "\n" for one in changed))
 
     def left_out(self) -> list[int]:
@@ -98,6 +111,44 @@ def test_a_run_without_an_engine_from_early_on_cannot_be_judged(run: Run, capsys
     )
 
 
+def test_only_lost_steps_that_would_have_counted_are_told_of(run: Run) -> None:
+    run.change([1, 2, 3], SKIPPED)
+    assert read_counted(run.path).num_lost_steps == 0, "the first three are left out anyway"
+    run.change([4], SKIPPED)
+    assert read_counted(run.path).num_lost_steps == 1
+    run.change(range(1, LAST + 1), {"buffer/num_slots": 8})
+    run.change(range(20, LAST + 1), {"buffer/num_slots": 16})
+    run.change([10, 11, 30], SKIPPED)
+    counted = read_counted(run.path)
+    assert [line.step for line in counted.lines] == [*range(20, 29), *range(31, LAST + 1)]
+    assert counted.num_lost_steps == 2, "those before the slots were opened are left out anyway"
+    run.change(range(30, LAST + 1), SKIPPED)
+    run.change(range(20, 27), SKIPPED)
+    counted = read_counted(run.path)
+    assert [line.step for line in counted.lines] == [*range(5, 9), *range(12, 19), 27, 28], "too few since slots"
+    assert counted.num_lost_steps == LAST - 3 - len(counted.lines)
+
+
+def test_a_report_that_is_missing_once_is_no_loss(run: Run) -> None:
+    keys = ("engine/rescued_requests", "discarded/attempt_tokens")
+    run.change(range(10, LAST + 1), dict.fromkeys(keys, 500))
+    assert run.left_out() == [10, 11, 12]
+    run.change([20], dict.fromkeys(keys, 0))
+    run.change([21, 31], dict.fromkeys(keys, 200))
+    run.forget([30], keys)
+    assert run.left_out() == [10, 11, 12], "one worker told nothing, then both"
+    run.change(range(32, LAST + 1), dict.fromkeys(keys, 600))
+    assert run.left_out() == [10, 11, 12, 32, 33, 34]
+
+
+def test_tokens_of_a_failed_group_may_be_told_after_a_line_without_a_report(run: Run) -> None:
+    run.change(range(1, 19), {"buffer/failed": 0})
+    run.change(range(19, LAST + 1), {"buffer/failed": 1, "discarded/attempt_tokens": 500})
+    run.change([19], {"discarded/attempt_tokens": 0})
+    run.forget([20], TOTALS)
+    assert run.left_out() == []
+
+
 def test_requests_that_went_on_elsewhere_tell_of_an_engine_that_was_back_before_the_next_sync(run: Run) -> None:
     run.change(range(20, LAST + 1), {"engine/rescued_requests": 5})
     assert run.left_out() == [20]
@@ -147,3 +198,24 @@ def test_the_evaluation_at_the_start_may_be_the_only_one(run: Run) -> None:
     assert run.left_out() == []
     run.change([8, 9], SKIPPED)
     assert run.left_out() == [7, 8, 9]
+
+
+def test_a_resumed_run_may_be_in_the_evaluation_at_its_start(run: Run) -> None:
+    run.resumes(13)
+    run.change(range(14, LAST + 1), SKIPPED)
+    run.evaluates(at_start=True)
+    counted = [*range(17, LAST + 1)]
+    for before in [(0, 3)], [(0, 3), (10, 13)], [(0, 3), (10, 15)]:
+        run.write_evaluations(*before)
+        assert [line.step for line in read_counted(run.path).lines] == counted, before
+    run.write_evaluations((0, 3), (13, 20))
+    assert [line.step for line in read_counted(run.path).lines] == [*range(17, 22)], "it had ended"
+
+
+def test_a_resumed_run_does_not_make_up_for_evaluations_before_it(run: Run) -> None:
+    run.resumes(13)
+    run.change([18], SKIPPED)
+    run.change([25], SKIPPED)
+    run.evaluates(every=10)
+    run.write_evaluations((0, 3))
+    assert [step for step in run.left_out() if step > 16] == [17, 18], "the next one is that of version 20"

@@ -70,12 +70,12 @@ def write_run(
 @pytest.mark.parametrize("bounds", [(9.0, 3.0), (3.0, 9.0)])
 def test_the_trace_tells_what_older_metrics_do_not(tmp_path: Path, bounds: tuple[float, float]) -> None:
     written = write_run(tmp_path / "run", generate_s=bounds[0], learn_s=bounds[1], with_idle=False)
-    lines = steady(read_lines(tmp_path / "run"), max_staleness=1)
+    lines = steady(read_lines(tmp_path / "run"), max_staleness=1).lines
     trace = read_trace(tmp_path / "run", lines, SETUP)
     assert trace is not None
     assert trace.generation_full_s == pytest.approx(bounds[0], rel=0.02)
     told = diagnose(lines, SETUP, trace=trace).findings
-    direct = diagnose(steady(written, max_staleness=1), SETUP, trace=None).findings
+    direct = diagnose(steady(written, max_staleness=1).lines, SETUP, trace=None).findings
     assert told.shares.engines_idle == pytest.approx(direct.shares.engines_idle, abs=0.02)
     assert told.verdict == direct.verdict
 
@@ -94,7 +94,7 @@ def test_a_run_directory_becomes_advice(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_the_full_rate_is_that_of_tokens_while_enough_groups_run(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    lines = steady(write_run(run_dir), max_staleness=1)
+    lines = steady(write_run(run_dir), max_staleness=1).lines
     text = (run_dir / "trace.json").read_text()
     short, long = '"tokens":10}', '"tokens":40}'
     assert text.count(short) == text.count(long) == 40

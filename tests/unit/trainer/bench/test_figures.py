@@ -79,6 +79,29 @@ def test_tokens_per_second_count_prompts_once_per_answer_and_all_devices() -> No
     assert figures_of(*sync_run(), replace(HOW, case=shared)).tokens_per_s_per_device == pytest.approx(24)
 
 
+def test_groups_that_span_turns_on_shared_devices_take_no_time_while_engines_sleep() -> None:
+    """Every group is with the engines for two of their turns of 4 s, between which the learner has the devices."""
+    records, spans = sync_run(7)
+    shared = replace(SYNC, name="shared", mode="colocated", num_replicas=1, overrides=("mode.max_staleness=1",))
+    turns: list[Span] = []
+    for k in range(7):
+        at = STEP_S * k
+        turns += [
+            Span(track="devices", name="sleep", begin_s=at + 4, end_s=at + 5),
+            Span(track="groups", name=f"group {2 * k}", begin_s=at, end_s=at + 14),
+            Span(track="groups", name=f"group {2 * k + 1}", begin_s=at, end_s=at + 14),
+            Span(track="engine replica_0", name=f"paused for v{k + 1}", begin_s=at + 9.9, end_s=at + 10),
+        ]
+    spans = [span for span in spans if span.track == "learner"] + turns
+    found = figures_of(records, spans, replace(HOW, case=shared))
+    # Always four groups, which together make 200 tokens in 4 s.
+    assert found.engines.tokens_per_s == pytest.approx(50)
+    assert found.engines.full_tokens_per_s == pytest.approx(50)
+    assert (found.generation_s, found.generation_full_s) == (pytest.approx(4), pytest.approx(4))
+    assert found.engines.busy_frac == pytest.approx(0.4)
+    assert found.ratio == pytest.approx(10 / 4)
+
+
 def test_the_first_steps_do_not_count() -> None:
     records, spans = sync_run()
     records[0] |= {"perf/step_s": 500.0, "learner/step_s": 100.0, "learner/num_tokens": 1.0}

@@ -27,10 +27,14 @@ class Moved:
     total_bytes: int = 80
 
 
+OFFLOAD_S = 3.0
+
+
 class World:
     """Learner, coordinator and two engines. Fails when both sides are on the devices."""
 
     def __init__(self) -> None:
+        self.now = 0.0
         self.log: list[str] = []
         self.asleep: set[str] = set()
         self.is_learner_here = False
@@ -64,6 +68,7 @@ class World:
 
     async def offload(self) -> list[Moved]:
         self.is_learner_here = False
+        self.now += OFFLOAD_S
         self.log.append("offload")
         return [Moved(), Moved(free_bytes=20)]
 
@@ -84,7 +89,13 @@ class World:
     def devices(self) -> SharedDevices:
         anything: Any = self
         return SharedDevices(
-            anything, anything, self.engines, tracer=Tracer(None), sleep_timeout_s=5.0, kill=self.killed.append
+            anything,
+            anything,
+            self.engines,
+            tracer=Tracer(None),
+            sleep_timeout_s=5.0,
+            kill=self.killed.append,
+            clock=lambda: self.now,
         )
 
 
@@ -101,7 +112,9 @@ async def test_a_step_takes_the_devices_and_gives_them_back() -> None:
     record = devices.record()
     assert (record["devices/onload_bytes"], record["devices/free_frac"]) == (200, 0.25)
     assert {"devices/sleep_s", "devices/onload_s", "devices/offload_s"} < set(record)
-    assert devices.offload_s == record["devices/offload_s"]
+    assert devices.offload_s == record["devices/offload_s"] == OFFLOAD_S
+    await devices.to_learner()
+    assert devices.offload_s == 0, "this turn's is still to come"
 
 
 async def test_the_next_step_waits_until_the_engines_have_the_version_of_the_last() -> None:

@@ -33,6 +33,8 @@ LAST = 6
 A_WHILE_S = 30.0
 """Several looks of those who watch engines and workers."""
 SECTIONS: dict[str, Any] = {"checkpoint": {"save_at_end": True, "export_hf": True}}
+SAVES = pytest.mark.parametrize("every_steps", [0, LAST])
+"""The last save is that of the end of a run, or a periodic one."""
 
 
 class Driver(ScriptedDriver):
@@ -55,7 +57,10 @@ def restarts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     async def replace_engine(name: str, *_: object, **_keys: object) -> None:
         begun.append(name)
-        await asyncio.Event().wait()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            begun.append(f"{name} given up")
 
     monkeypatch.setattr(compose, "replace_engine", replace_engine)
     return begun
@@ -166,12 +171,23 @@ def test_the_last_evaluation_is_made_by_the_engines_that_are_left(
     assert (run.state.num_failed_evaluations, restarts) == (0, [])
 
 
+def saving(every_steps: int) -> dict[str, Any]:
+    return {"checkpoint": SECTIONS["checkpoint"] | {"every_steps": every_steps}}
+
+
+@SAVES
+@pytest.mark.parametrize("max_restarts", [0, 3])
 @pytest.mark.parametrize("what", ["save", "export_hf"])
 def test_an_engine_lost_while_the_result_is_written_is_told_and_ends_nothing(
-    scripted: Make, caplog: pytest.LogCaptureFixture, what: str
+    scripted: Make,
+    caplog: pytest.LogCaptureFixture,
+    restarts: list[str],
+    what: str,
+    max_restarts: int,
+    every_steps: int,
 ) -> None:
     """The last version is live before it is saved."""
-    run = scripted(rollout={"max_engine_restarts": 0}, **SECTIONS)
+    run = scripted(rollout={"max_engine_restarts": max_restarts}, **saving(every_steps))
 
     def prepare(driver: Driver) -> None:
         async def lose() -> None:
@@ -185,13 +201,16 @@ def test_an_engine_lost_while_the_result_is_written_is_told_and_ends_nothing(
     assert drive(run, prepare=prepare) is None
     assert ended_in_order(run)
     assert "replica_0 is dead; training is over" in caplog.text
+    assert restarts == []
 
 
-@pytest.mark.parametrize("what", ["save", "evaluate", "export_hf"])
-def test_the_last_rollout_worker_lost_after_training_ends_nothing(
-    scripted: Make, caplog: pytest.LogCaptureFixture, what: str
+@SAVES
+@pytest.mark.parametrize("what", ["train_step", "save", "evaluate", "export_hf"])
+def test_the_last_rollout_worker_lost_when_no_group_is_needed_any_more_ends_nothing(
+    scripted: Make, caplog: pytest.LogCaptureFixture, what: str, every_steps: int
 ) -> None:
-    run, is_lost, is_closed = scripted(Script(pull_s=20.0), **SECTIONS), asyncio.Event(), list[bool]()
+    """From the last step on, whose groups are in their batch."""
+    run, is_lost, is_closed = scripted(Script(pull_s=20.0), **saving(every_steps)), asyncio.Event(), list[bool]()
     run.world.close = lambda: is_closed.append(True)  # type: ignore[method-assign]
 
     async def watch_loads() -> None:
@@ -199,7 +218,7 @@ def test_the_last_rollout_worker_lost_after_training_ends_nothing(
         raise NoWorker("no rollout worker is left (rollout worker 0 died)")
 
     async def lose() -> None:
-        if run.state.step == LAST:
+        if run.state.step == LAST - (what == "train_step"):
             is_lost.set()
             await asyncio.sleep(A_WHILE_S)
             assert is_closed, "an evaluation would wait for a worker"
@@ -223,15 +242,22 @@ def test_the_last_engine_lost_before_the_last_version_is_live_ends_the_run(
     assert (run.state.stop_reason, restarts) == ("failed", [])
 
 
-def test_an_engine_lost_before_the_last_version_is_live_is_started_again(scripted: Make, restarts: list[str]) -> None:
+def test_a_restart_from_before_the_last_version_is_live_is_given_up_then(scripted: Make, restarts: list[str]) -> None:
     run = scripted(rollout={"max_engine_restarts": 3}, **SECTIONS)
 
     def prepare(driver: Driver) -> None:
         has_two(driver, run)
         during(run, "sync", loses(driver), version=LAST)
 
+    async def waits() -> None:
+        await asyncio.sleep(A_WHILE_S)
+        given_up.append("given up" in restarts[-1])
+
+    given_up: list[bool] = []
+    during(run, "export_hf", waits)
     assert drive(run, prepare=prepare) is None
-    assert restarts == [REPLICA]
+    assert restarts == [REPLICA, f"{REPLICA} given up"]
+    assert given_up == [True], "an export on shared devices would wait for it"
 
 
 def test_the_last_rollout_worker_lost_in_mid_training_ends_the_run(scripted: Make) -> None:
@@ -243,6 +269,21 @@ def test_the_last_rollout_worker_lost_in_mid_training_ends_the_run(scripted: Mak
 
     assert isinstance(drive(run, watch_loads=watch_loads), NoWorker)
     assert 0 < run.state.step < LAST
+
+
+def test_the_last_rollout_worker_lost_when_the_accuracy_is_reached_ends_nothing(scripted: Make) -> None:
+    run = scripted(Script(train_s=5.0, hangs=lambda item: item.start_version >= 2), **SECTIONS)
+
+    async def watch_loads() -> None:
+        while run.state.step < 2:
+            await asyncio.sleep(1.0)
+        run.state.stop_reason = "reached the accuracy"
+        await asyncio.sleep(1.0)
+        raise NoWorker("no rollout worker is left")
+
+    assert drive(run, watch_loads=watch_loads) is None
+    assert run.state.step < LAST
+    assert run.world.numbers("saved") == [run.state.step]
 
 
 def test_a_learner_lost_before_the_export_ends_the_run(scripted: Make) -> None:
