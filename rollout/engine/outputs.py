@@ -29,12 +29,16 @@ class Fence:
 def sampled_logprobs(completion: Any) -> list[float]:
     """The sampled token's log-prob per new token: vLLM puts it first in its position.
 
-    An output without new tokens (an abort) carries all log-probs so far in 0.25.1, which slices them with `[-0:]`.
+    An abort, which has no new tokens, carries all log-probs so far in 0.25.1, which slices them with `[-0:]`. They
+    stand behind those of tokens that nobody had read when it came, since outputs that wait are merged.
     """
     num_tokens, logprobs = len(completion.token_ids), completion.logprobs
     if not num_tokens or logprobs is None:
         return []
-    return [logprobs.logprobs[start] for start in logprobs.start_indices]
+    starts = logprobs.start_indices
+    return [
+        logprobs.logprobs[start] for start in (starts[:num_tokens] if completion.finish_reason == "abort" else starts)
+    ]
 
 
 def known_finish_reason(reason: str | None) -> FinishReason:

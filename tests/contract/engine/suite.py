@@ -282,6 +282,20 @@ class EngineContract:
         self.assert_labels(answer)
         await engine.abort("never-heard-of")
 
+    async def test_an_abort_leaves_what_was_not_read_yet_as_it_is(self, engine: Engine) -> None:
+        """As everywhere that aborts go to whoever is busy with something else: an engine that falls asleep."""
+        params = SamplingParams(max_tokens=10_000, seed=1)
+        async with aclosing(engine.generate("unread", PROMPT, params)) as stream:
+            chunks = [await anext(stream)]
+            await asyncio.sleep(0.2)
+            await engine.abort("unread")
+            chunks += [chunk async for chunk in stream]
+        answer = Answer(chunks)
+        assert answer.finish_reason == "abort"
+        assert len(answer.tokens) == len(answer.logprobs) >= self.stream_tokens
+        assert np.all(answer.logprobs <= 0)
+        self.assert_labels(answer)
+
     async def test_a_closed_stream_frees_its_request(self, engine: Engine) -> None:
         stream = engine.generate("closed-early", PROMPT, SamplingParams(max_tokens=10_000, seed=1))
         await anext(stream)
