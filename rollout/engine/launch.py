@@ -56,7 +56,14 @@ def launch(spec: EngineSpec, meter: LoadMeter) -> tuple[AsyncLLM, list[int], Any
         config, usage_context=UsageContext.ENGINE_CONTEXT, disable_log_stats=True, stat_loggers=listeners
     )
     llm.output_processor.tokenizer = tokenizer
-    return llm, sorted(stop), tokenizer
+    return llm, _known(stop, config.model_config.get_vocab_size()), tokenizer
+
+
+def _known(stop: set[int], vocab_size: int) -> list[int]:
+    """Without tokens that the model has no row for: it cannot sample them, and vLLM 0.32 refuses requests with them."""
+    if unknown := sorted(token for token in stop if not 0 <= token < vocab_size):
+        log.warning("end tokens %s are not in the model's vocabulary of %d and can end no answer", unknown, vocab_size)
+    return sorted(stop.difference(unknown))
 
 
 def vllm_sampling(params: SamplingParams, stop_token_ids: list[int]) -> Any:

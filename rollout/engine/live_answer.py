@@ -23,28 +23,33 @@ class LiveAnswer:
 
     queue: RequestOutputCollector
     chunks: ChunkBuilder
-    border: StopWatch | None = None
-    """For stop strings that begin before what vLLM generates, which it does not see; None once there can be none."""
+    watch: StopWatch | None = None
+    """For stop strings that vLLM does not end an answer at: those that begin before what it generates; with speculative
+    decoding all, since 0.25.1 leaves what the same step drafted behind them. None once there can be none."""
+    drafts: bool = False
+    """Whether a step may give an answer several tokens."""
 
     def take(self, completion: Any) -> FinishReason | None:
-        """Add vLLM's new tokens, up to a stop string across the border. The reason if the answer ends there."""
+        """Add vLLM's new tokens, up to a stop string that it left inside. The reason if the answer ends there."""
         token_ids, logprobs = completion.token_ids, sampled_logprobs(completion)
         reason = completion.finish_reason
         finish = None if reason is None else known_finish_reason(reason)
-        end = None if self.border is None else self.border.end(token_ids)
+        end = None if self.watch is None else self.watch.end(token_ids)
         if end is not None:
             token_ids, logprobs, finish = token_ids[:end], logprobs[:end], "stop"
-        elif self.border is not None and self.border.is_past_prefix:
-            self.border = None
+        elif self.watch is not None and self.watch.is_past_prefix and not self.drafts:
+            self.watch = None
         self.chunks.add(token_ids, logprobs)
         return finish
 
 
-def border_watch(tokenizer: Any, token_ids: np.ndarray, params: SamplingParams) -> StopWatch | None:
-    """What finds stop strings that begin in the prefix of an answer that goes on here; None where there can be none.
+def stop_watch(
+    tokenizer: Any, token_ids: np.ndarray, params: SamplingParams, *, drafts: bool = False
+) -> StopWatch | None:
+    """What finds stop strings that vLLM does not end an answer at (see `LiveAnswer.watch`); None where there are none.
 
     Args:
-        token_ids: int32[T], the prompt and that prefix.
+        token_ids: int32[T], the prompt and the prefix of an answer that goes on here.
 
     Raises:
         ValueError: there are stop strings, and no tokenizer (None) to find them with.
@@ -53,6 +58,6 @@ def border_watch(tokenizer: Any, token_ids: np.ndarray, params: SamplingParams) 
         return None
     if tokenizer is None:
         raise ValueError(f"stop strings {params.stop} need text; give the engine EngineSpec.tokenizer")
-    if not params.num_prefix_tokens:
+    if not params.num_prefix_tokens and not drafts:
         return None
     return StopWatch(partial(tokenizer.decode, clean_up_tokenization_spaces=False), token_ids, params)

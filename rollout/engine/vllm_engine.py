@@ -24,7 +24,7 @@ from rollout.engine.environment import environment
 from rollout.engine.fork_server import begin_imports
 from rollout.engine.gate import AdmissionGate, GateTurns, Pause
 from rollout.engine.launch import engine_pids, import_vllm, launch, shut_down, vllm_sampling
-from rollout.engine.live_answer import LiveAnswer, border_watch
+from rollout.engine.live_answer import LiveAnswer, stop_watch
 from rollout.engine.load_meter import Activity, LoadMeter
 from rollout.engine.outputs import Fence
 from rollout.engine.reaper import OrphanReaper
@@ -83,7 +83,7 @@ class VllmEngine(Engine):
         self._reapers: list[OrphanReaper] = []
         self._vllm_dead_errors: tuple[type[Exception], ...] = ()
         self._stop_token_ids: list[int] = []
-        self._tokenizer: Any = None
+        self._tokenizer, self._drafts = None, False
         self._generated_tokens = self._prompt_tokens = self._finished_requests = 0
 
     # ---------------------------------------------------------------- life
@@ -106,6 +106,7 @@ class VllmEngine(Engine):
         self._llm, self._stop_token_ids, self._vllm_dead_errors = llm, stop_token_ids, (EngineDeadError,)
         self._reapers.append(OrphanReaper(engine_pids(llm)))
         loaded, config = self._clock(), llm.vllm_config
+        self._drafts = config.speculative_config is not None
         try:
             await self._open_adapter()
             warm_up_s = await self.warm_up()
@@ -189,7 +190,7 @@ class VllmEngine(Engine):
     async def _admit(self, request_id: str, token_ids: np.ndarray, params: SamplingParams) -> LiveAnswer | None:
         """Put the request into the engine under the version that is live then; None if it was aborted before."""
         self._spec.check_prompt(len(token_ids))
-        border = border_watch(self._tokenizer, token_ids, params)
+        watch = stop_watch(self._tokenizer, token_ids, params, drafts=self._drafts)
         if request_id in self._live or request_id in self._entering:
             raise ValueError(f"request {request_id!r} is already running; request ids must be unique per engine")
         check_token_ids(token_ids, self._engine.model_config.get_vocab_size())  # raises EngineDead, too
@@ -207,7 +208,8 @@ class VllmEngine(Engine):
                 }
                 sampling = vllm_sampling(params, self._stop_token_ids)
                 queue = await self._guard(engine.add_request(request_id, prompt, sampling, lora_request=self._adapter))
-                live = LiveAnswer(queue, ChunkBuilder(VersionLabels(self._version), self._spec.stream_tokens), border)
+                chunks = ChunkBuilder(VersionLabels(self._version), self._spec.stream_tokens)
+                live = LiveAnswer(queue, chunks, watch, self._drafts)
                 if not self._live:
                     self._activity.begin()
                 self._live[request_id] = live

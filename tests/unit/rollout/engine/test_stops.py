@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 from rollout.engine.base import EngineSpec
+from rollout.engine.chunks import ChunkBuilder, VersionLabels
+from rollout.engine.live_answer import LiveAnswer, stop_watch
 from rollout.engine.scripted_replica import ScriptedReplica, Workload
 from rollout.engine.stops import StopWatch
 from rollout.engine.vllm_engine import VllmEngine
@@ -81,6 +84,43 @@ def test_after_as_many_tokens_as_a_string_can_have_none_begins_in_the_prefix() -
         assert not watch.is_past_prefix
         watch.end([0])
     assert watch.is_past_prefix
+
+
+def taken(outputs: list[tuple[list[int], str | None]], *, drafts: bool) -> tuple[list[int], list[float], str | None]:
+    """What an answer with the stop string "</s>" has of vLLM's outputs: tokens, log-probs, and why it ended."""
+    anything: Any = None
+    tokenizer: Any = SimpleNamespace(decode=lambda token_ids, **_: decode(token_ids))
+    params = SamplingParams(max_tokens=99, stop=("</s>",))
+    watch = stop_watch(tokenizer, np.array([0, 1], np.int32), params, drafts=drafts)
+    chunks = ChunkBuilder(VersionLabels(0), 100)
+    live, number, finish = LiveAnswer(anything, chunks, watch, drafts), 0, None
+    for tokens, reason in outputs:
+        flat = SimpleNamespace(
+            logprobs=[-float(number + i) for i in range(len(tokens))], start_indices=range(len(tokens))
+        )
+        number += len(tokens)
+        finish = live.take(SimpleNamespace(token_ids=tokens, logprobs=flat, finish_reason=reason))
+        if finish is not None:
+            break
+    (chunk,) = chunks.cut(finish)
+    return chunk.token_ids.tolist(), chunk.logprobs.tolist(), chunk.finish_reason
+
+
+LONG = [0] * 40
+"""Longer than any stop string can be."""
+
+
+def test_with_speculative_decoding_nothing_that_was_drafted_behind_a_stop_string_stays() -> None:
+    """vLLM 0.25.1 cuts the text there and leaves the tokens of the same step."""
+    tokens, logprobs, finish = taken([(LONG, None), ([0, 5, 1, 2], "stop")], drafts=True)
+    assert (tokens, finish) == ([*LONG, 0, 5], "stop")
+    assert logprobs == [-float(i) for i in range(42)]
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_where_vllm_ended_the_answer_itself_it_is_left_as_it_is(drafts: bool) -> None:
+    assert taken([(LONG, None), ([0, 5], "stop")], drafts=drafts)[::2] == ([*LONG, 0, 5], "stop")
+    assert taken([(LONG, None), ([0, 1], "length")], drafts=drafts)[::2] == ([*LONG, 0, 1], "length")
 
 
 @pytest.mark.parametrize("stop", [("",), ("a", ""), "ab", (3,)])
