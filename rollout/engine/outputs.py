@@ -35,10 +35,8 @@ def sampled_logprobs(completion: Any) -> list[float]:
     num_tokens, logprobs = len(completion.token_ids), completion.logprobs
     if not num_tokens or logprobs is None:
         return []
-    starts = logprobs.start_indices
-    return [
-        logprobs.logprobs[start] for start in (starts[:num_tokens] if completion.finish_reason == "abort" else starts)
-    ]
+    starts = logprobs.start_indices[:num_tokens] if completion.finish_reason == "abort" else logprobs.start_indices
+    return [logprobs.logprobs[start] for start in starts]
 
 
 def known_finish_reason(reason: str | None) -> FinishReason:

@@ -58,9 +58,9 @@ def as_values(diagnosis: Diagnosis) -> dict[str, object]:
 
 def _left_out(found: Findings) -> list[str]:
     num = found.num_lost_steps
-    return [f"{num} step{'' if num == 1 else 's'} with a lost engine {'is' if num == 1 else 'are'} left out."] * bool(
-        num
-    )
+    if not num:
+        return []
+    return [f"{num} step{'' if num == 1 else 's'} with a lost engine {'is' if num == 1 else 'are'} left out."]
 
 
 def _rest(found: Findings, setup: Setup) -> list[str]:
