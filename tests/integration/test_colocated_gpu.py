@@ -14,7 +14,7 @@ from rollout.engine.base import EngineSpec
 from rollout.engine.vllm_engine import VllmEngine
 from rollout.types import SamplingParams
 from tests.contract.engine.suite import collect
-from tests.integration.test_fallback_gpu import CONFIG, PROMPT, Learner
+from tests.integration.test_fallback_gpu import CONFIG, EXPERTS, PROMPT, Learner
 from tests.integration.test_fallback_vllm import write_checkpoints
 from tests.integration.test_lora_vllm import EngineHandle
 from weight_sync.coordinator import SyncCoordinator, SyncOptions
@@ -22,6 +22,8 @@ from weight_sync.vllm_compat import EXTENSION
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from transformers import PretrainedConfig
 
 pytestmark = [
     pytest.mark.asyncio,
@@ -45,8 +47,8 @@ async def answer(engine: VllmEngine, name: str) -> tuple[list[int], np.ndarray]:
     return list(found.tokens), found.logprobs
 
 
-async def answer_of_fresh(folder: Path) -> tuple[list[int], np.ndarray]:
-    engine = VllmEngine(make_spec(folder))
+async def answer_of_fresh(folder: Path, **changes: Any) -> tuple[list[int], np.ndarray]:
+    engine = VllmEngine(make_spec(folder, **changes))
     await engine.start()
     try:
         return await answer(engine, "fresh")
@@ -54,12 +56,19 @@ async def answer_of_fresh(folder: Path) -> tuple[list[int], np.ndarray]:
         await engine.close()
 
 
-async def test_an_engine_wakes_with_the_weights_that_were_trained_while_it_slept(tmp_path: Path) -> None:
-    write_checkpoints(tmp_path, CONFIG, std=0.2)
+@pytest.mark.parametrize(
+    ("config", "env"),
+    [(CONFIG, {}), (CONFIG, {"VLLM_USE_V2_MODEL_RUNNER": "0"}), (EXPERTS, {})],
+    ids=["dense", "first-runner", "experts"],
+)
+async def test_an_engine_wakes_with_the_weights_that_were_trained_while_it_slept(
+    config: PretrainedConfig, env: dict[str, str], tmp_path: Path
+) -> None:
+    write_checkpoints(tmp_path, config, std=0.2)
     full = {which: load_file(tmp_path / which / "model.safetensors") for which in ("old", "new")}
-    expected = {which: await answer_of_fresh(tmp_path / which) for which in full}
+    expected = {which: await answer_of_fresh(tmp_path / which, env=env) for which in full}
     assert expected["old"][0] != expected["new"][0], "both checkpoints answer the same; nothing would be tested"
-    engine = VllmEngine(make_spec(tmp_path / "old", sleep_level=2))
+    engine = VllmEngine(make_spec(tmp_path / "old", sleep_level=2, env=env))
     await engine.start()
     try:
         for commit in ("staged", "inplace"):

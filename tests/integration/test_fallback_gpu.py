@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import Qwen2Config
+from transformers import PretrainedConfig, Qwen2Config, Qwen3MoeConfig
 
 from tests.fakes.sync_world import LocalPublisher
 from tests.integration.test_fallback_vllm import write_checkpoints
@@ -31,10 +31,13 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-CONFIG = Qwen2Config(
-    hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-    vocab_size=512, max_position_embeddings=256, tie_word_embeddings=False, eos_token_id=1,
-)  # fmt: skip
+_SHAPE: dict[str, Any] = {
+    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 256, "tie_word_embeddings": False,
+    "eos_token_id": 1,
+}  # fmt: skip
+CONFIG = Qwen2Config(**_SHAPE)
+EXPERTS = Qwen3MoeConfig(**{**_SHAPE, "head_dim": 64}, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=128)
 PROMPT = list(range(5, 37))
 ENGINE: dict[str, Any] = {"enforce_eager": False, "async_scheduling": True, "gpu_memory_utilization": 0.2}
 
@@ -84,8 +87,8 @@ async def sample(engine: Any, name: str) -> list[tuple[int, float]]:
     return [(token, at[token].logprob) for token, at in zip(chosen.token_ids, chosen.logprobs, strict=True)]
 
 
-async def check(home: Path, engine_changes: dict[str, Any], device: str) -> None:
-    write_checkpoints(home, CONFIG, std=0.2)
+async def check(home: Path, config: PretrainedConfig, engine_changes: dict[str, Any], device: str) -> None:
+    write_checkpoints(home, config, std=0.2)
     old, new = (load_file(home / which / "model.safetensors") for which in ("old", "new"))
     found: dict[str, list[tuple[int, float]]] = {}
     engine = await start_engine(home / "old", engine_changes)
@@ -123,10 +126,11 @@ async def check(home: Path, engine_changes: dict[str, Any], device: str) -> None
 
 
 @pytest.mark.parametrize("changes", [{}, {"quantization": "fp8"}], ids=["bfloat16", "fp8"])
+@pytest.mark.parametrize("config", [CONFIG, EXPERTS], ids=["dense", "experts"])
 async def test_an_engine_gives_the_log_probs_of_one_that_loaded_the_checkpoint(
-    changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: PretrainedConfig, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     monkeypatch.setenv("VLLM_NO_USAGE_STATS", "1")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    await check(tmp_path, ENGINE | changes, "cuda")
+    await check(tmp_path, config, ENGINE | changes, "cuda")

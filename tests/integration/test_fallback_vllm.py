@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config
 
 from tests.fakes.patience import PATIENT_TEST_S
 
@@ -24,7 +24,7 @@ _CONFIG = Qwen2Config(
 )  # fmt: skip
 
 
-def write_checkpoints(folder: Path, config: Qwen2Config = _CONFIG, *, std: float = 1.0) -> None:
+def write_checkpoints(folder: Path, config: PretrainedConfig = _CONFIG, *, std: float = 1.0) -> None:
     """`old` and `new`: two sets of random weights of one model."""
     for seed, which in enumerate(("old", "new")):
         torch.manual_seed(seed)
