@@ -35,8 +35,11 @@ from weight_sync.errors import PublisherLost, WeightSyncError
 from weight_sync.wire import decode, make_error
 
 RETRY_S = 1.0
+CHECK_S = 0.05
+"""Between two looks at whether the answer is still wanted."""
 R = TypeVar("R")
 Clock = Callable[[], float]
+Check = Callable[[], None]
 
 
 class Conversation:
@@ -129,8 +132,11 @@ class ControlClient:
         self._dealer = context.socket(zmq.DEALER)
         connected(self._dealer, endpoint)
 
-    def ask(self, request: Request, kind: type[R], *, deadline_s: float) -> R:
+    def ask(self, request: Request, kind: type[R], *, deadline_s: float, check: Check | None = None) -> R:
         """The publisher's answer, of type `kind`.
+
+        Args:
+            check: called while there is no answer; may raise to stop waiting.
 
         Raises:
             PublisherLost: no answer within `deadline_s`.
@@ -138,8 +144,8 @@ class ControlClient:
         """
         give_up = self._clock() + deadline_s
         with self._lock:
-            self._greet(give_up, deadline_s)
-            return checked(self._exchange(request, give_up, deadline_s), kind, self.endpoint)
+            self._greet(give_up, deadline_s, check)
+            return checked(self._exchange(request, give_up, deadline_s, check), kind, self.endpoint)
 
     def hello(self, *, deadline_s: float) -> None:
         """Open the session, if it is not open.
@@ -149,18 +155,18 @@ class ControlClient:
             StaleEpoch: it serves another run or epoch.
         """
         with self._lock:
-            self._greet(self._clock() + deadline_s, deadline_s)
+            self._greet(self._clock() + deadline_s, deadline_s, None)
 
     def close(self) -> None:
         """Hang up. Waits for a question in flight, which has a deadline."""
         with self._lock:
             self._dealer.close(0)
 
-    def _greet(self, give_up: float, deadline_s: float) -> None:
+    def _greet(self, give_up: float, deadline_s: float, check: Check | None) -> None:
         if not self._talk.is_greeted:
-            self._talk.greeted(self._exchange(self._talk.hello(), give_up, deadline_s), self.endpoint)
+            self._talk.greeted(self._exchange(self._talk.hello(), give_up, deadline_s, check), self.endpoint)
 
-    def _exchange(self, request: Request, give_up: float, deadline_s: float) -> Response:
+    def _exchange(self, request: Request, give_up: float, deadline_s: float, check: Check | None) -> Response:
         request_id = self._talk.next_request()
         # A hello is not repeated: under one nonce it would be a replay, and TCP does not lose it.
         retry_s = deadline_s if isinstance(request, Hello) else RETRY_S
@@ -168,15 +174,18 @@ class ControlClient:
             # A full queue means a dead publisher: nothing to do here, the deadline of the caller speaks.
             with contextlib.suppress(zmq.Again):
                 self._dealer.send(self._talk.frame(request, request_id), zmq.NOBLOCK)
-            response = self._receive(request, request_id, min(retry_s, left_s))
+            response = self._receive(request, request_id, min(retry_s, left_s), check)
             if response is not None:
                 return response
         raise _lost(self.endpoint, request, deadline_s)
 
-    def _receive(self, request: Request, request_id: int, timeout_s: float) -> Response | None:
+    def _receive(self, request: Request, request_id: int, timeout_s: float, check: Check | None) -> Response | None:
         """The answer to `request_id`; late answers to earlier questions are thrown away."""
         until = self._clock() + timeout_s
         while (left_s := until - self._clock()) > 0:
+            if check is not None:
+                check()
+                left_s = min(left_s, CHECK_S)
             if not self._dealer.poll(max(1, int(left_s * 1000))):
                 continue
             response = self._talk.response_in(self._dealer.recv(), request, request_id)

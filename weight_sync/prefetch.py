@@ -15,7 +15,7 @@ SLACK_S = 5.0
 """A pull outlives its deadline by this much. Whoever asked for it notices a little late that the deadline has passed,
 and asks again: what the first attempt brought is not to be thrown away in between."""
 ABORT_WAIT_S = 30.0
-"""How long an aborted pull may take to notice: one batch of copies, or one question to a publisher."""
+"""How long an aborted pull may take to notice: one batch of copies."""
 
 
 class Prefetch:
@@ -25,7 +25,7 @@ class Prefetch:
         self.version = version
         self._epoch = epoch
         self._host = host
-        self._give_up = Deadline(host.clock() + deadline_s + SLACK_S)
+        self._give_up = Deadline(host.clock() + deadline_s + SLACK_S, self._check)
         self._deadline_s = deadline_s
         self._is_aborted = threading.Event()
         self._outcome: Pulled | BaseException | None = None
@@ -85,7 +85,7 @@ class Prefetch:
             if self._host.device.index is not None:
                 self._host.backend.set_device(self._host.device.index)
             if self._epoch.landing.is_staged:
-                self._outcome = self._epoch.pull(self.version, give_up=self._give_up, check=self._check)
+                self._outcome = self._epoch.pull(self.version, give_up=self._give_up)
             else:
                 self._epoch.lease(self.version, give_up=self._give_up, ttl_s=self._deadline_s)
                 self._outcome = Pulled()

@@ -200,7 +200,7 @@ class WeightReceiver:
             pulled = arrived
         else:
             try:
-                pulled = epoch.pull(version, give_up=Deadline(give_up), check=lambda: None)
+                pulled = epoch.pull(version, give_up=Deadline(give_up))
             except BaseException:
                 epoch.give_up()
                 raise

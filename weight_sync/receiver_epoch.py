@@ -186,9 +186,8 @@ class ReceiverEpoch:
         """
         self._leases.take(version, give_up=give_up, ttl_s=ttl_s)
 
-    def pull(self, version: int, *, give_up: Deadline, check: Callable[[], None]) -> Pulled:
-        """Bring `version` into the shadow (staged) or the parameters (in place), verified. `check` may raise to stop.
-        Call `give_up` if this raises.
+    def pull(self, version: int, *, give_up: Deadline) -> Pulled:
+        """Bring `version` into the shadow (staged) or the parameters (in place), verified. Call `give_up` if it raises.
 
         Raises:
             PullTimeout, PublisherLost, DigestMismatch, LeaseExpired, VersionUnavailable.
@@ -197,7 +196,7 @@ class ReceiverEpoch:
         self._leases.take(version, give_up=give_up)
 
         def keep_going() -> None:
-            check()
+            give_up.check()
             if self._host.clock() >= give_up.at:
                 raise PullTimeout(f"{self._holder}: version {version} did not arrive in time; it is not committed")
             self._leases.renew_if_due(give_up)

@@ -38,11 +38,18 @@ PENDING_S = 0.001
 R = TypeVar("R")
 
 
+def _is_wanted() -> None:
+    pass
+
+
 @dataclass(slots=True)
 class Deadline:
-    """A time by the receiver's clock that may still be moved, by a retry that joins what its first attempt began."""
+    """How long something is waited for."""
 
     at: float
+    """By the receiver's clock. May still be moved, by a retry that joins what its first attempt began."""
+    check: Callable[[], None] = _is_wanted
+    """Raises once nobody wants it any more; looked at all the while."""
 
 
 class Source(NamedTuple):
@@ -142,6 +149,7 @@ class Leases:
                 return answer
             if not isinstance(answer, Pending):
                 raise WeightSyncError(f"learner {rank} answered a lease request with {type(answer).__name__}")
+            give_up.check()
             if self._clock() >= give_up.at:
                 raise PullTimeout(f"{self._holder}: learner {rank} did not seal version {version} in time")
             time.sleep(PENDING_S)
@@ -151,10 +159,11 @@ class Leases:
         Raises:
             PublisherLost: no answer within `SILENCE_S`.
             PullTimeout: none either, and there was less time than that.
+            Exception: what `give_up.check` raises.
         """
         patience_s = min(SILENCE_S, max(give_up.at - self._clock(), LAST_WORD_S))
         try:
-            return self._sources[rank].client.ask(request, kind, deadline_s=patience_s)
+            return self._sources[rank].client.ask(request, kind, deadline_s=patience_s, check=give_up.check)
         except PublisherLost as error:
             if patience_s >= SILENCE_S:
                 raise

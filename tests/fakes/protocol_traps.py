@@ -125,10 +125,10 @@ def _watch_packing(traps: Traps) -> None:
 def _watch_control(traps: Traps) -> None:
     ask = ControlClient.ask
 
-    def asked(self: Any, request: Any, kind: type[Any], *, deadline_s: float) -> Any:
+    def asked(self: Any, request: Any, kind: type[Any], **options: Any) -> Any:
         if isinstance(request, ReleaseRequest):
             traps.reach("attested")
-        answer = ask(self, request, kind, deadline_s=deadline_s)
+        answer = ask(self, request, kind, **options)
         if isinstance(answer, LeaseGranted):
             traps.reach("leased")
         return answer

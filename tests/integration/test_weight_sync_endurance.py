@@ -27,7 +27,7 @@ DELAY_S = 0.003
 """Longest sleep before a call; a sync has some ten calls on its way."""
 DEADLINE_S = 120.0
 """For all syncs together; they take about 15 s on two idle cores."""
-DEADLOCK_S = 15.0
+DEADLOCK_S = 8.0
 
 TRAFFIC = {
     "control_answered", "control_refused", "control_retried", "control_replayed", "versions_superseded",

@@ -13,6 +13,7 @@ from tests.fakes.ports import listening_sockets
 from tests.fakes.publisher_process import PublisherProcess
 from tests.fakes.sync_world import PARAMS, LocalPublisher, LocalReplica, full_weights
 from weight_sync import prefetch, sources
+from weight_sync.control import Pending
 from weight_sync.device.cpu import CpuBackend
 from weight_sync.errors import (
     LeaseExpired,
@@ -405,6 +406,46 @@ def test_stopped_learner_is_noticed_in_time_and_works_on_when_it_wakes(
 
 
 @pytest.mark.parametrize("commit", ["staged", "inplace"])
+def test_an_abort_waits_for_no_learner_that_says_nothing(
+    process: PublisherProcess, closing: list[Any], monkeypatch: pytest.MonkeyPatch, commit: str
+) -> None:
+    monkeypatch.setattr(prefetch, "ABORT_WAIT_S", 5.0)  # less than the patience with a silent learner
+    pair = open_process_pair(process, closing, commit)
+    process.signal(signal.SIGSTOP)
+    try:
+        pair.receiver.prefetch(2, deadline_s=60.0)
+        time.sleep(0.2)
+        assert pair.receiver._prefetch.is_running
+        assert pair.receiver.abort()
+        pair.replica.assert_holds(OLD)
+    finally:
+        process.signal(signal.SIGCONT)
+    pair.fetch(2)
+    pair.receiver.commit(2, deadline_s=5.0)
+    pair.replica.assert_holds(NEW)
+
+
+def test_an_abort_waits_for_no_seal(local: LocalPublisher, closing: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefetch, "ABORT_WAIT_S", 5.0)
+    pair = open_pair(local, closing, "staged")
+    asked = threading.Event()
+
+    def not_yet(request: object, kind: object, **_: object) -> Pending:
+        asked.set()
+        return Pending()
+
+    source = next(iter(pair.receiver._epoch._sources.values()))
+    with monkeypatch.context() as unsealed:
+        unsealed.setattr(source.client, "ask", not_yet)
+        pair.receiver.prefetch(2, deadline_s=60.0)
+        assert asked.wait(5.0)
+        assert pair.receiver.abort()
+    pair.fetch(2)
+    pair.receiver.commit(2, deadline_s=5.0)
+    pair.replica.assert_holds(NEW)
+
+
+@pytest.mark.parametrize("commit", ["staged", "inplace"])
 def test_a_learner_that_there_is_no_time_to_ask_is_not_called_lost(
     local: LocalPublisher, closing: list[Any], monkeypatch: pytest.MonkeyPatch, commit: str
 ) -> None:
@@ -413,7 +454,7 @@ def test_a_learner_that_there_is_no_time_to_ask_is_not_called_lost(
     pair = open_pair(local, closing, commit)
     source = next(iter(pair.receiver._epoch._sources.values()))
 
-    def say_nothing(request: object, kind: object, *, deadline_s: float) -> None:
+    def say_nothing(request: object, kind: object, *, deadline_s: float, check: object) -> None:
         raise PublisherLost(f"no answer within {deadline_s:.1f} s")
 
     monkeypatch.setattr(source.client, "ask", say_nothing)

@@ -254,7 +254,7 @@ async def test_close_kills_busy_processes_and_answers_their_callers(function: st
 
 async def test_a_hang_takes_what_the_reward_started_with_it(function: str, tmp_path: Path) -> None:
     pid_file = tmp_path / "grandchild.pid"
-    async with RewardPipeline(function, timeout_s=10.0, num_processes=1) as rewards:
+    async with RewardPipeline(function, timeout_s=5.0, num_processes=1) as rewards:
         with pytest.raises(RewardError, match="longer than"):
             await rewards.score(a_prompt(), f"grandchild {pid_file}")
     wait_until_gone([int(pid_file.read_text())])
