@@ -47,7 +47,7 @@ class RayEngine:
         self, request_ids: Sequence[str], token_ids: Sequence[np.ndarray], params: Sequence[SamplingParams]
     ) -> AsyncGenerator[tuple[int, Completion], None]:
         """See `EngineClient`."""
-        from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
+        from ray.exceptions import ObjectLostError, RayTaskError
 
         same_tokens: dict[bytes, list[int]] = {}
         for index, tokens in enumerate(token_ids):
@@ -60,7 +60,7 @@ class RayEngine:
                     if chunk.finish_reason is not None:
                         del running[index]
                     yield index, chunk
-        except (RayActorError, ObjectLostError) as error:
+        except (*actor_errors(), ObjectLostError) as error:
             running.clear()
             raise EngineDead(f"{self._name}: {str(error).splitlines()[0]}") from error
         except EngineDead as error:
@@ -83,11 +83,9 @@ class RayEngine:
 
     async def load(self) -> EngineLoad:
         """See `EngineClient`."""
-        from ray.exceptions import RayActorError
-
         try:
             return await self._handle.load.remote()
-        except RayActorError as error:
+        except actor_errors() as error:
             raise EngineDead(f"{self._name}: {str(error).splitlines()[0]}") from error
 
     async def _stream(
@@ -226,11 +224,25 @@ class RolloutWorkerActor:
         self._for_life.close()
 
 
+def actor_errors() -> tuple[type[Exception], ...]:
+    """What Ray raises for a call to an actor that is gone or cannot be reached. One that the memory monitor of its node
+    has killed fails with an `OutOfMemoryError`, which is no `RayActorError`."""
+    from ray.exceptions import (
+        LocalRayletDiedError,
+        NodeDiedError,
+        OutOfMemoryError,
+        RayActorError,
+        WorkerCrashedError,
+    )
+
+    return (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError, LocalRayletDiedError)
+
+
 def is_actor_lost(error: BaseException) -> bool:
     """Whether a remote call failed because its actor is gone or cannot be reached, and not by what the actor did."""
-    from ray.exceptions import RayActorError, RayTaskError
+    from ray.exceptions import RayTaskError
 
-    return isinstance(error, RayActorError) and not isinstance(error, RayTaskError)
+    return isinstance(error, actor_errors()) and not isinstance(error, RayTaskError)
 
 
 def kill_actor(actor: Any) -> None:

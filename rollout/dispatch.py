@@ -11,6 +11,7 @@ turns of an agent do not wait for each other.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
@@ -186,8 +187,8 @@ class GroupGenerator:
         self._batch: list[_Request] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_calls = 0
-        self.num_tokens = 0
-        """That engines generated for it."""
+        self.tokens_of: Counter[int] = Counter()
+        """Sample index -> tokens that engines generated for it."""
         self._num_submissions: dict[int, int] = {}
         self.waits = Waits(asyncio.get_running_loop().time)
         """For room at an engine, by sample index."""
@@ -273,8 +274,8 @@ class GroupGenerator:
             return await self._turnstile.enter(context.key, context.order, tokens=tokens, num_requests=len(requests))
 
     async def _submit(self, name: str, requests: Sequence[_Request]) -> None:
-        """One streaming call to the replica `name`. If it dies, or has old weights, it is quarantined; what is left of
-        the requests goes on elsewhere."""
+        """One streaming call to the replica `name`. If it dies, hangs or has old weights, it is quarantined, and what
+        is left of the requests goes on elsewhere."""
         loads = [request.load for request in requests]
         is_outstanding = [True] * len(requests)
         try:
@@ -288,11 +289,11 @@ class GroupGenerator:
                 async for index, chunk in stream:
                     self._check_version(name, chunk)
                     requests[index].add(chunk)
-                    self.num_tokens += len(chunk.token_ids)
+                    self.tokens_of[requests[index].sample_index] += len(chunk.token_ids)
                     if chunk.finish_reason is not None:
                         is_outstanding[index] = False
                         self._turnstile.leave(name, tokens=loads[index], num_requests=1)
-        except EngineDead as error:
+        except (EngineDead, TimeoutError) as error:  # a deadline of the engine's own: ours comes as a cancellation
             self._turnstile.quarantine(name, str(error))
             for request in requests:
                 request.has_lost_replica = request.is_open
@@ -305,7 +306,8 @@ class GroupGenerator:
         self._turnstile.rescued.add([request.num_tokens for request in requests if request.has_lost_replica])
         self._turnstile.moved.add([tokens for request in requests if (tokens := request.send())])
         key = self._context.key
-        ids = [f"{key}/{request.sample_index}/{self._num_calls}" for request in requests]
+        # Numbered within the call, too: a loop may ask for several answers of one sample at once.
+        ids = [f"{key}/{request.sample_index}/{self._num_calls}.{number}" for number, request in enumerate(requests)]
         return _Call(group_key=key, engine=self._engines[name], request_ids=ids, requests=requests)
 
     def _params_of(self, request: _Request) -> SamplingParams:

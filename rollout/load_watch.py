@@ -9,6 +9,7 @@ generate `EngineLoad.still_s` is 0, and before its first answer it is taken to s
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from rollout.engine.base import EngineLoad
     from rollout.engine.repacking import Repacking
     from rollout.engine.turnstile import Turnstile
+
+log = logging.getLogger(__name__)
 
 LOOK_S = 0.5
 """Between two looks: many decode steps, so that a look sees what the one before has led to."""
@@ -159,7 +162,7 @@ class LoadWatch:
         try:
             async with asyncio.timeout(ANSWER_S):
                 load = await engine.load()
-        except (EngineDead, TimeoutError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever one replica raises, all go on being looked at
             if self._engines[name] is engine and name in self._loads:
                 self._on_silence(name, error)
             return  # a limit that is not changed does no harm
@@ -174,11 +177,14 @@ class LoadWatch:
             self._states[name] = self._states[name].next(load, demand)
             self._turnstile.limit(name, self._states[name].limit)
 
-    def _on_silence(self, name: str, error: EngineDead | TimeoutError) -> None:
+    def _on_silence(self, name: str, error: Exception) -> None:
         if isinstance(error, EngineDead):
             self._give_up(name, str(error))
             return
+        waited_s = ANSWER_S if isinstance(error, TimeoutError) else 0.0
+        if not waited_s and name not in self._unanswered_s:
+            log.warning("%s did not say how busy it is: %s: %s", name, type(error).__name__, error)
         # Counted in looks and not by a clock: where it is this sender that stood still, no replica was silent.
-        self._unanswered_s[name] += LOOK_S + ANSWER_S
+        self._unanswered_s[name] += LOOK_S + waited_s
         if self._unanswered_s[name] > self._silence_timeout_s:
             self._give_up(name, f"it answered nothing for {self._unanswered_s[name]:.0f} s")

@@ -144,6 +144,8 @@ class Trajectory:
     """The generated text, decoded once for rewards and for people."""
     error: str = ""
     """Why status is "failed"; empty otherwise."""
+    num_lost_tokens: int = 0
+    """Generated for it, and in none of its turns: its agent loop failed and did not return them."""
 
     @property
     def total_reward(self) -> float:
@@ -152,7 +154,7 @@ class Trajectory:
 
     @property
     def num_generated_tokens(self) -> int:
-        return sum(s.num_tokens for turn in self.turns for s in turn.segments)
+        return sum(s.num_tokens for turn in self.turns for s in turn.segments) + self.num_lost_tokens
 
     @property
     def versions(self) -> tuple[int, ...]:

@@ -164,7 +164,7 @@ class RolloutWorker:
             try:
                 return await self._attempt(item, generator)
             except BaseException:  # a group that nobody waits for any more, too
-                self._num_lost_tokens += generator.num_tokens
+                self._num_lost_tokens += generator.tokens_of.total()
                 raise
 
     async def _attempt(self, item: WorkItem, generator: GroupGenerator) -> Group:
@@ -309,13 +309,13 @@ class RolloutWorker:
     async def _generate_sample(
         self, prompt: Prompt, sample_index: int, max_tokens: int, generator: GroupGenerator
     ) -> Trajectory:
-        started = self._clock()
+        started, num_lost = self._clock(), 0
         generate, limit_s = partial(generator.generate, sample_index), self._spec.agent_timeout_s
         try:
             episode = await play(self._loop, prompt, max_tokens, generate=generate, timeout_s=limit_s)
             error = self._timeout_error if episode.status == "failed" else ""
         except AgentError as failure:
-            error = f"agent loop {self._spec.agent!r}: {failure}"
+            error, num_lost = f"agent loop {self._spec.agent!r}: {failure}", generator.tokens_of[sample_index]
             episode = Episode(turns=TokenLedger(prompt.token_ids).turns(), status="failed")
         generated = self._clock()
         generated_ids = np.concatenate([turn.token_ids[turn.is_generated] for turn in episode.turns]).tolist()
@@ -329,6 +329,7 @@ class RolloutWorker:
             timings={"generate_s": generated - started, "engine_wait_s": generator.waits.seconds(sample_index)},
             text=self._tokenizer.decode(generated_ids, skip_special_tokens=True),
             error=error,
+            num_lost_tokens=num_lost,
         )
 
     async def _judge(self, prompt: Prompt, trajectory: Trajectory) -> Trajectory:

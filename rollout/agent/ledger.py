@@ -75,11 +75,18 @@ class TokenLedger:
         self._num_prompt_tokens = len(prompt_token_ids)
 
     def add_context(self, token_ids: np.ndarray) -> None:
-        """Appends tokens that the policy did not sample, e.g. the result of a tool."""
+        """Appends tokens that the policy did not sample, e.g. the result of a tool.
+
+        Raises:
+            ValueError: they are no whole numbers in one row.
+        """
+        tokens = np.asarray(token_ids)
+        if tokens.ndim != 1 or (tokens.dtype.kind not in "iu" and len(tokens)):
+            raise ValueError(f"context must be token ids in one row, got {tokens.dtype} of shape {tokens.shape}")
         if self._generated:
             self._closed_turns.append(self._open_turn())
             self._context, self._generated, self._reward = [], [], 0.0
-        self._context.append(np.asarray(token_ids, np.int32))
+        self._context.append(tokens.astype(np.int32))
 
     def add_generated(self, completion: Completion) -> None:
         """Appends sampled tokens with their log-probabilities and versions."""

@@ -7,7 +7,7 @@ from the reward function; a loop may add rewards of single turns.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, get_args
 
 import numpy as np
@@ -110,7 +110,7 @@ class MultiTurnLoop:
     async def run(self, prompt: Prompt, max_tokens: int, generate: Generate) -> Episode:
         environment = self._make_environment(prompt)
         ledger = TokenLedger(prompt.token_ids)
-        for _ in range(self._max_turns):
+        for number in range(1, self._max_turns + 1):
             left = max_tokens - ledger.num_response_tokens
             completion = await generate(ledger.token_ids(), left, stop=self._stop)
             ledger.add_generated(completion)
@@ -120,15 +120,16 @@ class MultiTurnLoop:
             ledger.add_reward(reply.reward)
             if reply.token_ids is None:
                 return Episode(turns=ledger.turns(), status="completed")
-            tokens = np.asarray(reply.token_ids, np.int32)
-            if ledger.num_response_tokens + len(tokens) >= max_tokens:
-                break  # no room for the reply and a token after it
+            tokens = np.asarray(reply.token_ids)
+            if number == self._max_turns or ledger.num_response_tokens + len(tokens) >= max_tokens:
+                break  # nobody is to read the reply, or there is no room for it and a token after it
             ledger.add_context(tokens)
         return Episode(turns=ledger.turns(), status="truncated")
 
 
 def check_episode(episode: object, prompt: Prompt, max_tokens: int) -> Episode:
-    """The episode, if a loop kept its contract.
+    """The episode, if a loop kept its contract; without context that nothing was generated after, which no engine has
+    seen and nothing is trained on.
 
     Raises:
         AgentError: what is wrong, and what to do.
@@ -151,7 +152,8 @@ def check_episode(episode: object, prompt: Prompt, max_tokens: int) -> Episode:
         )
     if not all(np.isfinite(turn.logprobs[turn.is_generated]).all() for turn in episode.turns):
         raise AgentError("a generated token has no finite log-probability; add what generate() returned as it is")
-    return episode
+    num_turns = max((n for n, turn in enumerate(episode.turns, start=1) if turn.is_generated.any()), default=None)
+    return replace(episode, turns=episode.turns[:num_turns])
 
 
 def _starts(turns: tuple[Turn, ...]) -> Iterator[tuple[int, Turn]]:

@@ -34,7 +34,10 @@ async def play(
     try:
         async with limit:
             episode = await loop.run(prompt, max_tokens, watched)
-    except Exception as error:
+        checked = check_episode(episode, prompt, max_tokens)
+    except BaseException as error:
+        if _is_ours(error):
+            raise
         if watched.error is not None:
             raise watched.error from error
         if limit.expired():
@@ -44,7 +47,16 @@ async def play(
         raise AgentError(f"raised {type(error).__name__}: {error}{_where(error)}") from error
     if watched.error is not None:
         raise watched.error
-    return check_episode(episode, prompt, max_tokens)
+    return checked
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether it is we who are cancelled or closed. What a loop awaits may be cancelled by others, and a program that a
+    policy wrote may exit: out of an event loop that would stop the whole worker."""
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task()
+        return task is None or task.cancelling() > 0
+    return isinstance(error, GeneratorExit)
 
 
 class _Watched:
@@ -75,6 +87,6 @@ class _Watched:
             raise
 
 
-def _where(error: Exception) -> str:
+def _where(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""

@@ -163,7 +163,7 @@ class Toolbox:
                     return str(await function(**call.arguments))
                 work = partial(function, **call.arguments)
                 return str(await asyncio.get_running_loop().run_in_executor(self._threads, work))
-        except Exception as error:  # whatever a tool raises is for the policy to read
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # whatever it raises is for the policy to read
             if limit.expired():
                 raise ToolError(f"{call.name} took longer than {self._timeout_s:g} s") from error
             raise ToolError(f"{call.name} raised {type(error).__name__}: {error}") from error

@@ -157,9 +157,8 @@ def batch_stats(groups: Sequence[Group], step: int) -> dict[str, float]:
     """Metrics of the groups of one step, before anything is left out of training.
 
     Rewards are the raw ones (before overlong shaping) of the trajectories that have one, outcome and turns together.
-    Greedy baselines count in `reward/greedy_mean` alone. Staleness is in policy
-    versions: of a token, `step` minus the version that sampled it; of a group, `step` minus its start version.
-    Keys whose value would be undefined (no judged trajectory, no generated token) are absent.
+    Greedy baselines count in `reward/greedy_mean` alone. The staleness of a group is `step` minus its start version,
+    in policy versions. Keys whose value would be undefined (no judged trajectory) are absent.
     """
     trajectories = [t for g in groups for t in g.trajectories]
     if not trajectories:
@@ -185,19 +184,10 @@ def batch_stats(groups: Sequence[Group], step: int) -> dict[str, float]:
         stats |= _turn_rewards(judged)
     if baselines := [g.baseline.total_reward for g in groups if g.baseline is not None]:
         stats["reward/greedy_mean"] = float(np.mean(baselines))
-    return stats | _token_staleness(trajectories, step)
+    return stats
 
 
 def _turn_rewards(judged: Sequence[Trajectory]) -> dict[str, float]:
     """Absent where no environment rewarded a turn."""
     rewards = [sum(turn.reward for turn in t.turns) for t in judged]
     return {"reward/turns_mean": float(np.mean(rewards))} if any(rewards) else {}
-
-
-def _token_staleness(trajectories: Sequence[Trajectory], step: int) -> dict[str, float]:
-    segments = [s for t in trajectories for turn in t.turns for s in turn.segments if s.num_tokens]
-    if not segments:
-        return {}
-    ages = np.array([step - s.version for s in segments], np.float64)
-    counts = np.array([s.num_tokens for s in segments], np.float64)
-    return {"staleness/mean": float(ages @ counts / counts.sum()), "staleness/max": float(ages.max())}

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import RayActorError
 
+from rollout.actor import actor_errors
 from trainer.config.errors import one_line, tells_its_cause
 from trainer.learner.errors import CheckpointError, LearnerError, ModelError, TrainingDiverged
 from weight_sync.device.base import DeviceError
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 OWN_ERRORS = (ModelError, CheckpointError, TrainingDiverged, DeviceError)
 """Pass from a rank to the driver under their own type; anything else becomes a LearnerError."""
-FIRST_CAUSES = (*OWN_ERRORS, RayActorError, TimeoutError)
+FIRST_CAUSES = (*OWN_ERRORS, *actor_errors(), TimeoutError)
 """What a failure begins with, the likeliest first: where a rank failed or died, its peers may be silent."""
 
 CLOSE_TIMEOUT_S = 10.0
@@ -57,7 +57,7 @@ class RankHandle:
         try:
             async with limit:
                 return await future
-        except RayActorError:
+        except actor_errors():
             self.is_broken = True
             raise
         except TimeoutError as error:
@@ -214,7 +214,7 @@ def _to_report(method: str, failures: Mapping[int, BaseException]) -> Exception:
     elif isinstance(cause, NoAnswer):
         error = LearnerError(str(cause))
     else:
-        verb = "died" if isinstance(cause, RayActorError) else "failed"
+        verb = "died" if isinstance(cause, actor_errors()) else "failed"
         error = LearnerError(f"learner rank {rank} {verb} in {method}: {one_line(cause)}")
     error.__cause__ = origin
     return tells_its_cause(error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ from trainer.pipeline.length_bias import EarlyLengths, ks_distance
 if TYPE_CHECKING:
     from rollout.buffer.stats import BufferStats
     from rollout.types import Group
+    from trainer.data.batch import TrainBatch
     from trainer.learner.result import StepResult
     from trainer.pipeline.state import Evaluation
     from weight_sync.types import SyncReport
@@ -76,7 +77,7 @@ class StepRecorder:
         learner_s = max(result.seconds["step"], 1e-9)
         return {
             **batch_stats(groups, step),
-            **token_ages(groups, step=step, max_staleness=max_staleness),
+            **token_ages(built.batch, max_staleness=max_staleness),
             **{f"learner/{name}": metric.mean for name, metric in result.metrics.items()},
             **{f"learner/{phase}_s": seconds for phase, seconds in result.seconds.items()},
             "learner/num_samples": built.batch.num_samples,
@@ -91,6 +92,7 @@ class StepRecorder:
             "wait/learner_for_data_s": times.waited_for_data.whole_s,
             "wait/learner_for_evaluation_s": times.waited_for_data.beside_evaluation_s,
             "wait/learner_for_sync_s": times.waited_for_sync_s,
+            **{f"response/untrained/{reason}": number for reason, number in built.excluded.items()},
             "discarded/excluded_tokens": _num_judged_tokens(groups) - built.batch.num_loss_tokens,
             "length_bias/ks": ks_distance(_flat(self._generated_lengths), _flat(self._trained_lengths)),
             **self._early.record(),
@@ -120,19 +122,19 @@ def _utilisation(result: StepResult) -> dict[str, float]:
     return {"perf/mfu": result.model_flops / max(result.seconds["step"], 1e-9) / result.peak_flops}
 
 
-def token_ages(groups: Sequence[Group], *, step: int, max_staleness: int) -> dict[str, object]:
-    """How old the trained tokens are: fractions at every age from 0 to S (each age that occurs beyond it would be a
-    bug, and is shown), median and 90th percentile. Nothing without tokens."""
-    by_age = Counter(dict.fromkeys(range(max_staleness + 1), 0))
-    for trajectory in (t for group in groups for t in group.trajectories):
-        for segment in (s for turn in trajectory.turns for s in turn.segments):
-            by_age[step - segment.version] += segment.num_tokens
-    tokens = np.array([by_age[age] for age in range(max(by_age) + 1)], np.int64)
-    total = int(tokens.sum())
-    if total == 0:
+def token_ages(batch: TrainBatch, *, max_staleness: int) -> dict[str, object]:
+    """How old the tokens that carry loss are, in policy versions: the step minus the version that sampled them. Mean,
+    largest, median, 90th percentile, and the fractions at every age from 0 to S (each age that occurs beyond it would
+    be a bug, and is shown). Nothing without tokens."""
+    versions = [micro.versions[micro.loss_mask] for rank in batch.micro_batches for micro in rank]
+    ages = batch.step - np.concatenate([np.empty(0, np.int32), *versions])
+    if len(ages) == 0:
         return {}
+    tokens, total = np.bincount(ages, minlength=max_staleness + 1), len(ages)
     cumulated = np.cumsum(tokens)
     return {
+        "staleness/mean": float(ages.mean()),
+        "staleness/max": float(ages.max()),
         **{f"staleness/age_frac/{age}": count / total for age, count in enumerate(tokens.tolist())},
         "staleness/p50": int(np.searchsorted(cumulated, 0.5 * total)),
         "staleness/p90": int(np.searchsorted(cumulated, 0.9 * total)),

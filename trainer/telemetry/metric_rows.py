@@ -102,6 +102,13 @@ METRICS: tuple[MetricInfo, ...] = (
     _row("discarded/filtered_tokens", "tokens", "Tokens of groups that a filter replaced, since the last line.", "few"),
     _row("discarded/failed_tokens", "tokens", "Tokens of answers without a usable reward, since the last line.", "0"),
     _row(
+        "response/untrained/*",
+        "answers",
+        "Of the step's answers, those that carry no loss, by reason: failed, truncated, no_generated_tokens, "
+        "no_peer_in_group (the only one of its group with a reward). Absent at 0.",
+        "few",
+    ),
+    _row(
         "discarded/excluded_tokens",
         "tokens",
         "Generated tokens of the step's judged answers that carry no loss, e.g. of truncated ones.",

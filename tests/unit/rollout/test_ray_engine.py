@@ -7,32 +7,38 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ray.exceptions import RayTaskError
+from ray.exceptions import ActorDiedError, NodeDiedError, OutOfMemoryError, RayError, RayTaskError
 
-from rollout.actor import RayEngine
+from rollout.actor import RayEngine, is_actor_lost
 from rollout.errors import EngineDead
 from rollout.types import SamplingParams
 
 
 class Failing:
-    """An engine's actor whose streams end with what Ray makes of `cause`."""
+    """An engine's actor whose streams end with what Ray makes of `cause`, or with an error of Ray's own."""
 
     def __init__(self, cause: Exception) -> None:
         self._cause = cause
-        self.abort = self
+        self.abort = self.load = self
 
     @property
     def generate_group(self) -> Failing:
         return self
 
     async def _fail(self) -> Any:
+        if isinstance(self._cause, RayError):
+            raise self._cause
         raise RayTaskError(
             "generate_group", "Traceback (most recent call last): ...", self._cause
         ).as_instanceof_cause()
         yield
 
-    def remote(self, *_: object) -> Any:
-        return self._fail()
+    def remote(self, *arguments: object) -> Any:
+        return self._fail() if arguments else self._fail_once()
+
+    async def _fail_once(self) -> Any:
+        async for _ in self._fail():
+            pass
 
 
 async def failure(cause: Exception) -> Exception:
@@ -53,3 +59,19 @@ async def test_what_an_engine_refuses_is_told_in_its_own_words() -> None:
     assert type(error) is ValueError
     assert str(error) == "prompt has token id 128"
     assert str(pickle.loads(pickle.dumps(error))) == "prompt has token id 128"
+
+
+GONE = [ActorDiedError(), OutOfMemoryError("the node runs low on memory\nmore"), NodeDiedError("the node died")]
+
+
+@pytest.mark.parametrize("error", GONE, ids=lambda error: type(error).__name__)
+async def test_an_engine_is_dead_however_ray_ended_it(error: RayError) -> None:
+    """The memory monitor has an error of its own."""
+    engine = RayEngine("replica_0", Failing(error), sender="w")
+    with pytest.raises(EngineDead, match=f"replica_0: {str(error).splitlines()[0]}"):
+        async for _ in engine.stream_group(["a"], [np.array([1], np.int32)], [SamplingParams(max_tokens=1)]):
+            pass
+    with pytest.raises(EngineDead):
+        await engine.load()
+    assert is_actor_lost(error)
+    assert not is_actor_lost(RayTaskError("generate_group", "Traceback ...", error).as_instanceof_cause())

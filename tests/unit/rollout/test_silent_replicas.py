@@ -122,6 +122,32 @@ def test_a_replica_that_is_dead_is_given_up_at_once_although_nobody_generates_th
     run_virtual(main())
 
 
+def test_a_look_that_fails_in_some_other_way_ends_no_watch() -> None:
+    @dataclass
+    class Broken(FakeEngine):
+        is_broken: bool = False
+
+        async def load(self) -> EngineLoad:
+            if self.is_broken:
+                raise RuntimeError("something else")
+            return await super().load()
+
+    async def main() -> None:
+        broken, other = Broken("a", said_load=CALM), FakeEngine("b", said_load=CALM)
+        async with watching(broken, other) as busy:
+            await asyncio.sleep(SOON_S)
+            broken.is_broken = True
+            await asyncio.sleep(LIMIT_S / 2)
+            assert busy.quarantined == {}
+            other.said_load = replace(CALM, still_s=LIMIT_S + 1)
+            await asyncio.sleep(SOON_S)
+            assert list(busy.quarantined) == ["b"], "it is looked at all the while"
+            await asyncio.sleep(LIMIT_S)
+            assert list(busy.quarantined) == ["b", "a"]
+
+    run_virtual(main())
+
+
 def test_a_replica_that_starts_may_be_silent_for_as_long_as_it_takes() -> None:
     async def main() -> None:
         starting, mute = FakeEngine("a", said_load=None), Stopping("b", said_load=CALM, is_stopped=True)

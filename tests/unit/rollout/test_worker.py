@@ -221,6 +221,27 @@ def test_a_hanging_replica_does_not_hang_the_group() -> None:
     run_virtual(main())
 
 
+def test_a_deadline_of_the_engines_own_is_not_the_requests() -> None:
+    """As an abort that an engine does not end in time: it is given up then, and the answer goes on elsewhere."""
+
+    class Late(FakeEngine):
+        async def stream_group(self, *asked: Any) -> Any:
+            async for index, chunk in super().stream_group(*asked):
+                if self.num_chunks > 6:
+                    raise TimeoutError("abort did not end within 5.0 s; the engine is declared dead")
+                yield index, chunk
+
+    async def main() -> None:
+        late, other = Late("e0"), FakeEngine("e1")
+        busy = worker(late, other)
+        group = await busy.run_group(item())
+        assert [generated(trajectory) for trajectory in group.trajectories] == [ANSWER] * 4
+        assert busy.quarantined == {"e0": "abort did not end within 5.0 s; the engine is declared dead"}
+        assert other.calls[0].token_ids[0] != item().prompt.token_ids.tolist(), "from what it had"
+
+    run_virtual(main())
+
+
 def test_a_failed_reward_marks_its_trajectory_and_nothing_else() -> None:
     async def main() -> None:
         num_calls = 0

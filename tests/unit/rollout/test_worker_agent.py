@@ -12,7 +12,7 @@ from rollout.agent.ledger import TokenLedger
 from rollout.agent.loop import Episode, MultiTurnLoop, Reply
 from rollout.engine.router import NoReplica
 from rollout.errors import AgentError
-from rollout.types import SamplingParams
+from rollout.types import SamplingParams, Turn
 from rollout.worker import RolloutWorker
 from tests.fakes.engine_client import FakeEngine, decode
 from tests.fakes.virtual_time import run_virtual
@@ -20,7 +20,7 @@ from tests.unit.rollout.test_worker import ANSWER, Numbers, generated, item, len
 
 if TYPE_CHECKING:
     from rollout.agent.loop import AgentLoop, Generate
-    from rollout.types import Prompt, Turn
+    from rollout.types import Prompt
 
 
 class Countdown:
@@ -117,6 +117,30 @@ async def hangs(*_: Any) -> Any:
     await asyncio.sleep(10_000)
 
 
+async def exits(*_: Any) -> Any:
+    raise SystemExit("3 + 4")
+
+
+async def waits_for_what_others_cancelled(*_: Any) -> Any:
+    shared = asyncio.get_running_loop().create_future()
+    shared.cancel()
+    await shared
+
+
+async def makes_a_turn_of_lists(prompt: Prompt, *_: Any) -> Any:
+    tokens = prompt.token_ids.tolist()
+    turn = Turn(token_ids=tokens, is_generated=[False] * len(tokens), logprobs=[0.0] * len(tokens), segments=())  # type: ignore[arg-type]
+    return Episode(turns=(turn,), status="completed")
+
+
+async def replies_with_text(prompt: Prompt, max_tokens: int, generate: Generate) -> Episode:
+    class Talking:
+        async def step(self, turns: tuple[Turn, ...]) -> Reply:
+            return Reply(token_ids=[1.9, 2.5])  # type: ignore[list-item]
+
+    return await MultiTurnLoop(lambda _: Talking(), max_turns=2).run(prompt, max_tokens, generate)
+
+
 async def returns_nothing(*_: Any) -> Any:
     return None
 
@@ -153,6 +177,10 @@ async def rewards_with_nan(prompt: Prompt, max_tokens: int, generate: Generate) 
     ("fail", "message"),
     [
         (raises, r"agent loop 'mine.make': raised KeyError: 'tool' \(test_worker_agent.py:\d+\)"),
+        (exits, r"raised SystemExit: 3 \+ 4"),
+        (waits_for_what_others_cancelled, "raised CancelledError"),
+        (makes_a_turn_of_lists, "raised AttributeError: 'list' object has no attribute 'any'"),
+        (replies_with_text, r"raised ValueError: context must be token ids in one row, got float64 of shape \(2,\)"),
         (hangs, r"the trajectory took longer than task.agent_timeout_s=100"),
         (returns_nothing, "returned a NoneType; return an Episode"),
         (asks_for_nothing, "needs max_tokens >= 1 and whole, got 0"),
@@ -168,10 +196,40 @@ def test_a_loop_that_fails_costs_its_trajectory_and_not_the_others(fail: Any, me
         group = await agent_worker(failing_on_odd_calls(fail), FakeEngine("e0", stop_one_in=4)).run_group(item())
         good, bad = group.trajectories[::2], group.trajectories[1::2]
         assert {t.status for t in bad} == {"failed"}
-        assert all(np.isnan(t.reward) and t.num_generated_tokens == 0 for t in bad)
+        assert all(np.isnan(t.reward) and len(t.turns) == 1 and not t.turns[0].is_generated.any() for t in bad)
         assert all(t.status == "completed" and t.error == "" for t in good)
         with pytest.raises(AssertionError, match=message):
             raise AssertionError(bad[0].error)
+
+    run_virtual(main())
+
+
+def test_tokens_of_a_loop_that_fails_after_a_turn_are_counted_as_those_of_a_failed_answer() -> None:
+    async def fails_after_a_turn(prompt: Prompt, max_tokens: int, generate: Generate) -> Any:
+        await generate(prompt.token_ids, 7)
+        raise KeyError("tool")
+
+    async def main() -> None:
+        group = await agent_worker(failing_on_odd_calls(fails_after_a_turn), FakeEngine("e0")).run_group(item())
+        assert [t.num_generated_tokens for t in group.trajectories] == [20, 7] * 2
+        assert [t.num_lost_tokens for t in group.trajectories] == [0, 7] * 2
+        assert group.num_generated_tokens == 54
+
+    run_virtual(main())
+
+
+def test_a_loop_may_ask_for_several_answers_at_once() -> None:
+    async def asks_twice(prompt: Prompt, max_tokens: int, generate: Generate) -> Episode:
+        both = await asyncio.gather(generate(prompt.token_ids, 5), generate(prompt.token_ids, 5))
+        ledger = TokenLedger(prompt.token_ids)
+        ledger.add_generated(both[1])
+        return Episode(turns=ledger.turns(), status="completed")
+
+    async def main() -> None:
+        engine = FakeEngine("e0")
+        await agent_worker(Played(asks_twice), engine, group_size=2).run_group(item())
+        (call,) = engine.calls
+        assert len(set(call.request_ids)) == len(call.request_ids) == 4
 
     run_virtual(main())
 

@@ -65,7 +65,13 @@ class RolloutConfig:
     gpu_memory_utilization: float = key(0.85, "Share of device memory for an engine (accelerators).", gt=0, le=1)
     kv_cache_gib: float = key(1.0, "KV cache of an engine on `cpu`, GiB.", gt=0)
     enforce_eager: bool = key(False, "Never capture device graphs.")
-    stream_tokens: int = key(64, "Tokens per streamed chunk; a dead engine loses at most one chunk.", ge=1)
+    stream_tokens: int = key(
+        64,
+        "Tokens per streamed chunk; a dead engine loses at most one chunk, and a live one gives a sign of life with "
+        "each, which must take much less than silence_timeout_s.",
+        ge=1,
+        le=1024,
+    )
     request_timeout_s: float = key(
         600.0,
         "Longest time the answers of a group may take to generate (with `task.agent`: one turn of them), waits for "

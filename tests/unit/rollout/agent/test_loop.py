@@ -88,6 +88,8 @@ async def test_too_many_turns_truncate() -> None:
     generate = Scripted(([3], "stop"), ([4], "stop"))
     episode = await MultiTurnLoop(lambda _: Replies([90], [91], [92]), max_turns=2).run(PROMPT, 99, generate)
     assert episode.status == "truncated"
+    assert [turn.token_ids.tolist() for turn in episode.turns] == [[1, 2, 3], [90, 4]], "nobody reads the last reply"
+    assert [turn.reward for turn in episode.turns] == [1.0, 1.0], "its reward counts"
 
 
 async def test_a_turn_cut_by_the_budget_ends_the_episode_without_asking_the_environment() -> None:
@@ -154,4 +156,12 @@ def test_an_episode_that_breaks_the_contract_is_refused(episode: object, message
 
 def test_an_episode_whose_prompt_spans_two_turns_is_fine() -> None:
     episode = Episode(turns=(a_turn([1], 1), a_turn([2, 3], 1)), status="completed")
-    assert check_episode(episode, PROMPT, 3) is episode
+    assert check_episode(episode, PROMPT, 3) == episode
+
+
+def test_context_that_nothing_was_generated_after_is_left_out() -> None:
+    turns = (a_turn([1, 2, 3], 2), a_turn([4, 5], 1))
+    episode = Episode(turns=(*turns, a_turn([1_000_000], 1)), status="truncated")
+    assert check_episode(episode, PROMPT, 9).turns == turns
+    nothing = Episode(turns=(a_turn([1, 2], 2),), status="failed")
+    assert check_episode(nothing, PROMPT, 9).turns == nothing.turns

@@ -164,6 +164,10 @@ def fail() -> str:
     raise TimeoutError("of the tool")
 
 
+def leave() -> str:
+    raise SystemExit("bye")
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -173,6 +177,7 @@ def fail() -> str:
         (call_of("ad"), "error: there is no tool 'ad'; there are: slow, s"),
         (call_of("add", c=1), "error: add raised TypeError: add() got an unexpect"),
         (call_of("fail"), "error: fail raised TimeoutError: of the tool"),
+        (call_of("leave"), "error: leave raised SystemExit: bye"),
         (call_of("slow", seconds=0.6), "error: slow took longer than 0.3 s"),
         (call_of("slow_async"), "error: slow_async took longer than 0.3 s"),
         ("<tool_call>{", "error: the call does not end with </tool_call>"),
@@ -184,7 +189,7 @@ def fail() -> str:
     ],
 )
 async def test_the_policy_reads_the_result_or_what_was_wrong(text: str, expected: str | None) -> None:
-    functions = {function.__name__: function for function in (slow, slow_async, add, long, fail)}
+    functions = {function.__name__: function for function in (slow, slow_async, add, long, fail, leave)}
     timeout_s = 0.3 if "slow" in text else 60.0
     answer = await Toolbox(functions, timeout_s=timeout_s, max_result_chars=50).answer(text)
     assert answer == expected or (expected is not None and answer is not None and answer.startswith(expected))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, OutOfMemoryError
 
 from tests.fakes.local_actor import Ref
 from trainer.config.errors import first_cause, one_line
@@ -74,6 +74,15 @@ async def test_a_rank_that_died_is_named_even_if_its_peers_are_heard_first() -> 
         await LearnerGroup([survivor, dead], timeout_s=30.0).save(Path("/x"), step=1)
     told = one_line(first_cause(ExceptionGroup("training failed", [caught.value])))
     assert told.startswith("LearnerError: learner rank 1 died in save: ActorDiedError: The actor died unexpectedly")
+
+
+async def test_a_rank_that_the_memory_monitor_killed_has_died_too() -> None:
+    """Ray has an error of its own for that."""
+    survivor, dead = HandActor(save=RuntimeError("connection reset")), HandActor(save=Late(OutOfMemoryError("no room")))
+    group = LearnerGroup([survivor, dead], timeout_s=30.0)
+    with pytest.raises(LearnerError, match="learner rank 1 died in save: OutOfMemoryError: no room"):
+        await group.save(Path("/x"), step=1)
+    assert group.ranks[1].is_broken
 
 
 async def test_our_own_errors_keep_their_type_and_win_over_broken_connections() -> None:

@@ -62,8 +62,8 @@ def groups(lengths: Sequence[int], *, first: int = 0) -> list[Group]:
 LIMITS = BatchLimits(num_ranks=2, max_tokens_per_micro_batch=64, max_response_tokens=16)
 
 
-def built(of: list[Group]) -> BuiltBatch:
-    return build_train_batch(of, step=0, algorithm=config().algorithm, limits=LIMITS)
+def built(of: list[Group], *, step: int = 0) -> BuiltBatch:
+    return build_train_batch(of, step=step, algorithm=config().algorithm, limits=LIMITS)
 
 
 RESULT = StepResult(
@@ -158,10 +158,16 @@ def answers(group_id: int, start_version: int, segments: Sequence[Sequence[tuple
     )
 
 
+def ages_of(of: list[Group], *, step: int) -> dict[str, object]:
+    return token_ages(built(of, step=step).batch, max_staleness=3)
+
+
 def test_ages_are_counted_by_token() -> None:
-    spread = [answers(0, 3, [[(3, 6), (5, 2)], [(4, 1)]]), answers(1, 5, [[(5, 1)]])]
-    ages = token_ages(spread, step=5, max_staleness=3)
+    spread = [answers(0, 3, [[(3, 6), (5, 2)], [(4, 1)]]), answers(1, 5, [[(5, 1)], [(5, 0)]])]
+    ages = ages_of(spread, step=5)
     assert ages == {
+        "staleness/mean": pytest.approx(1.3),
+        "staleness/max": 2.0,
         "staleness/age_frac/0": 0.3,
         "staleness/age_frac/1": 0.1,
         "staleness/age_frac/2": 0.6,
@@ -169,14 +175,24 @@ def test_ages_are_counted_by_token() -> None:
         "staleness/p50": 2,
         "staleness/p90": 2,
     }
-    assert token_ages(spread[::-1], step=5, max_staleness=3) == ages
-    assert token_ages([], step=5, max_staleness=3) == {}
+    assert ages_of(spread[::-1], step=5) == ages
+    assert ages_of([], step=5) == {}
+
+
+def test_answers_that_are_not_trained_have_no_age_and_are_counted_by_reason() -> None:
+    group = answers(0, 5, [[(5, 4)], [(5, 4)], [(3, 1000)]])
+    lost = replace(group.trajectories[2], status="failed", reward=nan)
+    mixed = [replace(group, trajectories=[*group.trajectories[:2], lost])]
+    assert ages_of(mixed, step=5)["staleness/mean"] == 0.0
+    record = StepRecorder(clock=lambda: 0.0).step_record(mixed, built(mixed, step=5), RESULT, TIMES, max_staleness=3)
+    assert record["response/untrained/failed"] == 1
+    check_known(record)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), min_size=1, max_size=8))
 def test_ages_agree_with_a_list_of_every_token(segments: list[tuple[int, int]]) -> None:
     slow = sorted(3 - version for version, tokens in segments for _ in range(tokens))
-    ages = token_ages([answers(0, 0, [segments])], step=3, max_staleness=3)
+    ages = ages_of([answers(0, 0, [segments, [(0, 0)]])], step=3)
     assert [ages[f"staleness/age_frac/{age}"] for age in range(4)] == [slow.count(a) / len(slow) for a in range(4)]
     for name, share in (("staleness/p50", 0.5), ("staleness/p90", 0.9)):
         assert ages[name] == next(a for a in slow if sum(b <= a for b in slow) >= share * len(slow))
