@@ -13,6 +13,14 @@ die() { printf 'multinode: %s\n' "$*" >&2; exit 2; }
 usage() { sed -n '4,8s/^# //p' "$0" >&2; exit 2; }
 
 role=${1:-}; shift || usage
+case $role in
+head)
+  num_nodes=${1:-}; shift || usage
+  [[ $num_nodes =~ ^[1-9][0-9]*$ ]] || die "NUM_NODES must be a whole number >= 1, got '$num_nodes'"
+  ;;
+worker) [ $# -eq 1 ] || usage; head=$1 ;;
+*) usage ;;
+esac
 port=${TANDEM_RAY_PORT:-6379}
 limit_s=${TANDEM_NODES_TIMEOUT_S:-600}
 read -r -a ray_args <<<"${TANDEM_RAY_ARGS:-}"
@@ -46,9 +54,18 @@ export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=${RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO:-
 if [ -z "${RAY_AUTH_MODE:-}" ] && "$python" -c 'from ray.scripts.scripts import get_auth_token' 2>/dev/null; then
   export RAY_AUTH_MODE=token
 fi
-if [ "${RAY_AUTH_MODE:-}" = token ] && ! "$python" -m ray.scripts.scripts get-auth-token >/dev/null 2>&1; then
-  [ "$role" = head ] || die "there is no Ray token on this node: copy ~/.ray/auth_token from the head, or set RAY_AUTH_MODE=disabled on all nodes of a closed network"
-  "$python" -m ray.scripts.scripts get-auth-token --generate >/dev/null 2>&1 || die "Ray could not make a token; set RAY_AUTH_TOKEN_PATH, or RAY_AUTH_MODE=disabled on all nodes of a closed network"
+give_up=$((SECONDS + limit_s))
+token() { "$python" -m ray.scripts.scripts get-auth-token "$@" >/dev/null 2>&1; }
+if [ "${RAY_AUTH_MODE:-}" = token ] && ! token; then
+  if [ "$role" = head ]; then
+    token --generate || die "Ray could not make a token; set RAY_AUTH_TOKEN_PATH, or RAY_AUTH_MODE=disabled on all nodes of a closed network"
+  else
+    say "waiting for a Ray token; the head makes ~/.ray/auth_token, which is here where the home directory is shared"
+    until token; do
+      [ $SECONDS -lt $give_up ] || die "there is no Ray token on this node: copy ~/.ray/auth_token from the head, or set RAY_AUTH_MODE=disabled on all nodes of a closed network"
+      sleep 1
+    done
+  fi
 fi
 
 log=$(mktemp -t tandem-start.XXXXXX)
@@ -69,11 +86,31 @@ trap stop EXIT
 trap 'pass_on INT 130' INT
 trap 'pass_on TERM 143' TERM
 
+# Becomes Python, told to end (TERM) by the kernel when this script is gone: after kill -9 nobody else could.
+become_python() {
+  exec "$python" -c '
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG, which outlives exec
+if os.getppid() == int(sys.argv[1]):  # else it is gone already
+    os.execvp(sys.argv[2], sys.argv[2:])' $$ "$python" "$@"
+}
+
 # With --block Ray's daemons are children of one process of ours: that alone is what we stop, never another cluster.
+# They ignore Ctrl-C, since the trainer needs them while it saves.
 begin() {
   say "ray start $*"
-  "$python" -m ray.scripts.scripts start "$@" --block --disable-usage-stats "${ray_args[@]}" >"$log" 2>&1 &
+  (trap '' INT; become_python -m ray.scripts.scripts start "$@" --block --disable-usage-stats "${ray_args[@]}") >"$log" 2>&1 &
   daemon=$!
+}
+is_up() { grep -q 'Ray runtime started' "$log"; }
+need_daemon() {
+  kill -0 "$daemon" 2>/dev/null || { tail -n 5 "$log" >&2; die "ray did not start; $log has all of it. If another cluster has port $port, set TANDEM_RAY_PORT"; }
+}
+
+await() { # PID; sets `code`
+  while kill -0 "$1" 2>/dev/null; do wait "$1" || true; done # a signal ends a wait, and not what is waited for
+  code=0
+  wait "$1" || code=$?
 }
 
 num_alive() {
@@ -84,44 +121,40 @@ print(sum(node["Alive"] for node in ray.nodes()))
 EOF
 }
 
-case $role in
-head)
-  num_nodes=${1:-}; shift || usage
-  [[ $num_nodes =~ ^[1-9][0-9]*$ ]] || die "NUM_NODES must be a whole number >= 1, got '$num_nodes'"
+if [ "$role" = head ]; then
   address=${TANDEM_HOST:-$("$python" -c 'from weight_sync.addresses import reachable_host; print(reachable_host())')}
   begin --head --node-ip-address "$address" --port "$port" --include-dashboard=false
   say "waiting for $num_nodes nodes; on each of the others: scripts/multinode.sh worker $address"
-  give_up=$((SECONDS + limit_s))
-  until found=$(num_alive "$address:$port") && [ "$found" -ge "$num_nodes" ]; do
-    kill -0 "$daemon" 2>/dev/null || { tail -n 5 "$log" >&2; die "ray did not start; $log has all of it"; }
+  found=0
+  # Until our own Ray says that it runs, whoever answers at this port is another cluster.
+  until is_up && found=$(num_alive "$address:$port") && [ "$found" -ge "$num_nodes" ]; do
+    need_daemon
     [ $SECONDS -lt $give_up ] || die "only $found of $num_nodes nodes joined within TANDEM_NODES_TIMEOUT_S=$limit_s s; look at the others, or ask for fewer"
     sleep 1
   done
+  need_daemon
   say "python -m trainer $* ray.address=$address:$port"
-  "$python" -m trainer "$@" "ray.address=$address:$port" &
+  # Without `trap` it might ignore Ctrl-C until its driver listens: bash starts background jobs so.
+  (trap - INT; become_python -m trainer "$@" "ray.address=$address:$port") &
   trainer=$!
-  code=0
-  while kill -0 "$trainer" 2>/dev/null; do  # a signal ends a wait, and not what is waited for
-    wait "$trainer" || true
-  done
-  wait "$trainer" || code=$?
+  await "$trainer"
   exit "$code"
-  ;;
-worker)
-  [ $# -eq 1 ] || usage
-  head=$1
-  begin --address "$head:$port" ${TANDEM_HOST:+--node-ip-address "$TANDEM_HOST"}
-  say "waiting for $head:$port"
-  started=$SECONDS
-  until grep -q 'Ray runtime started' "$log"; do
-    if grep -q InvalidAuthToken "$log"; then die "the head has another Ray token: copy its ~/.ray/auth_token to this node"; fi
-    [ $((SECONDS - started)) -lt "$limit_s" ] || die "no cluster at $head:$port within $limit_s s; $log says why"
-    # Where no head listens yet Ray gives up by itself, at once or after minutes: the head may start later than we do.
-    kill -0 "$daemon" 2>/dev/null || begin --address "$head:$port" ${TANDEM_HOST:+--node-ip-address "$TANDEM_HOST"}
-    sleep 1
-  done
-  say "lending this node to $head:$port until the head ends; Ctrl-C takes it back"
-  while kill -0 "$daemon" 2>/dev/null; do wait "$daemon" || true; done
-  ;;
-*) usage ;;
-esac
+fi
+
+begin --address "$head:$port" ${TANDEM_HOST:+--node-ip-address "$TANDEM_HOST"}
+say "waiting for $head:$port"
+until is_up; do
+  if grep -q InvalidAuthToken "$log"; then die "the head has another Ray token: copy its ~/.ray/auth_token to this node"; fi
+  [ $SECONDS -lt $give_up ] || die "no cluster at $head:$port within $limit_s s; $log says why"
+  # Where no head listens yet Ray gives up by itself, at once or after minutes: the head may start later than we do.
+  kill -0 "$daemon" 2>/dev/null || begin --address "$head:$port" ${TANDEM_HOST:+--node-ip-address "$TANDEM_HOST"}
+  sleep 1
+done
+say "lending this node to $head:$port until the head ends; Ctrl-C takes it back"
+await "$daemon"
+# Ray ends with an error, too, when the head is gone.
+if [ "$code" != 0 ] && "$python" -c 'import socket, sys; socket.create_connection((sys.argv[1], sys.argv[2]), 5)' "$head" "$port" 2>/dev/null; then
+  tail -n 20 "$log" >&2
+  printf 'multinode: ray on this node ended with code %s, and the head at %s still runs; %s has all of it\n' "$code" "$head:$port" "$log" >&2
+  exit 1
+fi

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rollout.errors import DataError, RewardError
 from rollout.reward.async_child import MOST_THREADS, AsyncCall
 from rollout.reward.child import Request
-from rollout.reward.process import ProcessLost, RewardProcess
+from rollout.reward.process import LOAD_TIMEOUT_S, RETRY_S, ProcessLost, RewardProcess
 from rollout.reward.wire import read_outcome
 
 if TYPE_CHECKING:
@@ -99,6 +99,8 @@ class AsyncCalls:
         self._max_concurrency, self._queue_timeout_s = max_concurrency, queue_timeout_s
         self._room = asyncio.Semaphore(max_concurrency)
         self._starting = asyncio.Lock()
+        self._refused = (-RETRY_S, "")
+        """When a new process could not import the function, and why."""
         self._numbers = itertools.count()
         self._most_stuck = min(_STUCK_PER_CALL * max_concurrency, MOST_THREADS // 2)
         self._served = _Served(process, self._most_stuck)
@@ -108,7 +110,8 @@ class AsyncCalls:
         """The outcome of one call.
 
         Raises:
-            DataError: a new process could not import the function.
+            DataError: a new process could not import the function, or could not a while ago.
+            RewardError: others were at it for too long.
         """
         try:
             async with asyncio.timeout(self._queue_timeout_s):
@@ -155,17 +158,39 @@ class AsyncCalls:
             served.leave(number)
 
     async def _alive(self) -> _Served:
-        async with self._starting:
-            if not self._served.is_lost and not self._served.is_worn_out:
-                return self._served
-            process = await self._start()
-            try:
-                await process.begin(Request(target=self._target, items=()))
-            except BaseException as error:  # cancelled, for one: nobody else knows of the process
-                process.kill()
-                if isinstance(error, ProcessLost):
-                    raise DataError(f"reward {self._target!r} does not import: {error}") from error
-                raise
-            self._worn_out = [served for served in (*self._worn_out, self._served) if not served.is_lost]
-            self._served = _Served(process, self._most_stuck)
+        limit_s = LOAD_TIMEOUT_S + GRACE_S  # longer than one import may take, so as to hear why it failed
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._starting.acquire()
+        except TimeoutError:
+            raise RewardError(
+                f"its process was lost, and for all of {limit_s:g} s other calls tried to import {self._target} in a "
+                "new one; make the import faster"
+            ) from None
+        try:
+            if self._served.is_lost or self._served.is_worn_out:
+                process = await self._replacement()
+                self._worn_out = [served for served in (*self._worn_out, self._served) if not served.is_lost]
+                self._served = _Served(process, self._most_stuck)
             return self._served
+        finally:
+            self._starting.release()
+
+    async def _replacement(self) -> RewardProcess:
+        refused_at, reason = self._refused
+        if asyncio.get_running_loop().time() - refused_at < RETRY_S:
+            raise DataError(reason)
+        process = await self._start()
+        try:
+            await process.begin(Request(target=self._target, items=()))
+        except BaseException as error:  # cancelled, for one: nobody else knows of the process
+            process.kill()
+            if not isinstance(error, (DataError, ProcessLost)):
+                raise
+            reason = str(error)
+            if isinstance(error, ProcessLost):
+                reason = f"reward {self._target!r} does not import: {error}"
+            # The calls that wait for us, and those of the next minute, hear it at once.
+            self._refused = (asyncio.get_running_loop().time(), reason)
+            raise DataError(reason) from error
+        return process

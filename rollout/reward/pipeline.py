@@ -15,7 +15,7 @@ from rollout.errors import DataError, RewardError
 from rollout.reward.async_calls import AsyncCalls
 from rollout.reward.call import Item, call
 from rollout.reward.child import Request
-from rollout.reward.process import LOAD_TIMEOUT_S, ProcessLost, RewardProcess
+from rollout.reward.process import LOAD_TIMEOUT_S, RETRY_S, ProcessLost, RewardProcess
 from rollout.reward.registry import RewardEntry, RewardFn, load, lookup
 
 if TYPE_CHECKING:
@@ -30,8 +30,6 @@ QUEUE_TIMEOUT_S = 600.0
 """`task.reward.queue_timeout_s` by default."""
 MAX_CONCURRENCY = 32
 """`task.reward.max_concurrency` by default."""
-RETRY_S = 60.0
-"""For so long a function that does not import is not tried again; its calls fail at once."""
 
 
 class RewardPipeline:
@@ -242,10 +240,17 @@ class RewardPipeline:
         items: tuple[Item, ...],
         outcomes: list[RewardResult | RewardError],
     ) -> None:
-        """Scores the items that have no outcome yet, appending each outcome as it comes."""
+        """Scores the items that have no outcome yet, appending each outcome as it comes.
+
+        Raises:
+            DataError: the function does not import.
+            ProcessLost: the process hung or died in the call that is next, or before it.
+        """
         try:
             await process.begin(Request(target=entry.target, items=items[len(outcomes) :]))
         except ProcessLost as lost:
+            if process.has_loaded(entry.target):
+                raise
             raise DataError(f"reward {entry.target!r} does not import: {lost}") from lost
         while len(outcomes) < len(items):
             outcomes.append(await process.receive(self._timeout_s))
@@ -272,9 +277,11 @@ class RewardPipeline:
             raise
         except BaseException as error:
             # Cancelled, for one. What it says of this function may still be under way, so the process is of no use.
+            had_loaded = process is not None and process.has_loaded(entry.target)
             process = self._killed(process)
             if isinstance(error, ProcessLost):
-                reason = f"reward {entry.name!r} does not import: {error}"
+                what = "was imported, but then" if had_loaded else "does not import:"
+                reason = f"reward {entry.name!r} {what} {error}"
                 self._refuse(entry, reason)
                 raise DataError(reason) from error
             raise

@@ -28,7 +28,10 @@ if TYPE_CHECKING:
     from rollout.reward.result import RewardResult
 
 LOAD_TIMEOUT_S = 60.0
-"""Start of the process and import of the reward function."""
+"""Start of the process and import of the reward function, or what a process that has imported it needs to take the
+next request."""
+RETRY_S = 60.0
+"""For so long a function that does not import is not tried again; its calls fail at once."""
 _GRACE_S = 0.05
 _CLOSE_S = 1.0
 """From the end of a process to that of its pipes, or the other way round, at most."""
@@ -59,6 +62,7 @@ class RewardProcess:
     def __init__(self, transport: asyncio.SubprocessTransport, protocol: _Protocol) -> None:
         self._transport = transport
         self._process = Process(transport, protocol, asyncio.get_running_loop())
+        self._loaded: set[str] = set()
         self._is_group_killed = False
         protocol.on_exit = self._bury
         if not self.is_alive:
@@ -91,22 +95,32 @@ class RewardProcess:
     def pid(self) -> int:
         return self._process.pid
 
+    def has_loaded(self, target: str) -> bool:
+        """Whether it has said that it imported the function. If `begin` loses it then, that is not for the import."""
+        return target in self._loaded
+
     async def begin(self, request: Request) -> bool:
         """Sends a request and waits until its function is imported; then call `receive` once per item. Whether the
         function is async: then the process takes nothing but calls of it from here on (`send`, `next_answer`).
 
         Raises:
             DataError: the function does not import. The process is fine.
-            ProcessLost: it hung or died over the import.
+            ProcessLost: it said nothing for `LOAD_TIMEOUT_S`, or died.
         """
-        await self.send(request)
-        answer = await self._read_line(LOAD_TIMEOUT_S, f"the import of {request.target} took")
+        took = f"the import of {request.target} took"
+        if self.has_loaded(request.target):
+            took = "its process hung between two calls: to take the next one took"
+        # Without waiting for room in the pipe: it answers when it has read all of the request, so one deadline will do.
+        self.send_soon(request)
+        answer = await self._read_line(LOAD_TIMEOUT_S, took)
         if "load_error" in answer:
             raise DataError(answer["load_error"])
+        self._loaded.add(request.target)
         return answer["is_async"]
 
     async def send(self, message: object) -> None:
-        """Puts a message into its pipe. Raises ProcessLost if it died."""
+        """Puts a message into its pipe. Waits for: room in it, which the caller must limit. Raises ProcessLost if it
+        died."""
         try:
             self.send_soon(message)
             await self._writer.drain()
@@ -187,7 +201,7 @@ class RewardProcess:
         if code is None:
             return "its process closed the pipe"
         cause = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-        return f"its process ended {cause} in mid-call"
+        return f"its process ended {cause}"
 
 
 def _exists(pid: int) -> bool:

@@ -156,6 +156,7 @@ import os, pathlib, time
 with open({pids!r}, "a") as pids: pids.write(f"{{os.getpid()}} ")
 mood = pathlib.Path({mood!r}).read_text()
 if mood == "raise": raise OSError("of the import")
+if mood == "exit": os._exit(5)
 if mood == "sleep": time.sleep(600)
 async def reward(*, prompt, response, answer, metadata):
     if response == "die": os._exit(7)
@@ -163,10 +164,60 @@ async def reward(*, prompt, response, answer, metadata):
 """
 
 
-async def test_a_process_that_could_not_take_the_place_of_a_lost_one_does_not_stay(tmp_path: Path) -> None:
+@pytest.fixture
+def fickle(tmp_path: Path) -> tuple[Path, Path, Path]:
+    """The module, who imported it so far, and what the next import will do."""
     path, pids, mood = tmp_path / "fickle.py", tmp_path / "pids", tmp_path / "mood"
     path.write_text(FICKLE.format(pids=str(pids), mood=str(mood)))
     mood.write_text("fine")
+    return path, pids, mood
+
+
+@pytest.mark.parametrize(("wrong", "message"), [("raise", "OSError: of the import"), ("exit", "exit code 5")])
+async def test_calls_of_a_lost_process_that_cannot_be_replaced_try_it_once_and_all_say_why(
+    fickle: tuple[Path, Path, Path], wrong: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, pids, mood = fickle
+    async with RewardPipeline(f"{path}:reward", timeout_s=30.0, num_processes=1) as rewards:
+        assert values(await rewards.score_batch(a_prompt(), ["die"])) == [RewardError]
+        mood.write_text(wrong)
+        outcomes = await asyncio.gather(*(rewards.score_batch(a_prompt(), [""] * 3) for _ in range(2)))
+        mood.write_text("fine")
+        outcomes.append(await rewards.score_batch(a_prompt(), [""]))
+        for outcome in [o for batch in outcomes for o in batch]:
+            assert "does not import" in str(outcome)
+            assert message in str(outcome)
+        assert len(pids.read_text().split()) == 2, "at the start, and once more"
+        monkeypatch.setattr(async_calls, "RETRY_S", 0.0)
+        assert (await rewards.score(a_prompt(), "")).reward == 1.0
+
+
+async def test_no_call_waits_for_ever_while_others_replace_a_lost_process(
+    fickle: tuple[Path, Path, Path], little_patience: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, pids, mood = fickle
+    async with RewardPipeline(f"{path}:reward", timeout_s=30.0, num_processes=1) as rewards:
+        assert values(await rewards.score_batch(a_prompt(), ["die"])) == [RewardError]
+        mood.write_text("sleep")
+        first = asyncio.create_task(rewards.score(a_prompt(), ""))
+        async with asyncio.timeout(30):
+            while len(pids.read_text().split()) < 2:
+                await asyncio.sleep(0.02)
+        monkeypatch.setattr(async_calls, "LOAD_TIMEOUT_S", 0.1)
+        async with asyncio.timeout(10):
+            with pytest.raises(RewardError, match=r"for all of 0\.4 s other calls tried to import .*fickle\.py"):
+                await rewards.score(a_prompt(), "")
+        mood.write_text("fine")
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        assert (await rewards.score(a_prompt(), "")).reward == 1.0
+
+
+async def test_a_process_that_could_not_take_the_place_of_a_lost_one_does_not_stay(
+    fickle: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, pids, mood = fickle
+    monkeypatch.setattr(async_calls, "RETRY_S", 0.0)
     async with RewardPipeline(f"{path}:reward", timeout_s=30.0, num_processes=1) as rewards:
         assert values(await rewards.score_batch(a_prompt(), ["die"])) == [RewardError]
         mood.write_text("raise")
@@ -227,7 +278,7 @@ async def test_the_end_of_a_process_is_noticed_though_children_of_it_hold_its_pi
         (outcome,) = await rewards.score_batch(a_prompt(), [f"fork {tmp_path / 'pids'} {num_children}"])
         pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
         try:
-            assert "ended with exit code 7 in mid-call, with 2 calls in it" in str(outcome)
+            assert "ended with exit code 7, with 2 calls in it" in str(outcome)
             assert values(await other) == [RewardError]
             while [pid for pid in pids if is_running(pid)] != pids[1:]:  # the second one has left the group
                 await asyncio.sleep(0.02)

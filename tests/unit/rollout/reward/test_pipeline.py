@@ -277,6 +277,45 @@ async def test_an_import_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytes
         await RewardPipeline(f"{path}:reward", timeout_s=5.0, num_processes=1).start()
 
 
+@pytest.mark.parametrize(
+    ("deadly", "size", "message"),
+    [
+        (signal.SIGSTOP, 0, r"hung between two calls: to take the next one took longer than 0\.5 s"),
+        (signal.SIGSTOP, 1 << 20, "hung between two calls"),  # more than the pipe holds
+        (signal.SIGKILL, 0, "ended by signal SIGKILL$"),
+    ],
+)
+async def test_an_idle_process_that_hangs_or_dies_costs_one_item_and_is_no_failed_import(
+    function: str, deadly: signal.Signals, size: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with RewardPipeline(function, timeout_s=10.0, num_processes=1) as rewards, asyncio.timeout(20):
+        pid = int((await rewards.score(a_prompt(), "pid")).reward)
+        with monkeypatch.context() as patched:
+            patched.setattr("rollout.reward.process.LOAD_TIMEOUT_S", 0.5)
+            os.kill(pid, deadly)
+            call = asyncio.create_task(rewards.score_batch(a_prompt(), ["pid" + " " * size, "value 2", "value 3"]))
+            await asyncio.sleep(0)  # its time runs; the process that takes the place has all the time that it needs
+        outcomes = await call
+        assert values(outcomes) == [RewardError, 2.0, 3.0]
+        with pytest.raises(RewardError, match=message):
+            raise outcomes[0]  # type: ignore[misc]
+        assert "import" not in str(outcomes[0])
+        wait_until_gone([pid])
+
+
+async def test_a_process_lost_after_the_import_is_no_failed_import_at_the_start_either(
+    function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rewards = RewardPipeline(function, timeout_s=10.0, num_processes=1)
+    await rewards.start()
+    pid = int((await rewards.score(a_prompt(), "pid")).reward)
+    os.kill(pid, signal.SIGSTOP)
+    monkeypatch.setattr("rollout.reward.process.LOAD_TIMEOUT_S", 0.5)
+    with pytest.raises(DataError, match=r"behaviour\.py:reward' was imported, but then its process hung"):
+        await rewards.start()
+    wait_until_gone([pid])
+
+
 async def test_inline_reward_starts_no_process() -> None:
     async with RewardPipeline("arithmetic", timeout_s=1.0, num_processes=2) as rewards:
         assert values(await rewards.score_batch(a_prompt(), ["19", " 19 ", "1 9", "20", ""])) == [1, 1, 0, 0, 0]
