@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from typing import TYPE_CHECKING, Any
 
+from rollout.engine.settings import process_env
 from rollout.engine.vllm_engine import VllmEngine
+from weight_sync.device.base import DeviceError
+from weight_sync.device.select import build as backend_called
+from weight_sync.device.visibility import show_own_devices
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -66,12 +71,25 @@ class EngineActor:
         build: Callable[[EngineSpec], Engine] = VllmEngine,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        import ray
+
+        show_own_devices(spec.device, ray)
+        self._spec = spec
         self._engine = build(spec)
         self._clock = clock
         self._watchdog = PauseWatchdog(self._engine, limit_s=pause_limit_s)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> EngineInfo:
+        """Start the engine, once its environment is as its device needs it.
+
+        Raises:
+            DeviceError: it is not; says of every variable what is wrong.
+        """
+        environ = {**process_env(self._spec), **os.environ, **self._spec.env}
+        problems = backend_called(self._spec.device).check_env("engine", environ)
+        if problems:
+            raise DeviceError("; ".join(problems))
         info = await self._engine.start()
         self._tasks.add(asyncio.create_task(self._watchdog.run(), name="pause-watchdog"))
         return info
@@ -158,7 +176,8 @@ def engine_actor() -> Any:
     """`EngineActor` as a Ray actor class, for the caller to give resources to.
 
     Example:
-        actor = engine_actor().options(num_cpus=1).remote(spec)
+        env = {variable.name: variable.value for variable in get_backend("cpu").process_env("engine")}
+        actor = engine_actor().options(num_cpus=1, runtime_env={"env_vars": env}).remote(spec)
         info = ray.get(actor.start.remote())
         async for ref in actor.generate_group.remote(ids, tokens, params):
             for index, chunk in await ref: ...

@@ -49,9 +49,16 @@ def _number(prompt: Prompt, name: str, setting: str) -> float | None:
         )
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
         raise DataError(
             f"prompt {prompt.prompt_id}: column {name!r} holds {type(value).__name__} {value!r:.80}; {setting} names a "
             "column of finite numbers"
         )
     return float(value)
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer of more than 308 digits
+        return False

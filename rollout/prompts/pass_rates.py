@@ -44,26 +44,30 @@ class PassRates:
 
     The newest group of a prompt is its estimate: older ones are of a policy that is no more. It counts from the next
     version on. Within a version groups end in any order, between two of a run without staleness all of them have ended:
-    so there the same prompts are drawn in every repetition.
+    so there the same prompts are drawn in every repetition, and a repetition ends where the first one does.
 
     Args:
         num_prompts: prompts of the data set.
         start: prompt id -> pass rate, measured before the run; in 0..1.
-
-    Raises:
-        DataError: by `start`, every prompt is outside.
     """
 
     def __init__(self, num_prompts: int, bounds: PassRateBounds, *, start: Mapping[str, float]) -> None:
-        self._num_prompts, self._bounds = num_prompts, bounds
+        self._num_prompts, self._bounds, self._start = num_prompts, bounds, dict(start)
         self._rates = dict(start)
-        self._resting = {name: bounds.retry_epochs for name, rate in start.items() if bounds.side(rate)}
-        self._outside = set(self._resting)  # prompts found outside since the last group inside
+        self._resting = self._rests_of(start)
+        self._outside = set(self._resting)  # prompts found outside since the last group inside, by order of group id
         self._pending: dict[int, tuple[int, str, float]] = {}  # group id -> start version, prompt id, rate
         self._settled: int | None = None  # newest version whose earlier groups count
         self._skipped = Counter(too_hard=0, too_easy=0)
-        if len(self._outside) == num_prompts:
-            raise DataError(self._nothing_left("in task.pass_rate_column"))
+
+    def require_prompt(self) -> None:
+        """To be asked before the first draw, after `load_state_dict`.
+
+        Raises:
+            DataError: every prompt is outside the bounds, by `start` or by what was loaded.
+        """
+        if len(self._outside) == self._num_prompts:
+            raise DataError(self._nothing_left("from the start (in task.pass_rate_column, or in the checkpoint)"))
 
     def observe(self, group: Group) -> None:
         """A group came back, whatever becomes of it. One without a judged answer says nothing."""
@@ -72,10 +76,6 @@ class PassRates:
             return
         rate = sum(reward >= self._bounds.pass_reward for reward in rewards) / len(rewards)
         self._pending[group.group_id] = (group.start_version, group.prompt.prompt_id, rate)
-        if self._bounds.side(rate):
-            self._outside.add(group.prompt.prompt_id)
-        else:
-            self._outside.clear()
 
     def settle(self, version: int | None) -> None:
         """Before a draw under `version`: groups of earlier versions count from now on; None for all groups.
@@ -83,20 +83,36 @@ class PassRates:
         Raises:
             NoProgress: every prompt was found outside the bounds, without one group inside between.
         """
+        if version is None or version != self._settled:
+            self._settled = version
+            for group_id in sorted(self._pending):
+                start_version, name, rate = self._pending[group_id]
+                if version is None or start_version < version:
+                    del self._pending[group_id]
+                    self._count(name, rate)
         if len(self._outside) == self._num_prompts:
             raise NoProgress(self._nothing_left("since the last group inside"))
-        if version is not None and version == self._settled:
-            return
-        self._settled = version
-        for group_id in sorted(self._pending):
-            start_version, name, rate = self._pending[group_id]
-            if version is not None and start_version >= version:
-                continue
-            del self._pending[group_id]
-            self._rates[name] = rate
+
+    def _count(self, name: str, rate: float) -> None:
+        self._rates[name] = rate
+        if self._bounds.side(rate):
+            self._resting[name] = self._bounds.retry_epochs
+            self._outside.add(name)
+        else:
             self._resting.pop(name, None)
-            if self._bounds.side(rate):
-                self._resting[name] = self._bounds.retry_epochs
+            self._outside.clear()
+
+    def skip_epochs(self) -> int:
+        """Before the first turn of an epoch: takes the whole epochs in which every prompt would be passed over and
+        would go on resting, all at once, and says how many they are. One epoch of turns may then end the first rest."""
+        if len(self._resting) < self._num_prompts:
+            return 0
+        num_epochs = min(self._resting.values()) - 1
+        if num_epochs:
+            for name in self._resting:
+                self._resting[name] -= num_epochs
+                self._skipped[self._bounds.side(self._rates[name])] += num_epochs
+        return num_epochs
 
     def skips(self, prompt_id: str) -> bool:
         """Whether the prompt, whose turn it is, is passed over. Counts, so ask once per turn."""
@@ -125,13 +141,20 @@ class PassRates:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from there. The bounds may be others: what is inside them now does not rest any longer."""
-        self._rates = dict(state["rates"])
+        """Goes on from there. The bounds may be others: what is inside them now does not rest any longer. `start` may
+        know more than it did: it counts for prompts that had no rate."""
+        new = {name: rate for name, rate in self._start.items() if name not in state["rates"]}
+        self._rates = state["rates"] | new
         self._pending = {group_id: (version, name, rate) for group_id, version, name, rate in state["pending"]}
         self._skipped = Counter(state["skipped"])
-        self._resting = {name: left for name, left in state["resting"].items() if self._bounds.side(self._rates[name])}
-        newest = self._newest()
-        self._outside = {name for name in state["outside"] if self._bounds.side(newest[name])}
+        kept = {name: left for name, left in state["resting"].items() if self._bounds.side(self._rates[name])}
+        self._resting = kept | self._rests_of(new)
+        # Older checkpoints have prompts here whose group does not count yet.
+        known = {name: rate for _, name, rate in self._pending.values()} | self._rates
+        self._outside = {name for name in state["outside"] if self._bounds.side(known[name])} | {*self._rests_of(new)}
+
+    def _rests_of(self, rates: Mapping[str, float]) -> dict[str, int]:
+        return {name: self._bounds.retry_epochs for name, rate in rates.items() if self._bounds.side(rate)}
 
     def _newest(self) -> dict[str, float]:
         return self._rates | {name: rate for _, (_, name, rate) in sorted(self._pending.items())}

@@ -6,7 +6,6 @@ are imported only by the reader that needs them.
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rollout.errors import DataError
 from rollout.prompts.arithmetic import operand_pairs, question
+from rollout.prompts.files import FILE_READERS, files_of, missing, reader_of_suffix
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 ReaderName = Literal["auto", "arithmetic", "jsonl", "parquet", "hf"]
 
 BUILTIN_ARITHMETIC = "builtin:arithmetic"
-_SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 
 
@@ -100,21 +99,22 @@ def resolve_reader(spec: SourceSpec) -> str:
         return "arithmetic"
     if spec.path.startswith("builtin:"):
         raise DataError(f"there is no data set {spec.path!r}; the only built-in one is {BUILTIN_ARITHMETIC!r}")
+    by_suffix = reader_of_suffix(spec.path)
+    if by_suffix is not None:
+        return by_suffix
     path = Path(spec.path).expanduser()
-    if path.suffix in _SUFFIXES:
-        return _SUFFIXES[path.suffix]
     if path.is_dir():
-        kinds = {_SUFFIXES[p.suffix] for p in path.iterdir() if p.suffix in _SUFFIXES}
+        kinds = {FILE_READERS[p.suffix] for p in path.iterdir() if p.suffix in FILE_READERS}
         if len(kinds) > 1:
             raise DataError(f"directory {spec.path!r} mixes JSONL and Parquet files; set task.reader to one of them")
         return kinds.pop() if kinds else "hf"
     if path.is_file():
         raise DataError(
-            f"cannot tell how to read {spec.path!r} by its suffix {path.suffix!r}; known: {', '.join(_SUFFIXES)}; "
+            f"cannot tell how to read {spec.path!r} by its suffix {path.suffix!r}; known: {', '.join(FILE_READERS)}; "
             "rename it, or set task.reader to jsonl or parquet"
         )
     if spec.path.startswith((".", "/", "~")) or not _HUB_NAME.fullmatch(spec.path):
-        raise _missing(spec.path, path)
+        raise missing(spec.path)
     return "hf"
 
 
@@ -137,7 +137,7 @@ def _read_arithmetic(spec: SourceSpec) -> list[Row]:
 
 def _read_jsonl(spec: SourceSpec) -> list[Row]:
     rows: list[Row] = []
-    for path in _files(spec, (".jsonl", ".ndjson")):
+    for path in files_of(spec.path, "jsonl"):
         for number, text in _lines(path):
             try:
                 columns = json.loads(text)
@@ -145,6 +145,11 @@ def _read_jsonl(spec: SourceSpec) -> list[Row]:
                 raise DataError(
                     f"{path}, line {number}: not valid JSON ({error.msg}, column {error.colno}); "
                     "a .jsonl file holds one JSON object per line"
+                ) from error
+            except (ValueError, RecursionError) as error:  # valid JSON, and more than Python reads
+                raise DataError(
+                    f"{path}, line {number}: cannot be read ({error}); write an integer of thousands of digits as a "
+                    "string, and nest less deeply"
                 ) from error
             if not isinstance(columns, dict):
                 raise DataError(
@@ -174,7 +179,7 @@ def _read_parquet(spec: SourceSpec) -> list[Row]:
     import pyarrow.parquet as pq
 
     rows: list[Row] = []
-    for path in _files(spec, (".parquet",)):
+    for path in files_of(spec.path, "parquet"):
         try:
             table = pq.ParquetFile(path).read()
         except (pa.ArrowException, OSError) as error:
@@ -188,7 +193,7 @@ def _read_parquet(spec: SourceSpec) -> list[Row]:
 
 def _read_hugging_face(spec: SourceSpec) -> list[Row]:
     if not Path(spec.path).expanduser().exists() and not _HUB_NAME.fullmatch(spec.path):
-        raise _missing(spec.path, Path(spec.path).expanduser())
+        raise missing(spec.path)
     splits = _load_hugging_face(spec)
     if spec.split not in splits:
         raise DataError(
@@ -215,8 +220,9 @@ def _load_hugging_face(spec: SourceSpec) -> dict[str, Any]:
             return _by_name(datasets.load_dataset(str(path)))
         name, _, config = spec.path.partition(":")
         return _by_name(datasets.load_dataset(name, config if config else None))
-    except (OSError, ValueError, DatasetsError) as error:
-        # OSError covers the hub's connection and file-not-found errors; ValueError a missing or unknown config.
+    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
+        # OSError covers the hub's connection and file-not-found errors; ValueError a missing or unknown config;
+        # RuntimeError a data set that is a loading script, which Datasets 4 and later do not run.
         raise DataError(
             f"cannot load Hugging Face data set {spec.path!r}: {type(error).__name__}: {error}; check the name "
             "(owner/name, or owner/name:config), the network, or give a local file or directory"
@@ -225,25 +231,3 @@ def _load_hugging_face(spec: SourceSpec) -> dict[str, Any]:
 
 def _by_name(splits: Mapping[Any, Any]) -> dict[str, Any]:
     return {str(name): rows for name, rows in splits.items()}
-
-
-def _files(spec: SourceSpec, suffixes: tuple[str, ...]) -> list[Path]:
-    path = Path(spec.path).expanduser()
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
-        raise _missing(spec.path, path)
-    files = sorted(p for p in path.iterdir() if p.suffix in suffixes)
-    if not files:
-        raise DataError(f"directory {spec.path!r} holds no {' or '.join(suffixes)} file; check the path")
-    return files
-
-
-def _missing(given: str, path: Path) -> DataError:
-    if path.parent.is_dir():
-        names = [p.name for p in path.parent.iterdir()]
-        near = [str(path.parent / n) for n in difflib.get_close_matches(path.name, names, n=3, cutoff=0.6)]
-        hint = f"did you mean {' or '.join(near)}?" if near else f"nothing in {path.parent} has a similar name"
-    else:
-        hint = f"its directory {path.parent} does not exist either"
-    return DataError(f"data set {given!r} does not exist; {hint} (paths are relative to {Path.cwd()})")

@@ -36,12 +36,13 @@ def render(rows: Sequence[Row], *, spec: SourceSpec, tokenizer: Tokenizer) -> li
     the tokenizer together, which works on them with all cores.
 
     Raises:
-        DataError: a column is missing or has the wrong type, a prompt is empty, or there is no chat template.
+        DataError: a column is missing or has the wrong type, a prompt is empty or no text, or there is no chat
+            template.
     """
     prompts: list[Prompt] = []
     for start in range(0, len(rows), ROWS_AT_ONCE):
         some = rows[start : start + ROWS_AT_ONCE]
-        texts = [_text(row, spec, tokenizer) for row in some]
+        texts = [_checked_text(row, spec, tokenizer) for row in some]
         tokens = _tokenized(texts, tokenizer)
         prompts += [_prompt(row, text, ids, spec) for row, (text, _), ids in zip(some, texts, tokens, strict=True)]
     return prompts
@@ -76,6 +77,19 @@ def _prompt(row: Row, text: str, token_ids: Sequence[int], spec: SourceSpec) -> 
 
 def has_column(row: Row, name: str) -> bool:
     return find(row.columns, name) is not MISSING
+
+
+def _checked_text(row: Row, spec: SourceSpec, tokenizer: Tokenizer) -> tuple[str, bool]:
+    """As `_text`. JSON can spell half a surrogate pair (`"\\ud83d"`), which no tokenizer takes."""
+    text, is_templated = _text(row, spec, tokenizer)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{row.where}: column {spec.prompt_column!r} holds {text[error.start]!r}, half a surrogate pair and no "
+            "character; write the character whole, or remove the row"
+        ) from error
+    return text, is_templated
 
 
 def _text(row: Row, spec: SourceSpec, tokenizer: Tokenizer) -> tuple[str, bool]:

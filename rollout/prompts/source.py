@@ -37,7 +37,7 @@ class PromptSet:
     num_overlong: int
     """Prompts that were dropped because they are too long."""
     fingerprint: str
-    """Changes with any id, token or answer, and with the order."""
+    """Changes with any id, token, answer or reward of a row, and with the order."""
 
 
 def load_prompts(spec: SourceSpec, tokenizer: Tokenizer) -> PromptSet:
@@ -80,10 +80,12 @@ def load_prompts(spec: SourceSpec, tokenizer: Tokenizer) -> PromptSet:
 
 
 def fingerprint(prompts: Sequence[Prompt]) -> str:
-    """A digest of ids, tokens and answers in order."""
+    """A digest of ids, tokens, answers and rewards in order."""
     digest = hashlib.sha256()
     for prompt in prompts:
-        digest.update(json.dumps([prompt.prompt_id, prompt.answer, len(prompt.token_ids)]).encode())
+        # Only where a row names its own: checkpoints of data sets without such a column keep their digest.
+        reward = [prompt.reward] if prompt.reward else []
+        digest.update(json.dumps([prompt.prompt_id, prompt.answer, len(prompt.token_ids), *reward]).encode())
         digest.update(np.ascontiguousarray(prompt.token_ids, np.int32).tobytes())
     return digest.hexdigest()[:16]
 
@@ -150,10 +152,21 @@ class PromptSource:
         if self._pass_rates is None:
             return self._advance()
         self._pass_rates.settle(version)
-        while True:  # ends: every prompt that is passed over rests for one turn less
+        while True:  # ends within three epochs: every prompt that is passed over rests for one turn less
+            if self._position == 0 and (num_idle := self._pass_rates.skip_epochs()):
+                self._begin_epoch(self._epoch + num_idle)
             prompt = self._advance()
             if not self._pass_rates.skips(prompt.prompt_id):
                 return prompt
+
+    def require_prompt(self) -> None:
+        """To be asked before a run, once its checkpoint is loaded.
+
+        Raises:
+            DataError: the pass-rate filter leaves no prompt to begin with.
+        """
+        if self._pass_rates is not None:
+            self._pass_rates.require_prompt()
 
     def observe(self, group: Group) -> None:
         """A group came back, whatever becomes of it."""
@@ -172,9 +185,11 @@ class PromptSource:
         prompt = self._set.prompts[self._order[self._position]]
         self._position += 1
         if self._position == len(self._order):
-            self._epoch, self._position = self._epoch + 1, 0
-            self._order = self._order_of(self._epoch)
+            self._begin_epoch(self._epoch + 1)
         return prompt
+
+    def _begin_epoch(self, epoch: int) -> None:
+        self._epoch, self._position, self._order = epoch, 0, self._order_of(epoch)
 
     def find(self, prompt_id: str) -> Prompt:
         """The prompt of that id: a resumed run uses it to admit again what was in flight.

@@ -169,7 +169,7 @@ def measure(case: RayCase) -> dict[str, Any]:
     with _cluster(case), tempfile.TemporaryDirectory() as folder:
         run_dir = open_run_dir(replace(cfg, run_dir=str(Path(folder) / "run")))
         console = Console(file=io.StringIO())
-        with contextlib.closing(run_dir), opened(cfg, run_dir, console, resume_step=None) as telemetry:
+        with contextlib.closing(run_dir), opened(cfg, run_dir, console) as telemetry:
             return asyncio.run(_run(case, cfg, telemetry))
 
 

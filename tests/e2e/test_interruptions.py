@@ -60,7 +60,7 @@ def test_a_run_survives_kill_9_and_an_interrupt(start: Start, tmp_path: Path) ->
     before = step_of(latest)
 
     interrupted = start(run_dir, *SMALL, ENDLESS, reward, "checkpoint.every_steps=0")
-    interrupted.until(lambda: "weight sync epoch" in interrupted.text and len(interrupted.lines) >= before + 3)
+    interrupted.until(lambda: "resuming after step" in interrupted.text and len(interrupted.lines) >= before + 3)
     interrupted.terminate()
     assert interrupted.wait() == 130, interrupted.text[-3000:]
     assert interrupted.left_over(within_s=ENDED_WITHIN_S) == []

@@ -36,6 +36,7 @@ from trainer.pipeline.resume import Checkpointer
 from trainer.pipeline.supervise import Supervisor
 from trainer.pipeline.sync_pump import SyncPump
 from trainer.pipeline.telemetry import Telemetry
+from trainer.telemetry.earlier_records import cut_records
 from trainer.telemetry.progress import Progress
 from trainer.telemetry.run_dir import open_run_dir
 from trainer.telemetry.sinks.build import build_writer
@@ -272,7 +273,9 @@ def telemetry_in(cfg: RunConfig, path: Path, *, resume_step: int | None = None) 
     run_dir = open_run_dir(replace(cfg, run_dir=str(path)))
     with contextlib.ExitStack() as stack:
         stack.callback(run_dir.close)
-        writer = stack.enter_context(contextlib.closing(build_writer(cfg, run_dir, resume_step=resume_step)))
+        if resume_step is not None:
+            cut_records(run_dir, after_step=resume_step)
+        writer = stack.enter_context(contextlib.closing(build_writer(cfg, run_dir)))
         tracer = stack.enter_context(contextlib.closing(Tracer(run_dir.trace)))
         yield Telemetry(
             run_dir=run_dir,

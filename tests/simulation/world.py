@@ -384,7 +384,7 @@ def simulation(plan: Plan, path: Path) -> Iterator[Simulation]:
     run_dir = open_run_dir(replace(cfg, run_dir=str(path)))
     with contextlib.ExitStack() as stack:
         stack.callback(run_dir.close)
-        writer = stack.enter_context(contextlib.closing(build_writer(cfg, run_dir, resume_step=None)))
+        writer = stack.enter_context(contextlib.closing(build_writer(cfg, run_dir)))
         telemetry = Telemetry(
             run_dir=run_dir,
             progress=Progress(cfg, console=Console(file=io.StringIO())),

@@ -62,18 +62,26 @@ def commit(tmp: Path, extra_state: Mapping[str, Any]) -> Path:
     (tmp / STATE_FILE).write_text(state)
     files = {path.relative_to(tmp).as_posix(): _describe(path) for path in sorted(tmp.rglob("*")) if path.is_file()}
     (tmp / MANIFEST_FILE).write_text(json.dumps({"files": files}, indent=1))
-    for name in (*files, MANIFEST_FILE):
-        _sync(tmp / name)
-    _sync(tmp)
+    for path in (*tmp.rglob("*"), tmp):  # directories, too: their entries are what leads to the files
+        _sync(path)
     final = tmp.with_name(tmp.name.removesuffix(".tmp"))
+    put_in_place(tmp, final)
+    return final
+
+
+def put_in_place(written: Path, final: Path) -> None:
+    """Rename the directory `written` to `final`, in place of what is there.
+
+    The older one is called `NAME.replaced` until the new one is there, so that a kill at any moment leaves one of them
+    whole. What a kill has left over goes with the next call.
+    """
     replaced = final.with_name(f"{final.name}.replaced")
     if final.exists():
         shutil.rmtree(replaced, ignore_errors=True)
         final.rename(replaced)
-    tmp.rename(final)
+    written.rename(final)
     _sync(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
-    return final
 
 
 def find_latest(directory: Path) -> Path | None:

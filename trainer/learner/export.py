@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from trainer.learner.checkpoint import put_in_place
 from trainer.learner.lora import ADAPTER_DIR, gather_adapters, merged_parameters, write_adapter
 from weight_sync.checkpoint_names import persistent_buffers
 
@@ -56,8 +57,8 @@ def write_hf(path: Path, *, model: PreTrainedModel, source_dir: Path, config: Mo
     model is sharded.
 
     `AutoModelForCausalLM.from_pretrained(path)` and engines load the result. Weights are in `model.rollout_dtype`: what
-    the engines generated with. The directory appears whole or not at all, and replaces what is there. LoRA adapters are
-    merged into the weights, and written once more by themselves in `adapter/`.
+    the engines generated with. The directory appears whole or not at all, and replaces what is there (see
+    `put_in_place`). LoRA adapters are merged into the weights, and written once more by themselves in `adapter/`.
 
     Raises:
         OSError: rank 0 cannot write to `path`.
@@ -73,9 +74,7 @@ def write_hf(path: Path, *, model: PreTrainedModel, source_dir: Path, config: Mo
         tmp = path.with_name(f"{path.name}.tmp")
         try:
             _write(tmp, state, adapter, model=model, source_dir=source_dir, config=config)
-            if path.exists():
-                shutil.rmtree(path)
-            tmp.rename(path)
+            put_in_place(tmp, path)
         finally:
             shutil.rmtree(tmp, ignore_errors=True)
 

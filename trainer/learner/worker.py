@@ -81,10 +81,15 @@ class LearnerWorker:
     """
 
     def __init__(self, cfg: RunConfig, *, rank: int, world_size: int) -> None:
-        from weight_sync.device.select import get_backend
+        from weight_sync.device.select import build, get_backend
+        from weight_sync.device.visibility import show_own_devices
 
+        name = cfg.device.name
+        show_own_devices(name, ray)
         self._cfg, self._rank, self._world_size = cfg, rank, world_size
-        self._backend: Backend = get_backend(cfg.device.name, cpu_threads=cfg.device.cpu_threads)
+        # What is wrong with a device that is named `setup` says: an actor that is not made dies, and says it at length.
+        make = get_backend if name == "auto" else build
+        self._backend: Backend = make(name, cpu_threads=cfg.device.cpu_threads)
         self._rendezvous: Rendezvous | None = None
         self._ready: _Ready | None = None
 
@@ -103,7 +108,7 @@ class LearnerWorker:
         """Join the other ranks, build the model and compile it. Returns the seconds of each stage, in order.
 
         Raises:
-            DeviceError: this process lacks a variable its device needs.
+            DeviceError: this process lacks a variable its device needs, or the device is not here.
             ModelError: the model cannot be trained.
         """
         watch = [time.perf_counter()]
@@ -115,9 +120,7 @@ class LearnerWorker:
         from weight_sync.publisher import WeightPublisher
 
         watch.append(time.perf_counter())
-        problems = self._backend.check_env("learner", dict(os.environ))
-        if problems:
-            raise DeviceError("; ".join(problems))
+        self._check_device()
         device = self._backend.set_device(0)  # Ray shows an actor only its own device
         if device.type == "cpu":
             torch.set_num_threads(self._cfg.device.cpu_threads)
@@ -138,6 +141,13 @@ class LearnerWorker:
             watch.append(time.perf_counter())
             stages.append("compiling")
         return {stage: end - begin for stage, (begin, end) in zip(stages, pairwise(watch), strict=True)}
+
+    def _check_device(self) -> None:
+        problems = self._backend.check_env("learner", dict(os.environ))
+        if problems:
+            raise DeviceError("; ".join(problems))
+        if (reason := self._backend.why_unavailable()) is not None:
+            raise DeviceError(f"device {self._backend.name!r} cannot be used on the learner's node: {reason}")
 
     def train_step(
         self, micro_batches: Sequence[MicroBatch], step: int, rewards: StepRewards | None = None

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray._private.state import available_resources_per_node
+from ray.exceptions import RayError
 from ray.util import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -23,16 +25,20 @@ from trainer.config.errors import ConfigurationError, Problem, one_line
 from trainer.pipeline.placement import (
     SIZES,
     Node,
-    assign_nodes,
+    assign_free_nodes,
     bundles_by_actor,
+    check_device_is_named,
     check_fits,
     describe_bundles,
     describe_idle_devices,
     describe_nodes,
+    units_of,
 )
 from trainer.pipeline.reaper import MARK, Reaper
 
 if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
+
     from trainer.config.schema import RunConfig
     from trainer.pipeline.placement import Bundle, Placement
     from weight_sync.device.base import Backend
@@ -142,7 +148,7 @@ class Cluster:
     def _join(cls, cfg: RunConfig, placement: Placement, backend: Backend) -> Cluster:
         try:
             ray.init(address=cfg.ray.address, log_to_driver=False, logging_level=logging.ERROR)
-        except (ConnectionError, ValueError, RuntimeError) as error:
+        except (ConnectionError, ValueError, RuntimeError, RayError) as error:
             problem = Problem(
                 key="ray.address",
                 got=cfg.ray.address,
@@ -153,6 +159,7 @@ class Cluster:
             raise ConfigurationError([problem]) from error
         try:
             resource = backend.ray_resource
+            check_device_is_named(cfg, backend=backend.name, resource=resource, there=ray.cluster_resources())
             if resource is not None:
                 num_devices = int(ray.cluster_resources().get(resource, 0))
                 check_fits(cfg, placement, backend=backend.name, num_devices=num_devices, where="the Ray cluster")
@@ -185,35 +192,42 @@ def _was_too_slow(error: Exception) -> bool:
 def _seated(cfg: RunConfig, placement: Placement, *, resource: str | None) -> Placement:
     """Set aside the resources of every actor, each on the node that was chosen for it.
 
-    A placement group per actor, so that one engine can move when its node is lost. The groups end with the driver.
+    A placement group per unit: of one actor, so that an engine can move when its node is lost, or of an engine and the
+    learners whose devices it shares, which Ray then keeps on one node. The groups end with the driver.
 
     Raises:
         ConfigurationError: the cluster is too small, or others hold its resources for `ray.placement_timeout_s`.
     """
     nodes, bundles = _nodes(), bundles_by_actor(cfg, placement)
-    chosen = assign_nodes(cfg, placement, nodes)
-    # The target is soft, and Ray has only this spelling for it: a group whose node is full or lost goes elsewhere.
-    # A label selector on the node's id would be hard, and a lost engine could not come back.
-    groups = {
-        name: placement_group([dict(bundles[name])], "STRICT_PACK", name=name, _soft_target_node_id=node_id)
-        for name, node_id in chosen.items()
-    }
+    chosen = assign_free_nodes(cfg, placement, nodes, _free())
+    groups = [
+        (unit, _set_aside(unit[-1], [bundles[name] for name in unit], node_id=chosen[unit[-1]]))
+        for unit in units_of(cfg, placement)
+    ]
     give_up = time.monotonic() + cfg.ray.placement_timeout_s
-    late = [name for name, group in groups.items() if not group.wait(max(0.0, give_up - time.monotonic()))]
+    late = [unit for unit, group in groups if not group.wait(max(0.0, give_up - time.monotonic()))]
     if late:
-        for group in groups.values():
+        problem = _no_room(cfg, {name: bundles[name] for unit in late for name in unit}, nodes)
+        for _, group in groups:
             remove_placement_group(group)
-        raise ConfigurationError([_no_room(cfg, {name: bundles[name] for name in late}, nodes)])
+        raise ConfigurationError([problem])
     log.info("nodes: %s", _who_sits_where(chosen, nodes))
     if resource is not None:
         _warn_of_idle_devices(chosen, bundles, nodes, resource=resource)
     return replace(
         placement,
         seats={
-            name: PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
-            for name, group in groups.items()
+            name: PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+            for unit, group in groups
+            for index, name in enumerate(unit)
         },
     )
+
+
+def _set_aside(name: str, bundles: list[Bundle], *, node_id: str) -> PlacementGroup:
+    # The target is soft, and Ray has only this spelling for it: a group whose node is full or lost goes elsewhere.
+    # A label selector on the node's id would be hard, and a lost engine could not come back.
+    return placement_group([dict(bundle) for bundle in bundles], "STRICT_PACK", name=name, _soft_target_node_id=node_id)
 
 
 def _warn_of_idle_devices(
@@ -230,7 +244,7 @@ def _nodes() -> list[Node]:
         Node(
             node_id=node["NodeID"],
             address=node["NodeManagerAddress"],
-            resources={name: n for name, n in node["Resources"].items() if not name.startswith(_NOT_ASKED_FOR)},
+            resources=_asked_for(node["Resources"]),
             is_driver=node["NodeID"] == own,
         )
         for node in ray.nodes()
@@ -239,14 +253,26 @@ def _nodes() -> list[Node]:
     return sorted(found, key=lambda node: not node.is_driver)
 
 
+def _free() -> dict[str, Bundle]:
+    """Id of a node -> what nobody has of it, as far as Ray's head has been told; that may be a second old."""
+    return {node: _asked_for(there_is) for node, there_is in available_resources_per_node().items()}
+
+
+def _asked_for(resources: Bundle) -> dict[str, float]:
+    return {name: amount for name, amount in resources.items() if not name.startswith(_NOT_ASKED_FOR)}
+
+
 def _no_room(cfg: RunConfig, late: dict[str, Bundle], nodes: list[Node]) -> Problem:
-    free = {name: n for name, n in ray.available_resources().items() if not name.startswith(_NOT_ASKED_FOR)}
+    """Call it while the groups that were made still hold their shares."""
+    free = _free()
+    left = [replace(node, resources=free.get(node.node_id, {})) for node in nodes]
     return Problem(
         key=SIZES,
         got=f"no room for {', '.join(late)}: {describe_bundles(late)}",
         allowed=f"the Ray cluster is large enough ({describe_nodes(nodes)}), but after "
-        f"ray.placement_timeout_s={cfg.ray.placement_timeout_s:g} others still held it; free were {free}",
-        do="`ray status` says who; wait for them, or ask for fewer ranks or replicas",
+        f"ray.placement_timeout_s={cfg.ray.placement_timeout_s:g} no node had that left, beside what others hold and "
+        f"what was set aside for the rest of this run: {describe_nodes(left)}",
+        do="`ray status` says who holds what; wait for others, or ask for fewer ranks or replicas",
     )
 
 

@@ -28,7 +28,7 @@ from trainer.pipeline.cluster import actor_options
 from trainer.pipeline.data_selection import training_source
 from trainer.pipeline.device_turns import OwnDevices, SharedDevices
 from trainer.pipeline.handles import EngineReplica, answer, started
-from trainer.pipeline.inputs import with_model_directory
+from trainer.pipeline.paths import for_actors
 from trainer.pipeline.placement import RESTARTED, ranks_beside, shared_visibility
 from trainer.pipeline.sync_pump import no_engine_returns
 from trainer.pipeline.workers import WorkerPool
@@ -87,7 +87,9 @@ async def create_actors(
 
     Engines that share devices wait until Ray has given those to the learners; the placement that comes back knows them.
     """
-    own = with_model_directory(cfg)
+    own = for_actors(cfg)
+    # Decided here once: a learner's node might find another kind by itself.
+    own = replace(own, device=replace(own.device, name=backend.name))
     world_size = cfg.learner.num_ranks
     ranks = [
         learner_actor()
@@ -110,7 +112,7 @@ async def create_actors(
 
 def new_engine(cfg: RunConfig, placement: Placement, backend: Backend, *, name: str, version: int) -> Any:
     """One engine actor, not yet started."""
-    cfg = with_model_directory(cfg)
+    cfg = for_actors(cfg)
     options = _options(cfg, backend, placement, role="engine", name=name)
     return engine_actor().options(**options).remote(engine_spec(cfg, backend, name=name, version=version))
 
@@ -152,7 +154,7 @@ def with_workers(cfg: RunConfig, placement: Placement, actors: Actors) -> Actors
 
 def new_worker(cfg: RunConfig, placement: Placement, engines: Mapping[str, Any], *, index: int, name: str) -> Any:
     """Rollout worker `index` as an actor, not yet started."""
-    spec = worker_spec(with_model_directory(cfg))
+    spec = worker_spec(for_actors(cfg))
     order = order_of(list(engines), worker=index, num_workers=cfg.rollout.num_workers)
     actor = rollout_worker_actor().options(**placement.options(name), name=name, max_restarts=0)
     return actor.remote(spec, {engine: engines[engine] for engine in order})
@@ -203,6 +205,7 @@ def make_source(cfg: RunConfig, inputs: Inputs, resumed: Resumed | None) -> Prom
     source = training_source(cfg, inputs.train)
     if resumed is not None:
         source.load_state_dict(resumed.state["source"])
+    source.require_prompt()
     return source
 
 

@@ -25,7 +25,7 @@ def training_source(cfg: RunConfig, data: PromptSet) -> PromptSource:
     """From its beginning.
 
     Raises:
-        DataError: a column does not fit, or the pass rates leave no prompt.
+        DataError: a column does not fit.
     """
     task, prompts = cfg.task, data.prompts
     return PromptSource(
@@ -63,7 +63,7 @@ def pass_rates_of(task: TaskConfig, prompts: Sequence[Prompt]) -> PassRates | No
     """None if the bounds let every pass rate in.
 
     Raises:
-        DataError: a pass rate of the column is not in 0..1, or all are outside the bounds.
+        DataError: a pass rate of the column is not in 0..1.
     """
     if not task.filters_pass_rate:
         return None

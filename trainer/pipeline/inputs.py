@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollout.engine.vocabulary import foreign_token
 from rollout.errors import DataError
+from rollout.prompts.overlap import refuse_overlap
 from rollout.prompts.readers import SourceSpec
 from rollout.prompts.source import PromptSet, eval_subset, load_prompts
 from rollout.reward.preflight import check_reward
@@ -27,6 +28,7 @@ from trainer.builtin.tokenizer import VOCABULARY_SIZE, build_tokenizer
 from trainer.config.errors import ConfigurationError, Problem
 from trainer.config.estimators import traits_of
 from trainer.learner.errors import ModelError
+from trainer.telemetry.log import SHOWN_BEFORE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -48,6 +50,8 @@ class Inputs:
     train: PromptSet
     evaluation: tuple[Prompt, ...]
     """Empty if the run has no evaluation."""
+    left_out: tuple[str, ...] = ()
+    """Of every data set that lost rows: how many, and why."""
 
 
 def load_inputs(cfg: RunConfig) -> Inputs:
@@ -62,15 +66,31 @@ def load_inputs(cfg: RunConfig) -> Inputs:
     _check_models(cfg)
     tokenizer = _tokenizer(cfg)
     _check_stops(cfg, len(tokenizer))
-    train = load_prompts(_source_spec(cfg, cfg.task.train_path, cfg.task.train_split, is_held_out=False), tokenizer)
-    evaluation: tuple[Prompt, ...] = ()
+    train_spec = _source_spec(cfg, cfg.task.train_path, cfg.task.train_split, is_held_out=False)
+    spec = _source_spec(cfg, cfg.task.eval_path, cfg.task.eval_split, is_held_out=True)
     if cfg.task.eval_path:
-        spec = _source_spec(cfg, cfg.task.eval_path, cfg.task.eval_split, is_held_out=True)
-        evaluation = eval_subset(load_prompts(spec, tokenizer), size=cfg.task.eval_size)
+        refuse_overlap(train_spec, spec)
+    train = load_prompts(train_spec, tokenizer)
+    evaluation: tuple[Prompt, ...] = ()
+    left_out = _left_out(cfg, "task.train_path", train)
+    if cfg.task.eval_path:
+        held_out = load_prompts(spec, tokenizer)
+        evaluation = eval_subset(held_out, size=cfg.task.eval_size)
+        left_out += _left_out(cfg, "task.eval_path", held_out)
     _check_token_ids(cfg, (*train.prompts, *evaluation))
     _check_rewards(cfg, (*train.prompts, *evaluation))
-    log.info("%d training prompts, %d held out", len(train.prompts), len(evaluation))
-    return Inputs(tokenizer=tokenizer, train=train, evaluation=evaluation)
+    return Inputs(tokenizer=tokenizer, train=train, evaluation=evaluation, left_out=left_out)
+
+
+def tell_inputs(cfg: RunConfig, inputs: Inputs) -> None:
+    """Logs how many prompts there are, and what was left out: while they are loaded there is no log yet."""
+    log.info("%d training prompts, %d held out", len(inputs.train.prompts), len(inputs.evaluation))
+    for text in inputs.left_out:
+        log.warning(text, extra=SHOWN_BEFORE)
+    if cfg.task.reward.column:
+        prompts = (*inputs.train.prompts, *inputs.evaluation)
+        by_reward = Counter(prompt.reward if prompt.reward else cfg.task.reward.name for prompt in prompts)
+        log.info("prompts by reward: %s", ", ".join(f"{name} {count}" for name, count in by_reward.most_common()))
 
 
 def with_model_directory(cfg: RunConfig) -> RunConfig:
@@ -217,6 +237,14 @@ def _model_paths(cfg: RunConfig) -> dict[str, str]:
     return {"model.path": cfg.model.path} | ({} if cfg.critic.path is None else {"critic.path": cfg.critic.path})
 
 
+def _left_out(cfg: RunConfig, key: str, loaded: PromptSet) -> tuple[str, ...]:
+    if not loaded.num_duplicates and not loaded.num_overlong:
+        return ()
+    repeated = f"{loaded.num_duplicates} that repeat an earlier one (task.dedup)"
+    overlong = f"{loaded.num_overlong} over task.max_prompt_tokens={cfg.task.max_prompt_tokens}"
+    return (f"rows of {key} that were left out: {repeated}, {overlong}",)
+
+
 def _check_token_ids(cfg: RunConfig, prompts: Sequence[Prompt]) -> None:
     """Raises ConfigurationError if a prompt has a token for which a model has no row: it would end engine and learner.
 
@@ -264,9 +292,6 @@ def _check_rewards(cfg: RunConfig, prompts: Sequence[Prompt]) -> None:
                 raise
             raise DataError(f"column {cfg.task.reward.column!r} of prompt {sample.prompt_id}: {error}") from error
         _check_parts(cfg, name, result.parts)
-    if cfg.task.reward.column:
-        counts = Counter(prompt.reward if prompt.reward else cfg.task.reward.name for prompt in prompts)
-        log.info("prompts by reward: %s", ", ".join(f"{name} {count}" for name, count in counts.most_common()))
 
 
 def _check_parts(cfg: RunConfig, reward: str, parts: Mapping[str, float]) -> None:

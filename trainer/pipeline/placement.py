@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.errors import ConfigurationError, Problem
 from trainer.config.validate_mode import pairing_problems
+from weight_sync.device.select import names_by_resource
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -119,6 +120,37 @@ def check_fits(cfg: RunConfig, placement: Placement, *, backend: str, num_device
     )
 
 
+def check_cpus(cfg: RunConfig, placement: Placement) -> None:
+    """Raises ConfigurationError if the private cluster would have fewer CPUs than the actors take: some would wait for
+    the others to end."""
+    num_cpus = cfg.ray.num_cpus
+    if num_cpus == 0 or num_cpus >= placement.num_cpus - _ROUNDING:
+        return
+    allowed = f"must be at least {placement.num_cpus:g}, which all actors take together, or 0 for as many as they take"
+    do = "CPUs are counted, not pinned: raise it, leave it out, or ask for fewer ranks, replicas or rollout workers"
+    raise ConfigurationError([Problem(key="ray.num_cpus", got=str(num_cpus), allowed=allowed, do=do)])
+
+
+def check_device_is_named(cfg: RunConfig, *, backend: str, resource: str | None, there: Mapping[str, float]) -> None:
+    """Raises ConfigurationError if `device=auto` found no accelerator here and the cluster, which has `there`, does."""
+    names = names_by_resource()
+    found = {name: num for name, num in there.items() if name in names and num}
+    if cfg.device.name != "auto" or resource is not None or not found:
+        return
+    choices = [f"device={name}" for resource in found for name in names[resource]]
+    raise ConfigurationError(
+        [
+            Problem(
+                key="device",
+                got=f"auto, which is {backend} on the driver's host",
+                allowed=f"the Ray cluster has {_text(found)}, and auto looks at the driver's host alone",
+                do=f"say which the run takes: {' or '.join(choices)}; device={backend} leaves them idle",
+                also=("ray.address",),
+            )
+        ]
+    )
+
+
 def _original(name: str) -> str:
     """The actor that `name` takes the place of, or `name`."""
     return name.partition(RESTARTED)[0]
@@ -178,6 +210,29 @@ def bundles_by_actor(cfg: RunConfig, placement: Placement) -> dict[str, Bundle]:
     return {name: bundle_of(placement.options(name)) for name in names}
 
 
+def units_of(cfg: RunConfig, placement: Placement) -> list[list[str]]:
+    """Names of actors that have to be on one node, together: an engine and the learners whose devices it computes on.
+    Each of the others is alone."""
+    together = [_beside(replica, cfg) for replica in range(cfg.rollout.num_replicas)] if placement.is_paired else []
+    seated = {name for unit in together for name in unit}
+    return [*together, *([name] for name in bundles_by_actor(cfg, placement) if name not in seated)]
+
+
+def assign_free_nodes(
+    cfg: RunConfig, placement: Placement, nodes: Sequence[Node], free: Mapping[str, Bundle]
+) -> dict[str, str]:
+    """As `assign_nodes`, by what `free` has for the id of a node; where that does not do, by all that the nodes have.
+
+    Raises:
+        ConfigurationError: the nodes would be too small with nobody else on them.
+    """
+    now = [replace(node, resources=free.get(node.node_id, {})) for node in nodes]
+    try:
+        return assign_nodes(cfg, placement, now)
+    except ConfigurationError:
+        return assign_nodes(cfg, placement, nodes)
+
+
 def assign_nodes(cfg: RunConfig, placement: Placement, nodes: Sequence[Node]) -> dict[str, str]:
     """Name of an actor -> id of its node.
 
@@ -194,11 +249,8 @@ def assign_nodes(cfg: RunConfig, placement: Placement, nodes: Sequence[Node]) ->
     engines_first = sorted(bundles, key=lambda name: not name.startswith("replica_"))
     for order in _learner_orders(nodes):
         seats = _Seats(nodes)
-        if placement.is_paired:
-            units = [_beside(replica, cfg) for replica in range(cfg.rollout.num_replicas)]
-            fits = all(seats.take_together({name: bundles[name] for name in unit}, order) for unit in units)
-        else:
-            fits = True
+        shared = [unit for unit in units_of(cfg, placement) if len(unit) > 1]
+        fits = all(seats.take_together({name: bundles[name] for name in unit}, order) for unit in shared)
         names = engines_first if order is None else list(bundles)
         if fits and all(seats.take(name, bundles[name], order) for name in names if name not in seats.taken):
             return seats.taken

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,10 +16,10 @@ from trainer.config.own_function import is_own, load_own
 from trainer.config.validate import estimator_problems
 from trainer.pipeline.compose import make_source, why_engines_read_weights
 from trainer.pipeline.inputs import Inputs, check_engine_package, check_torchvision, load_inputs
-from trainer.pipeline.placement import Placement, check_fits, plan_placement
+from trainer.pipeline.placement import Placement, check_cpus, check_fits, plan_placement
 from trainer.pipeline.resume import Resumed, find_resume, has_no_weights
 from weight_sync.device.base import Backend, DeviceError
-from weight_sync.device.select import get_backend
+from weight_sync.device.select import build, get_backend
 
 if TYPE_CHECKING:
     from trainer.config.schema import RunConfig
@@ -50,6 +50,7 @@ def preflight(cfg: RunConfig) -> Checked:
     if cfg.ray.address == "local":
         num_devices = backend.num_devices() if backend.ray_resource else 0
         check_fits(cfg, placement, backend=backend.name, num_devices=num_devices, where="this host")
+        check_cpus(cfg, placement)
     inputs, resumed = check_files(cfg)
     return Checked(backend=backend, placement=placement, inputs=inputs, resumed=resumed)
 
@@ -69,6 +70,21 @@ def check_files(cfg: RunConfig, *, is_device_here: bool = True) -> tuple[Inputs,
     _check_engine_weights(cfg)
     make_source(cfg, inputs, resumed)  # raises if the data does not go with its selection, or with the checkpoint
     return inputs, resumed
+
+
+def look_again(cfg: RunConfig, checked: Checked, checkpoints: Path) -> Checked:
+    """`checked` with the checkpoint that is the newest one now that the run directory is ours: while `preflight` read
+    the data, a process that was about to end may have saved one more there, and deleted the one that it found.
+
+    Args:
+        checkpoints: of the run directory.
+
+    Raises:
+        ConfigurationError, DataError: as `preflight`.
+    """
+    resumed = find_resume(cfg, checkpoints)
+    make_source(cfg, checked.inputs, resumed)  # raises if the data is not that of the checkpoint
+    return replace(checked, resumed=resumed)
 
 
 def check_own_functions(cfg: RunConfig) -> None:
@@ -111,8 +127,10 @@ def _check_engine_weights(cfg: RunConfig) -> None:
 
 
 def _backend(cfg: RunConfig) -> Backend:
+    """On a cluster that is joined, a device that is named need not be here: learners and engines have to see it."""
+    name, is_elsewhere = cfg.device.name, cfg.ray.address != "local" and cfg.device.name != "auto"
     try:
-        backend = get_backend(cfg.device.name, cpu_threads=cfg.device.cpu_threads)
+        backend = (build if is_elsewhere else get_backend)(name, cpu_threads=cfg.device.cpu_threads)
         problems = backend.check_env("driver", dict(os.environ))
     except DeviceError as error:
         raise ConfigurationError([Problem(key="device", got=cfg.device.name, allowed=str(error))]) from error

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.config.errors import ConfigurationError, Problem, first_cause, one_line
 from trainer.learner import checkpoint
 from trainer.learner.errors import CheckpointError
+from trainer.telemetry.earlier_records import cut_records, set_records_aside
 from weight_sync.device.select import get_backend
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from trainer.learner.group import LearnerGroup
     from trainer.pipeline.state import RunState
     from trainer.pipeline.telemetry import Telemetry
+    from trainer.telemetry.run_dir import RunDir
 
 log = logging.getLogger(__name__)
 
@@ -53,9 +55,10 @@ def find_resume(cfg: RunConfig, directory: Path | None, *, is_device_here: bool 
         if latest is not None:
             raise _refused(cfg, f"{directory} already has {latest.name}", "choose another run_dir, or resume=auto")
         return None
-    path = latest if wanted == "auto" else Path(wanted).absolute()
+    path = latest if wanted == "auto" else Path(wanted)
     if path is None:
         return None
+    path = path.absolute()  # learners read it too, and may have been started elsewhere
     try:
         resumed = Resumed(path=path, state=checkpoint.read_state(path))
     except CheckpointError as error:
@@ -64,18 +67,31 @@ def find_resume(cfg: RunConfig, directory: Path | None, *, is_device_here: bool 
     return resumed
 
 
-def go_on_from(resumed: Resumed, directory: Path) -> None:
-    """Make the checkpoint the one that `directory`, the `checkpoints` of the run directory, goes on from. Call it once
-    that directory is ours, before anything is written to it."""
+def tell_resumed(resumed: Resumed) -> None:
+    """Says what the run goes on from."""
     buffer = resumed.state["buffer"]
     anew = f"{len(buffer['prompts'])} groups that were under way begin anew"
     if "num_finished" in buffer:
         anew += f", {buffer['num_finished']} of them had been finished"
     log.info("going on from %s; %s", resumed.path, anew)
-    left = checkpoint.abandon(directory, going_on_from=resumed.path)
+
+
+def take_over(run_dir: RunDir, resumed: Resumed | None) -> None:
+    """Make the run directory that of a run which goes on from `resumed`, or begins anew. Blocking.
+
+    What earlier processes did beyond that is moved away or cut. So call it when nothing can refuse the run any more,
+    and before its first record and checkpoint.
+    """
+    if resumed is None:
+        set_records_aside(run_dir)
+        return
+    # First, or a kill in between would leave a newest checkpoint whose records are gone.
+    left = checkpoint.abandon(run_dir.checkpoints, going_on_from=resumed.path)
     if left:
         names = ", ".join(path.name for path in left)
-        log.warning("not on the way to it, and moved to %s: %s", directory / checkpoint.ABANDONED, names)
+        aside = run_dir.checkpoints / checkpoint.ABANDONED
+        log.warning("not on the way to %s, and moved to %s: %s", resumed.path.name, aside, names)
+    cut_records(run_dir, after_step=resumed.step)
 
 
 def _refused(cfg: RunConfig, allowed: str, do: str) -> ConfigurationError:
@@ -83,7 +99,8 @@ def _refused(cfg: RunConfig, allowed: str, do: str) -> ConfigurationError:
 
 
 def origin(cfg: RunConfig) -> dict[str, Any]:
-    """What a run began with and reads again at every start, since no checkpoint holds it: key -> value, JSON-able.
+    """What a run began with and takes from its configuration at every start: key -> value, JSON-able. Either no
+    checkpoint holds it, or it says which tensors of the checkpoint are read.
 
     `seed` and `device.name` are None where the model has weights: else what is read again is made from the seed, and
     every kind of device draws other numbers from it. The contents of a directory are not looked at.
@@ -92,9 +109,11 @@ def origin(cfg: RunConfig) -> dict[str, Any]:
     return {
         "model.path": _located(cfg.model.path),
         "model.tokenizer_path": _located(cfg.model.tokenizer_path) if cfg.model.tokenizer_path else "",
+        "model.lora.rank": cfg.model.lora.rank,
         "model.lora.alpha": cfg.model.lora.alpha,
+        "model.lora.target_modules": "+".join(sorted(cfg.model.lora.target_modules.split("+"))),
         "seed": cfg.seed if is_drawn else None,
-        "device.name": get_backend(cfg.device.name).name if is_drawn else None,
+        "device.name": _device_name(cfg) if is_drawn else None,
         "critic.path": None if cfg.critic.path is None else _located(cfg.critic.path),
     }
 
@@ -102,11 +121,12 @@ def origin(cfg: RunConfig) -> dict[str, Any]:
 def _check_origin(cfg: RunConfig, resumed: Resumed, *, is_device_here: bool) -> None:
     """Raises ConfigurationError if what has to stay as it was is not; a checkpoint that does not tell is taken as it
     is."""
-    why: dict[str, str] = {}
+    why = {"model.lora.rank": "what the checkpoint holds was trained so, and fits nothing else"}
     base = ("model.path", "seed", "device.name")
     if cfg.model.lora.rank:
         why |= dict.fromkeys(base, "adapters are trained on frozen weights (model.lora)")
         why["model.lora.alpha"] = "it scales the adapters of the checkpoint, so the policy would be another one"
+        why["model.lora.target_modules"] = "the policy has an adapter on each of them"
     elif cfg.algorithm.kl.coef > 0:
         why |= dict.fromkeys(base, "the reference is the first policy (algorithm.kl)")
     if cfg.algorithm.uses_critic and not cfg.critic.shared_backbone:
@@ -129,6 +149,11 @@ def _check_origin(cfg: RunConfig, resumed: Resumed, *, is_device_here: bool) -> 
     ]
     if problems:
         raise ConfigurationError(problems)
+
+
+def _device_name(cfg: RunConfig) -> str:
+    """A kind that is named need not be on this host."""
+    return get_backend("auto").name if cfg.device.name == "auto" else cfg.device.name
 
 
 def _located(path: str) -> str:

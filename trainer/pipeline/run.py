@@ -28,11 +28,11 @@ from trainer.pipeline import compose, loops, telemetry
 from trainer.pipeline.cluster import Cluster
 from trainer.pipeline.evaluate import Evaluator, leased, members
 from trainer.pipeline.evaluation_runs import evaluate_at_start
-from trainer.pipeline.inputs import ensure_model
+from trainer.pipeline.inputs import ensure_model, tell_inputs
 from trainer.pipeline.keeper import EngineKeeper, leave_out
 from trainer.pipeline.placement import RESTARTED
-from trainer.pipeline.preflight import Checked, preflight
-from trainer.pipeline.resume import Checkpointer, go_on_from
+from trainer.pipeline.preflight import Checked, look_again, preflight
+from trainer.pipeline.resume import Checkpointer, take_over, tell_resumed
 from trainer.pipeline.starting import start_actors, start_phase
 from trainer.pipeline.state import RunState
 from trainer.pipeline.stepping import rescue
@@ -75,18 +75,18 @@ def run(cfg: RunConfig, *, started_at: float) -> int:
     checked = preflight(cfg)
     console = Console(file=sys.stdout)
     state = RunState(started_at=started_at, wall_clock=time.time)
-    resume_step = None
-    if checked.resumed is not None:
-        state.load_state_dict(checked.resumed.state["run"])
-        resume_step = state.step
     with telemetry.claimed_run_dir(cfg, console) as run_dir:
+        checked = look_again(cfg, checked, run_dir.checkpoints)
+        tell_inputs(cfg, checked.inputs)
         if checked.resumed is not None:
-            go_on_from(checked.resumed, run_dir.checkpoints)
+            tell_resumed(checked.resumed)
+            state.load_state_dict(checked.resumed.state["run"])
         with (
-            telemetry.opened(cfg, run_dir, console, resume_step=resume_step) as sinks,
+            # Earlier records are not cut yet: see `take_over`.
+            telemetry.opened(cfg, run_dir, console) as sinks,
             _summary(cfg, state, run_dir),
         ):
-            started = environment.describe(device=checked.backend.name, resumed_from_step=resume_step)
+            started = environment.describe(device=checked.backend.name, resumed_from_step=state.resumed_from_step)
             environment.append(run_dir.environment, started)
             sinks.progress.note(f"run directory: {run_dir.path}")
             sinks.progress.note(f"objective: {describe_objective(cfg.algorithm)}")
@@ -177,6 +177,8 @@ class Driver:
                 live = await devices.sync(self._state.step)
                 if cfg.weight_sync.self_test:
                     await coordinator.self_test()
+            # Not before: a start that fails must not cost what earlier processes did.
+            await asyncio.to_thread(take_over, self._telemetry.run_dir, checked.resumed)
             with rare_collections():
                 await self._train(actors, coordinator, devices, live)
         finally:

@@ -78,11 +78,11 @@ def claimed_run_dir(cfg: RunConfig, console: Console) -> Iterator[RunDir]:
 
 
 @contextlib.contextmanager
-def opened(cfg: RunConfig, run_dir: RunDir, console: Console, *, resume_step: int | None) -> Iterator[Telemetry]:
+def opened(cfg: RunConfig, run_dir: RunDir, console: Console) -> Iterator[Telemetry]:
     """All sinks, until the block ends; then everything is flushed and closed."""
     with contextlib.ExitStack() as stack:
         progress = stack.enter_context(contextlib.closing(Progress(cfg, console=console)))
-        writer = stack.enter_context(contextlib.closing(build_writer(cfg, run_dir, resume_step=resume_step)))
+        writer = stack.enter_context(contextlib.closing(build_writer(cfg, run_dir)))
         tracer = stack.enter_context(contextlib.closing(Tracer(run_dir.trace if cfg.telemetry.trace else None)))
         recorder = TrajectoryRecorder(run_dir.trajectories) if cfg.telemetry.record_trajectories else None
         thread, slow_thread = (

@@ -132,6 +132,9 @@ def _here(cfg: RunConfig) -> tuple[Device, Inputs]:
     """The device that the run would use, after every check that the run would make."""
     checked = preflight(cfg)
     backend = checked.backend
+    if (reason := backend.why_unavailable()) is not None:  # on a cluster that is joined it may be elsewhere
+        do = "plan for devices that are elsewhere: --device-memory-gib N"
+        raise ConfigurationError([Problem(key="device", got=backend.name, allowed=f"is not here: {reason}", do=do)])
     backend.set_device(0)
     total_bytes = backend.memory_info()[1]
     is_shared = backend.ray_resource is None

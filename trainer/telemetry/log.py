@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 OWN_LOGGERS = ("trainer", "rollout", "weight_sync", "__main__", "py.warnings")
 """Everybody else is a third party: warnings and worse on the screen, the rest only in the file."""
 
+SHOWN_BEFORE = {"shown_before": True}
+"""`extra` of a record for the file alone: the screen had it before the log was open."""
+
 _VERY_CHATTY = ("urllib3", "httpx", "httpcore", "filelock", "fsspec", "matplotlib", "numexpr", "markdown_it", "asyncio")
 _FORMAT = "%(asctime)s.%(msecs)03dZ %(levelname)-7s %(name)s: %(message)s"
 
@@ -84,4 +87,6 @@ def _screen_handler(console: Console) -> logging.Handler:
 
 
 def _is_for_the_screen(record: logging.LogRecord) -> bool:
+    if getattr(record, "shown_before", False):
+        return False
     return record.levelno >= logging.WARNING or record.name.split(".")[0] in OWN_LOGGERS

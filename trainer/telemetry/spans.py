@@ -9,8 +9,10 @@ Times are Unix time, so that the events of a resumed run stand where they belong
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
+import os
 import threading
 import time
 from typing import IO, TYPE_CHECKING
@@ -147,7 +149,13 @@ def _open_trace(path: Path) -> IO[bytes]:
 
 
 def _append_events(file: IO[bytes], events: list[bytes]) -> None:
+    """All of them, or none. Raises `OSError`."""
     end = file.seek(0, 2) - len(_END)
     is_first = end == 1
+    batch = (b"\n" if is_first else b",\n") + b",\n".join(events) + _END
     file.seek(end)
-    file.write((b"\n" if is_first else b",\n") + b",\n".join(events) + _END)
+    if file.write(batch) < len(batch):  # a full disk takes a part, and the next batch would stand behind a torn one
+        file.truncate(end)
+        file.seek(end)
+        file.write(_END)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

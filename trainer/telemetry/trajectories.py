@@ -12,16 +12,15 @@ that a version with this number had, in a process that went on from another.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
-import os
 import time
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import numpy as np
 
+from trainer.telemetry.append import append_line
 from trainer.telemetry.jsonable import to_jsonable
 
 if TYPE_CHECKING:
@@ -92,16 +91,11 @@ class TrajectoryRecorder:
     ) -> None:
         """Held-out prompts, each with all answers to it. `status` and `reason` are those of the whole evaluation. After
         a line that cannot be written the rest is left out. Blocking, as `write`, and much longer."""
-        how, num_bytes = {"status": status, "reason": reason, "version": version}, 0
+        how = {"status": status, "reason": reason, "version": version}
         try:
             for prompt, trajectories in answers:
-                line = _encoded({"time_s": self._clock(), **how, **_answered(prompt, trajectories)})
-                with path.open("ab") as file:  # which writes all of it, or raises
-                    file.write(line)
-                num_bytes += len(line)
+                append_line(path, _encoded({"time_s": self._clock(), **how, **_answered(prompt, trajectories)}))
         except Exception as error:  # noqa: BLE001 - nobody waits for it, and no evaluation ends a run
-            with contextlib.suppress(OSError):
-                os.truncate(path, num_bytes)  # without half a line
             self._miss_evaluation(path, error)
 
     def _miss_evaluation(self, path: Path, error: Exception) -> None:
@@ -114,8 +108,7 @@ class TrajectoryRecorder:
             if self._num_bytes and self._num_bytes + len(line) > self._max_file_bytes:
                 self._number += 1
                 self._num_bytes = 0
-            with (self._folder / f"groups_{self._number:05d}.jsonl").open("ab", buffering=0) as file:
-                file.write(line)
+            append_line(self._folder / f"groups_{self._number:05d}.jsonl", line)
         except Exception as error:  # noqa: BLE001 - the edge of one record: columns of a data set and rewards hold anything
             self.num_errors += 1
             if type(error) not in self._told:

@@ -114,6 +114,8 @@ class Backend(ABC):
     ray_resource: str | None
     """Ray resource that one device is counted as; None if the device is not a Ray resource."""
     visible_devices_var: str | None
+    ray_shows_devices: bool = True
+    """Whether Ray sets `visible_devices_var` for an actor that it gives devices to."""
     collective: str
     """torch.distributed backend for the learner."""
 

@@ -32,6 +32,7 @@ class RocmBackend(AcceleratorBackend):
     torch_device = "cuda"
     ray_resource = "GPU"
     visible_devices_var = "HIP_VISIBLE_DEVICES"
+    ray_shows_devices = False  # it must not, see `process_env`
     # RCCL answers to NCCL's name.
     collective = "cpu:gloo,cuda:nccl"
     _ipc_hint = (
@@ -91,6 +92,11 @@ class RocmBackend(AcceleratorBackend):
             problems.append(
                 "ROCR_VISIBLE_DEVICES is set without HIP_VISIBLE_DEVICES, which Ray refuses; "
                 f"unset it and set HIP_VISIBLE_DEVICES={environ['ROCR_VISIBLE_DEVICES']} before `ray start`"
+            )
+        elif hip is None and role != "driver":
+            problems.append(
+                f"HIP_VISIBLE_DEVICES is not set, so this {role} would take device 0 as all others do; it is set when "
+                "the process starts, from the devices that Ray gives it: ask Ray for one (resource 'GPU')"
             )
         cuda = environ.get("CUDA_VISIBLE_DEVICES")
         if hip is not None and cuda is not None and cuda != hip:

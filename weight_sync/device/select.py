@@ -25,6 +25,16 @@ def get_backend(name: str = "auto", *, cpu_threads: int = 1) -> Backend:
     return backend
 
 
+def names_by_resource() -> dict[str, list[str]]:
+    """What Ray calls a device -> the backends whose devices it calls so."""
+    found: dict[str, list[str]] = {}
+    for name in AUTO_ORDER:
+        resource = build(name).ray_resource
+        if resource is not None:
+            found.setdefault(resource, []).append(name)
+    return found
+
+
 def build(name: str, cpu_threads: int = 1) -> Backend:
     """The backend object called `name`, whether or not it can run here (its environment rules always can be read)."""
     match name:

@@ -34,6 +34,12 @@ def role(request: pytest.FixtureRequest) -> Role:
     return request.param
 
 
+def shown(backend: Backend, role: Role) -> dict[str, str]:
+    """What a process finds of its devices, where somebody else than the user says it."""
+    is_ours = role != "driver" and backend.visible_devices_var is not None and not backend.ray_shows_devices
+    return {str(backend.visible_devices_var): "0"} if is_ours else {}
+
+
 names = st.sampled_from(["A", "B", "C", "D", "E"])
 settings = st.dictionaries(names, st.sampled_from(["0", "1", "2"]))
 
@@ -50,12 +56,12 @@ def test_user_wins_over_inherited_wins_over_ours(
 
 
 def test_a_process_started_with_our_environment_has_no_problems(backend: Backend, role: Role) -> None:
-    assert backend.check_env(role, merge_env(backend.process_env(role), {}, {})) == []
+    assert backend.check_env(role, merge_env(backend.process_env(role), shown(backend, role), {})) == []
 
 
 def test_every_missing_variable_is_one_problem_that_names_it_and_its_reason(backend: Backend, role: Role) -> None:
     variables = backend.process_env(role)
-    problems = backend.check_env(role, {})
+    problems = backend.check_env(role, shown(backend, role))
     assert len(problems) == len(variables)
     for variable, problem in zip(variables, problems, strict=True):
         assert variable.name in problem
@@ -69,7 +75,8 @@ def test_every_variable_is_documented_with_its_value(backend: Backend, role: Rol
 
 
 def test_a_users_own_value_is_no_problem(backend: Backend) -> None:
-    environ = merge_env(backend.process_env("learner"), {"HSA_NO_SCRATCH_RECLAIM": "0", "OMP_NUM_THREADS": "7"}, {})
+    user = {"HSA_NO_SCRATCH_RECLAIM": "0", "OMP_NUM_THREADS": "7", **shown(backend, "learner")}
+    environ = merge_env(backend.process_env("learner"), user, {})
     assert backend.check_env("learner", environ) == []
 
 
@@ -81,7 +88,7 @@ def test_collectives_take_host_tensors_too(backend: Backend) -> None:
 @pytest.mark.parametrize("value", [None, "0"])
 def test_rocm_wants_ray_to_leave_visibility_alone_before_it_starts(role: Role, value: str | None) -> None:
     rocm = build("rocm")
-    environ = merge_env(rocm.process_env(role), {}, {})
+    environ = merge_env(rocm.process_env(role), shown(rocm, role), {})
     name = "RAY_EXPERIMENTAL_NOSET_HIP_VISIBLE_DEVICES"
     if value is None:
         del environ[name]
@@ -99,6 +106,14 @@ def test_rocm_refuses_visibility_that_ray_or_hip_trip_over() -> None:
     assert "set HIP_VISIBLE_DEVICES=0,1" in problem
     (problem,) = rocm.check_env("learner", {**base, "HIP_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "1"})
     assert "disagree" in problem
+
+
+@pytest.mark.parametrize("role", ["learner", "engine"])
+def test_a_rocm_process_that_nobody_has_shown_its_device_is_a_problem(role: Role) -> None:
+    rocm = build("rocm")
+    (problem,) = rocm.check_env(role, merge_env(rocm.process_env(role), {}, {}))
+    assert f"HIP_VISIBLE_DEVICES is not set, so this {role} would take device 0 as all others do" in problem
+    assert rocm.check_env("driver", merge_env(rocm.process_env("driver"), {}, {})) == []
 
 
 def test_rocm_shows_all_devices_with_its_own_first() -> None:

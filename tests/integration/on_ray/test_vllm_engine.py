@@ -12,13 +12,16 @@ from rollout.engine.actor import engine_actor
 from rollout.errors import EngineDead
 from rollout.types import SamplingParams
 from tests.integration.test_vllm_engine import make_spec, model_dir, random_prompt  # noqa: F401 - a fixture
+from weight_sync.device.select import get_backend
 
 
 async def test_a_group_streams_and_a_killed_engine_process_is_reported(
     cluster: None,
     model_dir: Path,  # noqa: F811
 ) -> None:
-    actor = engine_actor().options(num_cpus=1).remote(make_spec(model_dir, env={"PYTHONPATH": str(Path.cwd())}))
+    env = {variable.name: variable.value for variable in get_backend("cpu").process_env("engine")}
+    env["PYTHONPATH"] = str(Path.cwd())
+    actor = engine_actor().options(num_cpus=1).remote(make_spec(model_dir, env=env))
     await actor.start.remote()
     params = [SamplingParams(max_tokens=20 + i, seed=i, ignore_eos=True) for i in range(4)]
     received = [0] * 4

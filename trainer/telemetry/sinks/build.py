@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from trainer.telemetry.jsonable import to_jsonable
-from trainer.telemetry.sinks.jsonl import JsonlSink, truncate_after
+from trainer.telemetry.sinks.jsonl import JsonlSink
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -67,17 +67,12 @@ class MetricWriter:
                 logger.warning("metric %s is %s at step %s; it is written as null", name, record[name], record["step"])
 
 
-def build_writer(config: RunConfig, run_dir: RunDir, *, resume_step: int | None = None) -> MetricWriter:
-    """The sinks of the `telemetry` section. `resume_step` cuts what an earlier process wrote after that step.
+def build_writer(config: RunConfig, run_dir: RunDir) -> MetricWriter:
+    """The sinks of the `telemetry` section. Until the first record, lines of earlier processes may still be cut.
 
     metrics.jsonl and evaluations.jsonl must work, and raise `OSError` if they do not; any other sink that cannot be
     made is logged and left out.
     """
-    if resume_step is not None:
-        removed = truncate_after(run_dir.metrics, resume_step)
-        logger.info("resuming after step %d: %d later lines cut from %s", resume_step, removed, run_dir.metrics)
-        # By version: what was said of one that stays holds, however late it was said.
-        truncate_after(run_dir.evaluations, resume_step, key="version")
     sinks: list[MetricSink] = [JsonlSink(run_dir.metrics)]
     makers = {"tensorboard": _tensorboard, "wandb": _wandb}
     wanted = {"tensorboard": config.telemetry.tensorboard, "wandb": config.telemetry.wandb}
@@ -85,19 +80,19 @@ def build_writer(config: RunConfig, run_dir: RunDir, *, resume_step: int | None 
         if not wanted[name]:
             continue
         try:
-            sinks.append(make(config, run_dir, resume_step))
+            sinks.append(make(config, run_dir))
         except Exception:
             logger.exception("metric sink %s cannot be made; the run goes on without it", name)
     return MetricWriter(sinks, JsonlSink(run_dir.evaluations, name="evaluations"))
 
 
-def _tensorboard(config: RunConfig, run_dir: RunDir, resume_step: int | None) -> MetricSink:
+def _tensorboard(config: RunConfig, run_dir: RunDir) -> MetricSink:
     from trainer.telemetry.sinks.tensorboard import TensorBoardSink
 
-    return TensorBoardSink(run_dir.tensorboard, resume_step=resume_step)
+    return TensorBoardSink(run_dir.tensorboard)
 
 
-def _wandb(config: RunConfig, run_dir: RunDir, resume_step: int | None) -> MetricSink:
+def _wandb(config: RunConfig, run_dir: RunDir) -> MetricSink:
     from trainer.telemetry.sinks.wandb import WandbSink
 
     return WandbSink(config, run_dir)

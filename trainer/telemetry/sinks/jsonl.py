@@ -6,25 +6,30 @@ import json
 import os
 from typing import TYPE_CHECKING
 
+from trainer.telemetry.append import append_line
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
 
 class JsonlSink:
-    """Appends to `path`. A line that a crash has left incomplete is cut off when the file is opened again."""
+    """Appends to `path`, which is opened for every line: before the first one it may be cut, or moved away.
+
+    A line that a crash has left incomplete is cut off at once. Raises `OSError` if the file cannot be written.
+    """
 
     def __init__(self, path: Path, *, name: str = "jsonl") -> None:
         self.name = name
+        self._path = path
         _cut_incomplete_line(path)
-        # Unbuffered, and one write per line: a reader never sees half a line, a crash never loses a whole one.
-        self._file = path.open("ab", buffering=0)
+        path.open("ab").close()
 
     def write(self, record: Mapping[str, object]) -> None:
-        self._file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
+        append_line(self._path, json.dumps(record, allow_nan=False).encode() + b"\n")
 
     def close(self) -> None:
-        self._file.close()
+        """Nothing is held open."""
 
 
 def truncate_after(path: Path, step: int, *, key: str = "step") -> int:

@@ -17,21 +17,23 @@ if TYPE_CHECKING:
 class TensorBoardSink:
     """Numbers become scalars; everything else is left to metrics.jsonl.
 
-    `resume_step` tells TensorBoard to hide what an earlier process wrote for later steps.
+    With the first record it tells TensorBoard to hide what an earlier process wrote for that step and later ones.
     """
 
     name = "tensorboard"
 
-    def __init__(self, folder: Path, *, resume_step: int | None = None, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, folder: Path, *, clock: Callable[[], float] = time.time) -> None:
         self._writer = EventFileWriter(str(folder))
         self._clock = clock
-        if resume_step is not None:
-            start = SessionLog(status=SessionLog.START)
-            self._writer.add_event(Event(wall_time=clock(), step=resume_step + 1, session_log=start))
+        self._has_begun = False
 
     def write(self, record: Mapping[str, object]) -> None:
         step = record["step"]
         assert isinstance(step, int), f"step must be an integer, got {step!r}"
+        if not self._has_begun:
+            start = SessionLog(status=SessionLog.START)
+            self._writer.add_event(Event(wall_time=self._clock(), step=step, session_log=start))
+            self._has_begun = True
         values = [
             Summary.Value(tag=name, simple_value=float(value))
             for name, value in record.items()

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing, suppress
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +13,10 @@ from rollout.engine.base import Engine, EngineSpec
 from rollout.engine.scripted_engine import ScriptedEngine
 from rollout.errors import EngineDead
 from rollout.types import Completion, SamplingParams
+from weight_sync.device import DeviceError, get_backend
 from weight_sync.wire import Reply, encode
 
+ENVIRONMENT = {variable.name: variable.value for variable in get_backend("cpu").process_env("engine")}
 PROMPT = np.array([1, 2], np.int32)
 
 
@@ -23,7 +27,7 @@ def make_actor(**faults: object) -> tuple[EngineActor, ScriptedEngine]:
         built.append(ScriptedEngine(spec, script=lambda prompt, position, version: (position, -1.0)))
         return built[0]
 
-    actor = EngineActor(EngineSpec(model="scripted", stream_tokens=4), build=build)
+    actor = EngineActor(EngineSpec(model="scripted", stream_tokens=4, env=ENVIRONMENT), build=build)
     for name, value in faults.items():
         setattr(built[0].faults, name, value)
     return actor, built[0]
@@ -31,6 +35,28 @@ def make_actor(**faults: object) -> tuple[EngineActor, ScriptedEngine]:
 
 def group_params(*lengths: int) -> list[SamplingParams]:
     return [SamplingParams(max_tokens=length, seed=i) for i, length in enumerate(lengths)]
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"OMP_NUM_THREADS": "1"}, "VLLM_CPU_OMP_THREADS_BIND should be 'nobind', it is not set"),
+        ({**ENVIRONMENT, "OMP_NUM_THREADS": "0"}, "OMP_NUM_THREADS must be a whole number >= 1, got '0'"),
+    ],
+)
+async def test_an_engine_whose_environment_is_wrong_says_so_and_is_not_started(
+    environment: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    started: list[bool] = []
+
+    def build(_: EngineSpec) -> Engine:
+        engine: Any = SimpleNamespace(start=lambda: started.append(True))
+        return engine
+
+    with pytest.raises(DeviceError, match=words):
+        await EngineActor(EngineSpec(model="scripted", env=environment), build=build).start()
+    assert started == []
 
 
 async def test_a_group_stream_gives_every_sample_whole_and_in_order() -> None:

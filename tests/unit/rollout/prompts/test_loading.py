@@ -185,6 +185,12 @@ def bad_message(role: object) -> dict[str, object]:
         ([{"prompt": None, "answer": "2"}], {}, "column 'prompt' holds a NoneType"),
         ([{"prompt": [], "answer": "2"}], {}, "holds no message"),
         ([{"prompt": ["hi"], "answer": "2"}], {}, "message 0 of column 'prompt' is 'hi'; each message is"),
+        ([ROWS[0], {"prompt": "1\ud83d=", "answer": "2"}], {}, r"line 2: column 'prompt' holds '\\ud83d', half a surr"),
+        (
+            [{"prompt": [{"role": "user", "content": "\udc00"}], "answer": "2"}],
+            {},
+            r"line 1: .* '\\udc00', half a surr",
+        ),
         ([bad_message(3)], {}, "message 0 .*each message is"),
         ([bad_message("narrator")], {}, r"template refused the messages \(roles: narrator\): unexpected role"),
         ([bad_message("system")], {"system_prompt": "x"}, "bring their own system message"),
@@ -215,6 +221,11 @@ def test_defects_are_refused_with_a_message_that_helps(
     [
         (b'{"prompt": "1", "answer": "2"}\n\n{"prompt": \n', "a.jsonl, line 3: not valid JSON"),
         (b'{"prompt": "1", "answer": "2"}\n{"prompt": "\xff"}\n', "a.jsonl, line 2: not UTF-8"),
+        (
+            b'{"prompt": "1", "answer": "2"}\n{"answer": 1' + b"0" * 5000 + b"}\n",
+            "line 2: cannot be read .* 5001 digits",
+        ),
+        (b'{"prompt": ' + b"[" * 100_000, "line 1: cannot be read .* nest less deeply"),
     ],
 )
 def test_damaged_files_are_refused_with_the_line(
@@ -254,6 +265,15 @@ def test_directories_and_suffixes_that_are_unclear_are_refused(
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"holds no \.jsonl"):
         load_prompts(make_spec(path=str(tmp_path / "empty"), reader="jsonl"), tokenizer)
+
+
+def test_a_data_set_that_is_a_loading_script_is_a_data_error(
+    tmp_path: Path, make_spec: MakeSpec, tokenizer: Any
+) -> None:
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "old.py").write_text("raise SystemExit\n")
+    with pytest.raises(DataError, match=r"cannot load .*old': RuntimeError: Dataset scripts are no longer supported"):
+        load_prompts(make_spec(path=str(tmp_path / "old")), tokenizer)
 
 
 def test_a_hub_name_that_cannot_be_reached_is_a_data_error(tmp_path: Path) -> None:

@@ -59,6 +59,14 @@ def test_without_shuffling_the_order_is_that_of_the_data_set() -> None:
     assert ids(source, 7) == [f"train/{i}" for i in (0, 1, 2, 0, 1, 2, 0)]
 
 
+def test_the_digest_changes_with_the_reward_of_a_row_and_stays_where_no_row_names_one() -> None:
+    (first, second) = prompt_set(2).prompts
+    assert fingerprint([first, second]) == "349408ac797239a2", "checkpoints know it"
+    digests = [fingerprint([first, replace(second, reward=reward)]) for reward in ("", "math", "arithmetic")]
+    assert digests[0] == fingerprint([first, second])
+    assert len(set(digests)) == 3
+
+
 @pytest.mark.parametrize(
     ("data", "seed", "shuffle", "message"),
     [

@@ -2,15 +2,23 @@ from __future__ import annotations
 
 import json
 import shutil
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from trainer.learner.checkpoint import abandon, begin, commit, find_latest, prune, read_state, step_of, verify
+from trainer.learner.checkpoint import (
+    abandon,
+    begin,
+    commit,
+    find_latest,
+    prune,
+    put_in_place,
+    read_state,
+    step_of,
+    verify,
+)
 from trainer.learner.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def _save(directory: Path, step: int, content: bytes = b"weights") -> Path:
@@ -46,6 +54,51 @@ def test_a_resumed_run_may_save_the_same_step_again(tmp_path: Path) -> None:
     path = _save(tmp_path, 3, b"new")
     assert (path / "learner" / "shard_0").read_bytes() == b"new"
     assert [p.name for p in tmp_path.iterdir()] == ["step_3"]
+
+
+def test_all_that_leads_to_a_file_is_on_disk_before_the_checkpoint_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[Path] = []
+
+    def fsync(descriptor: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+
+    monkeypatch.setattr("trainer.learner.checkpoint.os.fsync", fsync)
+    _save(tmp_path, 7)
+    tmp = tmp_path / "step_7.tmp"
+    files = {tmp / "learner" / "shard_0", tmp / "driver.json", tmp / "complete.json"}
+    assert set(synced) == {*files, tmp / "learner", tmp, tmp_path}
+    assert synced[-1] == tmp_path, "the rename comes last"
+
+
+def test_one_directory_in_place_of_another_is_there_whole_whenever_a_kill_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    final, replaced = tmp_path / "export", tmp_path / "export.replaced"
+
+    def write(text: str) -> Path:
+        written = tmp_path / "export.tmp"
+        written.mkdir(exist_ok=True)
+        (written / "model").write_text(text)
+        return written
+
+    put_in_place(write("first"), final)
+    rename = Path.rename
+
+    def killed(path: Path, target: Path) -> Path:
+        if target == final:
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "rename", killed)
+        put_in_place(write("second"), final)
+    assert (replaced / "model").read_text() == "first"
+    for text in ("third", "fourth"):
+        put_in_place(write(text), final)
+        assert [path.name for path in tmp_path.iterdir()] == ["export"]
+        assert (final / "model").read_text() == text
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from tests.fakes.learner import make_learner, pack, run_config, save_tiny, sequences, weights
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -73,3 +70,24 @@ def test_export_is_in_the_dtype_the_engines_served(tmp_path: Path, tiny_dir: Pat
     assert model.dtype == torch.bfloat16
     trained = weights(learner)
     assert all(trained[name].bfloat16().equal(param) for name, param in model.named_parameters())
+
+
+def test_a_kill_while_one_export_replaces_another_leaves_the_older_one_whole(
+    tmp_path: Path, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner, out = make_learner(run_config(tiny_dir)), tmp_path / "export"
+    learner.export_hf(out)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    rename = Path.rename
+
+    def killed(path: Path, target: Path) -> Path:
+        if target == out:
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "rename", killed)
+        learner.export_hf(out)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "export.replaced").iterdir()} == before
+    learner.export_hf(out)
+    assert {path.name for path in tmp_path.iterdir() if path.name.startswith("export")} == {"export"}

@@ -9,8 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import AuthenticationError
 
 from tests.fakes.scripted_run import config
+from trainer.config.errors import ConfigurationError
 from trainer.pipeline import cluster
 from trainer.pipeline.placement import plan_placement
 from weight_sync.device.select import get_backend
@@ -24,6 +26,7 @@ def scratch_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 CLAIM_AND_DIE = """
 import os, sys
+from trainer.config.errors import ConfigurationError
 from trainer.pipeline import cluster
 cluster._scratch_home = lambda: sys.argv[1]
 print(cluster._claim_scratch()[0], flush=True)
@@ -93,3 +96,31 @@ def test_only_the_end_of_a_long_actor_log_is_kept(tmp_path: Path, monkeypatch: p
     (logs / "raylet.out").write_text("noise")
     cluster._copy_logs(tmp_path / "scratch", tmp_path / "kept")
     assert {path.name: path.read_text() for path in (tmp_path / "kept").iterdir()} == {"worker-1.err": "the reason"}
+
+
+def joined(monkeypatch: pytest.MonkeyPatch, resources: dict[str, float], **sections: Any) -> None:
+    """Join a cluster that has `resources`, as Ray tells of them, with what `auto` finds on a host without devices."""
+    monkeypatch.setattr(cluster.ray, "init", lambda **_: None)
+    monkeypatch.setattr(cluster.ray, "cluster_resources", lambda: resources)
+    monkeypatch.setattr(cluster, "_seated", lambda _cfg, placement, **_: placement)
+    cfg = config(ray={"address": "auto"}, **sections)
+    cluster.Cluster.start(cfg, plan_placement(cfg, resource=None), get_backend("cpu"))
+
+
+def test_auto_does_not_take_cpus_where_only_the_other_nodes_have_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = {"CPU": 64.0, "GPU": 16.0}
+    with pytest.raises(ConfigurationError, match=r"(?s)auto, which is cpu .*the Ray cluster has 16 GPU") as caught:
+        joined(monkeypatch, there)
+    assert "device=cuda or device=rocm; device=cpu leaves them idle" in str(caught.value)
+    joined(monkeypatch, there, device={"name": "cpu"})
+    joined(monkeypatch, {"CPU": 64.0, "GPU": 0.0})
+
+
+def test_a_cluster_that_asks_for_a_token_is_refused_with_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(**_: Any) -> None:
+        raise AuthenticationError("Token authentication is enabled but no authentication token was found")
+
+    monkeypatch.setattr(cluster.ray, "init", closed)
+    cfg = config(ray={"address": "auto"})
+    with pytest.raises(ConfigurationError, match=r"(?s)no authentication token was found.*RAY_AUTH_MODE=token"):
+        cluster.Cluster.start(cfg, plan_placement(cfg, resource=None), get_backend("cpu"))

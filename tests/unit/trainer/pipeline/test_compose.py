@@ -13,6 +13,7 @@ from tests.fakes.scripted_run import config
 from trainer.config.schema.model import LoraConfig
 from trainer.pipeline import compose
 from trainer.pipeline.compose import Actors, engine_spec, replace_engine, sleep_level, worker_spec
+from trainer.pipeline.placement import plan_placement
 from weight_sync.device.select import build, get_backend
 
 
@@ -130,3 +131,23 @@ async def test_an_engine_without_weights_is_given_to_nobody(fails_at: str, monke
     else:
         assert await call == 7
         assert log == [*before, "join", "replace r0"]
+
+
+async def test_learners_are_told_the_kind_of_device_that_the_driver_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto` on their own node may find another."""
+    configs: list[Any] = []
+    actor = SimpleNamespace(remote=lambda cfg, **_: configs.append(cfg))
+    monkeypatch.setattr(compose, "learner_actor", lambda: SimpleNamespace(options=lambda **_: actor))
+    monkeypatch.setattr(compose, "new_engine", lambda *_, **__: None)
+    cfg, backend = config(learner={"num_ranks": 1}), get_backend("cpu")
+    assert cfg.device.name == "auto"
+    await compose.create_actors(cfg, plan_placement(cfg, resource=None), backend, version=0)
+    assert [one.device.name for one in configs] == ["cpu"]
+
+
+@pytest.mark.parametrize("device", ["cuda", "rocm", "npu"])
+def test_a_driver_without_the_device_can_say_what_an_engine_is_made_of(device: str) -> None:
+    backend = build(device)
+    if backend.is_available():
+        pytest.skip("this machine has the device")
+    assert engine_spec(config(), backend, name="replica_0", version=0).device == device

@@ -14,6 +14,7 @@ from trainer.pipeline.placement import (
     RESTARTED,
     Node,
     Placement,
+    assign_free_nodes,
     assign_nodes,
     bundle_of,
     bundles_by_actor,
@@ -104,6 +105,21 @@ def test_what_does_not_fit_is_refused_with_what_is_asked_and_what_every_node_has
     assert "2 learners of 1 CPU + 1 GPU, 1 replica of 1 CPU + 8 GPU, 1 rollout worker of 0.5 CPU" in text
     assert "10.0.0.0 (driver): 16 CPU + 4 GPU; 10.0.0.1: 16 CPU + 4 GPU" in text
     assert "no node has 1 CPU + 8 GPU" in text
+
+
+def test_what_is_free_decides_and_what_others_hold_is_waited_for_only_where_it_must_be() -> None:
+    """An engine of 4 devices has room in one piece only if the learners do not take a part of each free node."""
+    cfg, placement = sized(4, 1, 4)
+    nodes, cpus = hosts(8, 4, 4), {"CPU": 16.0}
+    free = {"n0": cpus, "n1": {**cpus, "GPU": 4.0}, "n2": {**cpus, "GPU": 4.0}}
+    seats = assign_free_nodes(cfg, placement, nodes, free)
+    assert (by_node(seats, "learner"), by_node(seats, "replica")) == ({"n1": 4}, {"n2": 1})
+    assert by_node(seats, "rollout_worker") == {"n0": 1}
+    by_totals = assign_nodes(cfg, placement, nodes)
+    assert assign_free_nodes(cfg, placement, nodes, {**free, "n2": cpus}) == by_totals
+    assert assign_free_nodes(cfg, placement, nodes, {}) == by_totals
+    with pytest.raises(ConfigurationError, match=r"10\.0\.0\.1: 16 CPU \+ 4 GPU"):
+        assign_free_nodes(*sized(4, 4, 4), nodes, free)
 
 
 def test_a_lack_of_cpus_alone_is_refused_too() -> None:

@@ -19,6 +19,7 @@ from trainer.pipeline.placement import (
     plan_placement,
     ranks_beside,
     shared_visibility,
+    units_of,
 )
 
 if TYPE_CHECKING:
@@ -53,6 +54,14 @@ def test_an_engine_sits_beside_its_learners_all_on_one_node() -> None:
         assert {seats[f"learner_{rank}"] for rank in ranks_beside(replica, cfg)} == {seats[f"replica_{replica}"]}
     with pytest.raises(ConfigurationError):
         assign_nodes(cfg, placement, hosts(1, 3))
+
+
+def test_an_engine_and_its_learners_are_one_unit_where_they_share_devices() -> None:
+    beside = [["learner_0", "learner_1", "replica_0"], ["learner_2", "learner_3", "replica_1"]]
+    cfg, placement = shared(2, 2)
+    assert units_of(cfg, placement) == [*beside, ["rollout_worker_0"]]
+    on_cpu = plan_placement(cfg, resource=None)
+    assert units_of(cfg, on_cpu) == [[name] for name in bundles_by_actor(cfg, on_cpu)]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from trainer.bench.workload import workload, write_inputs
 from trainer.config.errors import ConfigurationError
 from trainer.config.load import load_config
 from trainer.pipeline import inputs, preflight, run
+from weight_sync.device.select import build
 
 if TYPE_CHECKING:
     from trainer.config.schema import RunConfig
@@ -47,6 +48,37 @@ def test_training_and_held_out_prompts_are_disjoint() -> None:
     assert not {p.text for p in loaded.train.prompts} & {p.text for p in loaded.evaluation}
     prompt = loaded.evaluation[0]
     assert loaded.tokenizer.decode(prompt.token_ids) == prompt.text
+
+
+def test_one_directory_for_both_sets_is_refused_where_splits_are_not_read(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for name in ("train", "test"):
+        (tmp_path / "data" / f"{name}.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    with pytest.raises(DataError, match="both read"):
+        inputs.load_inputs(tiny("task.train_path=data", "task.eval_path=data"))
+    same = ["task.train_path=data/test.jsonl", "task.eval_path=data/test.jsonl"]
+    assert len(inputs.load_inputs(tiny(*same)).evaluation) == 1, "one that is named for both is meant so"
+
+
+def test_rows_that_are_left_out_are_counted_by_data_set_and_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    row, long = '{"prompt": "1+1=", "answer": "2"}\n', '{"prompt": "' + "1+" * 20 + '1=", "answer": "21"}\n'
+    (tmp_path / "train.jsonl").write_text(3 * row + long)
+    (tmp_path / "held_out.jsonl").write_text(row + long)
+    data = ["task.train_path=train.jsonl", "task.eval_path=held_out.jsonl"]
+    cfg = tiny(*data, "task.overlong_prompts=filter", "task.max_prompt_tokens=16")
+    loaded = inputs.load_inputs(cfg)
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        inputs.tell_inputs(cfg, loaded)
+    left_out = "rows of {} that were left out: {} that repeat an earlier one (task.dedup), 1 over {}=16"
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("INFO", "1 training prompts, 1 held out"),
+        ("WARNING", left_out.format("task.train_path", 2, "task.max_prompt_tokens")),
+        ("WARNING", left_out.format("task.eval_path", 0, "task.max_prompt_tokens")),
+    ]
+    assert inputs.load_inputs(tiny()).left_out == ()
 
 
 @pytest.mark.parametrize(
@@ -98,7 +130,7 @@ def test_a_prompt_with_a_token_that_a_model_has_not_is_refused(key: str, overrid
     overrides = [*overrides, f"{key}={tmp_path / 'model'}", f"model.tokenizer_path={tmp_path / 'model'}"]
     with_vocabulary(tmp_path, 33)
     inputs.load_inputs(tiny(*overrides))
-    held_out = ["task.eval_path=held_out.jsonl", "task.eval_split="]
+    held_out = ["task.eval_path=held_out.jsonl"]
     with pytest.raises(ConfigurationError, match=r"has no token 33, .* its vocabulary is 0 to 32"):
         inputs.load_inputs(tiny(*overrides, *held_out))
     with_vocabulary(tmp_path, 32)
@@ -193,3 +225,23 @@ def test_a_helper_process_ends_when_the_run_is_cancelled(tmp_path: Path) -> None
 
     asyncio.run(main())
     assert not Path(f"/proc/{pid_file.read_text()}").exists()
+
+
+def test_a_device_that_is_named_may_be_elsewhere_on_a_cluster_that_is_joined() -> None:
+    """No accelerator is on the machines that run this. `cuda` stands for one that only other nodes have."""
+    if build("cuda").is_available():
+        pytest.skip("this machine has the device")
+    named = ["device=cuda", "model.path=builtin:tiny"]
+    with pytest.raises(ConfigurationError, match="device 'cuda' was asked for but cannot be used"):
+        preflight.preflight(load_config(named))
+    checked = preflight.preflight(load_config([*named, "ray.address=auto"]))
+    assert (checked.backend.name, checked.placement.num_devices) == ("cuda", 3)
+
+
+def test_a_private_cluster_with_fewer_cpus_than_its_actors_take_is_refused() -> None:
+    """A learner, two engines and three rollout workers of half a CPU."""
+    sizes = ["learner.num_ranks=1", "rollout.num_replicas=2", "rollout.num_workers=3"]
+    with pytest.raises(ConfigurationError, match=r"ray\.num_cpus = 4\n *must be at least 4\.5"):
+        preflight.preflight(tiny(*sizes, "ray.num_cpus=4"))
+    for enough in (5, 0):
+        assert preflight.preflight(tiny(*sizes, f"ray.num_cpus={enough}")).placement.num_cpus == 4.5

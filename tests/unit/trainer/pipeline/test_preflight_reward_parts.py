@@ -82,6 +82,8 @@ def test_prompts_come_with_the_rewards_that_their_rows_name(tmp_path: Path, capl
     assert [p.reward for p in loaded.train.prompts] == ["", "plain.py:reward", "plain.py:reward", "arithmetic"]
     assert {p.reward for p in loaded.evaluation} == {""}
     num_held_out = len(loaded.evaluation)
+    rewards = ["task.reward.name=with_parts.py:reward", "task.reward.column=by"]
+    inputs.tell_inputs(load_config(["device=cpu", *rewards]), loaded)
     expected = f"prompts by reward: with_parts.py:reward {1 + num_held_out}, plain.py:reward 2, arithmetic 1"
     assert expected in caplog.text
 

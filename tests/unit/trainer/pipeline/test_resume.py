@@ -13,8 +13,9 @@ from trainer.config.schema.kl import KlConfig
 from trainer.config.schema.model import LoraConfig
 from trainer.learner import checkpoint
 from trainer.pipeline import resume as resume_module
-from trainer.pipeline.resume import find_resume, go_on_from, origin
+from trainer.pipeline.resume import find_resume, origin, take_over, tell_resumed
 from trainer.pipeline.state import Evaluation, RunState
+from trainer.telemetry.run_dir import open_run_dir
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -64,21 +65,30 @@ def test_a_path_wins_over_what_is_in_the_run_directory(tmp_path: Path) -> None:
 def test_an_older_checkpoint_of_the_same_run_leaves_the_later_ones_behind_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    run_dir = open_run_dir(replace(config(), run_dir=str(tmp_path)))
+    directory = run_dir.checkpoints
     for step in (10, 40, 50):
-        save(tmp_path, step)
-    with caplog.at_level("INFO"):
-        go_on_from(resume(str(tmp_path / "step_10"), tmp_path), tmp_path)
-    assert "going on from" in caplog.text and "step_40, step_50" in caplog.text
-    assert "3 groups that were under way begin anew, 2 of them had been finished" in caplog.text
-    assert str(tmp_path / "abandoned") in caplog.text
-    assert sorted(path.name for path in (tmp_path / "abandoned").iterdir()) == ["step_40", "step_50"]
-    assert resume("auto", tmp_path).step == 10, "also before anything new is saved"
-    save(tmp_path, 20)
-    checkpoint.prune(tmp_path, keep_last=2)
-    assert resume("auto", tmp_path).step == 20
+        save(directory, step)
+    take_over(run_dir, resume(str(directory / "step_10"), directory))
+    assert "step_40, step_50" in caplog.text
+    assert str(directory / "abandoned") in caplog.text
+    assert sorted(path.name for path in (directory / "abandoned").iterdir()) == ["step_40", "step_50"]
+    assert resume("auto", directory).step == 10, "also before anything new is saved"
+    save(directory, 20)
+    checkpoint.prune(directory, keep_last=2)
+    assert resume("auto", directory).step == 20
     caplog.clear()
-    go_on_from(resume("auto", tmp_path), tmp_path)
+    take_over(run_dir, resume("auto", directory))
     assert "abandoned" not in caplog.text
+    run_dir.close()
+
+
+def test_a_resumed_run_says_what_it_goes_on_from(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = save(tmp_path, 10)
+    with caplog.at_level("INFO"):
+        tell_resumed(resume("auto", tmp_path))
+    begin_anew = "3 groups that were under way begin anew, 2 of them had been finished"
+    assert f"going on from {path}; {begin_anew}" in caplog.text
 
 
 @pytest.mark.parametrize("damage", ["truncated", "missing", "no such directory"])
@@ -98,6 +108,7 @@ def test_a_damaged_checkpoint_is_refused_and_never_passed_over(tmp_path: Path, d
 
 
 LORA = {"model": {"path": "org/first", "lora": LoraConfig(rank=8)}}
+TWO_TARGETS = {"model": {"path": "org/first", "lora": LoraConfig(rank=8, target_modules="q_proj+v_proj")}}
 WITH_KL = {"model": {"path": "org/first"}, "algorithm": {"kl": KlConfig(coef=0.1)}}
 PPO = {"model": {"path": "org/first"}, "algorithm": {"advantage": "gae"}, "critic": {"path": "org/critic"}}
 
@@ -124,6 +135,10 @@ def go_on(directory: Path, keys: dict[str, Any], change: dict[str, Any]) -> Any:
         (WITH_KL, {"model": {"path": "org/second"}}, "model.path"),
         (LORA, {"model": {"path": "org/second"}}, "model.path"),
         (LORA, {"model": {"lora": LoraConfig(rank=8, alpha=64.0)}}, "model.lora.alpha"),
+        (LORA, {"model": {"lora": LoraConfig(rank=16)}}, "model.lora.rank"),
+        (LORA, {"model": {"lora": LoraConfig()}}, "model.lora.rank"),
+        (WITH_KL, {"model": {"lora": LoraConfig(rank=8)}}, "model.lora.rank"),
+        (LORA, {"model": {"lora": LoraConfig(rank=8, target_modules="q_proj+v_proj")}}, "model.lora.target_modules"),
         (PPO, {"critic": {"path": "org/second"}}, "critic.path"),
         (PPO, {"critic": {"path": None}}, "critic.path"),
     ],
@@ -134,7 +149,8 @@ def test_what_no_checkpoint_holds_must_stay_as_it_was(
     with pytest.raises(ConfigurationError) as caught:
         go_on(tmp_path, keys, change)
     (problem,) = caught.value.problems
-    assert problem.key == key and f"must stay {'32.0' if 'alpha' in key else 'org/'}" in problem.allowed
+    value = origin(with_seed(**keys))[key]
+    assert problem.key == key and f"must stay {value}, as in" in problem.allowed
     assert go_on(tmp_path, keys, {}).step == 5
 
 
@@ -144,7 +160,8 @@ def test_what_no_checkpoint_holds_must_stay_as_it_was(
         ({"model": {"path": "org/first"}}, {"model": {"path": "org/second"}}),
         (PPO, {"model": {"path": "org/second"}}),
         (WITH_KL, {"seed": 7}),
-        (WITH_KL, {"model": {"lora": LoraConfig(alpha=64.0)}}),
+        (WITH_KL, {"model": {"lora": LoraConfig(alpha=64.0, target_modules="q_proj")}}),
+        (TWO_TARGETS, {"model": {"lora": LoraConfig(rank=8, target_modules="v_proj+q_proj")}}),
         ({**PPO, "algorithm": {}}, {"critic": {"path": "org/second"}}),
     ],
 )
@@ -169,6 +186,11 @@ def test_a_reference_made_from_the_seed_keeps_it_and_the_kind_of_device(
     assert go_on(tmp_path / "run", keys, {"seed": 7}).step == 5
 
 
+def test_the_kind_of_device_that_is_named_need_not_be_on_the_drivers_host(tmp_path: Path) -> None:
+    cfg = config(model={"path": str(tmp_path)}, device={"name": "npu"}, ray={"address": "auto"})
+    assert origin(cfg)["device.name"] == "npu"
+
+
 def test_a_directory_is_the_same_by_any_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "model").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -176,9 +198,10 @@ def test_a_directory_is_the_same_by_any_path(tmp_path: Path, monkeypatch: pytest
     assert go_on(tmp_path / "run", keys, {"model": {"path": str(tmp_path / "model")}}).step == 5
 
 
-def test_a_checkpoint_that_does_not_tell_is_taken_as_it_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize("keys", [WITH_KL, LORA])
+def test_a_checkpoint_that_does_not_tell_is_taken_as_it_is(tmp_path: Path, keys: dict[str, Any]) -> None:
     save(tmp_path, 5)
-    assert find_resume(config(**WITH_KL, checkpoint={"resume": "auto"}), tmp_path).step == 5  # type: ignore[union-attr]
+    assert find_resume(config(**keys, checkpoint={"resume": "auto"}), tmp_path).step == 5  # type: ignore[union-attr]
 
 
 def new_state(now: float = 100.0) -> RunState:

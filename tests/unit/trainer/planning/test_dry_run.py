@@ -20,6 +20,7 @@ from trainer.learner import checkpoint
 from trainer.pipeline.data_selection import training_source
 from trainer.pipeline.inputs import load_inputs
 from trainer.planning.dry_run import dry_run
+from weight_sync.device.select import build
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -256,3 +257,11 @@ def test_the_mean_of_the_answers_reaches_the_plan(tmp_path: Path, capsys: pytest
     assert "of an evaluation" not in out
     with pytest.raises(ConfigurationError, match="--response-tokens = 13"):
         dry_run(cfg, device_memory_gib=80.0, response_tokens=13.0)
+
+
+def test_devices_that_are_elsewhere_have_a_size_that_must_be_told(run_trainer: Callable[..., Any]) -> None:
+    if build("cuda").is_available():
+        pytest.skip("this machine has the device")
+    code, _, err = run_trainer("--dry-run", "device=cuda", "ray.address=auto")
+    assert code == 2
+    assert "--device-memory-gib N" in err and "Traceback" not in err

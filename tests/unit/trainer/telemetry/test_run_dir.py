@@ -17,7 +17,7 @@ from rich.console import Console
 
 from trainer.config.errors import ConfigurationError
 from trainer.config.schema.run import RunConfig
-from trainer.telemetry.log import logging_to
+from trainer.telemetry.log import SHOWN_BEFORE, logging_to
 from trainer.telemetry.run_dir import open_run_dir
 from trainer.telemetry.summary import Summary, write_summary
 
@@ -113,6 +113,7 @@ def test_third_parties_are_quiet_on_the_screen_and_kept_in_the_file(tmp_path: Pa
     with logging_to(tmp_path / "log.txt", level="info", console=Console(file=screen)):
         logging.getLogger("trainer.pipeline").info("step done")
         logging.getLogger("trainer.pipeline").debug("detail")
+        logging.getLogger("trainer.pipeline").warning("said at first", extra=SHOWN_BEFORE)
         logging.getLogger("some_library").info("chatter")
         logging.getLogger("some_library").warning("trouble")
         logging.getLogger("urllib3").info("connection")
@@ -120,3 +121,4 @@ def test_third_parties_are_quiet_on_the_screen_and_kept_in_the_file(tmp_path: Pa
     shown, kept = screen.getvalue(), (tmp_path / "log.txt").read_text()
     assert "step done" in shown and "trouble" in shown and "chatter" not in shown
     assert "step done" in kept and "chatter" in kept and "detail" not in kept and "connection" not in kept
+    assert "said at first" in kept and "said at first" not in shown

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.fakes.full_disk import file_limit
 from trainer.config.convert import to_run_config
 from trainer.telemetry.catalog import REQUIRED, check_complete, check_known
+from trainer.telemetry.earlier_records import cut_records, set_records_aside
 from trainer.telemetry.metric_rows import METRICS
 from trainer.telemetry.run_dir import open_run_dir
 from trainer.telemetry.sinks.build import MetricWriter, build_writer
@@ -86,6 +88,36 @@ def test_lines_after_the_checkpoint_are_cut(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["m.jsonl"]
 
 
+def test_lines_may_be_cut_or_set_aside_behind_a_sink_that_is_open(tmp_path: Path) -> None:
+    config = config_for(tmp_path / "run", tensorboard=False)
+    run_dir = open_run_dir(config)
+    run_dir.metrics.write_text('{"step": 1}\n{"step": 2}\n')
+    writer = build_writer(config, run_dir)
+    cut_records(run_dir, after_step=1)
+    writer.write({"step": 2, "version": 2})
+    assert [line["step"] for line in lines(run_dir.metrics)] == [1, 2]
+    set_records_aside(run_dir)
+    writer.write({"step": 1})
+    writer.close()
+    assert [line["step"] for line in lines(run_dir.metrics)] == [1]
+    assert [line["step"] for line in lines(run_dir.path / "metrics.1.jsonl")] == [1, 2]
+    assert not (run_dir.path / "evaluations.1.jsonl").exists(), "there was nothing in it"
+    run_dir.close()
+
+
+def test_a_full_disk_costs_the_lines_that_it_refuses_and_no_other(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "m.jsonl")
+    line = {"step": 1, "text": "x" * 100}
+    sink.write(line)
+    size = (tmp_path / "m.jsonl").stat().st_size
+    with file_limit(size + 20), pytest.raises(OSError):
+        sink.write({**line, "step": 2})
+    assert (tmp_path / "m.jsonl").stat().st_size == size
+    sink.write({**line, "step": 3})
+    sink.close()
+    assert [line["step"] for line in lines(tmp_path / "m.jsonl")] == [1, 3]
+
+
 def test_a_broken_sink_is_counted_and_the_others_get_every_record(caplog: pytest.LogCaptureFixture) -> None:
     kept = Kept()
     writer = MetricWriter([Broken(), kept], kept)
@@ -114,13 +146,19 @@ def test_tensorboard_reads_back_the_numbers_and_a_resume_hides_later_steps(tmp_p
     for step in (1, 2, 3):
         first.write({"step": step, "reward/mean": step / 10, "staleness/histogram": {"0": 1}, "x": None})
     first.close()
-    second = TensorBoardSink(tmp_path, resume_step=1, clock=lambda: 200.0)
+    TensorBoardSink(tmp_path, clock=lambda: 150.0).close()  # a start that failed
+    second = TensorBoardSink(tmp_path, clock=lambda: 200.0)
     second.write({"step": 2, "reward/mean": 0.7})
     second.close()
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     assert events.Tags()["scalars"] == ["reward/mean"]
     assert [(e.step, round(e.value, 3)) for e in events.Scalars("reward/mean")] == [(1, 0.1), (2, 0.7)]
+    anew = TensorBoardSink(tmp_path, clock=lambda: 300.0)
+    anew.write({"step": 1, "reward/mean": 0.9})
+    anew.close()
+    events.Reload()
+    assert [(e.step, round(e.value, 3)) for e in events.Scalars("reward/mean")] == [(1, 0.9)]
 
 
 def test_the_configured_sinks_are_built_and_a_resume_cuts(tmp_path: Path) -> None:
@@ -132,7 +170,8 @@ def test_the_configured_sinks_are_built_and_a_resume_cuts(tmp_path: Path) -> Non
     for version, step in ((0, 1), (1, 3), (2, 3)):
         writer.write_evaluation({"version": version, "step": step, "accuracy": np.float32(0.5)})
     writer.close()
-    again = build_writer(config, run_dir, resume_step=1)
+    again = build_writer(config, run_dir)
+    cut_records(run_dir, after_step=1)
     again.write({"step": 2, "version": 2})
     again.close()
     assert [line["step"] for line in lines(run_dir.metrics)] == [1, 2]
@@ -184,11 +223,11 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
     return fake
 
 
-def write_to_wandb(folder: Path, *steps: int, resume_step: int | None = None, **telemetry: Any) -> None:
+def write_to_wandb(folder: Path, *steps: int, **telemetry: Any) -> None:
     """One process of a run."""
     config = config_for(folder, tensorboard=False, wandb=True, **telemetry)
     run_dir = open_run_dir(config)
-    writer = build_writer(config, run_dir, resume_step=resume_step)
+    writer = build_writer(config, run_dir)
     for step in steps:
         writer.write({"step": step, "reward/mean": 0.5, "staleness/histogram": {"0": 1}})
     writer.close()
@@ -203,7 +242,7 @@ def test_wandb_gets_the_numbers_over_steps(tmp_path: Path, wandb: FakeWandb) -> 
 
 def test_all_processes_of_a_run_directory_are_one_run_in_wandb(tmp_path: Path, wandb: FakeWandb) -> None:
     write_to_wandb(tmp_path / "run", 1, 2, 3)
-    write_to_wandb(tmp_path / "run", 2, 3, resume_step=1)
+    write_to_wandb(tmp_path / "run", 2, 3)
     write_to_wandb(tmp_path / "other", 1)
     first, second, other = wandb.inits
     assert first["id"] == second["id"] == (tmp_path / "run" / "wandb_run_id").read_text().strip()

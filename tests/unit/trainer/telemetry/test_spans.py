@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from typing import TYPE_CHECKING, Any
 
+from tests.fakes.full_disk import file_limit
 from trainer.telemetry.spans import Tracer
 
 if TYPE_CHECKING:
@@ -131,3 +133,17 @@ def test_threads_do_not_tear_each_others_events(tmp_path: Path) -> None:
         thread.join()
     tracer.close()
     assert len(events(tmp_path / "trace.json", "i")) == 2000
+
+
+def test_a_full_disk_costs_the_events_that_it_refuses_and_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    tracer = Tracer(path)
+    for number in range(3):
+        size = path.stat().st_size
+        with file_limit(size + 20) if number == 1 else contextlib.nullcontext():
+            tracer.instant("sync", f"event {number}")
+            tracer.flush()
+        assert number != 1 or path.stat().st_size == size
+    tracer.close()
+    assert [event["name"] for event in events(path, "i")] == ["event 0", "event 2"]
+    assert tracer.num_dropped == 1

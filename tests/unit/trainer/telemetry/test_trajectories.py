@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
-import signal
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +10,7 @@ import numpy as np
 
 from rollout.buffer.items import WorkItem
 from rollout.types import Group, Prompt, Segment, Trajectory, Turn
+from tests.fakes.full_disk import file_limit
 from trainer.telemetry.trajectories import TrajectoryRecorder
 
 if TYPE_CHECKING:
@@ -237,13 +236,18 @@ def test_a_full_disk_leaves_no_half_line(tmp_path: Path) -> None:
     write_answers(recorder, path)
     size = path.stat().st_size
     path.write_bytes(b"")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (int(2.5 * size), hard))
-    try:
+    with file_limit(int(2.5 * size)):
         recorder.write_answers(path, [(group.prompt, group.trajectories)] * 4, version=4, status="scored")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, before)
     assert len(recorded(tmp_path)) == 2
     assert recorder.num_errors == 1
+
+
+def test_a_group_behind_one_that_a_full_disk_refused_can_be_read(tmp_path: Path) -> None:
+    recorder = TrajectoryRecorder(tmp_path)
+    recorder.write(make_group(0), "ready")
+    (path,) = tmp_path.iterdir()
+    with file_limit(path.stat().st_size + 20):
+        recorder.write(make_group(1), "ready")
+    recorder.write(make_group(2), "ready")
+    assert [line["group_id"] for line in recorded(tmp_path)] == [0, 2]
+    assert (recorder.num_groups, recorder.num_errors) == (2, 1)

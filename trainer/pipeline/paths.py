@@ -1,0 +1,44 @@
+"""Paths of the configuration as the actors read them: Ray starts those in the directory where `ray start` ran."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rollout.plugins import is_file
+from rollout.reward.registry import BUILTIN_REWARDS, lookup
+from trainer.builtin import tiny_model
+from trainer.pipeline.inputs import with_model_directory
+
+if TYPE_CHECKING:
+    from trainer.config.schema import RunConfig
+
+
+def for_actors(cfg: RunConfig) -> RunConfig:
+    """The configuration with built-in models by their directories, and relative paths made absolute.
+
+    A name that is no directory here stays as it is: it may be one of the hub.
+
+    Raises:
+        DataError: there is no such reward, or no such file.
+    """
+    cfg = with_model_directory(cfg)
+    model, critic, reward = cfg.model, cfg.critic, cfg.task.reward
+    model = replace(model, path=_located(model.path), tokenizer_path=_located(model.tokenizer_path))
+    critic = critic if critic.path is None else replace(critic, path=_located(critic.path))
+    task = replace(cfg.task, reward=replace(reward, name=_located_reward(reward.name)))
+    return replace(cfg, model=model, critic=critic, task=task)
+
+
+def _located(path: str) -> str:
+    is_here = Path(path).is_dir() or Path(path) == tiny_model.cached_path()  # which may not have been made yet
+    return str(Path(path).absolute()) if path and is_here else path
+
+
+def _located_reward(name: str) -> str:
+    """A built-in one by its name, a function by the absolute path of its file or by its module."""
+    if name in BUILTIN_REWARDS:
+        return name
+    target = lookup(name).target
+    return target if is_file(target.rpartition(":")[0]) else name
