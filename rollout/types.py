@@ -154,7 +154,7 @@ class Trajectory:
 
     @property
     def num_generated_tokens(self) -> int:
-        return sum(s.num_tokens for turn in self.turns for s in turn.segments) + self.num_lost_tokens
+        return sum(s.num_tokens for turn in self.turns for s in turn.segments)
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -193,4 +193,4 @@ class Group:
     @property
     def num_generated_tokens(self) -> int:
         """Of everything that was generated."""
-        return sum(t.num_generated_tokens for t in self.generated)
+        return sum(t.num_generated_tokens + t.num_lost_tokens for t in self.generated)

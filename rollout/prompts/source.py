@@ -37,7 +37,7 @@ class PromptSet:
     num_overlong: int
     """Prompts that were dropped because they are too long."""
     fingerprint: str
-    """Changes with any id, token, answer or reward of a row, and with the order."""
+    """Changes with any id, token or answer, and with the order."""
 
 
 def load_prompts(spec: SourceSpec, tokenizer: Tokenizer) -> PromptSet:
@@ -80,14 +80,19 @@ def load_prompts(spec: SourceSpec, tokenizer: Tokenizer) -> PromptSet:
 
 
 def fingerprint(prompts: Sequence[Prompt]) -> str:
-    """A digest of ids, tokens, answers and rewards in order."""
+    """A digest of ids, tokens and answers in order."""
     digest = hashlib.sha256()
     for prompt in prompts:
-        # Only where a row names its own: checkpoints of data sets without such a column keep their digest.
-        reward = [prompt.reward] if prompt.reward else []
-        digest.update(json.dumps([prompt.prompt_id, prompt.answer, len(prompt.token_ids), *reward]).encode())
+        digest.update(json.dumps([prompt.prompt_id, prompt.answer, len(prompt.token_ids)]).encode())
         digest.update(np.ascontiguousarray(prompt.token_ids, np.int32).tobytes())
     return digest.hexdigest()[:16]
+
+
+def rewards_fingerprint(prompts: Sequence[Prompt]) -> str:
+    """A digest of the rewards that rows name, in order; "none" if none does."""
+    if not any(prompt.reward for prompt in prompts):
+        return "none"
+    return hashlib.sha256(json.dumps([prompt.reward for prompt in prompts]).encode()).hexdigest()[:16]
 
 
 def eval_subset(prompts: PromptSet, *, size: int) -> tuple[Prompt, ...]:
@@ -128,6 +133,7 @@ class PromptSource:
             raise DataError("the prompt set is empty; give a data set with at least one usable prompt")
         self._set, self._seed, self._shuffle = prompts, seed, shuffle
         self._curriculum, self._pass_rates = curriculum, pass_rates
+        self._rewards = rewards_fingerprint(prompts.prompts)
         self._index = {p.prompt_id: i for i, p in enumerate(prompts.prompts)}
         if len(self._index) != len(prompts.prompts):
             raise DataError("two prompts share one prompt_id; row ids must be unique within a data set")
@@ -210,6 +216,7 @@ class PromptSource:
             "shuffle": int(self._shuffle),
             "num_prompts": len(self._order),
             "fingerprint": self._set.fingerprint,
+            "rewards": self._rewards,
             "curriculum": "none" if self._curriculum is None else self._curriculum.fingerprint,
         }
         return state if self._pass_rates is None else {**state, "pass_rates": self._pass_rates.state_dict()}
@@ -222,13 +229,17 @@ class PromptSource:
                 continue.
         """
         now = self.state_dict()
-        state = {"curriculum": "none", **state}  # a checkpoint may be from before there was any
+        state = {
+            "curriculum": "none",
+            "rewards": now["rewards"],
+            **state,
+        }  # older ones lack them
         missing = sorted(now.keys() - {"pass_rates"} - state.keys())
         if missing:
             raise DataError(f"the saved prompt order lacks {', '.join(missing)}; the checkpoint is damaged or foreign")
         changed = [
             f"{key} was {state[key]}, now {now[key]}"
-            for key in ("num_prompts", "fingerprint", "seed", "shuffle", "curriculum")
+            for key in ("num_prompts", "fingerprint", "rewards", "seed", "shuffle", "curriculum")
             if state[key] != now[key]
         ]
         if changed:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rollout.engine.actor import EngineActor
 from rollout.engine.base import EngineSpec
 from rollout.engine.scripted_engine import ScriptedEngine
+from weight_sync.device.select import build
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,7 +23,8 @@ class KillableEngine(EngineActor):
     """A token takes `token_s` seconds."""
 
     def __init__(self, version: int, token_s: float) -> None:
-        spec = EngineSpec(model="", stream_tokens=4, initial_version=version)
+        env = {variable.name: variable.value for variable in build("cpu").process_env("engine")}
+        spec = EngineSpec(model="", stream_tokens=4, initial_version=version, env=env)
         super().__init__(spec, build=lambda one: ScriptedEngine(one, script=position_script, token_s=token_s))
 
     async def pid(self) -> int:

@@ -1,10 +1,9 @@
-"""Combinations of values around the choice of prompts: splits, curriculum and pass-rate filter. Pure."""
+"""Combinations of values around the choice of prompts: curriculum and pass-rate filter. Pure."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rollout.prompts.files import FILE_READERS, reader_of_suffix
 from trainer.config.conflicts import conflict, ineffective
 
 if TYPE_CHECKING:
@@ -18,7 +17,6 @@ BUILTIN_TASK = "builtin:arithmetic"
 
 def selection_problems(config: RunConfig) -> Iterator[Problem]:
     """Bounds that no group can meet, columns that cannot be there, and keys that nothing reads."""
-    yield from _splits(config)
     yield from _pass_rates(config)
     yield from _curriculum(config)
     task = config.task
@@ -26,16 +24,6 @@ def selection_problems(config: RunConfig) -> Iterator[Problem]:
         for key in ("task.difficulty_column", "task.pass_rate_column"):
             why = f"{BUILTIN_TASK} has no further columns"
             yield from ineffective(config, key, why, "task.train_path")
-
-
-def _splits(config: RunConfig) -> Iterator[Problem]:
-    """Files have none. What a directory holds is not known here."""
-    task = config.task
-    for name, path in (("train", task.train_path), ("eval", task.eval_path)):
-        reader = reader_of_suffix(path) if task.reader == "auto" else task.reader
-        if path and path != BUILTIN_TASK and reader in FILE_READERS.values():
-            why = f"task.{name}_path={path} is read as {reader}, and files have no splits"
-            yield from ineffective(config, f"task.{name}_split", why, f"task.{name}_path", "task.reader")
 
 
 def _pass_rates(config: RunConfig) -> Iterator[Problem]:

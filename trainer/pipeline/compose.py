@@ -28,7 +28,7 @@ from trainer.pipeline.cluster import actor_options
 from trainer.pipeline.data_selection import training_source
 from trainer.pipeline.device_turns import OwnDevices, SharedDevices
 from trainer.pipeline.handles import EngineReplica, answer, started
-from trainer.pipeline.paths import for_actors
+from trainer.pipeline.paths import for_actors, with_located_models
 from trainer.pipeline.placement import RESTARTED, ranks_beside, shared_visibility
 from trainer.pipeline.sync_pump import no_engine_returns
 from trainer.pipeline.workers import WorkerPool
@@ -112,7 +112,7 @@ async def create_actors(
 
 def new_engine(cfg: RunConfig, placement: Placement, backend: Backend, *, name: str, version: int) -> Any:
     """One engine actor, not yet started."""
-    cfg = for_actors(cfg)
+    cfg = with_located_models(cfg)
     options = _options(cfg, backend, placement, role="engine", name=name)
     return engine_actor().options(**options).remote(engine_spec(cfg, backend, name=name, version=version))
 

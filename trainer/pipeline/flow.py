@@ -53,7 +53,8 @@ class GroupFlow:
         """It waits for its step. Answers without a reward are counted here: nothing will be learned from them."""
         self._count(-1)
         self._passages[group.group_id].finished_at = self._clock()
-        self._lost["failed_tokens"] += sum(t.num_generated_tokens for t in group.trajectories if t.status == "failed")
+        failed = [trajectory for trajectory in group.trajectories if trajectory.status == "failed"]
+        self._lost["failed_tokens"] += sum(t.num_generated_tokens + t.num_lost_tokens for t in failed)
 
     def filtered(self, group: Group) -> None:
         """It is replaced by another; all that was generated for it is lost."""

@@ -23,12 +23,18 @@ def for_actors(cfg: RunConfig) -> RunConfig:
     Raises:
         DataError: there is no such reward, or no such file.
     """
+    reward = cfg.task.reward
+    task = replace(cfg.task, reward=replace(reward, name=_located_reward(reward.name)))
+    return replace(with_located_models(cfg), task=task)
+
+
+def with_located_models(cfg: RunConfig) -> RunConfig:
+    """The part of it that an engine needs, whatever has become of the reward since the run began."""
     cfg = with_model_directory(cfg)
-    model, critic, reward = cfg.model, cfg.critic, cfg.task.reward
+    model, critic = cfg.model, cfg.critic
     model = replace(model, path=_located(model.path), tokenizer_path=_located(model.tokenizer_path))
     critic = critic if critic.path is None else replace(critic, path=_located(critic.path))
-    task = replace(cfg.task, reward=replace(reward, name=_located_reward(reward.name)))
-    return replace(cfg, model=model, critic=critic, task=task)
+    return replace(cfg, model=model, critic=critic)
 
 
 def _located(path: str) -> str:

@@ -125,11 +125,11 @@ def _utilisation(result: StepResult) -> dict[str, float]:
 def token_ages(batch: TrainBatch, *, max_staleness: int) -> dict[str, object]:
     """How old the tokens that carry loss are, in policy versions: the step minus the version that sampled them. Mean,
     largest, median, 90th percentile, and the fractions at every age from 0 to S (each age that occurs beyond it would
-    be a bug, and is shown). Nothing without tokens."""
+    be a bug, and is shown). Without such tokens a mean and a largest of 0, and nothing else."""
     versions = [micro.versions[micro.loss_mask] for rank in batch.micro_batches for micro in rank]
     ages = batch.step - np.concatenate([np.empty(0, np.int32), *versions])
     if len(ages) == 0:
-        return {}
+        return {"staleness/mean": 0.0, "staleness/max": 0.0}
     tokens, total = np.bincount(ages, minlength=max_staleness + 1), len(ages)
     cumulated = np.cumsum(tokens)
     return {

@@ -116,6 +116,8 @@ class Backend(ABC):
     visible_devices_var: str | None
     ray_shows_devices: bool = True
     """Whether Ray sets `visible_devices_var` for an actor that it gives devices to."""
+    visible_devices_alias: str | None = None
+    """Another variable that the driver reads too. Where both are set they must say the same."""
     collective: str
     """torch.distributed backend for the learner."""
 

@@ -33,6 +33,7 @@ class RocmBackend(AcceleratorBackend):
     ray_resource = "GPU"
     visible_devices_var = "HIP_VISIBLE_DEVICES"
     ray_shows_devices = False  # it must not, see `process_env`
+    visible_devices_alias = "CUDA_VISIBLE_DEVICES"
     # RCCL answers to NCCL's name.
     collective = "cpu:gloo,cuda:nccl"
     _ipc_hint = (

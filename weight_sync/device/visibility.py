@@ -64,4 +64,6 @@ def shown(backend: Backend, own: Sequence[str], *, num_devices: int, environ: Ma
             f"leaves out {', '.join(missing)}; set it before `ray start`, or not at all, and not in `device.env`"
         )
     indices = backend.visible_devices(tuple(sorted(there.index(device) for device in own)), len(there)).split(",")
-    return {variable: ",".join(there[int(index)] for index in indices)}
+    text, alias = ",".join(there[int(index)] for index in indices), backend.visible_devices_alias
+    both = alias is not None and inherited is not None and environ.get(alias) == inherited
+    return {variable: text, alias: text} if both else {variable: text}

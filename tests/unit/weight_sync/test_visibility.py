@@ -49,6 +49,14 @@ def test_a_process_sees_all_devices_and_its_own_first(own: list[str], inherited:
     assert shown(build("rocm"), own, num_devices=4, environ=environ) == {HIP: expected}
 
 
+def test_a_second_variable_that_says_the_same_goes_on_saying_the_same() -> None:
+    both = {HIP: "0,1,2", "CUDA_VISIBLE_DEVICES": "0,1,2"}
+    told = shown(build("rocm"), ["1"], num_devices=4, environ=both)
+    assert told == {HIP: "1,0,2", "CUDA_VISIBLE_DEVICES": "1,0,2"}
+    told = shown(build("rocm"), ["1"], num_devices=4, environ=both | {"CUDA_VISIBLE_DEVICES": "2"})
+    assert told == {HIP: "1,0,2"}, "what is refused is not made right by chance"
+
+
 def test_a_variable_that_leaves_out_what_ray_gave_is_refused() -> None:
     with pytest.raises(DeviceError, match=r"HIP_VISIBLE_DEVICES=0,1 leaves out 2"):
         shown(build("rocm"), ["1", "2"], num_devices=4, environ={HIP: "0,1"})

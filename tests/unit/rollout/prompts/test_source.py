@@ -59,12 +59,21 @@ def test_without_shuffling_the_order_is_that_of_the_data_set() -> None:
     assert ids(source, 7) == [f"train/{i}" for i in (0, 1, 2, 0, 1, 2, 0)]
 
 
-def test_the_digest_changes_with_the_reward_of_a_row_and_stays_where_no_row_names_one() -> None:
-    (first, second) = prompt_set(2).prompts
-    assert fingerprint([first, second]) == "349408ac797239a2", "checkpoints know it"
-    digests = [fingerprint([first, replace(second, reward=reward)]) for reward in ("", "math", "arithmetic")]
-    assert digests[0] == fingerprint([first, second])
-    assert len(set(digests)) == 3
+def test_rows_that_name_another_reward_than_before_are_refused_and_older_checkpoints_go_on() -> None:
+    def source(*rewards: str) -> PromptSource:
+        prompts = tuple(replace(p, reward=r) for p, r in zip(prompt_set(2).prompts, rewards, strict=True))
+        digest = fingerprint(prompts)
+        assert digest == "349408ac797239a2", "checkpoints know it"
+        data = PromptSet(prompts=prompts, num_duplicates=0, num_overlong=0, fingerprint=digest)
+        return PromptSource(data, seed=0, shuffle=True)
+
+    state = source("", "math").state_dict()
+    source("", "math").load_state_dict(state)
+    for others in (("", "arithmetic"), ("math", ""), ("", "")):
+        with pytest.raises(DataError, match="rewards was"):
+            source(*others).load_state_dict(state)
+    del state["rewards"]
+    source("", "arithmetic").load_state_dict(state)
 
 
 @pytest.mark.parametrize(

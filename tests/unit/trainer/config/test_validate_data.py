@@ -51,37 +51,6 @@ def test_what_is_refused(keys: dict[str, Any], refused: list[str]) -> None:
     assert keys_refused(config_with(**keys)) == refused
 
 
-SPLITS = {"task__train_split": "main", "task__eval_split": "main"}
-PARQUET, JSONL, BOTH = "data/train.parquet", "data/eval.ndjson", ["task.train_split", "task.eval_split"]
-
-
-@pytest.mark.parametrize(
-    ("reader", "train_path", "eval_path", "refused"),
-    [
-        ("auto", PARQUET, JSONL, BOTH),
-        ("auto", "owner/name:config", JSONL, ["task.eval_split"]),
-        ("auto", PARQUET, "builtin:arithmetic", ["task.train_split"]),
-        ("auto", PARQUET, "", ["task.train_split"]),
-        ("auto", "data", "data", []),
-        ("jsonl", "data", "other", BOTH),
-        ("parquet", "data", "other", BOTH),
-        ("hf", PARQUET, JSONL, []),
-    ],
-)
-def test_splits_of_files_are_refused(reader: str, train_path: str, eval_path: str, refused: list[str]) -> None:
-    """What a directory holds is found out later."""
-    paths = {"task__reader": reader, "task__train_path": train_path, "task__eval_path": eval_path}
-    assert keys_refused(config_with(**paths, **SPLITS)) == refused
-    assert keys_refused(config_with(**paths)) == []
-
-
-def test_a_split_of_files_that_is_written_down_is_refused_at_its_default_too() -> None:
-    config = config_with(task__train_path=PARQUET, task__eval_path="owner/name")
-    (problem,) = check_combinations(config, written=["task.train_split", "task.eval_split"])
-    assert problem.key == "task.train_split"
-    assert "task.train_path=data/train.parquet is read as parquet, and files have no splits" in str(problem)
-
-
 def test_the_filter_by_pass_rates_works_on_the_built_in_task() -> None:
     assert keys_refused(config_with(**FILTER)) == []
 

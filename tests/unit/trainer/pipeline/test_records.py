@@ -176,7 +176,7 @@ def test_ages_are_counted_by_token() -> None:
         "staleness/p90": 2,
     }
     assert ages_of(spread[::-1], step=5) == ages
-    assert ages_of([], step=5) == {}
+    assert ages_of([], step=5) == {"staleness/mean": 0.0, "staleness/max": 0.0}, "every line has them"
 
 
 def test_answers_that_are_not_trained_have_no_age_and_are_counted_by_reason() -> None:
