@@ -65,5 +65,6 @@ def shown(backend: Backend, own: Sequence[str], *, num_devices: int, environ: Ma
         )
     indices = backend.visible_devices(tuple(sorted(there.index(device) for device in own)), len(there)).split(",")
     text, alias = ",".join(there[int(index)] for index in indices), backend.visible_devices_alias
-    both = alias is not None and inherited is not None and environ.get(alias) == inherited
-    return {variable: text, alias: text} if both else {variable: text}
+    if alias is not None and inherited is not None and environ.get(alias) == inherited:
+        return {variable: text, alias: text}
+    return {variable: text}
