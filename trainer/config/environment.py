@@ -5,7 +5,9 @@ Needs no network and no accelerator: names of a hub are taken as they are, and d
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import difflib
 import importlib.util
 import json
 import os
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from trainer.config.errors import Problem
 from trainer.config.validate import longest_sequence
+from trainer.config.validate_engine_args import REFUSED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -62,28 +65,36 @@ def _model(config: RunConfig) -> Iterator[Problem]:
         yield Problem(key="model.path", got='""', allowed="must name a model", do="use builtin:tiny or a directory")
     elif looks_local(model.path):
         yield from _model_directory(config, Path(model.path))
+    if config.algorithm.uses_critic and config.critic.path is not None and looks_local(config.critic.path):
+        yield from _model_config("critic.path", Path(config.critic.path))[1]
     if model.tokenizer_path and (model.tokenizer_path.startswith("builtin:") or looks_local(model.tokenizer_path)):
         yield from _tokenizer_directory("model.tokenizer_path", Path(model.tokenizer_path))
 
 
 def _model_directory(config: RunConfig, path: Path) -> Iterator[Problem]:
-    key = "model.path"
+    described, problems = _model_config("model.path", path)
+    yield from problems
+    if not config.model.tokenizer_path and (path / _MODEL_CONFIG).is_file():
+        yield from _tokenizer_directory("model.path", path)
+    if not problems:
+        yield from _fits_model(config, path, described)
+
+
+def _model_config(key: str, path: Path) -> tuple[dict[str, Any], list[Problem]]:
+    """What the config.json of a model says, and what keeps it from being read."""
     if not (path / _MODEL_CONFIG).is_file():
         what = (
             f"has no {_MODEL_CONFIG}" if path.is_dir() else "is not a directory" if path.exists() else "does not exist"
         )
-        do = "give the directory of a Hugging Face model, a hub name (owner/name), or builtin:tiny"
-        yield Problem(key=key, got=config.model.path, allowed=what, do=do)
-        return
-    if not config.model.tokenizer_path:
-        yield from _tokenizer_directory(key, path)
+        also = ", or builtin:tiny" if key == "model.path" else ""
+        do = f"give the directory of a Hugging Face model, a hub name (owner/name){also}"
+        return {}, [Problem(key=key, got=str(path), allowed=what, do=do)]
     try:
         described = json.loads((path / _MODEL_CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        do = "download the model again"
-        yield Problem(key=key, got=config.model.path, allowed=f"its {_MODEL_CONFIG} cannot be read: {error}", do=do)
-        return
-    yield from _fits_model(config, path, cast("dict[str, Any]", described) if isinstance(described, dict) else {})
+        what = f"its {_MODEL_CONFIG} cannot be read: {error}"
+        return {}, [Problem(key=key, got=str(path), allowed=what, do="download the model again")]
+    return cast("dict[str, Any]", described) if isinstance(described, dict) else {}, []
 
 
 def _fits_model(config: RunConfig, path: Path, described: dict[str, Any]) -> Iterator[Problem]:
@@ -153,6 +164,34 @@ def _resume(config: RunConfig) -> Iterator[Problem]:
         yield Problem(key="checkpoint.resume", got=resume or '""', allowed="is not a directory", do=do)
 
 
+def _engine_args(config: RunConfig) -> Iterator[Problem]:
+    known = _fields_of_engine_args() if config.rollout.engine_args else None
+    if known is None:
+        return
+    for name, value in config.rollout.engine_args.items():
+        if name in known or name in REFUSED:
+            continue
+        close = difflib.get_close_matches(name, known, n=1)
+        do = f"did you mean {close[0]}?" if close else "see the arguments of vllm.AsyncEngineArgs"
+        allowed = f"must hold arguments of vLLM's engine alone: it has no {name}"
+        yield Problem(key="rollout.engine_args", got=f"{name}: {value}", allowed=allowed, do=do)
+
+
+def _fields_of_engine_args() -> set[str] | None:
+    """Read from vLLM's source, since its import takes many seconds. None without vLLM, or if it looks different."""
+    package = importlib.util.find_spec("vllm")
+    if package is None or package.origin is None:
+        return None
+    try:
+        tree = ast.parse((Path(package.origin).parent / "engine" / "arg_utils.py").read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        return None
+    classes = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name in {"EngineArgs", "AsyncEngineArgs"}]
+    lines = [line for found in classes for line in found.body if isinstance(line, ast.AnnAssign)]
+    fields = {line.target.id for line in lines if isinstance(line.target, ast.Name)}
+    return fields if "gpu_memory_utilization" in fields else None
+
+
 def _wandb(config: RunConfig) -> Iterator[Problem]:
     if config.telemetry.wandb and importlib.util.find_spec("wandb") is None:
         do = 'pip install "tandem-rl[wandb]", or use telemetry.wandb=false'
@@ -176,5 +215,5 @@ def _port(config: RunConfig) -> Iterator[Problem]:
 
 
 _CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
-    _run_dir, _model, _data, _reward, _resume, _wandb, _port,
+    _run_dir, _model, _data, _reward, _engine_args, _resume, _wandb, _port,
 )  # fmt: skip

@@ -33,9 +33,14 @@ from trainer.config.validate import check_combinations
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
+    from importlib.resources.abc import Traversable
     from pathlib import Path
 
 _OVERRIDE = re.compile(r"(?P<prefix>\+\+|\+|~)?(?P<key>[^=+~\s][^=\s]*)(?:=(?P<value>.*))?", re.DOTALL)
+
+_TEXTS_WITH_LINES = ("rollout.stop", "task.system_prompt")
+_LINE_ESCAPE = re.compile(r"(?<!\\)\\[nrt](?![a-z])")
+"""Such as \\n at the end of a text, and not \\nabla or \\text."""
 
 
 def load_config(argv: Sequence[str]) -> RunConfig:
@@ -92,7 +97,10 @@ def _compose(line: CommandLine) -> tuple[Mapping[str, object], list[Problem]]:
     known = {name for folder in folders for name in config_names(folder)}
     if line.config_name not in known:
         raise ConfigurationError([_no_such_config(line, sorted(known))])
-    overrides, problems = _usable_overrides(line.overrides, groups(folders))
+    options = groups(folders)
+    mixed = _mixed_options(line, _whole_sections(line.config_name, folders), options)
+    overrides, problems = _usable_overrides([o for o in line.overrides if o not in mixed], options)
+    problems.extend(mixed.values())
     with _hydra(line.config_dir) as extra:
         try:
             composed = compose(config_name=line.config_name, overrides=[*overrides, *extra])
@@ -116,6 +124,35 @@ def _hydra(config_dir: Path | None) -> Generator[list[str]]:
             yield [f"hydra.searchpath=[pkg://{PACKAGE}]"]
 
 
+def _whole_sections(name: str, folders: Sequence[Traversable]) -> set[str]:
+    """Sections that a file without a defaults list holds, as the config.yaml of a run holds them all."""
+    file = next(entry for folder in folders if (entry := folder / f"{name}.yaml").is_file())
+    try:
+        data = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError):
+        return set()  # Hydra says what is wrong with it
+    if not isinstance(data, dict) or "defaults" in data:
+        return set()
+    found = cast("dict[object, object]", data)
+    return {str(key) for key, value in found.items() if isinstance(value, dict)}
+
+
+def _mixed_options(line: CommandLine, held: set[str], options: Mapping[str, list[str]]) -> dict[str, Problem]:
+    """Overrides that lay an option over a whole section, which would keep what the option leaves at a default."""
+    mixed: dict[str, Problem] = {}
+    for override in line.overrides:
+        group, _, option = override.removeprefix("+").partition("=")
+        section = "algorithm" if group == "correction" else group
+        if group in options and section in held:
+            mixed[override] = Problem(
+                key=group,
+                got=option,
+                allowed=f"would be mixed with the section {section} that {line.config_name}.yaml holds",
+                do=f"set single keys ({section}.KEY=VALUE), or start from a configuration with a defaults list",
+            )
+    return mixed
+
+
 def _usable_overrides(overrides: Sequence[str], options: Mapping[str, list[str]]) -> tuple[list[str], list[Problem]]:
     """Overrides as Hydra takes them, and what is wrong with the others."""
     usable: list[str] = []
@@ -135,6 +172,10 @@ def _override_problem(override: str, options: Mapping[str, list[str]]) -> Proble
         hint = f"did you mean --config-name {override}?" if re.fullmatch(r"\w+", override) else "see --help"
         return Problem(key=override, got="", allowed="is not an override; write KEY=VALUE", do=hint)
     key, value = match["key"], match["value"]
+    if key in _TEXTS_WITH_LINES and (escape := _LINE_ESCAPE.search(value or "")):
+        allowed = f"holds a backslash and the letter {escape[0][1]}, which stay as they are on a command line"
+        do = "for the character itself write $'KEY=...' in bash; a YAML file tells one from the other"
+        return Problem(key=key, got=value or "", allowed=allowed, do=do)
     if key in options and value is not None:
         if value in options[key]:
             return None

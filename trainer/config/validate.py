@@ -19,7 +19,12 @@ from trainer.config.validate_critic import critic_problems, kl_problems, kl_rewa
 from trainer.config.validate_data import BUILTIN_TASK, selection_problems
 from trainer.config.validate_engine_args import engine_args_problems
 from trainer.config.validate_mode import mode_problems
-from trainer.config.validate_rollout import concurrency_problems, evaluation_problems, stop_problems
+from trainer.config.validate_rollout import (
+    concurrency_problems,
+    evaluation_problems,
+    stop_problems,
+    truncation_problems,
+)
 from weight_sync.vllm_compat import LORA_RANKS
 
 if TYPE_CHECKING:
@@ -313,7 +318,7 @@ def longest_sequence(config: RunConfig) -> int:
 
 _CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _run, _model, _device, _task, selection_problems, _agent, _advantage, _algorithm, _own_functions, _loss,
-    critic_problems, kl_problems, correction_problems, mode_problems, _rollout, stop_problems,
+    critic_problems, kl_problems, correction_problems, mode_problems, _rollout, stop_problems, truncation_problems,
     concurrency_problems, engine_args_problems, _learner,
     _trainer, evaluation_problems, _checkpoint, _telemetry, _ray,
 )  # fmt: skip

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainer.config.conflicts import conflict, ineffective
+from trainer.config.loss_keys import UNBOUNDED_LOSSES
+from trainer.config.own_function import is_own
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,6 +44,41 @@ def stop_problems(config: RunConfig) -> Iterator[Problem]:
         yield conflict(config, "rollout.stop", "must hold no empty text: it would end every answer", "leave it out")
     if any(token_id < 0 for token_id in config.rollout.stop_token_ids):
         yield conflict(config, "rollout.stop_token_ids", "must be ids of tokens, from 0", "use [] for none")
+
+
+def truncation_problems(config: RunConfig) -> Iterator[Problem]:
+    """Sampling from a part of the vocabulary, beside something that acts on the ratio of learner and engine.
+
+    Engines give the log-prob of a token among those that `top_p` and `top_k` left, the learner that among all. Equal
+    weights then have a ratio below 1: the right weight of the token, and not one that a bound may cut.
+    """
+    rollout, acts = config.rollout, _acts_on_ratio(config)
+    if acts is None:
+        return
+    why = f"among fewer tokens equal weights have a ratio of learner to engine below 1, and {acts} acts on that"
+    other = "or algorithm.loss=importance_sampling with no bounds on the ratio but upper ones"
+    if rollout.top_p < 1:
+        yield conflict(config, "rollout.top_p", f"must be 1: {why}", f"use 1, {other}", acts.partition("=")[0])
+    if rollout.top_k > 0:
+        yield conflict(config, "rollout.top_k", f"must be 0: {why}", f"use 0, {other}", acts.partition("=")[0])
+
+
+def _acts_on_ratio(config: RunConfig) -> str | None:
+    """The first key under which a ratio below 1 for equal weights is taken for a policy that has moved."""
+    algorithm, correction, prefix = config.algorithm, config.algorithm.correction, "algorithm.correction"
+    if not is_own(algorithm.loss) and algorithm.loss not in UNBOUNDED_LOSSES:
+        return f"algorithm.loss={algorithm.loss}"
+    if algorithm.kl.in_reward:
+        return "algorithm.kl.placement=reward"
+    if correction.objective == "loglinear":
+        return f"{prefix}.objective=loglinear"
+    cuts = {
+        "clamp.lower": correction.clamp.lower is not None,
+        "mask.lower": correction.mask.lower is not None,
+        "mask.metric": correction.mask.is_active and correction.mask.metric != "ratio",
+        "reject": correction.reject.is_active,
+    }
+    return next((f"{prefix}.{key}" for key, is_set in cuts.items() if is_set), None)
 
 
 def _repacking_problems(config: RunConfig) -> Iterator[Problem]:

@@ -84,7 +84,7 @@ def plan_run(
         host_bytes=host_bytes,
         engine=engine_memory(shape, engine_plan(cfg, device), device),
         sync=_sync(cfg, shape),
-        work=_work(cfg, shape, workload, has_critic=critic is not None),
+        work=_work(cfg, shape, workload),
         store=object_store(cfg, workload, num_slots=num_slots, group_size=group),
         num_slots=num_slots,
         num_answers=num_slots * group,
@@ -103,7 +103,7 @@ def _sync(cfg: RunConfig, shape: ModelShape) -> SyncTraffic:
     )
 
 
-def _work(cfg: RunConfig, shape: ModelShape, workload: Workload, *, has_critic: bool) -> dict[float, StepWork]:
+def _work(cfg: RunConfig, shape: ModelShape, workload: Workload) -> dict[float, StepWork]:
     answers, longest = cfg.trainer.groups_per_step * cfg.rollout.group_size, cfg.rollout.max_response_tokens
     means = (longest, longest / 4) if workload.response_tokens is None else (workload.response_tokens,)
     return {
@@ -112,10 +112,19 @@ def _work(cfg: RunConfig, shape: ModelShape, workload: Workload, *, has_critic: 
             (cfg.learner.num_ranks, cfg.rollout.num_replicas * cfg.rollout.tensor_parallel_size),
             prompt_tokens=answers * workload.prompt_tokens,
             response_tokens=answers * mean,
-            passes=3.0 + cfg.learner.activation_checkpointing + (cfg.algorithm.kl.coef > 0) + 3 * has_critic,
+            passes=_passes(cfg),
         )
         for mean in means
     }
+
+
+def _passes(cfg: RunConfig) -> float:
+    """Forward passes' worth of a step of the learner, reference and critic included."""
+    trained = 3.0 + cfg.learner.activation_checkpointing
+    passes = trained + (cfg.algorithm.kl.coef > 0)
+    if not cfg.algorithm.uses_critic:
+        return passes
+    return passes + (1 if cfg.critic.shared_backbone else cfg.critic.updates_per_step * trained)
 
 
 def _moved(parts: tuple[Part, ...]) -> Part:

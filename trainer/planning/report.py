@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 HOST_BYTES_PER_S = 50e9
 """Assumed of a device's link to the host's page-locked memory: PCIe 5.0 x16 has 63 GB/s each way."""
 
+UNDOUBTED_FLOPS = 100e12
+"""Rate of training that a device for such models is trusted to reach: a third of the peak of the slowest in use."""
+
 
 def in_words(plan: RunPlan, cfg: RunConfig, *, seats: Sequence[str] = ()) -> str:
     """What `--dry-run` prints. `seats` are the lines that say who sits on which node, where the nodes are known."""
@@ -128,7 +131,15 @@ def _flight(plan: RunPlan, cfg: RunConfig) -> list[str]:
     staleness, groups = cfg.mode.max_staleness, cfg.trainer.groups_per_step
     slots = f"at most (S + 1) x B = ({staleness} + 1) x {groups} = {plan.num_slots} groups"
     seats = cfg.rollout.num_replicas * cfg.rollout.max_num_seqs
-    return [f"In flight: {slots}, {plan.num_answers} answers over {seats} seats", ""]
+    lines = [f"In flight: {slots}, {plan.num_answers} answers over {seats} seats"]
+    turns = -(-plan.num_answers // seats)
+    if turns > 1:
+        limit_s = cfg.rollout.request_timeout_s
+        lines.append(
+            f"  Up to {turns} answers have a seat one after the other: {limit_s / turns:,.0f} s for each, by "
+            f"rollout.request_timeout_s={limit_s:,.0f}"
+        )
+    return [*lines, ""]
 
 
 def _store(plan: RunPlan) -> list[str]:
@@ -155,9 +166,20 @@ def _balance(plan: RunPlan, cfg: RunConfig) -> list[str]:
         *(_verdict(tokens, note, work) for (tokens, work), note in zip(plan.work.items(), notes, strict=True)),
         *unknown,
         *turns,
+        *_step_deadline(plan, cfg),
         f"  Decoding is taken to reach {reached} of the arithmetic efficiency",
         "  of training, as it did on H200s. Run some steps, and ask python -m trainer.advise RUN_DIR.",
     ]
+
+
+def _step_deadline(plan: RunPlan, cfg: RunConfig) -> list[str]:
+    """What the learner has to compute within its deadline, where not every accelerator would."""
+    limit_s = cfg.learner.timeout_s
+    needed = next(iter(plan.work.values())).learner_flops / limit_s
+    if needed < UNDOUBTED_FLOPS:
+        return []
+    rate = f"each learner device trains at {needed / 1e12:,.0f} TFLOP/s or more"
+    return [f"  Such a step is over within learner.timeout_s={limit_s:,.0f} if {rate}."]
 
 
 def _verdict(tokens: float, note: str, work: StepWork) -> str:

@@ -15,8 +15,16 @@ class RolloutConfig:
     tensor_parallel_size: int = key(1, "Devices per engine.", ge=1)
     num_workers: int = key(1, "Rollout worker processes (CPU) that drive the engines and run rewards.", ge=1)
     temperature: float = key(1.0, "Sampling temperature of training rollouts.", gt=0)
-    top_p: float = key(1.0, "Nucleus sampling of training rollouts.", gt=0, le=1)
-    top_k: int = key(0, "Top-k sampling of training rollouts; 0 keeps the whole vocabulary.", ge=0)
+    top_p: float = key(
+        1.0,
+        "Nucleus sampling of training rollouts. Below 1 equal weights have a ratio of learner to engine below 1, so "
+        "only `algorithm.loss=importance_sampling`, or a loss of your own, takes it.",
+        gt=0,
+        le=1,
+    )
+    top_k: int = key(
+        0, "Top-k sampling of training rollouts; 0 keeps the whole vocabulary. What holds for `top_p` holds here.", ge=0
+    )
     seed_requests: bool | None = key(
         None,
         "Whether every request has a seed of its own, which a run that is to repeat itself needs and which costs an "

@@ -91,8 +91,10 @@ def test_scientific_notation_is_a_number_on_the_command_line_and_in_yaml(tmp_pat
 
 
 def test_open_sections_take_new_names_with_and_without_plus() -> None:
-    config = load_config(["+rollout.engine_args.foo=1", "rollout.engine_args.bar=[a,b]", "+device.env.OMP=1,2"])
-    assert config.rollout.engine_args == {"foo": 1, "bar": ["a", "b"]}
+    config = load_config(
+        ["+rollout.engine_args.block_size=1", "rollout.engine_args.hf_overrides=[a,b]", "+device.env.OMP=1,2"]
+    )
+    assert config.rollout.engine_args == {"block_size": 1, "hf_overrides": ["a", "b"]}
     assert config.device.env == {"OMP": "1,2"}
 
 
@@ -127,9 +129,33 @@ def test_a_folder_of_the_user_wins_and_can_add_group_options(tmp_path: Path) -> 
 
 
 def test_the_dumped_configuration_loads_to_the_same_configuration(tmp_path: Path) -> None:
-    config = load_config(["algorithm=dapo", "+device.env.A=1", "learner.lr=3e-7", "+rollout.engine_args.x={y: 1}"])
+    config = load_config(
+        ["algorithm=dapo", "+device.env.A=1", "learner.lr=3e-7", "+rollout.engine_args.hf_overrides={y: 1}"]
+    )
     (tmp_path / "again.yaml").write_text(dump_yaml(config))
     assert load_config(["--config-dir", str(tmp_path), "--config-name", "again"]) == config
+
+
+@pytest.mark.parametrize("override", ["algorithm=grpo", "+algorithm=grpo", "correction=tis"])
+def test_an_option_is_not_mixed_with_a_section_that_the_file_holds(tmp_path: Path, override: str) -> None:
+    (tmp_path / "again.yaml").write_text(dump_yaml(load_config(["algorithm=gspo"])))
+    found = problems_of("--config-dir", str(tmp_path), "--config-name", "again", override)
+    assert "the section algorithm that again.yaml holds" in found[override.removeprefix("+").partition("=")[0]]
+
+
+def test_an_option_stands_beside_a_file_that_holds_other_sections(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("learner: {lr: 1e-5}\n")
+    config = load_config(["--config-dir", str(tmp_path), "--config-name", "mine", "+algorithm=gspo"])
+    assert (config.learner.lr, config.algorithm.loss) == (1e-5, "gspo")
+
+
+def test_a_backslash_that_is_meant_as_a_line_end_is_not_taken_as_text() -> None:
+    found = problems_of(r'rollout.stop=["\n\n"]', r"task.system_prompt=Think.\nAnswer.")
+    assert set(found) == {"rollout.stop", "task.system_prompt"}
+    assert "a backslash and the letter n" in found["rollout.stop"]
+    config = load_config(['rollout.stop=["\n\n"]', r"task.system_prompt=Put it in \boxed{}, not \text{}: \nabla f"])
+    assert config.rollout.stop == ["\n\n"]
+    assert config.task.system_prompt == r"Put it in \boxed{}, not \text{}: \nabla f"
 
 
 def test_the_dump_names_every_key() -> None:

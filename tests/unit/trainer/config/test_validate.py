@@ -192,6 +192,19 @@ def test_a_model_directory_must_be_whole_and_must_fit(tmp_path: Path) -> None:
     assert keys_unusable(config_with(model__path=good)) == ["model.path"]
 
 
+def test_the_critic_needs_a_model_of_its_own_only_if_it_is_read(tmp_path: Path) -> None:
+    good, missing = model_directory(tmp_path / "good"), str(tmp_path / "missing")
+    assert keys_unusable(config_with(algorithm__advantage="gae", critic__path=missing)) == ["critic.path"]
+    assert keys_unusable(config_with(algorithm__advantage="gae", critic__path=good)) == []
+    assert keys_unusable(config_with(critic__path=missing)) == []
+
+
+def test_an_argument_that_the_engine_does_not_have_is_told_before_the_start() -> None:
+    found = check_environment(config_with(rollout__engine_args={"block_sizee": 16, "enable_prefix_caching": True}))
+    assert [problem.got for problem in found] == ["block_sizee: 16"]
+    assert found[0].do == "did you mean block_size?"
+
+
 @pytest.mark.parametrize(
     ("described", "refused"),
     [

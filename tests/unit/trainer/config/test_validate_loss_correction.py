@@ -119,7 +119,38 @@ def test_a_bound_that_decoupled_leaves_behind_is_named() -> None:
     ],
 )
 def test_answers_that_are_compared_are_not_sampled_greedily(keys: dict[str, Any], refused: list[str]) -> None:
-    assert keys_refused(config_with(**{"rollout__top_k": 1, **keys})) == refused
+    assert (
+        keys_refused(config_with(**{"rollout__top_k": 1, "algorithm__loss": "importance_sampling", **keys})) == refused
+    )
+
+
+WEIGHTED = {"algorithm__loss": "importance_sampling"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_accepted"),
+    [
+        ({}, False),
+        ({"algorithm__loss": "gspo"}, False),
+        ({"algorithm__loss": "reinforce", "mode__name": "sync", "mode__max_staleness": 0}, False),
+        ({"algorithm__loss": "my_package.loss"}, True),
+        (WEIGHTED, True),
+        (WEIGHTED | {"algorithm__correction__objective": "decoupled", "algorithm__correction__mask__upper": 5.0}, True),
+        (WEIGHTED | {"algorithm__correction__clamp__upper": 2.0}, True),
+        (WEIGHTED | {"algorithm__correction__clamp__lower": 0.5}, False),
+        (WEIGHTED | {"algorithm__correction__mask__lower": 0.5}, False),
+        (WEIGHTED | {"algorithm__correction__mask__metric": "k3", "algorithm__correction__mask__upper": 1.0}, False),
+        (WEIGHTED | {"algorithm__correction__reject__upper": 2.0}, False),
+        (WEIGHTED | {"algorithm__correction__objective": "loglinear"}, False),
+        (WEIGHTED | {"algorithm__kl__coef": 0.1, "algorithm__kl__placement": "reward"}, False),
+    ],
+)
+def test_a_part_of_the_vocabulary_is_sampled_only_where_nothing_acts_on_the_smaller_ratio(
+    keys: dict[str, Any], is_accepted: bool
+) -> None:
+    for key, name, value in (("rollout.top_p", "rollout__top_p", 0.9), ("rollout.top_k", "rollout__top_k", 20)):
+        refused = set(keys_refused(config_with(**keys, **{name: value}))) - set(keys_refused(config_with(**keys)))
+        assert refused == (set() if is_accepted else {key})
 
 
 AGENT = {"task__agent": "my_package.Loop"}

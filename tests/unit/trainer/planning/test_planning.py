@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.fakes.learner import KINDS, process_group, run_config, save_tiny
 from tests.unit.trainer.planning.conftest import BIG, NUM_7B, QWEN_7B, config, planned
+from trainer.config.library import config_names, packaged_configs
+from trainer.config.load import load_config
 from trainer.config.schema import RunConfig
 from trainer.config.schema.model import LoraConfig, ModelConfig
 from trainer.learner.parallel import UNSHARDED_SHARE
@@ -310,3 +312,38 @@ def test_the_cache_of_a_cpu_engine_is_what_the_key_says() -> None:
     assert engine_plan(config(rollout={"kv_cache_gib": 0.25}), host).kv_bytes == GIB // 4
     assert engine_plan(config(), BIG).kv_bytes is None
     assert total(()) == 0
+
+
+def test_a_step_counts_every_pass_of_reference_and_critic(shape_7b: ModelShape) -> None:
+    def passes(**sections: dict[str, Any]) -> float:
+        cfg = config(**sections)
+        work = planned(cfg, shape_7b, response_tokens=100.0).work[100.0]
+        tokens = 200.0 * cfg.trainer.groups_per_step * cfg.rollout.group_size
+        return work.learner_flops * cfg.learner.num_ranks / (2 * shape_7b.num_params * tokens)
+
+    assert passes() == pytest.approx(4.0)
+    assert passes(learner={"activation_checkpointing": False}) == pytest.approx(3.0)
+    kl = replace(RunConfig().algorithm.kl, coef=0.1)
+    assert passes(algorithm={"kl": kl}) == pytest.approx(5.0)
+    gae = {"advantage": "gae"}
+    assert passes(algorithm=gae) == pytest.approx(8.0)
+    assert passes(algorithm=gae, critic={"updates_per_step": 2}) == pytest.approx(12.0)
+    assert passes(algorithm=gae, critic={"shared_backbone": True}) == pytest.approx(5.0)
+
+
+def test_a_deadline_that_asks_much_of_the_devices_is_told(shape_7b: ModelShape) -> None:
+    long = config(rollout={"max_response_tokens": 16384}, trainer={"groups_per_step": 1024})
+    told = in_words(planned(long, shape_7b), long)
+    flops = 2 * 4 * shape_7b.num_params * 1024 * 16 * (100 + 16384) / 4
+    assert f"learner.timeout_s=1,800 if each learner device trains at {flops / 1800 / 1e12:,.0f} TFLOP/s" in told
+    assert "Up to 32 answers have a seat one after the other: 19 s for each" in told
+    short = config(rollout={"max_response_tokens": 64}, trainer={"groups_per_step": 16})
+    assert "TFLOP/s" not in (told := in_words(planned(short, shape_7b), short))
+    assert "one after the other" not in told
+
+
+@pytest.mark.parametrize("name", [entry for entry in config_names(packaged_configs()) if entry.endswith("_7b")])
+def test_no_shipped_configuration_asks_more_of_a_device_than_an_h100_trains_at(name: str, shape_7b: ModelShape) -> None:
+    cfg = load_config(["--config-name", name])
+    work = planned(cfg, shape_7b, prompt_tokens=float(cfg.task.max_prompt_tokens)).work
+    assert work[cfg.rollout.max_response_tokens].learner_flops / cfg.learner.timeout_s < 0.45 * 989e12
