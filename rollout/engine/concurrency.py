@@ -2,7 +2,7 @@
 
     grow   +step      it has room: no preemption, no queue, KV cache below `KV_ROOM`, and requests are held back for it
     hold              everything else: nothing is known, or what was taken back has not drained yet
-    trim   x TRIM     it preempts, or requests waited inside it at two looks in a row
+    trim   x TRIM     it preempts, or requests waited for room in its KV cache at two looks in a row
     cut    x CUT      its KV cache is critically full
 
 A trim or a cut only holds new requests back; what runs goes on, because taking it away would lose the same cache that
@@ -29,7 +29,8 @@ TRIM, CUT = 0.9, 0.5
 STEPS_TO_MAX = 32
 """Growth from nothing to the upper bound takes so many looks."""
 QUEUED_LOOKS = 2
-"""A queue at one look may be a burst of prompts on their way into the batch."""
+"""A queue at one look may be a burst of prompts on their way into the batch. Beside a cache with room it always is, for
+as many looks as their prefill takes: an engine that wakes up gets all of a step's prompts at once."""
 
 Move = Literal["grow", "hold", "trim", "cut"]
 
@@ -83,7 +84,7 @@ class Concurrency:
     num_preemptions: int | None = None
     """The engine's counter at the last look; None before the first."""
     queued_looks: int = 0
-    """Looks in a row that saw requests wait inside the engine."""
+    """Looks in a row that saw requests wait inside the engine for room in its KV cache."""
 
     @classmethod
     def start(cls, bounds: Bounds) -> Concurrency:
@@ -91,7 +92,8 @@ class Concurrency:
 
     def next(self, load: EngineLoad, demand: Demand) -> Concurrency:
         """The state after one look at the engine."""
-        queued_looks = self.queued_looks + 1 if load.waiting else 0
+        has_no_room = load.kv_usage_frac is None or load.kv_usage_frac >= KV_ROOM
+        queued_looks = self.queued_looks + 1 if load.waiting and has_no_room else 0
         move = self._move(load, demand, queued_looks)
         # Below what runs: a limit above it would hold nothing back.
         base = min(self.limit, max(demand.in_flight, 1))

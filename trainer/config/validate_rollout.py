@@ -32,6 +32,10 @@ def concurrency_problems(config: RunConfig) -> Iterator[Problem]:
         allowed = f"must be below rollout.{key}={highest}"
         do = "lower it, or use rollout.concurrency=fixed"
         yield conflict(config, "rollout.min_concurrency", allowed, do, f"rollout.{key}", "rollout.concurrency")
+    if rollout.concurrency == "adaptive" and highest > rollout.max_num_seqs:
+        allowed = f"must be at most rollout.max_num_seqs={rollout.max_num_seqs}: more would wait inside the engine"
+        also = "rollout.max_num_seqs", "rollout.concurrency"
+        yield conflict(config, "rollout.max_concurrency", allowed, "lower it, or use null", *also)
     if rollout.max_concurrency is not None and rollout.max_concurrency < rollout.num_workers:
         allowed = f"must be at least rollout.num_workers={rollout.num_workers}: each of them needs its share"
         yield conflict(config, "rollout.max_concurrency", allowed, "raise it", "rollout.num_workers")

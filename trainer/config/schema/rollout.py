@@ -48,7 +48,7 @@ class RolloutConfig:
         "fixed",
         "How many requests an engine has at once; the others wait, the oldest group first, and go where room is first. "
         "`fixed`: `max_concurrency`. `adaptive`: between `min_concurrency` and `max_concurrency`, fewer while the "
-        "engine preempts, queues or fills its KV cache, more while it has room.",
+        "engine preempts or fills its KV cache, more while it has room.",
     )
     min_concurrency: int = key(1, "Fewest requests of an engine at once, with `concurrency=adaptive`.", ge=1)
     max_concurrency: int | None = key(

@@ -36,7 +36,8 @@ def test_it_begins_at_the_upper_bound_so_that_an_engine_with_room_is_never_held_
         (at(100), load(), busy(100, held=0), "hold", 100),  # nobody asks for more
         (at(100), load(kv=KV_ROOM), busy(100), "hold", 100),
         (at(100), load(waiting=3), busy(100), "hold", 100),  # perhaps a burst
-        (at(100, queued_looks=1), load(waiting=3), busy(100), "trim", 90),
+        (at(100, queued_looks=1), load(waiting=3, kv=KV_ROOM), busy(100), "trim", 90),
+        (at(100, queued_looks=1), load(waiting=3, kv=None), busy(100), "trim", 90),
         (at(100, queued_looks=1), load(), busy(100), "grow", 108),
         (at(100), load(preemptions=1), busy(100), "trim", 90),
         (at(100), load(preemptions=1), busy(60), "trim", 54),  # of what runs, or it would change nothing
@@ -53,6 +54,16 @@ def test_each_sign_leads_to_its_move(
 ) -> None:
     after = state.next(said, demand)
     assert (after.last_move, after.limit) == (move, limit)
+
+
+def test_a_burst_of_prompts_beside_an_empty_cache_takes_nothing_back() -> None:
+    """An engine of a shared device wakes up and gets a whole step's prompts, whose prefill takes several looks."""
+    state = Concurrency.start(BOUNDS)
+    for waiting in (200, 150, 100, 50):
+        state = state.next(load(waiting=waiting, kv=0.1), busy(256))
+    assert (state.limit, state.last_move) == (256, "hold")
+    state = state.next(load(waiting=200, kv=KV_ROOM), busy(256))
+    assert state.limit == 256, "looks at a burst do not count for the queue that comes after it"
 
 
 def test_a_fixed_limit_stays_whatever_the_engine_says() -> None:
