@@ -107,10 +107,14 @@ class SlotTable:
         self._packing(index).generation += 1
 
     def lease(self, version: int, *, holder: str, ttl_s: float, now: float) -> Lease:
-        """
+        """Let `holder` read `version` for `ttl_s`. A holder has one lease: an earlier one ends, also if this raises.
+
+        A holder that stopped waiting for an answer does not know what it was granted, so it cannot give that back.
+
         Raises:
             VersionUnavailable: no slot holds `version`.
         """
+        self._drop(holder)
         for slot in self.slots:
             if slot.version == version:
                 return self._grant(slot, holder, now + ttl_s)
@@ -146,6 +150,10 @@ class SlotTable:
 
     def live_leases(self, now: float) -> list[Lease]:
         return [lease for slot in self.slots for lease in slot.live_leases(now)]
+
+    def _drop(self, holder: str) -> None:
+        for slot in self.slots:
+            slot.leases = {number: lease for number, lease in slot.leases.items() if lease.holder != holder}
 
     def _grant(self, slot: Slot, holder: str, expires_at: float) -> Lease:
         assert slot.version is not None
@@ -219,8 +227,12 @@ class Arena:
             self._changed.notify_all()
 
     def lease(self, version: int, *, holder: str, ttl_s: float) -> Lease:
+        """See `SlotTable.lease`."""
         with self._changed:
-            return self._table.lease(version, holder=holder, ttl_s=ttl_s, now=self._clock())
+            try:
+                return self._table.lease(version, holder=holder, ttl_s=ttl_s, now=self._clock())
+            finally:
+                self._changed.notify_all()  # an earlier lease of the holder may have ended
 
     def renew(self, lease_id: int, *, ttl_s: float) -> Lease:
         with self._changed:

@@ -249,12 +249,13 @@ class SyncCoordinator:
             await self._close_quietly([member.handle.call("ws_close", timeout_s=self._close_timeout_s)])
             await self._relink()
 
-    async def _relink(self) -> None:
-        """After a change of membership. Links only save time: whoever misses them reads from the learners, so a failure
-        is logged and no more."""
-        live = [member for member in self._members.values() if member.state == "live" and not member.num_leases]
+    async def _relink(self, members: Sequence[Member] | None = None) -> None:
+        """After a change of membership; `members` only, as if there were no others, if they are given. Links only save
+        time: whoever misses them reads from the learners in the end, so a failure is logged and no more."""
+        if members is None:
+            members = [member for member in self._members.values() if member.state == "live" and not member.num_leases]
         try:
-            await self._opener.link(self._opened(), live, self._clock() + LINK_S)
+            await self._opener.link(self._opened(), members, self._clock() + LINK_S)
         except (WeightSyncError, TimeoutError) as error:
             log.warning("not every worker learned whom to read from: %s", error)
 
@@ -311,13 +312,12 @@ class SyncCoordinator:
 
         Args:
             before_passed: awaited once, before the first sync that passes the replica by.
+
+        Raises:
+            KeyError: no such member.
         """
-        member = self._members[replica]
-        member.num_leases += 1
-        member.before_passed.append(before_passed)
+        member = await self._begin_lease(replica, before_passed)
         try:
-            async with self._membership_lock:
-                await self._relink()  # nobody is to read from a replica that gets nothing
             async with member.commit_lock:
                 yield member.live_version
         except (asyncio.CancelledError, GeneratorExit):
@@ -328,17 +328,30 @@ class SyncCoordinator:
             raise
         await self._end_lease(member, before_passed)
 
+    async def _begin_lease(self, replica: str, before_passed: Callable[[], Awaitable[None]]) -> Member:
+        # All under the lock: a sync that waited for it longer takes the replica along, and everybody knows.
+        async with self._membership_lock:
+            member = self._members[replica]
+            member.begin_lease(before_passed)
+            try:
+                await self._relink()  # nobody is to read from a replica that gets nothing
+            except BaseException:
+                member.end_lease(before_passed)
+                raise
+            return member
+
     async def _end_lease(self, member: Member, before_passed: Callable[[], Awaitable[None]]) -> None:
         member.end_lease(before_passed)
         async with self._membership_lock:
             if member.num_leases or self._members.get(member.name) is not member or member.state != "live":
                 return
-            await self._relink()
+            await self._relink([member])  # alone: its neighbours may not have the newest version yet
             try:
                 await self._catch_up(member, self._clock() + self._options.timeout_s)
             except (WeightSyncError, TimeoutError) as error:
                 member.state = "dead" if member.state == "live" else member.state
                 log.warning("%s is lost after its lease: %s", member.name, error)
+            await self._relink()  # with it, if it is still there
 
     async def close(self) -> None:
         """Close every party that still answers. Idempotent."""

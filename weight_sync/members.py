@@ -116,6 +116,10 @@ class Member:
         while self.before_passed:
             await self.before_passed.pop()()
 
+    def begin_lease(self, before_passed: Callable[[], Awaitable[None]]) -> None:
+        self.num_leases += 1
+        self.before_passed.append(before_passed)
+
     def end_lease(self, before_passed: Callable[[], Awaitable[None]]) -> None:
         self.num_leases -= 1
         if before_passed in self.before_passed:

@@ -16,6 +16,10 @@ by the digests.
 **Why nobody waits for the dead.** A process that is killed or stopped cannot be asked, so nothing is: readers notice
 that it has ended, or that its page does not change for `patience_s`. A receiver that waits itself beats meanwhile, so
 only the neighbour of a silent one loses patience, and those behind that neighbour stay in line.
+
+**Why nobody waits in a circle.** A worker that did not learn its new links keeps the old ones, and with those receivers
+may wait for each other, all of them beating. So beats without a new piece are waited for only `BEATS_FACTOR` times as
+long as silence.
 """
 
 from __future__ import annotations
@@ -44,6 +48,8 @@ ALIVE_EVERY_S = 0.05
 PATIENCE_S = 2.0
 """Silence after which a writer counts as stopped. It reports or beats every few milliseconds, except while it compares
 digests; and an engine under load may keep its threads from running for a good part of a second."""
+BEATS_FACTOR = 5.0
+"""Behind a silent writer the whole line moves again after one patience; after several it can only be a circle."""
 
 COUNT_BITS = 24
 MAX_PIECES = (1 << COUNT_BITS) - 2
@@ -123,7 +129,7 @@ class ProgressReader:
     """Another receiver's page, and how long to wait for it. One reading thread.
 
     The time of a silence runs on from one track of a version to the next, so a silent writer costs a reader
-    `patience_s` once and not once per track.
+    `patience_s` once and not once per track. A writer that only beats costs its time once per version.
     """
 
     def __init__(self, handle: IpcHandle, *, owner: str, patience_s: float, clock: Callable[[], float]) -> None:
@@ -140,14 +146,17 @@ class ProgressReader:
         self._block = CpuBackend().ipc_open(handle)
         self._beats, self._tracks = _words_of(self._block)
         self._version = -1
-        self._seen = self._look()
-        self._changed_at = self._checked_at = clock()
+        self._beats_seen, self._tracks_seen = self._look()
+        self._changed_at = self._moved_at = self._checked_at = clock()
+        self._is_in_circle = False
 
     def start(self, version: int) -> None:
         """`ready` and `wait` are about `version` from now on."""
         if version != self._version:
             self._version = version
-            self._seen, self._changed_at = self._look(), self._clock()
+            self._beats_seen, self._tracks_seen = self._look()
+            self._changed_at = self._moved_at = self._clock()
+            self._is_in_circle = False
 
     def ready(self, track: int, *, landed: int) -> int:
         """Pieces of `track` that are there now; 0 if the writer has not come to this version yet.
@@ -173,12 +182,18 @@ class ProgressReader:
         Raises:
             RelayStalled: waiting is over; `landed` goes into the error.
         """
-        now, seen = self._clock(), self._look()
-        if seen != self._seen:
-            self._seen, self._changed_at = seen, now
-        silent_s = now - self._changed_at
+        now, (beats, tracks) = self._clock(), self._look()
+        if tracks != self._tracks_seen:
+            self._moved_at = self._changed_at = now
+        elif beats != self._beats_seen:
+            self._changed_at = now
+        self._beats_seen, self._tracks_seen = beats, tracks
+        silent_s, stuck_s = now - self._changed_at, now - self._moved_at
         if silent_s >= self._patience_s:
             raise self._stalled(f"has made no progress for {silent_s:.1f} s", landed)
+        self._is_in_circle |= stuck_s >= BEATS_FACTOR * self._patience_s
+        if self._is_in_circle:
+            raise self._stalled(f"has waited itself for {stuck_s:.1f} s, perhaps for this worker", landed)
         if now - self._checked_at >= ALIVE_EVERY_S:
             self._checked_at = now
             try:
@@ -192,8 +207,8 @@ class ProgressReader:
         self._beats, self._tracks = _no_words(len(self._tracks))
         self._block.close()
 
-    def _look(self) -> bytes:
-        return self._beats.tobytes() + self._tracks.tobytes()
+    def _look(self) -> tuple[bytes, bytes]:
+        return self._beats.tobytes(), self._tracks.tobytes()
 
     def _stalled(self, what: str, landed: int) -> RelayStalled:
         return RelayStalled(

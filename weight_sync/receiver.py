@@ -78,6 +78,8 @@ class WeightReceiver:
         self._epoch: ReceiverEpoch | None = None
         self._server: ControlServer | None = None
         self._prefetch: Prefetch | None = None
+        self._next_links: LinkRequest | None = None
+        """Came during a pull; the next one begins with them."""
         self._prefetch_lock = threading.RLock()
         self._commit_lock = threading.Lock()
         self._live_version: int | None = None
@@ -105,6 +107,7 @@ class WeightReceiver:
             PlanMismatch: a digest of the manifest differs, or a run does not fit the parameters.
             TransportUnusable: an arena cannot be mapped, or its probe arrives broken.
             PublisherLost: a publisher does not answer.
+            PullTimeout: the probes did not arrive within `request.deadline_s`.
         """
         self.close()
         started = self._clock()
@@ -153,6 +156,9 @@ class WeightReceiver:
                             f"worker {self._worker}: an earlier pull does not stop and still writes where version "
                             f"{version} would land; the engine must be restarted"
                         )
+                links, self._next_links = self._next_links, None
+                if links is not None:
+                    epoch.link(links)
                 self._prefetch = Prefetch(epoch, self._host, version, deadline_s=deadline_s)
         finally:
             self._commit_lock.release()
@@ -182,28 +188,28 @@ class WeightReceiver:
     def _commit(self, version: int, deadline_s: float) -> PullReport:
         epoch = self._opened()
         if self.live_version == version:
+            self._drop_prefetch_of(version)  # a retry's, which another worker needs
             return self._report(version, Pulled(), commit_s=0.0, has_moved=False)
-        give_up = self._clock() + deadline_s
-        arrived = self._finish_prefetch(version, give_up)
-        if epoch.landing.is_staged and arrived is None:
+        give_up = Deadline(self._clock() + deadline_s)
+        pulled = self._finish_prefetch(version, give_up.at)
+        if epoch.landing.is_staged and pulled is None:
             raise WeightSyncError(f"version {version} was not prefetched by worker {self._worker}; prefetch it first")
-        epoch.check_addresses()
-        # The engine's pause does not wait for the device; kernels of its last step may still read the weights.
-        self._backend.synchronize()
-        started = self._clock()
-        if not epoch.landing.is_staged:
-            # Whatever the learners refuse, they refuse before a byte is written.
-            epoch.lease(version, give_up=Deadline(give_up), ttl_s=deadline_s)
-        self._is_dirty = True
-        if epoch.landing.is_staged:
-            epoch.copy_from_shadow()
-            pulled = arrived
-        else:
-            try:
-                pulled = epoch.pull(version, give_up=Deadline(give_up))
-            except BaseException:
-                epoch.give_up()
-                raise
+        try:
+            epoch.check_addresses()
+            # The engine's pause does not wait for the device; kernels of its last step may still read the weights.
+            self._backend.synchronize()
+            started = self._clock()
+            if epoch.landing.is_staged:
+                self._is_dirty = True
+                epoch.copy_from_shadow()
+            else:
+                # Whatever the learners refuse, they refuse before a byte is written.
+                epoch.lease(version, give_up=give_up, ttl_s=deadline_s)
+                self._is_dirty = True
+                pulled = epoch.pull(version, give_up=give_up)
+        except BaseException:
+            epoch.give_up()
+            raise
         if epoch.landing.fallback is not None:
             epoch.landing.fallback.reload()
         self._backend.synchronize()
@@ -276,8 +282,14 @@ class WeightReceiver:
             server.close()
         has_stopped = self.abort()
         epoch, self._epoch = self._epoch, None
+        self._next_links = None
         if epoch is not None and has_stopped:
             epoch.close()
+
+    def _drop_prefetch_of(self, version: int) -> None:
+        with self._prefetch_lock:
+            if self._prefetch is not None and self._prefetch.version == version:
+                self.abort()
 
     def _handle(self, sender: str, request: Request) -> Response:
         """Answer the coordinator. Runs in the control thread."""
@@ -293,10 +305,15 @@ class WeightReceiver:
                 raise ValueError(f"{sender} sent a {type(request).__name__}, which an engine worker does not answer")
 
     def _link(self, request: LinkRequest) -> bool:
+        """Links change between two pulls. During one they are kept for the next: everybody else has the new ones by
+        then, and old ones among those may close a circle."""
         with self._prefetch_lock:
+            epoch = self._opened()
             if self._prefetch is not None and self._prefetch.is_running:
-                raise WeightSyncError(f"worker {self._worker} is pulling; links change between two syncs")
-            return self._opened().link(request)
+                self._next_links = request
+                return False
+            self._next_links = None
+            return epoch.link(request)
 
     def _report(self, version: int, pulled: Pulled, *, commit_s: float, has_moved: bool) -> PullReport:
         plan = self._opened().plan

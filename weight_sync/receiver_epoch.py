@@ -23,7 +23,7 @@ from weight_sync.errors import DigestMismatch, PlanMismatch, PullTimeout, Transp
 from weight_sync.landing import Landing, Reloads, Residence, build_landing, parameter_bytes
 from weight_sync.plan import manifest_from_bytes, verify_manifest
 from weight_sync.relay_ends import RelayEnds
-from weight_sync.sources import SILENCE_S, Deadline, Leases, Source
+from weight_sync.sources import LAST_WORD_S, SILENCE_S, Deadline, Leases, Source
 from weight_sync.transports.base import OnArrived, Piece, ReceiverEnd
 from weight_sync.transports.reach import Reach
 
@@ -151,12 +151,16 @@ class ReceiverEpoch:
         Raises:
             TransportUnusable: there is no such way.
             PublisherLost: no answer.
+            PullTimeout: the patterns did not arrive within `deadline_s`.
         """
         give_up = self._host.clock() + deadline_s
         node, own = node_id(), self._request.host
         host = reachable_host() if own is None else own
+        # Before the patterns, which may take all the time: a learner that has none left to answer in is not lost.
+        for source in self._sources.values():
+            left_s = give_up - self._host.clock()
+            source.client.hello(deadline_s=min(SILENCE_S, max(left_s, LAST_WORD_S)))
         for rank, source in self._sources.items():
-            source.client.hello(deadline_s=min(SILENCE_S, give_up - self._host.clock()))
             self._reaches[rank] = Reach(
                 self._host.backend,
                 rank,
@@ -164,7 +168,7 @@ class ReceiverEpoch:
                 line=source.client,
                 same_node=source.info.node == node,
                 host=host,
-                probe=partial(self._probe, source),
+                probe=partial(self._probe, source, give_up),
             )
 
     def link(self, request: LinkRequest) -> bool:
@@ -193,6 +197,8 @@ class ReceiverEpoch:
             PullTimeout, PublisherLost, DigestMismatch, LeaseExpired, VersionUnavailable.
         """
         asked = self._host.clock()
+        # First: those who read from here and are ahead wait for this version, and are told if it is given up.
+        self._relay.begin(version)
         self._leases.take(version, give_up=give_up)
 
         def keep_going() -> None:
@@ -205,7 +211,6 @@ class ReceiverEpoch:
             lease_s=self._host.clock() - asked,
             seal_s=max((self._leases[rank].seal_s for rank in self._sources), default=0.0),
         )
-        self._relay.begin(version)
         for rank in self._sources:
             total = self._pull_source(rank, version, total, keep_going)
         if self._request.verify:
@@ -279,10 +284,18 @@ class ReceiverEpoch:
             sources[rank] = Source(infos[rank], client, self.landing.pieces[rank], runs)
         return sources
 
-    def _probe(self, source: Source, end: ReceiverEnd) -> None:
+    def _probe(self, source: Source, give_up: float, end: ReceiverEnd) -> None:
         info = source.info
         landing = torch.empty(info.probe_bytes, dtype=torch.uint8, device=self._host.device)
-        end.pull(info.rank, info.arenas[0].num_slots, [Piece(0, landing)], check=lambda: None)
+
+        def check() -> None:
+            if self._host.clock() >= give_up:
+                raise PullTimeout(
+                    f"{self._holder} did not get its probe pattern of {info.probe_bytes} bytes in time; raise "
+                    "weight_sync.timeout_s, or look why this worker or the way to that learner is slow"
+                )
+
+        end.pull(info.rank, info.arenas[0].num_slots, [Piece(0, landing)], check=check)
         found = self._host.backend.digest(landing)
         if found != info.probe_digest:
             raise TransportUnusable(

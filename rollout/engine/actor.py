@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 _END = object()
 
+PAUSE_LIMIT_S = 300.0
+"""What no commit takes, unless weight syncs have a longer deadline: one in place may pause for all of that."""
+
 
 class PauseWatchdog:
     """Ends a pause that lasts longer than any commit may take.
@@ -67,7 +70,7 @@ class EngineActor:
         self,
         spec: EngineSpec,
         *,
-        pause_limit_s: float = 300.0,
+        pause_limit_s: float = PAUSE_LIMIT_S,
         build: Callable[[EngineSpec], Engine] = VllmEngine,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

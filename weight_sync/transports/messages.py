@@ -14,7 +14,7 @@ BATCHES_IN_FLIGHT = 2
 STAGED_BYTES = 16 * 2**20
 """A batch that is received into host memory and copied to the device from there."""
 ORDER_MESSAGES = 2048
-"""An order must fit into a control frame (64 KiB), and a range takes up to 15 bytes of it."""
+"""An order must fit into a control frame (1 MiB), and a range takes up to 15 bytes of it."""
 T = TypeVar("T")
 
 

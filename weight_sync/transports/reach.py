@@ -11,7 +11,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from weight_sync.device.base import DeviceError
-from weight_sync.errors import TransportUnusable
+from weight_sync.errors import PullTimeout, TransportUnusable
 from weight_sync.transports import mapped, pair
 from weight_sync.transports.base import Check, OnArrived, ignore
 
@@ -61,6 +61,7 @@ class Reach:
 
         Raises:
             TransportUnusable: no way works; the message has the reason of each.
+            PullTimeout: the probe's time is over.
             WeightSyncError: (other) the learner itself failed.
         """
         self.rank = rank
@@ -71,6 +72,8 @@ class Reach:
                     _probed(backend, rank, handle, line=line, host=host, probe=probe),
                     handle.transport,
                 )
+            except PullTimeout as error:
+                raise PullTimeout(f"learner {rank} by {handle.transport}: {error}") from error
             except (TransportUnusable, DeviceError) as error:
                 self.reasons = (*self.reasons, f"{handle.transport}: {error}")
                 log.warning("learner %d cannot be reached by %s: %s", rank, handle.transport, error)

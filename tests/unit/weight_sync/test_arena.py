@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weight_sync import arena as arena_module
 from weight_sync.arena import Arena, SlotState, SlotTable
 from weight_sync.errors import LeaseExpired, PullTimeout, VersionUnavailable
 
@@ -86,6 +89,27 @@ def test_renewed_lease_lives_longer() -> None:
     assert table.begin(2, now=9.0) == 0
 
 
+def test_a_holder_has_one_lease() -> None:
+    """It may not know of the first: it stopped waiting for the answer."""
+    table = SlotTable(2)
+    published(table, 1)
+    published(table, 2)
+    table.lease(1, holder="a", ttl_s=5.0, now=0.0)
+    newest = table.lease(2, holder="a", ttl_s=5.0, now=0.0)
+    other = table.lease(2, holder="b", ttl_s=5.0, now=0.0)
+    assert table.live_leases(0.0) == [newest, other]
+    assert table.begin(3, now=0.0) == 0
+
+
+def test_a_holder_that_asks_for_what_is_gone_has_no_lease() -> None:
+    table = SlotTable(2)
+    published(table, 2)
+    table.lease(2, holder="a", ttl_s=5.0, now=0.0)
+    with pytest.raises(VersionUnavailable):
+        table.lease(1, holder="a", ttl_s=5.0, now=0.0)
+    assert table.live_leases(0.0) == []
+
+
 def test_failed_pack_leaves_nothing_to_read() -> None:
     table = SlotTable(1)
     slot = table.begin(1, now=0.0)
@@ -111,6 +135,7 @@ actions = st.lists(st.tuples(st.sampled_from(["publish", "lease", "release", "wa
 def test_read_is_called_whole_exactly_if_the_bytes_are_the_leased_ones(num_slots: int, script: list) -> None:
     """Slow reference: a list of what each slot truly holds; a reader compares what it leased with that."""
     table, contents, leases, now, version = SlotTable(num_slots), [-1] * num_slots, [], 0.0, 0
+    num_leases = 0
     for action, number in script:
         if action == "publish":
             version += 1
@@ -120,7 +145,8 @@ def test_read_is_called_whole_exactly_if_the_bytes_are_the_leased_ones(num_slots
                 contents[slot] = version
                 table.seal(slot, version)
         elif action == "lease" and version in contents:
-            leases.append(table.lease(version, holder="r", ttl_s=2.0, now=now))
+            num_leases += 1
+            leases.append(table.lease(version, holder=f"r{num_leases}", ttl_s=2.0, now=now))
         elif action == "release" and leases:
             lease = leases.pop(number % len(leases))
             is_whole = table.release(lease.lease_id, slot=lease.slot, generation=lease.generation)
@@ -155,3 +181,24 @@ def test_waiting_publisher_goes_on_when_the_last_reader_leaves() -> None:
     timer.start()
     assert arena.begin(2, deadline_s=1000.0) == 0
     timer.join()
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_waiting_publisher_goes_on_when_the_last_reader_asks_for_another_version(
+    monkeypatch: pytest.MonkeyPatch, is_held: bool
+) -> None:
+    monkeypatch.setattr(arena_module, "WAIT_SLICE_S", 1000.0)
+    arena = Arena(2, clock=lambda: 0.0)
+    for version in (1, 2):
+        arena.seal(arena.begin(version, deadline_s=1.0), version)
+    arena.lease(1, holder="a", ttl_s=1000.0)
+    arena.lease(2, holder="b", ttl_s=1000.0)
+    begun: list[int] = []
+    publisher = threading.Thread(target=lambda: begun.append(arena.begin(3, deadline_s=1000.0)), daemon=True)
+    publisher.start()
+    while not arena._changed._waiters:  # pyright: ignore[reportAttributeAccessIssue]
+        time.sleep(0.001)
+    with contextlib.nullcontext() if is_held else pytest.raises(VersionUnavailable):
+        arena.lease(2 if is_held else 77, holder="a", ttl_s=1000.0)
+    publisher.join(20)
+    assert begun == [0]

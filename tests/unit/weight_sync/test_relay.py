@@ -221,13 +221,39 @@ def test_any_sign_of_life_is_waited_for(pair: Pair) -> None:
         if looks[0] % 20 == 0:
             beats_only = looks[0] >= 20 * NUM_PIECES
             pair.outlet.beat() if beats_only else pair.outlet.advance(5, looks[0] // 20)
-        if looks[0] == 40 * NUM_PIECES:
+        if looks[0] == 20 * NUM_PIECES + 200:
             pair.first.fill(2, 1)
             pair.outlet.advance(2, NUM_PIECES)
 
     pair.outlet.begin(1)
     pair.inlet.pull(2, 1, check=live)
     assert pair.second.holds(2, 1)
+
+
+def test_a_predecessor_that_only_beats_may_wait_for_us_and_costs_five_patiences_once_per_version(pair: Pair) -> None:
+    looks = [0]
+
+    def beat() -> None:
+        looks[0] += 1
+        assert looks[0] < 1000, "it is waited for without end"
+        pair.outlet.beat()
+
+    def looks_until_stalled(source: int, version: int) -> int:
+        looks[0] = 0
+        with pytest.raises(RelayStalled, match="has waited itself") as stalled:
+            pair.inlet.pull(source, version, check=beat)
+        assert stalled.value.pieces_done == (0 if version == 2 else 7)
+        assert pair.second.holds(source, version, stalled.value.pieces_done)
+        return looks[0]
+
+    pair.outlet.begin(1)
+    for source in SOURCES:
+        pair.first.fill(source, 1)
+    pair.outlet.advance(2, 7)
+    assert 250 <= looks_until_stalled(2, 1) < 275
+    pair.outlet.advance(5, 7)
+    assert looks_until_stalled(5, 1) < 25, "what is there is read, and nothing is waited for"
+    assert 250 <= looks_until_stalled(2, 2) < 275, "another version is another chance"
 
 
 def test_a_silent_predecessor_costs_its_patience_once_per_version(pair: Pair) -> None:
