@@ -12,6 +12,7 @@ from rollout.collector import rare_collections
 from rollout.errors import EngineDead
 from rollout.group_server import GroupServer
 from rollout.reward.pipeline import RewardPipeline
+from rollout.tokenizer import load_tokenizer
 from rollout.worker import RolloutWorker
 
 if TYPE_CHECKING:
@@ -158,14 +159,13 @@ class RolloutWorkerActor:
             DataError: the reward does not import.
             PluginError: the agent loop does not load.
         """
-        from transformers import AutoTokenizer
-
         await self._rewards.start()
         self._for_life.enter_context(rare_collections())
+        path = self._spec.tokenizer_path
         self._started = RolloutWorker(
             self._spec,
             [RayEngine(name, handle, sender=self._sender) for name, handle in self._engines.items()],
-            tokenizer=await asyncio.to_thread(AutoTokenizer.from_pretrained, self._spec.tokenizer_path),
+            tokenizer=await asyncio.to_thread(load_tokenizer, path, trust_remote_code=self._spec.trust_remote_code),
             score=self._rewards.score,
             loop=make_loop(self._spec.agent, self._spec.agent_args),
             num_judges=self._rewards.num_at_once,

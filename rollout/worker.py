@@ -80,6 +80,8 @@ class WorkerSpec:
     """Give every request of training its own seed, so that a synchronous run repeats itself bit for bit. Costs an
     engine some speed, because it samples seeded requests one by one. Evaluations are always seeded."""
     tokenizer_path: str = ""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the tokenizer."""
     reward: str = ""
     reward_timeout_s: float = 10.0
     reward_processes: int = 2

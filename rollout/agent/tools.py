@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollout.agent.loop import MultiTurnLoop, Reply
 from rollout.plugins import load
+from rollout.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -46,6 +47,7 @@ def tool_agent(
     max_turns: int = 8,
     tool_timeout_s: float = 30.0,
     max_result_chars: int = 4000,
+    trust_remote_code: bool = False,
 ) -> AgentLoop:
     """The factory for `task.agent`.
 
@@ -56,18 +58,17 @@ def tool_agent(
         max_turns: of the policy.
         tool_timeout_s: of one call. A thread cannot be ended: a function that may hang should bound its own time.
         max_result_chars: of one result; the rest is cut, and the policy is told.
+        trust_remote_code: run Python code that comes with the tokenizer.
 
     Raises:
         PluginError: a tool does not import.
         ValueError: a tool is no function, two have the same name, or the chat template cannot show a result.
     """
-    from transformers import AutoTokenizer
-
     functions = {path.rpartition(".")[2]: load(path, what="tool") for path in tools}
     if len(functions) < len(tools) or not all(map(callable, functions.values())):
         raise ValueError(f"tools must be paths of functions with names of their own, got {list(tools)}")
     box = Toolbox(functions, timeout_s=tool_timeout_s, max_result_chars=max_result_chars)  # type: ignore[arg-type]
-    template = TurnTemplate(AutoTokenizer.from_pretrained(tokenizer))
+    template = TurnTemplate(load_tokenizer(tokenizer, trust_remote_code=trust_remote_code))
     return MultiTurnLoop(lambda _: _ToolUser(box, template), max_turns=max_turns, stop=CLOSE)
 
 

@@ -41,6 +41,8 @@ class EngineSpec:
     tokenizer: str = ""
     """Where the tokenizer's end token is read from; it also finds stop strings. Empty asks `model`'s generation config
     alone, and refuses stop strings. The engine itself never tokenises: it is token-in, token-out."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model or tokenizer."""
     device: str = "cpu"
     """Name of the device backend. "cpu" starts one process less and sizes the KV cache by `kv_cache_gib`."""
     dtype: str = "bfloat16"

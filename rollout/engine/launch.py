@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollout.engine.fork_server import EngineContext
 from rollout.engine.settings import engine_args
+from rollout.tokenizer import load_tokenizer
 from weight_sync import vllm_compat
 
 if TYPE_CHECKING:
@@ -47,9 +48,7 @@ def launch(spec: EngineSpec, meter: LoadMeter) -> tuple[AsyncLLM, list[int], Any
         stop.update([found] if isinstance(found, int) else found)
     tokenizer: Any = None
     if spec.tokenizer:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(spec.tokenizer)
+        tokenizer = load_tokenizer(spec.tokenizer, trust_remote_code=spec.trust_remote_code)
         stop.update(set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id})
     listeners: list[Any] | None = [_listener(meter)] if spec.reports_load else None
     llm = AsyncLLM.from_vllm_config(

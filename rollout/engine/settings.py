@@ -22,6 +22,7 @@ def engine_args(spec: EngineSpec) -> dict[str, Any]:
         "max_num_seqs": spec.max_num_seqs,
         "enforce_eager": spec.enforce_eager,
         "seed": spec.seed,
+        "trust_remote_code": spec.trust_remote_code,
         # Token-in, token-out: no tokenizer is loaded, stop tokens are given with each request.
         "skip_tokenizer_init": True,
         # Log-probs of the distribution that was sampled from, after temperature.

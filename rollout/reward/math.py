@@ -1,6 +1,6 @@
 """Reward for mathematics with a known answer, judged by math-verify: equal as mathematics, not as text.
 
-Imported by reward processes only: sympy takes a second to import, and some expressions take for ever to simplify.
+Imported by reward processes only: sympy takes a second to import, and some expressions take for ever to evaluate.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+from rollout.reward.limited import CallEnded, LimitedCalls
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,12 +26,29 @@ def score(*, prompt: str, response: str, answer: str, metadata: Mapping[str, obj
     of several values. `answer` may be bare LaTeX, a number, a boxed expression, or a worked solution that ends with
     GSM8K's `#### 42`.
 
-    math-verify's own limits are signal alarms, which a process that is killed from outside does not need.
+    A response that takes more than 3 s of processor time, such as a tower of powers, gets 0.0. math-verify's own limits
+    are signal handlers of Python, which do not run within an operation on large integers.
 
     Raises:
-        ValueError: `answer` holds nothing that can be compared with.
+        ValueError: `answer` holds nothing that can be compared with, or nothing that can be within that time.
     """
     del prompt, metadata
+    try:
+        return 1.0 if _compare(answer, response) else 0.0
+    except CallEnded:
+        _refuse_endless(answer)
+        return 0.0
+
+
+def _refuse_endless(answer: str) -> None:
+    """Raises ValueError if it takes as long whatever the response says."""
+    try:
+        _compare(answer, f"{_BOX}{{0}}")
+    except CallEnded as error:
+        raise ValueError(f"the answer {answer!r:.80} cannot be evaluated: {error}; check task.answer_column") from error
+
+
+def _is_right(answer: str, response: str) -> bool:
     # It warns on every call that its time limits are off.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     bare = answer.rpartition(_GSM8K_MARK)[2].strip()
@@ -38,7 +57,10 @@ def score(*, prompt: str, response: str, answer: str, metadata: Mapping[str, obj
         raise ValueError(f"the answer {answer!r:.80} is not a mathematical expression; check task.answer_column")
     # math-verify reads all boxes as one set, which would punish a response that corrects itself.
     last_box = response[max(response.rfind(_BOX), 0) :]
-    return 1.0 if _is_equal(gold, last_box) or (last_box != response and _is_equal(gold, response)) else 0.0
+    return _is_equal(gold, last_box) or (last_box != response and _is_equal(gold, response))
+
+
+_compare = LimitedCalls(_is_right, cpu_s=3.0)
 
 
 def _is_equal(gold: list[Any], response: str) -> bool:

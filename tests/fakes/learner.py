@@ -85,6 +85,12 @@ def run_config(model_dir: Path, **learner: Any) -> RunConfig:
     )
 
 
+def drawn_config(model_dir: Path, **learner: Any) -> RunConfig:
+    """The same for a directory without weights: they are drawn from the seed."""
+    cfg = run_config(model_dir, **learner)
+    return replace(cfg, model=replace(cfg.model, random_weights=True))
+
+
 def sequences(num: int, *, seed: int = 0, longest: int = 23) -> list[MicroBatch]:
     """`num` single-sequence batches whose weights are those of one step over all of them."""
     rng = np.random.default_rng(seed)

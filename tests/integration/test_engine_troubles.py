@@ -16,6 +16,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from rollout.engine.base import EngineSpec
 from rollout.engine.vllm_engine import VllmEngine
 from rollout.types import SamplingParams
+from tests.fakes.own_tokenizer import END_ID, save_own_tokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -60,6 +61,16 @@ async def test_an_engine_that_does_not_start_says_why(model_dir: Path) -> None:
     with pytest.raises(RuntimeError, match="engine did not start: ValueError: To serve at least one request") as caught:
         await VllmEngine(spec(model_dir, kv_cache_gib=0.001)).start()
     assert "max seq len (4096)" in str(caught.value)
+
+
+async def test_an_engine_finds_end_token_and_texts_with_a_tokenizer_that_brings_its_own_code(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    engine = VllmEngine(spec(model_dir, tokenizer=str(save_own_tokenizer(tmp_path)), trust_remote_code=True))
+    try:
+        assert (await engine.start()).stop_token_ids == (END_ID,)
+    finally:
+        await engine.close()
 
 
 @pytest.mark.parametrize("forks", [True, False])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -18,8 +18,8 @@ from tests.fakes.learner import (
     run_config,
     save_tiny,
     sequences,
-    without_loss,
 )
+from tests.fakes.rewarded import config, filler, pack_rewarded, rewarded
 from trainer.learner.rehearsal import largest_micro_batch
 
 if TYPE_CHECKING:
@@ -40,11 +40,28 @@ def test_compiled_blocks_give_the_same_gradients_and_names(tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
-def test_after_a_rehearsal_no_step_waits_for_the_compiler(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"advantage": "grpo"},
+        {"advantage": "grpo", "kl": {"coef": 0.1}},
+        {"advantage": "gae", "critic": {"path": "llama"}},
+        {"advantage": "gae", "critic": {"shared_backbone": True}},
+    ],
+)
+def test_after_a_rehearsal_no_step_waits_for_the_compiler(
+    changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with process_group(tmp_path / "store"):
-        cfg = run_config(save_tiny(tmp_path / "model"), compile=True, max_tokens_per_micro_batch=100)
+        directory = save_tiny(tmp_path / "model")
+        save_tiny(tmp_path / "llama", "llama")
+        monkeypatch.chdir(tmp_path)  # where the critic lies, whose blocks are none of the policy's
+        cfg = config(directory, **changes)
         cfg = replace(
-            cfg, task=replace(cfg.task, max_prompt_tokens=5), rollout=replace(cfg.rollout, max_response_tokens=30)
+            cfg,
+            learner=replace(cfg.learner, compile=True, max_tokens_per_micro_batch=100),
+            task=replace(cfg.task, max_prompt_tokens=5),
+            rollout=replace(cfg.rollout, max_response_tokens=30),
         )
         learner = make_learner(cfg)
         torch.compiler.reset()  # a test before this one may have compiled the same block
@@ -52,6 +69,9 @@ def test_after_a_rehearsal_no_step_waits_for_the_compiler(tmp_path: Path) -> Non
         learner.rehearse(largest_micro_batch(cfg))
         rehearsed = counters["stats"]["unique_graphs"]
         assert rehearsed > before
-        for step, batch in enumerate((pack(sequences(5)), pack(sequences(1)), without_loss())):
-            learner.train_step([batch], step=step)
+        (parts, rewards), (one, of_one) = rewarded(4), rewarded(2, seed=1)
+        for step, (batch, given) in enumerate(
+            ((pack_rewarded(parts), rewards), (pack_rewarded(one[:1]), of_one), (filler(), rewards))
+        ):
+            learner.train_step([batch], step=step, rewards=given)
         assert counters["stats"]["unique_graphs"] == rehearsed

@@ -13,29 +13,32 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from rollout.tokenizer import load_tokenizer
 from trainer.learner.checkpoint import put_in_place
 from trainer.learner.lora import ADAPTER_DIR, gather_adapters, merged_parameters, write_adapter
 from weight_sync.checkpoint_names import persistent_buffers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from trainer.config.schema.model import ModelConfig
 
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "chat_template.jinja",
-    "chat_template.json",
+    "*.json",
+    "*.txt",
+    "*.jinja",
+    "additional_chat_templates/*.jinja",
+    "*.model",
+    "*.tiktoken",
+    "*.vocab",
+    "*.bpe",
+    "*.spm",
+    "*.py",
 )
-"""Copied as they are: loading and saving a tokenizer again may change it."""
+"""Copied as they are: loading and saving a tokenizer again may change it. By kind, since one with code of its own names
+its files as it likes; not all that is there, which may be a directory of checkpoints."""
+MODEL_FILES = ("config.json", "generation_config.json", "adapter_config.json", "*quant*.json", "*.index.json")
+"""Of those, what describes the weights beside the tokenizer, and not the ones that are written."""
 GENERATION_FILE = "generation_config.json"
 """Copied, too: it may name more end tokens than config.json, from which a model is built here."""
 
@@ -110,19 +113,41 @@ def _write(
     hollow.save_pretrained(tmp, state_dict=state)
     for weights in tmp.glob("*.safetensors"):  # written for their owner alone; whoever may read the rest may read them
         weights.chmod((tmp / "config.json").stat().st_mode)
-    _copy_files((GENERATION_FILE,), source_dir, tmp)
-    if not _copy_files(TOKENIZER_FILES, _tokenizer_dir(config, source_dir), tmp):
+    if (source_dir / GENERATION_FILE).is_file():
+        shutil.copyfile(source_dir / GENERATION_FILE, tmp / GENERATION_FILE)
+    if _copy_tokenizer(_tokenizer_dir(config, source_dir), tmp):
+        _try_tokenizer(tmp, config)
+    else:
         log.warning("no tokenizer files found for %s; the exported model has none", config.path)
     if adapter:
         write_adapter(tmp / ADAPTER_DIR, adapter, config.lora, base=config.path)
 
 
-def _copy_files(names: Sequence[str], source: Path, target: Path) -> bool:
-    """Whether any of them was there."""
-    found = [name for name in names if (source / name).is_file()]
+def _copy_tokenizer(source: Path, target: Path) -> bool:
+    """Whether there was any file of it."""
+    found = [
+        path.relative_to(source)
+        for pattern in TOKENIZER_FILES
+        for path in source.glob(pattern)
+        if path.is_file() and not path.name.startswith(".") and not any(map(path.match, MODEL_FILES))
+    ]
     for name in found:
+        (target / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(source / name, target / name)
     return bool(found)
+
+
+def _try_tokenizer(path: Path, config: ModelConfig) -> None:
+    """A warning if it does not open from there; the weights are worth having without it."""
+    try:
+        load_tokenizer(str(path), trust_remote_code=config.trust_remote_code)
+    except Exception as error:  # noqa: BLE001 - code that comes with a tokenizer may raise anything
+        log.warning(
+            "the tokenizer of the exported model does not open: %s: %s; copy what it misses from %s",
+            type(error).__name__,
+            (str(error).strip().splitlines() or ["no message"])[0],
+            config.tokenizer_path if config.tokenizer_path else config.path,
+        )
 
 
 def _tokenizer_dir(config: ModelConfig, source_dir: Path) -> Path:

@@ -74,12 +74,14 @@ class _SelectedLogprobs(torch.autograd.Function):
         return logprobs_L, entropy_L
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
         hidden_LE, weight_VE, target_L, lse_L, *entropy = ctx.saved_tensors
         grad_L = grads[0] / ctx.temperature
         grad_hidden_LE = torch.zeros_like(hidden_LE)
-        # float32: a sum over chunks in bfloat16 would lose the late ones.
-        grad_weight_VE = torch.zeros_like(weight_VE, dtype=_wide(weight_VE))
+        grad_weight_VE = None
+        if ctx.needs_input_grad[1]:  # not below adapters
+            # float32: a sum over chunks in bfloat16 would lose the late ones.
+            grad_weight_VE = torch.zeros_like(weight_VE, dtype=_wide(weight_VE))
         for start in range(0, hidden_LE.shape[0], ctx.chunk_tokens):
             chunk = slice(start, start + ctx.chunk_tokens)
             grad_logits_CV = _logits(hidden_LE[chunk], weight_VE, ctx.temperature).sub_(lse_L[chunk, None])
@@ -95,8 +97,11 @@ class _SelectedLogprobs(torch.autograd.Function):
             grad_logits_CV.scatter_add_(1, target_L[chunk, None], scale_C1)
             grad_logits_CV = grad_logits_CV.to(weight_VE.dtype)  # products in the compute dtype, as in the forward
             grad_hidden_LE[chunk] = grad_logits_CV @ weight_VE
-            grad_weight_VE += grad_logits_CV.T @ hidden_LE[chunk]
-        return grad_hidden_LE, grad_weight_VE.to(weight_VE.dtype), None, None, None, None
+            if grad_weight_VE is not None:
+                grad_weight_VE += grad_logits_CV.T @ hidden_LE[chunk]
+        if grad_weight_VE is not None:
+            grad_weight_VE = grad_weight_VE.to(weight_VE.dtype)
+        return grad_hidden_LE, grad_weight_VE, None, None, None, None
 
 
 def _logits(hidden_CE: Tensor, weight_VE: Tensor, temperature: float) -> Tensor:

@@ -45,8 +45,9 @@ if TYPE_CHECKING:
 class PolicyLearner:
     """Model, optimizer and loss of one rank. Every public method except `close` is collective: all ranks must call it.
 
-    The default process group must be open (`parallel.open_process_group`). Numbers are deterministic: the same seed,
-    inputs and number of ranks give the same bits; other numbers of ranks differ by float32 rounding only.
+    The default process group must be open (`parallel.open_process_group`). On CPU the same seed, inputs and
+    number of ranks give the same bits; other numbers of ranks differ by float32 rounding only. On accelerators
+    not every gradient repeats: see `VarlenLayout`.
     """
 
     def __init__(
@@ -143,11 +144,13 @@ class PolicyLearner:
         )
 
     def rehearse(self, batch: MicroBatch) -> None:
-        """Forward and backward of `batch`, and nothing kept of them but what is done once: compiling, above all.
+        """Every pass of a step over `batch`, of reference and critic too, and nothing kept of them but what is done
+        once: compiling, above all.
 
         Weights, moments and the numbers of later steps stay as they were, and torch's cache gives the memory back.
         """
         self.offload.require_device("rehearse")
+        self._preparation.rehearse(batch)
         self._policy.set_is_last_backward(True)  # pyright: ignore[reportCallIssue]
         output = self._policy(PackedInputs.of(batch, device=self._device, layout=self._layout))
         loss = self._loss(batch, output, step=0, reference_T=None).loss

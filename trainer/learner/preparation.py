@@ -80,6 +80,14 @@ class Preparation:
             timer.mark("advantages" if self._critic is None else "critic")
         return PreparedStep(batches=batches, references=references, targets=targets, totals=totals)
 
+    def rehearse(self, batch: MicroBatch) -> None:
+        """The passes of `prepare`, for what is done once. A critic of its own holds gradients then."""
+        if self._reference is not None:
+            self._reference.logprobs(batch)
+        if self._critic is not None:
+            rewards_T = np.zeros(len(batch.token_ids))
+            self._critic.targets([batch], [rewards_T], totals=ValueTotals(num_loss_tokens=0))
+
     def _finish(
         self,
         batches: Sequence[MicroBatch],

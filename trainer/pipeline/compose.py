@@ -12,7 +12,7 @@ import ray
 
 from rollout.actor import rollout_worker_actor
 from rollout.buffer.work_buffer import WorkBuffer
-from rollout.engine.actor import engine_actor
+from rollout.engine.actor import PAUSE_LIMIT_S, engine_actor
 from rollout.engine.base import EngineSpec
 from rollout.engine.concurrency import Bounds
 from rollout.engine.repacking import Repacking
@@ -114,7 +114,10 @@ def new_engine(cfg: RunConfig, placement: Placement, backend: Backend, *, name: 
     """One engine actor, not yet started."""
     cfg = with_located_models(cfg)
     options = _options(cfg, backend, placement, role="engine", name=name)
-    return engine_actor().options(**options).remote(engine_spec(cfg, backend, name=name, version=version))
+    spec = engine_spec(cfg, backend, name=name, version=version)
+    # A sync may pause an engine for all of its time; its end is the coordinator's to say.
+    pause_limit_s = max(PAUSE_LIMIT_S, 2 * cfg.weight_sync.timeout_s)
+    return engine_actor().options(**options).remote(spec, pause_limit_s=pause_limit_s)
 
 
 async def replace_engine(
@@ -246,6 +249,7 @@ def engine_spec(cfg: RunConfig, backend: Backend, *, name: str, version: int) ->
     return EngineSpec(
         model=cfg.model.path,
         tokenizer=_tokenizer_path(cfg),
+        trust_remote_code=cfg.model.trust_remote_code,
         device=backend.name,
         dtype=cfg.model.rollout_dtype,
         tensor_parallel_size=rollout.tensor_parallel_size,
@@ -267,7 +271,6 @@ def engine_spec(cfg: RunConfig, backend: Backend, *, name: str, version: int) ->
         extension=EXTENSION,
         forks=backend.capabilities().engine_forks,
         engine_args={
-            "trust_remote_code": cfg.model.trust_remote_code,
             **_load_format(cfg),
             **backend.engine_defaults(),
             **rollout.engine_args,
@@ -344,6 +347,7 @@ def worker_spec(cfg: RunConfig) -> WorkerSpec:
         seed=cfg.seed,
         seed_requests=cfg.mode.max_staleness == 0 if rollout.seed_requests is None else rollout.seed_requests,
         tokenizer_path=_tokenizer_path(cfg),
+        trust_remote_code=cfg.model.trust_remote_code,
         reward=reward.name,
         reward_timeout_s=reward.timeout_s,
         reward_processes=reward.num_processes,

@@ -23,6 +23,7 @@ from rollout.engine.base import EngineSpec
 from rollout.engine.scripted_engine import ScriptedEngine
 from rollout.errors import PluginError
 from rollout.types import Completion, Prompt, SamplingParams
+from tests.fakes.own_tokenizer import save_own_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -99,6 +100,13 @@ async def play_on_engine(
     prompt = Prompt(prompt_id="p", token_ids=np.array(ids, np.int32), text="?", answer="42")
     loop = make_loop("rollout.agent.tools.tool_agent", agent_args)
     return await play(loop, prompt, max_tokens, generate=generate, timeout_s=10.0)
+
+
+def test_a_tokenizer_that_brings_its_own_code_needs_trust(agent_args: dict[str, Any], tmp_path: Path) -> None:
+    agent_args["tokenizer"] = str(save_own_tokenizer(tmp_path / "own"))
+    with pytest.raises(PluginError, match="contains custom code"):
+        make_loop("rollout.agent.tools.tool_agent", agent_args)
+    make_loop("rollout.agent.tools.tool_agent", {**agent_args, "trust_remote_code": True})
 
 
 async def test_the_tokens_are_those_of_the_whole_conversation_and_only_generated_ones_are_trained(

@@ -8,10 +8,14 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+import rollout.reward.math
 from rollout.errors import RewardError
 from rollout.reward.length import overlong_penalty
+from rollout.reward.limited import LimitedCalls
 from rollout.reward.math import score
+from rollout.reward.pipeline import RewardPipeline
 from rollout.reward.result import RewardResult, to_result
+from rollout.types import Prompt
 
 
 def judged(response: str, answer: str) -> float:
@@ -39,6 +43,9 @@ def judged(response: str, answer: str) -> float:
         (r"\boxed{24}", "She sold 48/2 = 24 clips.\n#### 72", 0.0),
         (r"\boxed{42}", r"\boxed{42}", 1.0),
         (r"\boxed{-3}", "-3", 1.0),
+        (r"\boxed{1267650600228229401496703205376}", "2^{100}", 1.0),
+        (r"\boxed{10^{10}}", "10000000000", 1.0),
+        (r"\boxed{20!}", "2432902008176640000", 1.0),
         (r"\boxed{3}", "-3", 0.0),
         ("", "42", 0.0),
         ("no idea", "42", 0.0),
@@ -53,6 +60,43 @@ def test_math_compares_the_last_answer_as_mathematics(response: str, answer: str
 def test_math_refuses_an_answer_that_is_no_mathematics(answer: str) -> None:
     with pytest.raises(ValueError, match=r"task\.answer_column"):
         judged(r"\boxed{1}", answer)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a second of processor time for an answer, in place of three."""
+    compare = LimitedCalls(rollout.reward.math._is_right, cpu_s=0.5)
+    monkeypatch.setattr(rollout.reward.math, "_compare", compare)
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize(
+    "endless",
+    [
+        r"10^{10^{10}}",
+        r"9^{9^9}",
+        r"2^{2023^{2024}} \mod 7",
+        r"\sum_{k=1}^{1000000}k^k",
+        r"\binom{10^9}{10^8}",
+        r"(10^9)!",
+    ],
+)
+def test_math_gives_nothing_for_what_cannot_be_evaluated(endless: str) -> None:
+    assert judged(rf"\boxed{{{endless}}}", "7") == 0.0
+    assert judged(r"\boxed{7}", "7") == 1.0
+
+
+@pytest.mark.usefixtures("impatient")
+def test_math_refuses_a_reference_that_cannot_be_evaluated() -> None:
+    with pytest.raises(ValueError, match=r"'9\^\{9\^9\}' cannot be evaluated.*took longer than 0.5 s"):
+        judged(r"\boxed{7}", "9^{9^9}")
+
+
+async def test_a_tower_of_powers_costs_no_reward_process() -> None:
+    prompt = Prompt(prompt_id="p", text="", token_ids=np.zeros(1, np.int32), answer="7")
+    async with RewardPipeline("math", timeout_s=60.0, num_processes=1) as rewards:
+        outcomes = await rewards.score_batch(prompt, [r"\boxed{10^{10^{10}}}", r"\boxed{7}"])
+    assert outcomes == [RewardResult(reward=0.0), RewardResult(reward=1.0)]
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.fakes.learner import make_learner, pack, run_config, save_tiny, sequences, weights
+from tests.fakes.own_tokenizer import CODE_FILE, VOCABULARY_FILE, save_own_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -47,6 +48,40 @@ def test_files_beside_the_weights_come_from_where_the_model_and_its_tokenizer_ar
     make_learner(replace(cfg, model=replace(cfg.model, tokenizer_path=str(tokenizer)))).export_hf(tmp_path / "export")
     assert (tmp_path / "export" / "tokenizer.json").read_text() == '"tokenizer"'
     assert (tmp_path / "export" / "generation_config.json").read_text() == '{"eos_token_id": [2, 7]}'
+
+
+def test_a_tokenizer_with_code_and_files_of_its_own_opens_from_the_export(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, own = save_tiny(tmp_path / "source"), save_own_tokenizer(tmp_path / "own")
+    (own / "additional_chat_templates").mkdir()
+    (own / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    for name in ("optimizer.pt", "config.json", "adapter_config.json", "model.safetensors.index.json", ".hidden.json"):
+        (own / name).write_text("{}")
+    cfg, out = run_config(source), tmp_path / "export"
+    cfg = replace(cfg, model=replace(cfg.model, tokenizer_path=str(own), trust_remote_code=True))
+    make_learner(cfg).export_hf(out)
+    assert caplog.text == ""
+    tokenizer = AutoTokenizer.from_pretrained(out, trust_remote_code=True)
+    assert tokenizer.decode(tokenizer.encode("12 + 7")) == "12 + 7"
+    assert tokenizer.get_chat_template("tool_use") == "tools"
+    assert json.loads((out / "config.json").read_text())["architectures"]
+    assert {path.name for path in out.iterdir()} == {
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer_config.json", CODE_FILE,
+        VOCABULARY_FILE, "additional_chat_templates",
+    }  # fmt: skip
+
+
+def test_a_tokenizer_that_does_not_open_is_told_and_costs_no_weights(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = save_own_tokenizer(save_tiny(tmp_path / "source"))
+    (source / VOCABULARY_FILE).rename(source / "letters.bin")
+    cfg = run_config(source)
+    make_learner(replace(cfg, model=replace(cfg.model, trust_remote_code=True))).export_hf(tmp_path / "export")
+    assert "the tokenizer of the exported model does not open" in caplog.text
+    assert f"copy what it misses from {source}" in caplog.text
+    assert (tmp_path / "export" / "model.safetensors").is_file()
 
 
 def test_a_tokenizer_that_cannot_be_had_is_told_and_costs_no_weights(

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.learner.logprobs import selected_logprobs
 
@@ -93,3 +96,33 @@ def test_without_the_bonus_the_entropy_carries_no_gradient() -> None:
     hidden, weight = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4)
     logp, entropy = selected_logprobs(hidden, weight, torch.zeros(3, dtype=torch.long), temperature=1.0, chunk_tokens=2)
     assert logp.requires_grad and not entropy.requires_grad
+
+
+class Shapes(TorchDispatchMode):
+    """Of every tensor that an operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.seen.add(tuple(result.shape))
+        return result
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_a_frozen_output_matrix_costs_no_gradient(is_trained: bool) -> None:
+    generator = torch.Generator().manual_seed(2)
+    hidden, weight = (torch.randn(n, 8, generator=generator) for n in (11, 19))
+    grads = []
+    for trained in (True, is_trained):
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_(trained)
+        logp, _ = selected_logprobs(h, w, torch.arange(11), temperature=0.6, chunk_tokens=4)
+        with Shapes() as shapes:
+            logp.sum().backward()
+        assert ((19, 8) in shapes.seen) is trained
+        assert (w.grad is not None) is trained
+        grads.append(h.grad)
+    assert grads[0].equal(grads[1])

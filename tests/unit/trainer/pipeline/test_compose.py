@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rollout.engine.settings import engine_args
 from tests.fakes.scripted_run import config
 from trainer.config.schema.model import LoraConfig
 from trainer.pipeline import compose
@@ -75,6 +76,14 @@ def test_stops_reach_the_engines_and_the_workers() -> None:
     rollout = {"stop_token_ids": [7], "stop": ["</s>"]}
     assert spec_of(rollout=rollout).stop_token_ids == (7,)
     assert worker_spec(config(rollout=rollout)).sampling.stop == ("</s>",)
+
+
+@pytest.mark.parametrize("trusts", [False, True])
+def test_whether_code_of_the_tokenizer_may_run_reaches_the_engines_and_the_workers(trusts: bool) -> None:
+    model = {"trust_remote_code": trusts}
+    assert spec_of(model=model).trust_remote_code is trusts
+    assert engine_args(spec_of(model=model))["trust_remote_code"] is trusts
+    assert worker_spec(config(model=model)).trust_remote_code is trusts
 
 
 @pytest.mark.parametrize(("device", "rank", "level"), [("cpu", 0, 0), ("cuda", 0, 2), ("cuda", 8, 1)])

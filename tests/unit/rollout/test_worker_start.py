@@ -1,0 +1,48 @@
+"""What a rollout worker opens when it starts."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from rollout.actor import RolloutWorkerActor
+from rollout.engine.base import EngineLoad, EngineSpec
+from rollout.engine.scripted_engine import ScriptedEngine
+from rollout.types import SamplingParams
+from rollout.worker import WorkerSpec
+from tests.fakes.own_tokenizer import save_own_tokenizer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def worker(tokenizer: Path, *, trust_remote_code: bool) -> RolloutWorkerActor:
+    spec = WorkerSpec(
+        group_size=1,
+        sampling=SamplingParams(max_tokens=1),
+        request_timeout_s=1.0,
+        seed=0,
+        tokenizer_path=str(tokenizer),
+        trust_remote_code=trust_remote_code,
+        reward="arithmetic",
+    )
+    engine = ScriptedEngine(EngineSpec(model="scripted"))
+
+    async def load() -> EngineLoad:
+        return engine.load()
+
+    return RolloutWorkerActor(spec, {"replica_0": SimpleNamespace(load=SimpleNamespace(remote=load))})
+
+
+async def test_a_worker_starts_with_a_tokenizer_that_brings_its_own_code_where_it_is_trusted(tmp_path: Path) -> None:
+    tokenizer = save_own_tokenizer(tmp_path / "own")
+    trusting, wary = worker(tokenizer, trust_remote_code=True), worker(tokenizer, trust_remote_code=False)
+    try:
+        await trusting.start()
+        with pytest.raises(ValueError, match="contains custom code"):
+            await wary.start()
+    finally:
+        await trusting.close()
+        await wary.close()
