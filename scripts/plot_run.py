@@ -76,17 +76,22 @@ def draw_timeline(axes: Any, events: list[dict[str, Any]], *, window_s: float) -
 
 def complete_spans(events: list[dict[str, Any]]) -> list[tuple[str, float, float]]:
     """(track, begin, end) in seconds, of plain and of asynchronous spans."""
-    names = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
-    spans = [(names[e["tid"]], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in events if e["ph"] == "X"]
-    begun: dict[tuple[int, int], float] = {}
+    names = {_row(e): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    spans = [(names[_row(e)], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in events if e["ph"] == "X"]
+    begun: dict[tuple[int, int, int], float] = {}
     for event in events:
         if event["ph"] == "b":
-            begun[event["tid"], event["id"]] = event["ts"] / 1e6
+            begun[*_row(event), event["id"]] = event["ts"] / 1e6
         elif event["ph"] == "e":
-            begin = begun.pop((event["tid"], event["id"]), None)
+            begin = begun.pop((*_row(event), event["id"]), None)
             if begin is not None:
-                spans.append((names[event["tid"]], begin, event["ts"] / 1e6))
+                spans.append((names[_row(event)], begin, event["ts"] / 1e6))
     return spans
+
+
+def _row(event: dict[str, Any]) -> tuple[int, int]:
+    """Every process of a run numbers its tracks anew."""
+    return event["pid"], event["tid"]
 
 
 if __name__ == "__main__":

@@ -19,31 +19,22 @@ if TYPE_CHECKING:
     from trainer.config.command_line import CommandLine
 
 EXIT_DONE, EXIT_FAILED, EXIT_CONFIGURATION, EXIT_INTERRUPTED = 0, 1, 2, 130
+EXIT_NO_READER = 141
+"""As of a program that SIGPIPE ends."""
 
 _MAX_LIKELY_AGE_S = 600.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code: 0 done, 1 failed, 2 configuration or data error, 130 interrupted.
+    """Run the command line and return the exit code: 0 done, 1 failed, 2 configuration or data error, 130 interrupted,
+    141 nobody reads what is shown.
 
     An unexpected error leaves this function: Python prints it and exits with 1.
     """
     started_at = process_started_at()
     try:
         line = parse(sys.argv[1:] if argv is None else argv)
-        match line.action:
-            case "help":
-                from trainer.config.help import help_text
-
-                sys.stdout.write(help_text())
-                return EXIT_DONE
-            case "version":
-                sys.stdout.write(f"tandem-rl {_version()}\n")
-                return EXIT_DONE
-            case "show_config":
-                return _show_config(line)
-            case "dry_run" | "run":
-                return _run(line, started_at)
+        return _act(line, started_at) if line.action == "run" else _show(line, started_at)
     except ConfigurationError as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_CONFIGURATION
@@ -65,6 +56,35 @@ def process_started_at() -> float:
     except (OSError, ValueError, IndexError, AttributeError):
         return now
     return now - age_s if 0 <= age_s <= _MAX_LIKELY_AGE_S else now
+
+
+def _act(line: CommandLine, started_at: float) -> int:
+    match line.action:
+        case "help":
+            from trainer.config.help import help_text
+
+            sys.stdout.write(help_text())
+            return EXIT_DONE
+        case "version":
+            sys.stdout.write(f"tandem-rl {_version()}\n")
+            return EXIT_DONE
+        case "show_config":
+            return _show_config(line)
+        case "dry_run" | "run":
+            return _run(line, started_at)
+
+
+def _show(line: CommandLine, started_at: float) -> int:
+    """An action that only writes to stdout, whose reader may have seen enough and be gone, such as `head`."""
+    try:
+        try:
+            return _act(line, started_at)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # At its end Python flushes stdout once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_NO_READER
 
 
 def _show_config(line: CommandLine) -> int:

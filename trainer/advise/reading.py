@@ -270,8 +270,8 @@ def full_rate(spans: Sequence[tuple[float, float]], rates: Sequence[float], *, m
 
 def spans_of(lines: Iterator[str] | Sequence[str]) -> Iterator[Span]:
     """The spans of a trace file, which has one event per line. Lines that a crash has torn are passed over."""
-    tracks: dict[int, str] = {}
-    begun: dict[tuple[int, int], tuple[str, float, int | None]] = {}
+    tracks: dict[tuple[int, int], str] = {}
+    begun: dict[tuple[int, int, int], tuple[str, float, int | None]] = {}
     for line in lines:
         text = line.strip().rstrip(",")
         try:
@@ -280,23 +280,24 @@ def spans_of(lines: Iterator[str] | Sequence[str]) -> Iterator[Span]:
             event = None
         if event is None:
             continue
+        row = event["pid"], event["tid"]  # each process of a run numbers its tracks anew
         match event["ph"]:
-            case "M":
-                tracks[event["tid"]] = event["args"]["name"]
+            case "M" if event["name"] == "thread_name":
+                tracks[row] = event["args"]["name"]
             case "X":
                 yield Span(
-                    track=tracks.get(event["tid"], ""),
+                    track=tracks.get(row, ""),
                     name=event["name"],
                     begin_s=event["ts"] / 1e6,
                     end_s=(event["ts"] + event["dur"]) / 1e6,
                 )
             case "b":
                 tokens = event.get("args", {}).get("tokens")
-                begun[event["tid"], event["id"]] = (event["name"], event["ts"] / 1e6, tokens)
+                begun[*row, event["id"]] = (event["name"], event["ts"] / 1e6, tokens)
             case "e":
-                name, begin_s, tokens = begun.pop((event["tid"], event["id"]), ("", None, None))
+                name, begin_s, tokens = begun.pop((*row, event["id"]), ("", None, None))
                 if begin_s is not None:
-                    track, end_s = tracks.get(event["tid"], ""), event["ts"] / 1e6
+                    track, end_s = tracks.get(row, ""), event["ts"] / 1e6
                     yield Span(track=track, name=name, begin_s=begin_s, end_s=end_s, tokens=tokens)
             case _:
                 continue

@@ -148,6 +148,8 @@ def _value(hint: Any, value: object) -> object:
         return value
     if hint is int and isinstance(value, int) and not is_bool:
         return value
+    if hint is int and isinstance(value, float) and value.is_integer():
+        return int(value)  # 1e3
     if hint is float and isinstance(value, int | float) and not is_bool:
         return float(value)
     if hint is str and isinstance(value, str):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from trainer.config.schema.run import RunConfig
 
 _DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".arrow")
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt")
 _MODEL_CONFIG = "config.json"
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar, cast
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
 E = TypeVar("E", bound=BaseException)
@@ -16,6 +17,11 @@ MAX_LINE = 500
 
 _TELLS = "tells_its_cause"
 _LOG_NOTE = "the traceback is in "
+_TRACEBACK = "Traceback (most recent call last):"
+_RAISED = re.compile(r"(?:\w+\.)*(?P<type>[^\W\d]\w*)(?:: |:?$)")
+"""The line behind the frames of a traceback, which are indented."""
+_LINK = "For further information visit "
+"""Pydantic ends the text of an error with a link to what its kind means."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,16 +93,28 @@ def first_cause(error: BaseException) -> BaseException:
 
 
 def one_line(error: BaseException) -> str:
-    """Type and text of an error in one line, cut where nobody would read on."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    # An error that came from another process may carry its traceback as text; what happened is in its last line.
-    if any(line.endswith("Traceback (most recent call last):") for line in lines):
-        lines = lines[-1:]
-    name = type(error).__name__
-    text = " ".join(lines).removeprefix(f"{name}: ")
+    """Type and text of an error in one line, cut where nobody would read on.
+
+    An error that came from another process may carry its traceback as text. Then the one that raised it is told.
+    """
+    name, lines = _raised(type(error).__name__, str(error).splitlines())
+    stripped = [line.strip() for line in lines]
+    text = " ".join(line for line in stripped if line and not line.startswith(_LINK)).removeprefix(f"{name}: ")
     if not text:
         return name
     return f"{name}: {text if len(text) <= MAX_LINE else text[:MAX_LINE] + ' ...'}"
+
+
+def _raised(name: str, lines: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """Type and text of the error that the last traceback in `lines` ends with; what is given if there is none."""
+    begins = [number for number, line in enumerate(lines) if line.rstrip().endswith(_TRACEBACK)]
+    if not begins:
+        return name, lines
+    behind = lines[begins[-1] + 1 :]
+    for number, line in enumerate(behind):
+        if match := _RAISED.match(line):
+            return match["type"], [line[match.end() :], *behind[number + 1 :]]
+    return name, [line for line in behind if line.strip()][-1:]  # one that is printed in another way
 
 
 def note_log(error: BaseException, path: Path) -> None:

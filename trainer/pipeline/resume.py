@@ -12,6 +12,7 @@ from trainer.config.errors import ConfigurationError, Problem, first_cause, one_
 from trainer.learner import checkpoint
 from trainer.learner.errors import CheckpointError
 from trainer.telemetry.earlier_records import cut_records, set_records_aside
+from trainer.telemetry.run_dir import write_atomically
 from weight_sync.device.select import get_backend
 
 if TYPE_CHECKING:
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
     from trainer.telemetry.run_dir import RunDir
 
 log = logging.getLogger(__name__)
+
+_BEGIN = "began_at"
+"""File in `run_dir/checkpoints`: the path of the checkpoint that `checkpoint.resume` named when the run went on from
+it. The same command once more, as of a job that is requeued, goes on from what came of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +44,8 @@ class Resumed:
 
 
 def find_resume(cfg: RunConfig, directory: Path | None, *, is_device_here: bool = True) -> Resumed | None:
-    """The checkpoint that `checkpoint.resume` names, verified; None for a fresh start.
+    """The checkpoint that `checkpoint.resume` names, verified; None for a fresh start. Where the run directory has gone
+    on from the one that is named by its path, it is the newest of those that came of it.
 
     Args:
         directory: `run_dir/checkpoints`, which need not exist; None for a run directory that will be new.
@@ -55,7 +61,7 @@ def find_resume(cfg: RunConfig, directory: Path | None, *, is_device_here: bool 
         if latest is not None:
             raise _refused(cfg, f"{directory} already has {latest.name}", "choose another run_dir, or resume=auto")
         return None
-    path = latest if wanted == "auto" else Path(wanted)
+    path = latest if wanted == "auto" or (latest is not None and _came_of(wanted, latest)) else Path(wanted)
     if path is None:
         return None
     path = path.absolute()  # learners read it too, and may have been started elsewhere
@@ -67,22 +73,31 @@ def find_resume(cfg: RunConfig, directory: Path | None, *, is_device_here: bool 
     return resumed
 
 
-def tell_resumed(resumed: Resumed) -> None:
+def tell_resumed(cfg: RunConfig, resumed: Resumed) -> None:
     """Says what the run goes on from."""
     buffer = resumed.state["buffer"]
     anew = f"{len(buffer['prompts'])} groups that were under way begin anew"
     if "num_finished" in buffer:
         anew += f", {buffer['num_finished']} of them had been finished"
     log.info("going on from %s; %s", resumed.path, anew)
+    wanted = cfg.checkpoint.resume
+    if wanted != "auto" and not _is_same(wanted, resumed.path):
+        log.warning(
+            "this run directory went on from %s before (checkpoint.resume), and goes on from what came of it; to begin "
+            "there once more, choose another run_dir, or delete the checkpoints that came of it",
+            wanted,
+        )
 
 
-def take_over(run_dir: RunDir, resumed: Resumed | None) -> None:
+def take_over(cfg: RunConfig, run_dir: RunDir, resumed: Resumed | None) -> None:
     """Make the run directory that of a run which goes on from `resumed`, or begins anew. Blocking.
 
     What earlier processes did beyond that is moved away or cut. So call it when nothing can refuse the run any more,
     and before its first record and checkpoint.
     """
+    begin = run_dir.checkpoints / _BEGIN
     if resumed is None:
+        begin.unlink(missing_ok=True)
         set_records_aside(run_dir)
         return
     # First, or a kill in between would leave a newest checkpoint whose records are gone.
@@ -91,7 +106,20 @@ def take_over(run_dir: RunDir, resumed: Resumed | None) -> None:
         names = ", ".join(path.name for path in left)
         aside = run_dir.checkpoints / checkpoint.ABANDONED
         log.warning("not on the way to %s, and moved to %s: %s", resumed.path.name, aside, names)
+    if cfg.checkpoint.resume != "auto":
+        # Behind `abandon`: what is the newest from here on came of this one.
+        write_atomically(begin, f"{Path(cfg.checkpoint.resume).resolve()}\n")
     cut_records(run_dir, after_step=resumed.step)
+
+
+def _came_of(wanted: str, latest: Path) -> bool:
+    """Whether the run went on from `wanted` on its way to `latest`; it may be gone by now."""
+    begin = latest.parent / _BEGIN
+    return begin.exists() and _is_same(wanted, begin.read_text(encoding="utf-8").strip())
+
+
+def _is_same(path: str, other: str | Path) -> bool:
+    return Path(path).resolve() == Path(other).resolve()
 
 
 def _refused(cfg: RunConfig, allowed: str, do: str) -> ConfigurationError:
@@ -102,10 +130,10 @@ def origin(cfg: RunConfig) -> dict[str, Any]:
     """What a run began with and takes from its configuration at every start: key -> value, JSON-able. Either no
     checkpoint holds it, or it says which tensors of the checkpoint are read.
 
-    `seed` and `device.name` are None where the model has weights: else what is read again is made from the seed, and
+    `seed` and `device.name` are None unless weights are drawn (`model.random_weights`): they are drawn again then, and
     every kind of device draws other numbers from it. The contents of a directory are not looked at.
     """
-    is_drawn = has_no_weights(cfg.model.path)
+    is_drawn = cfg.model.random_weights
     return {
         "model.path": _located(cfg.model.path),
         "model.tokenizer_path": _located(cfg.model.tokenizer_path) if cfg.model.tokenizer_path else "",
@@ -160,13 +188,6 @@ def _located(path: str) -> str:
     """Directories by their absolute path, names of the hub as they are."""
     directory = Path(path).expanduser()
     return str(directory.resolve()) if directory.is_dir() else path
-
-
-def has_no_weights(path: str) -> bool:
-    """Whether `model.path` is a directory whose weights are made from the seed."""
-    directory = Path(path).expanduser()
-    patterns = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
-    return directory.is_dir() and not any(any(directory.glob(pattern)) for pattern in patterns)
 
 
 def _tell(save: asyncio.Task[None]) -> None:

@@ -79,7 +79,7 @@ def run(cfg: RunConfig, *, started_at: float) -> int:
         checked = look_again(cfg, checked, run_dir.checkpoints)
         tell_inputs(cfg, checked.inputs)
         if checked.resumed is not None:
-            tell_resumed(checked.resumed)
+            tell_resumed(cfg, checked.resumed)
             state.load_state_dict(checked.resumed.state["run"])
         with (
             # Earlier records are not cut yet: see `take_over`.
@@ -178,7 +178,7 @@ class Driver:
                 if cfg.weight_sync.self_test:
                     await coordinator.self_test()
             # Not before: a start that fails must not cost what earlier processes did.
-            await asyncio.to_thread(take_over, self._telemetry.run_dir, checked.resumed)
+            await asyncio.to_thread(take_over, cfg, self._telemetry.run_dir, checked.resumed)
             with rare_collections():
                 await self._train(actors, coordinator, devices, live)
         finally:
@@ -341,7 +341,7 @@ def _on_signals(interrupt: Callable[[], None]) -> Iterator[Callable[[], None]]:
 
 @contextlib.contextmanager
 def _summary(cfg: RunConfig, state: RunState, run_dir: RunDir) -> Iterator[None]:
-    """Write summary.json when the block ends, also when it fails."""
+    """Write summary.json when the block ends, also when it fails. A disk that refuses it is told in the log."""
     error = ""
     try:
         yield
@@ -366,7 +366,10 @@ def _summary(cfg: RunConfig, state: RunState, run_dir: RunDir) -> Iterator[None]
             discarded_tokens=state.discarded_tokens,
             error=error,
         )
-        write_summary(run_dir.summary, summary)
+        try:
+            write_summary(run_dir.summary, summary)
+        except OSError as refused:  # what was trained is safe, and this is no reason to fail
+            log.warning("%s is not written: %s", run_dir.summary, refused)
 
 
 def _exit_reason(state: RunState) -> ExitReason:

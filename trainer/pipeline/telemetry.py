@@ -70,8 +70,8 @@ def claimed_run_dir(cfg: RunConfig, console: Console) -> Iterator[RunDir]:
     """The run directory with its lock, its configuration file and its log, until the block ends."""
     run_dir = open_run_dir(cfg)
     try:
-        run_dir.write_config(cfg)
         with logging_to(run_dir.log, level=cfg.telemetry.log_level, console=console):
+            run_dir.write_config(cfg)
             yield run_dir
     finally:
         run_dir.close()
@@ -84,7 +84,11 @@ def opened(cfg: RunConfig, run_dir: RunDir, console: Console) -> Iterator[Teleme
         progress = stack.enter_context(contextlib.closing(Progress(cfg, console=console)))
         writer = stack.enter_context(contextlib.closing(build_writer(cfg, run_dir)))
         tracer = stack.enter_context(contextlib.closing(Tracer(run_dir.trace if cfg.telemetry.trace else None)))
-        recorder = TrajectoryRecorder(run_dir.trajectories) if cfg.telemetry.record_trajectories else None
+        gib = cfg.telemetry.trajectories_gib
+        max_bytes = None if gib is None else int(gib * 2**30)
+        recorder = (
+            TrajectoryRecorder(run_dir.trajectories, max_bytes=max_bytes) if cfg.telemetry.record_trajectories else None
+        )
         thread, slow_thread = (
             stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix=name)) for name in ("telemetry", "answers")
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from rich.console import Console
+
+logger = logging.getLogger(__name__)
 
 OWN_LOGGERS = ("trainer", "rollout", "weight_sync", "__main__", "py.warnings")
 """Everybody else is a third party: warnings and worse on the screen, the rest only in the file."""
@@ -34,7 +37,7 @@ def logging_to(path: Path, *, level: str, console: Console) -> Generator[None]:
 
     The same `console` as that of the display, so that log lines go above a live panel and do not tear it.
     """
-    file = logging.FileHandler(path, encoding="utf-8")
+    file = _LogFile(path, encoding="utf-8")
     formatter = logging.Formatter(_FORMAT, datefmt="%Y-%m-%dT%H:%M:%S")
     formatter.converter = time.gmtime
     file.setFormatter(formatter)
@@ -51,12 +54,30 @@ def logging_to(path: Path, *, level: str, console: Console) -> Generator[None]:
     try:
         yield
     finally:
+        if file.num_refused:
+            logger.warning("%s could not take %d lines when they were logged", path, file.num_refused)
         for handler in handlers:
             root.removeHandler(handler)
             handler.close()
         root.setLevel(before)
         for name, old in levels.items():
             logging.getLogger(name).setLevel(old)
+
+
+class _LogFile(logging.FileHandler):
+    """Counts the lines that the disk refuses, where a handler of `logging` shows a traceback for each of them."""
+
+    num_refused = 0
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the name that `logging` calls
+        if isinstance(sys.exception(), OSError):
+            self.num_refused += 1
+        else:
+            super().handleError(record)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # of what it still holds
+            super().close()
 
 
 class _Brief(logging.Handler):

@@ -398,5 +398,11 @@ METRICS: tuple[MetricInfo, ...] = (
     ),
     _row("telemetry/sink_errors", "errors", "Failed writes of metrics so far; log.txt has the reason.", "0"),
     _row("telemetry/trajectory_errors", "errors", "Groups and evaluations that could not be recorded.", "0"),
+    _row(
+        "telemetry/trajectories_left_out",
+        "records",
+        "Groups, failed attempts and evaluations that were not recorded since telemetry.trajectories_gib was reached.",
+        "0",
+    ),
     _row("telemetry/trace_dropped", "events", "Trace events left out.", "0"),
 )

@@ -5,12 +5,18 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import socket
 import time
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
+import yaml
+
+from trainer.config.convert import to_run_config
+from trainer.config.describe import all_keys, value_text
 from trainer.config.dump import dump_yaml
 from trainer.config.errors import ConfigurationError, Problem
 
@@ -19,6 +25,8 @@ if TYPE_CHECKING:
     from io import TextIOWrapper
 
     from trainer.config.schema.run import RunConfig
+
+logger = logging.getLogger(__name__)
 
 _LOCK = "owner.lock"
 
@@ -44,11 +52,14 @@ class RunDir:
         self._lock = lock
 
     def write_config(self, config: RunConfig) -> None:
-        """The resolved configuration. That of an earlier process stays as config.N.yaml if it was another."""
+        """The resolved configuration. That of an earlier process stays as config.N.yaml if it was another, and the log
+        says what has changed."""
         text = dump_yaml(config)
-        if self.config.exists() and self.config.read_text(encoding="utf-8") != text:
+        if self.config.exists() and (earlier := self.config.read_text(encoding="utf-8")) != text:
             number = next(n for n in range(1, 10_000) if not (self.path / f"config.{n}.yaml").exists())
-            self.config.rename(self.path / f"config.{number}.yaml")
+            kept = self.path / f"config.{number}.yaml"
+            self.config.rename(kept)
+            _tell_changes(earlier, config, kept=kept)
         write_atomically(self.config, text)
 
     def close(self) -> None:
@@ -85,8 +96,30 @@ def open_run_dir(config: RunConfig, *, clock: Callable[[], float] = time.time) -
 def write_atomically(path: Path, text: str) -> None:
     """A reader sees the old file or the new one, never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _tell_changes(earlier: str, config: RunConfig, *, kept: Path) -> None:
+    """Every key with another value than in the text of the `earlier` configuration, as one warning."""
+    try:
+        data = yaml.safe_load(earlier)
+    except yaml.YAMLError:
+        data = None
+    if not isinstance(data, dict):
+        logger.warning("%s cannot be read, so nobody knows what has changed since", kept)
+        return
+    before, _ = to_run_config(cast("dict[str, object]", data))
+    # It is this directory, by whatever path.
+    keys = [path for path, key in all_keys().items() if not key.is_section and path != "run_dir"]
+    values = {key: [attrgetter(key)(each) for each in (before, config)] for key in keys}
+    changes = [f"{key}: {value_text(old)} -> {value_text(new)}" for key, (old, new) in values.items() if old != new]
+    if changes:
+        logger.warning("not configured as before in this run directory (%s): %s", kept.name, "; ".join(changes))
 
 
 def _free_directory(name: str, clock: Callable[[], float]) -> Path:

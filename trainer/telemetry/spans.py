@@ -3,6 +3,7 @@
 The file is an array of events. It is whole after every flush: each batch of events is written together with the
 closing bracket, over the one of the batch before. Should a crash tear the last batch, both viewers still read the rest,
 because the trace format allows a missing bracket; a resumed run cuts the torn line and goes on behind it.
+Every process of a run has a `pid` of its own, counted from 1, so each has its own numbers of tracks and spans.
 Times are Unix time, so that the events of a resumed run stand where they belong.
 """
 
@@ -13,6 +14,7 @@ import errno
 import json
 import logging
 import os
+import re
 import threading
 import time
 from typing import IO, TYPE_CHECKING
@@ -28,8 +30,8 @@ logger = logging.getLogger(__name__)
 _FLUSH_EVENTS = 256
 _FLUSH_AFTER_S = 1.0
 _MAX_EVENTS = 2_000_000
-_PID = 1
 _END = b"\n]\n"
+_PID = re.compile(rb'"pid":(\d+)')
 
 
 class Tracer:
@@ -44,7 +46,7 @@ class Tracer:
     ) -> None:
         self._clock = clock
         self._max_events = max_events
-        self._file = None if path is None else _open_trace(path)
+        self._file, self._pid = (None, 1) if path is None else _open_trace(path)
         self._lock = threading.Lock()
         self._pending: list[bytes] = []
         self._tracks: dict[str, int] = {}
@@ -103,16 +105,19 @@ class Tracer:
             if self._num_events >= self._max_events or self._file.closed:
                 self.num_dropped += 1
                 return
+            if not self._tracks:
+                self._append({"name": "process_name", "ph": "M", "args": {"name": f"start {self._pid}"}}, tid=0)
             if track not in self._tracks:
                 self._tracks[track] = len(self._tracks) + 1
                 name = {"name": "thread_name", "ph": "M", "args": {"name": track}}
-                self._append({**name, "pid": _PID, "tid": self._tracks[track]})
-            self._append({**event, "pid": _PID, "tid": self._tracks[track]})
+                self._append(name, tid=self._tracks[track])
+            self._append(event, tid=self._tracks[track])
             if len(self._pending) >= _FLUSH_EVENTS or self._clock() - self._flushed_at >= _FLUSH_AFTER_S:
                 self._flush()
 
-    def _append(self, event: dict[str, object]) -> None:
-        self._pending.append(json.dumps(to_jsonable(event), separators=(",", ":")).encode())
+    def _append(self, event: dict[str, object], *, tid: int) -> None:
+        whole = to_jsonable({**event, "pid": self._pid, "tid": tid})
+        self._pending.append(json.dumps(whole, separators=(",", ":")).encode())
         self._num_events += 1
 
     def _flush(self) -> None:
@@ -128,8 +133,8 @@ class Tracer:
             self.num_dropped += len(batch)
 
 
-def _open_trace(path: Path) -> IO[bytes]:
-    """Positioned over the closing bracket. A file of an earlier process is continued."""
+def _open_trace(path: Path) -> tuple[IO[bytes], int]:
+    """Positioned over the closing bracket, and the pid of this process. A file of an earlier process is continued."""
     content = path.read_bytes() if path.exists() else b""
     whole = content.rstrip()
     if whole.endswith(b"]"):
@@ -145,7 +150,13 @@ def _open_trace(path: Path) -> IO[bytes]:
     except OSError:
         file.close()
         raise
-    return file
+    return file, _last_pid(body) + 1
+
+
+def _last_pid(body: bytes) -> int:
+    """Of the last event, which ends with it and its track: the greatest. 0 if there is none."""
+    found = _PID.match(body, max(0, body.rfind(b'"pid":')))
+    return int(found[1]) if found else 0
 
 
 def _append_events(file: IO[bytes], events: list[bytes]) -> None:

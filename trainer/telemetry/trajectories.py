@@ -3,17 +3,18 @@ raised: a group without trajectories, with the reason.
 
 `trajectories/groups_00000.jsonl`, `groups_00001.jsonl`, ...: one JSON object per line and group. A new process begins a
 new file, so a file is never appended to behind a line that a crash has torn. After a resume, groups generated after the
-checkpoint appear again in a later file.
+checkpoint appear again in a later file. `telemetry.trajectories_gib` bounds what they hold together.
 
 `evaluations/version_N.jsonl`: one JSON object per line and held-out prompt, with all answers to it, in the order of the
 evaluation. Each evaluation has a file of its own, whole however large it is: `version_N.2.jsonl` is of the second one
-that a version with this number had, in a process that went on from another.
+that a version with this number had, in a process that went on from another. The same bound holds for these together.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 from typing import TYPE_CHECKING, Literal
 
@@ -41,21 +42,32 @@ _MAX_FILE_BYTES = 256 * 2**20
 
 class TrajectoryRecorder:
     """A disk that is full, or a record that cannot be encoded, is logged and counted in `num_errors`, and does not stop
-    the run."""
+    the run. What comes when a folder holds `max_bytes` is counted in `num_left_out`."""
 
     def __init__(
-        self, folder: Path, *, max_file_bytes: int = _MAX_FILE_BYTES, clock: Callable[[], float] = time.time
+        self,
+        folder: Path,
+        *,
+        max_bytes: int | None = None,
+        max_file_bytes: int = _MAX_FILE_BYTES,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._folder = folder
+        self._max_bytes = math.inf if max_bytes is None else max_bytes
         self._max_file_bytes = max_file_bytes
         self._clock = clock
-        taken = [int(path.stem.removeprefix("groups_")) for path in folder.glob("groups_*.jsonl")]
-        self._number = max(taken, default=-1) + 1
+        earlier = list(folder.glob("groups_*.jsonl"))
+        self._number = max((int(path.stem.removeprefix("groups_")) for path in earlier), default=-1) + 1
         self._num_bytes = 0
+        """Of the current file."""
+        self._num_bytes_before = _size(earlier)
+        self._full: set[Path] = set()
+        """Folders that got no more, which is in the log."""
         self._told: set[type[Exception]] = set()
         """Kinds of errors that are in the log."""
         self.num_groups = 0
         self.num_errors = 0
+        self.num_left_out = 0
 
     def write(self, group: Group, status: GroupStatus, *, reason: str = "") -> None:
         """`reason` says why a group was filtered. Blocking file I/O: call it off the event loop."""
@@ -68,11 +80,14 @@ class TrajectoryRecorder:
         self._append(lambda: {"status": status, "reason": reason, "attempts": attempts, **_nothing_of(item)})
 
     def begin_evaluation(self, folder: Path, version: int) -> Path | None:
-        """An empty file in `folder` for the answers of one evaluation, new for each; None if it cannot be made.
-        Blocking, as `write`."""
+        """An empty file in `folder` for the answers of one evaluation, new for each; None if it cannot be made, or the
+        folder is full. Blocking, as `write`."""
         numbers = itertools.chain([""], (f".{number}" for number in itertools.count(2)))
         paths = (folder / f"version_{version}{number}.jsonl" for number in numbers)
         try:
+            if _size(folder.glob("version_*.jsonl")) >= self._max_bytes:
+                self._leave_out(folder)
+                return None
             path = next(path for path in paths if not path.exists())
             path.touch(exist_ok=False)
         except OSError as error:
@@ -102,11 +117,29 @@ class TrajectoryRecorder:
         self.num_errors += 1
         logger.warning("%s is not complete, since it cannot be written (%r); the run goes on without it", path, error)
 
+    def _leave_out(self, folder: Path) -> None:
+        self.num_left_out += 1
+        if folder not in self._full:
+            self._full.add(folder)
+            logger.warning(
+                "%s has what telemetry.trajectories_gib=%g allows: what comes now is not written there, and counted in "
+                "telemetry/trajectories_left_out",
+                folder,
+                self._max_bytes / 2**30,
+            )
+
     def _append(self, describe: Callable[[], dict[str, object]]) -> bool:
+        if self._folder in self._full:
+            self._leave_out(self._folder)
+            return False
         try:
             line = _encoded({"time_s": self._clock(), **describe()})
+            if self._num_bytes_before + self._num_bytes + len(line) > self._max_bytes:
+                self._leave_out(self._folder)
+                return False
             if self._num_bytes and self._num_bytes + len(line) > self._max_file_bytes:
                 self._number += 1
+                self._num_bytes_before += self._num_bytes
                 self._num_bytes = 0
             append_line(self._folder / f"groups_{self._number:05d}.jsonl", line)
         except Exception as error:  # noqa: BLE001 - the edge of one record: columns of a data set and rewards hold anything
@@ -117,6 +150,11 @@ class TrajectoryRecorder:
             return False
         self._num_bytes += len(line)
         return True
+
+
+def _size(paths: Iterable[Path]) -> int:
+    """In bytes."""
+    return sum(path.stat().st_size for path in paths)
 
 
 def _encoded(record: Mapping[str, object]) -> bytes:

@@ -26,3 +26,9 @@ class TelemetryConfig:
         "Write every group to `run_dir/trajectories`, before any filter, and every evaluation's answers to "
         "`run_dir/evaluations`.",
     )
+    trajectories_gib: float | None = key(
+        20.0,
+        "GiB that `run_dir/trajectories` may hold at most, and `run_dir/evaluations` as many: what comes later is "
+        "counted and not written. A token takes about 20 bytes. null for no bound.",
+        gt=0,
+    )

@@ -190,11 +190,25 @@ def test_what_is_no_run_ends_with_its_reason(tmp_path: Path, capsys: pytest.Capt
 def test_torn_and_unfinished_events_of_a_trace_are_passed_over() -> None:
     events = [
         "[",
+        '{"name":"process_name","ph":"M","args":{"name":"start 1"},"pid":1,"tid":0},',
         '{"name":"thread_name","ph":"M","args":{"name":"groups"},"pid":1,"tid":1},',
-        '{"name":"group 0","ph":"b","id":1,"ts":1000000,"tid":1},',
-        '{"name":"group 1","ph":"b","id":2,"ts":1000000,"tid":1},',
-        '{"name":"group 0","ph":"e","id":1,"ts":3000000,"tid":1},',
+        '{"name":"group 0","ph":"b","id":1,"ts":1000000,"pid":1,"tid":1},',
+        '{"name":"group 1","ph":"b","id":2,"ts":1000000,"pid":1,"tid":1},',
+        '{"name":"group 0","ph":"e","id":1,"ts":3000000,"pid":1,"tid":1},',
         '{"name":"gro',
     ]
     (span,) = spans_of(events)
     assert (span.track, span.name, span.begin_s, span.end_s) == ("groups", "group 0", 1.0, 3.0)
+
+
+def test_a_track_of_one_process_is_not_that_of_another() -> None:
+    """The one before was killed within group 0; the one that goes on has other tracks first."""
+    events = [
+        '{"name":"thread_name","ph":"M","args":{"name":"groups"},"pid":1,"tid":1},',
+        '{"name":"group 0","ph":"b","id":1,"ts":1000000,"pid":1,"tid":1},',
+        '{"name":"thread_name","ph":"M","args":{"name":"evaluation"},"pid":2,"tid":1},',
+        '{"name":"thread_name","ph":"M","args":{"name":"groups"},"pid":2,"tid":2},',
+        '{"name":"group 0","ph":"e","id":1,"ts":9000000,"pid":2,"tid":1},',
+        '{"name":"late","ph":"X","ts":1000000,"dur":1000000,"pid":1,"tid":1},',
+    ]
+    assert [(span.track, span.name) for span in spans_of(events)] == [("groups", "late")]

@@ -8,9 +8,12 @@ import shutil
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 
+import pydantic
 import pytest
+from ray.exceptions import RayTaskError
 
 import trainer.__main__ as main_module
 from trainer.config.errors import ConfigurationError, first_cause, note_log, one_line
@@ -65,6 +68,20 @@ def test_show_config_prints_even_if_a_file_is_missing_and_still_ends_with_code_2
     assert result.returncode == 2
     assert "train_path: missing.jsonl" in result.stdout
     assert "does not exist" in result.stderr
+
+
+@pytest.mark.parametrize("action", [["--help"], ["--cfg", "job"]])
+def test_a_reader_that_has_seen_enough_ends_it_quietly(tmp_path: Path, action: list[str]) -> None:
+    """As in `python -m trainer --help | head -1`."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "trainer", *action]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(
+        command, cwd=tmp_path, env=env, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+    )
+    os.close(write)
+    assert (result.returncode, result.stderr) == (141, "")
 
 
 def test_a_built_wheel_carries_the_configurations(tmp_path: Path) -> None:
@@ -184,11 +201,33 @@ def test_a_cause_without_a_text_is_passed_over() -> None:
 
 
 def test_one_line_is_one_line_and_ends_somewhere() -> None:
-    assert one_line(RuntimeError("worker:\nTraceback (most recent call last):\n  x\nOSError: gone")) == (
-        "RuntimeError: OSError: gone"
-    )
+    carried = "worker:\nTraceback (most recent call last):\n  x\n"
+    assert one_line(RuntimeError(carried + "errors.OSError: gone\nat 3")) == "OSError: gone at 3"
+    assert one_line(RuntimeError(carried + "KeyError\n")) == "KeyError"
+    assert one_line(RuntimeError(carried + "(pid=3) OSError: gone")) == "RuntimeError: (pid=3) OSError: gone"
     assert one_line(AssertionError()) == "AssertionError"
     assert len(one_line(ValueError("x" * 10_000))) < 600
+
+
+def test_an_error_of_pydantic_is_told_by_what_it_says(caplog: pytest.LogCaptureFixture) -> None:
+    """As vLLM's configuration raises it in an actor: Ray cannot send it, and sends its traceback as text."""
+
+    @pydantic.dataclasses.dataclass
+    class ModelConfig:
+        quantization: str
+
+        def __post_init__(self) -> None:
+            raise ValueError("fp8 needs another device.\nIt was asked for here.")
+
+    with pytest.raises(pydantic.ValidationError) as caught:
+        ModelConfig("fp8")
+    trace = "".join(traceback.format_exception(caught.value))
+    sent = RayTaskError("start", trace, caught.value, proctitle="ray::Engine", pid=1, ip="127.0.0.1")
+    assert type(sent.cause).__name__ == "RayError" and "isn't serializable" in caplog.text
+    told = "ValidationError: 1 validation error for ModelConfig Value error, fp8 needs another device. It was asked for"
+    for error in (sent, caught.value):
+        line = one_line(first_cause(error))
+        assert line.startswith(told) and "errors.pydantic.dev" not in line
 
 
 def test_every_ending_has_its_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

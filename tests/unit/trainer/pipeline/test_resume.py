@@ -67,9 +67,13 @@ def test_an_older_checkpoint_of_the_same_run_leaves_the_later_ones_behind_and_sa
 ) -> None:
     run_dir = open_run_dir(replace(config(), run_dir=str(tmp_path)))
     directory = run_dir.checkpoints
+
+    def begin(value: str) -> None:
+        take_over(config(checkpoint={"resume": value}), run_dir, resume(value, directory))
+
     for step in (10, 40, 50):
         save(directory, step)
-    take_over(run_dir, resume(str(directory / "step_10"), directory))
+    begin(str(directory / "step_10"))
     assert "step_40, step_50" in caplog.text
     assert str(directory / "abandoned") in caplog.text
     assert sorted(path.name for path in (directory / "abandoned").iterdir()) == ["step_40", "step_50"]
@@ -78,7 +82,7 @@ def test_an_older_checkpoint_of_the_same_run_leaves_the_later_ones_behind_and_sa
     checkpoint.prune(directory, keep_last=2)
     assert resume("auto", directory).step == 20
     caplog.clear()
-    take_over(run_dir, resume("auto", directory))
+    begin("auto")
     assert "abandoned" not in caplog.text
     run_dir.close()
 
@@ -86,7 +90,7 @@ def test_an_older_checkpoint_of_the_same_run_leaves_the_later_ones_behind_and_sa
 def test_a_resumed_run_says_what_it_goes_on_from(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = save(tmp_path, 10)
     with caplog.at_level("INFO"):
-        tell_resumed(resume("auto", tmp_path))
+        tell_resumed(config(), resume("auto", tmp_path))
     begin_anew = "3 groups that were under way begin anew, 2 of them had been finished"
     assert f"going on from {path}; {begin_anew}" in caplog.text
 
@@ -172,9 +176,7 @@ def test_what_is_not_read_again_may_change(tmp_path: Path, keys: dict[str, Any],
 def test_a_reference_made_from_the_seed_keeps_it_and_the_kind_of_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = tmp_path / "model"
-    model.mkdir()
-    keys = {**WITH_KL, "model": {"path": str(model)}}
+    keys = {**WITH_KL, "model": {"path": str(tmp_path), "random_weights": True}}
     with pytest.raises(ConfigurationError, match="seed"):
         go_on(tmp_path / "run", keys, {"seed": 7})
     with monkeypatch.context() as patch:  # as on another host
@@ -182,12 +184,12 @@ def test_a_reference_made_from_the_seed_keeps_it_and_the_kind_of_device(
         patch.setattr(resume_module, "get_backend", lambda _: SimpleNamespace(name=next(backends)))
         with pytest.raises(ConfigurationError, match=r"device\.name = cuda\n *must stay cpu"):
             go_on(tmp_path / "run", keys, {})
-    (model / "model.safetensors").write_bytes(b"")
-    assert go_on(tmp_path / "run", keys, {"seed": 7}).step == 5
+    keys["model"]["random_weights"] = False
+    assert go_on(tmp_path / "other", keys, {"seed": 7}).step == 5
 
 
 def test_the_kind_of_device_that_is_named_need_not_be_on_the_drivers_host(tmp_path: Path) -> None:
-    cfg = config(model={"path": str(tmp_path)}, device={"name": "npu"}, ray={"address": "auto"})
+    cfg = config(model={"random_weights": True}, device={"name": "npu"}, ray={"address": "auto"})
     assert origin(cfg)["device.name"] == "npu"
 
 

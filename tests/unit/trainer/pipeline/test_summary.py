@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.fakes.full_disk import file_limit
 from tests.fakes.scripted_run import Script, ScriptedRun, config, telemetry_in
 from tests.fakes.virtual_time import run_virtual
 from trainer.pipeline import run as run_module
@@ -55,6 +56,18 @@ def test_a_completed_run_tells_both_accuracies(scripted: Callable[..., ScriptedR
     told = summary(run.telemetry)
     assert (told["exit_reason"], told["error"], told["steps"], told["version"]) == ("completed", "", 6, 6)
     assert (told["first_accuracy"], told["last_accuracy"]) == (0.0, 0.6)
+
+
+def test_a_full_disk_does_not_make_a_failure_of_a_run_that_is_done(
+    scripted: Callable[..., ScriptedRun], caplog: pytest.LogCaptureFixture
+) -> None:
+    run = scripted()
+    with file_limit(10), run_module._summary(run.cfg, run.state, run.telemetry.run_dir):
+        run.state.stop("completed")
+    path = run.telemetry.run_dir.summary
+    assert run.state.stop_reason == "completed"
+    assert f"{path} is not written" in caplog.text
+    assert not [entry for entry in path.parent.iterdir() if path.name in entry.name]
 
 
 class Work(run_module.Driver):

@@ -156,6 +156,60 @@ def test_what_does_not_lead_to_the_checkpoint_is_gone_when_training_begins(start
     assert "step_20, step_30" in start.log and "20 later lines cut" in start.log
 
 
+@pytest.mark.parametrize("is_own", [False, True])
+def test_the_same_command_goes_on_from_what_came_of_the_checkpoint_that_it_names(
+    start: Start, tmp_path: Path, is_own: bool
+) -> None:
+    """As of a job that is requeued."""
+    path = save(start.checkpoints if is_own else tmp_path / "other", 10)
+    branch = {"checkpoint": {"resume": str(path)}}
+    start(**branch)
+    start(**branch)
+    assert start.trained_from == [10, 10], "nothing was saved in between"
+    save(start.checkpoints, 20)
+    assert "once more" not in start.log
+    start.fails["self_test"] = RuntimeError("no memory")
+    with pytest.raises(RuntimeError):
+        start(**branch)
+    start.fails.clear()
+    if is_own:
+        shutil.rmtree(path)  # as checkpoint.keep_last has it
+    start.wrote(25)
+    start(**branch)
+    assert start.trained_from == [10, 10, 20]
+    assert start.seen_by_training == {
+        "metrics.jsonl": list(range(1, 21)),
+        "evaluations.jsonl": [0],
+        ".": ["step_20"],
+    }
+    assert f"went on from {path} before" in start.log
+    start()
+    start(**branch)
+    assert start.trained_from[3:] == [20, 20]
+
+
+def test_another_branch_or_one_whose_checkpoints_are_gone_begins_where_it_is_told(start: Start, tmp_path: Path) -> None:
+    one, two = (save(tmp_path / name, 10) for name in ("one", "two"))
+    start(checkpoint={"resume": str(one)})
+    save(start.checkpoints, 20)
+    start(checkpoint={"resume": str(two)})
+    assert start.trained_from == [10, 10]
+    assert start.seen_by_training["abandoned"] == ["step_20"]
+    start(checkpoint={"resume": str(two)})
+    start()  # there is none, so it is a run of its own
+    save(start.checkpoints, 30)
+    start(checkpoint={"resume": str(two)})
+    assert start.trained_from == [10, 10, 10, None, 10]
+    assert start.seen_by_training["abandoned"] == ["step_20", "step_30"]
+
+
+def test_the_log_says_which_keys_are_not_as_before(start: Start) -> None:
+    start(algorithm={"advantage": "rloo"}, trainer={"total_steps": 9})
+    start(trainer={"total_steps": 9})
+    (line,) = [line for line in start.log.splitlines() if "not configured as before" in line]
+    assert line.endswith("(config.1.yaml): algorithm.advantage: rloo -> grpo")
+
+
 def test_a_run_that_begins_anew_sets_aside_what_an_earlier_attempt_wrote(start: Start) -> None:
     start.wrote(3)
     start.fails["start_actors"] = RuntimeError("no memory")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from rich.console import Console
 
+from tests.fakes.full_disk import file_limit
 from trainer.telemetry.log import logging_to
 
 if TYPE_CHECKING:
@@ -41,3 +42,23 @@ def test_only_warnings_of_third_parties_reach_the_screen(tmp_path: Path) -> None
     assert "trouble" in screen.getvalue()
     assert "ours" in screen.getvalue()
     assert "chatter" in (tmp_path / "log.txt").read_text()
+
+
+def test_lines_that_a_full_disk_refuses_are_counted_and_told_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, screen, log = tmp_path / "log.txt", io.StringIO(), logging.getLogger("trainer.x")
+    with logging_to(path, level="info", console=Console(file=screen, width=200)):
+        log.info("before")
+        with file_limit(path.stat().st_size + 20):
+            for number in range(3):
+                log.info("refused %d", number)
+        log.info("behind")
+    kept = path.read_text()
+    assert "before" in kept and kept.count("behind") == 1 and "could not take 3 lines" in kept
+    assert screen.getvalue().count("could not take 3 lines") == 1
+    assert "refused 2" in screen.getvalue()
+    assert capsys.readouterr().err == "", "logging shows a traceback for each"
+    with file_limit(path.stat().st_size), logging_to(path, level="info", console=Console(file=screen)):
+        log.info("never taken")
+    assert "never taken" not in path.read_text()

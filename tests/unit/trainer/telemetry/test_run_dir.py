@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from tests.fakes.full_disk import file_limit
 from trainer.config.errors import ConfigurationError
 from trainer.config.schema.run import RunConfig
 from trainer.telemetry.log import SHOWN_BEFORE, logging_to
-from trainer.telemetry.run_dir import open_run_dir
+from trainer.telemetry.run_dir import open_run_dir, write_atomically
 from trainer.telemetry.summary import Summary, write_summary
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -88,6 +89,31 @@ def test_an_earlier_configuration_is_kept_if_it_was_another(tmp_path: Path) -> N
     assert "seed: 0" in (tmp_path / "config.1.yaml").read_text()
     assert "seed: 7" in run_dir.config.read_text()
     run_dir.close()
+
+
+def test_the_log_names_every_key_that_is_not_as_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = RunConfig(run_dir=str(tmp_path))
+    run_dir = open_run_dir(config)
+    for other in (config, replace(config, run_dir=f"{tmp_path}/.")):
+        run_dir.write_config(other)
+    assert not caplog.records
+    run_dir.write_config(replace(config, seed=7, learner=replace(config.learner, lr=1e-4)))
+    changed = f"(config.2.yaml): seed: 0 -> 7; learner.lr: {config.learner.lr:g} -> 0.0001"
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and record.getMessage().endswith(changed)
+    caplog.clear()
+    run_dir.config.write_text("seed: [")
+    run_dir.write_config(config)
+    assert "config.3.yaml cannot be read" in caplog.text
+    run_dir.close()
+
+
+def test_a_full_disk_leaves_the_old_summary_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    path.write_text("old")
+    with file_limit(10), pytest.raises(OSError):
+        write_atomically(path, "x" * 100)
+    assert [(entry.name, entry.read_text()) for entry in tmp_path.iterdir()] == [("summary.json", "old")]
 
 
 def test_the_summary_is_one_json_object_that_replaces_the_old_one(tmp_path: Path) -> None:

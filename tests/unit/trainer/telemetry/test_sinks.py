@@ -161,6 +161,22 @@ def test_tensorboard_reads_back_the_numbers_and_a_resume_hides_later_steps(tmp_p
     assert [(e.step, round(e.value, 3)) for e in events.Scalars("reward/mean")] == [(1, 0.9)]
 
 
+def test_a_full_disk_costs_tensorboard_the_steps_that_it_refuses_and_no_other(tmp_path: Path) -> None:
+    sink = TensorBoardSink(tmp_path)
+    for step in range(1, 6):
+        record = {"step": step, "reward/mean": step / 10}
+        if step in (1, 3):
+            size = sum(path.stat().st_size for path in tmp_path.iterdir())
+            with file_limit(size + 20), pytest.raises(OSError):
+                sink.write(record)
+        else:
+            sink.write(record)
+    sink.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [(e.step, round(e.value, 3)) for e in events.Scalars("reward/mean")] == [(2, 0.2), (4, 0.4), (5, 0.5)]
+
+
 def test_the_configured_sinks_are_built_and_a_resume_cuts(tmp_path: Path) -> None:
     config = config_for(tmp_path / "run")
     run_dir = open_run_dir(config)

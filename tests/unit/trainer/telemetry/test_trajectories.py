@@ -99,6 +99,40 @@ def test_files_rotate_by_size_and_a_new_process_begins_a_new_file(tmp_path: Path
     assert sorted(path.name for path in tmp_path.iterdir())[-1] == f"groups_{len(sizes) - 1:05d}.jsonl"
 
 
+def test_past_its_limit_a_folder_gets_no_more_which_is_told_once_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    TrajectoryRecorder(tmp_path).write(make_group(0), "ready")
+    size = sum(path.stat().st_size for path in tmp_path.iterdir())
+    recorder = TrajectoryRecorder(tmp_path, max_bytes=int(3.5 * size), max_file_bytes=size)
+    for group_id in range(1, 5):  # what the process before has written counts
+        recorder.write(make_group(group_id), "ready")
+    item = WorkItem(group_id=7, prompt=make_group(7).prompt, start_version=2)
+    recorder.write_failure(item, "dropped", reason="nothing of it is written, however small")
+    assert [line["group_id"] for line in recorded(tmp_path)] == [0, 1, 2]
+    assert (recorder.num_groups, recorder.num_left_out, recorder.num_errors) == (2, 3, 0)
+    (warning,) = caplog.messages
+    assert f"{tmp_path} has what telemetry.trajectories_gib=" in warning
+
+
+def test_an_evaluation_that_has_begun_is_whole_and_later_ones_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    groups, evaluations = tmp_path / "trajectories", tmp_path / "evaluations"
+    for folder in (groups, evaluations):
+        folder.mkdir()
+    recorder = TrajectoryRecorder(groups, max_bytes=10)
+    path = recorder.begin_evaluation(evaluations, 4)
+    assert path is not None
+    write_answers(recorder, path)
+    assert recorder.begin_evaluation(evaluations, 5) is recorder.begin_evaluation(evaluations, 6) is None
+    assert [path.name for path in evaluations.iterdir()] == ["version_4.jsonl"]
+    assert len(recorded(evaluations)) == 1 and not recorded(groups)
+    recorder.write(make_group(0), "ready")
+    assert (recorder.num_left_out, recorder.num_errors) == (3, 0)
+    assert len(caplog.messages) == 2, "once for each folder"
+
+
 def test_metadata_that_json_cannot_say_is_kept_as_text(tmp_path: Path) -> None:
     TrajectoryRecorder(tmp_path).write(make_group(0, metadata={"image": b"\x00"}), "ready")
     assert "image" in recorded(tmp_path)[0]["prompt"]["metadata"]["repr"]
