@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from tests.fakes.learner import (
     TINY,
+    drawn_config,
     gradients,
     make_learner,
     pack,
@@ -75,7 +76,7 @@ def _two_rank_job(directory: Path) -> dict[str, Any]:
     for step in range(STEPS_BEFORE, STEPS_BEFORE + STEPS_AFTER):
         _step(resumed, step)
     out["resumed"] = weights(resumed)
-    out["random"] = weights(make_learner(run_config(directory / "hollow")))
+    out["random"] = weights(make_learner(drawn_config(directory / "hollow")))
     return out
 
 
@@ -163,7 +164,7 @@ def test_export_of_two_ranks_loads_with_equal_weights(directory: Path, two_ranks
 def test_random_initialisation_does_not_depend_on_the_number_of_ranks(
     directory: Path, two_ranks: list[dict[str, Any]]
 ) -> None:
-    expected = weights(make_learner(run_config(directory / "hollow")))
+    expected = weights(make_learner(drawn_config(directory / "hollow")))
     assert all(tensor.equal(expected[name]) for name, tensor in two_ranks[1]["random"].items())
 
 

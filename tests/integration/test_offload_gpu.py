@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen2Config
 
-from tests.fakes.learner import TINY, pack, run_config, sequences, weights
+from tests.fakes.learner import TINY, drawn_config, pack, sequences, weights
 from trainer.learner.policy import PolicyLearner
 from weight_sync.device.select import get_backend
 from weight_sync.layout import local_shards
@@ -53,7 +53,7 @@ def test_the_memory_of_a_learner_that_is_away_is_free_and_it_learns_the_same_bit
     Qwen2Config(**{**TINY, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6}).save_pretrained(
         tmp_path / "model"
     )
-    cfg = run_config(tmp_path / "model")
+    cfg = drawn_config(tmp_path / "model")
     cfg = replace(cfg, model=replace(cfg.model, compute_dtype="bfloat16", rollout_dtype="bfloat16"))
     stays, leaves = learner_on(one_device, cfg), learner_on(one_device, cfg)
     num_params = sum(param.numel() for param in stays.model.parameters())
@@ -86,7 +86,7 @@ def test_shards_that_stay_on_the_host_are_packed_without_a_copy_of_them_on_the_d
     Qwen2Config(**{**TINY, "hidden_size": 1024, "intermediate_size": 20000, "num_hidden_layers": 2}).save_pretrained(
         tmp_path / "model"
     )
-    cfg = run_config(tmp_path / "model", cpu_offload=True)
+    cfg = drawn_config(tmp_path / "model", cpu_offload=True)
     learner = learner_on(one_device, cfg)
     _, _, tensors = local_shards(learner.model, rollout_dtype="bfloat16")
     assert max(tensor.nbytes for tensor in tensors.values()) > PIECE_BYTES

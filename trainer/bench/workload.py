@@ -135,11 +135,12 @@ def write_inputs(work: Workload, folder: Path) -> tuple[Path, Path]:
 
 def run_config(work: Workload, model: Path, prompts: Path) -> dict[str, Any]:
     """A whole configuration for `python -m trainer --config-dir`; a mode adds its devices."""
+    dtypes = {"rollout_dtype": work.dtype, "compute_dtype": work.dtype}
     long_s = 3600.0  # what bounds a run here is the deadline of the benchmark
     return {
         "defaults": [{"device": "auto"}, {"algorithm": "grpo"}, {"correction": "none"}, {"mode": "async"}, "_self_"],
         "name": "bench",
-        "model": {"path": str(model), "rollout_dtype": work.dtype, "compute_dtype": work.dtype},
+        "model": {"path": str(model), "random_weights": True, **dtypes},
         "task": {
             "name": work.name,
             "train_path": str(prompts),

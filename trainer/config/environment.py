@@ -26,7 +26,14 @@ if TYPE_CHECKING:
     from trainer.config.schema.run import RunConfig
 
 _DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".arrow")
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "tekken.json",
+    "vocab.json",
+    "vocab.txt",
+)
 _MODEL_CONFIG = "config.json"
 
 
@@ -66,13 +73,13 @@ def _model(config: RunConfig) -> Iterator[Problem]:
     elif looks_local(model.path):
         yield from _model_directory(config, Path(model.path))
     if config.algorithm.uses_critic and config.critic.path is not None and looks_local(config.critic.path):
-        yield from _model_config("critic.path", Path(config.critic.path))[1]
+        yield from _model_config("critic.path", config.critic.path)[1]
     if model.tokenizer_path and (model.tokenizer_path.startswith("builtin:") or looks_local(model.tokenizer_path)):
         yield from _tokenizer_directory("model.tokenizer_path", Path(model.tokenizer_path))
 
 
 def _model_directory(config: RunConfig, path: Path) -> Iterator[Problem]:
-    described, problems = _model_config("model.path", path)
+    described, problems = _model_config("model.path", config.model.path)
     yield from problems
     if not config.model.tokenizer_path and (path / _MODEL_CONFIG).is_file():
         yield from _tokenizer_directory("model.path", path)
@@ -80,20 +87,21 @@ def _model_directory(config: RunConfig, path: Path) -> Iterator[Problem]:
         yield from _fits_model(config, path, described)
 
 
-def _model_config(key: str, path: Path) -> tuple[dict[str, Any], list[Problem]]:
-    """What the config.json of a model says, and what keeps it from being read."""
+def _model_config(key: str, got: str) -> tuple[dict[str, Any], list[Problem]]:
+    """What the config.json of the model at a local path says, and what keeps it from being read."""
+    path = Path(got)
     if not (path / _MODEL_CONFIG).is_file():
         what = (
             f"has no {_MODEL_CONFIG}" if path.is_dir() else "is not a directory" if path.exists() else "does not exist"
         )
         also = ", or builtin:tiny" if key == "model.path" else ""
         do = f"give the directory of a Hugging Face model, a hub name (owner/name){also}"
-        return {}, [Problem(key=key, got=str(path), allowed=what, do=do)]
+        return {}, [Problem(key=key, got=got, allowed=what, do=do)]
     try:
         described = json.loads((path / _MODEL_CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         what = f"its {_MODEL_CONFIG} cannot be read: {error}"
-        return {}, [Problem(key=key, got=str(path), allowed=what, do="download the model again")]
+        return {}, [Problem(key=key, got=got, allowed=what, do="download the model again")]
     return cast("dict[str, Any]", described) if isinstance(described, dict) else {}, []
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from trainer.learner.errors import ModelError
+from trainer.learner.errors import TESTED, ModelError
 
 ATTENTION_NAME = "tandem_packed"
 """Name of our function in transformers' attention interface."""
@@ -46,7 +46,11 @@ class PackedLayout(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VarlenLayout:
-    """For `torch.nn.attention.varlen` (half precision on devices that have the kernel)."""
+    """For `torch.nn.attention.varlen` (half precision on devices that have the kernel).
+
+    For sequences longer than one of its tiles, the kernel's backward sums the gradient of the queries in an order that
+    is not fixed, so gradients repeat up to rounding only. The forward, and the gradients of keys and values, repeat.
+    """
 
     cu_seqlens: Tensor
     """int32[N+1]"""
@@ -96,18 +100,21 @@ def packed_attention(
     The layout arrives as keyword `packed` from the call of the model.
 
     Raises:
-        ModelError: the model asks for something this function does not compute (soft-capping, attention sinks, a
-            position bias), or is called without a layout.
+        ModelError: the model asks for something this function does not compute (a mask of its own, soft-capping,
+            attention sinks, a position bias, values of another size than keys), or is called without a layout.
     """
-    layout: PackedLayout | None = kwargs.get("packed")
-    if layout is None or attention_mask is not None:
-        raise ModelError(f"attention {ATTENTION_NAME!r} needs packed=<layout> and no attention_mask")
-    for name in ("softcap", "s_aux", "position_bias"):
-        if kwargs.get(name) is not None:
-            raise ModelError(
-                f"{type(module).__name__} uses attention with {name}, which the packed attention does not compute; "
-                "train a model without it (Qwen2, Qwen3, Llama, Mistral)"
-            )
+    kind, layout = type(module).__name__, kwargs.get("packed")
+    if layout is None:
+        raise ModelError(f"{kind} was not given packed=<layout>, or its model does not hand it on; use {TESTED}")
+    asked = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
+    if attention_mask is not None:
+        asked.append("attention_mask")
+    if value.shape[-1] != query.shape[-1]:
+        asked.append(f"values of size {value.shape[-1]} and keys of size {query.shape[-1]}")
+    if asked:
+        raise ModelError(
+            f"{kind} uses attention with {', '.join(asked)}, which the packed attention does not compute; use {TESTED}"
+        )
     scaling = kwargs.get("scaling")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q_THD, k_THD, v_THD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))

@@ -10,7 +10,8 @@ from trainer.learner.checkpoint import verify
 from trainer.learner.errors import ModelError
 from trainer.learner.export import write_hf
 from trainer.learner.lora import add_adapters
-from trainer.learner.model import fill, has_weights, hollow_model, materialise, torch_dtype
+from trainer.learner.model import fill, hollow_model, materialise, torch_dtype
+from trainer.learner.model_files import has_weights
 from trainer.learner.sharded_state import load_weights
 from weight_sync.checkpoint_names import persistent_buffers
 
@@ -55,6 +56,6 @@ def export_checkpoint(checkpoint: Path, out: Path, cfg: RunConfig) -> None:
     materialise(hf, hf, cpu, buffers=cpu)
     hf.tie_weights()  # every module has memory of its own now
     if model.lora.rank or any(True for _ in persistent_buffers(hf)):
-        fill(hf, hollow.source_dir, cfg, device=cpu)
+        fill(hollow, cfg, device=cpu)
     load_weights(checkpoint, {name: param.detach() for name, param in hf.named_parameters() if param.requires_grad})
     write_hf(out, model=hf, source_dir=hollow.source_dir, config=model, rank=0)

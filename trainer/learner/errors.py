@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+TESTED = "Qwen2, Qwen3, Qwen3-MoE, Llama or Mistral"
+"""Kinds of models of which the tests say that they are trained right."""
+
 
 class ModelError(Exception):
     """The policy cannot be loaded or is of a kind we cannot train. The process exits with code 2."""

@@ -9,42 +9,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from trainer.learner.attention import (
-    ATTENTION_NAME,
-    has_varlen_kernel,
-    padded_layout,
-    register_packed_attention,
-    varlen_layout,
-)
+from trainer.learner.architecture import check_architecture, check_packed, fix_longrope, load_config, silence
+from trainer.learner.attention import ATTENTION_NAME, has_varlen_kernel, padded_layout, varlen_layout
 from trainer.learner.errors import ModelError
 from trainer.learner.logprobs import selected_logprobs
 from trainer.learner.lora import add_adapters, init_adapters
+from trainer.learner.model_files import check_weights, checkpoint_files, is_drawn, resolve_model_dir
 from trainer.learner.parallel import UNSHARDED_SHARE, ShardingPlan, shard_model
 from trainer.learner.value_head import ValueHead
-from trainer.learner.weights import checkpoint_files, copy_rows, init_rows, load_rows
+from trainer.learner.weights import copy_rows, init_rows, load_rows
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch.distributed.device_mesh import DeviceMesh
 
     from trainer.config.schema import RunConfig
     from trainer.config.schema.model import ModelConfig
     from trainer.learner.inputs import LayoutFn, PackedInputs
     from weight_sync.device.base import Backend
-
-LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-"""Config fields of models that do more than one matrix product after the last hidden state."""
-
-TESTED = "Qwen2, Qwen3, Qwen3-MoE, Llama or Mistral"
-
-HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
 
 
 class PolicyOutput(NamedTuple):
@@ -123,6 +112,8 @@ class HollowModel:
     blocks: nn.ModuleList
     source_dir: Path
     """Where config, tokenizer and (if any) weights come from."""
+    is_drawn: bool
+    """Its weights are drawn from the seed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +131,7 @@ class BuiltPolicy:
 def build_policy(cfg: RunConfig, site: Site) -> BuiltPolicy:
     """Load or initialise the policy, sharded, masters in float32 (with LoRA: those of the adapters).
 
-    A directory with a config but no weights is initialised from `cfg.seed`, equally on every number of ranks.
+    With `model.random_weights` they are drawn from `cfg.seed`, equally on every number of ranks.
 
     Raises:
         ModelError: missing or damaged files, or a kind of model we do not train.
@@ -156,14 +147,14 @@ def build_policy(cfg: RunConfig, site: Site) -> BuiltPolicy:
 
 
 def hollow_model(path: str, cfg: RunConfig) -> HollowModel:
-    """The model in `path`, without memory and dropout, with our attention.
+    """The model in `path`, without memory, with our attention.
 
     Raises:
         ModelError: missing or damaged files, or a kind of model we do not train.
     """
-    register_packed_attention()
     source_dir = resolve_model_dir(path)
     config = load_config(cfg.model, source_dir)
+    check_packed(config, source_dir, trust_remote_code=cfg.model.trust_remote_code)
     with torch.device("meta"):
         hf = AutoModelForCausalLM.from_config(
             config,
@@ -171,8 +162,7 @@ def hollow_model(path: str, cfg: RunConfig) -> HollowModel:
             attn_implementation=ATTENTION_NAME,
             trust_remote_code=cfg.model.trust_remote_code,
         )
-    _disable_dropout(hf)
-    return HollowModel(hf=hf, blocks=check_architecture(hf), source_dir=source_dir)
+    return HollowModel(hf=hf, blocks=check_architecture(hf), source_dir=source_dir, is_drawn=is_drawn(cfg.model, path))
 
 
 def settle(root: nn.Module, hollow: HollowModel, cfg: RunConfig, *, site: Site, cpu_offload: bool) -> LayoutFn:
@@ -199,10 +189,12 @@ def settle(root: nn.Module, hollow: HollowModel, cfg: RunConfig, *, site: Site, 
     heads = [module for module in root.modules() if isinstance(module, ValueHead)]
     shard_model(root, list(hollow.blocks), plan, float32_modules=heads)
     materialise(root, hf, torch.device("cpu") if cpu_offload else site.device, buffers=site.device)
-    fill(hf, hollow.source_dir, cfg, device=site.device)
+    rollout, longest = cfg.rollout, cfg.task.max_prompt_tokens + cfg.rollout.max_response_tokens
+    fix_longrope(hf, max_model_len=rollout.max_model_len if rollout.max_model_len else longest)
+    fill(hollow, cfg, device=site.device)
     for head in heads:
         head.reset()
-    root.train()
+    silence(hf)
     return _layout(hf, site.device, compute_dtype)
 
 
@@ -217,89 +209,25 @@ def _layout(hf: PreTrainedModel, device: torch.device, compute_dtype: torch.dtyp
     return varlen_layout if has_varlen_kernel(device, compute_dtype, head_dim=head_dim) else padded_layout
 
 
-def resolve_model_dir(path: str) -> Path:
-    """A local directory with a config.json; a hub name is downloaded into (or found in) the hub cache.
-
-    Raises:
-        ModelError: there is no such directory or hub model.
-    """
-    local = Path(path).expanduser()
-    if not local.is_dir():
-        if path.startswith((".", "/", "~")) or path.count("/") > 1:
-            raise ModelError(f"model.path {path!r} is not a directory; give a Hugging Face model directory or hub name")
-        local = _download(path)
-    if not (local / "config.json").is_file():
-        found = sorted(p.name for p in local.iterdir())[:8]
-        raise ModelError(
-            f"model.path {path!r} has no config.json (found {found}); give a Hugging Face model directory: "
-            "config.json, tokenizer files and safetensors"
-        )
-    return local
-
-
-def load_config(model: ModelConfig, directory: Path) -> PreTrainedConfig:
-    """Raises ModelError if the config cannot be read, or names an architecture transformers does not know."""
-    try:
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=model.trust_remote_code)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
-        raise ModelError(
-            f"{directory / 'config.json'} cannot be used: {error}; check model_type, or set "
-            "model.trust_remote_code=true if the model brings its own code"
-        ) from error
-    if type(config) not in AutoModelForCausalLM._model_mapping and not getattr(config, "auto_map", None):
-        raise ModelError(f"model_type {config.model_type!r} is not a causal language model; the policy must be one")
-    return config
-
-
 def check_model(model: ModelConfig, directory: Path) -> None:
-    """What can be known of a local model without its weights: config, architecture, and that its files can be opened.
+    """What can be known of a local model without its weights: its config, and that we can train what that describes.
 
     Raises:
-        ModelError: `build_policy` would refuse this directory.
+        ModelError: `build_policy` would refuse it.
     """
-    config = load_config(model, directory)
-    try:
-        with torch.device("meta"):
-            hf = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ArithmeticError, ImportError) as error:
-        # A damaged config fails wherever its numbers are first used.
-        raise ModelError(
-            f"{directory / 'config.json'} describes no model that can be built ({type(error).__name__}: {error}); "
-            "download it again"
-        ) from error
-    check_architecture(hf)
-    checkpoint_files(directory)
+    check_packed(load_config(model, directory), directory, trust_remote_code=model.trust_remote_code)
 
 
-def check_architecture(hf: PreTrainedModel) -> nn.ModuleList:
-    """The decoder blocks of a model we can train packed and with chunked log-probs.
-
-    Raises:
-        ModelError: the model does more than we compute.
-    """
-    name, config = type(hf).__name__, hf.config.get_text_config()
-    if not hf._supports_attention_backend:
-        raise ModelError(f"{name} has its own attention code, which cannot run packed; use {TESTED}")
-    head = hf.get_output_embeddings()
-    if not isinstance(head, nn.Linear) or head.bias is not None:
-        raise ModelError(f"{name} has output layer {head}; only a matrix without bias is supported")
-    for field in LOGIT_TRANSFORMS:
-        if getattr(config, field, None) not in (None, 1, 1.0):
-            raise ModelError(f"{name} transforms its logits ({field}={getattr(config, field)}), which is not supported")
-    blocks = getattr(hf.base_model, "layers", None)
-    if not isinstance(blocks, nn.ModuleList) or len(blocks) == 0:
-        raise ModelError(f"{name} has no decoder blocks at {hf.base_model_prefix}.layers; use {TESTED}")
-    return blocks
-
-
-def fill(hf: PreTrainedModel, source_dir: Path, cfg: RunConfig, *, device: torch.device) -> None:
-    """Weights from safetensors (own rows only), else through transformers' conversion, else from the seed, drawn on
-    `device`."""
+def fill(hollow: HollowModel, cfg: RunConfig, *, device: torch.device) -> None:
+    """Weights from safetensors (own rows only), else through transformers' conversion; or from the seed, drawn on
+    `device`. Raises ModelError if they are missing or damaged."""
+    hf, source_dir = hollow.hf, hollow.source_dir
+    check_weights(source_dir, is_drawn=hollow.is_drawn)
+    if hollow.is_drawn:
+        init_rows(hf, seed=cfg.seed, device=device)
+        return
     files = checkpoint_files(source_dir)
     if files is not None and load_rows(hf, files):
-        return
-    if not has_weights(source_dir):
-        init_rows(hf, seed=cfg.seed, device=device)
         return
     try:
         whole = AutoModelForCausalLM.from_pretrained(
@@ -308,11 +236,6 @@ def fill(hf: PreTrainedModel, source_dir: Path, cfg: RunConfig, *, device: torch
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"weights in {source_dir} cannot be loaded: {error}") from error
     copy_rows(hf, dict(whole.named_parameters()) | dict(whole.named_buffers()))
-
-
-def has_weights(source_dir: Path) -> bool:
-    """Whether a model is read from there and not made from the seed. Raises ModelError if its files are damaged."""
-    return checkpoint_files(source_dir) is not None or any(source_dir.glob("pytorch_model*.bin"))
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -324,19 +247,6 @@ def torch_dtype(name: str) -> torch.dtype:
             return torch.bfloat16
         case _:
             raise ModelError(f"model.compute_dtype must be float32 or bfloat16 for training, got {name!r}")
-
-
-def _download(name: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=HUB_PATTERNS))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ModelError(
-            f"model.path {name!r} is neither a directory here nor a model the hub gives us ({type(error).__name__}: "
-            f"{error}); check the name, or download it and give its directory"
-        ) from error
 
 
 def _prepare_blocks(hf: PreTrainedModel, blocks: nn.ModuleList, cfg: RunConfig, *, recomputes: bool) -> None:
@@ -358,13 +268,6 @@ def _compile_options() -> dict[str, Any]:
 
     name = "mix_order_reduction_non_strict_mode"  # not every version of torch has it
     return {f"triton.{name}": True} if hasattr(config.triton, name) else {}
-
-
-def _disable_dropout(hf: PreTrainedModel) -> None:
-    """Dropout would make the ratio to the behaviour policy noisy; the packed attention applies none either."""
-    for module in hf.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
 
 
 def materialise(root: nn.Module, hf: PreTrainedModel, device: torch.device, *, buffers: torch.device) -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from trainer.learner.errors import ModelError
 from trainer.learner.lora import checkpoint_name, is_adapter
+from trainer.learner.model_files import open_tensors
 from weight_sync.checkpoint_names import checkpoint_views, persistent_buffers
 from weight_sync.errors import PlanMismatch
 from weight_sync.layout import chunk_rows
@@ -21,12 +20,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from safetensors import safe_open
     from transformers import PreTrainedModel
 
     from weight_sync.checkpoint_names import SavedTensor
-
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,33 +63,6 @@ def local_rows(model: nn.Module) -> Iterator[LocalRows]:
         yield LocalRows(name=name, shape=shape, start=start, stop=stop, tensor=param.to_local().detach())
 
 
-def checkpoint_files(directory: Path) -> dict[str, Path] | None:
-    """Tensor name -> safetensors file; None if the directory holds no safetensors.
-
-    Raises:
-        ModelError: the index names a file that is missing, or a file cannot be read.
-    """
-    index_path = directory / INDEX_FILE
-    if index_path.is_file():
-        try:
-            weight_map: dict[str, str] = json.loads(index_path.read_text())["weight_map"]
-        except (json.JSONDecodeError, KeyError) as error:
-            raise ModelError(
-                f"{index_path} is not a safetensors index ({error!r}); download the model again"
-            ) from error
-        missing = sorted({f for f in weight_map.values() if not (directory / f).is_file()})
-        if missing:
-            raise ModelError(
-                f"{index_path} names {missing[0]} ({len(missing)} files missing); download the model again"
-            )
-        return {name: directory / file for name, file in weight_map.items()}
-    single = directory / SINGLE_FILE
-    if not single.is_file():
-        return None
-    with _open(single) as reader:
-        return dict.fromkeys(reader.keys(), single)
-
-
 def load_rows(model: nn.Module, files: dict[str, Path]) -> bool:
     """Copy this rank's rows out of the files, cast to the parameter's dtype. Of fused experts: its own experts.
 
@@ -114,7 +84,7 @@ def load_rows(model: nn.Module, files: dict[str, Path]) -> bool:
     for view in views:
         by_file.setdefault(files[view.name], []).append(view)
     for path, wanted in by_file.items():
-        with _open(path) as reader:
+        with open_tensors(path) as reader:
             for view in wanted:
                 _read_into(rows[view.param], view, reader, path)
     return True
@@ -162,10 +132,3 @@ def init_rows(model: PreTrainedModel, *, seed: int, device: torch.device) -> Non
         generator = torch.Generator(device=device).manual_seed(seed * 1_000_003 + index)
         whole = torch.empty(part.shape, device=device, dtype=torch.float32).normal_(0.0, std, generator=generator)
         part.tensor.copy_(whole[part.start : part.stop])
-
-
-def _open(path: Path) -> safe_open:
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"{path} cannot be read ({error}); it is damaged or truncated, download it again") from error

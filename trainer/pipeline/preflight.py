@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,15 +15,19 @@ from trainer.config.errors import ConfigurationError, Problem
 from trainer.config.estimators import traits_of
 from trainer.config.own_function import is_own, load_own
 from trainer.config.validate import estimator_problems
+from trainer.learner.errors import ModelError
+from trainer.learner.model_files import check_weights, is_drawn
 from trainer.pipeline.compose import make_source, why_engines_read_weights
 from trainer.pipeline.inputs import Inputs, check_engine_package, check_torchvision, load_inputs
 from trainer.pipeline.placement import Placement, check_cpus, check_fits, plan_placement
-from trainer.pipeline.resume import Resumed, find_resume, has_no_weights
+from trainer.pipeline.resume import Resumed, find_resume
 from weight_sync.device.base import Backend, DeviceError
 from weight_sync.device.select import build, get_backend
 
 if TYPE_CHECKING:
     from trainer.config.schema import RunConfig
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +61,7 @@ def preflight(cfg: RunConfig) -> Checked:
 
 
 def check_files(cfg: RunConfig, *, is_device_here: bool = True) -> tuple[Inputs, Resumed | None]:
-    """Check checkpoint, data, reward, and whether engines find the weights that they read.
+    """Check the files of models, checkpoint, data and reward.
 
     Args:
         is_device_here: as for `find_resume`.
@@ -64,10 +69,10 @@ def check_files(cfg: RunConfig, *, is_device_here: bool = True) -> tuple[Inputs,
     Raises:
         ConfigurationError, DataError: with what to do.
     """
+    _check_weights(cfg)  # first: whether they are drawn is part of what a checkpoint compares
     directory = Path(cfg.run_dir) / "checkpoints" if cfg.run_dir else None
     resumed = find_resume(cfg, directory, is_device_here=is_device_here)
     inputs = load_inputs(cfg)
-    _check_engine_weights(cfg)
     make_source(cfg, inputs, resumed)  # raises if the data does not go with its selection, or with the checkpoint
     return inputs, resumed
 
@@ -116,14 +121,38 @@ def check_agent(cfg: RunConfig) -> None:
         raise ConfigurationError([Problem(key="task.agent", got=cfg.task.agent, allowed=str(error))]) from error
 
 
-def _check_engine_weights(cfg: RunConfig) -> None:
-    """Raises ConfigurationError if engines would load weights that are made from the seed: theirs would be others."""
-    key = why_engines_read_weights(cfg)
-    if key is None or not has_no_weights(cfg.model.path):
+def tell_weights(cfg: RunConfig) -> None:
+    """Logs where the weights of the policy come from."""
+    model = cfg.model
+    log.info("weights: %s", f"drawn from seed {cfg.seed}" if model.random_weights else f"read from {model.path}")
+
+
+def _check_weights(cfg: RunConfig) -> None:
+    """Models in directories are checked here; those of the hub when the learner has them, since they may be large.
+
+    Raises:
+        ConfigurationError: a directory has no weights and they are not to be drawn, or has some that would not be
+            read; or engines would load weights that are drawn: theirs would be others.
+    """
+    model, also = cfg.model, "model.random_weights"
+    paths = {"model.path": model.path} | ({} if cfg.critic.path is None else {"critic.path": cfg.critic.path})
+    for key, path in paths.items():
+        directory = Path(path).expanduser()
+        if not directory.is_dir():
+            continue
+        try:
+            check_weights(directory, is_drawn=is_drawn(model, path))
+        except ModelError as error:
+            raise ConfigurationError([Problem(key=key, got=path, allowed=str(error), also=(also,))]) from error
+    if not model.random_weights:
         return
-    allowed = f"must be a directory with weights: with {key} engines load them, and this one has a config alone"
-    do = "save the weights there (save_pretrained), or name another model"
-    raise ConfigurationError([Problem(key="model.path", got=cfg.model.path, allowed=allowed, do=do, also=(key,))])
+    if not Path(model.path).expanduser().is_dir():
+        allowed = f"must be the directory of a config without weights with {also}=true, which draws them"
+        raise ConfigurationError([Problem(key="model.path", got=model.path, allowed=allowed, also=(also,))])
+    if key := why_engines_read_weights(cfg):
+        allowed = f"must be a directory with weights: with {key} engines load them, and this one has a config alone"
+        do = "save the weights there (save_pretrained), or name another model"
+        raise ConfigurationError([Problem(key="model.path", got=model.path, allowed=allowed, do=do, also=(key, also))])
 
 
 def _backend(cfg: RunConfig) -> Backend:

@@ -31,7 +31,7 @@ from trainer.pipeline.evaluation_runs import evaluate_at_start
 from trainer.pipeline.inputs import ensure_model, tell_inputs
 from trainer.pipeline.keeper import EngineKeeper, leave_out
 from trainer.pipeline.placement import RESTARTED
-from trainer.pipeline.preflight import Checked, look_again, preflight
+from trainer.pipeline.preflight import Checked, look_again, preflight, tell_weights
 from trainer.pipeline.resume import Checkpointer, take_over, tell_resumed
 from trainer.pipeline.starting import start_actors, start_phase
 from trainer.pipeline.state import RunState
@@ -78,6 +78,7 @@ def run(cfg: RunConfig, *, started_at: float) -> int:
     with telemetry.claimed_run_dir(cfg, console) as run_dir:
         checked = look_again(cfg, checked, run_dir.checkpoints)
         tell_inputs(cfg, checked.inputs)
+        tell_weights(cfg)
         if checked.resumed is not None:
             tell_resumed(cfg, checked.resumed)
             state.load_state_dict(checked.resumed.state["run"])

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DeepseekV3Config
 
-from tests.fakes.learner import TINY, make_learner, process_group, run_config, save_tiny, weights
+from tests.fakes.learner import TINY, drawn_config, make_learner, process_group, run_config, save_tiny, weights
 from trainer.config.dump import dump_yaml
 from trainer.config.schema.model import LoraConfig
 from trainer.export import main
@@ -129,11 +129,22 @@ def test_adapters_over_a_model_from_the_seed_are_refused(tmp_path: Path, capsys:
     for weights_file in model.glob("*.safetensors"):
         weights_file.unlink()
     cfg = run_config(model)
-    save(replace(cfg, model=replace(cfg.model, lora=LoraConfig(rank=4))), tmp_path / "run", 5)
+    save(replace(cfg, model=replace(cfg.model, random_weights=True, lora=LoraConfig(rank=4))), tmp_path / "run", 5)
     assert "has no weights: below its adapters the run had a model" in refusal(
         capsys, tmp_path / "run", tmp_path / "out"
     )
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_whose_first_weights_were_drawn_is_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = save_tiny(tmp_path / "model")
+    (model / "model.safetensors").unlink()
+    cfg = drawn_config(model)
+    save(cfg, tmp_path / "run", 5)
+    assert main([str(tmp_path / "run"), str(tmp_path / "out")]) == 0, capsys.readouterr().err
+    assert exported_step(tmp_path / "out") == 5
+    assert make_learner(cfg).load(tmp_path / "run" / "checkpoints" / "step_5") == 5
+    make_learner(run_config(tmp_path / "out"))  # has weights of its own
 
 
 def test_what_is_no_checkpoint_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

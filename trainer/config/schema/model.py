@@ -35,6 +35,10 @@ class ModelConfig:
         is_path=True,
     )
     tokenizer_path: str = key("", "Directory or hub name of the tokenizer; empty means `model.path`.", is_path=True)
+    random_weights: bool = key(
+        False,
+        "Draw the weights from `seed`: `model.path` has a config and no weights. For tests and benchmarks.",
+    )
     trust_remote_code: bool = key(False, "Run Python code that comes with the model or tokenizer.")
     rollout_dtype: DType = key("bfloat16", "Type of the weights in the engine, and of what weight sync moves.")
     compute_dtype: Literal["float32", "bfloat16"] = key(

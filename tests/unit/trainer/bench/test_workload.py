@@ -21,6 +21,7 @@ from trainer.bench.workload import (
     write_inputs,
 )
 from trainer.config.convert import to_run_config
+from trainer.learner.model_files import check_weights
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -118,7 +119,8 @@ def test_no_end_token_and_no_weights_are_in_the_model_directory(tmp_path: Path, 
     model, _ = write_inputs(workload(name, is_tiny=True), tmp_path)
     config = json.loads((model / "config.json").read_text())
     assert config["eos_token_id"] is None
-    assert not list(model.glob("*.safetensors"))
+    check_weights(model, is_drawn=True)
+    assert run_config(workload(name, is_tiny=True), model, model)["model"]["random_weights"]
 
 
 @pytest.mark.parametrize("is_tiny", [True, False])

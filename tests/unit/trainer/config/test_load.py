@@ -86,6 +86,8 @@ def test_async_mode_with_staleness_zero_is_allowed() -> None:
 def test_scientific_notation_is_a_number_on_the_command_line_and_in_yaml(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("defaults: [tiny, _self_]\nlearner:\n  lr: 1e-6\n  eps: 2E-8\n")
     assert load_config(["learner.lr=1e-3"]).learner.lr == 1e-3
+    steps = load_config(["trainer.total_steps=1e3"]).trainer.total_steps
+    assert (steps, type(steps)) == (1000, int)
     config = load_config(["--config-dir", str(tmp_path), "--config-name", "mine"])
     assert (config.learner.lr, config.learner.eps) == (1e-6, 2e-8)
 

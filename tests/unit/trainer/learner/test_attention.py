@@ -74,7 +74,11 @@ def test_what_is_not_computed_is_refused() -> None:
     layout = padded_layout(np.array([0, 2]), CPU)
     with pytest.raises(ModelError, match="attention with softcap"):
         packed_attention(module, heads, heads, heads, None, packed=layout, softcap=30.0)
-    with pytest.raises(ModelError, match="needs packed="):
+    with pytest.raises(ModelError, match=r"with attention_mask, .* use Qwen2"):
+        packed_attention(module, heads, heads, heads, torch.zeros(2, 2), packed=layout)
+    with pytest.raises(ModelError, match="values of size 3 and keys of size 4"):
+        packed_attention(module, heads, heads, heads[..., :3], None, packed=layout)
+    with pytest.raises(ModelError, match="was not given packed="):
         packed_attention(module, heads, heads, heads, None)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import sys
 import time
 from dataclasses import replace
@@ -17,7 +18,9 @@ from rollout.errors import DataError
 from trainer.bench.workload import workload, write_inputs
 from trainer.config.errors import ConfigurationError
 from trainer.config.load import load_config
+from trainer.learner.checkpoint import begin, commit
 from trainer.pipeline import inputs, preflight, run
+from trainer.pipeline.resume import origin
 from weight_sync.device.select import build
 
 if TYPE_CHECKING:
@@ -169,13 +172,52 @@ def test_an_unusable_device_is_a_configuration_error() -> None:
 @pytest.mark.parametrize("key", ["model.lora.rank=8", "+rollout.engine_args.speculative_config={method: ngram}"])
 def test_engines_that_load_weights_need_a_model_that_has_them(key: str, tmp_path: Path) -> None:
     write_inputs(workload("w1", is_tiny=True), tmp_path)
-    overrides = [f"model.path={tmp_path / 'model'}", "mode=async"]
-    preflight.preflight(tiny(*overrides))  # weights from the seed come with the first version
+    overrides, drawn = [f"model.path={tmp_path / 'model'}", "mode=async"], "model.random_weights=true"
+    preflight.preflight(tiny(*overrides, drawn))  # weights from the seed come with the first version
     with pytest.raises(ConfigurationError, match="has a config alone") as caught:
-        preflight.preflight(tiny(*overrides, key))
+        preflight.preflight(tiny(*overrides, drawn, key))
     assert key.partition("=")[0].lstrip("+") in str(caught.value)
     (tmp_path / "model" / "pytorch_model.bin").touch()
     preflight.preflight(tiny(*overrides, key))
+
+
+def test_weights_are_drawn_only_where_that_is_asked_for_and_none_are_there(tmp_path: Path) -> None:
+    model, critic = tmp_path / "model", tmp_path / "critic"
+    write_inputs(workload("w1", is_tiny=True), tmp_path)
+    shutil.copytree(model, critic)
+    path, drawn = f"model.path={model}", "model.random_weights=true"
+    with pytest.raises(ConfigurationError, match=r"has no weights \(found \['chat_template") as caught:
+        preflight.preflight(tiny(path))
+    assert caught.value.problems[0].key == "model.path"
+    preflight.preflight(tiny(path, drawn))
+    of_critic = ("algorithm=ppo", f"critic.path={critic}")
+    with pytest.raises(ConfigurationError, match="has no weights") as caught:
+        preflight.preflight(tiny(path, drawn, *of_critic))
+    assert caught.value.problems[0].key == "critic.path", "it is the policy that is drawn"
+    preflight.preflight(tiny(path, drawn, "algorithm=ppo", f"critic.path={model}"))
+    (model / "pytorch_model.bin").touch()
+    with pytest.raises(ConfigurationError, match=r"has weights, which model\.random_weights=true would not read"):
+        preflight.preflight(tiny(path, drawn))
+    for elsewhere in ("builtin:tiny", "owner/name"):
+        with pytest.raises(ConfigurationError, match="must be the directory of a config without weights"):
+            preflight.check_files(tiny(f"model.path={elsewhere}", drawn))
+
+
+def test_missing_weights_are_told_before_what_a_checkpoint_says_of_the_seed(tmp_path: Path) -> None:
+    write_inputs(workload("w1", is_tiny=True), tmp_path)
+    cfg = tiny(f"model.path={tmp_path / 'model'}", "algorithm.kl.coef=0.1", "model.random_weights=true", "run_dir=run")
+    tmp = begin(tmp_path / "run" / "checkpoints", 5)
+    commit(tmp, {"run": {"step": 5}, "buffer": {"prompts": []}, "origin": origin(cfg)})
+    with pytest.raises(ConfigurationError, match="has no weights"):
+        preflight.check_files(replace(cfg, model=replace(cfg.model, random_weights=False)))
+
+
+def test_where_weights_come_from_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    cfg = tiny("model.path=here", "seed=3")
+    with caplog.at_level("INFO"):
+        preflight.tell_weights(cfg)
+        preflight.tell_weights(replace(cfg, model=replace(cfg.model, random_weights=True)))
+    assert caplog.messages == ["weights: read from here", "weights: drawn from seed 3"]
 
 
 def test_the_built_in_model_name_becomes_its_directory(tmp_path: Path) -> None:

@@ -48,19 +48,34 @@ def model_directory(path: Path, config: Qwen2Config) -> Path:
     return path
 
 
+def drawn(model: Path) -> tuple[str, str]:
+    """Overrides that name such a directory."""
+    return f"model.path={model}", "model.random_weights=true"
+
+
 def test_a_plan_is_printed_and_nothing_is_started(tmp_path: Path, run_trainer: Callable[..., Any]) -> None:
     model = model_directory(tmp_path / "model", KINDS["qwen2"]())
     before = sorted(tmp_path.rglob("*"))
-    code, out, err = run_trainer("--dry-run", f"model.path={model}", "mode.max_staleness=2")
+    code, out, err = run_trainer("--dry-run", *drawn(model), "mode.max_staleness=2")
     assert code == 0, err
     assert "(2 + 1) x 64 = 192 groups" in out
     assert "arenas of weight sync (2 slots)" in out
     assert sorted(tmp_path.rglob("*")) == before, "a dry run leaves nothing behind"
 
 
+@pytest.mark.parametrize("options", [("--dry-run",), ("--dry-run", "--device-memory-gib", "80")])
+def test_weights_that_are_missing_are_refused_unless_they_are_to_be_drawn(
+    tmp_path: Path, run_trainer: Callable[..., Any], options: tuple[str, ...]
+) -> None:
+    model = model_directory(tmp_path / "model", KINDS["qwen2"]())
+    code, out, err = run_trainer(*options, f"model.path={model}")
+    assert (code, out) == (2, "")
+    assert "has no weights (found ['chat_template.jinja', 'config.json'" in err and "model.random_weights=true" in err
+
+
 def test_the_objective_is_told_before_anything_is_started(tmp_path: Path, run_trainer: Callable[..., Any]) -> None:
     model = model_directory(tmp_path / "model", KINDS["qwen2"]())
-    _, out, err = run_trainer("--dry-run", f"model.path={model}", "algorithm=ppo", "correction=tis")
+    _, out, err = run_trainer("--dry-run", *drawn(model), "algorithm=ppo", "correction=tis")
     assert out.startswith("objective: gae(gae_gamma=1, gae_lambda=1), whitened -> ppo_clip("), err
     assert "clamp [..2]" in out
     assert "critic: own backbone, lr " in out
@@ -70,7 +85,7 @@ def test_what_cannot_fit_ends_with_code_2_after_the_plan(tmp_path: Path, run_tra
     large = Qwen2Config(vocab_size=128, hidden_size=4096, intermediate_size=16384, num_hidden_layers=32)
     model = model_directory(tmp_path / "model", large)
     short = ("learner.max_tokens_per_micro_batch=1024", "learner.activation_checkpointing=true")
-    code, out, err = run_trainer("--dry-run", "--device-memory-gib", "24", f"model.path={model}", *short)
+    code, out, err = run_trainer("--dry-run", "--device-memory-gib", "24", *drawn(model), *short)
     assert code == 2
     assert "Per learner device" in out
     assert "learner.num_ranks" in err
@@ -128,7 +143,7 @@ ELSEWHERE = ("--dry-run", "--device-memory-gib", "80")
 def test_who_sits_where_is_part_of_the_placement(tmp_path: Path, run_trainer: Callable[..., Any]) -> None:
     model = model_directory(tmp_path / "model", KINDS["qwen2"]())
     sizes = ("learner.num_ranks=8", "rollout.num_replicas=8", "rollout.tensor_parallel_size=2")
-    code, out, err = run_trainer(*ELSEWHERE, "--nodes", "8,8,8", f"model.path={model}", *sizes)
+    code, out, err = run_trainer(*ELSEWHERE, "--nodes", "8,8,8", *drawn(model), *sizes)
     assert code == 0, err
     placement = out.partition("\nPlacement\n")[2].partition("\n\n")[0]
     assert placement.splitlines()[-4:] == [
@@ -137,7 +152,7 @@ def test_who_sits_where_is_part_of_the_placement(tmp_path: Path, run_trainer: Ca
         "  node 1 (8 devices): replica_0 (2), replica_2 (2), replica_4 (2), replica_6 (2); 0 free",
         "  node 2 (8 devices): replica_1 (2), replica_3 (2), replica_5 (2), replica_7 (2); 0 free",
     ]
-    _, silent, _ = run_trainer(*ELSEWHERE, f"model.path={model}", *sizes)
+    _, silent, _ = run_trainer(*ELSEWHERE, *drawn(model), *sizes)
     assert "node" not in silent
 
 
@@ -147,7 +162,7 @@ def test_given_nodes_are_a_cluster_that_is_joined_and_not_this_host(
     model = model_directory(tmp_path / "model", KINDS["qwen2"]())
     private_store = r"Object store of Ray, at most\n(  .*\n)*?  together .* of 0\.25 GiB"
     for nodes, is_private in (((), True), (("--nodes", "8"), False)):
-        code, out, err = run_trainer(*ELSEWHERE, *nodes, f"model.path={model}")
+        code, out, err = run_trainer(*ELSEWHERE, *nodes, *drawn(model))
         assert code == 0, err
         assert bool(re.search(private_store, out)) == is_private
 
@@ -155,7 +170,7 @@ def test_given_nodes_are_a_cluster_that_is_joined_and_not_this_host(
 def test_what_cannot_be_seated_ends_with_code_2_after_the_plan(tmp_path: Path, run_trainer: Callable[..., Any]) -> None:
     model = model_directory(tmp_path / "model", KINDS["qwen2"]())
     sizes = ("learner.num_ranks=2", "rollout.num_replicas=1", "rollout.tensor_parallel_size=4")
-    code, out, err = run_trainer(*ELSEWHERE, "--nodes", "3,3", f"model.path={model}", *sizes)
+    code, out, err = run_trainer(*ELSEWHERE, "--nodes", "3,3", *drawn(model), *sizes)
     assert code == 2
     assert "Per learner device" in out
     assert "node 0 (" not in out
@@ -165,7 +180,7 @@ def test_what_cannot_be_seated_ends_with_code_2_after_the_plan(tmp_path: Path, r
 def test_a_pairing_that_cannot_be_is_refused_once(tmp_path: Path, run_trainer: Callable[..., Any]) -> None:
     model = model_directory(tmp_path / "model", KINDS["qwen2"]())
     sizes = ("mode=colocated", "learner.num_ranks=3", "rollout.num_replicas=2")
-    code, _, err = run_trainer(*ELSEWHERE, "--nodes", "8", f"model.path={model}", *sizes)
+    code, _, err = run_trainer(*ELSEWHERE, "--nodes", "8", *drawn(model), *sizes)
     assert code == 2
     assert "1 problem in the configuration" in err
     assert err.count("every device has one learner rank and one engine worker") == 1
@@ -174,7 +189,7 @@ def test_a_pairing_that_cannot_be_is_refused_once(tmp_path: Path, run_trainer: C
 def test_processes_on_a_cpu_are_not_seated_by_devices(tmp_path: Path, run_trainer: Callable[..., Any]) -> None:
     model = model_directory(tmp_path / "model", KINDS["qwen2"]())
     for options in (("--dry-run",), ELSEWHERE):
-        code, out, err = run_trainer(*options, "--nodes", "8,8", f"model.path={model}", "device=cpu")
+        code, out, err = run_trainer(*options, "--nodes", "8,8", *drawn(model), "device=cpu")
         assert (code, out) == (2, "")
         assert "--nodes = 8,8\n    counts accelerators, and the device is cpu" in err
 
@@ -199,7 +214,7 @@ def test_what_a_run_would_refuse_is_refused_for_devices_elsewhere_too(
     columns = ("task.train_path=./rows.jsonl", "task.prompt_column=q", "task.answer_column=a")
     silent = ("task.eval_path=", "trainer.eval_every=0", "trainer.stop_at_accuracy=null")
     for options in (("--dry-run",), ELSEWHERE):
-        code, out, err = run_trainer(*options, f"model.path={model}", *columns, *silent, *overrides)
+        code, out, err = run_trainer(*options, *drawn(model), *columns, *silent, *overrides)
         assert (code, out) == (2, "")
         assert words in " ".join(err.split())
 
@@ -213,9 +228,9 @@ def save_checkpoint(run_dir: Path, state: dict[str, Any]) -> Path:
 def test_a_run_on_devices_elsewhere_goes_on_from_a_checkpoint_of_their_kind(
     tmp_path: Path, run_trainer: Callable[..., Any]
 ) -> None:
-    """Nothing here can tell which kind of device that is; the model has no weights, so they are drawn on it."""
+    """Nothing here can tell which kind of device that is, and weights are drawn on it."""
     model = model_directory(tmp_path / "model", KINDS["qwen2"]())
-    keys = (f"model.path={model}", "algorithm.kl.coef=0.1")
+    keys = (*drawn(model), "algorithm.kl.coef=0.1")
     cfg, problems = resolve(parse(list(keys)))
     assert not problems
     source = training_source(cfg, load_inputs(cfg).train).state_dict()
@@ -232,7 +247,7 @@ def test_a_run_on_devices_elsewhere_goes_on_from_a_checkpoint_of_their_kind(
 
 def test_the_mean_of_the_answers_comes_from_the_command_line(tmp_path: Path, run_trainer: Callable[..., Any]) -> None:
     model = model_directory(tmp_path / "model", KINDS["qwen2"]())
-    code, out, err = run_trainer("--dry-run", "--response-tokens", "5", f"model.path={model}")
+    code, out, err = run_trainer("--dry-run", "--response-tokens", "5", *drawn(model))
     assert code == 0, err
     assert "5 tokens, on average" in out
 
@@ -240,7 +255,7 @@ def test_the_mean_of_the_answers_comes_from_the_command_line(tmp_path: Path, run
 def test_the_mean_of_the_answers_reaches_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = model_directory(tmp_path / "model", KINDS["qwen2"]())
     evaluation = ("trainer.eval_samples=64", "trainer.eval_temperature=1.0")
-    overrides = (f"model.path={model}", "rollout.max_response_tokens=12", *evaluation)
+    overrides = (*drawn(model), "rollout.max_response_tokens=12", *evaluation)
     cfg, problems = resolve(parse(["--dry-run", *overrides]))
     assert not problems
     num_held_out = len(load_inputs(cfg).evaluation)
