@@ -51,7 +51,13 @@ class EngineContext(ForkServerContext):
 
 
 def begin_imports() -> None:
-    """Start the server, if there is none yet. Does not wait for its imports."""
+    """Start the server, if there is none yet. Does not wait for its imports.
+
+    Its socket lies where those of vLLM do, if the run has set that: this process ends by a kill, and would leave one in
+    the temporary directory.
+    """
+    if folder := os.environ.get("VLLM_RPC_BASE_PATH"):
+        multiprocessing.current_process()._config["tempdir"] = folder  # pyright: ignore[reportAttributeAccessIssue]
     multiprocessing.set_forkserver_preload(list(PRELOAD))
     forkserver.ensure_running()
 

@@ -127,9 +127,10 @@ class Driver:
 
     def _interrupt(self, work: asyncio.Task[None]) -> None:
         """First Ctrl-C: end after this step, with a checkpoint. Second, or before training: end now."""
-        before, self._interrupted_at = self._interrupted_at, asyncio.get_running_loop().time()
-        if self._interrupted_at - before < SAME_SIGNAL_S:
+        now = asyncio.get_running_loop().time()
+        if now - self._interrupted_at < SAME_SIGNAL_S:
             return
+        self._interrupted_at = now
         if self._is_training and not self._state.stop_requested.is_set():
             log.warning("interrupted: finishing this step and saving; interrupt again to stop at once")
             self._state.stop("interrupted")
@@ -150,8 +151,8 @@ class Driver:
             try:
                 await self._with_cluster(model)
             finally:
-                failed = self._state.stop_reason not in ("interrupted", "accuracy_reached", "completed")
-                logs = self._telemetry.run_dir.path / "actor_logs" if failed else None
+                is_orderly = self._state.stop_reason in ("accuracy_reached", "completed")
+                logs = None if is_orderly else self._telemetry.run_dir.path / "actor_logs"
                 await asyncio.to_thread(cluster.stop, keep_logs_in=logs)
         finally:
             model.cancel()

@@ -49,9 +49,18 @@ if __name__ == "__main__":
 def start(tmp_path: Path) -> subprocess.Popen[bytes]:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
+    folders = {"TMPDIR": tmp_path / "tmp", "VLLM_RPC_BASE_PATH": tmp_path / "sockets"}
+    for folder in folders.values():
+        folder.mkdir()
     return subprocess.Popen(
         [sys.executable, str(program), str(tmp_path / "told")],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "REMOVED": "1", "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            **{k: str(v) for k, v in folders.items()},
+            "PYTHONPATH": str(ROOT),
+            "REMOVED": "1",
+            "OMP_NUM_THREADS": "1",
+        },
     )
 
 
@@ -89,6 +98,8 @@ def test_a_forked_process_has_the_imports_of_the_server_and_the_environment_of_i
     owner.wait()
     wait_until(lambda: is_gone(found["server"]), "the server outlived its owner")
     wait_until(lambda: is_gone(found["pid"]), "what the server had forked outlived it")
+    assert list((tmp_path / "tmp").iterdir()) == [], "what a killed process leaves lies in the folder of the run"
+    assert len(list((tmp_path / "sockets").iterdir())) == 1
 
 
 def test_vllm_is_given_the_context_once_and_its_own_function_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:
