@@ -77,10 +77,9 @@ def _act(line: CommandLine, started_at: float) -> int:
 def _show(line: CommandLine, started_at: float) -> int:
     """An action that only writes to stdout, whose reader may have seen enough and be gone, such as `head`."""
     try:
-        try:
-            return _act(line, started_at)
-        finally:
-            sys.stdout.flush()
+        code = _act(line, started_at)
+        sys.stdout.flush()
+        return code
     except BrokenPipeError:
         # At its end Python flushes stdout once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
+import threading
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,8 +20,13 @@ class CallEnded(Exception):
     """The process of a call ended before the call did."""
 
 
+class CallTooLong(CallEnded):
+    """It had used up its processor time."""
+
+
 class LimitedCalls:
-    """A function with a limit for each call. Not for threads: the process is forked, at the first call.
+    """A function with a limit for each call. Calls of several threads come one after the other. The process is forked,
+    at the first call.
 
     Example:
         calls = LimitedCalls(compare, cpu_s=3.0)
@@ -31,29 +37,42 @@ class LimitedCalls:
         """Starts nothing yet. `cpu_s` is processor time of one call, so what else the host does has no part in it."""
         self._function, self._cpu_s = function, cpu_s
         self._running: tuple[Any, Connection] | None = None
+        self._lock = threading.Lock()
 
     def __call__(self, *args: object) -> Any:
         """What the function returns or raises. Waits for as long as the process lives, so `cpu_s` of work at most.
 
         Raises:
-            CallEnded: the call took longer, or crashed. The next one has a new process.
+            CallTooLong: the call used up its time. The next one has a new process, as after `CallEnded`.
+            CallEnded: the process crashed.
         """
-        if self._running is None or not self._running[0].is_alive():
-            self._running = self._start()
-        process, pipe = self._running
-        try:
-            pipe.send(args)
-            outcome = pipe.recv()
-        except (EOFError, OSError) as error:
-            pipe.close()
-            process.join()
-            self._running = None
-            is_late = process.exitcode == -signal.SIGPROF
-            how = f"took longer than {self._cpu_s:g} s" if is_late else f"ended with exit code {process.exitcode}"
-            raise CallEnded(f"the process of the call {how}") from error
+        with self._lock:
+            if self._running is None or not self._running[0].is_alive():
+                self._running = self._start()
+            outcome = self._exchange(*self._running, args)
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
+
+    def _exchange(self, process: Any, pipe: Connection, args: tuple[object, ...]) -> object:
+        try:
+            pipe.send(args)
+            return pipe.recv()
+        except (EOFError, OSError) as error:
+            self._drop(process, pipe)
+            if process.exitcode == -signal.SIGPROF:
+                raise CallTooLong(f"the process of the call took longer than {self._cpu_s:g} s") from error
+            raise CallEnded(f"the process of the call ended with exit code {process.exitcode}") from error
+        except BaseException:
+            # As an alarm of the caller: the next call must not find the outcome of this one.
+            process.kill()
+            self._drop(process, pipe)
+            raise
+
+    def _drop(self, process: Any, pipe: Connection) -> None:
+        pipe.close()
+        process.join()
+        self._running = None
 
     def _start(self) -> tuple[Any, Connection]:
         context = multiprocessing.get_context("fork")  # what is imported and cached here is there at once
@@ -78,4 +97,7 @@ class LimitedCalls:
             except Exception as error:  # noqa: BLE001 - it is raised where the call was made
                 outcome = error
             signal.setitimer(signal.ITIMER_PROF, 0.0)
-            requests.send(outcome)
+            try:
+                requests.send(outcome)
+            except Exception as error:  # noqa: BLE001 - whatever keeps it from being pickled; nothing was sent
+                requests.send(RuntimeError(f"{outcome!r:.200} cannot be passed on: {error}"))

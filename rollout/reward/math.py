@@ -6,11 +6,12 @@ Imported by reward processes only: sympy takes a second to import, and some expr
 from __future__ import annotations
 
 import logging
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-from rollout.reward.limited import CallEnded, LimitedCalls
+from rollout.reward.limited import CallTooLong, LimitedCalls
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,20 +32,22 @@ def score(*, prompt: str, response: str, answer: str, metadata: Mapping[str, obj
 
     Raises:
         ValueError: `answer` holds nothing that can be compared with, or nothing that can be within that time.
+        CallEnded: the process that compares crashed, which says nothing of the response.
     """
     del prompt, metadata
     try:
         return 1.0 if _compare(answer, response) else 0.0
-    except CallEnded:
+    except CallTooLong:
         _refuse_endless(answer)
         return 0.0
 
 
+@lru_cache(maxsize=4096)
 def _refuse_endless(answer: str) -> None:
     """Raises ValueError if it takes as long whatever the response says."""
     try:
         _compare(answer, f"{_BOX}{{0}}")
-    except CallEnded as error:
+    except CallTooLong as error:
         raise ValueError(f"the answer {answer!r:.80} cannot be evaluated: {error}; check task.answer_column") from error
 
 

@@ -18,7 +18,7 @@ MAX_LINE = 500
 _TELLS = "tells_its_cause"
 _LOG_NOTE = "the traceback is in "
 _TRACEBACK = "Traceback (most recent call last):"
-_RAISED = re.compile(r"(?:\w+\.)*(?P<type>[^\W\d]\w*)(?:: |:?$)")
+_RAISED = re.compile(r"(?:(?:\w+|<locals>)\.)*(?P<type>[^\W\d]\w*)(?:: |:?$)")
 """The line behind the frames of a traceback, which are indented."""
 _LINK = "For further information visit "
 """Pydantic ends the text of an error with a link to what its kind means."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainer.config.conflicts import conflict, ineffective
-from trainer.config.loss_keys import UNBOUNDED_LOSSES
+from trainer.config.loss_keys import LOSSES_WITHOUT_RATIO, UNBOUNDED_LOSSES
 from trainer.config.own_function import is_own
 
 if TYPE_CHECKING:
@@ -59,7 +59,8 @@ def truncation_problems(config: RunConfig) -> Iterator[Problem]:
     rollout, acts = config.rollout, _acts_on_ratio(config)
     if acts is None:
         return
-    why = f"among fewer tokens equal weights have a ratio of learner to engine below 1, and {acts} acts on that"
+    does = "has none" if config.algorithm.loss in LOSSES_WITHOUT_RATIO else "acts on that"
+    why = f"among fewer tokens equal weights have a ratio of learner to engine below 1, and {acts} {does}"
     other = "or algorithm.loss=importance_sampling with no bounds on the ratio but upper ones"
     if rollout.top_p < 1:
         yield conflict(config, "rollout.top_p", f"must be 1: {why}", f"use 1, {other}", acts.partition("=")[0])

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _BEGIN = "began_at"
-"""File in `run_dir/checkpoints`: the path of the checkpoint that `checkpoint.resume` named when the run went on from
-it. The same command once more, as of a job that is requeued, goes on from what came of it."""
+"""File in `run_dir/checkpoints`: the checkpoints, a line each, that `checkpoint.resume` named when the run went on from
+them. The same command once more, as of a job that is requeued, goes on from what came of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,15 +107,20 @@ def take_over(cfg: RunConfig, run_dir: RunDir, resumed: Resumed | None) -> None:
         aside = run_dir.checkpoints / checkpoint.ABANDONED
         log.warning("not on the way to %s, and moved to %s: %s", resumed.path.name, aside, names)
     if cfg.checkpoint.resume != "auto":
-        # Behind `abandon`: what is the newest from here on came of this one.
-        write_atomically(begin, f"{Path(cfg.checkpoint.resume).resolve()}\n")
+        # Behind `abandon`: what is the newest from here on came of this one, and of those that it came of itself.
+        before = _begins(begin) if _is_same(str(resumed.path.parent), run_dir.checkpoints) else []
+        named = str(Path(cfg.checkpoint.resume).resolve())
+        write_atomically(begin, "".join(f"{path}\n" for path in [*before, *([] if named in before else [named])]))
     cut_records(run_dir, after_step=resumed.step)
 
 
 def _came_of(wanted: str, latest: Path) -> bool:
     """Whether the run went on from `wanted` on its way to `latest`; it may be gone by now."""
-    begin = latest.parent / _BEGIN
-    return begin.exists() and _is_same(wanted, begin.read_text(encoding="utf-8").strip())
+    return any(_is_same(wanted, path) for path in _begins(latest.parent / _BEGIN))
+
+
+def _begins(file: Path) -> list[str]:
+    return file.read_text(encoding="utf-8").splitlines() if file.exists() else []
 
 
 def _is_same(path: str, other: str | Path) -> bool:

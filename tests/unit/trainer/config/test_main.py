@@ -204,6 +204,7 @@ def test_one_line_is_one_line_and_ends_somewhere() -> None:
     carried = "worker:\nTraceback (most recent call last):\n  x\n"
     assert one_line(RuntimeError(carried + "errors.OSError: gone\nat 3")) == "OSError: gone at 3"
     assert one_line(RuntimeError(carried + "KeyError\n")) == "KeyError"
+    assert one_line(RuntimeError(carried + "mine.reward.<locals>.Odd: hi")) == "Odd: hi"
     assert one_line(RuntimeError(carried + "(pid=3) OSError: gone")) == "RuntimeError: (pid=3) OSError: gone"
     assert one_line(AssertionError()) == "AssertionError"
     assert len(one_line(ValueError("x" * 10_000))) < 600

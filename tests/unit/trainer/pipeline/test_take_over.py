@@ -188,6 +188,17 @@ def test_the_same_command_goes_on_from_what_came_of_the_checkpoint_that_it_names
     assert start.trained_from[3:] == [20, 20]
 
 
+def test_a_step_back_on_the_way_leaves_the_first_command_where_it_was(start: Start, tmp_path: Path) -> None:
+    branch = {"checkpoint": {"resume": str(save(tmp_path / "other", 10))}}
+    start(**branch)
+    for step in (20, 30):
+        save(start.checkpoints, step)
+    start(checkpoint={"resume": str(start.checkpoints / "step_20")})
+    start(**branch)
+    assert start.trained_from == [10, 20, 20]
+    assert start.seen_by_training["abandoned"] == ["step_30"]
+
+
 def test_another_branch_or_one_whose_checkpoints_are_gone_begins_where_it_is_told(start: Start, tmp_path: Path) -> None:
     one, two = (save(tmp_path / name, 10) for name in ("one", "two"))
     start(checkpoint={"resume": str(one)})
