@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -139,13 +140,17 @@ def without_loss() -> MicroBatch:
 
 @contextlib.contextmanager
 def process_group(store_file: Path, *, rank: int = 0, world_size: int = 1) -> Iterator[None]:
-    """A gloo group that meets in a file."""
+    """A gloo group that meets in a file.
+
+    DTensor keeps groups of the thread in a cache, whose end in a forked child joins threads that are not there.
+    """
     torch.set_num_threads(1)
     store = dist.FileStore(str(store_file), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     try:
         yield
     finally:
+        _clear_sharding_prop_cache()
         dist.destroy_process_group()
 
 
