@@ -48,8 +48,7 @@ class PackedLayout(Protocol):
 class VarlenLayout:
     """For `torch.nn.attention.varlen` (half precision on devices that have the kernel).
 
-    For sequences longer than one of its tiles, the kernel's backward sums the gradient of the queries in an order that
-    is not fixed, so gradients repeat up to rounding only. The forward, and the gradients of keys and values, repeat.
+    Nothing promises that the kernel's backward repeats to the last bit, so two equal steps may differ by rounding.
     """
 
     cu_seqlens: Tensor

@@ -47,7 +47,7 @@ class PolicyLearner:
 
     The default process group must be open (`parallel.open_process_group`). On CPU the same seed, inputs and
     number of ranks give the same bits; other numbers of ranks differ by float32 rounding only. On accelerators
-    not every gradient repeats: see `VarlenLayout`.
+    gradients may differ by rounding: see `VarlenLayout`.
     """
 
     def __init__(

@@ -23,6 +23,7 @@ from rollout.prompts.readers import SourceSpec
 from rollout.prompts.source import PromptSet, eval_subset, load_prompts
 from rollout.reward.preflight import check_reward
 from rollout.reward.registry import BUILTIN_REWARDS, lookup
+from rollout.tokenizer import load_tokenizer
 from trainer.builtin import tiny_model
 from trainer.builtin.tokenizer import VOCABULARY_SIZE, build_tokenizer
 from trainer.config.errors import ConfigurationError, Problem
@@ -190,10 +191,9 @@ def _tokenizer(cfg: RunConfig) -> Any:
     if path == tiny_model.BUILTIN_TINY:
         return build_tokenizer()  # its directory may not be there yet
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=cfg.model.trust_remote_code)
+        return load_tokenizer(path, trust_remote_code=cfg.model.trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, StrictDataclassError) as error:
         key = "model.tokenizer_path" if cfg.model.tokenizer_path else "model.path"
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
