@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 import msgspec
 import zmq
 
+from weight_sync.decoding import decode_typed
 from weight_sync.errors import StaleEpoch, WeightSyncError
 from weight_sync.relay import RelayHandle  # noqa: TC001 - msgspec reads the annotations
 
@@ -304,7 +305,7 @@ class ControlServer:
             self._counts["unauthentic"] += 1
             return None
         try:
-            envelope = msgspec.msgpack.decode(payload, type=Envelope)
+            envelope = decode_typed(payload, Envelope)
         # Text that is no UTF-8 and unknown fields nested too deep fail with errors that are not msgspec's own.
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             self._counts["malformed"] += 1
@@ -335,7 +336,7 @@ class ControlServer:
         known = session.answers.get(envelope.request_id)
         if known is not None:
             self._counts["retried"] += 1
-            return msgspec.msgpack.decode(known, type=Answer)
+            return decode_typed(known, Answer)
         try:
             response = self._handler(envelope.sender, envelope.request)
         except (WeightSyncError, ValueError) as error:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from weight_sync.decoding import decode_typed
 from weight_sync.errors import PlanMismatch
 from weight_sync.geometry import TooScattered, dense_runs
 from weight_sync.plan_checks import DTYPE_BYTES, input_problems, manifest_problems
@@ -148,8 +149,8 @@ def manifest_from_bytes(data: bytes, *, max_bytes: int = MAX_MANIFEST_BYTES) -> 
     if len(data) > max_bytes:
         raise PlanMismatch(f"manifest has {len(data)} bytes, at most {max_bytes} are accepted; check who sent it")
     try:
-        return msgspec.msgpack.decode(data, type=Manifest)
-    except msgspec.DecodeError as error:
+        return decode_typed(data, Manifest)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise PlanMismatch(f"manifest of {len(data)} bytes cannot be decoded: {error}; do both sides match?") from error
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 import msgspec
 
 from weight_sync import errors
+from weight_sync.decoding import decode_typed
 from weight_sync.device.base import IpcHandle  # noqa: TC001 - msgspec reads the annotations
 from weight_sync.relay import RelayHandle  # noqa: TC001 - likewise
 from weight_sync.types import ParamMeta, ShardDesc  # noqa: TC001 - likewise
@@ -225,7 +226,7 @@ def decode(data: bytes, kind: type[T]) -> T:
         PlanMismatch: the bytes are not a `kind`; the parties run different versions of this package.
     """
     try:
-        return msgspec.msgpack.decode(data, type=kind)
+        return decode_typed(data, kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise errors.PlanMismatch(
             f"message is not a {kind.__name__}: {error}; learner and engine must run the same version of weight_sync"
