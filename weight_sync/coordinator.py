@@ -72,6 +72,8 @@ class SyncCoordinator:
         self._published: dict[int, list[PackReport]] = {}
         self._is_packing = False
         """The learners may be writing over the version that is published."""
+        self._is_linked = True
+        """Every worker knows whom to read from. Some that do not could wait for each other in a circle."""
         self._membership_lock = asyncio.Lock()
         """A sync and a change of membership wait for each other."""
 
@@ -149,6 +151,8 @@ class SyncCoordinator:
             raise WeightSyncError(f"version {version} is not published (published: {sorted(self._published)})")
         packs = self._published[version]  # a newer version may be published while this one waits or is on its way
         async with self._somebody_free() as members:
+            if not self._is_linked:
+                await self._relink()
             started = self._clock()  # after the wait
             results = await self._bring(members, version, started + self._options.timeout_s)
             if any(member.state != "live" for member in members):
@@ -251,11 +255,15 @@ class SyncCoordinator:
 
     async def _relink(self, members: Sequence[Member] | None = None) -> None:
         """After a change of membership; `members` only, as if there were no others, if they are given. Links only save
-        time: whoever misses them reads from the learners in the end, so a failure is logged and no more."""
+        time: whoever misses them reads from the learners in the end, so a failure is logged, and the next sync tries
+        again."""
+        is_whole = members is None
         if members is None:
             members = [member for member in self._members.values() if member.state == "live" and not member.num_leases]
+        was_linked, self._is_linked = self._is_linked, False
         try:
             await self._opener.link(self._opened(), members, self._clock() + LINK_S)
+            self._is_linked = is_whole or was_linked
         except (WeightSyncError, TimeoutError) as error:
             log.warning("not every worker learned whom to read from: %s", error)
 

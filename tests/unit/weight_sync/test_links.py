@@ -89,6 +89,33 @@ async def test_a_replica_whose_lease_ends_does_not_wait_for_neighbours_that_have
         await assert_step_without_stall(world, 4)
 
 
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_links_that_did_not_reach_everybody_are_sent_again_before_the_next_sync(
+    is_cancelled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(1, replicas_called(3), commit="staged") as world:
+        coordinator = world.coordinator
+        await world.step(1)
+        link, asked = coordinator._opener.link, list[list[str]]()
+
+        async def lose_one(agreement: Any, members: Any, give_up: float) -> None:
+            asked.append([member.name for member in members])
+            await link(agreement, members[:1], give_up)  # alone: from the learner
+            if len(asked) == 1:
+                raise asyncio.CancelledError if is_cancelled else TimeoutError("r1 did not answer")
+            await link(agreement, members, give_up)
+
+        monkeypatch.setattr(coordinator._opener, "link", lose_one)
+        if is_cancelled:
+            with pytest.raises(asyncio.CancelledError):
+                await coordinator._relink()
+        else:
+            await coordinator._relink()
+        for version in (2, 3):
+            await assert_step_without_stall(world, version)
+        assert asked == [["r0", "r1", "r2"]] * 2
+
+
 async def test_those_behind_a_replica_that_is_refused_a_version_hear_of_it(caplog: pytest.LogCaptureFixture) -> None:
     replicas = replicas_called(3)
     async with opened(1, replicas, commit="staged") as world:
