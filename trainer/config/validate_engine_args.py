@@ -37,14 +37,31 @@ _RELIED_ON = {
     "skip_tokenizer_init": "engines take and give tokens; text is made of them elsewhere",
     "load_format": "the first weights come by weight sync, or from files where that does not bring them",
     "disable_log_stats": "the load of engines is measured in its place",
+    "enable_eplb": "weight sync writes every expert where it lay at the start, and it would move them",
+    **dict.fromkeys(
+        ("hf_overrides", "hf_config_path"),
+        "the learner would not hear of it, and both must compute the same model; change the model's config.json",
+    ),
+    **dict.fromkeys(
+        ("logits_processors", "watermark_config"),
+        "off-policy correction needs tokens that are sampled from the distribution that the learner computes",
+    ),
 }
 REFUSED = {**{name: f"is set by {key}" for name, key in _OWN_KEYS.items()}, **_RELIED_ON}
 """Engine argument -> why it is not for `rollout.engine_args`."""
+_EXECUTORS = ("mp", "uni")
 
 
 def engine_args_problems(config: RunConfig) -> Iterator[Problem]:
-    """One for each argument that is ours to set."""
+    """One for each argument that is ours to set, or that breaks what a run stands on."""
     for name, value in config.rollout.engine_args.items():
+        if name == "distributed_executor_backend" and value not in _EXECUTORS:
+            yield Problem(
+                key="rollout.engine_args",
+                got=f"{name}: {value}",
+                allowed=f"{name} must be one of {', '.join(_EXECUTORS)}: an engine's workers are processes of its host",
+                do="leave it out",
+            )
         if name not in REFUSED:
             continue
         instead = _OWN_KEYS.get(name)

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from trainer.config.errors import Problem
     from trainer.config.schema.run import RunConfig
 
+MIN_TEMPERATURE = 0.01
+"""vLLM raises what is below, and not 0, to it; the learner would go on with the other."""
 _EVALUATION_KEYS = (
     "eval_samples", "eval_temperature", "eval_top_p", "eval_pass_k", "eval_pass_reward", "eval_blocking",
     "eval_timeout_s",
@@ -120,6 +122,9 @@ def evaluation_problems(config: RunConfig) -> Iterator[Problem]:
     if not beside and not config.mode.shares_devices:
         why = "only the last version is evaluated, when training is over"
         yield from ineffective(config, "trainer.eval_blocking", why, "trainer.eval_every")
+    if 0 < trainer.eval_temperature < MIN_TEMPERATURE:
+        allowed = f"must be 0 or at least {MIN_TEMPERATURE}: vLLM would sample at {MIN_TEMPERATURE}"
+        yield conflict(config, "trainer.eval_temperature", allowed, "use 0 for greedy answers")
     if trainer.eval_samples > 1 and trainer.eval_temperature == 0:
         allowed = "must be 1 with trainer.eval_temperature=0: greedy answers to one prompt are all the same"
         do = "use trainer.eval_temperature=1.0, or one sample"

@@ -14,7 +14,9 @@ class RolloutConfig:
     num_replicas: int = key(1, "Independent engines.", ge=1)
     tensor_parallel_size: int = key(1, "Devices per engine.", ge=1)
     num_workers: int = key(1, "Rollout worker processes (CPU) that drive the engines and run rewards.", ge=1)
-    temperature: float = key(1.0, "Sampling temperature of training rollouts.", gt=0)
+    temperature: float = key(
+        1.0, "Sampling temperature of training rollouts, in the range in which vLLM takes it as it is.", ge=0.01, le=2
+    )
     top_p: float = key(
         1.0,
         "Nucleus sampling of training rollouts. Below 1 equal weights have a ratio of learner to engine below 1, so "

@@ -22,7 +22,9 @@ class TrainerConfig:
     )
     eval_at_end: bool = key(True, "Evaluate the last version, also where `eval_every` does not.")
     eval_samples: int = key(1, "Answers per held-out prompt in an evaluation.", ge=1)
-    eval_temperature: float = key(0.0, "Sampling temperature of evaluations; 0 is greedy.", ge=0)
+    eval_temperature: float = key(
+        0.0, "Sampling temperature of evaluations: 0 is greedy, otherwise at least 0.01.", ge=0, le=2
+    )
     eval_top_p: float = key(1.0, "Nucleus sampling of evaluations; 1 is the whole vocabulary.", gt=0, le=1)
     eval_pass_k: int | None = key(
         None,

@@ -94,9 +94,13 @@ def test_scientific_notation_is_a_number_on_the_command_line_and_in_yaml(tmp_pat
 
 def test_open_sections_take_new_names_with_and_without_plus() -> None:
     config = load_config(
-        ["+rollout.engine_args.block_size=1", "rollout.engine_args.hf_overrides=[a,b]", "+device.env.OMP=1,2"]
+        [
+            "+rollout.engine_args.block_size=1",
+            "rollout.engine_args.cudagraph_capture_sizes=[1,2]",
+            "+device.env.OMP=1,2",
+        ]
     )
-    assert config.rollout.engine_args == {"block_size": 1, "hf_overrides": ["a", "b"]}
+    assert config.rollout.engine_args == {"block_size": 1, "cudagraph_capture_sizes": [1, 2]}
     assert config.device.env == {"OMP": "1,2"}
 
 
@@ -132,7 +136,7 @@ def test_a_folder_of_the_user_wins_and_can_add_group_options(tmp_path: Path) -> 
 
 def test_the_dumped_configuration_loads_to_the_same_configuration(tmp_path: Path) -> None:
     config = load_config(
-        ["algorithm=dapo", "+device.env.A=1", "learner.lr=3e-7", "+rollout.engine_args.hf_overrides={y: 1}"]
+        ["algorithm=dapo", "+device.env.A=1", "learner.lr=3e-7", "+rollout.engine_args.compilation_config={y: 1}"]
     )
     (tmp_path / "again.yaml").write_text(dump_yaml(config))
     assert load_config(["--config-dir", str(tmp_path), "--config-name", "again"]) == config

@@ -45,6 +45,10 @@ def test_what_has_a_key_of_its_own_is_refused_with_its_name(argument: str, value
         ("worker_extension_cls", "mine.Extension", "weight sync"),
         ("skip_tokenizer_init", False, "tokens"),
         ("load_format", "auto", "weight sync"),
+        ("enable_eplb", True, "expert"),
+        ("hf_overrides", {"rope_theta": 1}, "config.json"),
+        ("logits_processors", ["mine:Mask"], "distribution"),
+        ("distributed_executor_backend", "ray", "mp, uni"),
     ],
 )
 def test_what_the_run_relies_on_is_refused_with_the_reason(argument: str, value: object, why: str) -> None:
@@ -57,6 +61,7 @@ def test_every_wrong_argument_is_named_and_any_other_passes() -> None:
         "seed: 1", "load_format: auto", "enforce_eager: True",
     ]  # fmt: skip
     free = {"quantization": "fp8", "kv_cache_dtype": "fp8", "max_num_batched_tokens": 4096, "async_scheduling": False}
+    free |= {"distributed_executor_backend": "mp"}
     assert problems_with(**free) == []
 
 

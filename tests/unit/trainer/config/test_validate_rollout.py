@@ -44,6 +44,7 @@ SAMPLED = {"trainer__eval_samples": 4, "trainer__eval_temperature": 0.7}
         (SAMPLED | {"trainer__eval_pass_k": 5}, ["trainer.eval_pass_k"]),
         ({"trainer__eval_samples": 4}, ["trainer.eval_samples"]),
         ({"trainer__eval_temperature": 0.7}, []),
+        ({"trainer__eval_temperature": 0.005}, ["trainer.eval_temperature"]),
         ({"trainer__eval_temperature": 0.7, "trainer__eval_top_p": 0.9}, []),
         ({"trainer__eval_top_p": 0.9}, ["trainer.eval_top_p"]),
         (SAMPLED | {"task__eval_path": ""}, ["trainer.eval_samples", "trainer.eval_temperature"]),
@@ -95,6 +96,14 @@ def test_an_evaluation_sends_an_engine_no_more_than_it_takes() -> None:
     assert most_at_once(config_with(rollout__max_num_seqs=100).rollout) == 100
     assert most_at_once(config_with(rollout__max_num_seqs=100, rollout__max_concurrency=64).rollout) == 64
     assert most_at_once(config_with(rollout__max_num_seqs=100, rollout__max_concurrency=640).rollout) == 100
+
+
+@pytest.mark.parametrize(
+    "option", ["rollout.temperature=0.005", "rollout.temperature=2.5", "trainer.eval_temperature=3"]
+)
+def test_a_temperature_that_vllm_refuses_or_changes_is_refused_at_the_start(option: str) -> None:
+    with pytest.raises(ConfigurationError, match=option.partition("=")[0].replace(".", r"\.")):
+        load_config([option])
 
 
 def test_the_line_at_the_start_says_what_is_in_force() -> None:
