@@ -9,9 +9,11 @@ Shape legend: `T` packed tokens, `N` sequences of a block, `L` padded length of 
 
 from __future__ import annotations
 
+import functools
 import inspect
+import logging
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -19,7 +21,13 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from trainer.config.errors import one_line
 from trainer.learner.errors import TESTED, ModelError
+
+if TYPE_CHECKING:
+    from trainer.learner.inputs import LayoutFn
+
+log = logging.getLogger(__name__)
 
 ATTENTION_NAME = "tandem_packed"
 """Name of our function in transformers' attention interface."""
@@ -121,19 +129,42 @@ def packed_attention(
     return out_THD.unsqueeze(0), None
 
 
-def has_varlen_kernel(device: torch.device, dtype: torch.dtype, *, head_dim: int) -> bool:
-    """Whether torch's variable-length kernel works here, found by running it forward and backward once."""
-    if device.type == "cpu" or dtype not in (torch.float16, torch.bfloat16):
-        return False
+@functools.cache
+def best_layout(device: torch.device, dtype: torch.dtype, *, head_dim: int) -> LayoutFn:
+    """The packed layout for a model of this compute dtype: `varlen_layout` where its kernel works, else
+    `padded_layout`, with a warning that says why not, once per process. On CPU that is the normal way: nothing is said.
+
+    Raises:
+        torch.OutOfMemoryError: the kernel could not be tried.
+    """
+    if device.type == "cpu":
+        return padded_layout
+    reason = why_no_varlen_kernel(device, dtype, head_dim=head_dim)
+    if reason is None:
+        return varlen_layout
+    log.warning(
+        "attention is computed in padded blocks, which costs time and memory: torch's variable-length kernel does not "
+        "work on %s for %s and heads of size %d: %s",
+        device, dtype, head_dim, reason,
+    )  # fmt: skip
+    return padded_layout
+
+
+def why_no_varlen_kernel(device: torch.device, dtype: torch.dtype, *, head_dim: int) -> str | None:
+    """Why torch's variable-length kernel does not work here; None if it does: it is run forward and backward once."""
+    if dtype not in (torch.float16, torch.bfloat16):
+        return "it computes in half precision only"
     try:
         q_THD = torch.ones(2, 2, head_dim, device=device, dtype=dtype, requires_grad=True)
         kv_THD = torch.ones(2, 1, head_dim, device=device, dtype=dtype)
         cu_seqlens = torch.tensor([0, 1, 2], device=device, dtype=torch.int32)
         out = _varlen(q_THD, kv_THD, kv_THD, cu_seqlens, 1, scale=1.0, window=None)
         out.sum().backward()
-    except (ImportError, RuntimeError):  # NotImplementedError is a RuntimeError
-        return False
-    return bool(torch.isfinite(out).all())
+    except torch.OutOfMemoryError:  # says nothing about the kernel
+        raise
+    except (ImportError, RuntimeError) as error:  # NotImplementedError is a RuntimeError
+        return one_line(error)
+    return None if torch.isfinite(out).all() else "its result is not finite"
 
 
 def varlen_layout(cu_seqlens: np.ndarray, device: torch.device) -> VarlenLayout:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from trainer.data.batch import TrainBatch
     from trainer.learner.result import StepResult
-    from trainer.learner.worker import OffloadReport
+    from trainer.learner.worker import OffloadReport, SetUp
 
 OWN_ERRORS = (ModelError, CheckpointError, TrainingDiverged, DeviceError)
 """Pass from a rank to the driver under their own type; anything else becomes a LearnerError."""
@@ -92,7 +92,7 @@ class LearnerGroup:
         """Whether a call has failed, so that it is of no more use."""
         return self._has_failed or any(rank.is_broken for rank in self._ranks)
 
-    async def setup(self) -> list[dict[str, float]]:
+    async def setup(self) -> list[SetUp]:
         """Ranks meet at rank 0's address and build their models. As `LearnerWorker.setup`, of every rank."""
         (address,) = await self._gather("node_address", [()], ranks=self._ranks[:1])
         return await self._all("setup", address)

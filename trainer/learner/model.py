@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from trainer.learner.architecture import check_architecture, check_packed, fix_longrope, load_config, silence
-from trainer.learner.attention import ATTENTION_NAME, has_varlen_kernel, padded_layout, varlen_layout
+from trainer.learner.attention import ATTENTION_NAME, best_layout
 from trainer.learner.errors import ModelError
 from trainer.learner.logprobs import selected_logprobs
 from trainer.learner.lora import add_adapters, init_adapters
@@ -147,12 +147,12 @@ def build_policy(cfg: RunConfig, site: Site) -> BuiltPolicy:
 
 
 def hollow_model(path: str, cfg: RunConfig) -> HollowModel:
-    """The model in `path`, without memory, with our attention.
+    """The model in `path`, which is `model.path` or `critic.path`, without memory, with our attention.
 
     Raises:
         ModelError: missing or damaged files, or a kind of model we do not train.
     """
-    source_dir = resolve_model_dir(path)
+    source_dir = resolve_model_dir(path, key="model.path" if path == cfg.model.path else "critic.path")
     config = load_config(cfg.model, source_dir)
     check_packed(config, source_dir, trust_remote_code=cfg.model.trust_remote_code)
     with torch.device("meta"):
@@ -206,7 +206,7 @@ def _layout(hf: PreTrainedModel, device: torch.device, compute_dtype: torch.dtyp
     config = hf.config
     head_dim = getattr(config, "head_dim", None)
     head_dim = config.hidden_size // config.num_attention_heads if head_dim is None else head_dim
-    return varlen_layout if has_varlen_kernel(device, compute_dtype, head_dim=head_dim) else padded_layout
+    return best_layout(device, compute_dtype, head_dim=head_dim)
 
 
 def check_model(model: ModelConfig, directory: Path) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from trainer.learner.errors import LearnerError
+from trainer.learner.kept_warnings import kept_warnings
 from weight_sync.device.base import DeviceError
 
 if TYPE_CHECKING:
@@ -74,6 +75,16 @@ class OffloadReport:
     total_bytes: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetUp:
+    """What the setup of one rank took, and warned of."""
+
+    seconds: dict[str, float]
+    """Of each stage, in order."""
+    warnings: tuple[str, ...]
+    """For the driver's log; that of this process goes when the run ends in order."""
+
+
 class LearnerWorker:
     """One learner rank. Life: `node_address` (rank 0 only), `setup` on all ranks at once, then the rest, `close`.
 
@@ -104,13 +115,19 @@ class LearnerWorker:
         )
         return self._rendezvous.host, self._rendezvous.port
 
-    def setup(self, address: Address) -> dict[str, float]:
-        """Join the other ranks, build the model and compile it. Returns the seconds of each stage, in order.
+    def setup(self, address: Address) -> SetUp:
+        """Join the other ranks, build the model and compile it.
 
         Raises:
             DeviceError: this process lacks a variable its device needs, or the device is not here.
             ModelError: the model cannot be trained.
         """
+        with kept_warnings() as warnings:
+            seconds = self._set_up(address)
+        return SetUp(seconds=seconds, warnings=tuple(warnings))
+
+    def _set_up(self, address: Address) -> dict[str, float]:
+        """Returns the seconds of each stage, in order."""
         watch = [time.perf_counter()]
         import torch
 

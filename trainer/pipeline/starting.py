@@ -36,7 +36,10 @@ async def start_actors(cfg: RunConfig, actors: Actors, resumed: Resumed | None, 
     begin_s = time.time()
 
     async def learner() -> None:
-        stages = slowest(await actors.learner.setup())
+        ranks = await actors.learner.setup()
+        for text in dict.fromkeys(text for rank in ranks for text in rank.warnings):
+            log.warning("learner: %s", text)
+        stages = slowest([rank.seconds for rank in ranks])
         if resumed is not None:
             loading_s = time.time()
             await actors.learner.load(resumed.path)

@@ -22,12 +22,13 @@ from typing import TYPE_CHECKING, Any
 from weight_sync.bench.children import Child
 from weight_sync.bench.traffic import Traffic, Window, Windows, merged
 from weight_sync.device.select import get_backend
+from weight_sync.device.visibility import shown
 from weight_sync.vllm_compat import EXTENSION, check_vllm_version
 from weight_sync.vllm_replica import AsyncLLMReplica
 from weight_sync.wire import CommitResult, reply_state
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+    from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 
     from weight_sync.bench.case import Case
     from weight_sync.bench.processes import Fleet, Journal, Replica
@@ -49,12 +50,19 @@ def vllm_replicas(case: Case, backend: Backend) -> Callable[[int, Sequence[int],
     num_devices = backend.num_devices()
 
     def make(number: int, devices: Sequence[int], journal: Journal) -> Replica:
-        environment = engine_environment(case, backend)
-        if backend.visible_devices_var is not None:
-            environment[backend.visible_devices_var] = backend.visible_devices(tuple(devices), num_devices)
-        return VllmReplica(case, f"r{number}", environment, journal)
+        seen = devices_environment(backend, devices, num_devices=num_devices, environ=os.environ)
+        return VllmReplica(case, f"r{number}", {**engine_environment(case, backend), **seen}, journal)
 
     return make
+
+
+def devices_environment(
+    backend: Backend, devices: Sequence[int], *, num_devices: int, environ: Mapping[str, str]
+) -> dict[str, str]:
+    """Variables that show an engine its `devices`, which are places among the `num_devices` that this process sees."""
+    inherited = None if backend.visible_devices_var is None else environ.get(backend.visible_devices_var)
+    names = [str(index) for index in range(num_devices)] if inherited is None else inherited.split(",")
+    return shown(backend, [names[index] for index in devices], num_devices=num_devices, environ=environ)
 
 
 def engine_environment(case: Case, backend: Backend) -> dict[str, str]:

@@ -7,12 +7,13 @@ import weakref
 from abc import abstractmethod
 from collections import defaultdict, deque
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from weight_sync.device.base import Backend, Capabilities, DeviceError, EnvVar, IpcHandle, PersistentBlock, Role
+from weight_sync.device.block import DriverBlock
 from weight_sync.device.copying import bytes_to_copy, require_size
 from weight_sync.device.digest import digest_bytes
 from weight_sync.device.driver import CopyKind, Driver, DriverCallError
@@ -21,7 +22,7 @@ from weight_sync.device.exporter import describe_self, is_self, require_alive
 from weight_sync.device.fused import FusedDigester, FusedKernels, FusedMover
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch.distributed.distributed_c10d import Store
 
@@ -35,67 +36,19 @@ _GRANULE = 2 * 1024 * 1024
 """Allocations are rounded up to this: drivers cut smaller ones out of a shared page, and IPC shares whole pages."""
 
 
-class DriverBlock:
-    """A raw allocation of this process, or another process's, mapped. Made by `AcceleratorBackend` only."""
-
-    def __init__(
-        self,
-        driver: Driver,
-        tensor: torch.Tensor,
-        *,
-        pointer: int,
-        device_index: int,
-        imported: bytes | None = None,
-    ) -> None:
-        self.nbytes = tensor.numel()
-        self.pointer = pointer
-        self.device_index = device_index
-        self.imported = imported
-        """The handle it was opened from; None for the owner."""
-        self.exported: bytes | None = None
-        """The handle it was exported as."""
-        self._driver = driver
-        self._tensor: torch.Tensor | None = tensor
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        if self._tensor is None:
-            raise DeviceError("this persistent block is closed; take views of it only while it is open")
-        return self._tensor
-
-    @property
-    def is_closed(self) -> bool:
-        return self._tensor is None
-
-    def close(self) -> None:
-        if self._tensor is None:
-            return
-        self._tensor = None
-        self._driver.set_device(self.device_index)
-        # A copy that still runs must not find its memory unmapped.
-        self._driver.device_synchronize()
-        if self.imported is not None:
-            self._driver.ipc_close(self.pointer, self.imported)
-            return
-        if self.exported is not None:
-            self._driver.ipc_unexport(self.exported)
-        self._driver.free(self.pointer)
-
-
-class DriverStream:
-    """A driver stream beside torch's. When nobody holds it any more, its handle goes to the end of `idle`.
+class AcceleratorStream:
+    """A stream beside torch's current ones. When nobody holds it any more, torch's object goes to the end of `idle`.
 
     It is never destroyed: torch remembers on which streams its pinned memory was copied, and asks the driver about them
     when it frees that memory, which may be long after (with a stream that is gone, the process ends there).
     """
 
-    def __init__(self, driver: Driver, device_index: int, idle: deque[int]) -> None:
-        self.device_index = device_index
+    def __init__(self, make: Callable[[], Any], idle: deque[Any]) -> None:
         try:
-            self.handle = idle.popleft()
+            self.in_torch = idle.popleft()
         except IndexError:
-            self.handle = driver.stream_create()
-        weakref.finalize(self, idle.append, self.handle).atexit = False
+            self.in_torch = make()
+        weakref.finalize(self, idle.append, self.in_torch).atexit = False
 
 
 class AcceleratorBackend(Backend):
@@ -108,8 +61,8 @@ class AcceleratorBackend(Backend):
         self._binding = binding
         self._library_path = library
         self._pinned_index: int | None = None
-        self._idle_streams: defaultdict[int, deque[int]] = defaultdict(deque)
-        """By device: handles of streams that nobody holds."""
+        self._idle_streams: defaultdict[int, deque[Any]] = defaultdict(deque)
+        """By device: torch's objects of streams that nobody holds."""
         self._fused: dict[torch.device, FusedKernels | str] = {}
         """By device: the kernels, or why there are none."""
 
@@ -181,12 +134,8 @@ class AcceleratorBackend(Backend):
             # torch may sit on memory it does not use at the moment.
             self._binding.release_cached()
             pointer = self._malloc_or_explain(rounded, nbytes, index)
-        try:
-            tensor = self._binding.tensor_at(pointer, nbytes, index)
-        except (DeviceError, RuntimeError):
-            self._driver.free(pointer)
-            raise
-        return DriverBlock(self._driver, tensor, pointer=pointer, device_index=index)
+        tensor = self._view(pointer, nbytes, index, give_back=partial(self._driver.free, pointer))
+        return DriverBlock(self._driver, self._binding, tensor, pointer=pointer, device_index=index)
 
     def _malloc_or_explain(self, rounded: int, nbytes: int, index: int) -> int:
         try:
@@ -198,6 +147,20 @@ class AcceleratorBackend(Backend):
             raise DeviceError(
                 f"{self.name} device {index}: cannot allocate a persistent block of {nbytes} bytes: {free} of {total} "
                 "bytes are free; lower rollout.gpu_memory_utilization or weight_sync.num_slots, or use more devices"
+            ) from error
+
+    def _view(self, pointer: int, nbytes: int, index: int, *, give_back: Callable[[], None]) -> torch.Tensor:
+        """uint8[nbytes] over the driver's memory.
+
+        Raises:
+            DeviceError: torch cannot view it, whatever torch's own error is (no memory is one). It was given back.
+        """
+        try:
+            return self._binding.tensor_at(pointer, nbytes, index)
+        except (DeviceError, RuntimeError) as error:
+            give_back()
+            raise DeviceError(
+                f"{self.name} device {index}: torch cannot view {nbytes} bytes of the driver's memory: {error}"
             ) from error
 
     def ipc_export(self, block: PersistentBlock) -> IpcHandle:
@@ -237,12 +200,11 @@ class AcceleratorBackend(Backend):
                 f"{self.name} device {index} cannot open the block of process {handle.attributes.get('pid', '?')} "
                 f"(its device {handle.device_index}): {error}; {self._ipc_hint}"
             ) from error
-        try:
-            tensor = self._binding.tensor_at(pointer, handle.nbytes, index)
-        except (DeviceError, RuntimeError):
-            self._driver.ipc_close(pointer, handle.payload)
-            raise
-        return DriverBlock(self._driver, tensor, pointer=pointer, device_index=index, imported=handle.payload)
+        give_back = partial(self._driver.ipc_close, pointer, handle.payload)
+        tensor = self._view(pointer, handle.nbytes, index, give_back=give_back)
+        return DriverBlock(
+            self._driver, self._binding, tensor, pointer=pointer, device_index=index, imported=handle.payload
+        )
 
     def copy_async(self, dst: torch.Tensor, src: torch.Tensor, stream: Any | None = None) -> None:
         """By the copy engine, on `stream` or torch's current one. The caller keeps both tensors until it is done."""
@@ -250,28 +212,33 @@ class AcceleratorBackend(Backend):
         if nbytes == 0:
             return
         self._enter()
-        handle = self._binding.current_stream() if stream is None else _require_stream(stream).handle
-        self._driver.copy_async(dst.data_ptr(), src.data_ptr(), nbytes, kind=_copy_kind(dst, src), stream=handle)
+        address = self._binding.current_stream() if stream is None else self._address_of(stream)
+        self._driver.copy_async(dst.data_ptr(), src.data_ptr(), nbytes, kind=_copy_kind(dst, src), stream=address)
 
-    def new_stream(self) -> DriverStream:
+    def new_stream(self) -> AcceleratorStream:
         index = self._enter()
-        return DriverStream(self._driver, index, self._idle_streams[index])
+        make = partial(self._binding.new_stream, index, self._driver.stream_create)
+        return AcceleratorStream(make, self._idle_streams[index])
 
     def use_stream(self, stream: Any | None) -> AbstractContextManager[None]:
         if stream is None:
             return nullcontext()
-        return self._binding.stream_context(_require_stream(stream).handle, stream.device_index)
+        return self._binding.use_stream(_require_stream(stream).in_torch)
 
     def synchronize(self, stream: Any | None = None) -> None:
-        self._enter()
+        index = self._enter()
         if stream is None:
+            self._binding.flush(index)
             self._driver.device_synchronize()
         else:
-            self._driver.stream_synchronize(_require_stream(stream).handle)
+            self._driver.stream_synchronize(self._address_of(stream))
 
     def synchronize_current(self) -> None:
         self._enter()
         self._driver.stream_synchronize(self._binding.current_stream())
+
+    def _address_of(self, stream: Any) -> int:
+        return self._binding.address_of(_require_stream(stream).in_torch)
 
     def digest(self, data: torch.Tensor) -> int:
         return digest_bytes(data)
@@ -362,7 +329,7 @@ def _copy_kind(dst: torch.Tensor, src: torch.Tensor) -> CopyKind:
             return CopyKind.DEVICE_TO_DEVICE
 
 
-def _require_stream(stream: Any) -> DriverStream:
-    if not isinstance(stream, DriverStream):
+def _require_stream(stream: Any) -> AcceleratorStream:
+    if not isinstance(stream, AcceleratorStream):
         raise DeviceError(f"stream must come from new_stream(), got {type(stream).__name__}")
     return stream

@@ -9,6 +9,7 @@ import torch
 from weight_sync.device.base import DeviceError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
 
@@ -31,12 +32,27 @@ class TorchBinding(Protocol):
         """uint8[nbytes] over memory that stays the driver's."""
         ...
 
-    def current_stream(self) -> int:
-        """Address of torch's current stream."""
+    def new_stream(self, index: int, create: Callable[[], int]) -> Any:
+        """torch's object for a stream of device `index`, beside those in use. It lives as long as the process.
+
+        `create` makes a stream of the driver's and returns its address, for a torch that can be given one.
+        """
         ...
 
-    def stream_context(self, stream: int, index: int) -> AbstractContextManager[Any]:
-        """torch operations inside run on the driver's `stream`."""
+    def address_of(self, stream: Any) -> int:
+        """Address of a stream from `new_stream`. What torch has queued for it on the host goes to the driver first."""
+        ...
+
+    def current_stream(self) -> int:
+        """Address of torch's current stream, as by `address_of`."""
+        ...
+
+    def use_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """torch operations inside run on `stream`, which is from `new_stream`."""
+        ...
+
+    def flush(self, index: int) -> None:
+        """All that torch has queued on the host for device `index` goes to the driver. May wait until it is done."""
         ...
 
     def release_cached(self) -> None:
@@ -92,20 +108,30 @@ class CudaBinding:
 
     def tensor_at(self, pointer: int, nbytes: int, index: int) -> torch.Tensor:
         device = torch.device("cuda", index)
-        tensor = torch.as_tensor(_ArrayView(pointer, nbytes), device=device)
-        if tensor.data_ptr() == pointer:
-            return tensor
-        # torch asks the driver where a pointer lives and copies if that is another device. Memory that another device's
-        # process exported is mapped for us all the same; name the device ourselves so that torch leaves it in place.
-        del tensor
+        # torch asks the driver where a pointer lives and copies if that is another device: ask about one byte, a block
+        # may be larger than what is free here.
+        if torch.as_tensor(_ArrayView(pointer, 1), device=device).data_ptr() == pointer:
+            return _require_in_place(torch.as_tensor(_ArrayView(pointer, nbytes), device=device), pointer)
+        # Memory that another device's process exported is mapped for us all the same; name the device ourselves so that
+        # torch leaves it in place.
         storage = torch._C._construct_storage_from_data_pointer(pointer, device, nbytes)
         return _require_in_place(torch.empty(0, dtype=torch.uint8, device=device).set_(storage), pointer)
+
+    def new_stream(self, index: int, create: Callable[[], int]) -> Any:
+        # The driver's: torch hands its own out in turn, so others, NCCL's among them, would get the same ones.
+        return torch.cuda.ExternalStream(create(), device=torch.device("cuda", index))
+
+    def address_of(self, stream: Any) -> int:
+        return stream.cuda_stream
 
     def current_stream(self) -> int:
         return torch.cuda.current_stream().cuda_stream
 
-    def stream_context(self, stream: int, index: int) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(torch.cuda.ExternalStream(stream, device=torch.device("cuda", index)))
+    def use_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(stream)
+
+    def flush(self, index: int) -> None:
+        """Nothing to do: torch calls the driver at once."""
 
     def release_cached(self) -> None:
         torch.cuda.empty_cache()
@@ -119,11 +145,15 @@ class NpuBinding:
 
     There is no array interface for this device; torch_npu's own constructors are used, because a plain torch storage
     lacks the layout description that its operators look for.
+
+    torch_npu puts operators into a queue on the host, from which a thread of its own launches them. The driver knows
+    nothing of that queue. Reading `npu_stream` waits until it is empty, and so does `synchronize`, which also knows the
+    queues that PER_STREAM_QUEUE gives to single streams.
     """
 
     def why_unavailable(self) -> str | None:
         try:
-            import torch_npu  # pyright: ignore[reportMissingImports]
+            torch_npu = self._module()
         except (ImportError, OSError) as error:
             return f"torch_npu cannot be imported ({error}); install CANN, source its set_env.sh, and install torch-npu"
         if not torch_npu.npu.is_available():
@@ -132,15 +162,13 @@ class NpuBinding:
 
     def set_device(self, index: int) -> torch.device:
         self._npu().set_device(index)
-        return torch.device("npu", index)
+        return self._device(index)
 
     def current_device(self) -> int:
         return self._npu().current_device()
 
     def tensor_at(self, pointer: int, nbytes: int, index: int) -> torch.Tensor:
-        import torch_npu  # pyright: ignore[reportMissingImports]
-
-        device = torch.device("npu", index)
+        torch_npu, device = self._module(), self._device(index)
         storage = torch_npu._C._construct_storage_from_data_pointer(pointer, device, nbytes)
         metadata = {
             "data_ptr": pointer,
@@ -155,12 +183,27 @@ class NpuBinding:
             torch_npu._C._construct_NPU_Tensor_From_Storage_And_Metadata(metadata, storage), pointer
         )
 
-    def current_stream(self) -> int:
-        return self._npu().current_stream().npu_stream
+    def new_stream(self, index: int, create: Callable[[], int]) -> Any:
+        # torch_npu's own: it takes none of the driver's (ExternalStream is missing from most releases, and where it is
+        # there it cannot be waited for). They come from a pool, so others may get the same ones; that costs time only.
+        return self._npu().Stream(device=self._device(index))
 
-    def stream_context(self, stream: int, index: int) -> AbstractContextManager[Any]:
-        npu = self._npu()
-        return npu.stream(npu.ExternalStream(stream, device=torch.device("npu", index)))
+    def address_of(self, stream: Any) -> int:
+        address = stream.npu_stream
+        if address == 0:
+            raise DeviceError(
+                "torch_npu could not launch what it had queued; its log (ASCEND_GLOBAL_LOG_LEVEL) says why"
+            )
+        return address
+
+    def current_stream(self) -> int:
+        return self.address_of(self._npu().current_stream())
+
+    def use_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        return self._npu().stream(stream)
+
+    def flush(self, index: int) -> None:
+        self._npu().synchronize(self._device(index))
 
     def release_cached(self) -> None:
         self._npu().empty_cache()
@@ -169,10 +212,17 @@ class NpuBinding:
         return self._npu().get_device_name(index)
 
     def _npu(self) -> Any:
+        npu = self._module().npu
+        npu.init()
+        return npu
+
+    def _device(self, index: int) -> torch.device:
+        return torch.device("npu", index)
+
+    def _module(self) -> Any:
         import torch_npu  # pyright: ignore[reportMissingImports]
 
-        torch_npu.npu.init()
-        return torch_npu.npu
+        return torch_npu
 
 
 def _require_in_place(tensor: torch.Tensor, pointer: int) -> torch.Tensor:

@@ -34,7 +34,7 @@ class CudaBackend(AcceleratorBackend):
     collective = "cpu:gloo,cuda:nccl"
     _ipc_hint = (
         "both processes must run on the same host, as the same user, with devices that can reach each other (check "
-        "`nvidia-smi topo -p2p r`), and containers must share the host's IPC namespace"
+        "`nvidia-smi topo -p2p r`), and containers must share the host's IPC and process-id namespaces"
     )
 
     def __init__(self, *, library: str | None = None, binding: TorchBinding | None = None) -> None:

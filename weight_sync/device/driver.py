@@ -73,8 +73,9 @@ class Driver(ABC):
     @abstractmethod
     def copy_async(self, dst: int, src: int, nbytes: int, *, kind: CopyKind, stream: int) -> None: ...
 
-    @abstractmethod
-    def stream_create(self) -> int: ...
+    def stream_create(self) -> int:
+        """Only for a torch that can be given a stream (`TorchBinding.new_stream`)."""
+        raise DeviceError(f"{type(self).__name__} makes no streams; torch makes them")
 
     @abstractmethod
     def stream_synchronize(self, stream: int) -> None: ...
@@ -263,11 +264,6 @@ class AclDriver(Driver):
             ctypes.c_int(kind),
             ctypes.c_void_p(stream),
         )
-
-    def stream_create(self) -> int:
-        stream = ctypes.c_void_p()
-        self._call("aclrtCreateStream", ctypes.byref(stream))
-        return _address(stream)
 
     def stream_synchronize(self, stream: int) -> None:
         self._call("aclrtSynchronizeStream", ctypes.c_void_p(stream))

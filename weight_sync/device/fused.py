@@ -8,6 +8,7 @@ torch, so a device or a Triton that gets them wrong is served by `plain` instead
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from weight_sync.device.base import Backend
+
+log = logging.getLogger(__name__)
 
 _CAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Casts among these are rounded once, so there is one right result."""
@@ -55,7 +58,7 @@ class FusedKernels:
             return f"Triton cannot be imported ({error})"
         found = cls(backend, device, kernels)
         try:
-            is_right = found._digests_right() and found.moves_right(MoveKind("int64", "int64", 2))
+            is_right = found._digests_right() and found._try_move(MoveKind("int64", "int64", 2))
         except Exception as error:  # noqa: BLE001 - compilers and drivers fail in ways of their own; torch is always there
             return f"they do not compile or run on {device} ({type(error).__name__}: {error})"
         return found if is_right else f"their results on {device} differ from torch's"
@@ -99,11 +102,28 @@ class FusedKernels:
         )
 
     def moves_right(self, kind: MoveKind) -> bool:
-        """Whether the kernel for `kind` does as torch does; compiles it, so that its first use is quick."""
+        """Whether the kernel for `kind` does as torch does; compiles it, so that its first use is quick.
+
+        The log says once why one does not.
+        """
         with self._lock:
             if kind not in self._proven:
-                self._proven[kind] = self._try_move(kind)
+                reason = self._why_wrong(kind)
+                if reason is not None:
+                    name, (source, target, width) = self.backend.name, kind
+                    log.warning(
+                        "%s: torch is used for %s to %s (%d in a vector): the kernel %s",
+                        name, source, target, width, reason,
+                    )  # fmt: skip
+                self._proven[kind] = reason is None
             return self._proven[kind]
+
+    def _why_wrong(self, kind: MoveKind) -> str | None:
+        try:
+            is_right = self._try_move(kind)
+        except Exception as error:  # noqa: BLE001 - as in `open`: one kind may not compile where the others do
+            return f"does not compile or run on {self.device} ({type(error).__name__}: {error})"
+        return None if is_right else f"gives other results than torch on {self.device}"
 
     def _try_move(self, kind: MoveKind) -> bool:
         """Rows of vectors out of a wider matrix."""

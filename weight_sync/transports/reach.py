@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_ONE_NODE = (
+    "memory can be mapped on one node only; containers of one machine are one node if they share its namespaces "
+    "(--ipc=host --pid=host) and run as the same user"
+)
+
 
 def ways(handles: Sequence[ArenaHandle], *, same_node: bool) -> tuple[ArenaHandle, ...]:
     """The offers that can work at all, best first. Memory cannot be mapped from another node."""
@@ -82,7 +87,7 @@ class Reach:
         offers = ", ".join(handle.transport for handle in handles)
         raise TransportUnusable(
             f"learner {rank} (on {'this' if same_node else 'another'} node) offers {offers}, none of which works from "
-            f"here: {'; '.join(self.reasons) if self.reasons else 'memory can be mapped on one node only'}"
+            f"here: {'; '.join(self.reasons) if self.reasons else _ONE_NODE}"
         )
 
     def pull(self, slot: int, pieces: Sequence[Piece], *, check: Check, on_arrived: OnArrived = ignore) -> None:

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.fakes.drivers.build import HostBinding, compile_fakes, compiler, make_backend
+from tests.fakes.drivers.build import HostBinding, compile_fakes, compiler, make_backend, make_binding
 from tests.fakes.drivers.peer import Peer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tests.fakes.drivers.host_npu import HostNpuBinding
     from weight_sync.device.base import Backend, IpcHandle
 
 ACCELERATORS = ("cuda", "rocm", "npu")
@@ -26,7 +27,7 @@ class Harness:
     name: str
     library: str | None
     backend: Backend
-    binding: HostBinding
+    binding: HostBinding | HostNpuBinding
     peer: Peer
 
     def counter(self, name: str) -> int:
@@ -73,9 +74,9 @@ def peer() -> Iterator[Peer]:
 def _harness(request: pytest.FixtureRequest, peer: Peer) -> Harness:
     name = request.param
     library = None if name == "cpu" else request.getfixturevalue("libraries")[name]
-    binding = HostBinding()
     if library is not None:
         ctypes.CDLL(library).fake_reset()
+    binding = HostBinding() if library is None else make_binding(name, library)
     return Harness(name, library, make_backend(name, library, binding), binding, peer)
 
 

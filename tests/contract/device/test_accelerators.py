@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import threading
 from typing import TYPE_CHECKING, Any
@@ -101,6 +102,70 @@ def test_closing_waits_for_copies_in_flight(accelerator: Harness) -> None:
     assert accelerator.counter("device_syncs") == before + 1
 
 
+def test_a_block_that_could_not_be_freed_can_be_closed_again(
+    accelerator: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend: Any = accelerator.backend
+    block = backend.alloc_persistent(100)
+    free, refusals = backend._driver.free, [DeviceError("cudaFree failed with 999")]
+
+    def refuse_once(pointer: int) -> None:
+        if refusals:
+            raise refusals.pop()
+        free(pointer)
+
+    monkeypatch.setattr(backend._driver, "free", refuse_once)
+    with pytest.raises(DeviceError, match="failed with 999"):
+        block.close()
+    with pytest.raises(DeviceError, match="this persistent block is closed"):
+        _ = block.tensor
+    for _ in range(2):
+        block.close()
+    assert (accelerator.counter("frees"), accelerator.counter("used")) == (1, 0)
+
+
+def test_a_block_that_could_not_be_unmapped_can_be_closed_again(accelerator: Harness) -> None:
+    theirs: Any = accelerator.call("alloc", nbytes=100)
+    block = accelerator.backend.ipc_open(accelerator.peer.export(theirs))
+    refused = accelerator.function("IpcCloseMemHandle", "aclrtIpcMemClose")
+    accelerator.fail(refused, 999)
+    with pytest.raises(DeviceError, match=f"{refused} failed with 999"):
+        block.close()
+    for _ in range(2):
+        block.close()
+    assert accelerator.counter("closes") == 1
+    accelerator.peer.call("close", block=theirs)
+
+
+def test_copies_that_cannot_be_waited_for_keep_their_memory(accelerator: Harness) -> None:
+    block = accelerator.backend.alloc_persistent(100)
+    refused = accelerator.function("DeviceSynchronize", "aclrtSynchronizeDevice")
+    accelerator.fail(refused, 999)
+    with pytest.raises(DeviceError, match=f"{refused} failed with 999"):
+        block.close()
+    assert accelerator.counter("frees") == 0
+    block.close()
+    assert accelerator.counter("frees") == 1
+
+
+def test_a_handle_that_cannot_be_withdrawn_does_not_keep_the_memory(libraries: dict[str, str]) -> None:
+    from tests.fakes.drivers.build import make_backend
+
+    library = ctypes.CDLL(libraries["npu"])
+    library.fake_reset()
+    backend = make_backend("npu", libraries["npu"])
+    block = backend.alloc_persistent(100)
+    backend.ipc_export(block)
+    library.fake_fail(b"aclrtIpcMemClose", 999, 1)
+    counts = []
+    with pytest.raises(DeviceError, match="aclrtIpcMemClose failed with 999"):
+        block.close()
+    for _ in range(2):
+        counts.append((library.fake_counter(b"frees"), library.fake_counter(b"unexports")))
+        block.close()
+    assert counts == [(1, 0), (1, 1)], "what was done is not done again"
+
+
 def test_copy_direction_is_host_to_host_for_views_in_host_memory(accelerator: Harness) -> None:
     accelerator.backend.copy_async(torch.zeros(4), torch.ones(4))
     assert accelerator.counter("copies") == 1
@@ -115,17 +180,19 @@ def test_an_empty_copy_does_not_reach_the_driver(accelerator: Harness) -> None:
 def test_use_stream_hands_the_drivers_stream_to_torch(accelerator: Harness) -> None:
     stream: Any = accelerator.backend.new_stream()
     with accelerator.backend.use_stream(stream):
-        assert accelerator.binding.entered == [stream.handle]
+        assert accelerator.binding.entered == [accelerator.binding.address_of(stream.in_torch)]
 
 
 def test_a_stream_is_used_again_when_nobody_holds_it_and_lives_as_long_as_the_process(accelerator: Harness) -> None:
     first: Any = accelerator.backend.new_stream()
     second: Any = accelerator.backend.new_stream()
-    handles = first.handle, second.handle
-    assert handles[0] != handles[1]
+    made = first.in_torch, second.in_torch
+    addresses = [accelerator.binding.address_of(each) for each in made]
+    assert addresses[0] != addresses[1]
     del second, first
     gc.collect()
-    assert accelerator.backend.new_stream().handle == handles[1], "the one that was given back first"
+    again: Any = accelerator.backend.new_stream()
+    assert again.in_torch is made[1], "the one that was given back first"
     assert accelerator.counter("streams_created") == 2
 
 
@@ -171,9 +238,12 @@ def test_without_set_device_torchs_choice_counts(accelerator: Harness) -> None:
     block.close()
 
 
-def test_memory_that_torch_cannot_view_is_given_back(accelerator: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [DeviceError, torch.OutOfMemoryError])
+def test_memory_that_torch_cannot_view_is_given_back(
+    accelerator: Harness, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
     def refuse(pointer: int, nbytes: int, index: int) -> torch.Tensor:
-        raise DeviceError("torch copied it")
+        raise kind("torch copied it")
 
     theirs: Any = accelerator.call("alloc", nbytes=100)
     handle = accelerator.peer.export(theirs)

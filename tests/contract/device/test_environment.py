@@ -262,3 +262,44 @@ def test_host_memory_reads_version_one_control_groups(tmp_path: Path) -> None:
         "sys/fs/cgroup/memory/memory.usage_in_bytes": "100000\n",
     }
     assert host_memory(write(tmp_path, {**MEMINFO, **files})) == (400_000, 500_000)
+
+
+V2_ROW = "0::/system.slice/job_77/step_0\n"
+V1_ROWS = "7:pids:/\n6:cpu,memory:/system.slice/job_77/step_0\n0::/\n"
+
+
+@pytest.mark.parametrize(
+    ("rows", "mount", "limit", "used"),
+    [
+        (V2_ROW, "sys/fs/cgroup", "memory.max", "memory.current"),
+        (V2_ROW, "sys/fs/cgroup/unified", "memory.max", "memory.current"),
+        (V1_ROWS, "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ],
+)
+def test_host_memory_of_a_batch_job_is_what_the_fullest_group_above_it_leaves(
+    tmp_path: Path, rows: str, mount: str, limit: str, used: str
+) -> None:
+    """The job has a limit, and its step has none; a larger limit above it is shared with others, who use it up."""
+    slice_, job = f"{mount}/system.slice", f"{mount}/system.slice/job_77"
+    files = {
+        **MEMINFO,
+        "proc/self/cgroup": rows,
+        f"{job}/step_0/{limit}": "max\n",
+        f"{job}/{limit}": "500000\n",
+        f"{job}/{used}": "300000\n",
+    }
+    assert host_memory(write(tmp_path, files)) == (200_000, 500_000)
+    above = {f"{slice_}/{limit}": "900000\n", f"{slice_}/{used}": "850000\n"}
+    assert host_memory(write(tmp_path, above)) == (50_000, 500_000)
+
+
+@pytest.mark.parametrize("rows", ["0::/\n", "0::/../../job\n", "0::/docker/0123\n", "\n:\nnonsense\n", None])
+def test_host_memory_in_a_container_that_does_not_see_its_path_is_the_mounts_root(
+    tmp_path: Path, rows: str | None
+) -> None:
+    files = {"sys/fs/cgroup/memory.max": "500000\n", "sys/fs/cgroup/memory.current": "300000\n"}
+    if rows is not None:
+        files["proc/self/cgroup"] = rows
+    # A group next to the mount is not ours.
+    files["sys/job/memory.max"] = files["sys/job/memory.current"] = "1\n"
+    assert host_memory(write(tmp_path, {**MEMINFO, **files})) == (200_000, 500_000)

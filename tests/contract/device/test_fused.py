@@ -5,21 +5,26 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from weight_sync.device import DeviceError
+from weight_sync.device.cpu import CpuBackend
 from weight_sync.device.digest import BLOCK_BYTES, digest_bytes
-from weight_sync.device.fused import FusedKernels
+from weight_sync.device.fused import FusedKernels, FusedMover
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tests.contract.device.conftest import Harness
+    from weight_sync.device.tables import MoveKind
 
 
 def data_of(nbytes: int) -> torch.Tensor:
@@ -96,9 +101,42 @@ def test_kernels_that_cannot_be_had_are_reported_once_and_torch_does_the_work(
     assert ("no Triton here" in reasons[0]) == (accelerator.name != "npu")
 
 
-def test_a_missing_triton_is_a_reason_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from weight_sync.device.cpu import CpuBackend
+class FewKernels(FusedKernels):
+    """On host memory, where the copy is made by numpy's like and each cast is as `cast` has it."""
 
+    cast: Callable[[], None]
+
+    def _try_move(self, kind: MoveKind) -> bool:
+        if kind.source == kind.target:
+            return True
+        self.cast()
+        return False
+
+
+def out_of_order() -> None:
+    raise RuntimeError("PTXASError: Feature '.bf16' requires .target sm_80")
+
+
+@pytest.mark.parametrize(
+    ("cast", "reason"), [(out_of_order, r"does not compile or run on cpu \(RuntimeError: PTX"), (bool, "other results")]
+)
+def test_a_cast_that_no_kernel_can_do_is_done_by_torch_and_the_log_says_why_once(
+    cast: Callable[[], None], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    kernels = FewKernels(CpuBackend(), torch.device("cpu"), ModuleType("kernels"))
+    kernels.cast = cast
+    source, target = torch.randn(64, 64), torch.zeros(2, 64, 64, dtype=torch.bfloat16)
+    with caplog.at_level(logging.WARNING, logger="weight_sync.device.fused"):
+        movers = [FusedMover(kernels, [(each, source)]) for each in target]
+    for mover in movers:
+        assert (mover.num_launches, mover.num_through_torch) == (0, 1)
+        mover()
+    assert torch.equal(target[1], source.to(torch.bfloat16))
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert re.search(rf"cpu: torch is used for float32 to bfloat16 .*: the kernel .*{reason}", line)
+
+
+def test_a_missing_triton_is_a_reason_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "weight_sync.device.kernels", raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)
     reason = FusedKernels.open(CpuBackend(), torch.device("cpu"))

@@ -7,17 +7,21 @@ import shutil
 import subprocess
 import threading
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tests.fakes.drivers.host_npu import HostNpuBinding
 from weight_sync.device.cpu import CpuBackend
 from weight_sync.device.cuda import CudaBackend
 from weight_sync.device.npu import NpuBackend
 from weight_sync.device.rocm import RocmBackend
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from weight_sync.device.base import Backend
 
 SOURCES = {"cuda": "fake_cudart.c", "rocm": "fake_hip.c", "npu": "fake_acl.c"}
@@ -38,14 +42,22 @@ def compile_fakes(directory: Path) -> dict[str, str]:
     return libraries
 
 
+@dataclass(frozen=True)
+class HostStream:
+    """As torch's object for a stream that it was given."""
+
+    address: int
+
+
 class HostBinding:
-    """torch's side of a fake accelerator: its "device memory" is host memory, seen as a cpu tensor."""
+    """torch's side of a fake cuda or rocm: its "device memory" is host memory, seen as a cpu tensor."""
 
     def __init__(self) -> None:
         # torch too keeps the current device per thread, 0 at first.
         self._local = threading.local()
         self.num_released = 0
         self.entered: list[int] = []
+        """Addresses of the streams that were made torch's current one."""
 
     def why_unavailable(self) -> str | None:
         return None
@@ -60,12 +72,21 @@ class HostBinding:
     def tensor_at(self, pointer: int, nbytes: int, index: int) -> torch.Tensor:
         return torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(pointer), dtype=torch.uint8)
 
+    def new_stream(self, index: int, create: Callable[[], int]) -> HostStream:
+        return HostStream(create())
+
+    def address_of(self, stream: HostStream) -> int:
+        return stream.address
+
     def current_stream(self) -> int:
         return 0
 
-    def stream_context(self, stream: int, index: int) -> AbstractContextManager[Any]:
-        self.entered.append(stream)
+    def use_stream(self, stream: HostStream) -> AbstractContextManager[Any]:
+        self.entered.append(stream.address)
         return nullcontext()
+
+    def flush(self, index: int) -> None:
+        pass
 
     def device_name(self, index: int) -> str:
         return f"Fake {index}"
@@ -74,22 +95,23 @@ class HostBinding:
         self.num_released += 1
 
 
-def make_backend(name: str, library: str | None, binding: HostBinding | None = None) -> Backend:
+def make_binding(name: str, library: str) -> HostBinding | HostNpuBinding:
+    """torch's side of the backend called `name`, above its fake `library`."""
+    return HostNpuBinding(library) if name == "npu" else HostBinding()
+
+
+def make_backend(name: str, library: str | None, binding: HostBinding | HostNpuBinding | None = None) -> Backend:
     """The backend called `name`: on the fake `library`, or the real thing if that is None."""
+    if library is not None and binding is None:
+        binding = make_binding(name, library)
     match name:
         case "cpu":
             return CpuBackend()
         case "cuda":
-            return CudaBackend(library=library, binding=_binding(library, binding))
+            return CudaBackend(library=library, binding=binding)
         case "rocm":
-            return RocmBackend(library=library, binding=_binding(library, binding))
+            return RocmBackend(library=library, binding=binding)
         case "npu":
-            return NpuBackend(library=library, binding=_binding(library, binding))
+            return NpuBackend(library=library, binding=binding)
         case _:
             raise ValueError(f"no backend {name!r}")
-
-
-def _binding(library: str | None, binding: HostBinding | None) -> HostBinding | None:
-    if library is None:
-        return None
-    return HostBinding() if binding is None else binding

@@ -2,7 +2,8 @@
 #include "fake_driver.h"
 
 #define KEY_BYTES 65
-static const int codes[] = {0, 107000 /* invalid parameter */, 207001 /* out of memory */, 507899 /* driver error */};
+static const int codes[] = {0, 107000 /* invalid parameter */, 207001 /* out of memory */, 507899 /* driver error */,
+                            507899 /* driver error */};
 static char message[128] = "";
 
 static int done(const char *name, int status) {
@@ -55,12 +56,17 @@ int aclrtIpcMemImportByKey(void **pointer, const char *key, uint64_t flags) {
   if (parse(key, &inner) != FAKE_OK) return done("aclrtIpcMemImportByKey", FAKE_INVALID);
   return done("aclrtIpcMemImportByKey", fake_open(&inner, pointer));
 }
-/* Both sides close by key: the exporter before it frees, an importer to unmap. */
+/* Both sides close by key: an importer to unmap, then the exporter before it frees. */
 int aclrtIpcMemClose(const char *key) {
   fake_handle inner;
   struct stat status;
+  GUARD("aclrtIpcMemClose");
   if (parse(key, &inner) != FAKE_OK) return done("aclrtIpcMemClose", FAKE_INVALID);
   if (inner.pid == getpid()) {
+    for (int i = 0; i < FAKE_MAX_BLOCKS; i++)
+      if (fake_blocks[i].pointer && !fake_blocks[i].imported && fake_blocks[i].fd == inner.fd &&
+          fake_has_importers(&fake_blocks[i]))
+        return done("aclrtIpcMemClose", FAKE_MAPPED);
     fake_unexports++;
     return done("aclrtIpcMemClose", FAKE_OK);
   }

@@ -5,7 +5,8 @@ typedef struct {
   char reserved[64];
 } ipc_handle;
 
-static const int codes[] = {0, 1 /* invalid value */, 2 /* out of memory */, 400 /* invalid resource handle */};
+static const int codes[] = {0, 1 /* invalid value */, 2 /* out of memory */, 400 /* invalid resource handle */,
+                            999 /* unknown: the real ones leave it undefined */};
 
 static int done(const char *name, int status) {
   int injected = fake_injected(name);
@@ -47,7 +48,7 @@ int API(IpcOpenMemHandle)(void **pointer, ipc_handle handle, unsigned flags) {
   fake_open_flags = flags;
   DONE(IpcOpenMemHandle, fake_open(&inner, pointer));
 }
-int API(IpcCloseMemHandle)(void *pointer) { DONE(IpcCloseMemHandle, fake_release(pointer, 1)); }
+int API(IpcCloseMemHandle)(void *pointer) { GUARD(IpcCloseMemHandle); DONE(IpcCloseMemHandle, fake_release(pointer, 1)); }
 int API(MemcpyAsync)(void *dst, const void *src, size_t size, int kind, void *stream) {
   GUARD(MemcpyAsync);
   (void)stream;
@@ -65,6 +66,7 @@ const char *API(GetErrorString)(int code) {
     case 1: return "invalid argument";
     case 2: return "out of memory";
     case 400: return "invalid resource handle";
+    case 999: return "another process has it mapped";
     default: return "unspecified launch failure";
   }
 }

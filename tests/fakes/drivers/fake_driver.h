@@ -7,6 +7,7 @@
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -14,7 +15,7 @@
 #define FAKE_MAX_BLOCKS 256
 #define FAKE_NUM_DEVICES 2
 
-enum { FAKE_OK, FAKE_INVALID, FAKE_OOM, FAKE_GONE };
+enum { FAKE_OK, FAKE_INVALID, FAKE_OOM, FAKE_GONE, FAKE_MAPPED };
 
 typedef struct {
   void *pointer;
@@ -109,9 +110,19 @@ static int fake_malloc(void **pointer, size_t size) {
   return status;
 }
 
+/* Every importer holds a shared lock on the file of its block, which ends with its process at the latest. */
+static int fake_has_importers(const fake_block *block) {
+  if (flock(block->fd, LOCK_EX | LOCK_NB) != 0) return 1;
+  flock(block->fd, LOCK_UN);
+  return 0;
+}
+
+/* Stricter than some real ones, for which this is undefined: what another process has mapped cannot be freed. */
 static int fake_release(void *pointer, int imported) {
   fake_block *block = fake_find(pointer);
   if (block == NULL || block->imported != imported) return FAKE_INVALID;
+  if (!imported && fake_has_importers(block)) return FAKE_MAPPED;
+  if (imported) flock(block->fd, LOCK_UN); /* a forked child may have the file too */
   munmap(block->pointer, block->size);
   close(block->fd);
   block->pointer = NULL;
@@ -142,7 +153,7 @@ static int fake_open(const fake_handle *handle, void **pointer) {
     close(fd);
     return FAKE_GONE;
   }
-  int result = fake_map(fd, handle->size, 1, pointer);
+  int result = flock(fd, LOCK_SH | LOCK_NB) == 0 ? fake_map(fd, handle->size, 1, pointer) : FAKE_GONE;
   if (result == FAKE_OK) fake_opens++;
   return result;
 }

@@ -7,22 +7,26 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.fakes.learner import KINDS, pack, save_tiny, sequences
+from trainer.learner import attention
 from trainer.learner.attention import (
     ATTENTION_NAME,
     BLOCK_GROWTH,
     SHORTEST_BLOCK,
-    has_varlen_kernel,
+    best_layout,
     packed_attention,
     padded_layout,
     register_packed_attention,
+    varlen_layout,
 )
 from trainer.learner.errors import ModelError
 from trainer.learner.inputs import PackedInputs
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 CPU = torch.device("cpu")
@@ -82,5 +86,47 @@ def test_what_is_not_computed_is_refused() -> None:
         packed_attention(module, heads, heads, heads, None)
 
 
-def test_the_varlen_kernel_is_not_claimed_where_it_cannot_run() -> None:
-    assert not has_varlen_kernel(CPU, torch.bfloat16, head_dim=32)
+@pytest.fixture
+def accelerator() -> Iterator[torch.device]:
+    """A device on which nothing is computed; what was found before is forgotten."""
+    best_layout.cache_clear()
+    yield torch.device("meta")
+    best_layout.cache_clear()
+
+
+def test_padded_blocks_are_the_normal_way_on_cpu_and_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    assert best_layout(CPU, torch.bfloat16, head_dim=32) is padded_layout
+    assert not caplog.records
+
+
+def test_a_kernel_that_fails_on_an_accelerator_is_told_once_with_its_reason(
+    accelerator: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object, **__: object) -> Tensor:
+        raise RuntimeError("no kernel image is available")
+
+    monkeypatch.setattr(attention, "_varlen", refuse)
+    for _ in range(2):  # policy and reference
+        assert best_layout(accelerator, torch.bfloat16, head_dim=32) is padded_layout
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "RuntimeError: no kernel image is available" in record.getMessage()
+    assert best_layout(accelerator, torch.float32, head_dim=32) is padded_layout
+    assert "it computes in half precision only" in caplog.records[1].getMessage()
+
+
+def test_a_kernel_that_works_is_taken(accelerator: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_varlen", lambda q, *_, **__: q * 2)
+    monkeypatch.setattr(torch, "isfinite", lambda _: torch.ones(()))
+    assert best_layout(accelerator, torch.bfloat16, head_dim=32) is varlen_layout
+
+
+def test_a_device_without_memory_for_the_trial_says_so_and_nothing_about_the_kernel(
+    accelerator: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> Tensor:
+        raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+    monkeypatch.setattr(attention, "_varlen", refuse)
+    with pytest.raises(torch.OutOfMemoryError, match="2 GiB"):
+        best_layout(accelerator, torch.bfloat16, head_dim=32)

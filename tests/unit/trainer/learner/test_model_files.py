@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Any
 import huggingface_hub
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import save_file
 
+from tests.fakes.scripted_run import config
 from trainer.config.schema.model import ModelConfig
 from trainer.learner.errors import ModelError
+from trainer.learner.model import hollow_model
 from trainer.learner.model_files import check_weights, checkpoint_files, has_weights, is_drawn, resolve_model_dir
 
 if TYPE_CHECKING:
@@ -23,10 +26,24 @@ def write(path: Path, *names: str) -> Path:
 
 
 def test_missing_directory_says_what_to_give(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"'/.*/absent' is not a directory; give a Hugging Face model directory"):
-        resolve_model_dir(str(tmp_path / "absent"))
-    with pytest.raises(ModelError, match=r"has no config\.json \(found \[\]\)"):
-        resolve_model_dir(str(tmp_path))
+    absent = str(tmp_path / "absent")
+    with pytest.raises(
+        ModelError, match=r"^model.path '/.*/absent' is not a directory; give a Hugging Face model dire"
+    ):
+        resolve_model_dir(absent, key="model.path")
+    with pytest.raises(ModelError, match=r"^critic.path '.*' has no config\.json \(found \[\]\)"):
+        resolve_model_dir(str(tmp_path), key="critic.path")
+
+
+@pytest.mark.parametrize(("name", "key"), [("own/policy", "model.path"), ("own/critic", "critic.path")])
+def test_a_name_that_the_hub_has_not_is_told_with_its_key(name: str, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def snapshot_download(_name: str, **_: Any) -> str:
+        raise LocalEntryNotFoundError("offline")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    cfg = config(model={"path": "own/policy"}, critic={"path": "own/critic"})
+    with pytest.raises(ModelError, match=f"^{key} '{name}' is neither a directory here nor a model the hub gives us"):
+        hollow_model(name, cfg)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model-00001-of-00001.safetensors", "any.safetensors"])
@@ -84,5 +101,5 @@ def test_a_hub_model_without_safetensors_comes_with_its_other_weights(
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    assert (resolve_model_dir("owner/name") / weights).exists()
+    assert (resolve_model_dir("owner/name", key="model.path") / weights).exists()
     assert len(asked) == num_asked

@@ -10,6 +10,7 @@ import pytest
 from tests.fakes.scripted_run import config
 from tests.unit.trainer.pipeline.test_placement_nodes import by_node, hosts
 from trainer.config.errors import ConfigurationError
+from trainer.pipeline.compose import shared_devices_env
 from trainer.pipeline.placement import (
     RESTARTED,
     Placement,
@@ -21,9 +22,14 @@ from trainer.pipeline.placement import (
     shared_visibility,
     units_of,
 )
+from weight_sync.device import merge_env
+from weight_sync.device.select import build
+from weight_sync.device.visibility import shown
 
 if TYPE_CHECKING:
     from trainer.config.schema import RunConfig
+
+HIP, CUDA = "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
 
 
 def shared(replicas: int, tp: int) -> tuple[RunConfig, Placement]:
@@ -70,6 +76,29 @@ def test_an_engine_and_its_learners_are_one_unit_where_they_share_devices() -> N
 )
 def test_an_engine_is_shown_its_learners_devices_first(seen: list[str], shown: str) -> None:
     assert shared_visibility(seen) == shown
+
+
+@pytest.mark.parametrize("inherited", [{}, {HIP: "0,1,2,3"}, {HIP: "0,1,2,3", CUDA: "0,1,2,3"}])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_an_engine_starts_wherever_its_learners_do_whatever_names_their_devices(
+    tp: int, inherited: dict[str, str]
+) -> None:
+    backend, (cfg, _) = build("rocm"), shared(4 // tp, tp)
+    learners = [{**inherited, **shown(backend, [str(r)], num_devices=4, environ=inherited)} for r in range(4)]
+    for env in learners:
+        assert backend.check_env("learner", merge_env(backend.process_env("learner"), env, {})) == []
+    told = shared_devices_env(cfg, backend, [env[HIP] for env in learners])
+    assert [env[HIP].split(",")[:tp] for env in told] == [
+        [str(r) for r in ranks_beside(i, cfg)] for i in range(4 // tp)
+    ]
+    for env in told:
+        own = merge_env(backend.process_env("engine"), {**inherited, **env}, {})
+        assert backend.check_env("engine", own) == []
+
+
+def test_one_variable_is_enough_where_the_driver_reads_one() -> None:
+    cfg, _ = shared(2, 1)
+    assert shared_devices_env(cfg, build("cuda"), ["5", "3"]) == [{CUDA: "5"}, {CUDA: "3"}]
 
 
 def test_a_restarted_engine_is_shown_the_same_devices() -> None:

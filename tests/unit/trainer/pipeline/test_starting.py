@@ -13,6 +13,7 @@ from rollout.engine.base import EngineInfo
 from tests.fakes.scripted_run import config
 from tests.unit.trainer.learner.test_group import HandActor
 from trainer.learner.group import LearnerGroup
+from trainer.learner.worker import SetUp
 from trainer.pipeline.compose import Actors
 from trainer.pipeline.starting import start_actors
 from trainer.telemetry.spans import Tracer
@@ -36,10 +37,14 @@ def engine(answer: object = None, **startup_s: float) -> HandActor:
     return HandActor(start=info if answer is None else answer)
 
 
+def set_up(*warnings: str, **seconds: float) -> SetUp:
+    return SetUp(seconds=seconds, warnings=warnings)
+
+
 def actors(ranks: list[HandActor], engines: list[HandActor], workers: list[HandActor]) -> Actors:
     ranks[0].answers["node_address"] = ("10.0.0.1", 77)
     for rank in ranks:
-        rank.answers.setdefault("setup", {"imports": 0.0})
+        rank.answers.setdefault("setup", set_up(imports=0.0))
     learner = LearnerGroup(ranks, timeout_s=30.0)
     return Actors(learner=learner, engines={f"replica_{i}": e for i, e in enumerate(engines)}, workers=workers)
 
@@ -47,7 +52,7 @@ def actors(ranks: list[HandActor], engines: list[HandActor], workers: list[HandA
 async def test_log_and_trace_say_where_the_time_of_each_went(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     tracer = Tracer(tmp_path / "trace.json")
-    ranks = [HandActor(setup={"imports": 3.0, "model": 1.0}), HandActor(setup={"imports": 2.0, "model": 5.0})]
+    ranks = [HandActor(setup=set_up(imports=3.0, model=1.0)), HandActor(setup=set_up(imports=2.0, model=5.0))]
     parts = actors(ranks, [engine(imports=7.0, processes=20.5)], [HandActor()])
     await start_actors(config(), parts, None, tracer)
     tracer.close()
@@ -60,6 +65,12 @@ async def test_log_and_trace_say_where_the_time_of_each_went(tmp_path: Path, cap
     }
     assert re.search(r"learner is ready after \d+\.\d s \(imports 3\.0 s, model 5\.0 s\)", caplog.text)
     assert re.search(r"replica_0 is ready after \d+\.\d s \(imports 7\.0 s, processes 20\.5 s\)", caplog.text)
+
+
+async def test_what_ranks_warn_of_is_told_once_by_the_driver(caplog: pytest.LogCaptureFixture) -> None:
+    ranks = [HandActor(setup=set_up("no such kernel")), HandActor(setup=set_up("no such kernel", "another"))]
+    await start_actors(config(), actors(ranks, [engine()], [HandActor()]), None, SILENT)
+    assert [record.getMessage() for record in caplog.records] == ["learner: no such kernel", "learner: another"]
 
 
 async def test_the_first_failure_ends_the_start_while_others_hang() -> None:
