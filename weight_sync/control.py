@@ -89,7 +89,8 @@ class Pending(msgspec.Struct, frozen=True, kw_only=True, tag="pending"):
 
 
 class LinkRequest(msgspec.Struct, frozen=True, kw_only=True, tag="link"):
-    """From the next pull on, bring the sources in this order, and some of them from another replica."""
+    """From the next pull on, bring the sources in this order, and some of them from another replica. A pull that is
+    under way ends."""
 
     order: tuple[int, ...]
     relayed: tuple[int, ...]
@@ -100,8 +101,7 @@ class LinkRequest(msgspec.Struct, frozen=True, kw_only=True, tag="link"):
 
 class Linked(msgspec.Struct, frozen=True, kw_only=True, tag="linked"):
     is_relayed: bool
-    """False if the predecessor's memory cannot be mapped: everything comes from the learners. Also during a pull, which
-    ends with the links that it has."""
+    """False if the predecessor's memory cannot be mapped: everything comes from the learners."""
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):

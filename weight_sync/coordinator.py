@@ -17,9 +17,10 @@ import asyncio
 import logging
 import time
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from weight_sync.errors import DigestMismatch, ReplicaDirty, VersionUnavailable, WeightSyncError
+from weight_sync.closing import CLOSE_S, close_parties, close_replicas, part
+from weight_sync.errors import ReplicaDirty, VersionUnavailable, WeightSyncError
 from weight_sync.members import (
     ANSWER_S,
     Member,
@@ -27,11 +28,13 @@ from weight_sync.members import (
     Outcome,
     PublisherHandle,
     ReplicaHandle,
+    gather_all,
     nothing,
 )
 from weight_sync.opening import Agreement, EpochOpener, SyncOptions
+from weight_sync.self_test import compare_with_learners
 from weight_sync.sync_report import sync_report
-from weight_sync.wire import PackReport, PublishedDigests, RunDigests, decode, open_reply
+from weight_sync.wire import PackReport, decode
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -98,24 +101,27 @@ class SyncCoordinator:
         return {name: member.live_version for name, member in self._members.items()}
 
     async def open(self) -> None:
-        """Agree on a plan and connect everyone. Called again, it starts a new epoch with all replicas.
+        """Agree on a plan and connect everyone. Called again, it closes all and starts a new epoch with all replicas.
 
         Raises:
             PlanMismatch: learner and engine do not fit; nothing was moved.
             TransportUnusable: no transport works between them.
             WeightSyncError: (other) a party failed; everything is closed again.
         """
+        if self._agreement is not None:
+            await self.close()
         give_up = self._clock() + self._options.timeout_s
         members = list(self._members.values())
         for member in members:
             member.state, member.live_version = "live", None
         self._published.clear()
+        agreement = None
         try:
             agreement = await self._opener.open(members, give_up)
             await self._opener.connect(agreement, members, give_up)
             await self._opener.link(agreement, members, give_up)
         except BaseException:
-            await self._close_parties()
+            await self._close_parties(agreement)
             raise
         self._agreement = agreement
         log.info("weight sync epoch %d, manifest %s", self._opener.epoch, agreement.manifest.digest[:12])
@@ -204,8 +210,9 @@ class SyncCoordinator:
             WeightSyncError, TimeoutError: it could not be opened, or did not get the version. It is not a member then.
         """
         agreement, member = self._opened(), Member(replica, self._clock)
-        give_up = self._clock() + self._options.timeout_s
         try:
+            await self._unlink(replica.name)
+            give_up = self._clock() + self._options.timeout_s
             await self._opener.check_layout(agreement, member, give_up)
             await self._opener.connect(agreement, [member], give_up)
             # From here a sync waits, or the newcomer would miss it and generate from older weights than the others.
@@ -217,8 +224,9 @@ class SyncCoordinator:
                 await self._relink()
         except BaseException:
             if self._members.get(replica.name) is not member:
+                self._is_linked = False  # the one that it would have replaced is a member still
                 member.disconnect()
-                await self._close_quietly([replica.call("ws_close", timeout_s=self._close_timeout_s)])
+                await close_replicas([replica], timeout_s=self._close_timeout_s)
             raise
         log.info("%s joined epoch %d with version %s", replica.name, self._opener.epoch, member.live_version)
         return member.live_version
@@ -239,7 +247,7 @@ class SyncCoordinator:
             return
 
     async def leave(self, name: str) -> None:
-        """Take a replica out of the group, dead or alive. The others go on untouched.
+        """Take a replica out of the group, dead or alive. The others go on, and unmap its memory before it closes.
 
         Raises:
             KeyError: no such member.
@@ -250,19 +258,35 @@ class SyncCoordinator:
                 raise WeightSyncError(f"{name} is the last replica; close weight sync instead")
             member = self._members.pop(name)
             member.disconnect()
-            await self._close_quietly([member.handle.call("ws_close", timeout_s=self._close_timeout_s)])
-            await self._relink()
+            # A lost one has the links of its last sync, perhaps to the one that leaves.
+            lost = [other for other in self._members.values() if other.state != "live"]
+            parted = part(self._opener, self._agreement, lost, timeout_s=self._close_timeout_s)
+            await asyncio.gather(self._relink(), parted)
+            await close_replicas([member.handle], timeout_s=self._close_timeout_s)
+
+    async def _unlink(self, name: str) -> None:
+        """Nobody reads from a member that is about to be replaced: if it opens anew in the same process, what it has
+        shared goes."""
+        old = self._members.get(name)
+        if old is not None and old.state == "live":
+            async with self._membership_lock:
+                await self._relink([member for member in self._free() if member is not old])
+
+    def _free(self) -> list[Member]:
+        return [member for member in self._members.values() if member.state == "live" and not member.num_leases]
 
     async def _relink(self, members: Sequence[Member] | None = None) -> None:
-        """After a change of membership; `members` only, as if there were no others, if they are given. Links only save
-        time: whoever misses them reads from the learners in the end, so a failure is logged, and the next sync tries
-        again."""
+        """After a change of membership; `members` only, as if there were no others, if they are given. A leased one is
+        apart. Links only save time: whoever misses them reads from the learners in the end, so a failure is logged, and
+        the next sync tries again."""
         is_whole = members is None
-        if members is None:
-            members = [member for member in self._members.values() if member.state == "live" and not member.num_leases]
+        leased = [member for member in self._members.values() if member.state == "live" and member.num_leases]
         was_linked, self._is_linked = self._is_linked, False
         try:
-            await self._opener.link(self._opened(), members, self._clock() + LINK_S)
+            agreement, together = self._opened(), self._free() if members is None else members
+            links = self._opener.link(agreement, together, self._clock() + LINK_S)
+            parts = self._opener.part(agreement, leased if is_whole else [], LINK_S)
+            await gather_all([links, parts])
             self._is_linked = is_whole or was_linked
         except (WeightSyncError, TimeoutError) as error:
             log.warning("not every worker learned whom to read from: %s", error)
@@ -279,24 +303,13 @@ class SyncCoordinator:
             DigestMismatch: names replica, worker and parameters that differ.
             WeightSyncError: nothing was synced yet.
         """
-        manifest, timeout_s = self._opened().manifest, self._options.timeout_s
+        manifest = self._opened().manifest
         if not self._published:
             raise WeightSyncError("nothing was published yet; publish and sync a version first")
-        version = max(self._published)
-        answers = await self._opener.on_publishers("ws_digests", version, timeout_s=timeout_s)
-        packed = {d.rank: d.by_worker for d in (decode(answer, PublishedDigests) for answer in answers)}
-        for name, member in self._members.items():
-            if member.state != "live":
-                continue
-            replies = await member.handle.call("ws_digests", timeout_s=timeout_s)
-            for worker, reply in enumerate(replies):
-                party = f"{name}/{worker}"
-                live = open_reply(reply, RunDigests, party=party)
-                if live.version != version:
-                    raise WeightSyncError(f"{party} holds version {live.version}, not {version}; sync before the test")
-                wrong = _differing_params(manifest, worker, live, packed)
-                if wrong:
-                    raise DigestMismatch(f"{party} differs from the learner in {', '.join(wrong)} at version {version}")
+        live = [member for member in self._members.values() if member.state == "live"]
+        await compare_with_learners(
+            self._opener, manifest, live, version=max(self._published), timeout_s=self._options.timeout_s
+        )
 
     @asynccontextmanager
     async def freeze(self, replica: str) -> AsyncIterator[int | None]:
@@ -330,6 +343,7 @@ class SyncCoordinator:
                 yield member.live_version
         except (asyncio.CancelledError, GeneratorExit):
             member.end_lease(before_passed)
+            self._is_linked = False  # the next sync takes it along
             raise
         except BaseException:
             await self._end_lease(member, before_passed)
@@ -362,47 +376,19 @@ class SyncCoordinator:
             await self._relink()  # with it, if it is still there
 
     async def close(self) -> None:
-        """Close every party that still answers. Idempotent."""
-        await self._close_parties()
-        self._agreement = None
+        """Close every party that still answers, whoever maps memory before those that own it. Idempotent."""
+        agreement, self._agreement = self._agreement, None
+        await self._close_parties(agreement)
 
-    async def _close_parties(self) -> None:
-        for member in self._members.values():
-            member.disconnect()
-        timeout_s = self._close_timeout_s
-        await self._close_quietly(
-            [
-                *(member.handle.call("ws_close", timeout_s=timeout_s) for member in self._members.values()),
-                *(publisher.call("ws_close", timeout_s=timeout_s) for publisher in self._publishers),
-            ]
-        )
+    async def _close_parties(self, agreement: Agreement | None) -> None:
+        members = list(self._members.values())
+        await close_parties(self._opener, agreement, members, self._publishers, timeout_s=self._close_timeout_s)
 
     @property
     def _close_timeout_s(self) -> float:
-        return min(10.0, self._options.timeout_s)
-
-    async def _close_quietly(self, calls: Sequence[Awaitable[Any]]) -> None:
-        """Best effort: a party that is dead already must not keep the others from closing."""
-        for result in await asyncio.gather(*calls, return_exceptions=True):
-            if isinstance(result, Exception):
-                # An error that Ray carried has the real one behind `cause`, and a traceback for a text.
-                cause = getattr(result, "cause", result)
-                log.warning("a party of weight sync did not close: %s: %s", type(cause).__name__, cause)
+        return min(CLOSE_S, self._options.timeout_s)
 
     def _opened(self) -> Agreement:
         if self._agreement is None:
             raise WeightSyncError("weight sync is not open; call open first")
         return self._agreement
-
-
-def _differing_params(
-    manifest: Manifest, worker: int, live: RunDigests, packed: dict[int, dict[int, tuple[int, ...]]]
-) -> list[str]:
-    """Engine parameters of which a run does not hold the learner's bytes. Pure."""
-    plan = next(plan for plan in manifest.pull if plan.worker == worker)
-    wrong: set[str] = set()
-    for rank, found in live.by_rank.items():
-        names = [run.dst_param for run in plan.runs if run.src_rank == rank]
-        expected = packed[rank][worker]
-        wrong.update(name for name, a, b in zip(names, found, expected, strict=True) if a != b)
-    return sorted(wrong)

@@ -54,10 +54,12 @@ class Landing(NamedTuple):
 
     def close(self) -> None:
         """Free the shadow block and the buckets. Idempotent."""
-        if self.fallback is not None:
-            self.fallback.close()
-        if self.shadow is not None:
-            self.shadow.close()
+        try:
+            if self.fallback is not None:
+                self.fallback.close()
+        finally:
+            if self.shadow is not None:
+                self.shadow.close()
 
 
 class Reloads(NamedTuple):

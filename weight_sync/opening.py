@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from weight_sync.closing import CLOSE_S, close_replicas
 from weight_sync.control import Linked, LinkRequest, Membership
 from weight_sync.errors import PlanMismatch, PullTimeout
 from weight_sync.members import gather_all
@@ -106,6 +107,8 @@ class EpochOpener:
         )
         for line in _memory_lines(manifest, self._options):
             log.info("%s", line)  # before anything is allocated
+        # A learner that opens frees the slots of an earlier epoch, perhaps of another coordinator: unmap them first.
+        await close_replicas([member.handle for member in members], timeout_s=min(CLOSE_S, self.left(give_up)))
         publishers = await self._open_publishers(manifest, give_up)
         return Agreement(manifest=manifest, publishers=publishers, layout=first)
 
@@ -182,6 +185,15 @@ class EpochOpener:
             await member.lines[index].ask(request, Linked, deadline_s=self.left(give_up))
 
         await gather_all(tell(member, index) for member in members for index in range(len(member.workers)))
+
+    async def part(self, agreement: Agreement, members: Sequence[Member], within_s: float) -> None:
+        """Let each of `members` read from the learners alone: it unmaps the memory of whom it was linked to.
+
+        Raises:
+            WeightSyncError, TimeoutError: a worker did not answer; the others were told all the same.
+        """
+        give_up = self._clock() + within_s
+        await gather_all(self.link(agreement, [member], give_up) for member in members)
 
     async def on_publishers(self, method: str, *args: object, timeout_s: float) -> list[bytes]:
         """The answer of every learner rank, in order."""

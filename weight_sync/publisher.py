@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -218,14 +219,15 @@ class WeightPublisher:
         return {**epoch.end.counters(), "sockets": 1, **epoch.arena.counters(), **control}
 
     def close(self) -> None:
-        """Stop serving and free the slots. Idempotent."""
+        """Stop serving and free the slots, which receivers have unmapped before. Idempotent."""
         epoch, self._epoch = self._epoch, None
         if epoch is None:
             return
-        if epoch.server is not None:
-            epoch.server.close()
-        epoch.sealer.close()
-        epoch.end.close()
+        with ExitStack() as closing:  # from the last to the first, whichever fails
+            closing.callback(epoch.end.close)
+            closing.callback(epoch.sealer.close)
+            if epoch.server is not None:
+                closing.callback(epoch.server.close)
 
     def _make_epoch(self, opening: OpenPublisher, manifest: Manifest, plan: PackPlan, end: Offer) -> Epoch:
         slots = [end.slot(index) for index in range(opening.num_slots)] if plan.arena_bytes else []

@@ -78,8 +78,6 @@ class WeightReceiver:
         self._epoch: ReceiverEpoch | None = None
         self._server: ControlServer | None = None
         self._prefetch: Prefetch | None = None
-        self._next_links: LinkRequest | None = None
-        """Came during a pull; the next one begins with them."""
         self._prefetch_lock = threading.RLock()
         self._commit_lock = threading.Lock()
         self._live_version: int | None = None
@@ -156,9 +154,6 @@ class WeightReceiver:
                             f"worker {self._worker}: an earlier pull does not stop and still writes where version "
                             f"{version} would land; the engine must be restarted"
                         )
-                links, self._next_links = self._next_links, None
-                if links is not None:
-                    epoch.link(links)
                 self._prefetch = Prefetch(epoch, self._host, version, deadline_s=deadline_s)
         finally:
             self._commit_lock.release()
@@ -276,15 +271,20 @@ class WeightReceiver:
         return self._opened().counters()
 
     def close(self) -> None:
-        """Abort, unmap, hang up. The parameters stay as they are. Idempotent."""
+        """Abort, unmap, hang up. The parameters stay as they are. Idempotent.
+
+        Raises:
+            DeviceError: (or another) one thing could not be closed; everything else is.
+        """
         server, self._server = self._server, None
-        if server is not None:
-            server.close()
-        has_stopped = self.abort()
-        epoch, self._epoch = self._epoch, None
-        self._next_links = None
-        if epoch is not None and has_stopped:
-            epoch.close()
+        try:
+            if server is not None:
+                server.close()
+        finally:
+            has_stopped = self.abort()
+            epoch, self._epoch = self._epoch, None
+            if epoch is not None and has_stopped:
+                epoch.close()
 
     def _drop_prefetch_of(self, version: int) -> None:
         with self._prefetch_lock:
@@ -305,14 +305,15 @@ class WeightReceiver:
                 raise ValueError(f"{sender} sent a {type(request).__name__}, which an engine worker does not answer")
 
     def _link(self, request: LinkRequest) -> bool:
-        """Links change between two pulls. During one they are kept for the next: everybody else has the new ones by
-        then, and old ones among those may close a circle."""
+        """Links change between two syncs, so a pull that is under way is nobody's any more and ends: with its old links
+        among the new ones of the others it could close a circle, and the memory that it reads may be about to go."""
         with self._prefetch_lock:
             epoch = self._opened()
-            if self._prefetch is not None and self._prefetch.is_running:
-                self._next_links = request
-                return False
-            self._next_links = None
+            if self._prefetch is not None and self._prefetch.is_running and not self.abort():
+                raise WeightSyncError(
+                    f"worker {self._worker}: a pull does not stop and still reads by its old links; the engine must be "
+                    "restarted"
+                )
             return epoch.link(request)
 
     def _report(self, version: int, pulled: Pulled, *, commit_s: float, has_moved: bool) -> PullReport:

@@ -252,13 +252,15 @@ class ReceiverEpoch:
         return dict(counts)
 
     def close(self) -> None:
-        self._leases.drop()
-        self._relay.close()
-        for reach in self._reaches.values():
-            reach.close()
-        self._hang_up()
-        self._arrived.clear()
-        self.landing.close()
+        """Give back, unmap, hang up and free, each whether or not the others fail; a failure is raised at the end."""
+        with ExitStack() as closing:  # from the last to the first
+            closing.callback(self.landing.close)
+            closing.callback(self._arrived.clear)
+            closing.callback(self._hang_up)
+            for reach in self._reaches.values():
+                closing.callback(reach.close)
+            closing.callback(self._relay.close)
+            closing.callback(self._leases.drop)
 
     def drop_leases(self) -> None:
         """Give back what is held, as far as learners still answer; the rest expires."""

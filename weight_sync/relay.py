@@ -234,8 +234,10 @@ class RelayInlet:
 
     def close(self) -> None:
         """Unmap both blocks. Idempotent."""
-        self._shadow.close()
-        self._progress.close()
+        try:
+            self._shadow.close()
+        finally:
+            self._progress.close()
 
     def _queue(self, stretch: Stretch, queued: int, ready: int, stream: Any | None) -> int:
         """Start to copy the next batch. Returns the number of pieces that are then under way or done.

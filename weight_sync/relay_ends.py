@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from weight_sync.device.base import DeviceError
@@ -110,8 +111,9 @@ class RelayEnds:
         return {} if self._outlet is None else self._outlet.counters()
 
     def close(self) -> None:
-        """Idempotent."""
-        for end in (self._inlet, self._outlet):
-            if end is not None:
-                end.close()
-        self._inlet = None
+        """Idempotent. Both are closed, also if one cannot be; that failure is raised at the end."""
+        inlet, self._inlet = self._inlet, None
+        with ExitStack() as closing:
+            for end in (self._outlet, inlet):
+                if end is not None:
+                    closing.callback(end.close)

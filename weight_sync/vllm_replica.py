@@ -30,7 +30,9 @@ class AsyncLLMReplica:
     """A `ReplicaHandle`.
 
     While the engine is paused, new requests wait inside it. vLLM's prefix cache does not know of versions: give every
-    prompt `cache_salt`, or turn the cache off, else the keys and values of old weights serve new requests.
+    prompt `cache_salt`, or turn the cache off, else the keys and values of old weights serve new requests. With
+    `in_flight="keep"` they also serve a request that got its salt before a commit ended and has its first token after
+    it: where that matters, send none during `commit`, and abort and send again what has no token when it ends.
 
     Example: `SyncCoordinator(learners, [AsyncLLMReplica(engine, name="r0")], options=SyncOptions())`
     """
@@ -57,7 +59,7 @@ class AsyncLLMReplica:
 
     @property
     def cache_salt(self) -> str:
-        """For the prompts of requests that start now."""
+        """For the prompts of requests that start now. During a commit it is that of the version before."""
         return f"v{self.version}"
 
     async def call(self, method: str, *args: object, timeout_s: float) -> list[Any]:

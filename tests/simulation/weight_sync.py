@@ -187,6 +187,8 @@ class Opener:
 
     async def link(self, _agreement: Any, _members: Sequence[Member], _give_up: float) -> None: ...
 
+    async def part(self, _agreement: Any, _members: Sequence[Member], _within_s: float) -> None: ...
+
     async def on_publishers(self, method: str, version: int, *_: object, timeout_s: float) -> list[bytes]:
         assert method == "ws_publish"
         async with asyncio.timeout(timeout_s):

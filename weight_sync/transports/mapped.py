@@ -7,6 +7,7 @@ version to the host once, receivers copy from there to their own device. On CPU 
 from __future__ import annotations
 
 from collections import deque
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from weight_sync.device.cpu import CpuBackend
@@ -101,6 +102,7 @@ class MappedReceiverEnd(ReceiverEnd):
         return {"registrations": len(self._blocks)}
 
     def close(self) -> None:
-        for block in self._blocks.values():
-            block.close()
-        self._blocks.clear()
+        """Unmap every block, also after one that cannot be; that failure is raised at the end. Idempotent."""
+        with ExitStack() as closing:
+            for block in self._blocks.values():
+                closing.callback(block.close)

@@ -116,9 +116,14 @@ class Offer:
         }
 
     def close(self) -> None:
-        """Free the slots. Idempotent. Receivers that still have them mapped keep valid memory."""
-        self._peers.close(join_s=CLOSE_S)
-        self._slots.close()
+        """Free the slots. Idempotent.
+
+        Receivers must have unmapped them: what they read afterwards is undefined, and some drivers refuse to free.
+        """
+        try:
+            self._peers.close(join_s=CLOSE_S)
+        finally:
+            self._slots.close()
 
 
 def _require(transport: str, backend: Backend, host: str) -> None:

@@ -111,6 +111,8 @@ class HostSlots(Slots):
         return super().num_allocations() + int(self._staging is not None)
 
     def close(self) -> None:
-        super().close()
-        if self._staging is not None:
-            self._staging.close()
+        try:
+            super().close()
+        finally:
+            if self._staging is not None:
+                self._staging.close()

@@ -1,0 +1,70 @@
+"""Closes the parties of an epoch in such an order that nobody frees memory which somebody else still maps.
+
+    replicas apart (they unmap each other's shadow blocks) ─> replicas (they unmap the slots) ─> learners
+
+Drivers ask for it: an exporter that closes before its importers is an error in CANN and undefined in CUDA and HIP.
+Every step has a deadline and is best effort, so a party that is dead or hangs does not keep the others from closing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Any
+
+from weight_sync.wire import open_reply
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Iterable, Sequence
+
+    from weight_sync.members import Member, PublisherHandle, ReplicaHandle
+    from weight_sync.opening import Agreement, EpochOpener
+
+log = logging.getLogger(__name__)
+
+CLOSE_S = 10.0
+PART_S = 2.0
+"""Control threads answer at once, and unmapping takes milliseconds."""
+
+
+async def close_parties(
+    opener: EpochOpener,
+    agreement: Agreement | None,
+    members: Sequence[Member],
+    publishers: Sequence[PublisherHandle],
+    *,
+    timeout_s: float,
+) -> None:
+    """Close everyone. `agreement` is what they were linked by, None if they were not. Raises nothing of theirs."""
+    if len(members) > 1:
+        await part(opener, agreement, members, timeout_s=timeout_s)
+    for member in members:
+        member.disconnect()
+    await close_replicas([member.handle for member in members], timeout_s=timeout_s)
+    await _quietly((publisher.call("ws_close", timeout_s=timeout_s) for publisher in publishers), "did not close")
+
+
+async def part(
+    opener: EpochOpener, agreement: Agreement | None, members: Sequence[Member], *, timeout_s: float
+) -> None:
+    """Let none of `members` read from another replica. Raises nothing of theirs."""
+    if agreement is not None:
+        await _quietly([opener.part(agreement, members, min(PART_S, timeout_s))], "did not unmap what it read from")
+
+
+async def close_replicas(replicas: Iterable[ReplicaHandle], *, timeout_s: float) -> None:
+    """Close replicas that do not read from each other, all at once. Raises nothing of theirs."""
+    await _quietly((_close(replica, timeout_s) for replica in replicas), "did not close")
+
+
+async def _close(replica: ReplicaHandle, timeout_s: float) -> None:
+    for worker, reply in enumerate(await replica.call("ws_close", timeout_s=timeout_s)):
+        open_reply(reply, type(None), party=f"{replica.name}/{worker}")
+
+
+async def _quietly(calls: Iterable[Awaitable[Any]], what: str) -> None:
+    for result in await asyncio.gather(*calls, return_exceptions=True):
+        if isinstance(result, Exception):
+            # An error that Ray carried has the real one behind `cause`, and a traceback for a text.
+            cause = getattr(result, "cause", result)
+            log.warning("a party of weight sync %s: %s: %s", what, type(cause).__name__, cause)
