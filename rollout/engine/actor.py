@@ -147,6 +147,8 @@ class EngineActor:
             await asyncio.gather(*pumps, return_exceptions=True)
 
     async def abort(self, request_id: str) -> None:
+        # A group that came in this turn of the event loop begins in the next one: only then does the engine know it.
+        await asyncio.sleep(0)
         await self._engine.abort(request_id)
 
     async def call_workers(self, method: str, args: Sequence[object], timeout_s: float) -> list[Any]:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from weight_sync.wire import CommitResult
 
 InFlight = Literal["keep", "recompute", "abort"]
-"""What a commit does to running requests: go on with their KV, rebuild their KV under the new weights, or end them with
-finish reason "abort" (the caller resubmits prompt plus tokens so far)."""
+"""What a commit does to running requests: go on with their KV (those without a token begin again), rebuild their KV
+under the new weights, or end them with finish reason "abort" (the caller resubmits prompt plus tokens so far)."""
 
 
 SleepLevel = Literal[0, 1, 2]

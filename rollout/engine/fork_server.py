@@ -7,7 +7,7 @@ elsewhere vLLM spawns, as ever).
 
 The server ends with its owner, however that ends, and the kernel then kills what it has forked: Ray, which kills the
 children of an actor when it ends one, does not know of grandchildren. (`OrphanReaper` does the same for an engine that
-was spawned, and is a second net for one that was forked.)
+was spawned and for the workers of any, and is a second net for one that was forked.)
 """
 
 from __future__ import annotations

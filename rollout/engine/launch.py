@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,8 @@ from rollout.tokenizer import load_tokenizer
 from weight_sync import vllm_compat
 
 if TYPE_CHECKING:
+    import psutil
+    from vllm.config import VllmConfig
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from rollout.engine.base import EngineSpec
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 _END_TIMEOUT_S = 30.0
 """Of a process that was killed. It ends when the call it makes to its device does."""
+_END_POLL_S = 0.05
 
 
 def import_vllm() -> None:
@@ -35,13 +39,11 @@ def launch(spec: EngineSpec, meter: LoadMeter) -> tuple[AsyncLLM, list[int], Any
 
     `meter` is told what every step says of the load, with `spec.reports_load`.
     """
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
     vllm_compat.check_vllm_version()
     vllm_compat.start_engines_in(EngineContext() if spec.forks else None)
-    config = AsyncEngineArgs(**engine_args(spec)).create_engine_config(UsageContext.ENGINE_CONTEXT)
+    config = engine_config(spec)
     stop = set(spec.stop_token_ids)
     found = config.model_config.try_get_generation_config().get("eos_token_id")
     if found is not None:
@@ -51,11 +53,27 @@ def launch(spec: EngineSpec, meter: LoadMeter) -> tuple[AsyncLLM, list[int], Any
         tokenizer = load_tokenizer(spec.tokenizer, trust_remote_code=spec.trust_remote_code)
         stop.update(set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id})
     listeners: list[Any] | None = [_listener(meter)] if spec.reports_load else None
-    llm = AsyncLLM.from_vllm_config(
-        config, usage_context=UsageContext.ENGINE_CONTEXT, disable_log_stats=True, stat_loggers=listeners
-    )
+    llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True, stat_loggers=listeners)
     llm.output_processor.tokenizer = tokenizer
     return llm, _known(stop, config.model_config.get_vocab_size()), tokenizer
+
+
+def engine_config(spec: EngineSpec) -> VllmConfig:
+    """vLLM's configuration of the engine, on the device of this process.
+
+    For a use that is neither its server nor its offline class vLLM has a step hold 2048 tokens on every device, which
+    all figures in docs/benchmarks.md were taken with. Its server's steps hold up to four times as many on large
+    devices: whoever decodes, and a commit, would wait longer for the prefills of others, and less memory would be left
+    for the KV cache.
+    """
+    from vllm.config import SchedulerConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    args = AsyncEngineArgs(**engine_args(spec))
+    if args.max_num_batched_tokens is None and spec.max_num_seqs > SchedulerConfig.DEFAULT_MAX_NUM_BATCHED_TOKENS:
+        args.max_num_batched_tokens = spec.max_num_seqs  # vLLM refuses fewer: a decoding step holds a token of each
+    return args.create_engine_config(UsageContext.ENGINE_CONTEXT)
 
 
 def _known(stop: set[int], vocab_size: int) -> list[int]:
@@ -89,7 +107,11 @@ def vllm_sampling(params: SamplingParams, stop_token_ids: list[int]) -> Any:
 
 
 def engine_pids(llm: AsyncLLM) -> list[int]:
-    return [process.pid for process in _processes(llm)]
+    """vLLM's engine process and all below it: the workers of tensor parallelism hold the devices.
+
+    To be asked while it runs: what outlives the engine process gets another parent.
+    """
+    return [process.pid for process in _process_tree(llm)]
 
 
 def shut_down(llm: AsyncLLM) -> None:
@@ -98,23 +120,45 @@ def shut_down(llm: AsyncLLM) -> None:
     vLLM itself does not wait for a process that it had to kill: its memory is not free yet, and its entry in the table
     of processes stays for as long as this process lives.
     """
-    processes = _processes(llm)
+    processes, tree = _processes(llm), _process_tree(llm)
     llm.shutdown()
     deadline = time.monotonic() + _END_TIMEOUT_S
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
-        if process.is_alive():
-            log.error(
-                "%s (pid %d) still runs %.0f s after it was killed; its device memory is not free",
-                process.name,
-                process.pid,
-                _END_TIMEOUT_S,
-            )
+    while (left := [process.pid for process in tree if _runs(process)]) and time.monotonic() < deadline:
+        time.sleep(_END_POLL_S)
+    if left:
+        log.error(
+            "engine processes %s still run %.0f s after they were killed; their device memory is not free",
+            left,
+            _END_TIMEOUT_S,
+        )
 
 
 def _processes(llm: AsyncLLM) -> list[Any]:
     manager: Any = llm.engine_core.resources.engine_manager
     return list(getattr(manager, "processes", ()))
+
+
+def _process_tree(llm: AsyncLLM) -> list[psutil.Process]:
+    import psutil  # comes with vLLM
+
+    tree: list[psutil.Process] = []
+    for process in _processes(llm):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            engine = psutil.Process(process.pid)
+            tree += [engine, *engine.children(recursive=True)]
+    return tree
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Not so a zombie: it holds nothing, and whoever has got it as a child may never look at it."""
+    import psutil
+
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _listener(meter: LoadMeter) -> type:

@@ -6,6 +6,8 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vllm.v1.engine.output_processor import RequestOutputCollector
+
     from rollout.types import FinishReason
 
 
@@ -24,6 +26,11 @@ class Fence:
     def outputs(self) -> list[Any]:
         self.reached.set()
         return []
+
+
+async def next_output(queue: RequestOutputCollector) -> Any:
+    """Of one request. One that is there already costs no turn of the event loop."""
+    return queue.get_nowait() or await queue.get()
 
 
 def sampled_logprobs(completion: Any) -> list[float]:

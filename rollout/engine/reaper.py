@@ -1,8 +1,9 @@
 """Ends engine processes whose owner was killed.
 
 vLLM's engine process does not notice that its parent is gone: after a SIGKILL (out of memory, `ray.kill`) it lives on
-with its device memory. A tiny process of its own session holds the reading end of a pipe; the kernel closes the other
-end with the owner, however it dies. Can go when vLLM's engine process watches its parent.
+with its device memory. Workers that it has notice that it is gone, but end of their own accord, and so never out of a
+call to their device that hangs. A tiny process of its own session holds the reading end of a pipe; the kernel closes
+the other end with the owner, however it dies. Can go when vLLM's processes are killed with their parents.
 """
 
 from __future__ import annotations
@@ -26,15 +27,19 @@ def birth(pid):
 if sys.stdin.read() != "dismissed":
     for pid, born in zip(sys.argv[1::2], sys.argv[2::2]):
         if birth(pid) == born:
-            os.kill(int(pid), signal.SIGKILL)
+            try:
+                os.kill(int(pid), signal.SIGKILL)
+            except ProcessLookupError:
+                pass
 """
 
 
 class OrphanReaper:
-    """Kills `pids` when this process ends without `dismiss`. Start times are compared, so no reused pid is hit."""
+    """Kills `pids` when this process ends without `dismiss`; those that are gone by now are left out. Start times are
+    compared, so no reused pid is hit."""
 
     def __init__(self, pids: Sequence[int]) -> None:
-        arguments = [text for pid in pids for text in (str(pid), _birth(pid))]
+        arguments = [text for pid in pids if (born := _birth(pid)) for text in (str(pid), born)]
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _PROGRAM, *arguments],
             stdin=subprocess.PIPE,
@@ -52,5 +57,8 @@ class OrphanReaper:
 
 
 def _birth(pid: int) -> str:
-    """Start time of a process in clock ticks since boot; field 22 of /proc/PID/stat."""
-    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
+    """Start time of a process in clock ticks since boot; field 22 of /proc/PID/stat. Empty if there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
+    except OSError:
+        return ""

@@ -6,16 +6,19 @@ import contextlib
 import os
 import re
 import stat
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollout.errors import EngineDead
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 MOST_BYTES = 1 << 20
 """Of what was printed; the end of it."""
+MOST_CHARS = 600
+"""Of an error's message; the beginning of it."""
 _STREAMS = (1, 2)
 """File descriptors of stdout and stderr, which vLLM's processes inherit."""
 _PREFIX = re.compile(r"^(\x1b\[[0-9;]*m)*\([^)]*\)\s*(\x1b\[[0-9;]*m)*\s?([A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]*\] ?)?")
@@ -47,16 +50,34 @@ def printed_cause() -> Iterator[None]:
 
 
 def find_cause(text: str) -> str:
-    """The last error of the tracebacks in `text` that is not a pointer to another one; empty if there is none. Pure."""
+    """The last error of the tracebacks in `text` that is not a pointer to another one, its message as one line of at
+    most `MOST_CHARS`; empty if there is none. Pure."""
+    lines = [_without_prefix(raw) for raw in text.splitlines()]
     cause, is_inside = "", False
-    for raw in text.splitlines():
-        line = _PREFIX.sub("", raw)
+    for number, (_, line) in enumerate(lines):
         if line.startswith(_TRACEBACK):
             is_inside = True
         elif is_inside and _ERROR.match(line):
             is_inside = False
-            cause = cause if _POINTER.search(line) else line.strip()
+            cause = cause if _POINTER.search(line) else _message(islice(lines, number, None))
     return cause
+
+
+def _without_prefix(raw: str) -> tuple[str, str]:
+    """The prefix and what follows it."""
+    line = _PREFIX.sub("", raw)
+    return raw[: len(raw) - len(line)].rstrip(), line
+
+
+def _message(lines: Iterable[tuple[str, str]]) -> str:
+    """What an error says that begins at the first of `lines`: that one and those below it, up to an empty one, another
+    traceback, or another prefix: all lines of one record have the same, its second included."""
+    rest = iter(lines)
+    prefix, first = next(rest)
+    more = takewhile(lambda one: one[0] == prefix and one[1].strip() and not one[1].startswith(_TRACEBACK), rest)
+    text = " ".join([first, *(line for _, line in more)])
+    words = " ".join(text.split())
+    return words if len(words) <= MOST_CHARS else f"{words[: MOST_CHARS - 4]} ..."
 
 
 def _size(stream: int) -> int | None:

@@ -26,8 +26,9 @@ from rollout.engine.gate import AdmissionGate, GateTurns, Pause
 from rollout.engine.launch import engine_pids, import_vllm, launch, shut_down, vllm_sampling
 from rollout.engine.live_answer import LiveAnswer, stop_watch
 from rollout.engine.load_meter import Activity, LoadMeter
-from rollout.engine.outputs import Fence
+from rollout.engine.outputs import Fence, next_output
 from rollout.engine.reaper import OrphanReaper
+from rollout.engine.roster import Roster
 from rollout.engine.settings import process_env
 from rollout.engine.start_failure import printed_cause
 from rollout.engine.vocabulary import check_token_ids
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
     from vllm.v1.engine.async_llm import AsyncLLM
+
+    from rollout.engine.stops import StopWatch
 
 T = TypeVar("T")
 ReplyState = Literal["ok", "failed", "dirty"]
@@ -74,8 +77,7 @@ class VllmEngine(Engine):
         self._pause = Pause(clock)
         self._meter = LoadMeter()
         self._activity = Activity(clock)
-        self._live: dict[str, LiveAnswer] = {}
-        self._entering, self._cancelled = set[str](), set[str]()
+        self._roster = Roster(self._activity)
         self._llm: AsyncLLM | None = None
         self._adapter: Any = None
         self._dead_reason = ""
@@ -162,67 +164,51 @@ class VllmEngine(Engine):
     async def generate(
         self, request_id: str, token_ids: np.ndarray, params: SamplingParams
     ) -> AsyncGenerator[Completion, None]:
-        live = await self._admit(request_id, token_ids, params)
-        if live is None:
-            chunks = ChunkBuilder(VersionLabels(self._version), self._spec.stream_tokens)
-            for chunk in chunks.cut("abort"):
-                yield chunk
-            return
-        is_finished, finish = False, None
-        try:
-            while finish is None:
-                output: Any = live.queue.get_nowait() or await self._guard(live.queue.get())
-                completion = output.outputs[0]
-                self._activity.moved()
-                self._generated_tokens += len(completion.token_ids)
-                is_finished = output.finished
-                finish = live.take(completion)
-                for chunk in live.chunks.cut(finish):
-                    yield chunk
-            self._finished_requests += 1
-        finally:
-            self._live.pop(request_id, None)
-            if not self._live:
-                self._activity.end()
-            if not is_finished and not self._is_dead:
-                await self._within(self._engine.abort(live.queue.request_id, internal=True), _ABORT_TIMEOUT_S, "abort")
-
-    async def _admit(self, request_id: str, token_ids: np.ndarray, params: SamplingParams) -> LiveAnswer | None:
-        """Put the request into the engine under the version that is live then; None if it was aborted before."""
         self._spec.check_prompt(len(token_ids))
         watch = stop_watch(self._tokenizer, token_ids, params, drafts=self._drafts)
-        if request_id in self._live or request_id in self._entering:
-            raise ValueError(f"request {request_id!r} is already running; request ids must be unique per engine")
         check_token_ids(token_ids, self._engine.model_config.get_vocab_size())  # raises EngineDead, too
-        self._entering.add(request_id)
-        try:
-            async with self._gate.passage():
-                engine = self._engine
-                if request_id in self._cancelled:
-                    return None
-                # The salt keeps the prefix cache of one version from serving another.
-                prompt: Any = {
-                    "type": "token",
-                    "prompt_token_ids": token_ids.tolist(),
-                    "cache_salt": f"v{self._version}",
-                }
-                sampling = vllm_sampling(params, self._stop_token_ids)
-                queue = await self._guard(engine.add_request(request_id, prompt, sampling, lora_request=self._adapter))
-                chunks = ChunkBuilder(VersionLabels(self._version), self._spec.stream_tokens)
-                live = LiveAnswer(queue, chunks, watch, self._drafts)
-                if not self._live:
-                    self._activity.begin()
-                self._live[request_id] = live
+        with self._roster.stay(request_id):
+            is_finished, finish = False, None
+            try:
+                live = await self._enter(request_id, token_ids, params, watch)
                 self._prompt_tokens += len(token_ids)
-                return live
-        finally:
-            self._entering.discard(request_id)
-            self._cancelled.discard(request_id)
+                while finish is None:
+                    output = await self._guard(next_output(live.queue))
+                    if self._roster.is_outside(request_id):  # a commit took it out before its first token
+                        live = await self._enter(request_id, token_ids, params, watch)
+                        continue
+                    completion = output.outputs[0]
+                    self._activity.moved()
+                    self._generated_tokens += len(completion.token_ids)
+                    is_finished = output.finished
+                    finish = live.take(completion)
+                    for chunk in live.chunks.cut(finish):
+                        yield chunk
+                self._finished_requests += 1
+            finally:
+                if not is_finished and not self._is_dead:
+                    await self._within(self._engine.abort(request_id), _ABORT_TIMEOUT_S, "abort")
+
+    async def _enter(
+        self, request_id: str, token_ids: np.ndarray, params: SamplingParams, watch: StopWatch | None
+    ) -> LiveAnswer:
+        """Put the request into the engine under the version that is live then."""
+        async with self._gate.passage():
+            engine = self._engine
+            # The salt keeps the prefix cache of one version from serving another.
+            salt = f"v{self._version}"
+            prompt: Any = {"type": "token", "prompt_token_ids": token_ids.tolist(), "cache_salt": salt}
+            sampling = vllm_sampling(params, self._stop_token_ids)
+            queue = await self._guard(engine.add_request(request_id, prompt, sampling, lora_request=self._adapter))
+            engine = self._engine  # if it died meanwhile, nobody would wake the stream
+            chunks = ChunkBuilder(VersionLabels(self._version), self._spec.stream_tokens)
+            live = LiveAnswer(queue, chunks, watch, self._drafts)
+            if not self._roster.enter(request_id, live):
+                await self._within(engine.abort(request_id), _ABORT_TIMEOUT_S, "abort")
+            return live
 
     async def abort(self, request_id: str) -> None:
-        if request_id in self._entering:
-            self._cancelled.add(request_id)
-        if request_id in self._live and not self._is_dead:
+        if self._roster.note_abort(request_id) and not self._is_dead:
             await self._within(self._engine.abort(request_id), _ABORT_TIMEOUT_S, "abort")
 
     # ---------------------------------------------------------------- weights
@@ -261,9 +247,11 @@ class VllmEngine(Engine):
                     raise
                 if attempt.state == "ok":
                     await self._wake_up(engine, left_s())
-                    for chunks, num_tokens in boundaries:
-                        chunks.labels.switch(num_tokens, version)
+                    for _, live, num_tokens in boundaries:
+                        live.chunks.labels.switch(num_tokens, version)
                     self._version = version
+                    if self._spec.in_flight == "keep":
+                        await self._take_out_tokenless(engine)
                 written = self._clock()
             resumed = self._clock()
             return CommitResult(
@@ -299,18 +287,20 @@ class VllmEngine(Engine):
                 self._die(f"it did not fall asleep, so what its memory holds is unknown: {error}")
                 raise
 
-    async def _count_tokens(self, engine: AsyncLLM, timeout_s: float) -> list[tuple[ChunkBuilder, int]]:
-        """Per request that can go on: how many tokens it has been given so far. The engine must be paused."""
+    async def _count_tokens(self, engine: AsyncLLM, timeout_s: float) -> list[tuple[str, LiveAnswer, int]]:
+        """See `Roster.num_tokens`. The engine must be paused."""
         fence: Any = Fence()
         engine.engine_core.outputs_queue.put_nowait(fence)
         await self._within(fence.reached.wait(), timeout_s, "drain of outputs")
-        counts = []
-        for live in self._live.values():
-            # Finished requests have left the output processor; they get no more tokens.
-            state = engine.output_processor.request_states.get(live.queue.request_id)
-            if state is not None and state.detokenizer is not None:
-                counts.append((live.chunks, state.detokenizer.num_output_tokens()))
-        return counts
+        return self._roster.num_tokens(engine.output_processor.request_states)
+
+    async def _take_out_tokenless(self, engine: AsyncLLM) -> None:
+        """What has no token yet begins after the commit, behind the gate. The engine must be paused and counted.
+
+        Inside it would keep its salt, and begin on KV that older weights computed for others with the same prompt.
+        """
+        if inner_ids := self._roster.take_out_tokenless(engine.output_processor.request_states):
+            await self._within(engine.abort(inner_ids, internal=True), _ABORT_TIMEOUT_S, "abort")
 
     async def _resume(self, engine: AsyncLLM) -> None:
         if not self._is_dead:
@@ -347,7 +337,8 @@ class VllmEngine(Engine):
         load = self._meter.load(num_inside)
         # Without figures from the scheduler: whatever is inside is taken to run.
         running = load.running if self._spec.reports_load else num_inside
-        still_s = active.still_s(should_generate=bool(self._live) and not (self._pause.is_on or self._turns.is_asleep))
+        is_still = self._pause.is_on or self._turns.is_asleep
+        still_s = active.still_s(should_generate=bool(self._roster.inside) and not is_still)
         return replace(load, running=running, still_s=still_s, times=active.times())
 
     @property
@@ -367,16 +358,22 @@ class VllmEngine(Engine):
         if self._dead_reason or self._llm is None:
             return
         self._dead_reason = reason
-        for live in self._live.values():
+        for live in self._roster.inside.values():
             live.queue.put(EngineDead(f"engine is dead: {self._dead_reason}"))
         self._stopping.append(asyncio.ensure_future(asyncio.to_thread(shut_down, self._llm)))
 
     async def _guard(self, awaitable: Awaitable[T]) -> T:
-        """Await with vLLM's errors of a dead engine turned into ours."""
+        """Await with vLLM's errors of a dead engine turned into ours, and with those that killed it."""
         try:
             return await awaitable
         except self._vllm_dead_errors as error:
             raise EngineDead(f"engine is dead: {self._dead_reason or 'its process ended'}") from error
+        except Exception as error:
+            if isinstance(error, EngineDead) or not self._is_dead:
+                raise
+            # vLLM's output handler has ended with it, while the process computes on for nobody.
+            self._die(f"vLLM failed with {type(error).__name__}: {error}")
+            raise EngineDead(f"engine is dead: {self._dead_reason}") from error
 
     async def _within(self, awaitable: Awaitable[T], timeout_s: float, what: str) -> T:
         """Await at most `timeout_s`, and not beyond the death of the engine process.

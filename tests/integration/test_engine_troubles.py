@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,11 +22,28 @@ from rollout.engine.base import EngineSpec
 from rollout.engine.vllm_engine import VllmEngine
 from rollout.types import SamplingParams
 from tests.fakes.own_tokenizer import END_ID, save_own_tokenizer
+from tests.fakes.process_life import is_running
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Iterator
 
 pytestmark = pytest.mark.timeout(400)
+ROOT = Path(__file__).resolve().parents[2]
+OWNER = """
+import asyncio, json, sys
+from rollout.engine.base import EngineSpec
+from rollout.engine.vllm_engine import VllmEngine
+
+async def main():
+    engine = VllmEngine(EngineSpec(**json.loads(sys.argv[1])))
+    await engine.start()
+    print(json.dumps(await engine.call_workers("te_pid", timeout_s=60.0)), flush=True)
+    await asyncio.sleep(600)
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+"""Starts an engine, tells the ids of its workers, and waits to be killed."""
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +63,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def spec(model_dir: Path, **changes: object) -> EngineSpec:
-    values: dict[str, object] = {
+def settings(model_dir: Path, **changes: object) -> dict[str, object]:
+    return {
         "model": str(model_dir),
         "dtype": "float32",
         "max_model_len": 4096,
@@ -51,8 +73,12 @@ def spec(model_dir: Path, **changes: object) -> EngineSpec:
         "enforce_eager": True,
         "stream_tokens": 4,
         "extension": "tests.fakes.letter_extension.LetterExtension",
+        **changes,
     }
-    return EngineSpec(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def spec(model_dir: Path, **changes: object) -> EngineSpec:
+    return EngineSpec(**settings(model_dir, **changes))  # type: ignore[arg-type]
 
 
 async def test_an_engine_that_does_not_start_says_why(model_dir: Path) -> None:
@@ -86,6 +112,42 @@ async def test_an_engine_is_forked_or_spawned_as_its_device_allows(model_dir: Pa
     finally:
         await engine.close()
     assert not psutil.pid_exists(pid), "not even a zombie stays"
+
+
+@pytest.fixture
+def owner(model_dir: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that starts an engine of two workers."""
+    (tmp_path / "owner.py").write_text(OWNER)
+    process = subprocess.Popen(
+        [sys.executable, str(tmp_path / "owner.py"), json.dumps(settings(model_dir, tensor_parallel_size=2))],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_a_worker_that_hangs_does_not_outlive_the_kill_of_its_engine(owner: subprocess.Popen[str]) -> None:
+    """It stands for one in a call to its device that never returns, which holds the memory that the next one needs."""
+    assert owner.stdout is not None
+    line = next((line for line in owner.stdout if line.startswith("[")), "")
+    assert line, f"the engine did not start: exit code {owner.wait()}"
+    workers = [psutil.Process(pid) for pid in json.loads(line)]
+    engine = workers[0].parent()
+    assert engine is not None
+    workers[1].suspend()
+    owner.kill()
+    try:
+        give_up = time.monotonic() + 30
+        while left := [one.pid for one in (engine, *workers) if is_running(one)]:
+            assert time.monotonic() < give_up, f"{left} still run, of {engine.pid} and its workers {workers}"
+            time.sleep(0.05)
+    finally:
+        for one in (engine, *workers):
+            if is_running(one):
+                one.kill()
 
 
 async def test_an_engine_whose_process_is_stopped_says_that_it_stands_still(model_dir: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +17,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from rollout.engine.base import Engine, EngineSpec
 from rollout.engine.launch import vllm_sampling
 from rollout.engine.vllm_engine import VllmEngine
+from rollout.errors import EngineDead
 from rollout.types import SamplingParams
 from tests.contract.engine.suite import Answer, EngineContract, collect
 
@@ -182,6 +184,78 @@ async def test_a_prompt_that_the_model_cannot_take_is_refused_and_the_engine_goe
             await collect(engine, "bad", params, bad)
         good = await collect(engine, "bad", params, np.array([3, 127], np.int32))
     assert len(good.tokens) == 3
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def narrow(model_dir: Path) -> AsyncIterator[VllmEngine]:
+    """One request at a time: the others wait inside vLLM."""
+    engine = VllmEngine(make_spec(model_dir, max_num_seqs=1, extension="tests.fakes.noise_extension.NoiseExtension"))
+    await engine.start()
+    yield engine
+    await engine.close()
+
+
+async def one_runs_and_one_waits(engine: VllmEngine, round_: int, prompt: np.ndarray) -> list[asyncio.Task[Answer]]:
+    """The answers of both. The first is long enough for whatever the test does in its middle."""
+    lengths = {f"runs-{round_}": 2000, f"waits-{round_}": 4}
+    tasks = []
+    for name, length in lengths.items():
+        params = SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True)
+        tasks.append(asyncio.ensure_future(collect(engine, name, params, prompt)))
+        async with asyncio.timeout(60):
+            while not engine.stats().running or len(engine._roster.inside) < len(tasks):
+                await asyncio.sleep(0.001)
+    stats = engine.stats()
+    assert (stats.running, stats.waiting) == (1, 1)
+    return tasks
+
+
+@ONE_LOOP
+async def test_a_request_that_waits_inside_during_a_commit_reads_no_cache_of_older_weights(narrow: VllmEngine) -> None:
+    """Its first tokens are those of a request that comes after the commit, bit for bit, and not those of the old cache.
+    What ran at the commit has the prompt that both share, in the cache of the old weights."""
+    prompt = random_prompt(3, 600)  # more than a block of the cache
+    await narrow.commit(1, "te_noise", 1, timeout_s=60.0)
+    for policy in ("keep", "recompute"):
+        narrow._spec = replace(narrow._spec, in_flight=policy)
+        version = narrow.version + 1
+        runs, waits = await one_runs_and_one_waits(narrow, version, prompt)
+        await narrow.commit(version, "te_noise", version, timeout_s=60.0)
+        assert not runs.done()
+        answer = await asyncio.wait_for(waits, 60)
+        params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+        fresh = await collect(narrow, "fresh", params, prompt)
+        assert answer.tokens == fresh.tokens
+        assert answer.logprobs.tobytes() == fresh.logprobs.tobytes()
+        assert answer.labels == fresh.labels == [version] * 4
+        assert set((await runs).labels) == {version - 1, version}
+    narrow._spec = replace(narrow._spec, in_flight="abort")
+    answers = asyncio.gather(*await one_runs_and_one_waits(narrow, 0, prompt))
+    await narrow.commit(narrow.version + 1, "te_noise", 0, timeout_s=60.0)
+    runs_until, waits_until = await asyncio.wait_for(answers, 60)
+    assert runs_until.finish_reason == waits_until.finish_reason == "abort"
+    assert runs_until.tokens and not waits_until.tokens
+
+
+@ONE_LOOP
+async def test_an_error_in_the_output_handler_of_vllm_is_the_death_of_the_engine(
+    narrow: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise IndexError("no such token")
+
+    assert narrow._llm is not None
+    (pid,) = await narrow.call_workers("te_pid", timeout_s=10.0)
+    tasks = await one_runs_and_one_waits(narrow, 0, random_prompt(4))
+    monkeypatch.setattr(narrow._llm.output_processor, "process_outputs", fail)
+    for task in tasks:
+        with pytest.raises(EngineDead, match="IndexError: no such token"):
+            await asyncio.wait_for(task, 60)
+    with pytest.raises(EngineDead, match="IndexError: no such token"):
+        await collect(narrow, "later", SamplingParams(max_tokens=3))
+    async with asyncio.timeout(60):
+        while psutil.pid_exists(pid):
+            await asyncio.sleep(0.05)
 
 
 def test_no_text_is_made_where_no_stop_string_is_looked_for() -> None:

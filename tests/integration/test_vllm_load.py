@@ -50,6 +50,9 @@ class InProcess:
     def __init__(self, engine: VllmEngine) -> None:
         self.engine = engine
 
+    def abort(self, request_ids: Sequence[str]) -> None:
+        raise AssertionError(f"nobody gives a request up here, but {request_ids} were")
+
     async def stream_group(
         self, request_ids: Sequence[str], token_ids: Sequence[np.ndarray], params: Sequence[SamplingParams]
     ) -> AsyncGenerator[tuple[int, Completion], None]:

@@ -54,6 +54,15 @@ _EXECUTORS = ("mp", "uni")
 
 def engine_args_problems(config: RunConfig) -> Iterator[Problem]:
     """One for each argument that is ours to set, or that breaks what a run stands on."""
+    tokens, most = config.rollout.engine_args.get("max_num_batched_tokens"), config.rollout.max_num_seqs
+    if isinstance(tokens, int) and tokens < most:
+        yield Problem(
+            key="rollout.engine_args",
+            got=f"max_num_batched_tokens: {tokens}",
+            allowed=f"max_num_batched_tokens must be at least rollout.max_num_seqs={most}: a step has a token of each",
+            do="raise it, or leave it out",
+            also=("rollout.max_num_seqs",),
+        )
     for name, value in config.rollout.engine_args.items():
         if name == "distributed_executor_backend" and value not in _EXECUTORS:
             yield Problem(

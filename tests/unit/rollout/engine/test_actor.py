@@ -96,6 +96,21 @@ async def test_closing_a_group_stream_aborts_its_requests() -> None:
     await actor.close()
 
 
+async def test_an_abort_that_comes_right_behind_its_group_ends_it() -> None:
+    """In the same turn of the event loop, as when Ray brings both at once."""
+    actor, engine = make_actor()
+    await actor.start()
+
+    async def consume() -> list[Completion]:
+        stream = actor.generate_group(["a", "b"], PROMPT, group_params(4000, 4000))
+        return [chunk async for items in stream for _, chunk in items]
+
+    chunks, *_ = await asyncio.gather(consume(), actor.abort("a"), actor.abort("b"))
+    assert [chunk.finish_reason for chunk in chunks] == ["abort", "abort"]
+    assert engine.stats().generated_tokens == 0
+    await actor.close()
+
+
 async def test_the_watchdog_declares_a_mixture_dead_that_nobody_repairs() -> None:
     now = 0.0
 

@@ -32,22 +32,24 @@ class SlowOutputPath:
                 self.num_tokens += 1
 
 
-def make_engine(llm: SlowOutputPath) -> tuple[VllmEngine, ChunkBuilder]:
+def make_engine(llm: SlowOutputPath) -> tuple[VllmEngine, LiveAnswer]:
     engine = VllmEngine(EngineSpec(model="m"))
     chunks = ChunkBuilder(VersionLabels(0), 4)
     queue: Any = SimpleNamespace(request_id="inner-id")
     gone: Any = SimpleNamespace(request_id="finished-id")
-    engine._live = {"r": LiveAnswer(queue, chunks), "finished": LiveAnswer(gone, ChunkBuilder(VersionLabels(0), 4))}
-    return engine, chunks
+    live = LiveAnswer(queue, chunks)
+    engine._roster.enter("r", live)
+    engine._roster.enter("finished", LiveAnswer(gone, ChunkBuilder(VersionLabels(0), 4)))
+    return engine, live
 
 
 async def test_outputs_on_their_way_count_for_the_old_version() -> None:
     llm: Any = SlowOutputPath()
-    engine, chunks = make_engine(llm)
+    engine, live = make_engine(llm)
     for num_tokens in (2, 3):
         llm.engine_core.outputs_queue.put_nowait(SimpleNamespace(outputs=[0] * num_tokens))
     handler = asyncio.create_task(llm.handle())
-    assert await engine._count_tokens(llm, 5.0) == [(chunks, 5)]
+    assert await engine._count_tokens(llm, 5.0) == [("r", live, 5)]
     handler.cancel()
 
 

@@ -13,11 +13,14 @@ from tests.fakes.process_life import is_running
 OWNER = """
 import subprocess, sys, time
 from rollout.engine.reaper import OrphanReaper
+gone = subprocess.Popen(["true"])
+gone.wait()
 child = subprocess.Popen(["sleep", "60"])
-OrphanReaper([child.pid])
+OrphanReaper([gone.pid, child.pid])
 print(child.pid, flush=True)
 time.sleep(60)
 """
+"""Its reaper is given a process that is gone, too."""
 
 
 def test_a_killed_owner_takes_its_engine_processes_with_it() -> None:

@@ -9,14 +9,29 @@ import textwrap
 
 import pytest
 
-from rollout.engine.start_failure import find_cause
+from rollout.engine.start_failure import MOST_CHARS, find_cause
 
 CORE = "(EngineCore pid=2402) ERROR 11-21 23:25:52 [core.py:1510] "
 POINTER = "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"
 
 
+NCCL = """torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:77, unhandled cuda error, NCCL version 2.27
+ncclUnhandledCudaError: Call to CUDA function failed.
+Last error:
+Cuda failure 2 'out of memory'"""
+BOOTSTRAP = """RuntimeError:\x20
+        An attempt has been made to start a new process before the
+        current process has finished its bootstrapping phase.
+
+        This probably means that you are not using fork"""
+PYDANTIC = """pydantic_core._pydantic_core.ValidationError: 1 validation error for CompilationConfig
+cudagraph_mode
+  Input should be 'NONE' [type=literal]"""
+
+
 def traceback(error: str, *, prefix: str = "") -> str:
-    lines = ["Traceback (most recent call last):", '  File "core.py", line 1, in run', "    raise what(", error]
+    lines = ["Traceback (most recent call last):", '  File "core.py", line 1, in run', "    raise what("]
+    lines += error.splitlines()
     return "\n".join(prefix + line for line in lines) + "\n"
 
 
@@ -36,6 +51,22 @@ def traceback(error: str, *, prefix: str = "") -> str:
 )
 def test_the_last_error_that_says_something_is_the_cause(printed: str, cause: str) -> None:
     assert find_cause(printed) == cause
+
+
+@pytest.mark.parametrize("prefix", ["", CORE, CORE[:22]])
+@pytest.mark.parametrize("error", [NCCL, BOOTSTRAP, PYDANTIC])
+def test_the_lines_of_an_error_up_to_an_empty_one_are_told_as_one(error: str, prefix: str) -> None:
+    cause = " ".join(error.partition("\n\n")[0].split())
+    later = f"{CORE.replace('23:25:52', '23:25:53')}EngineCore hit an exception\n"
+    assert find_cause(traceback(error, prefix=prefix) + later) == cause
+    assert find_cause(traceback(error, prefix=prefix) + traceback(POINTER)) == cause
+
+
+def test_an_error_of_very_many_lines_is_cut() -> None:
+    cause = find_cause(traceback("ValueError: " + "\n".join(f"line {number}" for number in range(10**5)), prefix=CORE))
+    assert cause.startswith("ValueError: line 0 line 1 ")
+    assert cause.endswith(" ...")
+    assert len(cause) == MOST_CHARS
 
 
 CHILD = "RuntimeError|the engine did not start: ValueError: the child says why|None"

@@ -65,6 +65,12 @@ def test_every_wrong_argument_is_named_and_any_other_passes() -> None:
     assert problems_with(**free) == []
 
 
+def test_a_step_has_room_for_a_token_of_every_sequence() -> None:
+    (problem,) = problems_with(max_num_batched_tokens=255)
+    assert problem.got == "max_num_batched_tokens: 255" and "rollout.max_num_seqs=256" in problem.allowed
+    assert problems_with(max_num_batched_tokens=256) == []
+
+
 def test_whatever_a_run_sets_for_its_engines_is_refused_unless_it_is_theirs_to_choose() -> None:
     specs = [EngineSpec(model="m", extension="a.B", sleep_level=1, lora_rank=8), EngineSpec(model="m", device="cuda")]
     ours = {name for spec in specs for name in engine_args(spec)}
