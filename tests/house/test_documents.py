@@ -24,6 +24,17 @@ if TYPE_CHECKING:
 
 REFRESH = "run: python scripts/generate_docs.py"
 PRODUCERS = ("trainer/pipeline/", "trainer/learner/", "trainer/data/", "trainer/telemetry/sinks/", "rollout/")
+CLUSTER = " ray.address=10.0.0.1:6379"
+STARTS = {
+    r"python -m trainer(?!\.)": "",
+    r"scripts/multinode\.sh head \d+": CLUSTER,
+    r"sbatch .*scripts/slurm\.sbatch": CLUSTER,
+}
+"""What may stand before the arguments of a run -> what it adds to them."""
+OF_THE_READER = {
+    "model.path", "task.train_path", "task.eval_path", "task.reward.name", "checkpoint.resume", "telemetry.wandb",
+}  # fmt: skip
+"""Keys whose files and packages may be missing here."""
 _FAMILIES = sorted({metric.name.partition("/")[0] for metric in METRICS if "/" in metric.name})
 _METRIC = re.compile(rf"({'|'.join(_FAMILIES)})/[a-z0-9_]+(/[a-z0-9_]+)?")
 
@@ -43,12 +54,14 @@ def commands() -> Iterator[tuple[str, str]]:
 
 
 def trainer_commands() -> list[str]:
+    """Their arguments; scripts for several nodes add the cluster that they have made."""
     found: set[str] = set()
     for _, line in commands():
-        match = re.search(r"python -m trainer(?!\.)([^#&|;>]*)", line)
-        # Capitals stand for what the reader puts in: KEY=VALUE, --config-name NAME.
-        if match and not re.search(r"\.\.\.|[=\s][A-Z_]{3,}\b", match[1]):
-            found.add(match[1].strip())
+        for start, added in STARTS.items():
+            match = re.search(rf"{start}([^#&|;>]*)", line)
+            # Capitals stand for what the reader puts in: KEY=VALUE, --config-name NAME.
+            if match and not re.search(r"\.\.\.|[=\s][A-Z_]{3,}\b", match[1]):
+                found.add(match[1].strip() + added)
     return sorted(found)
 
 
@@ -201,7 +214,13 @@ def test_a_training_command_in_a_document_composes(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     line = parse(shlex.split(command))
-    if line.action != "run" or line.config_dir is not None:
+    if line.action in {"help", "version"} or line.config_dir is not None:
         return
-    # Raises if a key, a type or a group is wrong. Files and ports of the reader's machine may be missing here.
-    resolve(line)
+    _, problems = resolve(line)
+    assert not [str(problem) for problem in problems if problem.key not in OF_THE_READER]
+
+
+def test_the_commands_for_several_nodes_are_among_them() -> None:
+    joining = [command for command in trainer_commands() if command.endswith(CLUSTER)]
+    assert len(joining) >= 1 and all("learner.num_ranks=8" in command for command in joining)
+    assert any("--nodes" in command for command in trainer_commands())

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UnreadDefault(Problem):
-    """A key that nothing reads and that has its default: only a problem if someone wrote it down."""
+class Unread(Problem):
+    """A key that nothing reads, and that nothing is lost without: only a problem if someone asked for it by name."""
 
 
 def problems_of(found: Iterable[Problem], *, written: Collection[str] = ()) -> list[Problem]:
-    """`found` without the keys that have their default and are not `written`."""
-    return [problem for problem in found if not isinstance(problem, UnreadDefault) or problem.key in written]
+    """`found` without the `Unread` keys that are not `written`."""
+    return [problem for problem in found if not isinstance(problem, Unread) or problem.key in written]
 
 
 def value_of(config: RunConfig, key: str) -> object:
@@ -38,9 +38,15 @@ def conflict(config: RunConfig, key: str, allowed: str, do: str, *also: str) -> 
 
 
 def ineffective(config: RunConfig, key: str, why: str, *also: str) -> Iterator[Problem]:
-    """Nothing reads `key`: a problem if it was moved away from its default, an `UnreadDefault` otherwise."""
-    default, allowed = all_keys()[key].default, f"has no effect: {why}"
+    """Nothing reads `key`: a problem if it was moved away from its default, an `Unread` otherwise."""
+    default = all_keys()[key].default
     if value_of(config, key) != default:
-        yield conflict(config, key, allowed, f"leave it at {value_text(default)}", *also)
+        yield conflict(config, key, f"has no effect: {why}", f"leave it at {value_text(default)}", *also)
     else:
-        yield UnreadDefault(key=key, got=value_text(default), allowed=allowed, do="leave it out", also=also)
+        yield moot(config, key, why, *also)
+
+
+def moot(config: RunConfig, key: str, why: str, *also: str) -> Unread:
+    """Nothing reads `key` here, and a YAML file may well hold a value for the runs in which something does."""
+    got = value_text(value_of(config, key))
+    return Unread(key=key, got=got, allowed=f"has no effect: {why}", do="leave it out", also=also)

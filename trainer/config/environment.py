@@ -1,6 +1,7 @@
 """What a configuration names outside of itself: files, directories, packages and ports. Leaves nothing behind.
 
-Needs no network and no accelerator: names of a hub are taken as they are, and devices are counted when the run starts.
+Needs no network and no accelerator: names of a hub are taken as they are (`trainer/pipeline/inputs.py` looks at those),
+and devices are counted when the run starts.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from trainer.config.validate import longest_sequence
 from trainer.config.validate_engine_args import REFUSED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from trainer.config.schema.run import RunConfig
 
@@ -84,7 +85,7 @@ def _model_directory(config: RunConfig, path: Path) -> Iterator[Problem]:
     if not config.model.tokenizer_path and (path / _MODEL_CONFIG).is_file():
         yield from _tokenizer_directory("model.path", path)
     if not problems:
-        yield from _fits_model(config, path, described)
+        yield from fit_problems(config, described, path=config.model.path)
 
 
 def _model_config(key: str, got: str) -> tuple[dict[str, Any], list[Problem]]:
@@ -105,15 +106,17 @@ def _model_config(key: str, got: str) -> tuple[dict[str, Any], list[Problem]]:
     return cast("dict[str, Any]", described) if isinstance(described, dict) else {}, []
 
 
-def _fits_model(config: RunConfig, path: Path, described: dict[str, Any]) -> Iterator[Problem]:
-    """What the engine would refuse only after it has started."""
-    heads, context = described.get("num_attention_heads"), described.get("max_position_embeddings")
-    parallel = config.rollout.tensor_parallel_size
-    if isinstance(heads, int) and heads % parallel:
-        key = "rollout.tensor_parallel_size"
-        allowed = f"must divide the {heads} attention heads of {path}"
-        yield Problem(key=key, got=str(parallel), allowed=allowed, also=("model.path",))
-    scaled = any(_stretches_context(described.get(name)) for name in ("rope_scaling", "rope_parameters"))
+def fit_problems(config: RunConfig, described: Mapping[str, Any], *, path: str) -> Iterator[Problem]:
+    """What the engine would refuse only after it has started.
+
+    Args:
+        described: what the config.json of the model at `path` says.
+    """
+    nested = described.get("text_config")
+    text = cast("dict[str, Any]", nested) if isinstance(nested, dict) else described
+    yield from _parallel_problems(config.rollout.tensor_parallel_size, text, path=path)
+    context = text.get("max_position_embeddings")
+    scaled = any(_stretches_context(text.get(name)) for name in ("rope_scaling", "rope_parameters"))
     longest = max(longest_sequence(config), config.rollout.max_model_len)
     if isinstance(context, int) and longest > context and not scaled:
         yield Problem(
@@ -123,6 +126,18 @@ def _fits_model(config: RunConfig, path: Path, described: dict[str, Any]) -> Ite
             do="lower rollout.max_response_tokens, task.max_prompt_tokens or rollout.max_model_len",
             also=("task.max_prompt_tokens", "rollout.max_model_len", "model.path"),
         )
+
+
+def _parallel_problems(parallel: int, text: Mapping[str, Any], *, path: str) -> Iterator[Problem]:
+    """Every device of an engine gets as many heads as any other; one of keys and values may be on several."""
+    heads, kv_heads = text.get("num_attention_heads"), text.get("num_key_value_heads")
+    if isinstance(heads, int) and heads % parallel:
+        allowed = f"must divide the {heads} attention heads of {path}"
+    elif isinstance(kv_heads, int) and kv_heads > 0 and kv_heads % parallel and parallel % kv_heads:
+        allowed = f"must divide the {kv_heads} key-value heads of {path}, or be a multiple of them"
+    else:
+        return
+    yield Problem(key="rollout.tensor_parallel_size", got=str(parallel), allowed=allowed, also=("model.path",))
 
 
 def _stretches_context(rope: Any) -> bool:

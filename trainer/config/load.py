@@ -62,7 +62,10 @@ def resolve(line: CommandLine) -> tuple[RunConfig, list[Problem]]:
     """
     data, problems = _compose(line)
     config, misfits = to_run_config(data)
-    written = _written_defaults(line, config)
+    if line.nodes is not None and config.ray.address == "local":
+        # Given nodes are a cluster that is joined: what this host has does not matter.
+        config = replace(config, ray=replace(config.ray, address="auto"))
+    written = _written(line, config)
     refused = {p.key for p in [*problems, *misfits]}
     # A refused key stands at its default now: what follows from that default alone is not the user's problem.
     consequences = [
@@ -75,20 +78,21 @@ def resolve(line: CommandLine) -> tuple[RunConfig, list[Problem]]:
     return config, consequences
 
 
-def _written_defaults(line: CommandLine, config: RunConfig) -> set[str]:
-    """Keys that the command line sets to the default which they have anyway, so that nobody but the user asks for them.
+def _written(line: CommandLine, config: RunConfig) -> set[str]:
+    """Keys that the command line sets, so that nobody but the user asks for them.
 
     Not among them are a default that takes back what a YAML file says, and one that turns something off (0, false,
     null, empty): where nothing reads the key, it is off.
     """
     keys = [match["key"] for override in line.overrides if (match := _OVERRIDE.fullmatch(override))]
     known = {key: info for key in keys if (info := all_keys().get(key)) is not None and not info.is_section}
-    at_default = {key for key, info in known.items() if info.default and value_of(config, key) == info.default}
+    moved = {key for key, info in known.items() if value_of(config, key) != info.default}
+    at_default = {key for key, info in known.items() if info.default and key not in moved}
     if not at_default:
-        return set()
+        return moved
     without = tuple(o for o in line.overrides if o.partition("=")[0].lstrip("+~") not in known)
     beneath, _ = to_run_config(_compose(replace(line, overrides=without))[0])
-    return {key for key in at_default if value_of(beneath, key) == known[key].default}
+    return moved | {key for key in at_default if value_of(beneath, key) == known[key].default}
 
 
 def _compose(line: CommandLine) -> tuple[Mapping[str, object], list[Problem]]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from trainer.config.conflicts import conflict as _conflict
 from trainer.config.conflicts import ineffective as _ineffective
-from trainer.config.conflicts import problems_of
+from trainer.config.conflicts import moot, problems_of
 from trainer.config.describe import value_text
 from trainer.config.errors import Problem
 from trainer.config.estimators import EstimatorTraits, traits_of
@@ -37,7 +37,8 @@ def check_combinations(config: RunConfig, *, written: Collection[str] = ()) -> l
     """Every problem, in the order of the schema's sections. Each value is known to have the right type and range.
 
     Args:
-        written: keys that someone asked for by name. If nothing reads one of them, it is refused at its default too.
+        written: keys that someone asked for by name. If nothing reads one of them, it is refused at its default too,
+            and so is one that a YAML file may hold for other runs.
     """
     return problems_of((problem for check in _CHECKS for problem in check(config)), written=written)
 
@@ -302,7 +303,7 @@ def _ray(config: RunConfig) -> Iterator[Problem]:
     else:
         for key in ("ray.num_cpus", "ray.object_store_gib"):
             why = f"ray.address={config.ray.address} joins a cluster that is already set up"
-            yield from _ineffective(config, key, why, "ray.address")
+            yield moot(config, key, why, "ray.address")
 
 
 def _telemetry(config: RunConfig) -> Iterator[Problem]:

@@ -26,6 +26,7 @@ from rollout.reward.registry import BUILTIN_REWARDS, lookup
 from rollout.tokenizer import load_tokenizer
 from trainer.builtin import tiny_model
 from trainer.builtin.tokenizer import VOCABULARY_SIZE, build_tokenizer
+from trainer.config.environment import fit_problems
 from trainer.config.errors import ConfigurationError, Problem
 from trainer.config.estimators import traits_of
 from trainer.learner.errors import ModelError
@@ -218,7 +219,9 @@ def _check_peft(cfg: RunConfig) -> None:
 
 
 def _check_models(cfg: RunConfig) -> None:
-    """Models in directories are checked here; those of the hub when the learner has them, since they may be large."""
+    """Models in directories are checked here; those of the hub when the learner has them, since they may be large. Of
+    these only the config of the policy is looked at."""
+    _check_fit(cfg)
     for key, path in _model_paths(cfg).items():
         directory = Path(path).expanduser()
         if path == tiny_model.BUILTIN_TINY or not directory.is_dir():
@@ -230,6 +233,26 @@ def _check_models(cfg: RunConfig) -> None:
         except ModelError as error:
             problem = Problem(key=key, got=path, allowed=" ".join(str(error).split()))
             raise ConfigurationError([problem]) from error
+
+
+def _check_fit(cfg: RunConfig) -> None:
+    """Raises ConfigurationError for what engines would refuse of the policy only after they have started. A model in a
+    directory was looked at with the configuration. Where the hub cannot be reached, the learner says so."""
+    path = cfg.model.path
+    if path == tiny_model.BUILTIN_TINY:
+        recipe = tiny_model.RECIPE
+        described = {"num_attention_heads": recipe.num_heads, "num_key_value_heads": recipe.num_kv_heads}
+    elif Path(path).expanduser().is_dir():
+        return
+    else:
+        from trainer.learner.model import load_config
+
+        try:
+            described = load_config(cfg.model, Path(path)).get_text_config().to_dict()
+        except ModelError:
+            return
+    if problems := list(fit_problems(cfg, described, path=path)):
+        raise ConfigurationError(problems)
 
 
 def _model_paths(cfg: RunConfig) -> dict[str, str]:

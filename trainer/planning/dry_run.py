@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -43,15 +42,13 @@ def dry_run(
         device_memory_gib: plan for devices of this size that need not be here, nor need the engine's package; all else
             is checked. None asks the device layer and, where Ray is started on this host, its memory.
         response_tokens: mean length of the answers; None if that is not known.
-        nodes: devices of every node of a cluster that need not be here, the driver's node first; None seats nobody.
+        nodes: devices of every node of a cluster that need not be here, the driver's node first, for a configuration
+            that joins one; None seats nobody.
 
     Raises:
         ConfigurationError, DataError: the run would be refused, or does not fit; the plan is printed all the same.
     """
     _check_mean(cfg, response_tokens)
-    if nodes is not None and cfg.ray.address == "local":
-        # Several nodes are a cluster that is joined: what this host has does not matter.
-        cfg = replace(cfg, ray=replace(cfg.ray, address="auto"))
     host_bytes = None
     if device_memory_gib is None:
         device, inputs = _here(cfg)

@@ -41,8 +41,17 @@ class EngineMemory:
     kv_bytes: int
     """Room for the cache; negative if not even the weights fit."""
     kv_tokens: int
+    most_kv_tokens: int
+    """If the workspace is half as large as assumed."""
+    longest_tokens: int
+    """Of one sequence, for which there must be room."""
     wanted_tokens: int
     """For max_num_seqs sequences of full length, all at once."""
+
+    @property
+    def may_not_fit(self) -> bool:
+        """Whether there is room for the longest sequence only if the workspace is smaller than assumed."""
+        return self.kv_tokens < self.longest_tokens <= self.most_kv_tokens
 
 
 def workspace_bytes(device: Device) -> int:
@@ -80,5 +89,7 @@ def engine_memory(shape: ModelShape, plan: EnginePlan, device: Device) -> Engine
         shadow_fits=fits,
         kv_bytes=kv_bytes,
         kv_tokens=max(0, kv_bytes) // per_token,
+        most_kv_tokens=max(0, kv_bytes + workspace // 2) // per_token,
+        longest_tokens=plan.max_model_len,
         wanted_tokens=plan.max_num_seqs * plan.max_model_len,
     )

@@ -7,10 +7,10 @@ time. Activations follow the layers of a Llama-like block; the constant per laye
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from trainer.planning.sizes import Part
+from trainer.planning.sizes import Part, total
 from weight_sync.pull import PIECE_BYTES
 
 if TYPE_CHECKING:
@@ -40,7 +40,8 @@ class LearnerPlan:
     has_reference: bool
     reference_cpu_offload: bool
     critic: ModelShape | None
-    """Backbone of a critic of its own."""
+    """Of its own, with its value head."""
+    keeps_critic_unsharded: bool
     critic_cpu_offload: bool
 
 
@@ -86,13 +87,28 @@ def arena_bytes(shape: ModelShape, plan: LearnerPlan) -> int:
 
 
 def learner_parts(shape: ModelShape, plan: LearnerPlan) -> tuple[Part, ...]:
-    """Everything on one device of the learner, at the worst moment of a step."""
+    """Everything on one device of the learner, at the worst moment of a step: policy and critic compute in turn."""
+    computing = _computing(shape, plan, keeps_unsharded=plan.keeps_unsharded)
+    if plan.critic is not None:
+        critic = _computing(plan.critic, plan, keeps_unsharded=plan.keeps_critic_unsharded)
+        if total(critic) > total(computing):
+            computing = tuple(replace(part, name=f"{part.name}, critic") for part in critic)
+    arenas = Part(
+        name=f"arenas of weight sync ({plan.num_slots} slots)",
+        nbytes=arena_bytes(shape, plan),
+        remedy="weight_sync.num_slots: fewer" if plan.num_slots > 1 else "learner.num_ranks: more",
+    )
+    return (*computing, arenas, *_training_state(shape, plan), *_more_models(shape, plan))
+
+
+def _computing(shape: ModelShape, plan: LearnerPlan, *, keeps_unsharded: bool) -> tuple[Part, ...]:
+    """What is there while this model computes."""
     b = plan.compute_bytes
-    whole = unsharded_params(shape, keeps_unsharded=plan.keeps_unsharded)
+    whole = unsharded_params(shape, keeps_unsharded=keeps_unsharded)
     in_backward = 0 if shape.num_frozen_params else shape.num_root_params + shape.num_block_params
     fewer_tokens = "learner.max_tokens_per_micro_batch: fewer"
     recompute = "" if plan.checkpoints_activations else ", or learner.activation_checkpointing=true"
-    parts = [
+    return (
         Part(name="unsharded weights", nbytes=whole * b, remedy="model.compute_dtype=bfloat16", is_exact=False),
         Part(name="unsharded gradients", nbytes=in_backward * (b + 4), remedy="a smaller model", is_exact=False),
         Part(
@@ -107,13 +123,7 @@ def learner_parts(shape: ModelShape, plan: LearnerPlan) -> tuple[Part, ...]:
             remedy="learner.logprob_chunk_tokens: fewer",
             is_exact=False,
         ),
-        Part(
-            name=f"arenas of weight sync ({plan.num_slots} slots)",
-            nbytes=arena_bytes(shape, plan),
-            remedy="weight_sync.num_slots: fewer",
-        ),
-    ]
-    return (*parts, *_training_state(shape, plan), *_more_models(shape, plan))
+    )
 
 
 def _training_state(shape: ModelShape, plan: LearnerPlan) -> list[Part]:
@@ -147,15 +157,10 @@ def host_parts(shape: ModelShape, plan: LearnerPlan) -> tuple[Part, ...]:
         remedy = "learner.reference_cpu_offload=false"
         parts.append(Part(name="reference", nbytes=_share(shape.num_params * b, n), remedy=remedy))
     if plan.critic is not None and plan.critic_cpu_offload:
-        nbytes = _share(_critic_params(plan.critic) * (MASTER_BYTES + MOMENTS_BYTES + GRADIENT_BYTES), n)
+        nbytes = _share(plan.critic.num_params * (MASTER_BYTES + MOMENTS_BYTES + GRADIENT_BYTES), n)
         remedy = "critic.cpu_offload=false or critic.shared_backbone=true"
         parts.append(Part(name="critic with its gradients", nbytes=nbytes, remedy=remedy))
     return tuple(parts)
-
-
-def _critic_params(critic: ModelShape) -> int:
-    """A value head in the place of the output matrix."""
-    return critic.num_params - critic.num_head_params + critic.hidden_size + 1
 
 
 def _more_models(shape: ModelShape, plan: LearnerPlan) -> list[Part]:
@@ -166,7 +171,7 @@ def _more_models(shape: ModelShape, plan: LearnerPlan) -> list[Part]:
         remedy = "learner.reference_cpu_offload=true"
         parts.append(Part(name="reference", nbytes=nbytes, remedy=remedy, is_state=True))
     if plan.critic is not None and not plan.critic_cpu_offload:
-        num_params = _critic_params(plan.critic)
+        num_params = plan.critic.num_params
         state = _share(num_params * (MASTER_BYTES + MOMENTS_BYTES), plan.num_ranks)
         gradients = _share(num_params * GRADIENT_BYTES, plan.num_ranks)
         remedy = "critic.cpu_offload=true or critic.shared_backbone=true"

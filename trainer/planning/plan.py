@@ -11,7 +11,7 @@ from trainer.config.validate_mode import pairing_problems
 from trainer.planning.engine import EngineMemory, EnginePlan, engine_memory
 from trainer.planning.learner import LearnerPlan, arena_bytes, host_parts, learner_parts
 from trainer.planning.object_store import ObjectStore, object_store
-from trainer.planning.schedule import StepWork, SyncTraffic, step_work, sync_traffic
+from trainer.planning.schedule import Engines, Side, StepWork, SyncTraffic, params_met, step_work, sync_traffic
 from trainer.planning.sizes import GIB, Device, ModelShape, Part, Workload, least, total
 
 if TYPE_CHECKING:
@@ -71,7 +71,10 @@ def plan_run(
     """
     group = cfg.rollout.group_size + traits_of(cfg.algorithm).greedy_baseline
     num_slots = (cfg.mode.max_staleness + 1) * cfg.trainer.groups_per_step
+    if critic is not None:
+        critic = critic.with_value_head()
     learner = learner_plan(cfg, shape, device, critic=critic)
+    engine = engine_memory(shape, engine_plan(cfg, device), device)
     is_paired = cfg.mode.shares_devices and not device.is_shared
     on_device, on_host = learner_parts(shape, learner), host_parts(shape, learner)
     if is_paired and (moved := _moved(on_device)).nbytes:
@@ -82,9 +85,9 @@ def plan_run(
         learner=on_device,
         host=on_host,
         host_bytes=host_bytes,
-        engine=engine_memory(shape, engine_plan(cfg, device), device),
-        sync=_sync(cfg, shape),
-        work=_work(cfg, shape, workload),
+        engine=engine,
+        sync=_sync(cfg, shape, relays=engine.is_staged and cfg.weight_sync.relay == "auto"),
+        work=_work(cfg, shape, workload, critic=critic),
         store=object_store(cfg, workload, num_slots=num_slots, group_size=group),
         num_slots=num_slots,
         num_answers=num_slots * group,
@@ -93,38 +96,47 @@ def plan_run(
     )
 
 
-def _sync(cfg: RunConfig, shape: ModelShape) -> SyncTraffic:
-    return sync_traffic(
-        shape,
-        dtype_bytes=DTYPE_BYTES[cfg.model.rollout_dtype],
-        num_ranks=cfg.learner.num_ranks,
-        num_replicas=cfg.rollout.num_replicas,
-        tensor_parallel_size=cfg.rollout.tensor_parallel_size,
+def _sync(cfg: RunConfig, shape: ModelShape, *, relays: bool) -> SyncTraffic:
+    rollout, dtype_bytes = cfg.rollout, DTYPE_BYTES[cfg.model.rollout_dtype]
+    engines = Engines(
+        num_replicas=rollout.num_replicas, tensor_parallel_size=rollout.tensor_parallel_size, relays=relays
     )
+    return sync_traffic(shape, engines, dtype_bytes=dtype_bytes, num_ranks=cfg.learner.num_ranks)
 
 
-def _work(cfg: RunConfig, shape: ModelShape, workload: Workload) -> dict[float, StepWork]:
-    answers, longest = cfg.trainer.groups_per_step * cfg.rollout.group_size, cfg.rollout.max_response_tokens
+def _work(cfg: RunConfig, shape: ModelShape, workload: Workload, *, critic: ModelShape | None) -> dict[float, StepWork]:
+    rollout, longest = cfg.rollout, cfg.rollout.max_response_tokens
+    trained = cfg.trainer.groups_per_step * rollout.group_size
+    generated = cfg.trainer.groups_per_step * (rollout.group_size + traits_of(cfg.algorithm).greedy_baseline)
     means = (longest, longest / 4) if workload.response_tokens is None else (workload.response_tokens,)
     return {
         mean: step_work(
-            shape,
-            (cfg.learner.num_ranks, cfg.rollout.num_replicas * cfg.rollout.tensor_parallel_size),
-            prompt_tokens=answers * workload.prompt_tokens,
-            response_tokens=answers * mean,
-            passes=_passes(cfg),
+            Side(
+                num_devices=cfg.learner.num_ranks,
+                params=_learner_params(cfg, shape, critic),
+                tokens=trained * (workload.prompt_tokens + mean),
+            ),
+            Side(
+                num_devices=rollout.num_replicas * rollout.tensor_parallel_size,
+                params=shape.num_active_params + shape.num_adapter_params,
+                tokens=generated * mean,
+            ),
         )
         for mean in means
     }
 
 
-def _passes(cfg: RunConfig) -> float:
-    """Forward passes' worth of a step of the learner, reference and critic included."""
-    trained = 3.0 + cfg.learner.activation_checkpointing
-    passes = trained + (cfg.algorithm.kl.coef > 0)
-    if not cfg.algorithm.uses_critic:
-        return passes
-    return passes + (1 if cfg.critic.shared_backbone else cfg.critic.updates_per_step * trained)
+def _learner_params(cfg: RunConfig, shape: ModelShape, critic: ModelShape | None) -> float:
+    """Parameters that a token meets in all passes of a step: of the policy, the reference and the critic."""
+    recomputes, forward = cfg.learner.activation_checkpointing, shape.num_active_params + shape.num_adapter_params
+    params = params_met(shape, recomputes=recomputes)
+    if cfg.algorithm.kl.coef > 0:
+        params += shape.num_active_params
+    if critic is not None:
+        params += cfg.critic.updates_per_step * params_met(critic, recomputes=recomputes)
+    elif cfg.algorithm.uses_critic:
+        params += forward  # a shared backbone gives the values before it is trained
+    return params
 
 
 def _moved(parts: tuple[Part, ...]) -> Part:
@@ -135,11 +147,12 @@ def _moved(parts: tuple[Part, ...]) -> Part:
 
 def learner_plan(cfg: RunConfig, shape: ModelShape, device: Device, *, critic: ModelShape | None) -> LearnerPlan:
     learner, compute = cfg.learner, DTYPE_BYTES[cfg.model.compute_dtype]
+    most_whole = UNSHARDED_SHARE * device.total_bytes
     return LearnerPlan(
         num_ranks=learner.num_ranks,
         compute_bytes=compute,
         published_bytes=DTYPE_BYTES[cfg.model.rollout_dtype],
-        keeps_unsharded=shape.num_params * compute <= UNSHARDED_SHARE * device.total_bytes,
+        keeps_unsharded=shape.num_params * compute <= most_whole,
         max_tokens=learner.max_tokens_per_micro_batch,
         logprob_chunk_tokens=learner.logprob_chunk_tokens,
         checkpoints_activations=learner.activation_checkpointing,
@@ -148,6 +161,7 @@ def learner_plan(cfg: RunConfig, shape: ModelShape, device: Device, *, critic: M
         has_reference=cfg.algorithm.kl.coef > 0,
         reference_cpu_offload=learner.reference_cpu_offload,
         critic=critic,
+        keeps_critic_unsharded=critic is not None and critic.num_params * compute <= most_whole,
         critic_cpu_offload=cfg.critic.cpu_offload,
     )
 
@@ -202,14 +216,14 @@ def _too_large(where: str, parts: tuple[Part, ...], total_bytes: int) -> list[Pr
 
 def _engine_problems(plan: RunPlan, cfg: RunConfig) -> list[Problem]:
     engine, device, found = plan.engine, plan.device, list[Problem]()
-    longest = engine.wanted_tokens // cfg.rollout.max_num_seqs
-    if engine.kv_tokens < longest:
+    longest = engine.longest_tokens
+    if engine.most_kv_tokens < longest:
         weights = engine.parts[0]
         where = "rollout.kv_cache_gib" if device.is_shared else "rollout.gpu_memory_utilization"
         found.append(
             Problem(
                 key=where,
-                got=f"room for {engine.kv_tokens} tokens beside {gib(weights.nbytes)} of weights",
+                got=f"room for {engine.most_kv_tokens} tokens beside {gib(weights.nbytes)} of weights",
                 allowed=f"an engine device of {gib(device.total_bytes)} must hold one sequence of {longest} tokens",
                 do=f"raise it, lower rollout.max_model_len or rollout.max_response_tokens, or {weights.remedy}",
             )

@@ -59,13 +59,14 @@ def _placement(plan: RunPlan, cfg: RunConfig, seats: Sequence[str]) -> list[str]
 def _memory(plan: RunPlan, cfg: RunConfig) -> list[str]:
     engine = plan.engine
     commit = "staged" if engine.is_staged else "in place"
-    seats = f"{cfg.rollout.max_num_seqs} x {engine.wanted_tokens // cfg.rollout.max_num_seqs}"
+    seats = f"{cfg.rollout.max_num_seqs} x {engine.longest_tokens} = {engine.wanted_tokens:,}"
     share = min(engine.kv_tokens / engine.wanted_tokens, 1.0)
+    tight = "  (may not fit: the longest sequence needs more)" if engine.may_not_fit else ""
     full = "all of them" if share == 1 else f"{share:.0%} of them; the rest waits, or prompts and answers are shorter"
     lines = [
         *_table("Per device in the learner's turn" if plan.is_paired else "Per learner device", plan.learner, plan),
         *_table(_engine_title(plan, commit), engine_parts(plan), plan),
-        f"  The cache holds {engine.kv_tokens:,} tokens; {seats} = {engine.wanted_tokens:,} may be wanted: {full}.",
+        f"  The cache holds {engine.kv_tokens:,} tokens; {seats} may be wanted: {full}.{tight}",
     ]
     if not plan.device.is_shared:
         lines.append(
@@ -118,10 +119,11 @@ def _rows(parts: tuple[Part, ...]) -> list[str]:
 def _traffic(plan: RunPlan, cfg: RunConfig) -> list[str]:
     sync = plan.sync
     floors = "; ".join(f"{sync.floor_s(rate):.3g} s at {rate / 1e9:.0f} GB/s" for rate in LINK_BYTES_PER_S)
-    ends = f"each engine device reads {gib(sync.device_bytes)}, each learner rank serves {gib(sync.rank_bytes)}"
+    served = f"{gib(sync.rank_bytes)} {'to engines that hand it on' if sync.relays else 'without relays'}"
+    ends = f"each engine device reads {gib(sync.device_bytes)}, each learner rank serves {served}"
     return [
         "Weight sync, per version",
-        f"  published {gib(sync.version_bytes)} ({cfg.model.rollout_dtype}); {ends} without relays",
+        f"  published {gib(sync.version_bytes)} ({cfg.model.rollout_dtype}); {ends}",
         f"  no pull is faster than {floors} per device (assumed rates of a link)",
         "",
     ]

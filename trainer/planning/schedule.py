@@ -14,6 +14,8 @@ TAIL_EFFICIENCY, FULL_EFFICIENCY = 0.2, 0.45
 """Arithmetic efficiency of decoding over that of training, if engines have few answers each, as in a long tail, and if
 they are kept full. The asynchronous runs on H200s in docs/benchmarks.md had 0.20 to 0.26 by the generation-bound time
 as it was, and 0.27 to 0.55 by that at the full rate. The test of this module has all of them."""
+TRAINED, FROZEN = 3, 2
+"""Forward passes' worth of forward and backward: the gradients of the input and of the weights are one each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,22 +27,33 @@ class SyncTraffic:
     device_bytes: int
     """That one engine device reads."""
     rank_bytes: int
-    """That one learner rank serves, if engines do not hand versions on to each other."""
+    """That one learner rank serves; if engines hand versions on, to those of one node."""
+    relays: bool
+    """Whether engines hand versions on to each other."""
 
     def floor_s(self, link_bytes_per_s: float) -> float:
         """No pull is faster than the busier of the two ends of its link."""
         return max(self.device_bytes, self.rank_bytes) / link_bytes_per_s
 
 
-def sync_traffic(
-    shape: ModelShape, *, dtype_bytes: int, num_ranks: int, num_replicas: int, tensor_parallel_size: int
-) -> SyncTraffic:
-    """Every replica needs every published byte once, spread over its devices."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engines:
+    """Who reads a version."""
+
+    num_replicas: int
+    tensor_parallel_size: int
+    relays: bool
+
+
+def sync_traffic(shape: ModelShape, engines: Engines, *, dtype_bytes: int, num_ranks: int) -> SyncTraffic:
+    """Every replica needs every published byte once, spread over its devices. With relays a byte enters a node once."""
     version = shape.num_trained_params * dtype_bytes
+    times_sent = 1 if engines.relays else engines.num_replicas
     return SyncTraffic(
         version_bytes=version,
-        device_bytes=-(-version // tensor_parallel_size),
-        rank_bytes=-(-version * num_replicas // num_ranks),
+        device_bytes=-(-version // engines.tensor_parallel_size),
+        rank_bytes=-(-version * times_sent // num_ranks),
+        relays=engines.relays,
     )
 
 
@@ -66,18 +79,37 @@ class StepWork:
         return "generation" if least > 1 else "either"
 
 
-def step_work(
-    shape: ModelShape, devices: tuple[int, int], *, prompt_tokens: float, response_tokens: float, passes: float
-) -> StepWork:
-    """2 operations per parameter and token in a forward pass (Kaplan et al. 2020, section 2.1), attention left out.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """What one side does in a step."""
+
+    num_devices: int
+    params: float
+    """That every token meets, each as often as a pass needs it: see `params_met`."""
+    tokens: float
+
+    @property
+    def flops(self) -> float:
+        """2 operations per parameter and token in a forward pass (Kaplan et al. 2020, section 2.1), attention left
+        out. Of one device."""
+        return 2 * self.params * self.tokens / self.num_devices
+
+
+def step_work(learner: Side, engines: Side) -> StepWork:
+    """
+    Args:
+        learner: its tokens are prompts and answers.
+        engines: theirs are all answers, those that are not trained included.
+    """
+    return StepWork(learner_flops=learner.flops, engine_flops=engines.flops)
+
+
+def params_met(shape: ModelShape, *, recomputes: bool) -> float:
+    """Parameters that a token of the learner meets in forward and backward, counted once per forward pass' worth.
 
     Args:
-        devices: (of the learner, of all engines).
-        prompt_tokens: of all answers of a step together, like `response_tokens`.
-        passes: forward passes' worth that the learner spends on a token: 3 for forward and backward, 1 for each
-            further forward.
+        recomputes: the backward repeats the forward (activation checkpointing).
     """
-    return StepWork(
-        learner_flops=2 * passes * shape.num_params * (prompt_tokens + response_tokens) / devices[0],
-        engine_flops=2 * shape.num_params * response_tokens / devices[1],
-    )
+    if shape.num_adapter_params:
+        return (FROZEN + recomputes) * shape.num_active_params + (TRAINED + recomputes) * shape.num_adapter_params
+    return (TRAINED + recomputes) * shape.num_active_params

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 GIB = 1 << 30
 
@@ -18,6 +18,8 @@ class ModelShape:
     """Outside the blocks: embedding, final norm, output matrix."""
     num_head_params: int
     """Of an output matrix that is not tied to the embedding."""
+    num_visited_params: int
+    """In the matrices of all blocks, per token: of a mixture of experts, those of the experts that one token visits."""
     num_layers: int
     hidden_size: int
     intermediate_size: int
@@ -36,6 +38,23 @@ class ModelShape:
     @property
     def num_frozen_params(self) -> int:
         return self.num_params if self.num_adapter_params else 0
+
+    @property
+    def num_active_params(self) -> int:
+        """That a token is multiplied with in a forward pass, without adapters. The embedding is looked up."""
+        return self.num_visited_params + self.vocab_size * self.hidden_size
+
+    def with_value_head(self) -> ModelShape:
+        """As a critic has it: one value in the place of the logits, and all of it trained."""
+        num_value_params = self.hidden_size + 1
+        return replace(
+            self,
+            num_params=self.num_params - self.num_head_params + num_value_params,
+            num_root_params=self.num_root_params - self.num_head_params + num_value_params,
+            num_head_params=num_value_params,
+            vocab_size=1,
+            num_adapter_params=0,
+        )
 
     def kv_bytes_per_token(self, *, tensor_parallel_size: int, dtype_bytes: int) -> int:
         """Keys and values of one token on one device; at least one head stays whole."""

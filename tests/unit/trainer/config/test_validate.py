@@ -6,7 +6,7 @@ import json
 import socket
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -14,6 +14,9 @@ from trainer.config.convert import to_run_config
 from trainer.config.environment import check_environment, looks_local
 from trainer.config.schema.run import RunConfig
 from trainer.config.validate import check_combinations
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 
 def config_with(**keys: Any) -> RunConfig:
@@ -30,8 +33,8 @@ def config_with(**keys: Any) -> RunConfig:
     return config
 
 
-def keys_refused(config: RunConfig) -> list[str]:
-    return [problem.key for problem in check_combinations(config)]
+def keys_refused(config: RunConfig, *, written: Collection[str] = ()) -> list[str]:
+    return [problem.key for problem in check_combinations(config, written=written)]
 
 
 def keys_unusable(config: RunConfig) -> list[str]:
@@ -89,7 +92,6 @@ def test_the_defaults_have_no_problem() -> None:
         ({"checkpoint__every_steps": 50, "checkpoint__keep_every": 75}, "checkpoint.keep_every"),
         ({"checkpoint__every_steps": 50, "checkpoint__keep_every": 10}, "checkpoint.keep_every"),
         ({"checkpoint__every_steps": 0, "checkpoint__keep_every": 50}, "checkpoint.keep_every"),
-        ({"ray__address": "auto", "ray__num_cpus": 4}, "ray.num_cpus"),
         ({"ray__address": ""}, "ray.address"),
         ({"telemetry__wandb_project": "mine"}, "telemetry.wandb_project"),
         ({"telemetry__wandb_entity": "team"}, "telemetry.wandb_entity"),
@@ -190,6 +192,15 @@ def test_a_model_directory_must_be_whole_and_must_fit(tmp_path: Path) -> None:
     assert keys_unusable(config_with(model__path=good)) == ["model.path"]
     (Path(good) / "config.json").unlink()
     assert keys_unusable(config_with(model__path=good)) == ["model.path"]
+
+
+@pytest.mark.parametrize(("kv_heads", "fitting"), [(4, [1, 2, 4, 28]), (8, [1, 2, 4]), (28, [1, 2, 4, 7, 14, 28])])
+def test_key_value_heads_are_split_evenly_or_copied_evenly(tmp_path: Path, kv_heads: int, fitting: list[int]) -> None:
+    heads = {"num_attention_heads": 28, "num_key_value_heads": kv_heads}
+    for name, described in (("flat", heads), ("nested", {"vision_config": {}, "text_config": heads})):
+        path = model_directory(tmp_path / name, **described)
+        configs = {tp: config_with(model__path=path, rollout__tensor_parallel_size=tp) for tp in range(1, 29)}
+        assert [tp for tp, cfg in configs.items() if not keys_unusable(cfg)] == fitting
 
 
 def test_the_critic_needs_a_model_of_its_own_only_if_it_is_read(tmp_path: Path) -> None:

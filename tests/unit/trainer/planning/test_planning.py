@@ -13,8 +13,6 @@ from transformers import AutoModelForCausalLM
 
 from tests.fakes.learner import KINDS, process_group, run_config, save_tiny
 from tests.unit.trainer.planning.conftest import BIG, NUM_7B, QWEN_7B, config, planned
-from trainer.config.library import config_names, packaged_configs
-from trainer.config.load import load_config
 from trainer.config.schema import RunConfig
 from trainer.config.schema.model import LoraConfig, ModelConfig
 from trainer.learner.parallel import UNSHARDED_SHARE
@@ -23,7 +21,7 @@ from trainer.planning import engine, learner, plan
 from trainer.planning.model import model_shape
 from trainer.planning.plan import engine_plan, learner_plan, plan_run, problems
 from trainer.planning.report import in_words
-from trainer.planning.schedule import sync_traffic
+from trainer.planning.schedule import Engines, sync_traffic
 from trainer.planning.sizes import GIB, Device, ModelShape, Workload, total
 from weight_sync.device.select import get_backend
 from weight_sync.landing import SHADOW_HEADROOM
@@ -175,10 +173,27 @@ def test_the_cache_gets_what_weights_and_workspace_leave(shape_7b: ModelShape) -
 
 
 def test_a_version_moves_every_published_byte_to_every_replica(shape_7b: ModelShape) -> None:
-    sync = sync_traffic(shape_7b, dtype_bytes=2, num_ranks=4, num_replicas=3, tensor_parallel_size=2)
+    engines = Engines(num_replicas=3, tensor_parallel_size=2, relays=False)
+    sync = sync_traffic(shape_7b, engines, dtype_bytes=2, num_ranks=4)
     assert (sync.version_bytes, sync.device_bytes) == (2 * NUM_7B, NUM_7B)
     assert sync.rank_bytes == -(-3 * 2 * NUM_7B // 4)
     assert sync.floor_s(25e9) == pytest.approx(3 * 2 * NUM_7B / 4 / 25e9)
+    relayed = sync_traffic(shape_7b, replace(engines, relays=True), dtype_bytes=2, num_ranks=4)
+    assert relayed.rank_bytes == 2 * NUM_7B // 4
+    assert relayed.floor_s(25e9) == pytest.approx(NUM_7B / 25e9), "an engine device reads more than a rank sends"
+
+
+def test_the_least_time_of_a_pull_knows_whether_engines_hand_versions_on(shape_7b: ModelShape) -> None:
+    many = {"num_replicas": 16, "gpu_memory_utilization": 0.5}
+
+    def told(commit: str, relay: str) -> str:
+        cfg = config(rollout=many, weight_sync={"commit": commit, "relay": relay})
+        return in_words(planned(cfg, shape_7b), cfg).partition("no pull is faster than ")[2].splitlines()[0]
+
+    alone, sixteenfold = (f"{times * 2 * NUM_7B / 4 / 25e9:.3g} s at 25 GB/s" for times in (4, 16))
+    assert told("auto", "auto").startswith(alone), "four ranks, and every engine device reads all of it"
+    assert told("auto", "off").startswith(sixteenfold)
+    assert told("inplace", "auto").startswith(sixteenfold), "only shadow blocks are handed on"
 
 
 def test_slots_and_answers_in_flight(shape_7b: ModelShape) -> None:
@@ -208,6 +223,27 @@ def test_what_cannot_fit_is_refused_by_name(
     found = problems(planned(cfg, shape_7b, replace(BIG, total_bytes=gib * GIB)), cfg)
     assert key in [problem.key for problem in found]
     assert words in "\n".join(map(str, found))
+
+
+@pytest.mark.parametrize(
+    ("share", "is_refused", "is_marked"), [(0.66, True, False), (0.7, False, True), (0.75, False, False)]
+)
+def test_a_cache_that_fits_beside_a_smaller_workspace_is_marked_and_not_refused(
+    shape_7b: ModelShape, share: float, is_refused: bool, is_marked: bool
+) -> None:
+    cfg = config(rollout={"gpu_memory_utilization": share, "max_model_len": 32512})
+    found = planned(cfg, shape_7b, replace(BIG, total_bytes=24 * GIB))
+    assert ("rollout.gpu_memory_utilization" in [problem.key for problem in problems(found, cfg)]) == is_refused
+    assert ("(may not fit: the longest sequence" in in_words(found, cfg)) == is_marked
+
+
+def test_the_remedy_for_arenas_is_one_that_is_left(shape_7b: ModelShape) -> None:
+    def remedy(num_slots: int) -> str:
+        found = planned(config(weight_sync={"num_slots": num_slots}), shape_7b).learner
+        return next(part.remedy for part in found if part.name.startswith("arenas"))
+
+    assert remedy(2) == "weight_sync.num_slots: fewer"
+    assert remedy(1) == "learner.num_ranks: more"
 
 
 def test_processes_that_share_a_host_are_added_up(shape_7b: ModelShape) -> None:
@@ -300,8 +336,8 @@ def test_activations_are_estimated_within_half(kind: str, dtype: torch.dtype) ->
     with saved_tensors_hooks(lambda t: holding.append(t) or keep(t), lambda t: t):
         model.base_model(input_ids=torch.zeros(1, num_tokens, dtype=torch.long))
     shape = ModelShape(
-        num_params=0, num_block_params=0, num_root_params=0, num_head_params=0, num_layers=1, hidden_size=128,
-        intermediate_size=344, num_heads=4, num_kv_heads=2, head_dim=32, vocab_size=61,
+        num_params=0, num_block_params=0, num_root_params=0, num_head_params=0, num_visited_params=0, num_layers=1,
+        hidden_size=128, intermediate_size=344, num_heads=4, num_kv_heads=2, head_dim=32, vocab_size=61,
     )  # fmt: skip
     expected = learner.activation_bytes_per_block(shape, num_tokens=num_tokens, compute_bytes=dtype.itemsize)
     assert sum(kept.values()) == pytest.approx(expected, rel=0.5)
@@ -312,38 +348,3 @@ def test_the_cache_of_a_cpu_engine_is_what_the_key_says() -> None:
     assert engine_plan(config(rollout={"kv_cache_gib": 0.25}), host).kv_bytes == GIB // 4
     assert engine_plan(config(), BIG).kv_bytes is None
     assert total(()) == 0
-
-
-def test_a_step_counts_every_pass_of_reference_and_critic(shape_7b: ModelShape) -> None:
-    def passes(**sections: dict[str, Any]) -> float:
-        cfg = config(**sections)
-        work = planned(cfg, shape_7b, response_tokens=100.0).work[100.0]
-        tokens = 200.0 * cfg.trainer.groups_per_step * cfg.rollout.group_size
-        return work.learner_flops * cfg.learner.num_ranks / (2 * shape_7b.num_params * tokens)
-
-    assert passes() == pytest.approx(4.0)
-    assert passes(learner={"activation_checkpointing": False}) == pytest.approx(3.0)
-    kl = replace(RunConfig().algorithm.kl, coef=0.1)
-    assert passes(algorithm={"kl": kl}) == pytest.approx(5.0)
-    gae = {"advantage": "gae"}
-    assert passes(algorithm=gae) == pytest.approx(8.0)
-    assert passes(algorithm=gae, critic={"updates_per_step": 2}) == pytest.approx(12.0)
-    assert passes(algorithm=gae, critic={"shared_backbone": True}) == pytest.approx(5.0)
-
-
-def test_a_deadline_that_asks_much_of_the_devices_is_told(shape_7b: ModelShape) -> None:
-    long = config(rollout={"max_response_tokens": 16384}, trainer={"groups_per_step": 1024})
-    told = in_words(planned(long, shape_7b), long)
-    flops = 2 * 4 * shape_7b.num_params * 1024 * 16 * (100 + 16384) / 4
-    assert f"learner.timeout_s=1,800 if each learner device trains at {flops / 1800 / 1e12:,.0f} TFLOP/s" in told
-    assert "Up to 32 answers have a seat one after the other: 19 s for each" in told
-    short = config(rollout={"max_response_tokens": 64}, trainer={"groups_per_step": 16})
-    assert "TFLOP/s" not in (told := in_words(planned(short, shape_7b), short))
-    assert "one after the other" not in told
-
-
-@pytest.mark.parametrize("name", [entry for entry in config_names(packaged_configs()) if entry.endswith("_7b")])
-def test_no_shipped_configuration_asks_more_of_a_device_than_an_h100_trains_at(name: str, shape_7b: ModelShape) -> None:
-    cfg = load_config(["--config-name", name])
-    work = planned(cfg, shape_7b, prompt_tokens=float(cfg.task.max_prompt_tokens)).work
-    assert work[cfg.rollout.max_response_tokens].learner_flops / cfg.learner.timeout_s < 0.45 * 989e12

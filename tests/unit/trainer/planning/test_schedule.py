@@ -9,15 +9,14 @@ import pytest
 
 from tests.unit.trainer.planning.conftest import config, planned
 from trainer.planning.report import in_words
-from trainer.planning.schedule import step_work
+from trainer.planning.schedule import Side, params_met, step_work
 
 if TYPE_CHECKING:
     from trainer.planning.schedule import StepWork
     from trainer.planning.sizes import ModelShape
 
 ANSWERS, PROMPT_TOKENS = 32 * 8, 512
-PASSES = 3.0
-"""No activation checkpointing, KL or critic."""
+PROMPTS = ANSWERS * PROMPT_TOKENS
 MEAN_W1 = 966
 
 
@@ -40,11 +39,17 @@ class Run:
 
     def work(self, shape: ModelShape) -> StepWork:
         """With the lengths that this run had."""
-        prompts = ANSWERS * PROMPT_TOKENS
-        answers = round(self.tokens_per_s * self.num_devices * self.step_s) - prompts
-        return step_work(
-            shape, (self.ranks, self.engines), prompt_tokens=prompts, response_tokens=answers, passes=PASSES
-        )
+        answers = round(self.tokens_per_s * self.num_devices * self.step_s) - PROMPTS
+        return work(shape, self.ranks, self.engines, answers=answers)
+
+
+def work(shape: ModelShape, ranks: int, engines: int, *, answers: float, prompts: float = PROMPTS) -> StepWork:
+    """No activation checkpointing, KL or critic."""
+    params = params_met(shape, recomputes=False)
+    return step_work(
+        Side(num_devices=ranks, params=params, tokens=prompts + answers),
+        Side(num_devices=engines, params=shape.num_active_params, tokens=answers),
+    )
 
 
 def run(name: str, split: tuple[int, int, int], staleness: int, rate: tuple[float, float], *seconds: float) -> Run:
@@ -82,16 +87,6 @@ def test_both_ends_of_the_range_are_as_near_to_what_was_measured_as_the_page_say
     assert least * few < run.generation_s / run.learning_s < most * few
 
 
-def work(shape: ModelShape, ranks: int, engines: int, *, mean: float) -> StepWork:
-    return step_work(
-        shape,
-        (ranks, engines),
-        prompt_tokens=ANSWERS * PROMPT_TOKENS,
-        response_tokens=ANSWERS * mean,
-        passes=PASSES,
-    )
-
-
 @pytest.mark.parametrize(
     ("ranks", "engines", "mean", "expected"),
     [
@@ -106,13 +101,13 @@ def work(shape: ModelShape, ranks: int, engines: int, *, mean: float) -> StepWor
 def test_the_bottleneck_is_named_as_it_was_measured(
     shape_7b: ModelShape, ranks: int, engines: int, mean: float, expected: str
 ) -> None:
-    assert work(shape_7b, ranks, engines, mean=mean).bottleneck == expected
+    assert work(shape_7b, ranks, engines, answers=ANSWERS * mean).bottleneck == expected
 
 
 def test_the_ratio_follows_the_devices_of_both_sides(shape_7b: ModelShape) -> None:
-    even = step_work(shape_7b, (4, 4), prompt_tokens=0.0, response_tokens=1000.0, passes=3.0)
+    even = work(shape_7b, 4, 4, prompts=0, answers=1000)
     assert even.engine_flops / even.learner_flops == pytest.approx(1 / 3)
-    more = step_work(shape_7b, (1, 7), prompt_tokens=0.0, response_tokens=1000.0, passes=3.0)
+    more = work(shape_7b, 1, 7, prompts=0, answers=1000)
     expected = [ratio / 7 for ratio in even.generation_over_learning]  # 4/7 of the work here, 4 times as much there
     assert more.generation_over_learning == pytest.approx(expected)
 

@@ -1,0 +1,159 @@
+"""Operations of a step: of learner and engines, of every model that computes, against those that a run counts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from tests.fakes.learner import KINDS
+from tests.unit.trainer.planning.conftest import BIG, config, planned
+from trainer.config.library import config_names, packaged_configs
+from trainer.config.load import load_config
+from trainer.config.schema import RunConfig
+from trainer.config.schema.model import LoraConfig, ModelConfig
+from trainer.learner import flops
+from trainer.learner.architecture import check_architecture
+from trainer.learner.lora import add_adapters
+from trainer.planning import schedule
+from trainer.planning.model import model_shape
+from trainer.planning.plan import plan_run
+from trainer.planning.report import in_words
+from trainer.planning.schedule import params_met
+from trainer.planning.sizes import Workload, total
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from trainer.planning.plan import RunPlan
+    from trainer.planning.sizes import ModelShape
+
+GAE = {"advantage": "gae"}
+
+
+def with_critic(shape: ModelShape, critic: ModelShape, /, **sections: dict[str, Any]) -> RunPlan:
+    cfg = config(**({"algorithm": GAE} | sections))
+    return plan_run(cfg, shape, BIG, critic=critic, workload=Workload(prompt_tokens=100.0, response_tokens=100.0))
+
+
+def passes(found: RunPlan) -> float:
+    """Forward passes of the policy that the learner's operations on every token are worth."""
+    cfg = config()
+    tokens = 200.0 * cfg.trainer.groups_per_step * cfg.rollout.group_size
+    return found.work[100.0].learner_flops * cfg.learner.num_ranks / (2 * found.shape.num_active_params * tokens)
+
+
+def test_a_step_counts_every_pass_of_reference_and_critic(shape_7b: ModelShape) -> None:
+    def alone(**sections: dict[str, Any]) -> float:
+        return passes(planned(config(**sections), shape_7b, response_tokens=100.0))
+
+    assert alone() == pytest.approx(4.0)
+    assert alone(learner={"activation_checkpointing": False}) == pytest.approx(3.0)
+    kl = replace(RunConfig().algorithm.kl, coef=0.1)
+    assert alone(algorithm={"kl": kl}) == pytest.approx(5.0)
+    assert alone(algorithm=GAE, critic={"shared_backbone": True}) == pytest.approx(5.0)
+
+
+@pytest.fixture(scope="module")
+def critics(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelShape]:
+    """Shapes of 0.5 and 32 billion parameters."""
+    found: dict[str, ModelShape] = {}
+    for name, sizes in {"small": (896, 4864, 24, 14, 2), "large": (5120, 27648, 64, 40, 8)}.items():
+        hidden, intermediate, layers, heads, kv_heads = sizes
+        directory = tmp_path_factory.mktemp(name)
+        Qwen2Config(
+            vocab_size=152064,
+            hidden_size=hidden,
+            intermediate_size=intermediate,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+        ).save_pretrained(directory)
+        found[name] = model_shape(ModelConfig(), str(directory))
+    return found
+
+
+@pytest.mark.parametrize("name", ["small", "large"])
+def test_passes_of_the_critic_cost_what_its_own_size_asks(
+    shape_7b: ModelShape, critics: dict[str, ModelShape], name: str
+) -> None:
+    share = (critics[name].num_visited_params + critics[name].hidden_size) / shape_7b.num_active_params
+    assert share < 0.06 if name == "small" else share > 4
+    assert passes(with_critic(shape_7b, critics[name])) == pytest.approx(4.0 + 4.0 * share)
+    twice = with_critic(shape_7b, critics[name], critic={"updates_per_step": 2})
+    assert passes(twice) == pytest.approx(4.0 + 8.0 * share)
+
+
+def computing(found: RunPlan) -> dict[str, int]:
+    return {part.name: part.nbytes for part in found.learner if not part.is_exact}
+
+
+def test_the_larger_of_policy_and_critic_needs_memory_to_compute(
+    shape_7b: ModelShape, critics: dict[str, ModelShape]
+) -> None:
+    alone = computing(planned(config(), shape_7b))
+    assert computing(with_critic(shape_7b, critics["small"])) == alone
+    assert computing(with_critic(shape_7b, shape_7b)) == alone, "a critic has no logits"
+    large, tokens = critics["large"], config().learner.max_tokens_per_micro_batch
+    got = computing(with_critic(shape_7b, large))
+    root = 152064 * 5120 + 5120 + 5120 + 1
+    assert got["unsharded weights, critic"] == 2 * (root + 2 * large.num_block_params)
+    assert got["unsharded gradients, critic"] == 6 * (root + large.num_block_params)
+    assert got["activations, critic"] > 64 * tokens * 5120 * 2
+    assert got["logits of a chunk, critic"] == 3 * 4 * 1024
+    assert not alone.keys() & got.keys() and sum(got.values()) > sum(alone.values())
+    own = with_critic(large, critics["small"])
+    assert "activations" in computing(own) and total(own.learner) > total(planned(config(), large).learner)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama", "qwen3_moe"])
+@pytest.mark.parametrize("rank", [0, 8])
+def test_forward_and_backward_are_the_operations_that_a_run_counts(tmp_path: Path, kind: str, rank: int) -> None:
+    if rank:
+        pytest.importorskip("peft")
+    settings, lora = KINDS[kind](), LoraConfig(rank=rank, target_modules="q_proj+o_proj")
+    settings.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        hf = AutoModelForCausalLM.from_config(settings)
+    if rank:
+        add_adapters(hf, check_architecture(hf), lora, base_dtype=torch.float32)
+    counted = flops.model_flops(hf)
+    assert counted is not None
+    shape = model_shape(ModelConfig(lora=lora), str(tmp_path))
+    assert bool(shape.num_adapter_params) == bool(rank)
+    assert 2 * params_met(shape, recomputes=False) == counted.per_token + counted.per_loss_token
+    assert (2 * schedule.TRAINED, 2 * schedule.FROZEN) == (flops.TRAINED, flops.FROZEN)
+
+
+def test_the_greedy_answer_is_generated_and_not_trained(shape_7b: ModelShape) -> None:
+    remax, rloo = (
+        planned(config(algorithm={"advantage": name}, rollout={"group_size": 2}), shape_7b, response_tokens=100.0).work[
+            100.0
+        ]
+        for name in ("remax", "rloo")
+    )
+    assert remax.engine_flops / rloo.engine_flops == pytest.approx(3 / 2)
+    assert remax.learner_flops == rloo.learner_flops
+
+
+def test_a_deadline_that_asks_much_of_the_devices_is_told(shape_7b: ModelShape) -> None:
+    long = config(rollout={"max_response_tokens": 16384}, trainer={"groups_per_step": 1024})
+    told = in_words(planned(long, shape_7b), long)
+    flops = 2 * 4 * shape_7b.num_active_params * 1024 * 16 * (100 + 16384) / 4
+    assert f"learner.timeout_s=1,800 if each learner device trains at {flops / 1800 / 1e12:,.0f} TFLOP/s" in told
+    assert "Up to 32 answers have a seat one after the other: 19 s for each" in told
+    short = config(rollout={"max_response_tokens": 64}, trainer={"groups_per_step": 16})
+    assert "TFLOP/s" not in (told := in_words(planned(short, shape_7b), short))
+    assert "one after the other" not in told
+
+
+@pytest.mark.parametrize("name", [entry for entry in config_names(packaged_configs()) if entry.endswith("_7b")])
+def test_no_shipped_configuration_asks_more_of_a_device_than_an_h100_trains_at(name: str, shape_7b: ModelShape) -> None:
+    cfg = load_config(["--config-name", name])
+    critic = shape_7b if cfg.algorithm.uses_critic else None
+    prompts = Workload(prompt_tokens=float(cfg.task.max_prompt_tokens))
+    work = plan_run(cfg, shape_7b, BIG, critic=critic, workload=prompts).work
+    assert work[cfg.rollout.max_response_tokens].learner_flops / cfg.learner.timeout_s < 0.45 * 989e12
