@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from contextlib import ExitStack, aclosing
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout.agent.loading import make_loop
@@ -146,6 +147,7 @@ class RolloutWorkerActor:
             num_processes=spec.reward_processes,
             queue_timeout_s=spec.reward_queue_timeout_s,
             max_concurrency=spec.reward_concurrency,
+            directory=None if spec.reward_directory is None else Path(spec.reward_directory),
         )
         self._started: RolloutWorker | None = None
         self._groups = GroupServer(self.run_group)

@@ -14,11 +14,12 @@ import asyncio
 from collections import Counter
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from rollout.agent.ledger import check_chunk, join_chunks
+from rollout.agent.ledger import check_chunk, check_logprobs, join_chunks
 from rollout.engine.repacking import has_doubled
 from rollout.engine.turnstile import Waits
 from rollout.errors import EngineDead
@@ -78,6 +79,8 @@ class _Request:
         self.answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self.has_lost_replica = False
         """The last one that it was sent to was lost."""
+        self.abort: Callable[[], None] = lambda: None
+        """Has the replica that it was sent to give it back; does not wait."""
         self._context = context
         self._chunks: list[Completion] = []
         self._num_tokens = self._num_sent = 0
@@ -124,6 +127,7 @@ class _Request:
 
     def add(self, chunk: Completion) -> None:
         check_chunk(chunk)
+        check_logprobs(chunk)
         self._num_tokens += len(chunk.token_ids)
         if self.budget < 0:
             raise ValueError(f"an engine returned {self._num_tokens} tokens where at most {self.max_tokens} were asked")
@@ -209,7 +213,8 @@ class GroupGenerator:
         """Continues `token_ids` (int32[T]) by up to `max_tokens` tokens. `stop` takes the place of the stop strings of
         `params_of`.
 
-        The finish reason is "stop", "length", or "abort" if `timeout_s` passed first (with the tokens until then).
+        The finish reason is "stop", "length", or "abort" if `timeout_s` passed first (with the tokens until then). Its
+        replica is told to stop if it is cancelled.
 
         Raises:
             NoReplica: all replicas are quarantined; or it waited for `timeout_s`, and those that are not are at rest.
@@ -221,7 +226,11 @@ class GroupGenerator:
         if not self._batch:
             asyncio.get_running_loop().call_soon(self._flush)
         self._batch.append(request)
-        return await request.answer
+        try:
+            return await request.answer
+        except asyncio.CancelledError:
+            request.abort()
+            raise
 
     def _flush(self) -> None:
         batch, self._batch = self._batch, []
@@ -255,7 +264,8 @@ class GroupGenerator:
                 async with asyncio.timeout_at(deadline):
                     name = ""
                     name = await self._enter(unanswered)
-                    await self._submit(name, unanswered)
+                    if entered := self._still_open(name, unanswered):
+                        await self._submit(name, entered)
             except TimeoutError:
                 if not name:
                     self._turnstile.router.require_service()  # else it is no fault of the group
@@ -272,6 +282,12 @@ class GroupGenerator:
         tokens, context = sum(request.load for request in requests), self._context
         with self.waits.of([request.sample_index for request in requests]):
             return await self._turnstile.enter(context.key, context.order, tokens=tokens, num_requests=len(requests))
+
+    def _still_open(self, name: str, requests: Sequence[_Request]) -> list[_Request]:
+        """Those of `requests` that were not given up while they waited for room at `name`; it is free of the others."""
+        closed = [request.load for request in requests if not request.is_open]
+        self._turnstile.leave(name, tokens=sum(closed), num_requests=len(closed))
+        return [request for request in requests if request.is_open]
 
     async def _submit(self, name: str, requests: Sequence[_Request]) -> None:
         """One streaming call to the replica `name`. If it dies, hangs or has old weights, it is quarantined, and what
@@ -308,7 +324,10 @@ class GroupGenerator:
         key = self._context.key
         # Numbered within the call, too: a loop may ask for several answers of one sample at once.
         ids = [f"{key}/{request.sample_index}/{self._num_calls}.{number}" for number, request in enumerate(requests)]
-        return _Call(group_key=key, engine=self._engines[name], request_ids=ids, requests=requests)
+        engine = self._engines[name]
+        for request, request_id in zip(requests, ids, strict=True):
+            request.abort = partial(engine.abort, [request_id])
+        return _Call(group_key=key, engine=engine, request_ids=ids, requests=requests)
 
     def _params_of(self, request: _Request) -> SamplingParams:
         """Every submission has its own seed: a continuation must not replay the random numbers of its beginning. And it

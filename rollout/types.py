@@ -145,7 +145,7 @@ class Trajectory:
     error: str = ""
     """Why status is "failed"; empty otherwise."""
     num_lost_tokens: int = 0
-    """Generated for it, and in none of its turns: its agent loop failed and did not return them."""
+    """Generated for it, and in none of its turns: its agent loop failed, gave a generation up, or did not use it."""
 
     @property
     def total_reward(self) -> float:

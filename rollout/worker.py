@@ -88,6 +88,8 @@ class WorkerSpec:
     reward_queue_timeout_s: float = 600.0
     reward_concurrency: int = 32
     """Calls at once of a reward that is `async def`."""
+    reward_directory: str | None = None
+    """What relative paths of rewards are relative to, where rows name them; None is the working directory."""
 
 
 class RolloutWorker:
@@ -171,12 +173,17 @@ class RolloutWorker:
 
     async def _attempt(self, item: WorkItem, generator: GroupGenerator) -> Group:
         size = self._spec.group_size
-        trajectories = await _gather(
+        answers = await _gather(
             [
                 self._run_sample(item.prompt, i, self._spec.sampling.max_tokens, generator)
                 for i in range(size + self._spec.greedy_baseline)
             ]
         )
+        # Its loop may have failed, given a generation up, or asked for several and taken one.
+        trajectories = [
+            replace(one, num_lost_tokens=max(0, generator.tokens_of[number] - one.num_generated_tokens))
+            for number, one in enumerate(answers)
+        ]
         self._require_an_end(item.prompt, trajectories[:size])
         baseline = trajectories[size] if self._spec.greedy_baseline else None
         if baseline is not None and baseline.status == "failed":
@@ -311,13 +318,13 @@ class RolloutWorker:
     async def _generate_sample(
         self, prompt: Prompt, sample_index: int, max_tokens: int, generator: GroupGenerator
     ) -> Trajectory:
-        started, num_lost = self._clock(), 0
+        started = self._clock()
         generate, limit_s = partial(generator.generate, sample_index), self._spec.agent_timeout_s
         try:
             episode = await play(self._loop, prompt, max_tokens, generate=generate, timeout_s=limit_s)
             error = self._timeout_error if episode.status == "failed" else ""
         except AgentError as failure:
-            error, num_lost = f"agent loop {self._spec.agent!r}: {failure}", generator.tokens_of[sample_index]
+            error = f"agent loop {self._spec.agent!r}: {failure}"
             episode = Episode(turns=TokenLedger(prompt.token_ids).turns(), status="failed")
         generated = self._clock()
         generated_ids = np.concatenate([turn.token_ids[turn.is_generated] for turn in episode.turns]).tolist()
@@ -331,7 +338,6 @@ class RolloutWorker:
             timings={"generate_s": generated - started, "engine_wait_s": generator.waits.seconds(sample_index)},
             text=self._tokenizer.decode(generated_ids, skip_special_tokens=True),
             error=error,
-            num_lost_tokens=num_lost,
         )
 
     async def _judge(self, prompt: Prompt, trajectory: Trajectory) -> Trajectory:

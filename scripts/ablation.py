@@ -21,9 +21,12 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer.telemetry.environment import made_now
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 ROOT = Path(__file__).resolve().parents[1]
 GOAL = 0.9
@@ -91,7 +94,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("out", type=Path, help="JSON file with the curves; written after every run")
+    parser.add_argument(
+        "out", type=Path, help="JSON file with the curves; written after every run, which keeps what it has of others"
+    )
     parser.add_argument("--suite", choices=sorted(SUITES), default="algorithms")
     parser.add_argument("--only", default="", help="names of runs, separated by commas (default: all)")
     parser.add_argument("--plot", type=Path, help="draw the curves into this PNG")
@@ -101,7 +106,9 @@ def main() -> int:
     if args.plot_only and args.plot is None:
         parser.error("--plot-only needs --plot OUT.png")
     if not args.plot_only:
-        train(choose(parser, args.suite, args.only), args.out, suite=args.suite, overrides=args.overrides)
+        runs = choose(parser, args.suite, args.only)
+        kept = kept_results(parser, args.out, suite=args.suite)
+        train(runs, args.out, suite=args.suite, overrides=args.overrides, kept=kept)
     found = json.loads(args.out.read_text())
     for run in found["runs"]:
         sys.stdout.write(
@@ -121,13 +128,30 @@ def choose(parser: argparse.ArgumentParser, suite: str, only: str) -> list[Run]:
     return [runs[name] for name in names] if names else list(runs.values())
 
 
-def train(runs: list[Run], out: Path, *, suite: str, overrides: list[str]) -> None:
+def kept_results(parser: argparse.ArgumentParser, out: Path, *, suite: str) -> dict[str, dict[str, Any]]:
+    """What the file holds of earlier runs, by name; nothing if there is none."""
+    if not out.exists():
+        return {}
+    try:
+        found = json.loads(out.read_text())
+        there, results = found["suite"], {result["name"]: result for result in found["runs"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        parser.error(f"{out} holds no results ({error!r}); give another file")
+    if there != suite:
+        parser.error(f"{out} holds results of the suite {there}; give another file for {suite}")
+    return results
+
+
+def train(runs: list[Run], out: Path, *, suite: str, overrides: list[str], kept: Mapping[str, dict[str, Any]]) -> None:
+    """A result takes the place of that of the same name among the `kept` ones. The file has the order of the suite, and
+    no run that the suite has no more."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    results: list[dict[str, Any]] = []
+    results = dict(kept)
     for run in runs:
-        results.append(train_one(run, overrides))
-        out.write_text(json.dumps({"suite": suite, "goal": GOAL, "runs": results}, indent=1) + "\n")
-        sys.stdout.write(f"{run.name}: best {results[-1]['best']:.3f} in {results[-1]['seconds']:.0f} s\n")
+        result = results[run.name] = train_one(run, overrides)
+        ordered = [results[one.name] for one in SUITES[suite] if one.name in results]
+        out.write_text(json.dumps({"suite": suite, "goal": GOAL, "runs": ordered}, indent=1) + "\n")
+        sys.stdout.write(f"{run.name}: best {result['best']:.3f} in {result['seconds']:.0f} s\n")
         sys.stdout.flush()
 
 

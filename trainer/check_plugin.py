@@ -5,14 +5,17 @@
     python -m trainer.check_plugin group_filter my_package.filters.my_filter [NUMBER=VALUE ...] [--metadata JSON]
     python -m trainer.check_plugin reward my_package.rewards.my_reward --prompt TEXT --response TEXT --answer TEXT
 
-Prints every check; exit code 0 if all passed, 1 if one failed, 2 if the function cannot be loaded.
+Prints every check. A reward is called in a process of its own, as in a run. Exit code 0 if all passed, 1 if one failed,
+2 if the function cannot be loaded.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
+import math
 import sys
 from typing import TYPE_CHECKING, Any, cast
 
@@ -31,23 +34,33 @@ EXIT_KEPT, EXIT_BROKEN, EXIT_UNUSABLE = 0, 1, 2
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     line = _parser().parse_args(argv)
-    try:
-        checks = _checks(line)
-    except (ConfigurationError, DataError) as error:
-        sys.stderr.write(f"{error}\n")
-        return EXIT_UNUSABLE
-    from trainer.plugins.contract import outcomes
-
-    found = outcomes(checks)
-    failed = sum(bool(outcome.reason) for outcome in found)
-    sys.stdout.write("\n".join(str(outcome) for outcome in found) + "\n")
-    verdict = f"{failed} of {len(found)} checks failed" if failed else f"all {len(found)} checks passed"
+    with contextlib.ExitStack() as stack:
+        try:
+            checks = _checks(line, stack)
+        except (ConfigurationError, DataError) as error:
+            sys.stderr.write(f"{error}\n")
+            return EXIT_UNUSABLE
+        failed = _tell(checks)
+    verdict = f"{failed} of {len(checks)} checks failed" if failed else f"all {len(checks)} checks passed"
     sys.stdout.write(f"{line.kind} {line.path}: {verdict}\n")
     return EXIT_BROKEN if failed else EXIT_KEPT
 
 
-def _checks(line: argparse.Namespace) -> list[Check]:
-    """Raises ConfigurationError or DataError if the function cannot be loaded."""
+def _tell(checks: Sequence[Check]) -> int:
+    """Prints each outcome as it comes; how many failed."""
+    from trainer.plugins.contract import outcomes
+
+    failed = 0
+    for outcome in outcomes(checks):
+        failed += bool(outcome.reason)
+        sys.stdout.write(f"{outcome}\n")
+        sys.stdout.flush()
+    return failed
+
+
+def _checks(line: argparse.Namespace, stack: contextlib.ExitStack) -> list[Check]:
+    """What they need is open as long as `stack`. Raises ConfigurationError or DataError if the function cannot be
+    loaded."""
     match line.kind:
         case "loss":
             return _loss_checks(line.path, dict(line.numbers))
@@ -56,7 +69,7 @@ def _checks(line: argparse.Namespace) -> list[Check]:
         case "group_filter":
             return _group_filter_checks(line.path, dict(line.numbers), line.metadata)
         case "reward":
-            return _reward_checks(line)
+            return _reward_checks(line, stack)
         case _:
             raise ValueError(f"kind must be loss, advantage, group_filter or reward, got {line.kind!r}")
 
@@ -84,14 +97,14 @@ def _group_filter_checks(path: str, numbers: Mapping[str, float], metadata: Mapp
     return group_filter_checks(functools.partial(function, **numbers), metadata=metadata)
 
 
-def _reward_checks(line: argparse.Namespace) -> list[Check]:
+def _reward_checks(line: argparse.Namespace, stack: contextlib.ExitStack) -> list[Check]:
     from rollout.reward.call import Item
-    from rollout.reward.registry import load, lookup
-    from trainer.plugins.reward_contract import RewardTrial, reward_checks
+    from trainer.plugins.judge import Judge
+    from trainer.plugins.reward_contract import reward_checks
 
     response = line.answer if line.response is None else line.response
     item = Item(prompt=line.prompt, response=response, answer=line.answer, metadata=line.metadata)
-    return reward_checks(load(lookup(line.path).target), trial=RewardTrial(item=item, timeout_s=line.timeout))
+    return reward_checks(stack.enter_context(Judge(line.path, timeout_s=line.timeout)), item=item)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -112,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     reward.add_argument("--answer", default="2", help="ground truth of the prompt; default %(default)s")
     reward.add_argument("--response", help="a right response; default: the answer")
     reward.add_argument("--metadata", **_METADATA)
-    reward.add_argument("--timeout", type=float, default=10.0, metavar="S", help="of one call; default %(default)s")
+    reward.add_argument("--timeout", type=_seconds, default=10.0, metavar="S", help="of one call; default %(default)s")
     return parser
 
 
@@ -121,6 +134,13 @@ def _number(text: str) -> tuple[str, float]:
     if not name.isidentifier():
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
     return name, float(value)
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"must be finite and > 0, got {text}")
+    return value
 
 
 def _mapping(text: str) -> dict[str, object]:

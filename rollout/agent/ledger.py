@@ -6,6 +6,7 @@ Tokens are only ever appended, never decoded and encoded again: what the policy 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -53,6 +54,21 @@ def check_chunk(chunk: Completion) -> None:
         )
 
 
+def check_logprobs(chunk: Completion) -> None:
+    """Refuses a chunk of an engine whose model computed no numbers.
+
+    Raises:
+        ValueError: a log-probability is not finite.
+    """
+    if not np.isfinite(chunk.logprobs).all():
+        number = int(np.sum(~np.isfinite(chunk.logprobs)))
+        raise ValueError(
+            f"the engine computed no finite log-probability for {number} of {len(chunk.logprobs)} tokens; look for NaN "
+            "or infinity in the weights (learner/grad_norm), and whether model.rollout_dtype holds them (float16 ends "
+            "at 65504)"
+        )
+
+
 class TokenLedger:
     """The tokens of one trajectory so far: context and generated stretches, in order.
 
@@ -95,14 +111,20 @@ class TokenLedger:
             self._generated.append(completion)
 
     def add_reward(self, reward: float) -> None:
-        """Rewards the turn that was generated last, on top of what it has.
+        """Rewards the turn that was generated last, on top of what it has, also if context has followed it.
 
         Raises:
-            ValueError: the reward is not finite.
+            ValueError: the reward is not finite, or is not 0 and nothing was generated yet.
         """
         if not math.isfinite(reward):
             raise ValueError(f"reward of a turn must be a finite number, got {reward}; give 0 for none")
-        self._reward += float(reward)
+        if self._generated:
+            self._reward += float(reward)
+        elif self._closed_turns:
+            last = self._closed_turns[-1]
+            self._closed_turns[-1] = replace(last, reward=last.reward + float(reward))
+        elif reward != 0:
+            raise ValueError(f"a reward of {reward} for a turn, but none was generated yet; call add_generated() first")
 
     def token_ids(self) -> np.ndarray:
         """int32[T]: the whole sequence so far, as an engine should continue it."""

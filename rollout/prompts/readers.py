@@ -17,7 +17,7 @@ from rollout.prompts.arithmetic import operand_pairs, question
 from rollout.prompts.files import FILE_READERS, files_of, missing, reader_of_suffix
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 ReaderName = Literal["auto", "arithmetic", "jsonl", "parquet", "hf"]
 
@@ -137,7 +137,7 @@ def _read_arithmetic(spec: SourceSpec) -> list[Row]:
 
 def _read_jsonl(spec: SourceSpec) -> list[Row]:
     rows: list[Row] = []
-    for path in files_of(spec.path, "jsonl"):
+    for path, label in _labelled(files_of(spec.path, "jsonl")):
         for number, text in _lines(path):
             try:
                 columns = json.loads(text)
@@ -155,8 +155,15 @@ def _read_jsonl(spec: SourceSpec) -> list[Row]:
                 raise DataError(
                     f"{path}, line {number}: got a JSON {type(columns).__name__}; each line must be one JSON object"
                 )
-            rows.append(Row(row_id=f"{path.stem}/{number}", where=f"{path}, line {number}", columns=columns))
+            rows.append(Row(row_id=f"{label}/{number}", where=f"{path}, line {number}", columns=columns))
     return rows
+
+
+def _labelled(paths: Sequence[Path]) -> list[tuple[Path, str]]:
+    """With what the ids of their rows begin with: names without suffix, or with it where these are not unique."""
+    stems = [path.stem for path in paths]
+    are_unique = len(set(stems)) == len(stems)
+    return [(path, path.stem if are_unique else path.name) for path in paths]
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -179,7 +186,7 @@ def _read_parquet(spec: SourceSpec) -> list[Row]:
     import pyarrow.parquet as pq
 
     rows: list[Row] = []
-    for path in files_of(spec.path, "parquet"):
+    for path, label in _labelled(files_of(spec.path, "parquet")):
         try:
             table = pq.ParquetFile(path).read()
         except (pa.ArrowException, OSError) as error:
@@ -187,7 +194,7 @@ def _read_parquet(spec: SourceSpec) -> list[Row]:
                 f"{path} is not a readable Parquet file: {error}; write it again, or set task.reader"
             ) from error
         for index, columns in enumerate(table.to_pylist()):
-            rows.append(Row(row_id=f"{path.stem}/{index}", where=f"{path}, row {index}", columns=columns))
+            rows.append(Row(row_id=f"{label}/{index}", where=f"{path}, row {index}", columns=columns))
     return rows
 
 

@@ -20,6 +20,7 @@ from rollout.reward.registry import RewardEntry, RewardFn, load, lookup
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
     from types import TracebackType
 
     from rollout.reward.result import RewardResult
@@ -51,6 +52,7 @@ class RewardPipeline:
         num_processes: int,
         queue_timeout_s: float = QUEUE_TIMEOUT_S,
         max_concurrency: int = MAX_CONCURRENCY,
+        directory: Path | None = None,
     ) -> None:
         """Raises DataError if there is no such reward; nothing is imported or started yet.
 
@@ -58,6 +60,7 @@ class RewardPipeline:
             timeout_s: of one call.
             queue_timeout_s: longest wait for a free process, or for room among the calls of an async function.
             max_concurrency: calls of an async function at once.
+            directory: what relative paths of rewards are relative to; None is the working directory.
         """
         if timeout_s <= 0 or num_processes < 1 or max_concurrency < 1:
             raise ValueError(
@@ -71,7 +74,8 @@ class RewardPipeline:
         self._telling: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._refused: dict[str, tuple[float, str]] = {}
         """Target -> when it did not import, and why."""
-        self._entries: dict[str, RewardEntry] = {name: lookup(name)}
+        self._directory = directory
+        self._entries: dict[str, RewardEntry] = {name: lookup(name, directory=directory)}
         self._inline: dict[str, RewardFn] = {}
         # A slot is None while it has no process. The last slot freed is the first taken: a warm one.
         self._slots: asyncio.LifoQueue[RewardProcess | None] = asyncio.LifoQueue()
@@ -160,7 +164,7 @@ class RewardPipeline:
 
     def _entry(self, name: str) -> RewardEntry:
         if name not in self._entries:
-            self._entries[name] = lookup(name)
+            self._entries[name] = lookup(name, directory=self._directory)
         return self._entries[name]
 
     def _call_inline(self, entry: RewardEntry, items: tuple[Item, ...]) -> list[RewardResult | RewardError]:

@@ -53,11 +53,14 @@ BUILTIN_REWARDS: Mapping[str, RewardEntry] = MappingProxyType(
 """Register a further built-in reward by a row here."""
 
 
-def lookup(name: str) -> RewardEntry:
+def lookup(name: str, *, directory: Path | None = None) -> RewardEntry:
     """The reward of that name: a registered one, `path/to/file.py:function`, or `package.module:function`, where the
     colon may be a dot.
 
     Relative paths are made absolute here, so that the entry means the same in every process. Nothing is imported.
+
+    Args:
+        directory: what they are relative to; None is the working directory.
 
     Raises:
         DataError: no such name, or no such file.
@@ -75,9 +78,10 @@ def lookup(name: str) -> RewardEntry:
             "path/to/file.py:function or package.module.function; set task.reward.name"
         )
     if is_file(location):
-        path = Path(location).expanduser().absolute()
+        base = Path.cwd() if directory is None else directory
+        path = base / Path(location).expanduser()
         if not path.is_file():
-            raise DataError(f"reward {name!r}: there is no file {path} (paths are relative to {Path.cwd()})")
+            raise DataError(f"reward {name!r}: there is no file {path} (paths are relative to {base})")
         location = str(path)
     return RewardEntry(name=name, target=f"{location}:{function}", inline=False, needs_answer=False)
 

@@ -73,6 +73,9 @@ class FakeEngine:
     calls: list[Call] = field(default_factory=list)
     num_chunks: int = 0
     aborted: set[str] = field(default_factory=set)
+    """All that it was ever asked to give back."""
+    leaving: set[str] = field(default_factory=set)
+    """What it still has of these; an id may be used again."""
 
     async def stream_group(
         self, request_ids: Sequence[str], token_ids: Sequence[np.ndarray], params: Sequence[SamplingParams]
@@ -89,7 +92,7 @@ class FakeEngine:
                 for index in list(left):
                     if self.die_after_chunks is not None and self.num_chunks >= self.die_after_chunks:
                         raise EngineDead(f"{self.name} was killed")
-                    if given[index] == self.give_back_after_chunks or request_ids[index] in self.aborted:
+                    if given[index] == self.give_back_after_chunks or request_ids[index] in self.leaving:
                         del left[index]
                         yield index, self._completion([], "abort")
                         continue
@@ -102,9 +105,12 @@ class FakeEngine:
                     yield index, chunk
         finally:
             call.is_closed = True
+            self.leaving.difference_update(request_ids)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         self.aborted.update(request_ids)
+        running = {one for call in self.calls if not call.is_closed for one in call.request_ids}
+        self.leaving |= running.intersection(request_ids)
 
     async def load(self) -> EngineLoad:
         if self.said_load is None:

@@ -4,11 +4,12 @@ The model, on purpose simple:
 
 - *learning-bound time* of a step: what the learner computes, and what it waits for weight sync. It shrinks with the
   learner's devices, but for that wait.
-- *other time*: what is left of a step without these and the wait for data, such as evaluations and saves for which the
-  learner stands still. It comes on top of learning, and no number of devices shortens it.
-- *generation-bound time* of a step: what is left of it without the time in which engines had nothing to do, so with the
-  tail, in which few answers are left. *At the full rate* it is what engines would need if they always had as much to do
-  as while at least half the groups of a step were with them. Both shrink with the number of replicas.
+- *other time*: what is left of a step without these and the wait for data, such as evaluations and saves that the
+  learner waits for. It comes on top of learning, and no number of devices shortens it.
+- *generation-bound time* of a step: what is left of it without the time in which engines had nothing to do or made the
+  learner wait for an evaluation, so with the tail, in which few answers are left. *At the full rate* it is what
+  engines would need if they always had as much to do as while at least half the groups of a step were with them. Both
+  shrink with the number of replicas.
 - A step takes the larger of both sides, if S lets the two overlap; then tails overlap with other answers, and the full
   rate counts, if it is known. With S = 0 it takes their sum, of generation what the learner waits for.
 - Every answer has S + 1 steps from its admission to the end of the step that trains it: (S + 1) x step >= longest
@@ -24,92 +25,21 @@ they have more to do at once.
 from __future__ import annotations
 
 import itertools
-import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from trainer.advise.facts import LearnerTime
+from trainer.advise.findings import MATTERS, Findings, Shares, Split, at_best
+from trainer.advise.recommendation import caveats, recommend
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from trainer.advise.facts import Setup, StepLine, TraceFacts
+    from trainer.advise.findings import Verdict
+    from trainer.advise.recommendation import Recommendation
 
 SURE_STEPS = 20
-MATTERS = 0.05
-"""A share of the time, or a gain, that is smaller is not worth a word of advice."""
-
-RARER = "are evaluations and saves needed so often?"
-"""Said where the other time of a step is what could be shortened."""
-
-Verdict = Literal["learner_waits", "engines_wait", "sync_waits", "both_wait", "tail_waits", "balanced", "take_turns"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shares:
-    """Waits as shares of the steady time. They overlap, so they need not add up. None: not recorded."""
-
-    learner_waits_for_data: float
-    learner_waits_for_sync: float
-    engines_idle: float | None
-    producer_waits_for_slots: float | None
-    old_groups_hold_up: float
-    """Part of the wait for data in which enough groups were ready, but older ones had to come first."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
-    """A division of the devices, and the time of a step that the model gives it."""
-
-    num_ranks: int
-    num_replicas: int
-    step_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recommendation:
-    """One thing to change. `keys` is empty if nothing is worth it."""
-
-    keys: dict[str, int | str]
-    why: str
-    step_s: float | None
-    """Time of a step that the model expects; None where it has no say."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Findings:
-    """What a run shows."""
-
-    num_steps: int
-    num_lost_steps: int
-    """Left out because an engine was lost."""
-    step_s: float
-    shares: Shares
-    learning_s: float
-    """Learning-bound time of a step."""
-    other_s: float
-    """Time of a step in which the learner neither computes nor waits for data or sync."""
-    generation_s: float | None
-    """Generation-bound time of a step; None if nothing tells when engines were idle."""
-    generation_full_s: float | None
-    """The same at the full rate of the engines; None without a trace that shows it."""
-    verdict: Verdict
-    splits: tuple[Split, ...]
-    """Best first; of as many devices as the run has."""
-    limits: tuple[str, ...]
-    unknown: tuple[str, ...]
-    """What could not be known, in words."""
-
-    @property
-    def has_notable_rest(self) -> bool:
-        """Whether the other time is worth a word."""
-        return self.other_s >= MATTERS * self.step_s
-
-    @property
-    def floor_s(self) -> float:
-        """The larger of both sides, the learner's with its other time: by this model no schedule of these devices is
-        faster."""
-        return max(self.learning_s + self.other_s, _at_best(self.generation_s, self.generation_full_s))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,12 +63,12 @@ def diagnose(lines: Sequence[StepLine], setup: Setup, *, trace: TraceFacts | Non
     turns = setup.takes_turns
     scaled_s = learner.computes_s + (learner.packs_s if turns else 0.0)
     learning_s, other_s = scaled_s + (0.0 if turns else learner.waits_for_sync_s), learner.other_s
-    generation_s = None if shares.engines_idle is None else step_s * (1 - shares.engines_idle)
+    generation_s = _generation_s(shares, step_s)
     full_s = None if trace is None else trace.generation_full_s
     fixed_s = 0.0 if turns else learner.waits_for_sync_s + other_s
     overlaps = setup.max_staleness > 0 or turns  # or would, on devices of their own
     if overlaps:
-        counted_s = _at_best(generation_s, full_s)
+        counted_s = at_best(generation_s, full_s)
     else:  # engines that answer an evaluation while the learner stands still are busy; that is its other time already
         counted_s = 0.0 if generation_s is None else min(generation_s, learner.waits_for_data_s)
     verdict = _verdict(
@@ -163,7 +93,8 @@ def diagnose(lines: Sequence[StepLine], setup: Setup, *, trace: TraceFacts | Non
         limits=tuple(_limits(shares, setup, verdict, has_room=has_room)),
         unknown=tuple(_unknown(lines, setup, shares, trace)),
     )
-    return Diagnosis(findings=found, recommendation=_recommend(found, setup, pack_s=learner.packs_s, has_room=has_room))
+    advice = recommend(found, setup, pack_s=learner.packs_s, has_room=has_room)
+    return Diagnosis(findings=replace(found, unknown=(*found.unknown, *caveats(advice))), recommendation=advice)
 
 
 def splits_of(setup: Setup, learning_s: float, generation_s: float, *, fixed_s: float) -> tuple[Split, ...]:
@@ -204,6 +135,7 @@ def _shares(lines: Sequence[StepLine], total_s: float, trace: TraceFacts | None)
 
     return Shares(
         learner_waits_for_data=share(sum(line.data_wait_s for line in lines)),
+        learner_waits_for_evaluation=share(sum(line.evaluation_wait_s for line in lines)),
         learner_waits_for_sync=share(sum(line.sync_wait_s for line in lines)),
         engines_idle=None if idle_s is None else share(idle_s),
         producer_waits_for_slots=share(sum(slots)) if len(slots) == len(lines) else None,
@@ -211,8 +143,11 @@ def _shares(lines: Sequence[StepLine], total_s: float, trace: TraceFacts | None)
     )
 
 
-def _at_best(generation_s: float | None, full_s: float | None) -> float:
-    return min([time_s for time_s in (generation_s, full_s) if time_s is not None], default=0.0)
+def _generation_s(shares: Shares, step_s: float) -> float | None:
+    if shares.engines_idle is None:
+        return None
+    # Engines that answer an evaluation are not idle either.
+    return step_s * max(0.0, 1 - shares.engines_idle - shares.learner_waits_for_evaluation)
 
 
 def _verdict(shares: Shares, setup: Setup, *, has_slack: bool, has_tails: bool) -> Verdict:
@@ -224,7 +159,11 @@ def _verdict(shares: Shares, setup: Setup, *, has_slack: bool, has_tails: bool) 
     if setup.takes_turns:
         return "take_turns"
     idle = 0.0 if shares.engines_idle is None else shares.engines_idle
-    data, sync = shares.learner_waits_for_data, shares.learner_waits_for_sync
+    data, sync, evaluation = (
+        shares.learner_waits_for_data, shares.learner_waits_for_sync, shares.learner_waits_for_evaluation
+    )  # fmt: skip
+    if evaluation >= MATTERS and evaluation >= max(data, sync, idle):
+        return "evaluation_waits"
     if sync >= 2 * MATTERS and sync >= max(data, idle if data >= MATTERS else 0.0):
         return "sync_waits"
     if data >= MATTERS and idle >= MATTERS and (setup.max_staleness == 0 or min(data, idle) >= 2 * MATTERS):
@@ -252,6 +191,12 @@ def _limits(shares: Shares, setup: Setup, verdict: Verdict, *, has_room: bool) -
         found.append(f"S = {setup.max_staleness} limits: both sides wait, so they do not overlap enough.")
     elif verdict == "tail_waits" and not has_room:
         found.append(f"S = {setup.max_staleness} limits: the longest answers take more steps than it gives them.")
+    if shares.learner_waits_for_evaluation >= MATTERS:
+        second = ", or a second engine" if setup.num_replicas == 1 else ""
+        found.append(
+            f"Evaluations limit: {shares.learner_waits_for_evaluation:.0%} of the time the learner waited for them; "
+            f"rarer ones (trainer.eval_every), smaller ones (task.eval_size){second} would help."
+        )
     num_sequences = setup.most_groups * setup.group_size
     room = setup.num_replicas * setup.max_num_seqs
     if num_sequences < room and verdict in ("learner_waits", "both_wait"):
@@ -275,6 +220,8 @@ def _unknown(lines: Sequence[StepLine], setup: Setup, shares: Shares, trace: Tra
         )
     elif shares.engines_idle >= 2 * MATTERS:
         found.append("Engines that often wait run with few requests; with more to do their rate may be higher.")
+    if shares.learner_waits_for_evaluation >= MATTERS and setup.num_replicas == 1:
+        found.append("Groups that begin only when an evaluation has ended are waited for as data.")
     if trace is not None and trace.evaluation_s >= MATTERS * sum(line.step_s for line in lines):
         found.append("Evaluations ran beside a good part of these steps; engines may have counted them as work.")
     if setup.is_device_assumed:
@@ -282,96 +229,3 @@ def _unknown(lines: Sequence[StepLine], setup: Setup, shares: Shares, trace: Tra
     if setup.shares_cores:
         found.append("Learner and engines share this machine's cores: no split of devices can be judged from it.")
     return found
-
-
-def _recommend(found: Findings, setup: Setup, *, pack_s: float, has_room: bool) -> Recommendation:
-    match found.verdict:
-        case "sync_waits":
-            return _about_sync(found, setup, pack_s=pack_s)
-        case "both_wait" | "tail_waits" if has_room and found.shares.old_groups_hold_up < MATTERS:
-            why = "not all slots are open yet: a run opens more when its learner has to wait; ask later"
-            return Recommendation(keys={}, why=why, step_s=None)
-        case "both_wait" | "tail_waits":
-            side = (
-                "both sides wait for each other" if found.verdict == "both_wait" else "the longest answers are missed"
-            )
-            if setup.shares_cores:  # what overlaps there takes the cores from the other
-                return Recommendation(keys={}, why=f"{side}, and both share the cores of this machine", step_s=None)
-            why = f"{side}: let generation run further ahead"
-            return Recommendation(
-                keys={"mode.max_staleness": _needed_staleness(found, setup)}, why=why, step_s=found.floor_s
-            )
-        case "learner_waits" | "engines_wait":
-            return _about_devices(found, setup)
-        case "take_turns":
-            return _about_turns(found, setup)
-        case "balanced":
-            leave = RARER if found.has_notable_rest else "leave it as it is"
-            return Recommendation(keys={}, why=f"neither side waits for the other; {leave}", step_s=None)
-        case _:
-            raise ValueError(f"unknown verdict {found.verdict!r}")
-
-
-def _needed_staleness(found: Findings, setup: Setup) -> int:
-    """Today S + 1 steps are as long as the longest answers and their training take; with how many would they be, if
-    each took no longer than the floor?"""
-    num_steps = (setup.max_staleness + 1) * found.step_s / found.floor_s
-    return max(setup.max_staleness + 1, math.ceil(num_steps - 1 - MATTERS))
-
-
-def _about_sync(found: Findings, setup: Setup, *, pack_s: float) -> Recommendation:
-    waits_s = found.step_s * found.shares.learner_waits_for_sync
-    if pack_s < 0.5 * waits_s and setup.sync_slots < 4:
-        why = "the learner waits for a free slot, not for packing: engines still read an old version"
-        more = setup.sync_slots + 1
-        return Recommendation(keys={"weight_sync.num_slots": more}, why=why, step_s=found.step_s - waits_s + pack_s)
-    why = "every step pays for one packing of the weights: larger steps pay less often (the step then does more work)"
-    return Recommendation(keys={"trainer.groups_per_step": 2 * setup.groups_per_step}, why=why, step_s=None)
-
-
-def _about_turns(found: Findings, setup: Setup) -> Recommendation:
-    """Whether devices of their own would be better, with generation far enough ahead for the longest answers."""
-    if setup.shares_cores or not found.splits:
-        why = "learner and engines take turns, and nothing tells what devices of their own would give"
-        return Recommendation(keys={}, why=why, step_s=None)
-    best = found.splits[0]
-    if best.step_s >= (1 - MATTERS) * found.step_s:
-        why = f"taking turns on {setup.num_devices} devices is about as fast as any division of them, and on-policy"
-        return Recommendation(keys={}, why=why, step_s=None)
-    # The longest answers take up to S + 1 turns of the engines.
-    turns_s = (setup.max_staleness + 1) * found.step_s * found.shares.learner_waits_for_data
-    longest_s = turns_s * setup.num_replicas / best.num_replicas
-    learning_s = found.learning_s * setup.num_ranks / best.num_ranks
-    staleness = max(1, math.ceil((longest_s + learning_s) / best.step_s - 1 - MATTERS))
-    why = f"on devices of their own both sides work at once; answers are then up to S = {staleness} steps old"
-    return Recommendation(
-        keys={"mode": "async", "mode.max_staleness": staleness, **_keys_of(best)}, why=why, step_s=best.step_s
-    )
-
-
-def _keys_of(split: Split) -> dict[str, int | str]:
-    return {"learner.num_ranks": split.num_ranks, "rollout.num_replicas": split.num_replicas}
-
-
-def _about_devices(found: Findings, setup: Setup) -> Recommendation:
-    learner_waits = found.verdict == "learner_waits"
-    side = "the learner waits for data" if learner_waits else "the engines have nothing to do"
-    if not learner_waits and (found.shares.engines_idle or 0.0) < MATTERS:
-        side = "learning sets the pace (engines wait for slots)"
-    if setup.shares_cores:
-        return Recommendation(keys={}, why=f"{side}, and both share the cores of this machine", step_s=None)
-    if found.splits:
-        best = found.splits[0]
-        today = next(split for split in found.splits if split.num_ranks == setup.num_ranks)
-        if best.step_s < (1 - MATTERS) * today.step_s:
-            why = f"{side}: divide the devices otherwise"
-            return Recommendation(keys=_keys_of(best), why=why, step_s=best.step_s)
-    if not learner_waits and found.other_s >= found.learning_s:
-        return Recommendation(keys={}, why=f"{side}, but learning is the smaller part of it; {RARER}", step_s=None)
-    more, key, count = (
-        ("replicas", "rollout.num_replicas", setup.num_replicas)
-        if learner_waits
-        else ("learner devices", "learner.num_ranks", setup.num_ranks)
-    )
-    why = f"{side}, and no other division of {setup.num_devices} devices is much better: add {more}"
-    return Recommendation(keys={key: count + 1}, why=why, step_s=None)

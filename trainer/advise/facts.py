@@ -31,7 +31,7 @@ class Setup:
     is_device_assumed: bool = False
     """No file says on what it ran, so it is taken for an accelerator."""
     eval_every: int = 0
-    """Steps between evaluations beside training; 0 without any, and if the learner waits for them."""
+    """Steps between evaluations beside training; 0 without any, and if they stop training (trainer.eval_blocking)."""
     eval_at_start: bool = False
     """Each process begins with one beside training."""
 
@@ -61,12 +61,17 @@ class StepLine:
     """Since the end of the step before."""
     learner_s: float
     data_wait_s: float
+    """Without `evaluation_wait_s`."""
     sync_wait_s: float
     pack_s: float
     engines_idle_s: float | None
     slot_wait_s: float | None
     forced_wait_s: float
     """Total since the start of the process, not of this step."""
+    evaluation_wait_s: float = 0.0
+    """What the learner waited for groups because an engine had an evaluation instead."""
+    time_s: float | None = None
+    """Its end, since the start of the process."""
     num_slots: float | None = None
     """Groups that could be under way at its end."""
     num_skipped: int = 0
@@ -104,6 +109,7 @@ class LearnerTime:
     waits_for_sync_s: float
     packs_s: float
     other_s: float
+    """All that is left, the wait for evaluations included."""
 
     @classmethod
     def of(cls, lines: Sequence[StepLine]) -> LearnerTime:

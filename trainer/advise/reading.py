@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from trainer.advise.facts import Evaluation, Setup, StepLine, TraceFacts
+from trainer.advise.starts import latest_start, read_starts
 from trainer.advise.steady import TooFewSteps, evaluation_under_way, steady, steps_with_lost_engine
 from trainer.config.convert import to_run_config
-from trainer.telemetry.environment import latest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -52,7 +52,9 @@ def read_counted(run_dir: Path) -> Counted:
         TooFewSteps: nearly none counts.
     """
     setup = read_setup(run_dir)
-    every = [line for line in read_lines(run_dir) if line.step > setup.resumed_from_step]
+    every = read_lines(run_dir, setup)
+    setup = _as_started(setup, latest_start(read_starts(run_dir / "environment.jsonl"), every))
+    every = [line for line in every if line.step > setup.resumed_from_step]
     setup = replace(setup, has_ended=has_ended(run_dir, every))
     lost = steps_with_lost_engine(every, read_evaluations(run_dir, setup), max_staleness=setup.max_staleness)
     try:
@@ -64,7 +66,7 @@ def read_counted(run_dir: Path) -> Counted:
 
 
 def read_setup(run_dir: Path) -> Setup:
-    """Raises NotARun if there is no configuration, or none that can be read."""
+    """What the configuration says. Raises NotARun if there is none, or none that can be read."""
     if not run_dir.is_dir():
         raise NotARun(f"{run_dir} is not a directory; give the run directory that the run printed at its start")
     path = run_dir / "config.yaml"
@@ -76,9 +78,7 @@ def read_setup(run_dir: Path) -> Setup:
         raise NotARun(f"{path} holds no configuration; is {run_dir} a run directory?")
     # Keys that this version does not know (any more) are passed over: the run was allowed to have them.
     cfg, _ = to_run_config(data)
-    ran_on = latest(run_dir / "environment.jsonl")
     is_beside = bool(cfg.task.eval_path) and not cfg.trainer.eval_blocking
-    device, resumed = str(ran_on.get("device", cfg.device.name)), ran_on.get("resumed_from_step")
     return Setup(
         num_ranks=cfg.learner.num_ranks,
         num_replicas=cfg.rollout.num_replicas,
@@ -88,12 +88,22 @@ def read_setup(run_dir: Path) -> Setup:
         group_size=cfg.rollout.group_size,
         max_num_seqs=cfg.rollout.max_num_seqs,
         sync_slots=cfg.weight_sync.num_slots,
-        device_name=device,
+        device_name=cfg.device.name,
         takes_turns=cfg.mode.shares_devices,
-        is_device_assumed=device == "auto",
-        resumed_from_step=resumed if isinstance(resumed, int) else 0,
+        is_device_assumed=cfg.device.name == "auto",
         eval_every=cfg.trainer.eval_every if is_beside else 0,
         eval_at_start=cfg.trainer.eval_at_start and is_beside,
+    )
+
+
+def _as_started(setup: Setup, start: Mapping[str, Any]) -> Setup:
+    """With what a line of environment.jsonl says; it may be empty."""
+    device, resumed = str(start.get("device", setup.device_name)), start.get("resumed_from_step")
+    return replace(
+        setup,
+        device_name=device,
+        is_device_assumed=device == "auto",
+        resumed_from_step=resumed if isinstance(resumed, int) else 0,
     )
 
 
@@ -109,7 +119,7 @@ def has_ended(run_dir: Path, lines: Sequence[StepLine]) -> bool:
         return False
 
 
-def read_lines(run_dir: Path) -> list[StepLine]:
+def read_lines(run_dir: Path, setup: Setup) -> list[StepLine]:
     """One entry per step. A last line that is half written is left out.
 
     Raises:
@@ -123,7 +133,7 @@ def read_lines(run_dir: Path) -> list[StepLine]:
     lines: list[StepLine] = []
     for number, text in enumerate(texts, start=1):
         try:
-            lines.append(_line(json.loads(text)))
+            lines.append(_line(json.loads(text), setup))
         except (ValueError, KeyError, TypeError) as error:
             if number == len(texts):
                 break
@@ -149,7 +159,7 @@ def read_evaluations(run_dir: Path, setup: Setup) -> list[Evaluation]:
     return ended if under_way is None else [*ended, under_way]
 
 
-def _line(record: Mapping[str, Any]) -> StepLine:
+def _line(record: Mapping[str, Any], setup: Setup) -> StepLine:
     def maybe(name: str) -> float | None:
         return None if record.get(name) is None else float(record[name])
 
@@ -157,15 +167,19 @@ def _line(record: Mapping[str, Any]) -> StepLine:
         number = maybe(name)
         return 0.0 if number is None else number
 
+    # An evaluation has one of the engines, so of a wait beside it only as large a part is its doing.
+    evaluation_wait_s = total("wait/learner_for_evaluation_s") / setup.num_replicas
     return StepLine(
         step=int(record["step"]),
         step_s=float(record["perf/step_s"]),
         learner_s=float(record["learner/step_s"]),
-        data_wait_s=float(record["wait/learner_for_data_s"]),
+        data_wait_s=max(0.0, float(record["wait/learner_for_data_s"]) - evaluation_wait_s),
+        evaluation_wait_s=evaluation_wait_s,
         sync_wait_s=float(record["wait/learner_for_sync_s"]),
         pack_s=float(record["sync/pack_s"]),
         engines_idle_s=maybe("wait/engines_idle_s"),
         slot_wait_s=maybe("wait/producer_for_slots_s"),
+        time_s=maybe("time_s"),
         forced_wait_s=total("buffer/forced_wait_s"),
         num_slots=maybe("buffer/num_slots"),
         num_skipped=int(total("sync/replicas_skipped")),

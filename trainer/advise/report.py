@@ -5,14 +5,19 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from trainer.advise.findings import MATTERS
+from trainer.advise.recommendation import as_arguments
+
 if TYPE_CHECKING:
-    from trainer.advise.diagnosis import Diagnosis, Findings, Verdict
+    from trainer.advise.diagnosis import Diagnosis
     from trainer.advise.facts import Setup
+    from trainer.advise.findings import Findings, Verdict
 
 VERDICTS: dict[Verdict, str] = {
     "learner_waits": "The learner waits: generation is the slower side.",
     "engines_wait": "The engines wait: learning is the slower side.",
     "sync_waits": "The learner waits for weight sync.",
+    "evaluation_waits": "The learner waits for evaluations.",
     "both_wait": "Both sides wait for each other.",
     "tail_waits": "The learner waits for the longest answers; the engines would be fast enough.",
     "take_turns": "Learner and engines take turns.",
@@ -32,6 +37,7 @@ def in_words(diagnosis: Diagnosis, setup: Setup) -> str:
         *_left_out(found),
         f"Steady steps: {found.num_steps}, {_s(found.step_s)} each. Share of that time in which",
         f"  the learner waited for data      {_share(shares.learner_waits_for_data)}",
+        *_for_evaluations(shares.learner_waits_for_evaluation),
         f"  the learner waited for sync      {_share(shares.learner_waits_for_sync)}",
         f"  engines had nothing to do        {_share(shares.engines_idle)}",
         f"  no slot was free (back-pressure) {_share(shares.producer_waits_for_slots)}",
@@ -63,12 +69,16 @@ def _left_out(found: Findings) -> list[str]:
     return [f"{num} step{'' if num == 1 else 's'} with a lost engine {'is' if num == 1 else 'are'} left out."]
 
 
+def _for_evaluations(share: float) -> list[str]:
+    return [f"  ... and for evaluations          {_share(share)}"] if share >= MATTERS else []
+
+
 def _rest(found: Findings, setup: Setup) -> list[str]:
     if not found.has_notable_rest:
         return []
     hands = "devices that change hands, " if setup.takes_turns else ""
     part = f"{_s(found.other_s)} of a step ({found.other_s / found.step_s:.0%})"
-    return [f"The rest, {part}, is neither: {hands}evaluations and saves that the learner stands still for, and so on."]
+    return [f"The rest, {part}, is neither: {hands}evaluations and saves that the learner waits for, and so on."]
 
 
 def _split_text(found: Findings, setup: Setup) -> list[str]:
@@ -88,11 +98,10 @@ def _advice(diagnosis: Diagnosis) -> list[str]:
     advice = diagnosis.recommendation
     if not advice.keys:
         return [f"Advice: {advice.why}."]
-    keys = " ".join(f"{key}={value}" for key, value in advice.keys.items())
     gain = (
         "" if advice.step_s is None else f" Expected: {_s(advice.step_s)} a step, now {_s(diagnosis.findings.step_s)}."
     )
-    return [f"Advice: {keys}", f"  Why: {advice.why}.{gain}"]
+    return [f"Advice: {as_arguments(advice)}", f"  Why: {advice.why}.{gain}"]
 
 
 def _share(value: float | None) -> str:

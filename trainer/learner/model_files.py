@@ -81,8 +81,9 @@ def checkpoint_files(directory: Path) -> dict[str, Path] | None:
     return files if paths else None
 
 
-def resolve_model_dir(path: str) -> Path:
-    """A local directory with a config.json; a hub name is downloaded into (or found in) the hub cache.
+def resolve_model_dir(path: str, *, key: str) -> Path:
+    """A local directory with a config.json; a hub name is downloaded into (or found in) the hub cache. `key` is what
+    names it in the configuration, for messages.
 
     Raises:
         ModelError: there is no such directory or hub model.
@@ -90,12 +91,12 @@ def resolve_model_dir(path: str) -> Path:
     local = Path(path).expanduser()
     if not local.is_dir():
         if path.startswith((".", "/", "~")) or path.count("/") > 1:
-            raise ModelError(f"model.path {path!r} is not a directory; give a Hugging Face model directory or hub name")
-        local = _download(path)
+            raise ModelError(f"{key} {path!r} is not a directory; give a Hugging Face model directory or hub name")
+        local = _download(path, key=key)
     if not (local / "config.json").is_file():
         found = sorted(p.name for p in local.iterdir())[:8]
         raise ModelError(
-            f"model.path {path!r} has no config.json (found {found}); give a Hugging Face model directory: "
+            f"{key} {path!r} has no config.json (found {found}); give a Hugging Face model directory: "
             "config.json, tokenizer files and safetensors"
         )
     return local
@@ -132,7 +133,7 @@ def _check_numbers(paths: list[Path]) -> None:
             )
 
 
-def _download(name: str) -> Path:
+def _download(name: str, *, key: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -142,7 +143,7 @@ def _download(name: str) -> Path:
             local = Path(snapshot_download(name, allow_patterns=[*HUB_PATTERNS, BIN_FILES]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ModelError(
-            f"model.path {name!r} is neither a directory here nor a model the hub gives us ({type(error).__name__}: "
+            f"{key} {name!r} is neither a directory here nor a model the hub gives us ({type(error).__name__}: "
             f"{error}); check the name, or download it and give its directory"
         ) from error
     return local

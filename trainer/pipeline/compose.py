@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -37,7 +38,7 @@ from weight_sync.device import merge_env
 from weight_sync.vllm_compat import EXTENSION
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from rollout.engine.base import SleepLevel
     from rollout.prompts.source import PromptSource
@@ -100,14 +101,20 @@ async def create_actors(
     learner = LearnerGroup(ranks, timeout_s=cfg.learner.timeout_s)
     replicas = [f"replica_{index}" for index in range(cfg.rollout.num_replicas)]
     if placement.is_paired and backend.visible_devices_var is not None:
-        seen = await learner.visible_devices()
-        shown = [shared_visibility([seen[rank] for rank in ranks_beside(i, cfg)]) for i in range(len(replicas))]
-        variable = backend.visible_devices_var
-        placement = replace(
-            placement, engine_env={name: {variable: text} for name, text in zip(replicas, shown, strict=True)}
-        )
+        shown = shared_devices_env(cfg, backend, await learner.visible_devices())
+        placement = replace(placement, engine_env=dict(zip(replicas, shown, strict=True)))
     engines = {name: new_engine(cfg, placement, backend, name=name, version=version) for name in replicas}
     return Actors(learner=learner, engines=engines, workers=[]), placement
+
+
+def shared_devices_env(cfg: RunConfig, backend: Backend, seen: Sequence[str]) -> list[dict[str, str]]:
+    """For each engine the variables that show it the devices of its learners. `seen`: what each rank sees.
+
+    The alias is set too: the host of an engine may have one, which would disagree.
+    """
+    shown = [shared_visibility([seen[rank] for rank in ranks_beside(i, cfg)]) for i in range(cfg.rollout.num_replicas)]
+    names = [name for name in (backend.visible_devices_var, backend.visible_devices_alias) if name is not None]
+    return [dict.fromkeys(names, text) for text in shown]
 
 
 def new_engine(cfg: RunConfig, placement: Placement, backend: Backend, *, name: str, version: int) -> Any:
@@ -353,6 +360,7 @@ def worker_spec(cfg: RunConfig) -> WorkerSpec:
         reward_processes=reward.num_processes,
         reward_queue_timeout_s=reward.queue_timeout_s,
         reward_concurrency=reward.max_concurrency,
+        reward_directory=str(Path.cwd()),
     )
 
 

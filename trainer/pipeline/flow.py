@@ -50,11 +50,13 @@ class GroupFlow:
         self._passages[group_id].claimed_at = self._clock()
 
     def finished(self, group: Group) -> None:
-        """It waits for its step. Answers without a reward are counted here: nothing will be learned from them."""
+        """It waits for its step. Answers without a reward, and what agent loops gave up, are counted here: nothing will
+        be learned from them."""
         self._count(-1)
         self._passages[group.group_id].finished_at = self._clock()
         failed = [trajectory for trajectory in group.trajectories if trajectory.status == "failed"]
-        self._lost["failed_tokens"] += sum(t.num_generated_tokens + t.num_lost_tokens for t in failed)
+        given_up = sum(trajectory.num_lost_tokens for trajectory in group.generated)
+        self._lost["failed_tokens"] += given_up + sum(trajectory.num_generated_tokens for trajectory in failed)
 
     def filtered(self, group: Group) -> None:
         """It is replaced by another; all that was generated for it is lost."""

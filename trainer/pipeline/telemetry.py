@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from trainer.telemetry.trajectories import FailureStatus
 
 T = TypeVar("T")
+
+QUIET_S = 1.0
+"""The end of a run may take as long without a word."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +95,7 @@ def opened(cfg: RunConfig, run_dir: RunDir, console: Console) -> Iterator[Teleme
         thread, slow_thread = (
             stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix=name)) for name in ("telemetry", "answers")
         )
+        stack.callback(_tell_of_answers, progress, slow_thread)
         yield Telemetry(
             run_dir=run_dir,
             progress=progress,
@@ -101,3 +105,11 @@ def opened(cfg: RunConfig, run_dir: RunDir, console: Console) -> Iterator[Teleme
             thread=thread,
             slow_thread=slow_thread,
         )
+
+
+def _tell_of_answers(progress: Progress, slow_thread: ThreadPoolExecutor) -> None:
+    """Wait for what is still to be written of evaluations, which can be gigabytes, and say so if that takes time."""
+    end = slow_thread.submit(lambda: None)  # it has one thread: this comes last
+    if wait([end], timeout=QUIET_S).not_done:
+        with progress.phase("writing what was answered in evaluations"):
+            wait([end])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 _NUM_FRAMES = 2
 _Function = TypeVar("_Function")
@@ -55,9 +55,10 @@ def on_every(
     return run
 
 
-def outcomes(checks: Sequence[Check]) -> list[Outcome]:
-    """Run every check, also after one has failed."""
-    return [Outcome(promise=check.promise, reason=_reason(check)) for check in checks]
+def outcomes(checks: Sequence[Check]) -> Iterator[Outcome]:
+    """Run every check, also after one has failed, when its outcome is asked for."""
+    for check in checks:
+        yield Outcome(promise=check.promise, reason=_reason(check))
 
 
 def require(checks: Sequence[Check]) -> None:

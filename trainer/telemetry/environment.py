@@ -69,15 +69,6 @@ def append(path: Path, line: Mapping[str, object]) -> None:
         log.warning("%s has no line of this start: %s", path, error)
 
 
-def latest(path: Path) -> Mapping[str, object]:
-    """The line of the latest process; empty if there is none that can be read."""
-    try:
-        line = json.loads(path.read_text(encoding="utf-8").splitlines()[-1])
-    except (OSError, ValueError, IndexError):
-        return {}
-    return line if isinstance(line, dict) else {}
-
-
 def last_line_of(command: Sequence[str], *, timeout_s: float) -> str:
     """What another program says, run where this code lies; empty if it fails or does not end in time."""
     try:

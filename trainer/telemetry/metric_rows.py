@@ -100,7 +100,12 @@ METRICS: tuple[MetricInfo, ...] = (
     _row("staleness/group_max", "versions", "Largest age of a trained group.", "<= mode.max_staleness, always"),
     _row("discarded_tokens", "tokens", "Finished tokens thrown away for age since the start of the run.", "0, always"),
     _row("discarded/filtered_tokens", "tokens", "Tokens of groups that a filter replaced, since the last line.", "few"),
-    _row("discarded/failed_tokens", "tokens", "Tokens of answers without a usable reward, since the last line.", "0"),
+    _row(
+        "discarded/failed_tokens",
+        "tokens",
+        "Tokens of answers without a usable reward, and those that agent loops gave up, since the last line.",
+        "0",
+    ),
     _row(
         "response/untrained/*",
         "answers",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 
 from rollout.agent.ledger import TokenLedger
 from rollout.agent.loop import Episode, MultiTurnLoop, Reply
+from rollout.engine.concurrency import Bounds
 from rollout.engine.router import NoReplica
 from rollout.errors import AgentError
 from rollout.types import SamplingParams, Turn
@@ -227,9 +230,92 @@ def test_a_loop_may_ask_for_several_answers_at_once() -> None:
 
     async def main() -> None:
         engine = FakeEngine("e0")
-        await agent_worker(Played(asks_twice), engine, group_size=2).run_group(item())
+        group = await agent_worker(Played(asks_twice), engine, group_size=2).run_group(item())
         (call,) = engine.calls
         assert len(set(call.request_ids)) == len(call.request_ids) == 4
+        assert [t.num_lost_tokens for t in group.trajectories] == [5, 5]
+
+    run_virtual(main())
+
+
+class NumberlessEngine(FakeEngine):
+    """Its model computes NaN from the second token on."""
+
+    async def stream_group(self, *args: Any) -> Any:
+        async for index, chunk in super().stream_group(*args):
+            logprobs = chunk.logprobs.copy()
+            logprobs[1:] = np.nan
+            yield index, replace(chunk, logprobs=logprobs)
+
+
+def test_an_engine_that_computes_no_numbers_is_told_as_such_and_is_no_fault_of_the_loop() -> None:
+    async def main() -> None:
+        busy = agent_worker(MultiTurnLoop(lambda _: Countdown(1), max_turns=1), NumberlessEngine("e0"))
+        with pytest.raises(ValueError, match=r"no finite log-probability for 2 of 3 tokens; .* model.rollout_dtype"):
+            await busy.run_group(item())
+
+    run_virtual(main())
+
+
+def test_a_generation_that_its_loop_gives_up_ends_in_the_engine_and_its_tokens_are_told_as_lost() -> None:
+    async def thinks_for_a_moment(prompt: Prompt, max_tokens: int, generate: Generate) -> Episode:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(generate(prompt.token_ids, 15), 0.025)
+        ledger = TokenLedger(prompt.token_ids)
+        ledger.add_generated(await generate(prompt.token_ids, 9))
+        return Episode(turns=ledger.turns(), status="completed")
+
+    async def main() -> None:
+        engine = FakeEngine("e0", step_s=0.01)
+        busy = agent_worker(Played(thinks_for_a_moment), engine, group_size=2)
+        group = await busy.run_group(item())
+        first, second = engine.calls
+        assert engine.aborted == set(first.request_ids)
+        assert not engine.aborted & set(second.request_ids)
+        assert [(t.num_generated_tokens, t.num_lost_tokens) for t in group.trajectories] == [(9, 6), (9, 6)]
+        assert group.num_generated_tokens == 3 * engine.num_chunks
+        assert (busy.loads().lost_tokens, sum(busy.outstanding_tokens.values())) == (0, 0)
+
+    run_virtual(main())
+
+
+def test_tokens_that_a_loop_gave_up_are_lost_once_when_the_group_fails_later() -> None:
+    async def gives_up_and_fails(prompt: Prompt, max_tokens: int, generate: Generate) -> Any:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(generate(prompt.token_ids, 15), 0.025)
+        raise KeyError("tool")
+
+    async def main() -> None:
+        engine = FakeEngine("e0", step_s=0.01)
+        busy = agent_worker(Played(gives_up_and_fails), engine, group_size=2)
+        with pytest.raises(AgentError, match="tool"):
+            await busy.run_group(item())
+        assert busy.loads().lost_tokens == 3 * engine.num_chunks == 12
+
+    run_virtual(main())
+
+
+def test_a_generation_that_is_given_up_before_there_was_room_never_gets_to_an_engine() -> None:
+    num_late = 0
+
+    async def gives_the_first_late_one_up(prompt: Prompt, max_tokens: int, generate: Generate) -> Episode:
+        nonlocal num_late
+        num_late += prompt.prompt_id == "late"
+        ledger = TokenLedger(prompt.token_ids)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.015 if num_late == 1 else None):
+                ledger.add_generated(await generate(prompt.token_ids, max_tokens))
+        return Episode(turns=ledger.turns(), status="completed")
+
+    async def main() -> None:
+        engine = FakeEngine("e0", step_s=0.01)
+        bounds = Bounds(lowest=2, highest=2)
+        busy = agent_worker(Played(gives_the_first_late_one_up), engine, group_size=2, concurrency=bounds)
+        early = asyncio.create_task(busy.run_group(item()))
+        await asyncio.sleep(0.001)
+        await asyncio.gather(early, busy.run_group(item(group_id=6, prompt_id="late")))
+        assert [len(call.request_ids) for call in engine.calls] == [2, 1]
+        assert (sum(busy.outstanding_tokens.values()), engine.aborted) == (0, set())
 
     run_virtual(main())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ import pytest
 from rollout.actor import RolloutWorkerActor
 from rollout.engine.base import EngineLoad, EngineSpec
 from rollout.engine.scripted_engine import ScriptedEngine
+from rollout.errors import DataError
 from rollout.types import SamplingParams
 from rollout.worker import WorkerSpec
 from tests.fakes.own_tokenizer import save_own_tokenizer
@@ -46,3 +48,16 @@ async def test_a_worker_starts_with_a_tokenizer_that_brings_its_own_code_where_i
     finally:
         await trusting.close()
         await wary.close()
+
+
+def test_a_relative_file_of_a_reward_is_one_of_the_directory_that_the_run_was_started_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").touch()
+    monkeypatch.chdir("/")
+    spec = WorkerSpec(
+        group_size=1, sampling=SamplingParams(max_tokens=1), request_timeout_s=1.0, seed=0, reward="mine.py:reward"
+    )
+    RolloutWorkerActor(replace(spec, reward_directory=str(tmp_path)), {})
+    with pytest.raises(DataError, match=r"there is no file /mine\.py"):
+        RolloutWorkerActor(spec, {})

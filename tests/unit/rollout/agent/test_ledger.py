@@ -86,3 +86,24 @@ def test_joined_chunks_merge_versions_across_the_seam() -> None:
 def test_a_chunk_with_unlabelled_tokens_is_refused() -> None:
     with pytest.raises(ValueError, match="3 tokens with 3 logprobs and version labels for 2"):
         check_chunk(chunk([1, 2, 3], [0, 0]))
+
+
+@pytest.mark.parametrize("is_context_first", [True, False])
+def test_a_reward_belongs_to_the_turn_before_it_also_behind_its_reply(is_context_first: bool) -> None:
+    ledger = TokenLedger(np.array([1], np.int32))
+    for version, reward in enumerate((0.5, -1.0)):
+        ledger.add_generated(chunk([3], [version]))
+        if is_context_first:
+            ledger.add_context(np.array([4]))
+        ledger.add_reward(reward)
+        ledger.add_reward(0.25)
+        if not is_context_first:
+            ledger.add_context(np.array([4]))
+    assert [turn.reward for turn in ledger.turns()] == [0.75, -0.75, 0.0]
+
+
+def test_a_reward_before_anything_was_generated_is_refused() -> None:
+    ledger = TokenLedger(np.array([1], np.int32))
+    ledger.add_context(np.array([2]))
+    with pytest.raises(ValueError, match="none was generated yet"):
+        ledger.add_reward(1.0)

@@ -77,6 +77,16 @@ def test_a_directory_of_files_is_read_in_order_of_names(tmp_path: Path, make_spe
     ]
 
 
+def test_files_that_differ_in_their_suffix_alone_have_ids_with_it(
+    tmp_path: Path, make_spec: MakeSpec, tokenizer: Any
+) -> None:
+    for name, row in zip(("a.jsonl", "a.ndjson", "a.jsonl.ndjson"), ROWS, strict=True):
+        write_jsonl(tmp_path / name, [row])
+    loaded = load_prompts(make_spec(path=str(tmp_path)), tokenizer)
+    ids = {p.answer: p.prompt_id for p in loaded.prompts}
+    assert ids == {"2": "a.jsonl/1", "4": "a.ndjson/1", "33": "a.jsonl.ndjson/1"}
+
+
 def test_a_hub_style_directory_is_read_through_datasets(
     tmp_path: Path, make_spec: MakeSpec, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -172,6 +172,17 @@ async def test_prompt_may_name_its_own_reward(function: str) -> None:
         assert "did you mean 'arithmetic'" in str(outcomes[0])
 
 
+async def test_relative_files_are_looked_for_where_the_run_was_started(
+    function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir("/")
+    async with RewardPipeline("behaviour.py:reward", timeout_s=10.0, num_processes=1, directory=tmp_path) as rewards:
+        assert (await rewards.score(a_prompt(), "value 1")).reward == 1.0
+        assert (await rewards.score(a_prompt(reward="./behaviour.py:other"), "value 1")).reward == -5.0
+        with pytest.raises(RewardError, match=rf"no file {tmp_path}/absent.py \(paths are relative to {tmp_path}\)"):
+            await rewards.score(a_prompt(reward="absent.py:reward"), "value 1")
+
+
 async def test_cancelled_call_does_not_leak_its_answer_into_the_next(function: str) -> None:
     async with RewardPipeline(function, timeout_s=10.0, num_processes=1) as rewards:
         call = asyncio.create_task(rewards.score_batch(a_prompt(), ["sleep 0.2", "value 8", "value 9"]))

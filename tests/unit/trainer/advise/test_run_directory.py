@@ -12,7 +12,7 @@ import yaml
 from tests.unit.trainer.advise.test_advise import SETUP, play
 from trainer.advise.__main__ import main
 from trainer.advise.diagnosis import diagnose
-from trainer.advise.reading import idle_seconds, read_lines, read_trace, spans_of
+from trainer.advise.reading import idle_seconds, read_counted, read_lines, read_trace, spans_of
 from trainer.advise.steady import steady
 from trainer.config.convert import to_plain
 from trainer.config.schema import RunConfig
@@ -70,7 +70,7 @@ def write_run(
 @pytest.mark.parametrize("bounds", [(9.0, 3.0), (3.0, 9.0)])
 def test_the_trace_tells_what_older_metrics_do_not(tmp_path: Path, bounds: tuple[float, float]) -> None:
     written = write_run(tmp_path / "run", generate_s=bounds[0], learn_s=bounds[1], with_idle=False)
-    lines = steady(read_lines(tmp_path / "run"), max_staleness=1).lines
+    lines = steady(read_lines(tmp_path / "run", SETUP), max_staleness=1).lines
     trace = read_trace(tmp_path / "run", lines, SETUP)
     assert trace is not None
     assert trace.generation_full_s == pytest.approx(bounds[0], rel=0.02)
@@ -166,6 +166,33 @@ def test_what_was_before_a_resume_does_not_count(tmp_path: Path, capsys: pytest.
     append(run_dir / "environment.jsonl", describe(device="cuda", resumed_from_step=38))
     assert main([str(run_dir)]) == 1
     assert "2 steps since the start were recorded" in capsys.readouterr().err
+
+
+def test_a_resume_that_ended_before_its_first_step_does_not_count(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    lines = write_run(run_dir)
+
+    def told(*resumed: int | None, startup_s: float) -> dict[str, Any]:
+        """The last process that made steps began behind step 20."""
+        metrics, at_s = run_dir / "metrics.jsonl", 100.0
+        records = [json.loads(text) for text in metrics.read_text().splitlines()[:40]]
+        for record, line in zip(records, lines, strict=True):
+            at_s = (startup_s if line.step == 21 else at_s) + line.step_s
+            record["time_s"] = at_s
+        metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+        (run_dir / "environment.jsonl").unlink(missing_ok=True)
+        for number, step in enumerate(resumed):
+            append(run_dir / "environment.jsonl", describe(device=f"device {number}", resumed_from_step=step))
+        assert main([str(run_dir), "--json"]) == 0
+        capsys.readouterr()
+        counted = read_counted(run_dir)
+        return {"first": counted.lines[0].step, "device": counted.setup.device_name}
+
+    assert told(None, 20, startup_s=60.0) == {"first": 24, "device": "device 1"}
+    assert told(None, 20, 30, startup_s=60.0) == {"first": 24, "device": "device 1"}
+    assert told(None, 20, 35, 30, startup_s=500.0) == {"first": 24, "device": "device 1"}
 
 
 def test_what_is_no_run_ends_with_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,7 +61,8 @@ def test_steps_before_a_resume_do_not_count(scripted: Make, play: Play) -> None:
     play(run)
     metrics = run.telemetry.run_dir.metrics
     since = metrics.read_text().splitlines(keepends=True)
-    before = [json.dumps({**json.loads(since[0]), "step": step}) + "\n" for step in range(1, 6)]
+    line = json.loads(since[0])
+    before = [json.dumps({**line, "step": step, "time_s": line["time_s"] + 60 + step}) + "\n" for step in range(1, 6)]
     metrics.write_text("".join([*before, *since]))
     assert len(last_words(run)) == 1
     assert advise.main([str(run.telemetry.run_dir.path)]) == advise.EXIT_TOO_EARLY

@@ -57,6 +57,7 @@ async def test_every_kind_of_actor_gets_absolute_paths(here: Path, monkeypatch: 
     assert learner.critic.path == str(here / "models/critic")
     assert (engine.model, engine.tokenizer) == (policy, tokenizer)
     assert (worker.tokenizer_path, worker.reward) == (tokenizer, f"{here}/judge.py:score")
+    assert worker.reward_directory == str(here), "rows may name rewards too"
 
 
 @pytest.mark.parametrize("name", ["math", "my_package.judges.score", "my_package.judges:score"])

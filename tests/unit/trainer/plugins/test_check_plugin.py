@@ -94,6 +94,29 @@ def test_numbers_are_bound(capsys: pytest.CaptureFixture[str]) -> None:
     assert "NAME=VALUE" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("hangs", "the call took longer than 0.5 s; its process was killed"),
+        ("exits", "its process ended with exit code 0"),
+    ],
+)
+def test_a_reward_that_hangs_or_ends_its_process_is_a_broken_one(
+    name: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["reward", f"tests.fakes.wrong_rewards.{name}", "--timeout", "0.5"]
+    assert check_plugin.main(arguments) == check_plugin.EXIT_BROKEN
+    assert words in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("timeout", ["nan", "inf", "0", "-1", "soon"])
+def test_a_limit_that_is_none_is_refused(timeout: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        check_plugin.main(["reward", "zero", f"--timeout={timeout}"])
+    assert ended.value.code == check_plugin.EXIT_UNUSABLE
+    assert "--timeout" in capsys.readouterr().err
+
+
 def test_it_is_a_program(package: Path) -> None:
     command = [sys.executable, "-m", "trainer.check_plugin", "advantage", "my_package.estimators.median_baseline"]
     done = subprocess.run(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rollout.reward.call import Item
-from rollout.reward.registry import BUILTIN_REWARDS, load
+from rollout.reward.registry import BUILTIN_REWARDS
 from trainer.algorithms.advantages import step_advantages
 from trainer.algorithms.losses import policy_loss
 from trainer.algorithms.losses.inputs import LossInputs, loss_stats, ratio_and_log
@@ -20,8 +20,9 @@ from trainer.config.loss_keys import SELECTING_LOSSES, LossName
 from trainer.config.schema.algorithm import AlgorithmConfig
 from trainer.plugins.advantage_contract import advantage_checks
 from trainer.plugins.contract import Broken, Check, outcomes, require
+from trainer.plugins.judge import Judge
 from trainer.plugins.loss_contract import loss_checks
-from trainer.plugins.reward_contract import RewardTrial, reward_checks
+from trainer.plugins.reward_contract import reward_checks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -177,39 +178,19 @@ def test_spanning_the_step_is_allowed_by_declaration_and_by_default() -> None:
     require(advantage_checks(estimator, traits=OWN_TRAITS))
 
 
-@pytest.mark.parametrize("name", BUILTIN_REWARDS)
-def test_a_built_in_reward_keeps_the_contract(name: str) -> None:
-    require(reward_checks(load(BUILTIN_REWARDS[name].target), trial=trial()))
+ITEM = Item(prompt="1+1=", response="2", answer="2", metadata={"level": [1]})
+WRONG = "tests.fakes.wrong_rewards"
 
 
-def trial(timeout_s: float = 5.0) -> RewardTrial:
-    item = Item(prompt="1+1=", response="2", answer="2", metadata={"level": [1]})
-    return RewardTrial(item=item, timeout_s=timeout_s)
+def tried(name: str, *, timeout_s: float = 20.0) -> str:
+    """What a reward breaks of its contract."""
+    with Judge(name, timeout_s=timeout_s) as judge:
+        return broken(reward_checks(judge, item=ITEM))
 
 
-def exact(*, prompt: str, response: str, answer: str, metadata: dict, wrong: str = "") -> Any:
-    del prompt
-    value = float(response.strip() == answer)
-    match wrong:
-        case "":
-            return {"reward": value, "long": float(len(response) > 100)}
-        case "sign":
-            return -value
-        case "nan":
-            return value / float("nan")
-        case "empty":
-            return value * float(ord(response[0]) > 0)
-        case "parts":
-            return {"reward": value, **({"correct": 1.0} if value else {})}
-        case "random":
-            return np.random.default_rng().random()
-        case "metadata":
-            metadata.clear()
-            return value
-        case "text":
-            return "good"
-        case _:
-            raise ValueError(wrong)
+@pytest.mark.parametrize("name", [*BUILTIN_REWARDS, f"{WRONG}.exact", f"{WRONG}.exact_async"])
+def test_a_reward_that_keeps_the_contract_passes(name: str) -> None:
+    assert tried(name) == ""
 
 
 @pytest.mark.parametrize(
@@ -219,18 +200,23 @@ def exact(*, prompt: str, response: str, answer: str, metadata: dict, wrong: str
         ("nan", "must be finite"),
         ("empty", "IndexError"),
         ("parts", "same named parts"),
-        ("random", "two calls"),
+        ("drawn", "two calls"),
         ("metadata", "leaves metadata alone"),
+        ("metadata_async", "metadata was {'level': [1]} and is {}; work on a copy"),
         ("text", "a reward is a finite number"),
+        ("exits", "its process ended with exit code 0"),
     ],
 )
 def test_a_wrong_reward_breaks_its_promise(wrong: str, promise: str) -> None:
-    require(reward_checks(exact, trial=trial()))
-    assert promise in broken(reward_checks(partial(exact, wrong=wrong), trial=trial()))
+    assert promise in tried(f"{WRONG}.{wrong}")
 
 
-def test_a_slow_reward_is_told_its_time() -> None:
-    assert "task.reward.timeout_s" in broken(reward_checks(exact, trial=trial(timeout_s=1e-12)))
+def test_a_reward_that_hangs_is_ended_at_its_limit() -> None:
+    told = tried(f"{WRONG}.hangs", timeout_s=0.5)
+    assert "with the key reward, within 0.5 s" in told
+    assert "response ' ': the call took longer than 0.5 s" not in told, "the first that hangs ends a check"
+    assert "response '': the call took longer than 0.5 s" in told
+    assert "leaves metadata alone" not in told, "the right response does not hang"
 
 
 def test_every_failure_is_told_at_once_and_user_errors_name_their_line() -> None:
