@@ -286,7 +286,8 @@ class GroupGenerator:
     def _still_open(self, name: str, requests: Sequence[_Request]) -> list[_Request]:
         """Those of `requests` that were not given up while they waited for room at `name`; it is free of the others."""
         closed = [request.load for request in requests if not request.is_open]
-        self._turnstile.leave(name, tokens=sum(closed), num_requests=len(closed))
+        if closed:
+            self._turnstile.leave(name, tokens=sum(closed), num_requests=len(closed))
         return [request for request in requests if request.is_open]
 
     async def _submit(self, name: str, requests: Sequence[_Request]) -> None:

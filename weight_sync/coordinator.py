@@ -28,7 +28,6 @@ from weight_sync.members import (
     Outcome,
     PublisherHandle,
     ReplicaHandle,
-    gather_all,
     nothing,
 )
 from weight_sync.opening import Agreement, EpochOpener, SyncOptions
@@ -189,11 +188,10 @@ class SyncCoordinator:
                 live = [member for member in self._members.values() if member.state == "live"]
                 if not live:
                     raise ReplicaDirty(f"no live replica is left: {self.members}; restart them and open a new epoch")
-                free = [member for member in live if not member.num_leases]
-                if free:
+                if any(not member.num_leases for member in live):
                     for member in live:
                         await member.pass_by()
-                    yield free
+                    yield self._free()  # a lease may have ended meanwhile
                     return
             await asyncio.sleep(RETRY_S)
 
@@ -260,9 +258,11 @@ class SyncCoordinator:
             member.disconnect()
             # A lost one has the links of its last sync, perhaps to the one that leaves.
             lost = [other for other in self._members.values() if other.state != "live"]
-            parted = part(self._opener, self._agreement, lost, timeout_s=self._close_timeout_s)
-            await asyncio.gather(self._relink(), parted)
-            await close_replicas([member.handle], timeout_s=self._close_timeout_s)
+            try:
+                parted = part(self._opener, self._agreement, lost, timeout_s=self._close_timeout_s)
+                await asyncio.gather(self._relink(), parted)
+            finally:
+                await close_replicas([member.handle], timeout_s=self._close_timeout_s)
 
     async def _unlink(self, name: str) -> None:
         """Nobody reads from a member that is about to be replaced: if it opens anew in the same process, what it has
@@ -276,20 +276,20 @@ class SyncCoordinator:
         return [member for member in self._members.values() if member.state == "live" and not member.num_leases]
 
     async def _relink(self, members: Sequence[Member] | None = None) -> None:
-        """After a change of membership; `members` only, as if there were no others, if they are given. A leased one is
-        apart. Links only save time: whoever misses them reads from the learners in the end, so a failure is logged, and
-        the next sync tries again."""
+        """After a change of membership; `members` only, as if there were no others, if they are given. Links only save
+        time: whoever misses them reads from the learners in the end, so a failure is logged, and the next sync tries
+        again. A leased one gets none, and is not waited for: it reads nothing before the end of its lease."""
         is_whole = members is None
-        leased = [member for member in self._members.values() if member.state == "live" and member.num_leases]
         was_linked, self._is_linked = self._is_linked, False
         try:
-            agreement, together = self._opened(), self._free() if members is None else members
-            links = self._opener.link(agreement, together, self._clock() + LINK_S)
-            parts = self._opener.part(agreement, leased if is_whole else [], LINK_S)
-            await gather_all([links, parts])
+            together = self._free() if members is None else members
+            await self._opener.link(self._opened(), together, self._clock() + LINK_S)
             self._is_linked = is_whole or was_linked
         except (WeightSyncError, TimeoutError) as error:
             log.warning("not every worker learned whom to read from: %s", error)
+        if is_whole:
+            leased = [member for member in self._members.values() if member.state == "live" and member.num_leases]
+            await part(self._opener, self._agreement, leased, timeout_s=self._close_timeout_s)
 
     async def _bring(self, members: Sequence[Member], version: int, give_up: float) -> list[Outcome | BaseException]:
         turnstile = asyncio.Semaphore(max(1, len(members) // 2) if self._options.rolling else len(members))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,11 @@ if TYPE_CHECKING:
 
     from rollout.engine.live_answer import LiveAnswer
     from rollout.engine.load_meter import Activity
+
+
+MAX_TIMES_OUT = 8
+"""A request that was taken out so often stays in: one whose prompt takes longer than the time between two commits
+would never have a token."""
 
 
 class Roster:
@@ -25,6 +31,7 @@ class Roster:
         """What was taken out is in here, too, until it is back: its stream must hear of the engine's death."""
         self._activity = activity
         self._outside, self._aborted = set[str](), set[str]()
+        self._times_out = Counter[str]()
 
     @contextmanager
     def stay(self, request_id: str) -> Iterator[None]:
@@ -41,6 +48,7 @@ class Roster:
         finally:
             self._outside.discard(request_id)
             self._aborted.discard(request_id)
+            self._times_out.pop(request_id, None)
             if self.inside.pop(request_id, None) is not None and not self.inside:
                 self._activity.end()
 
@@ -77,6 +85,11 @@ class Roster:
     def take_out_tokenless(self, request_states: Mapping[str, Any]) -> list[str]:
         """Requests without a token, oldest first, by the ids that vLLM has for them: it must abort these. Their streams
         find out by what that gives them, and enter again."""
-        tokenless = [(key, live) for key, live, num_tokens in self.num_tokens(request_states) if not num_tokens]
-        self._outside.update(key for key, _ in tokenless)
-        return [live.queue.request_id for _, live in tokenless]
+        tokenless = {
+            key: live
+            for key, live, num_tokens in self.num_tokens(request_states)
+            if not num_tokens and self._times_out[key] < MAX_TIMES_OUT
+        }
+        self._outside.update(tokenless)
+        self._times_out.update(tokenless.keys())
+        return [live.queue.request_id for live in tokenless.values()]

@@ -33,7 +33,7 @@ def read_starts(path: Path) -> list[Mapping[str, Any]]:
 
 
 def latest_start(starts: Sequence[Mapping[str, Any]], lines: Sequence[StepLine]) -> Mapping[str, Any]:
-    """The newest start that is not refuted by the steps behind its checkpoint; empty without any.
+    """The newest start that made a step and is not refuted by those behind its checkpoint; empty without any.
 
     A process cuts what is behind its checkpoint when nothing can refuse it any more. What stands there although it goes
     on from the line before, by the clock of its process, is the work of an earlier one.
@@ -42,7 +42,11 @@ def latest_start(starts: Sequence[Mapping[str, Any]], lines: Sequence[StepLine])
 
     def is_refuted(start: Mapping[str, Any]) -> bool:
         step = start.get("resumed_from_step")
-        if not isinstance(step, int) or step not in by_step or step + 1 not in by_step:
+        if not isinstance(step, int):
+            return False
+        if max(by_step, default=0) <= step:
+            return True  # it has made no step
+        if step not in by_step or step + 1 not in by_step:
             return False
         return _goes_on(by_step[step], by_step[step + 1])
 

@@ -38,7 +38,7 @@ def load_config(model: ModelConfig, directory: Path) -> PreTrainedConfig:
     """Raises ModelError if the config cannot be read, or names an architecture transformers does not know."""
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=model.trust_remote_code)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, StrictDataclassError) as error:
         raise ModelError(
             f"{directory / 'config.json'} cannot be used: {error}; check model_type, or set "
             "model.trust_remote_code=true if the model brings its own code"

@@ -22,6 +22,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from trainer.builtin.tiny_model import cache_dir
 from trainer.config.errors import ConfigurationError, Problem, one_line
+from trainer.config.schema.ray import RayConfig
 from trainer.pipeline.placement import (
     SIZES,
     Node,
@@ -157,6 +158,10 @@ class Cluster:
                 "has a token (~/.ray/auth_token), set RAY_AUTH_MODE=token here too",
             )
             raise ConfigurationError([problem]) from error
+        if unread := [f"ray.{name}={value}" for name, value in _node_sizes(cfg).items()]:
+            log.info(
+                "the cluster at %s has its sizes from `ray start`: %s not read", cfg.ray.address, ", ".join(unread)
+            )
         try:
             resource = backend.ray_resource
             check_device_is_named(cfg, backend=backend.name, resource=resource, there=ray.cluster_resources())
@@ -181,6 +186,12 @@ class Cluster:
         if self._claim is not None:
             os.close(self._claim)
             self._claim = None
+
+
+def _node_sizes(cfg: RunConfig) -> dict[str, float]:
+    """What is asked of the nodes of a cluster of our own, beside the defaults."""
+    asked = {"num_cpus": cfg.ray.num_cpus, "object_store_gib": cfg.ray.object_store_gib}
+    return {name: value for name, value in asked.items() if value != getattr(RayConfig(), name)}
 
 
 def _was_too_slow(error: Exception) -> bool:

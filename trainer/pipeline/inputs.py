@@ -65,8 +65,8 @@ def load_inputs(cfg: RunConfig) -> Inputs:
             that we can train, or the reward does not give the parts that the estimator reads.
     """
     _check_peft(cfg)
+    tokenizer = _tokenizer(cfg)  # first: without the hub this is where the wait for it ends
     _check_models(cfg)
-    tokenizer = _tokenizer(cfg)
     _check_stops(cfg, len(tokenizer))
     train_spec = _source_spec(cfg, cfg.task.train_path, cfg.task.train_split, is_held_out=False)
     spec = _source_spec(cfg, cfg.task.eval_path, cfg.task.eval_split, is_held_out=True)
@@ -237,7 +237,8 @@ def _check_models(cfg: RunConfig) -> None:
 
 def _check_fit(cfg: RunConfig) -> None:
     """Raises ConfigurationError for what engines would refuse of the policy only after they have started. A model in a
-    directory was looked at with the configuration. Where the hub cannot be reached, the learner says so."""
+    directory was looked at with the configuration. Where its config cannot be had or read here, the learner
+    says so."""
     path = cfg.model.path
     if path == tiny_model.BUILTIN_TINY:
         recipe = tiny_model.RECIPE
@@ -249,7 +250,7 @@ def _check_fit(cfg: RunConfig) -> None:
 
         try:
             described = load_config(cfg.model, Path(path)).get_text_config().to_dict()
-        except ModelError:
+        except (ModelError, ValueError):
             return
     if problems := list(fit_problems(cfg, described, path=path)):
         raise ConfigurationError(problems)

@@ -81,6 +81,8 @@ def _reason(check: Check) -> str:
         check.run()
     except Broken as error:
         return str(error)
+    except KeyboardInterrupt:
+        raise
     except BaseException as error:  # noqa: BLE001 - user code may raise anything, sys.exit() included
         frames = traceback.extract_tb(error.__traceback__)[-_NUM_FRAMES:]
         where = ", ".join(f"{frame.filename}:{frame.lineno}" for frame in frames)

@@ -104,7 +104,7 @@ METRICS: tuple[MetricInfo, ...] = (
         "discarded/failed_tokens",
         "tokens",
         "Tokens of answers without a usable reward, and those that agent loops gave up, since the last line.",
-        "0",
+        "0, unless loops ask for more than they use",
     ),
     _row(
         "response/untrained/*",

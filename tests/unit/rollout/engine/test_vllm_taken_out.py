@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from rollout.engine.base import EngineSpec
+from rollout.engine.roster import MAX_TIMES_OUT
 from rollout.engine.vllm_engine import VllmEngine
 from rollout.errors import EngineDead
 from rollout.types import SamplingParams
@@ -161,6 +162,18 @@ async def test_requests_without_a_token_enter_again_in_their_order_and_the_other
     stats = engine.stats()
     assert (stats.prompt_tokens, stats.finished_requests) == (9, 3), "each is counted once"
     assert not engine._roster.inside
+
+
+async def test_a_prompt_that_takes_longer_than_the_time_between_commits_is_computed_in_the_end() -> None:
+    engine, llm = started()
+    (task,) = await sent(engine, llm, "long")
+    for version in range(1, MAX_TIMES_OUT + 4):
+        await commit(engine, version)
+        await until(lambda: len(llm.states) == 1)
+    llm.give("long", 2, "length")
+    assert (await asyncio.wait_for(task, 10)).labels == [MAX_TIMES_OUT + 3] * 2
+    assert llm.entered == [("long", f"v{version}") for version in range(MAX_TIMES_OUT + 1)]
+    assert not engine._roster._times_out
 
 
 async def test_a_first_token_that_nobody_has_read_is_a_token() -> None:

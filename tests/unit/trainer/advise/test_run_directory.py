@@ -193,6 +193,7 @@ def test_a_resume_that_ended_before_its_first_step_does_not_count(
     assert told(None, 20, startup_s=60.0) == {"first": 24, "device": "device 1"}
     assert told(None, 20, 30, startup_s=60.0) == {"first": 24, "device": "device 1"}
     assert told(None, 20, 35, 30, startup_s=500.0) == {"first": 24, "device": "device 1"}
+    assert told(None, 20, 40, startup_s=60.0) == {"first": 24, "device": "device 1"}, "all was done already"
 
 
 def test_what_is_no_run_ends_with_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
