@@ -65,8 +65,9 @@ def load_inputs(cfg: RunConfig) -> Inputs:
             that we can train, or the reward does not give the parts that the estimator reads.
     """
     _check_peft(cfg)
-    tokenizer = _tokenizer(cfg)  # first: without the hub this is where the wait for it ends
     _check_models(cfg)
+    tokenizer = _tokenizer(cfg)
+    _check_fit(cfg)  # behind the tokenizer: where the hub cannot be reached, one of them waits for it and not both
     _check_stops(cfg, len(tokenizer))
     train_spec = _source_spec(cfg, cfg.task.train_path, cfg.task.train_split, is_held_out=False)
     spec = _source_spec(cfg, cfg.task.eval_path, cfg.task.eval_split, is_held_out=True)
@@ -219,9 +220,7 @@ def _check_peft(cfg: RunConfig) -> None:
 
 
 def _check_models(cfg: RunConfig) -> None:
-    """Models in directories are checked here; those of the hub when the learner has them, since they may be large. Of
-    these only the config of the policy is looked at."""
-    _check_fit(cfg)
+    """Models in directories are checked here; those of the hub when the learner has them, since they may be large."""
     for key, path in _model_paths(cfg).items():
         directory = Path(path).expanduser()
         if path == tiny_model.BUILTIN_TINY or not directory.is_dir():
