@@ -24,18 +24,18 @@ def birth(pid):
         return open(f"/proc/{pid}/stat").read().rsplit(")", 1)[1].split()[19]
     except OSError:
         return ""
-if sys.stdin.read() != "dismissed":
-    for pid, born in zip(sys.argv[1::2], sys.argv[2::2]):
-        if birth(pid) == born:
-            try:
-                os.kill(int(pid), signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+sys.stdin.read()
+for pid, born in zip(sys.argv[1::2], sys.argv[2::2]):
+    if birth(pid) == born:
+        try:
+            os.kill(int(pid), signal.SIGKILL)
+        except ProcessLookupError:
+            pass
 """
 
 
 class OrphanReaper:
-    """Kills `pids` when this process ends without `dismiss`; those that are gone by now are left out. Start times are
+    """Kills `pids` when this process ends, or with `close`; those that are gone by now are left out. Start times are
     compared, so no reused pid is hit."""
 
     def __init__(self, pids: Sequence[int]) -> None:
@@ -48,12 +48,12 @@ class OrphanReaper:
             start_new_session=True,
         )
 
-    def dismiss(self) -> None:
-        """The processes have been stopped in order. Idempotent; takes milliseconds."""
-        if self._process.poll() is not None:
-            return
-        with contextlib.suppress(subprocess.TimeoutExpired, BrokenPipeError):
-            self._process.communicate(b"dismissed", timeout=5.0)
+    def close(self) -> None:
+        """Kill what is left of them: the workers of an engine process that has crashed are nobody's, and nobody else
+        knows their pids any more. Idempotent; takes milliseconds."""
+        if self._process.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired, BrokenPipeError):
+                self._process.communicate(timeout=5.0)
 
 
 def _birth(pid: int) -> str:

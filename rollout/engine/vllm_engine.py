@@ -156,7 +156,7 @@ class VllmEngine(Engine):
         self._die("it was closed")
         await asyncio.gather(*self._stopping)
         for reaper in self._reapers:
-            reaper.dismiss()
+            reaper.close()
         self._llm = None  # so that it is finalised now and not while the interpreter shuts down
 
     # ---------------------------------------------------------------- generation

@@ -13,6 +13,7 @@ from trainer.planning.learner import LearnerPlan, arena_bytes, host_parts, learn
 from trainer.planning.object_store import ObjectStore, object_store
 from trainer.planning.schedule import Engines, Side, StepWork, SyncTraffic, params_met, step_work, sync_traffic
 from trainer.planning.sizes import GIB, Device, ModelShape, Part, Workload, least, total
+from weight_sync.routes import Fleet
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -98,8 +99,11 @@ def plan_run(
 
 def _sync(cfg: RunConfig, shape: ModelShape, *, relays: bool) -> SyncTraffic:
     rollout, dtype_bytes = cfg.rollout, DTYPE_BYTES[cfg.model.rollout_dtype]
+    fleet = Fleet(cfg.learner.num_ranks, rollout.num_replicas, rollout.tensor_parallel_size)
     engines = Engines(
-        num_replicas=rollout.num_replicas, tensor_parallel_size=rollout.tensor_parallel_size, relays=relays
+        num_replicas=rollout.num_replicas,
+        tensor_parallel_size=rollout.tensor_parallel_size,
+        relays=relays and fleet.is_crowded,
     )
     return sync_traffic(shape, engines, dtype_bytes=dtype_bytes, num_ranks=cfg.learner.num_ranks)
 

@@ -119,7 +119,7 @@ def _rows(parts: tuple[Part, ...]) -> list[str]:
 def _traffic(plan: RunPlan, cfg: RunConfig) -> list[str]:
     sync = plan.sync
     floors = "; ".join(f"{sync.floor_s(rate):.3g} s at {rate / 1e9:.0f} GB/s" for rate in LINK_BYTES_PER_S)
-    served = f"{gib(sync.rank_bytes)} {'to engines that hand it on' if sync.relays else 'without relays'}"
+    served = f"{gib(sync.rank_bytes)} {'to engines that hand it on' if sync.relays else 'to all of them'}"
     ends = f"each engine device reads {gib(sync.device_bytes)}, each learner rank serves {served}"
     return [
         "Weight sync, per version",

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
@@ -37,14 +38,15 @@ def test_a_killed_owner_takes_its_engine_processes_with_it() -> None:
     assert not is_running(child)
 
 
-def test_a_dismissed_reaper_touches_nothing() -> None:
-    child = subprocess.Popen(["sleep", "60"])
+def test_what_an_orderly_end_has_left_is_killed_and_nothing_else() -> None:
+    child, other = subprocess.Popen(["sleep", "60"]), subprocess.Popen(["sleep", "60"])
     try:
         reaper = OrphanReaper([child.pid])
-        reaper.dismiss()
-        reaper.dismiss()
-        time.sleep(0.1)
-        assert child.poll() is None
+        reaper.close()
+        reaper.close()
+        assert child.wait(10) == -signal.SIGKILL
+        assert other.poll() is None
     finally:
-        child.kill()
-        child.wait()
+        for process in (child, other):
+            process.kill()
+            process.wait()

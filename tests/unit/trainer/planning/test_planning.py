@@ -196,6 +196,13 @@ def test_the_least_time_of_a_pull_knows_whether_engines_hand_versions_on(shape_7
     assert told("inplace", "auto").startswith(sixteenfold), "only shadow blocks are handed on"
 
 
+def test_engines_hand_nothing_on_where_learners_outnumber_them(shape_7b: ModelShape) -> None:
+    """As the routes of weight_sync decide it for one node."""
+    for replicas, served in ((4, 4), (5, 1)):
+        cfg = config(rollout={"num_replicas": replicas, "gpu_memory_utilization": 0.5})
+        assert planned(cfg, shape_7b).sync.rank_bytes == served * 2 * NUM_7B // 4
+
+
 def test_slots_and_answers_in_flight(shape_7b: ModelShape) -> None:
     found = planned(config(mode={"max_staleness": 2}, trainer={"groups_per_step": 5}), shape_7b)
     assert (found.num_slots, found.num_answers) == (15, 15 * 16)
