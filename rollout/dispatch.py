@@ -278,10 +278,23 @@ class GroupGenerator:
             num_fruitless = 0 if made_progress else num_fruitless + 1
 
     async def _enter(self, requests: Sequence[_Request]) -> str:
-        """The replica that has room for them, which counts them from now on."""
-        tokens, context = sum(request.load for request in requests), self._context
-        with self.waits.of([request.sample_index for request in requests]):
-            return await self._turnstile.enter(context.key, context.order, tokens=tokens, num_requests=len(requests))
+        """The replica that has room for them, which counts them from now on. Cancels its task once all are given
+        up: others may have their place."""
+        tokens, context, task = sum(request.load for request in requests), self._context, asyncio.current_task()
+
+        def stop_if_unwanted(_: object) -> None:
+            if task is not None and not any(request.is_open for request in requests):
+                task.cancel()
+
+        for request in requests:
+            request.answer.add_done_callback(stop_if_unwanted)
+        try:
+            with self.waits.of([request.sample_index for request in requests]):
+                size = {"tokens": tokens, "num_requests": len(requests)}
+                return await self._turnstile.enter(context.key, context.order, **size)
+        finally:
+            for request in requests:
+                request.answer.remove_done_callback(stop_if_unwanted)
 
     def _still_open(self, name: str, requests: Sequence[_Request]) -> list[_Request]:
         """Those of `requests` that were not given up while they waited for room at `name`; it is free of the others."""

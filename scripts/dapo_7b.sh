@@ -13,6 +13,8 @@ if [ -z "$python" ]; then
 fi
 backend=$("$python" -c 'from weight_sync.device import get_backend; print(get_backend("auto").name)') ||
   die "Tandem does not import in $python; install it first, e.g. pip install -c constraints/cuda.txt -e \".[cuda]\", or set PYTHON"
-[ "$backend" != cpu ] || die "found no accelerator; try scripts/quickstart.sh on this machine"
+if [ "$backend" = cpu ] && [[ ! " $* " =~ " "(--dry-run|--cfg|--help)[\ =] ]]; then # these show something and need none
+  die "found no accelerator; --dry-run --device-memory-gib 80 plans for some, and scripts/quickstart.sh runs on this machine"
+fi
 printf '\033[1m==> %s\033[0m\n' "python -m trainer --config-name dapo_7b $*"
 exec "$python" -m trainer --config-name dapo_7b "$@"

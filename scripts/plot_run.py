@@ -1,15 +1,20 @@
 """Draw one run as a picture: what it learned, and who did what when.
 
 Usage: python scripts/plot_run.py RUN_DIR OUT.png [--window SECONDS]
-Reads metrics.jsonl and trace.json. Needs matplotlib, which is not a dependency of Tandem: pip install matplotlib
+Reads metrics.jsonl and, if there is one, trace.json, also while the run goes on; of a run that was resumed the timeline
+is of the last start. Needs matplotlib, which is not a dependency of Tandem: pip install matplotlib
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 TRACKS = {"groups": "#4c78a8", "learner": "#f58518", "sync": "#54a24b", "engine": "#e45756", "evaluation": "#b279a2"}
 
@@ -27,27 +32,62 @@ def main() -> None:
     from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
 
     figure, (above, below) = pyplot.subplots(2, 1, figsize=(10, 6.5), height_ratios=[3, 2], layout="constrained")
-    draw_curves(above, [json.loads(line) for line in (args.run_dir / "metrics.jsonl").read_text().splitlines()])
-    draw_timeline(below, json.loads((args.run_dir / "trace.json").read_text()), window_s=args.window)
+    draw_curves(above, read_records(args.run_dir / "metrics.jsonl"))
+    draw_timeline(below, read_events(args.run_dir / "trace.json"), window_s=args.window)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(args.out, dpi=110)
 
 
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Of every step; not of a line that is being written, or was torn by a crash."""
+    return [json.loads(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Of the last process of the run; none with `telemetry.trace=false`. Each stands on a line of its own."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    events = [event for line in lines if (event := _event(line.strip().rstrip(","))) is not None]
+    last = max((event["pid"] for event in events), default=0)
+    return [event for event in events if event["pid"] == last]
+
+
+def _event(text: str) -> dict[str, Any] | None:
+    """None for a bracket, and for an event that a crash has torn."""
+    try:
+        event = json.loads(text)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) else None
+
+
 def draw_curves(axes: Any, records: list[dict[str, Any]]) -> None:
     """Reward of training answers and held-out accuracy against steps; trained age on the right."""
-    axes.plot([r["step"] for r in records], [r["reward/mean"] for r in records], color="#9ecae9", label="reward")
+    rewards = [r.get("reward/mean") for r in records]
+    axes.plot([r["step"] for r in records], numbers(rewards), color="#9ecae9", label="reward")
     judged = [r for r in records if "eval/accuracy" in r]
     axes.plot(
-        [r["eval/version"] for r in judged], [r["eval/accuracy"] for r in judged], "o-", color="#4c78a8",
+        [r["eval/version"] for r in judged], numbers(r["eval/accuracy"] for r in judged), "o-", color="#4c78a8",
         label="held-out accuracy (greedy)",
     )  # fmt: skip
-    axes.set(xlabel="optimizer step", ylim=(0, 1), title="What it learned")
+    axes.set(xlabel="optimizer step", title="What it learned")
+    axes.set_ylim(*reward_limits([*rewards, *(r["eval/accuracy"] for r in judged)]))
     ages = axes.twinx()
     oldest = [r["staleness/max"] for r in records]
     ages.plot([r["step"] for r in records], oldest, ":", color="#e45756", label="max age")
     ages.set(ylabel="age of trained tokens (versions)", ylim=(0, max(2, *oldest) * 1.5))
     handles = [line for side in (axes, ages) for line in side.get_lines()]
     axes.legend(handles, [line.get_label() for line in handles], loc="lower right")
+
+
+def numbers(values: Iterable[float | None]) -> list[float]:
+    """A gap in the curve for what is not known."""
+    return [math.nan if value is None else value for value in values]
+
+
+def reward_limits(values: Iterable[float | None]) -> tuple[float, float]:
+    """From 0 to 1, and further where a reward is: some are negative, or sums of parts."""
+    known = [value for value in values if value is not None]
+    return min([0.0, *known]), max([1.0, *known])
 
 
 def draw_timeline(axes: Any, events: list[dict[str, Any]], *, window_s: float) -> None:

@@ -90,7 +90,7 @@ def _show_config(line: CommandLine) -> int:
     from trainer.config.dump import dump_yaml
     from trainer.config.load import resolve
 
-    config, problems = resolve(line)
+    config, problems = resolve(line, note=sys.stderr.write)
     sys.stdout.write(dump_yaml(config))
     if problems:
         raise ConfigurationError(problems)
@@ -102,7 +102,7 @@ def _run(line: CommandLine, started_at: float) -> int:
     from trainer.config.load import resolve
     from trainer.learner.errors import CheckpointError, ModelError
 
-    config, problems = resolve(line)
+    config, problems = resolve(line, note=sys.stderr.write)
     if problems:
         raise ConfigurationError(problems)
     # The heavy imports (torch, Ray, vLLM) come only after the configuration has been checked.

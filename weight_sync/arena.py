@@ -114,7 +114,7 @@ class SlotTable:
         Raises:
             VersionUnavailable: no slot holds `version`.
         """
-        self._drop(holder)
+        self.drop(holder)
         for slot in self.slots:
             if slot.version == version:
                 return self._grant(slot, holder, now + ttl_s)
@@ -151,7 +151,8 @@ class SlotTable:
     def live_leases(self, now: float) -> list[Lease]:
         return [lease for slot in self.slots for lease in slot.live_leases(now)]
 
-    def _drop(self, holder: str) -> None:
+    def drop(self, holder: str) -> None:
+        """End the lease of `holder`, if it has one."""
         for slot in self.slots:
             slot.leases = {number: lease for number, lease in slot.leases.items() if lease.holder != holder}
 
@@ -243,6 +244,12 @@ class Arena:
             is_intact = self._table.release(lease_id, slot=slot, generation=generation)
             self._changed.notify_all()
             return is_intact
+
+    def drop(self, holder: str) -> None:
+        """See `SlotTable.drop`."""
+        with self._changed:
+            self._table.drop(holder)
+            self._changed.notify_all()
 
     def slot_of(self, version: int) -> Slot | None:
         """The slot that holds `version`, if any."""

@@ -5,6 +5,7 @@
       lease(version, worker, ttl) ──────────────────> lease(slot, generation, digests of this worker's runs) or pending
       renew(lease, ttl) ────────────────────────────> renewed
       release(lease, slot, generation) ─────────────> released(intact?)
+      drop() ───────────────────────────────────────> dropped
 
     coordinator (DEALER)                           receiver (ROUTER, its own thread)
       prefetch(version, deadline) ──────────────────> progress(done?)
@@ -70,6 +71,10 @@ class ReleaseRequest(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
     generation: int
 
 
+class DropRequest(msgspec.Struct, frozen=True, kw_only=True, tag="drop"):
+    """End the lease that I have, if I have one: perhaps the answer to a question that I waited for no longer."""
+
+
 class PrefetchRequest(msgspec.Struct, frozen=True, kw_only=True, tag="prefetch"):
     version: int
     deadline_s: float
@@ -125,6 +130,10 @@ class Renewed(msgspec.Struct, frozen=True, kw_only=True, tag="renewed"):
 class Released(msgspec.Struct, frozen=True, kw_only=True, tag="released"):
     is_intact: bool
     """The slot still holds what was leased, so what was read is whole."""
+
+
+class Dropped(msgspec.Struct, frozen=True, kw_only=True, tag="dropped"):
+    pass
 
 
 class PairMeet(msgspec.Struct, frozen=True, kw_only=True, tag="pair_meet"):
@@ -183,12 +192,15 @@ Request = (
     | LeaseRequest
     | RenewRequest
     | ReleaseRequest
+    | DropRequest
     | PrefetchRequest
     | PollRequest
     | LinkRequest
     | TransportRequest
 )
-Response = Welcome | LeaseGranted | Pending | Renewed | Released | Progress | Linked | Refused | TransportResponse
+Response = (
+    Welcome | LeaseGranted | Pending | Renewed | Released | Dropped | Progress | Linked | Refused | TransportResponse
+)
 Handler = Callable[[str, Request], Response]
 """(sender, request) -> response. May raise WeightSyncError or ValueError, which the asker gets as `Refused`."""
 

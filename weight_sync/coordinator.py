@@ -76,6 +76,8 @@ class SyncCoordinator:
         """The learners may be writing over the version that is published."""
         self._is_linked = True
         """Every worker knows whom to read from. Some that do not could wait for each other in a circle."""
+        self._replaced = set[str]()
+        """Members whose successors are on their way. They may hold nothing any more: syncs and links pass them by."""
         self._membership_lock = asyncio.Lock()
         """A sync and a change of membership wait for each other."""
 
@@ -107,8 +109,7 @@ class SyncCoordinator:
             TransportUnusable: no transport works between them.
             WeightSyncError: (other) a party failed; everything is closed again.
         """
-        if self._agreement is not None:
-            await self.close()
+        await self.close()  # an epoch of another coordinator, too: a learner that opens frees its slots, mapped or not
         give_up = self._clock() + self._options.timeout_s
         members = list(self._members.values())
         for member in members:
@@ -175,9 +176,9 @@ class SyncCoordinator:
 
     @asynccontextmanager
     async def _somebody_free(self) -> AsyncIterator[list[Member]]:
-        """Holds the membership, and yields the live replicas that are not leased. The others are passed by.
+        """Holds the membership, and yields the live replicas that are neither leased nor replaced; passes the rest by.
 
-        Waits: while every live replica is leased, without the lock: a newcomer can join meanwhile, and be free.
+        Waits: while there is none, without the lock: a newcomer can join meanwhile, and be free.
         Unblocked by: the end of a lease, a newcomer, the loss of the last one.
 
         Raises:
@@ -188,7 +189,7 @@ class SyncCoordinator:
                 live = [member for member in self._members.values() if member.state == "live"]
                 if not live:
                     raise ReplicaDirty(f"no live replica is left: {self.members}; restart them and open a new epoch")
-                if any(not member.num_leases for member in live):
+                if self._free():
                     for member in live:
                         await member.pass_by()
                     yield self._free()  # a lease may have ended meanwhile
@@ -217,10 +218,12 @@ class SyncCoordinator:
             async with self._membership_lock:
                 await self._catch_up(member, self._clock() + self._options.timeout_s)  # waiting for the turn took none
                 old, self._members[replica.name] = self._members.get(replica.name), member
+                self._replaced.discard(replica.name)
                 if old is not None:
                     old.disconnect()
                 await self._relink()
         except BaseException:
+            self._replaced.discard(replica.name)
             if self._members.get(replica.name) is not member:
                 self._is_linked = False  # the one that it would have replaced is a member still
                 member.disconnect()
@@ -257,7 +260,7 @@ class SyncCoordinator:
             member = self._members.pop(name)
             member.disconnect()
             # A lost one has the links of its last sync, perhaps to the one that leaves.
-            lost = [other for other in self._members.values() if other.state != "live"]
+            lost = [other for other in self._members.values() if other.state != "live" or other.name in self._replaced]
             try:
                 parted = part(self._opener, self._agreement, lost, timeout_s=self._close_timeout_s)
                 await asyncio.gather(self._relink(), parted)
@@ -270,10 +273,12 @@ class SyncCoordinator:
         old = self._members.get(name)
         if old is not None and old.state == "live":
             async with self._membership_lock:
-                await self._relink([member for member in self._free() if member is not old])
+                self._replaced.add(name)
+                await self._relink(self._free())
 
     def _free(self) -> list[Member]:
-        return [member for member in self._members.values() if member.state == "live" and not member.num_leases]
+        live = [member for member in self._members.values() if member.state == "live"]
+        return [member for member in live if not member.num_leases and member.name not in self._replaced]
 
     async def _relink(self, members: Sequence[Member] | None = None) -> None:
         """After a change of membership; `members` only, as if there were no others, if they are given. Links only save

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from weight_sync.closing import CLOSE_S, close_replicas
 from weight_sync.control import Linked, LinkRequest, Membership
 from weight_sync.errors import PlanMismatch, PullTimeout
 from weight_sync.members import gather_all
@@ -86,7 +85,7 @@ class EpochOpener:
         return self._epoch
 
     async def open(self, members: Sequence[Member], give_up: float) -> Agreement:
-        """Begin a new epoch: plan, and open the learners.
+        """Begin a new epoch: plan, and open the learners. Nobody may map anything of an earlier one.
 
         Raises:
             PlanMismatch: learner and engine do not fit; nothing was moved.
@@ -107,8 +106,6 @@ class EpochOpener:
         )
         for line in _memory_lines(manifest, self._options):
             log.info("%s", line)  # before anything is allocated
-        # A learner that opens frees the slots of an earlier epoch, perhaps of another coordinator: unmap them first.
-        await close_replicas([member.handle for member in members], timeout_s=min(CLOSE_S, self.left(give_up)))
         publishers = await self._open_publishers(manifest, give_up)
         return Agreement(manifest=manifest, publishers=publishers, layout=first)
 

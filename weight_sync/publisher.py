@@ -22,6 +22,8 @@ from weight_sync.addresses import node_id, reachable_host
 from weight_sync.arena import Arena
 from weight_sync.control import (
     ControlServer,
+    Dropped,
+    DropRequest,
     LeaseGranted,
     LeaseRequest,
     Membership,
@@ -303,6 +305,9 @@ def _handle(epoch: Epoch, sender: str, request: Request) -> Response:
         case ReleaseRequest():
             is_intact = arena.release(request.lease_id, slot=request.slot, generation=request.generation)
             return Released(is_intact=is_intact)
+        case DropRequest():
+            arena.drop(sender)
+            return Dropped()
         case PairMeet() | PairSend() | PairWatch() | PairDrop():
             return epoch.end.answer(sender, request)
         case _:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import msgspec
 
 from weight_sync.control import (
+    Dropped,
+    DropRequest,
     LeaseGranted,
     LeaseRequest,
     Pending,
@@ -74,6 +76,8 @@ class Leases:
         self._ttl_s = ttl_s
         self._clock = clock
         self._granted: dict[int, LeaseGranted] = {}
+        self._asked = set[int]()
+        """Sources that may hold a lease for us, with or without our having waited for it."""
         self._version: int | None = None
         self._renew_at = 0.0
         self._held_s = ttl_s
@@ -125,6 +129,7 @@ class Leases:
             ask = ReleaseRequest(lease_id=lease.lease_id, slot=lease.slot, generation=lease.generation)
             released = self._ask(rank, ask, Released, give_up)
             del self._granted[rank]
+            self._asked.discard(rank)
             if not released.is_intact:
                 raise LeaseExpired(
                     f"{self._holder} read version {version} from slot {lease.slot} of learner {rank} for longer than "
@@ -133,16 +138,18 @@ class Leases:
         self._version = None
 
     def drop(self) -> None:
-        """Give back what is held, as far as publishers still answer; the rest expires."""
-        for rank, lease in self._granted.items():
-            ask = ReleaseRequest(lease_id=lease.lease_id, slot=lease.slot, generation=lease.generation)
+        """Give back what is held, or granted to a question that was given up, as far as publishers still answer; the
+        rest expires."""
+        for rank in self._asked:
             with contextlib.suppress(WeightSyncError):
-                self._sources[rank].client.ask(ask, Released, deadline_s=LAST_WORD_S)
+                self._sources[rank].client.ask(DropRequest(), Dropped, deadline_s=LAST_WORD_S)
+        self._asked.clear()
         self._granted.clear()
         self._version = None
 
     def _lease(self, rank: int, version: int, give_up: Deadline) -> LeaseGranted:
         ask = LeaseRequest(version=version, worker=self._worker, ttl_s=self._held_s)
+        self._asked.add(rank)
         while True:
             answer = self._ask(rank, ask, msgspec.Struct, give_up)
             if isinstance(answer, LeaseGranted):

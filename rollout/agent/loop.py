@@ -7,6 +7,7 @@ from the reward function; a loop may add rewards of single turns.
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, get_args
 
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from rollout.types import Completion, FinishReason, Prompt, Turn
+
+
+CLOSE_S = 10.0
+"""For the `close` of an environment."""
 
 
 class Generate(Protocol):
@@ -52,7 +57,11 @@ class Reply:
 
 
 class Environment(Protocol):
-    """What the policy talks to in a trajectory of several turns: tools, a game, a user. One instance per trajectory."""
+    """What the policy talks to in a trajectory of several turns: tools, a game, a user. One instance per trajectory.
+
+    One that holds something, such as a sandbox, has an `async def close(self)` too: it is called at the end, however
+    the trajectory ends, cancelled or not, and has `CLOSE_S`.
+    """
 
     async def step(self, turns: tuple[Turn, ...]) -> Reply:
         """The reply to the last turn. `turns` is everything so far, the prompt included."""
@@ -109,6 +118,14 @@ class MultiTurnLoop:
 
     async def run(self, prompt: Prompt, max_tokens: int, generate: Generate) -> Episode:
         environment = self._make_environment(prompt)
+        try:
+            return await self._talk(environment, prompt, max_tokens, generate)
+        finally:
+            if close := getattr(environment, "close", None):
+                async with asyncio.timeout(CLOSE_S):
+                    await close()
+
+    async def _talk(self, environment: Environment, prompt: Prompt, max_tokens: int, generate: Generate) -> Episode:
         ledger = TokenLedger(prompt.token_ids)
         for number in range(1, self._max_turns + 1):
             left = max_tokens - ledger.num_response_tokens

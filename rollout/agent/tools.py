@@ -118,10 +118,12 @@ def parse_call(text: str) -> ToolCall | None:
     Raises:
         ToolError: it begins a call and does not write it as it should.
     """
-    _, found, rest = text.partition(OPEN)
-    if not found:
+    before, closed, _ = text.partition(CLOSE)
+    _, opened, body = before.rpartition(OPEN)  # the last one: a thought before the call may say how one is written
+    if not opened and not closed:
         return None
-    body, closed, _ = rest.partition(CLOSE)
+    if not opened:
+        raise ToolError(f"the call does not begin with {OPEN}")
     if not closed:
         raise ToolError(f"the call does not end with {CLOSE}")
     try:
@@ -163,7 +165,8 @@ class Toolbox:
                 if inspect.iscoroutinefunction(function):
                     return str(await function(**call.arguments))
                 work = partial(function, **call.arguments)
-                return str(await asyncio.get_running_loop().run_in_executor(self._threads, work))
+                result = await asyncio.get_running_loop().run_in_executor(self._threads, work)
+                return str(await result if inspect.isawaitable(result) else result)  # a decorator may hide `async`
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # whatever it raises is for the policy to read
             if limit.expired():
                 raise ToolError(f"{call.name} took longer than {self._timeout_s:g} s") from error

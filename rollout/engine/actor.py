@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from rollout.engine.base import Engine, EngineInfo, EngineLoad, EngineSpec, EngineStats
     from rollout.types import Completion, SamplingParams
     from weight_sync.wire import CommitResult
+
+log = logging.getLogger(__name__)
 
 _END = object()
 
@@ -56,7 +59,10 @@ class PauseWatchdog:
             paused_s = self._engine.stats().paused_s
             if paused_s > self._limit_s:
                 self.num_interventions += 1
-                await self._engine.end_pause(f"paused for {paused_s:.1f} s, allowed are {self._limit_s:.1f} s")
+                try:
+                    await self._engine.end_pause(f"paused for {paused_s:.1f} s, allowed are {self._limit_s:.1f} s")
+                except Exception:  # whatever it was: nobody else would look again
+                    log.exception("a pause of %.1f s could not be ended", paused_s)
 
 
 class EngineActor:

@@ -223,7 +223,7 @@ class VllmEngine(Engine):
 
     async def _commit(self, version: int, method: str, args: tuple[object, ...], timeout_s: float) -> CommitResult:
         async with self._turns.commit():
-            engine, begin = self._engine, self._clock()
+            engine, begin, taken_out = self._engine, self._clock(), list[str]()
 
             def left_s() -> float:
                 return timeout_s - (self._clock() - begin)
@@ -251,9 +251,11 @@ class VllmEngine(Engine):
                         live.chunks.labels.switch(num_tokens, version)
                     self._version = version
                     if self._spec.in_flight == "keep":
-                        await self._take_out_tokenless(engine)
+                        taken_out = await self._take_out_tokenless(engine)
                 written = self._clock()
             resumed = self._clock()
+            if taken_out:  # only now: it wakes a stream for each of them
+                await self._within(engine.abort(taken_out, internal=True), _ABORT_TIMEOUT_S, "abort")
             return CommitResult(
                 results=results, pause_s=resumed - paused, drain_s=paused - begin, resume_s=resumed - written
             )
@@ -294,13 +296,15 @@ class VllmEngine(Engine):
         await self._within(fence.reached.wait(), timeout_s, "drain of outputs")
         return self._roster.num_tokens(engine.output_processor.request_states)
 
-    async def _take_out_tokenless(self, engine: AsyncLLM) -> None:
+    async def _take_out_tokenless(self, engine: AsyncLLM) -> list[str]:
         """What has no token yet begins after the commit, behind the gate. The engine must be paused and counted.
 
         Inside it would keep its salt, and begin on KV that older weights computed for others with the same prompt.
+        Returns vLLM's ids for them: its process has forgotten them when it resumes, `AsyncLLM` has not.
         """
         if inner_ids := self._roster.take_out_tokenless(engine.output_processor.request_states):
-            await self._within(engine.abort(inner_ids, internal=True), _ABORT_TIMEOUT_S, "abort")
+            await self._within(engine.engine_core.abort_requests_async(inner_ids), _ABORT_TIMEOUT_S, "abort")
+        return inner_ids
 
     async def _resume(self, engine: AsyncLLM) -> None:
         if not self._is_dead:

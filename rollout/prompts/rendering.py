@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -177,7 +178,7 @@ def _answer(row: Row, spec: SourceSpec, *, is_required: bool) -> str:
             return value
         case bool():
             pass
-        case int() | float():
+        case int() | float() if isinstance(value, int) or math.isfinite(value):
             return str(value)
         case _ if value is MISSING and is_required:
             raise missing_column(row, spec.answer_column, "task.answer_column")
@@ -185,7 +186,7 @@ def _answer(row: Row, spec: SourceSpec, *, is_required: bool) -> str:
             return ""
     raise DataError(
         f"{row.where}: column {spec.answer_column!r} holds {type(value).__name__} {value!r:.80}; an answer is a string "
-        "or a number; convert the column, or point task.answer_column at another (`a.b` reaches into a struct)"
+        "or a finite number; convert the column, or point task.answer_column at another (`a.b` reaches into a struct)"
     )
 
 

@@ -4,15 +4,13 @@ Wire, over two pipes that belong to the protocol alone (what user code prints go
   in    8 bytes length, then pickle of `Request`       (the parent's own objects; metadata may be anything)
   out   one JSON line "loaded" or "load_error", then one JSON line per item, in order
 A function that is `async def` is asked for with no item first, and has its process for itself then: `async_child.py`.
-The process never outlives its parent: the kernel kills it with the parent, and a closed pipe ends it.
+The process never outlives its parent: `guard.py` ends it with all that it started, and a closed pipe ends it.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import pickle
-import signal
 import sys
 import threading
 import time
@@ -22,13 +20,12 @@ from typing import TYPE_CHECKING, BinaryIO
 from rollout.errors import DataError
 from rollout.reward.async_child import serve
 from rollout.reward.call import Item, call, clip, is_async
+from rollout.reward.guard import fork_under_guard
 from rollout.reward.registry import load
 from rollout.reward.wire import answer, outcome_message, read_frame
 
 if TYPE_CHECKING:
     from rollout.reward.registry import RewardFn
-
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,12 +67,9 @@ def _take_protocol_pipes() -> tuple[BinaryIO, BinaryIO]:
 
 def _die_with_parent(parent_pid: int) -> None:
     if sys.platform == "linux":
-        # "Parent" is the thread that started us. That is the thread of the event loop, which lives as long as the pool.
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        fork_under_guard(parent_pid)
     else:
         threading.Thread(target=_watch_parent, args=(parent_pid,), daemon=True).start()
-    if os.getppid() != parent_pid:  # it died before the line above
-        os._exit(1)
 
 
 def _watch_parent(parent_pid: int) -> None:

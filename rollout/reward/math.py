@@ -6,9 +6,11 @@ Imported by reward processes only: sympy takes a second to import, and some expr
 from __future__ import annotations
 
 import logging
+import re
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from latex2sympy2_extended.antlr_parser import PSParser
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
 from rollout.reward.limited import CallTooLong, LimitedCalls
@@ -18,14 +20,16 @@ if TYPE_CHECKING:
 
 _GSM8K_MARK = "####"
 _BOX = "\\boxed"
+_TAG = re.compile(r"</?answer>")
+_PERIOD_IN_BOX = re.compile(r"(?<=\d)\.(?=\s*})")
 
 
 def score(*, prompt: str, response: str, answer: str, metadata: Mapping[str, object]) -> float:
     r"""1.0 if the final answer of the response equals `answer`, else 0.0.
 
-    The final answer is the last `\boxed{...}`, else the last formula or number; several boxes also count as one answer
-    of several values. `answer` may be bare LaTeX, a number, a boxed expression, or a worked solution that ends with
-    GSM8K's `#### 42`.
+    The final answer is the last `\boxed{...}`, else the last formula or number, in `<answer>` tags or not; several
+    boxes also count as one answer of several values. A percentage equals its fraction. `answer` may be bare LaTeX, a
+    number, a boxed expression, or a worked solution that ends with GSM8K's `#### 42`.
 
     A response that takes more than 3 s of processor time, such as a tower of powers, gets 0.0. math-verify's own limits
     are signal handlers of Python, which do not run within an operation on large integers.
@@ -54,6 +58,7 @@ def _refuse_endless(answer: str) -> None:
 def _is_right(answer: str, response: str) -> bool:
     # It warns on every call that its time limits are off.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
+    _know_percentages()
     bare = answer.rpartition(_GSM8K_MARK)[2].strip()
     gold = _parse(bare if _BOX in bare else f"{_BOX}{{{bare}}}")
     if not bare or not gold:
@@ -72,8 +77,16 @@ def _is_equal(gold: list[Any], response: str) -> bool:
 
 
 def _parse(text: str) -> list[Any]:
+    # Neither a number that touches a tag nor `\boxed{5.}` is one to math-verify.
     return parse(
-        text,
+        _PERIOD_IN_BOX.sub("", _TAG.sub(" ", text)),
         extraction_config=[LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()],
         parsing_timeout=None,  # pyright: ignore[reportArgumentType] - None turns it off; the annotation says int
     )
+
+
+def _know_percentages() -> None:
+    r"""latex2sympy2_extended 1.11 asks for a token that its grammar for antlr 4.9 does not have, so that no `50\%` is
+    parsed; to go when that grammar has it."""
+    if not hasattr(PSParser.AtomContext, "FUNC_GAMMA"):
+        setattr(PSParser.AtomContext, "FUNC_GAMMA", lambda _: None)  # noqa: B010 - the class does not declare it

@@ -36,6 +36,8 @@ _GRACE_S = 0.05
 _CLOSE_S = 1.0
 """From the end of a process to that of its pipes, or the other way round, at most."""
 _MAX_ANSWER_BYTES = 1 << 22
+_END = signal.SIGTERM if sys.platform == "linux" else signal.SIGKILL
+"""On Linux for `guard.py`, which kills."""
 _BOOT = "import sys; sys.path[:] = {path!r}; from rollout.reward.child import main; main({pid})"
 
 
@@ -63,7 +65,6 @@ class RewardProcess:
         self._transport = transport
         self._process = Process(transport, protocol, asyncio.get_running_loop())
         self._loaded: set[str] = set()
-        self._is_group_killed = False
         protocol.on_exit = self._bury
         if not self.is_alive:
             self._bury()
@@ -80,7 +81,7 @@ class RewardProcess:
             stdin=PIPE,
             stdout=PIPE,
             stderr=None,
-            # Its own group: Ctrl-C on the terminal is ours to handle, and `kill` reaches what a reward started.
+            # Its own group: Ctrl-C on the terminal is ours to handle.
             start_new_session=True,
             # Several of these share the host with engines; a reward is one thread unless the user says otherwise.
             env={"OMP_NUM_THREADS": "1", **os.environ},
@@ -150,19 +151,13 @@ class RewardProcess:
         return read_outcome(await self._read_line(timeout_s, "the call took"))
 
     def kill(self) -> None:
-        """Kills the process and everything in its group, also if it has ended itself; harmless if all are gone."""
-        if self._is_group_killed:
-            return
-        self._is_group_killed = True
-        if not self.is_alive and _exists(self.pid):
-            return  # its id was given away, which no id of a group is: nothing of the group was left
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
+        """Kills the process and everything that it started; harmless if it is gone, which all the others are then."""
+        if self.is_alive:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, _END)
 
     def _bury(self) -> None:
-        """As soon as it has ended: what it started may hold the pipes, whose end its readers wait for."""
-        self.kill()
-        # What left the group is not ours to kill, but nobody reads what it says.
+        """It has ended, and what it started with it: nobody says anything any more."""
         asyncio.get_running_loop().call_later(_CLOSE_S, self._transport.close)
 
     async def wait(self) -> None:
@@ -202,13 +197,3 @@ class RewardProcess:
             return "its process closed the pipe"
         cause = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
         return f"its process ended {cause}"
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

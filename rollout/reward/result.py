@@ -37,6 +37,9 @@ def to_result(value: object) -> RewardResult:
 
 
 def _finite(value: object, what: str) -> float:
+    item = getattr(value, "item", None)
+    if item is not None and getattr(value, "ndim", None) == 0:  # a boolean of NumPy, a tensor of one number
+        value = item()
     if not isinstance(value, numbers.Real):
         raise RewardError(
             f"returned {type(value).__name__} {value!r:.80} ({what}); a reward is a finite number, or a dict of them "

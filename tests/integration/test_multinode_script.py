@@ -110,6 +110,7 @@ STAND_INS = """#!/usr/bin/env bash
 case "$*" in
 -c*) exec "$REAL_PYTHON" "$@" ;;
 "-m ray.scripts.scripts start"*) echo $$ >"$PIDS/ray"; eval "$RAY" ;;
+"-m trainer "*" --cfg job") eval "$CHECK" ;;
 "-m trainer"*) echo $$ >"$PIDS/trainer"; eval "$TRAINER" ;;
 *) if grep -q ray.nodes; then eval "$COUNT_NODES"; fi ;;
 esac
@@ -139,6 +140,7 @@ def start_alone(tmp_path: Path) -> Iterator[Start]:
         "TANDEM_NODES_TIMEOUT_S": "60",
         "COUNT_NODES": "echo 1",
         "RAY": RUNS,
+        "CHECK": "true",
         "TRAINER": TRAINS_DEAF,
     }
     started: list[subprocess.Popen[bytes]] = []
@@ -184,6 +186,15 @@ def test_no_trainer_starts_on_a_cluster_that_is_not_its_own(start_alone: Start, 
     assert "this port is taken" in text
     assert "ray did not start" in text
     assert not (tmp_path / "trainer").exists()
+
+
+def test_a_wrong_configuration_is_told_before_ray_starts(start_alone: Start, tmp_path: Path) -> None:
+    check = 'echo "the printed configuration"; echo "asked: $*"; echo "learner.lrr: unknown key" >&2; exit 2'
+    head = start_alone("head", "3", "learner.lrr=1", CHECK=check)
+    assert head.wait(30) == 2
+    text = (tmp_path / "out").read_text()
+    assert "learner.lrr: unknown key" in text and "the printed configuration" not in text
+    assert not (tmp_path / "ray").exists() and not (tmp_path / "trainer").exists()
 
 
 @pytest.mark.parametrize(("head_answers", "code"), [(True, 1), (False, 0)])

@@ -96,6 +96,8 @@ def test_the_first_node_is_the_head_and_all_others_are_its_workers(submit: Submi
     assert "worker host=none args: 127.0.0.1" in found, "TANDEM_HOST is an address of the first node alone"
     (srun,) = [line for line in found if line.startswith("srun ")]
     assert srun.startswith("srun --nodes 2 --ntasks 2 --relative 1 --ntasks-per-node 1 --cpus-per-task 64 ")
+    assert "--cpu-bind=none" in srun, "all actors of a node are children of its one task"
+    assert "\n#SBATCH --mem=0\n" in (ROOT / "scripts" / "slurm.sbatch").read_text(), "--exclusive alone gives no memory"
     assert "worker told to end" in found
     assert not [line for line in found if line.startswith("scontrol")], "a run that is done does not come back"
 

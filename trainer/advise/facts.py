@@ -24,6 +24,8 @@ class Setup:
     device_name: str
     takes_turns: bool = False
     """Learner and engines compute on the same devices, one after the other (mode=colocated)."""
+    fixes_staleness: bool = False
+    """The mode has one S (sync, one_step_off): another one needs mode=async beside it."""
     has_ended: bool = False
     """It trained all the steps it was to make, so its last ones while engines ran out of prompts."""
     resumed_from_step: int = 0

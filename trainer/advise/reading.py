@@ -90,6 +90,7 @@ def read_setup(run_dir: Path) -> Setup:
         sync_slots=cfg.weight_sync.num_slots,
         device_name=cfg.device.name,
         takes_turns=cfg.mode.shares_devices,
+        fixes_staleness=cfg.mode.name in ("sync", "one_step_off"),
         is_device_assumed=cfg.device.name == "auto",
         eval_every=cfg.trainer.eval_every if is_beside else 0,
         eval_at_start=cfg.trainer.eval_at_start and is_beside,

@@ -42,9 +42,9 @@ def recommend(found: Findings, setup: Setup, *, pack_s: float, has_room: bool) -
             if setup.shares_cores:  # what overlaps there takes the cores from the other
                 return Recommendation(keys={}, why=f"{side}, and both share the cores of this machine", step_s=None)
             why = f"{side}: let generation run further ahead"
-            return Recommendation(
-                keys={"mode.max_staleness": _needed_staleness(found, setup)}, why=why, step_s=found.floor_s
-            )
+            keys: dict[str, int | str] = {"mode": "async"} if setup.fixes_staleness else {}
+            keys["mode.max_staleness"] = _needed_staleness(found, setup)
+            return Recommendation(keys=keys, why=why, step_s=found.floor_s)
         case "learner_waits" | "engines_wait":
             return _about_devices(found, setup)
         case "take_turns":
@@ -58,7 +58,7 @@ def recommend(found: Findings, setup: Setup, *, pack_s: float, has_room: bool) -
 
 def caveats(advice: Recommendation) -> list[str]:
     """What is not known of another division of devices, in words."""
-    if not {"mode", "learner.num_ranks", "rollout.num_replicas"} & advice.keys.keys():
+    if not {"learner.num_ranks", "rollout.num_replicas"} & advice.keys.keys():
         return []
     command = f"python -m trainer --dry-run {as_arguments(advice)}"
     return [

@@ -11,8 +11,9 @@ if TYPE_CHECKING:
 
     from trainer.advise.facts import StepLine
 
-CLOCKS_AGREE_S = 1.0
-"""The time of a process and that between two of its steps are taken this close to each other."""
+CLOCKS_AGREE_S = 0.1
+"""The time of a process and that between two of its steps are taken this close to each other. Two processes that need
+about as long to start may be a second apart."""
 
 
 def read_starts(path: Path) -> list[Mapping[str, Any]]:

@@ -14,7 +14,8 @@ and says which counted.
 
 Workloads: 7B Qwen2 shape with random bfloat16 weights, prompts of 512 tokens, 32 prompts x 8 answers per step, lengths
 per prompt from a seeded Pareto (shape 1, at least 256) that is cut at 4,096 (w1) or 16,384 (w1-heavy); uniform has 256
-tokens in every answer, where there is least to win. Lengths are forced and the same in every mode.
+tokens in every answer, where there is least to win. Lengths are forced and the same in every mode. Another model, with
+its weights, is --set WHICH:model.path=DIR; its shape is not known here, so its runs have no MFU.
 
 Exit codes: 0 every case of this call has figures, 1 one has not, 2 the command line or the file is wrong.
 

@@ -15,6 +15,19 @@ Mode = Literal["async", "sync", "colocated"]
 STALENESS: dict[Mode, int] = {"async": 1, "sync": 0, "colocated": 0}
 """`mode.max_staleness` of a mode that says nothing else."""
 STALENESS_KEY, STEPS_KEY = "mode.max_staleness", "trainer.total_steps"
+MODEL_KEY = "model.path"
+_TOLD_OTHERWISE = {
+    STEPS_KEY: "is --warmup + --steps + S; give --steps N for N steps that count",
+    **dict.fromkeys(("mode", "mode.name"), "is the MODE of --case MODE:SPLIT"),
+    **dict.fromkeys(("learner.num_ranks", "rollout.num_replicas"), "follows from the SPLIT of --case MODE:SPLIT"),
+    "rollout.tensor_parallel_size": "is --tp",
+    **dict.fromkeys(
+        ("trainer.groups_per_step", "rollout.group_size"), "is the workload's, which figures are reckoned by"
+    ),
+    "device": "is --device",
+    "run_dir": "is the benchmark's own",
+}
+"""Key -> why a setting does not say it."""
 MOST_SEQUENCES = 512
 """Answers that an engine is set up to run at once at most, unless a case says otherwise."""
 _SPEC = re.compile(r"(?:(?P<name>[\w.+-]+)=)?(?P<mode>\w+):(?P<split>.+)")
@@ -47,6 +60,11 @@ class Case:
         """S of the run."""
         given = [text.partition("=")[2] for text in self.overrides if _key(text) == STALENESS_KEY]
         return int(given[-1]) if given else STALENESS[self.mode]
+
+    @property
+    def has_own_model(self) -> bool:
+        """Whether a setting names the model, so that its weights and its shape are not the workload's."""
+        return any(_key(text) == MODEL_KEY for text in self.overrides)
 
 
 def parse_case(text: str, *, tensor_parallel_size: int) -> Case:
@@ -111,6 +129,8 @@ def with_overrides(cases: Sequence[Case], settings: Sequence[str]) -> list[Case]
 def overrides_of(case: Case, work: Workload, *, num_steps: int, device: str) -> list[str]:
     """The command line of a case behind `--config-name bench`; `num_steps` are all that the run makes.
 
+    The workload's model has no weights; one that a setting names has its own, unless that says otherwise.
+
     Every engine has seats for all answers that can be under way, not for its share of them: the router shares out
     tokens, so one engine may have more answers than the others, and none is to queue in it, whatever the mode.
     """
@@ -124,15 +144,16 @@ def overrides_of(case: Case, work: Workload, *, num_steps: int, device: str) -> 
         f"rollout.num_workers={case.num_replicas}",
         f"rollout.max_num_seqs={min(MOST_SEQUENCES, answers)}",
         f"{STEPS_KEY}={num_steps}",
+        *([] if case.has_own_model else ["model.random_weights=true"]),
         *case.overrides,
     ]
 
 
 def _check(override: str) -> None:
-    """Raises BadCase if the number of steps that a run makes would not be known."""
+    """Raises BadCase if figures would be of something else than the case says."""
     key, value = _key(override), override.partition("=")[2]
-    if key == STEPS_KEY:
-        raise BadCase(f"{STEPS_KEY} is --warmup + --steps + S; give --steps N for N steps that count")
+    if key in _TOLD_OTHERWISE:
+        raise BadCase(f"{key} is not for --set: it {_TOLD_OTHERWISE[key]}")
     if key == STALENESS_KEY and not value.isdecimal():
         raise BadCase(f"{STALENESS_KEY} must be a number >= 0, got {value!r}")
 

@@ -100,9 +100,9 @@ class Figures:
     staleness_mean: float
     staleness_max: float
     model_tflop: float
-    """Model operations of the learner, 10^12; see `step_flops`."""
+    """Model operations of the learner, 10^12; see `step_flops`. Of the workload's shape, also with another model."""
     mfu: float | None
-    """Of the learner while it computes; None if nobody said what a device can do."""
+    """Of the learner while it computes; None if nobody said what a device can do, or with a model of the case's own."""
     failed_attempts: int
     """Of the whole run, as the next one."""
     discarded_tokens: int
@@ -181,7 +181,7 @@ def figures_of(records: Sequence[Record], spans: Sequence[Span], how: Measure) -
         num_loss_tokens=generated,
         attention_tokens=attention_tokens(how.work, steady[-1]["step"] * how.work.groups_per_step),
     )
-    peak = how.peak_tflops
+    peak = None if how.case.has_own_model else how.peak_tflops
     return Figures(
         steps=(steady[0]["step"], steady[-1]["step"]),
         num_devices=how.case.num_devices,

@@ -140,7 +140,7 @@ def run_config(work: Workload, model: Path, prompts: Path) -> dict[str, Any]:
     return {
         "defaults": [{"device": "auto"}, {"algorithm": "grpo"}, {"correction": "none"}, {"mode": "async"}, "_self_"],
         "name": "bench",
-        "model": {"path": str(model), "random_weights": True, **dtypes},
+        "model": {"path": str(model), **dtypes},
         "task": {
             "name": work.name,
             "train_path": str(prompts),

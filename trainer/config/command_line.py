@@ -16,6 +16,17 @@ if TYPE_CHECKING:
 
 DEFAULT_CONFIG = "tiny"
 
+_ADVICE = {
+    **dict.fromkeys(
+        ("-m", "--multirun"),
+        "write a loop: for value in 1 2 3; do python -m trainer seed=$value run_dir=runs/$value; done",
+    ),
+    **dict.fromkeys(("-cp", "--config-path"), "a folder with your own YAML files is --config-dir DIR"),
+    "--resume": "the same command with the same run_dir=PATH goes on; another checkpoint is checkpoint.resume=PATH",
+    "--dryrun": "write --dry-run",
+}
+"""What is meant by options of other programs."""
+
 Action = Literal["run", "dry_run", "show_config", "help", "version"]
 
 
@@ -37,9 +48,11 @@ class CommandLine:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigurationError(
-            [Problem(key="command line", got="", allowed=message, do="see python -m trainer --help")]
-        )
+        unknown = message.removeprefix("unrecognized arguments: ").split() if "unrecognized" in message else []
+        do = next((_ADVICE[word] for word in unknown if word in _ADVICE), "see python -m trainer --help")
+        if written := next((word for word in unknown if "=" in word), None):
+            do = f"keys have no dashes: {written.lstrip('-')}"
+        raise ConfigurationError([Problem(key="command line", got="", allowed=message, do=do)])
 
 
 def parse(argv: Sequence[str]) -> CommandLine:

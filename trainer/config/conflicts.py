@@ -1,4 +1,4 @@
-"""The two ways in which a key can be wrong beside the others."""
+"""The ways in which a key can be wrong beside the others: it contradicts them, or nothing reads it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,17 @@ if TYPE_CHECKING:
 
     from trainer.config.schema.run import RunConfig
 
+NO_EFFECT = "has no effect: "
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unread(Problem):
     """A key that nothing reads, and that nothing is lost without: only a problem if someone asked for it by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ineffective(Problem):
+    """A key that was moved away from its default and that nothing reads: nothing is lost if it goes back."""
 
 
 def problems_of(found: Iterable[Problem], *, written: Collection[str] = ()) -> list[Problem]:
@@ -38,10 +45,11 @@ def conflict(config: RunConfig, key: str, allowed: str, do: str, *also: str) -> 
 
 
 def ineffective(config: RunConfig, key: str, why: str, *also: str) -> Iterator[Problem]:
-    """Nothing reads `key`: a problem if it was moved away from its default, an `Unread` otherwise."""
+    """Nothing reads `key`: `Ineffective` if it was moved away from its default, `Unread` otherwise."""
     default = all_keys()[key].default
     if value_of(config, key) != default:
-        yield conflict(config, key, f"has no effect: {why}", f"leave it at {value_text(default)}", *also)
+        got, do = value_text(value_of(config, key)), f"leave it at {value_text(default)}"
+        yield Ineffective(key=key, got=got, allowed=f"{NO_EFFECT}{why}", do=do, also=also)
     else:
         yield moot(config, key, why, *also)
 
@@ -49,4 +57,4 @@ def ineffective(config: RunConfig, key: str, why: str, *also: str) -> Iterator[P
 def moot(config: RunConfig, key: str, why: str, *also: str) -> Unread:
     """Nothing reads `key` here, and a YAML file may well hold a value for the runs in which something does."""
     got = value_text(value_of(config, key))
-    return Unread(key=key, got=got, allowed=f"has no effect: {why}", do="leave it out", also=also)
+    return Unread(key=key, got=got, allowed=f"{NO_EFFECT}{why}", do="leave it out", also=also)

@@ -9,7 +9,7 @@ import difflib
 import math
 import operator
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, Literal, cast, get_args, get_origin
 
@@ -26,6 +26,7 @@ from trainer.config.describe import (
     words_of,
 )
 from trainer.config.errors import Problem
+from trainer.config.library import groups, packaged_configs
 from trainer.config.own_function import is_dotted_path, is_own
 from trainer.config.schema.run import RunConfig
 
@@ -60,6 +61,9 @@ def to_plain(config: object) -> dict[str, Any]:
 def suggestion(path: str) -> str:
     """`did you mean ...` for a key that does not exist; empty if nothing is close."""
     known = list(all_keys())
+    joined = path.replace(".", "_")
+    if same := [key for key in known if key.replace(".", "_") == joined]:
+        return f"did you mean {same[0]}?"
     leaf = path.rsplit(".", 1)[-1]
     same_leaf = [key for key in known if key.rsplit(".", 1)[-1] == leaf and not all_keys()[key].is_section]
     if len(same_leaf) in (1, 2):
@@ -78,7 +82,7 @@ def _section(cls: type, data: Mapping[str, object], prefix: str, problems: list[
     infos = {info.path.removeprefix(prefix): info for info in own_keys(cls, prefix)}
     for name in data:
         if name not in infos:
-            problems.append(_unknown(f"{prefix}{name}", data[name], list(infos)))
+            problems.extend(_unknown(f"{prefix}{name}", data[name], list(infos)))
     values: dict[str, object] = {}
     for name, info in infos.items():
         if info.is_section:
@@ -93,7 +97,8 @@ def _subsection(info: KeyInfo, value: object, problems: list[Problem]) -> object
         value = {}
     if not isinstance(value, Mapping):
         names = [key.path for key in own_keys(info.hint)]
-        choose = f"choose the group with {info.path}={value} or in `defaults`, or " if isinstance(value, str) else ""
+        is_option = isinstance(value, str) and value in groups([packaged_configs()]).get(info.path, [])
+        choose = f"choose the group with {info.path}={value} or in `defaults`, or " if is_option else ""
         problems.append(
             Problem(
                 key=info.path,
@@ -106,14 +111,25 @@ def _subsection(info: KeyInfo, value: object, problems: list[Problem]) -> object
     return _section(info.hint, cast("Mapping[str, object]", value), f"{info.path}.", problems)
 
 
-def _unknown(path: str, value: object, siblings: list[str]) -> Problem:
-    do = suggestion(path)
-    if not do:
-        where = path.rpartition(".")[0] or "the top level"
-        do = f"keys of {where}: {', '.join(siblings)}"
-    return Problem(
-        key=path, got="{...}" if isinstance(value, Mapping) else value_text(value), allowed="unknown key", do=do
-    )
+def _unknown(path: str, value: object, siblings: list[str]) -> Iterator[Problem]:
+    """A section whose name is near to none is told by the keys in it."""
+    section = path.rpartition(".")[0]
+    keys = f"keys of {section or 'the top level'}: {', '.join(siblings)}"
+    if not section:
+        keys += "; docs/coming_from.md has the names of other systems"
+    inner = {path: value} if suggestion(path) else dict(_leaves(path, value))
+    for leaf, given in inner.items():
+        got = "{...}" if isinstance(given, Mapping) else value_text(given)
+        do = suggestion(leaf)
+        yield Problem(key=leaf, got=got, allowed="unknown key", do=do if do else keys)
+
+
+def _leaves(path: str, value: object) -> Iterator[tuple[str, object]]:
+    if not isinstance(value, Mapping) or not value:
+        yield path, value
+        return
+    for name, inner in cast("Mapping[object, object]", value).items():
+        yield from _leaves(f"{path}.{name}", inner)
 
 
 def _checked(info: KeyInfo, value: object, problems: list[Problem]) -> object:
@@ -132,7 +148,7 @@ def _checked(info: KeyInfo, value: object, problems: list[Problem]) -> object:
 def _value(hint: Any, value: object) -> object:
     """`value` as the type `hint` asks for. Raises `_Refused`."""
     if is_optional(hint):
-        return None if value is None else _value(without_none(hint), value)
+        return None if value is None else _value_or_null(without_none(hint), value)
     if takes_own_function(hint):
         return _word_or_path(words_of(hint), value)
     if get_origin(hint) is Literal:
@@ -155,7 +171,18 @@ def _value(hint: Any, value: object) -> object:
     if hint is str and isinstance(value, str):
         return value
     quote = "; put it in quotes" if hint is str and isinstance(value, int | float) else ""
+    if hint is str and value is None:
+        quote = '; no text is written as nothing behind the =, in YAML as ""'
     raise _Refused(f"expected {type_text(hint)}, got {_kind(value)}{quote}")
+
+
+def _value_or_null(hint: Any, value: object) -> object:
+    try:
+        return _value(hint, value)
+    except _Refused as refused:
+        if str(value).lower() in {"none", "nil", "~", ""}:
+            raise _Refused(f"{refused}; nothing is written null") from None
+        raise
 
 
 def _word(words: tuple[object, ...], value: object) -> object:

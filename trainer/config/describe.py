@@ -39,6 +39,10 @@ class KeyInfo:
         return get_origin(self.hint) is dict
 
     @property
+    def is_list(self) -> bool:
+        return get_origin(self.hint) is list
+
+    @property
     def is_text(self) -> bool:
         """Whether values are plain text: free, or one of a list of words."""
         return (
@@ -109,7 +113,7 @@ def type_text(hint: Any) -> str:
 def bounds_text(bounds: Mapping[str, float]) -> str:
     """E.g. "> 0 and <= 1"; empty without bounds."""
     sign = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
-    return " and ".join(f"{sign[name]} {limit:g}" for name, limit in bounds.items())
+    return " and ".join(f"{sign[name]} {value_text(limit)}" for name, limit in bounds.items())
 
 
 def value_text(value: object) -> str:

@@ -28,8 +28,9 @@ python -m trainer --config-name grpo_7b task=math mode.max_staleness=2 learner.l
   `algorithm`, so `algorithm=dapo` is DAPO there; `grpo_7b` has `algorithm.kl.coef: 0.04`, and with `algorithm=dapo` it
   keeps that KL term, which DAPO has not. Start from `dapo_7b` then, and look at `--cfg job`. Likewise `dapo_7b` has
   `mode.max_staleness: 4`, so `mode=sync` asks for `mode.max_staleness=0` beside it.
-- `KEY=VALUE` sets one key of the tables below. Text needs no quotes of its own.
-- `+rollout.engine_args.NAME=VALUE` and `+device.env.NAME=VALUE` add to the two open sections.
+- `KEY=VALUE` sets one key of the tables below. Text needs no quotes of its own, but inside of a
+  list: `rollout.stop='["</a>"]'`. A number that may be missing is `null` then, and text is `KEY=`.
+- `+rollout.engine_args.NAME=VALUE` and `+device.env.NAME=VALUE` add to open sections, whose type is a map.
 - `--config-dir DIR` adds a folder with your own YAML files, laid out like `configs/`; your files come first. Let your
   file begin with `defaults: [tiny, _self_]` and write down only what differs.
 - `--cfg job` prints the result. The same text is in `config.yaml` in the run directory.
@@ -37,6 +38,10 @@ python -m trainer --config-name grpo_7b task=math mode.max_staleness=2 learner.l
 Every problem is reported at once: unknown keys, wrong types, values out of range, combinations that cannot work or
 would do nothing, and files, directories and ports that cannot be used. The exit code is then 2, nothing was started
 and nothing was written.
+
+A key that would do nothing is refused if the command line or the file of `--config-name` asks for it. Where it comes
+from another file, or what it belongs to was turned off on the command line, it goes back to its default, and a line
+says so: `--config-name ppo_7b algorithm=grpo` has no critic, and no learning rate for one.
 
 The defaults below are those of the schema, which hold where no YAML file says otherwise.
 """

@@ -11,6 +11,7 @@ import contextlib
 import difflib
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import yaml
@@ -28,13 +29,13 @@ from trainer.config.describe import all_keys
 from trainer.config.environment import check_environment
 from trainer.config.errors import ConfigurationError, Problem
 from trainer.config.library import PACKAGE, config_names, groups, search_folders
+from trainer.config.put_back import ineffective_keys, put_back, put_back_note
 from trainer.config.schema.run import RunConfig
 from trainer.config.validate import check_combinations
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
     from importlib.resources.abc import Traversable
-    from pathlib import Path
 
 _OVERRIDE = re.compile(r"(?P<prefix>\+\+|\+|~)?(?P<key>[^=+~\s][^=\s]*)(?:=(?P<value>.*))?", re.DOTALL)
 
@@ -55,8 +56,11 @@ def load_config(argv: Sequence[str]) -> RunConfig:
     return config
 
 
-def resolve(line: CommandLine) -> tuple[RunConfig, list[Problem]]:
+def resolve(line: CommandLine, *, note: Callable[[str], object] | None = None) -> tuple[RunConfig, list[Problem]]:
     """The sealed configuration and what is wrong with what it asks for.
+
+    Args:
+        note: is told, in whole lines, which keys of the files nothing reads here and are back at their defaults.
 
     Raises `ConfigurationError` if there is no configuration to speak of: a key, a type or an override is wrong.
     """
@@ -65,6 +69,7 @@ def resolve(line: CommandLine) -> tuple[RunConfig, list[Problem]]:
     if line.nodes is not None and config.ray.address == "local":
         # Given nodes are a cluster that is joined: what this host has does not matter.
         config = replace(config, ray=replace(config.ray, address="auto"))
+    config, back = put_back(config, asked_for=_asked_for(line, config))
     written = _written(line, config)
     refused = {p.key for p in [*problems, *misfits]}
     # A refused key stands at its default now: what follows from that default alone is not the user's problem.
@@ -75,7 +80,31 @@ def resolve(line: CommandLine) -> tuple[RunConfig, list[Problem]]:
     ]
     if problems or misfits:
         raise ConfigurationError([*problems, *misfits, *consequences])
+    if back and not consequences and note is not None:
+        note(put_back_note(back))
     return config, consequences
+
+
+def _asked_for(line: CommandLine, config: RunConfig) -> set[str]:
+    """Keys and sections that are the user's own choice although nothing reads them: those that the command line sets,
+    and those that the file of `--config-name` sets where nothing reads them without the command line either."""
+    if not ineffective_keys(config):
+        return set()
+    named = {match["key"] for override in line.overrides if (match := _OVERRIDE.fullmatch(override))}
+    of_file = set(_leaves(_raw_file(line.config_name, search_folders(line.config_dir))))
+    with contextlib.suppress(ConfigurationError):  # without the command line there may be none
+        of_file &= ineffective_keys(to_run_config(_compose(replace(line, overrides=()))[0])[0])
+    return (named - {*groups(search_folders(line.config_dir))}) | of_file
+
+
+def _leaves(data: Mapping[object, object], prefix: str = "") -> Iterator[str]:
+    for name, value in data.items():
+        path = f"{prefix}{name}"
+        info = all_keys().get(path)
+        if isinstance(value, dict) and info is not None and info.is_section:
+            yield from _leaves(cast("dict[object, object]", value), f"{path}.")
+        else:
+            yield path
 
 
 def _written(line: CommandLine, config: RunConfig) -> set[str]:
@@ -130,15 +159,18 @@ def _hydra(config_dir: Path | None) -> Generator[list[str]]:
 
 def _whole_sections(name: str, folders: Sequence[Traversable]) -> set[str]:
     """Sections that a file without a defaults list holds, as the config.yaml of a run holds them all."""
+    found = _raw_file(name, folders)
+    return set() if "defaults" in found else {str(key) for key, value in found.items() if isinstance(value, dict)}
+
+
+def _raw_file(name: str, folders: Sequence[Traversable]) -> dict[object, object]:
+    """What the file of a configuration itself says; empty where it cannot be read, and Hydra says why."""
     file = next(entry for folder in folders if (entry := folder / f"{name}.yaml").is_file())
     try:
         data = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError):
-        return set()  # Hydra says what is wrong with it
-    if not isinstance(data, dict) or "defaults" in data:
-        return set()
-    found = cast("dict[object, object]", data)
-    return {str(key) for key, value in found.items() if isinstance(value, dict)}
+        return {}
+    return cast("dict[object, object]", data) if isinstance(data, dict) else {}
 
 
 def _mixed_options(line: CommandLine, held: set[str], options: Mapping[str, list[str]]) -> dict[str, Problem]:
@@ -173,9 +205,15 @@ def _usable_overrides(overrides: Sequence[str], options: Mapping[str, list[str]]
 def _override_problem(override: str, options: Mapping[str, list[str]]) -> Problem | None:
     match = _OVERRIDE.fullmatch(override)
     if match is None or (match["value"] is None and match["prefix"] != "~"):
-        hint = f"did you mean --config-name {override}?" if re.fullmatch(r"\w+", override) else "see --help"
-        return Problem(key=override, got="", allowed="is not an override; write KEY=VALUE", do=hint)
+        allowed = "is not an override; write KEY=VALUE, without spaces around ="
+        hint = "see --help"
+        if re.fullmatch(r"[A-Za-z]\w*", override) and override not in all_keys():
+            hint = f"did you mean --config-name {override}?"
+        return Problem(key=override, got="", allowed=allowed, do=hint)
     key, value = match["key"], match["value"]
+    if re.match(r"hydra\b", key):
+        do = "where a run writes is run_dir=PATH; for several runs write a loop"
+        return Problem(key=key, got=value or "", allowed="is for Hydra's own launcher, which is not used", do=do)
     if key in _TEXTS_WITH_LINES and (escape := _LINE_ESCAPE.search(value or "")):
         allowed = f"holds a backslash and the letter {escape[0][1]}, which stay as they are on a command line"
         do = "for the character itself write $'KEY=...' in bash; a YAML file tells one from the other"
@@ -183,19 +221,21 @@ def _override_problem(override: str, options: Mapping[str, list[str]]) -> Proble
     if key in options and value is not None:
         if value in options[key]:
             return None
-        close = difflib.get_close_matches(value, options[key], n=1)
+        close = difflib.get_close_matches(value.lower(), options[key], n=1)
         do = f"did you mean {key}={close[0]}?" if close else ""
         return Problem(key=key, got=value, allowed=f"must be one of {', '.join(options[key])}", do=do)
     try:
         parsed = OverridesParser.create().parse_override(_as_hydra_takes_it(override, options))
         if parsed.is_sweep_override():
-            return Problem(key=key, got=value or "", allowed="is a list of runs; one run takes one value")
+            do = f"write a loop: for value in ...; do python -m trainer {key}=$value run_dir=runs/$value; done"
+            return Problem(key=key, got=value or "", allowed="is a list of runs; one run takes one value", do=do)
     except HydraException as error:
         info = all_keys().get(key)
         if info is None and key.split(".")[0] not in all_keys():
             return Problem(key=key, got=value or "", allowed="unknown key", do=suggestion(key))
         reason = str(error).splitlines()[0]
-        do = "put text with special characters in quotes, twice on a shell: KEY='\"VALUE\"'"
+        text = '["VALUE"]' if info is not None and info.is_list else '"VALUE"'
+        do = f"put text with special characters in quotes, twice on a shell: {key}='{text}'"
         return Problem(key=key, got=value or "", allowed=f"cannot be read: {reason}", do=do)
     return None
 
@@ -220,6 +260,8 @@ def _takes_text(key: str) -> bool:
 
 
 def _quoted(value: str) -> str:
+    if value.lower() == "null":
+        return value  # refused later: whoever writes it wants no text, and not a text of four letters
     if len(value) >= 2 and value[0] == value[-1] and value[0] in "\"'":
         return value
     # In Hydra's grammar a backslash is special only before a quote.
@@ -228,14 +270,16 @@ def _quoted(value: str) -> str:
 
 
 def _no_such_config(line: CommandLine, known: list[str]) -> Problem:
-    close = difflib.get_close_matches(line.config_name, known, n=1)
+    path = Path(f"{line.config_name}.yaml")
+    close = difflib.get_close_matches(path.stem, known, n=1)
     do = f"did you mean {close[0]}? " if close else ""
-    return Problem(
-        key="--config-name",
-        got=line.config_name,
-        allowed=f"must be one of {', '.join(known)}",
-        do=f"{do}name a folder with your own YAML files with --config-dir",
-    )
+    do += "name a folder with your own YAML files with --config-dir"
+    if len(path.parts) > 1 and path.is_file():
+        do = f"write --config-dir {path.parent} --config-name {path.stem}"
+    elif line.config_dir is not None and (line.config_dir / path.with_suffix(".yml")).is_file():
+        do = f"rename {path.with_suffix('.yml')} to {path}"
+    allowed = f"must be one of {', '.join(known)}"
+    return Problem(key="--config-name", got=line.config_name, allowed=allowed, do=do)
 
 
 def _hydra_problem(line: CommandLine, error: Exception) -> Problem:
@@ -243,4 +287,8 @@ def _hydra_problem(line: CommandLine, error: Exception) -> Problem:
     do = "check the YAML files and the overrides; --cfg job shows the result"
     if "defaults list" in text:
         do = f"let {line.config_name}.yaml begin with `defaults: [tiny, _self_]` or the like, or write +GROUP=OPTION"
+    if (again := re.search(r"Multiple values for (\w+)", text)) and f"+{again[1]}" in {
+        override.partition("=")[0] for override in line.overrides
+    }:
+        do = f"{line.config_name}.yaml has an option of {again[1]} already: leave the plus out"
     return Problem(key=f"--config-name {line.config_name}", got="", allowed=f"cannot be composed: {text}", do=do)

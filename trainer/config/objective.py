@@ -98,7 +98,8 @@ def describe_critic(critic: CriticConfig, *, policy_lr: float) -> str:
 def describe_rollout(config: RunConfig) -> str:
     """Whether answers span steps on shared devices, how many requests the engines get, and what an evaluation is.
 
-    Example: `adaptive, 8 to 256 requests per engine; evaluation: 4 answers per prompt at temperature 1, pass@4`.
+    Example: `adaptive, 8 to 256 requests per engine; evaluation on test.jsonl: 4 answers per prompt at
+    temperature 1, pass@4`.
     """
     parts = [_requests(config.rollout), _evaluation(config)]
     if config.mode.shares_devices and config.mode.max_staleness > 0:
@@ -128,7 +129,7 @@ def _evaluation(config: RunConfig) -> str:
         answers = "one greedy answer per prompt"
     k = trainer.eval_samples if trainer.eval_pass_k is None else trainer.eval_pass_k
     waits = ", the learner waits for it" if trainer.eval_blocking else ""
-    return f"evaluation: {answers}, pass@{k}{waits}"
+    return f"evaluation on {config.task.eval_path}: {answers}, pass@{k}{waits}"
 
 
 def _correction(correction: CorrectionConfig) -> str:

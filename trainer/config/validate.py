@@ -206,8 +206,8 @@ def _algorithm(config: RunConfig) -> Iterator[Problem]:
     if algorithm.overlong_buffer_tokens > config.rollout.max_response_tokens:
         allowed = f"must be at most rollout.max_response_tokens={config.rollout.max_response_tokens}"
         yield _conflict(
-            config, "algorithm.overlong_buffer_tokens", allowed, "it is the last part of an answer",
-            "rollout.max_response_tokens",
+            config, "algorithm.overlong_buffer_tokens", allowed,
+            "it is the last part of an answer: lower it, or use 0 for no penalty", "rollout.max_response_tokens",
         )  # fmt: skip
 
 

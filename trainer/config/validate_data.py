@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rollout.prompts.files import reader_of_suffix
 from trainer.config.conflicts import conflict, ineffective
 
 if TYPE_CHECKING:
@@ -19,11 +20,23 @@ def selection_problems(config: RunConfig) -> Iterator[Problem]:
     """Bounds that no group can meet, columns that cannot be there, and keys that nothing reads."""
     yield from _pass_rates(config)
     yield from _curriculum(config)
+    yield from _splits(config)
     task = config.task
     if task.train_path == BUILTIN_TASK:
         for key in ("task.difficulty_column", "task.pass_rate_column"):
             why = f"{BUILTIN_TASK} has no further columns"
             yield from ineffective(config, key, why, "task.train_path")
+
+
+def _splits(config: RunConfig) -> Iterator[Problem]:
+    """Directories are left out: there equal splits say that one directory is meant for both sets."""
+    task = config.task
+    for name, path in (("train", task.train_path), ("eval", task.eval_path)):
+        if not path:
+            yield from ineffective(config, f"task.{name}_split", f"task.{name}_path is empty", f"task.{name}_path")
+        elif reader_of_suffix(path) is not None and task.reader != "hf":
+            why = f"{path} is a file, which has no splits and is read whole"
+            yield from ineffective(config, f"task.{name}_split", why, f"task.{name}_path")
 
 
 def _pass_rates(config: RunConfig) -> Iterator[Problem]:

@@ -50,13 +50,15 @@ class GroupFlow:
         self._passages[group_id].claimed_at = self._clock()
 
     def finished(self, group: Group) -> None:
-        """It waits for its step. Answers without a reward, and what agent loops gave up, are counted here: nothing will
-        be learned from them."""
+        """It waits for its step. Nothing will be learned from answers without a reward, nor from what agent loops gave
+        up of the others: both are counted here."""
         self._count(-1)
         self._passages[group.group_id].finished_at = self._clock()
-        failed = [trajectory for trajectory in group.trajectories if trajectory.status == "failed"]
-        given_up = sum(trajectory.num_lost_tokens for trajectory in group.generated)
-        self._lost["failed_tokens"] += given_up + sum(trajectory.num_generated_tokens for trajectory in failed)
+        for trajectory in group.generated:
+            if trajectory.status == "failed":
+                self._lost["failed_tokens"] += trajectory.num_generated_tokens + trajectory.num_lost_tokens
+            else:
+                self._lost["given_up_tokens"] += trajectory.num_lost_tokens
 
     def filtered(self, group: Group) -> None:
         """It is replaced by another; all that was generated for it is lost."""
@@ -111,6 +113,7 @@ class GroupFlow:
             "perf/groups_running": sum(s * n for n, s in seconds.items()) / elapsed_s,
             "discarded/filtered_tokens": lost["filtered_tokens"],
             "discarded/failed_tokens": lost["failed_tokens"],
+            "discarded/given_up_tokens": lost["given_up_tokens"],
             "discarded/retried_s": lost["retried_s"],
             "discarded/dropped_s": lost["dropped_s"],
             **_queue_times(passages, groups),

@@ -10,6 +10,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import logging
+import os
 import sys
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -199,9 +200,10 @@ def _tokenizer(cfg: RunConfig) -> Any:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, StrictDataclassError) as error:
         key = "model.tokenizer_path" if cfg.model.tokenizer_path else "model.path"
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        problem = Problem(
-            key=key, got=path, allowed=f"its tokenizer cannot be loaded: {first_line}", do="check the name or directory"
-        )
+        do = "check the name or directory"
+        if os.environ.get("HF_HUB_OFFLINE", "0").upper() in {"1", "ON", "YES", "TRUE"} and not Path(path).exists():
+            do = "HF_HUB_OFFLINE is set: unset it to download, or give a directory"
+        problem = Problem(key=key, got=path, allowed=f"its tokenizer cannot be loaded: {first_line}", do=do)
         raise ConfigurationError([problem]) from error
 
 
@@ -235,9 +237,9 @@ def _check_models(cfg: RunConfig) -> None:
 
 
 def _check_fit(cfg: RunConfig) -> None:
-    """Raises ConfigurationError for what engines would refuse of the policy only after they have started. A model in a
-    directory was looked at with the configuration. Where its config cannot be had or read here, the learner
-    says so."""
+    """Raises ConfigurationError for what learner and engines would refuse of the policy only after they have started. A
+    model in a directory was looked at with the configuration. Where its config cannot be had here, the learner says
+    so."""
     path = cfg.model.path
     if path == tiny_model.BUILTIN_TINY:
         recipe = tiny_model.RECIPE
@@ -249,8 +251,13 @@ def _check_fit(cfg: RunConfig) -> None:
 
         try:
             described = load_config(cfg.model, Path(path)).get_text_config().to_dict()
-        except (ModelError, ValueError):
-            return
+        except ModelError as error:
+            if isinstance(error.__cause__, OSError | ImportError):
+                return  # it cannot be had here
+            problem = Problem(key="model.path", got=path, allowed=" ".join(str(error).split()))
+            raise ConfigurationError([problem]) from error
+        except ValueError as error:  # several text models in one config
+            raise ConfigurationError([Problem(key="model.path", got=path, allowed=str(error))]) from error
     if problems := list(fit_problems(cfg, described, path=path)):
         raise ConfigurationError(problems)
 

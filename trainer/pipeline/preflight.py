@@ -51,6 +51,7 @@ def preflight(cfg: RunConfig) -> Checked:
     check_own_functions(cfg)
     check_agent(cfg)
     backend = _backend(cfg)
+    _check_sleep(cfg, backend)
     placement = plan_placement(cfg, resource=backend.ray_resource)
     if cfg.ray.address == "local":
         num_devices = backend.num_devices() if backend.ray_resource else 0
@@ -58,6 +59,15 @@ def preflight(cfg: RunConfig) -> Checked:
         check_cpus(cfg, placement)
     inputs, resumed = check_files(cfg)
     return Checked(backend=backend, placement=placement, inputs=inputs, resumed=resumed)
+
+
+def _check_sleep(cfg: RunConfig, backend: Backend) -> None:
+    """Raises ConfigurationError where engines would keep the memory that learners on the same devices need."""
+    if not cfg.mode.shares_devices or backend.ray_resource is None or backend.capabilities().sleep_mode:
+        return
+    allowed = f"engines on {backend.name} cannot give their memory back here (ROCm 6.4 and later can)"
+    do = "use mode=async or mode=sync, with devices of their own, or a newer ROCm"
+    raise ConfigurationError([Problem(key="mode.name", got=cfg.mode.name, allowed=allowed, do=do)])
 
 
 def check_files(cfg: RunConfig, *, is_device_here: bool = True) -> tuple[Inputs, Resumed | None]:

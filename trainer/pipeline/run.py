@@ -58,7 +58,8 @@ EXIT_CODES: dict[ExitReason, int] = {"completed": 0, "accuracy_reached": 0, "fai
 
 START_ERRORS = (ConfigurationError, DataError, ModelError, CheckpointError)
 """What they say is that a run cannot begin as it is configured (exit code 2)."""
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Ctrl-C, the end that a scheduler asks for, and a terminal that is closed (not with `nohup`, which ignores it)."""
 SAME_SIGNAL_S = 1.0
 """Signals closer together count as one: a terminal and a parent process may both pass the same Ctrl-C on."""
 
@@ -89,6 +90,7 @@ def run(cfg: RunConfig, *, started_at: float) -> int:
         ):
             started = environment.describe(device=checked.backend.name, resumed_from_step=state.resumed_from_step)
             environment.append(run_dir.environment, started)
+            sinks.progress.update(step=state.step)
             sinks.progress.note(f"run directory: {run_dir.path}")
             sinks.progress.note(f"objective: {describe_objective(cfg.algorithm)}")
             sinks.progress.note(f"rollout: {describe_rollout(cfg)}")
@@ -323,21 +325,23 @@ async def _start_cluster(cfg: RunConfig, checked: Checked) -> Cluster:
 
 @contextlib.contextmanager
 def _on_signals(interrupt: Callable[[], None]) -> Iterator[Callable[[], None]]:
-    """SIGINT and SIGTERM call `interrupt` in the event loop while the block runs.
+    """`SIGNALS` call `interrupt` in the event loop while the block runs.
 
     Yields a function that puts the handlers in place again, for after somebody else has put theirs there.
     """
     loop = asyncio.get_running_loop()
+    is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    heard = [number for number in SIGNALS if not (is_nohup and number == signal.SIGHUP)]
 
     def listen() -> None:
-        for number in SIGNALS:
+        for number in heard:
             loop.add_signal_handler(number, interrupt)
 
     listen()
     try:
         yield listen
     finally:
-        for number in SIGNALS:
+        for number in heard:
             loop.remove_signal_handler(number)
 
 
@@ -382,6 +386,8 @@ def _say_goodbye(console: Console, state: RunState, run_dir: RunDir) -> None:
     """How it ended, as the last line; before it the way to `trainer.advise`, where that has enough steps."""
     last = state.last_evaluation
     parts = [f"{_exit_reason(state).replace('_', ' ')}: {state.step} steps in {state.time_s:.0f} s"]
+    if state.stop_reason == "completed" and state.step == state.resumed_from_step:
+        parts.append("nothing was left to train, raise trainer.total_steps to go on")
     if last is not None and state.first_accuracy is not None:
         parts.append(f"held-out accuracy {state.first_accuracy:.3f} -> {last.accuracy:.3f}")
     parts.append(f"see {run_dir.path}")

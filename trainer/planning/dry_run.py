@@ -71,6 +71,7 @@ def dry_run(
         critic=_critic_shape(named),
         workload=_workload(cfg, inputs, response_tokens=response_tokens),
         host_bytes=host_bytes,
+        homes=seating.homes,
     )
     sys.stdout.write(_objective(cfg) + "\n" + in_words(plan, cfg, seats=seating.lines))
     sys.stdout.flush()

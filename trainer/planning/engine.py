@@ -16,6 +16,16 @@ SHADOW_HEADROOM = 0.9
 """`commit=auto` stages only if the shadow takes at most this share of what is free (weight_sync/landing.py)."""
 
 
+UNCOUNTED = (
+    "quantization",
+    "kv_cache_dtype",
+    "kv_cache_memory_bytes",
+    "num_gpu_blocks_override",
+    "cpu_offload_gb",
+)
+"""Engine arguments that change what weights and cache take; what they do is not for us to know."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePlan:
     """What the configuration says about one engine."""
@@ -27,8 +37,11 @@ class EnginePlan:
     kv_bytes: int | None
     """Size of the cache where it is set directly (on a CPU); None where it takes what is left."""
     max_model_len: int
-    max_num_seqs: int
+    num_seats: int
+    """Answers that it generates at once at most."""
     commit: str
+    uncounted: tuple[str, ...]
+    """Engine arguments that change what is counted here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +58,14 @@ class EngineMemory:
     """If the workspace is half as large as assumed."""
     longest_tokens: int
     """Of one sequence, for which there must be room."""
-    wanted_tokens: int
-    """For max_num_seqs sequences of full length, all at once."""
+    num_seats: int
+    uncounted: tuple[str, ...]
+    """See `EnginePlan`."""
+
+    @property
+    def wanted_tokens(self) -> int:
+        """For a sequence of full length on every seat."""
+        return self.num_seats * self.longest_tokens
 
     @property
     def may_not_fit(self) -> bool:
@@ -91,5 +110,6 @@ def engine_memory(shape: ModelShape, plan: EnginePlan, device: Device) -> Engine
         kv_tokens=max(0, kv_bytes) // per_token,
         most_kv_tokens=max(0, kv_bytes + workspace // 2) // per_token,
         longest_tokens=plan.max_model_len,
-        wanted_tokens=plan.max_num_seqs * plan.max_model_len,
+        num_seats=plan.num_seats,
+        uncounted=plan.uncounted,
     )

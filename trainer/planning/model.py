@@ -35,8 +35,8 @@ def model_shape(model: ModelConfig, path: str) -> ModelShape:
     num_visited = [_num_visited(block, text) for block in blocks]
     if model.lora.rank:
         add_adapters(hf, blocks, model.lora, base_dtype=torch_dtype(model.compute_dtype))
-    heads, head_dim = int(text.num_attention_heads), getattr(text, "head_dim", None)
-    kv_heads = getattr(text, "num_key_value_heads", None)
+    heads, head_dim = int(text.num_attention_heads), _largest(text, "head_dim")
+    kv_heads = _largest(text, "num_key_value_heads")
     return ModelShape(
         num_params=num_params,
         num_block_params=max(of_blocks),
@@ -47,11 +47,28 @@ def model_shape(model: ModelConfig, path: str) -> ModelShape:
         hidden_size=int(text.hidden_size),
         intermediate_size=_active_intermediate_size(text),
         num_heads=heads,
-        num_kv_heads=heads if kv_heads is None else int(kv_heads),
-        head_dim=int(text.hidden_size) // heads if head_dim is None else int(head_dim),
+        num_kv_heads=heads if kv_heads is None else kv_heads,
+        head_dim=int(text.hidden_size) // heads if head_dim is None else head_dim,
+        latent_size=_latent_size(text),
         vocab_size=int(text.vocab_size),
         num_adapter_params=sum(p.numel() for name, p in hf.named_parameters() if ".lora_" in name),
     )
+
+
+def _largest(text: PreTrainedConfig, name: str) -> int | None:
+    """Of all blocks; None if the config has no such attribute."""
+    try:
+        value = getattr(text, name, None)
+    except RuntimeError:  # transformers will not answer for a model whose blocks differ in it, such as Gemma 4
+        value = max(getattr(block, name) for block in text.per_layer_config)
+    return None if value is None else int(value)
+
+
+def _latent_size(text: PreTrainedConfig) -> int:
+    """Of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): the compressed keys and values, and
+    the one key that is rotated."""
+    rank = getattr(text, "kv_lora_rank", None)
+    return 0 if rank is None else int(rank) + int(text.qk_rope_head_dim)
 
 
 def _active_intermediate_size(text: PreTrainedConfig) -> int:

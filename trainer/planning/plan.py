@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 from trainer.config.errors import Problem
 from trainer.config.estimators import traits_of
 from trainer.config.validate_mode import pairing_problems
-from trainer.planning.engine import EngineMemory, EnginePlan, engine_memory
+from trainer.planning.engine import UNCOUNTED, EngineMemory, EnginePlan, engine_memory
 from trainer.planning.learner import LearnerPlan, arena_bytes, host_parts, learner_parts
 from trainer.planning.object_store import ObjectStore, object_store
-from trainer.planning.schedule import Engines, Side, StepWork, SyncTraffic, params_met, step_work, sync_traffic
+from trainer.planning.schedule import Parties, Side, StepWork, SyncTraffic, params_met, step_work, sync_traffic
 from trainer.planning.sizes import GIB, Device, ModelShape, Part, Workload, least, total
-from weight_sync.routes import Fleet
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -64,11 +63,13 @@ def plan_run(
     critic: ModelShape | None,
     workload: Workload,
     host_bytes: int | None = None,
+    homes: Mapping[str, str] | None = None,
 ) -> RunPlan:
     """
     Args:
         critic: of a critic with its own backbone.
         host_bytes: memory of the host that has all ranks; None if that is not known.
+        homes: name of a learner or an engine -> its node; None takes all to be on one.
     """
     group = cfg.rollout.group_size + traits_of(cfg.algorithm).greedy_baseline
     num_slots = (cfg.mode.max_staleness + 1) * cfg.trainer.groups_per_step
@@ -87,7 +88,7 @@ def plan_run(
         host=on_host,
         host_bytes=host_bytes,
         engine=engine,
-        sync=_sync(cfg, shape, relays=engine.is_staged and cfg.weight_sync.relay == "auto"),
+        sync=_sync(cfg, shape, homes, is_staged=engine.is_staged),
         work=_work(cfg, shape, workload, critic=critic),
         store=object_store(cfg, workload, num_slots=num_slots, group_size=group),
         num_slots=num_slots,
@@ -97,15 +98,17 @@ def plan_run(
     )
 
 
-def _sync(cfg: RunConfig, shape: ModelShape, *, relays: bool) -> SyncTraffic:
-    rollout, dtype_bytes = cfg.rollout, DTYPE_BYTES[cfg.model.rollout_dtype]
-    fleet = Fleet(cfg.learner.num_ranks, rollout.num_replicas, rollout.tensor_parallel_size)
-    engines = Engines(
-        num_replicas=rollout.num_replicas,
-        tensor_parallel_size=rollout.tensor_parallel_size,
-        relays=relays and fleet.is_crowded,
+def _sync(cfg: RunConfig, shape: ModelShape, homes: Mapping[str, str] | None, *, is_staged: bool) -> SyncTraffic:
+    ranks = [f"learner_{rank}" for rank in range(cfg.learner.num_ranks)]
+    replicas = [f"replica_{replica}" for replica in range(cfg.rollout.num_replicas)]
+    nodes = dict.fromkeys([*ranks, *replicas], "") if homes is None else homes
+    parties = Parties(
+        ranks=[nodes[name] for name in ranks],
+        replicas=[nodes[name] for name in replicas],
+        tensor_parallel_size=cfg.rollout.tensor_parallel_size,
+        relay=cfg.weight_sync.relay if is_staged else "off",  # only shadow blocks are handed on
     )
-    return sync_traffic(shape, engines, dtype_bytes=dtype_bytes, num_ranks=cfg.learner.num_ranks)
+    return sync_traffic(shape, parties, dtype_bytes=DTYPE_BYTES[cfg.model.rollout_dtype])
 
 
 def _work(cfg: RunConfig, shape: ModelShape, workload: Workload, *, critic: ModelShape | None) -> dict[float, StepWork]:
@@ -171,7 +174,7 @@ def learner_plan(cfg: RunConfig, shape: ModelShape, device: Device, *, critic: M
 
 
 def engine_plan(cfg: RunConfig, device: Device) -> EnginePlan:
-    rollout = cfg.rollout
+    rollout, given = cfg.rollout, cfg.rollout.engine_args
     needed = cfg.task.max_prompt_tokens + rollout.max_response_tokens
     return EnginePlan(
         tensor_parallel_size=rollout.tensor_parallel_size,
@@ -179,13 +182,15 @@ def engine_plan(cfg: RunConfig, device: Device) -> EnginePlan:
         memory_share=rollout.gpu_memory_utilization,
         kv_bytes=int(rollout.kv_cache_gib * GIB) if device.is_shared else None,
         max_model_len=rollout.max_model_len if rollout.max_model_len else needed,
-        max_num_seqs=rollout.max_num_seqs,
+        num_seats=min(n for n in (rollout.max_num_seqs, rollout.max_concurrency) if n is not None),
         commit=cfg.weight_sync.commit,
+        uncounted=tuple(name for name in UNCOUNTED if given.get(name, "auto") not in ("auto", None)),
     )
 
 
 def problems(plan: RunPlan, cfg: RunConfig) -> list[Problem]:
-    """What cannot fit, even if every estimate is twice too large."""
+    """What cannot fit, even if every estimate is twice too large. Of an engine with arguments that are not counted,
+    nothing is sure."""
     found: list[Problem] = []
     if not plan.device.is_shared:
         found += pairing_problems(cfg)
@@ -221,7 +226,7 @@ def _too_large(where: str, parts: tuple[Part, ...], total_bytes: int) -> list[Pr
 def _engine_problems(plan: RunPlan, cfg: RunConfig) -> list[Problem]:
     engine, device, found = plan.engine, plan.device, list[Problem]()
     longest = engine.longest_tokens
-    if engine.most_kv_tokens < longest:
+    if engine.most_kv_tokens < longest and not engine.uncounted:
         weights = engine.parts[0]
         where = "rollout.kv_cache_gib" if device.is_shared else "rollout.gpu_memory_utilization"
         found.append(
@@ -242,7 +247,8 @@ def _engine_problems(plan: RunPlan, cfg: RunConfig) -> list[Problem]:
                 do="lower it: the learner's context and arena stay while it is away",
             )
         )
-    if cfg.weight_sync.commit == "staged" and not engine.shadow_fits and not device.is_shared:
+    is_sure = not device.is_shared and not engine.uncounted
+    if cfg.weight_sync.commit == "staged" and not engine.shadow_fits and is_sure:
         shadow = engine.parts[-1]
         found.append(
             Problem(

@@ -59,7 +59,7 @@ def _placement(plan: RunPlan, cfg: RunConfig, seats: Sequence[str]) -> list[str]
 def _memory(plan: RunPlan, cfg: RunConfig) -> list[str]:
     engine = plan.engine
     commit = "staged" if engine.is_staged else "in place"
-    seats = f"{cfg.rollout.max_num_seqs} x {engine.longest_tokens} = {engine.wanted_tokens:,}"
+    seats = f"{engine.num_seats} x {engine.longest_tokens} = {engine.wanted_tokens:,}"
     share = min(engine.kv_tokens / engine.wanted_tokens, 1.0)
     tight = "  (may not fit: the longest sequence needs more)" if engine.may_not_fit else ""
     full = "all of them" if share == 1 else f"{share:.0%} of them; the rest waits, or prompts and answers are shorter"
@@ -72,6 +72,9 @@ def _memory(plan: RunPlan, cfg: RunConfig) -> list[str]:
         lines.append(
             f"  Assumed workspace of the engine: {gib(workspace_bytes(plan.device))}; it measures its own at the start."
         )
+    if engine.uncounted:
+        names = ", ".join(f"rollout.engine_args.{name}" for name in engine.uncounted)
+        lines.append(f"  Counted as without {names}: weights and cache take as much as the engine says at its start.")
     if plan.host:
         lines += _host(plan, cfg)
     if plan.is_paired:
@@ -132,7 +135,7 @@ def _traffic(plan: RunPlan, cfg: RunConfig) -> list[str]:
 def _flight(plan: RunPlan, cfg: RunConfig) -> list[str]:
     staleness, groups = cfg.mode.max_staleness, cfg.trainer.groups_per_step
     slots = f"at most (S + 1) x B = ({staleness} + 1) x {groups} = {plan.num_slots} groups"
-    seats = cfg.rollout.num_replicas * cfg.rollout.max_num_seqs
+    seats = cfg.rollout.num_replicas * plan.engine.num_seats
     lines = [f"In flight: {slots}, {plan.num_answers} answers over {seats} seats"]
     turns = -(-plan.num_answers // seats)
     if turns > 1:

@@ -5,8 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from weight_sync.routes import Party, plan_routes
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from trainer.planning.sizes import ModelShape
+    from weight_sync.routes import RelayMode
 
 LINK_BYTES_PER_S = (25e9, 200e9)
 """Two links that a pull may go over: a 200 Gbit/s network card per device, and a link between devices of one host."""
@@ -27,7 +32,7 @@ class SyncTraffic:
     device_bytes: int
     """That one engine device reads."""
     rank_bytes: int
-    """That one learner rank serves; if engines hand versions on, to those of one node."""
+    """That the busiest learner rank serves, on all nodes."""
     relays: bool
     """Whether engines hand versions on to each other."""
 
@@ -37,23 +42,38 @@ class SyncTraffic:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Engines:
-    """Who reads a version."""
+class Parties:
+    """Who publishes a version, and who reads it."""
 
-    num_replicas: int
+    ranks: Sequence[str]
+    """Node of every learner rank."""
+    replicas: Sequence[str]
+    """Node of every engine; it is on one, with all its devices."""
     tensor_parallel_size: int
-    relays: bool
+    relay: RelayMode
+    """"off" also where engines have nothing to hand on."""
 
 
-def sync_traffic(shape: ModelShape, engines: Engines, *, dtype_bytes: int, num_ranks: int) -> SyncTraffic:
-    """Every replica needs every published byte once, spread over its devices. With relays a byte enters a node once."""
-    version = shape.num_trained_params * dtype_bytes
-    times_sent = 1 if engines.relays else engines.num_replicas
+def sync_traffic(shape: ModelShape, parties: Parties, *, dtype_bytes: int) -> SyncTraffic:
+    """Every replica needs every published byte once, spread over its devices, by the routes of weight sync."""
+    version, tp = shape.num_trained_params * dtype_bytes, parties.tensor_parallel_size
+    everyone = range(len(parties.ranks))
+    routes = plan_routes(
+        dict(enumerate(parties.ranks)),
+        [
+            Party(name=f"{replica}/{worker}", worker=worker, node=node)
+            for replica, node in enumerate(parties.replicas)
+            for worker in range(tp)
+        ],
+        dict.fromkeys(range(tp), everyone),
+        relay=parties.relay,
+    )
+    most_readers = max(sum(route[rank] is None for route in routes.values()) for rank in everyone)
     return SyncTraffic(
         version_bytes=version,
-        device_bytes=-(-version // engines.tensor_parallel_size),
-        rank_bytes=-(-version * times_sent // num_ranks),
-        relays=engines.relays,
+        device_bytes=-(-version // tp),
+        rank_bytes=-(-version * most_readers // (tp * len(parties.ranks))),
+        relays=any(via is not None for route in routes.values() for via in route.values()),
     )
 
 

@@ -32,6 +32,8 @@ class Seating:
     """What is assumed; then one line per node, if everybody has a seat."""
     problems: tuple[Problem, ...] = ()
     """What a start on such a cluster would refuse."""
+    homes: Mapping[str, str] | None = None
+    """Name of an actor -> its node; None if not everybody has a seat."""
 
 
 def seat(cfg: RunConfig, counts: Sequence[int], *, backend: str, resource: str) -> Seating:
@@ -43,7 +45,8 @@ def seat(cfg: RunConfig, counts: Sequence[int], *, backend: str, resource: str) 
         resource: what Ray calls one of its devices.
     """
     head = (
-        f"  nodes           {len(counts)}; assumed: the driver on node 0, and on each as many CPUs as all take together"
+        f"  nodes           {len(counts)}, joined with ray.address={cfg.ray.address}; assumed: "
+        "the driver on node 0, and on each as many CPUs as all take together"
     )
     try:
         placement = plan_placement(cfg, resource=resource)
@@ -59,7 +62,7 @@ def seat(cfg: RunConfig, counts: Sequence[int], *, backend: str, resource: str) 
         f"{count - round(sum(bundles[name].get(resource, 0.0) for name in names))} free"
         for (address, names), count in zip(by_node.items(), counts, strict=True)
     )
-    return Seating(lines=(head, *lines))
+    return Seating(lines=(head, *lines), homes=chosen)
 
 
 def _nodes(counts: Sequence[int], placement: Placement, *, resource: str) -> list[Node]:

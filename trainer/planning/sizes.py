@@ -28,6 +28,8 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     vocab_size: int
+    latent_size: int = 0
+    """Numbers in the cache per token and block, in the place of keys and values: of multi-head latent attention."""
     num_adapter_params: int = 0
     """Of LoRA, beside `num_params`; 0 if all weights are trained."""
 
@@ -57,7 +59,10 @@ class ModelShape:
         )
 
     def kv_bytes_per_token(self, *, tensor_parallel_size: int, dtype_bytes: int) -> int:
-        """Keys and values of one token on one device; at least one head stays whole."""
+        """Keys and values of one token on one device; at least one head stays whole, and every device has all of a
+        latent."""
+        if self.latent_size:
+            return self.num_layers * self.latent_size * dtype_bytes
         heads = max(1, -(-self.num_kv_heads // tensor_parallel_size))
         return 2 * self.num_layers * heads * self.head_dim * dtype_bytes
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import difflib
 from typing import TYPE_CHECKING
 
-from trainer.telemetry.metric_rows import METRICS
+from trainer.telemetry.metric_rows import METRICS, SECTIONS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from trainer.telemetry.metric_rows import MetricInfo
 
@@ -35,7 +35,7 @@ def check_known(record: Mapping[str, object] | Iterable[str]) -> None:
     if unknown:
         close = {name: difflib.get_close_matches(name, _BY_NAME, n=1) for name in unknown}
         listed = ", ".join(f"{name} (close: {close[name][0]})" if close[name] else name for name in unknown)
-        raise ValueError(f"metrics without a row in trainer/telemetry/metric_rows.py: {listed}; add one or use it")
+        raise ValueError(f"metrics without a row in trainer/telemetry/metric_rows: {listed}; add one or use it")
 
 
 def check_complete(record: Mapping[str, object]) -> None:
@@ -50,7 +50,7 @@ def check_complete(record: Mapping[str, object]) -> None:
 _INTRO = """\
 # Metrics
 
-<!-- Generated from trainer/telemetry/metric_rows.py by `python scripts/generate_docs.py`; do not edit. -->
+<!-- Generated from trainer/telemetry/metric_rows by `python scripts/generate_docs.py`; do not edit. -->
 
 `metrics.jsonl` in the run directory holds one JSON object per line and optimizer step; the same numbers go to
 TensorBoard (`tensorboard --logdir RUN_DIR/tb`), and with `telemetry.wandb` to
@@ -58,7 +58,11 @@ TensorBoard (`tensorboard --logdir RUN_DIR/tb`), and with `telemetry.wandb` to
 
 - A metric without data in a step is absent from its line. `null` means that a NaN or an infinity was computed; the
   first time, log.txt says which.
-- Means are over all ranks and micro-batches of the step, weighted by what they count, and are divided once.
+- Means are over all ranks and micro-batches of the step, weighted by what they count, and are divided once. In a step
+  without a trained token, means of tokens in `learner/` and `staleness/` are 0.
+- Times in `learner/` are of the slowest rank, each for itself: together they can be more than `learner/step_s`.
+- `sync/` is about the newest version that was live when the step ended, usually the one before the step's own; several
+  short steps may show the same one.
 - A run that is resumed appends. Lines of steps after the checkpoint are cut first, because those steps run again.
 - A line is on disk as soon as it is written. A crash can at most leave one incomplete line at the end, which the next
   process cuts.
@@ -72,9 +76,11 @@ TensorBoard (`tensorboard --logdir RUN_DIR/tb`), and with `telemetry.wandb` to
 
 def metrics_markdown() -> str:
     """The page docs/metrics.md."""
-    rows = [f"| `{m.name}` | {m.unit} | {m.meaning} | {m.healthy} |" for m in METRICS]
     required = ", ".join(f"`{name}`" for name in REQUIRED)
-    table = "\n".join(["| Name | Unit | Meaning | Healthy |", "|---|---|---|---|", *rows])
-    return (
-        f"{_INTRO}On every line: {required}. Where an evaluation ended: `eval/accuracy`, `eval/version`.\n\n{table}\n"
-    )
+    tables = "\n".join(_table(title, rows) for title, rows in SECTIONS.items())
+    return f"{_INTRO}On every line: {required}. Where an evaluation ended: `eval/accuracy`, `eval/version`.\n\n{tables}"
+
+
+def _table(title: str, rows: Sequence[MetricInfo]) -> str:
+    lines = [f"| `{m.name}` | {m.unit} | {m.meaning} | {m.healthy} |" for m in rows]
+    return "\n".join([f"## {title}", "", "| Name | Unit | Meaning | Healthy |", "|---|---|---|---|", *lines, ""])

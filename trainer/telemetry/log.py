@@ -6,6 +6,7 @@ import contextlib
 import copy
 import logging
 import sys
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -51,9 +52,11 @@ def logging_to(path: Path, *, level: str, console: Console) -> Generator[None]:
     handlers = (file, screen)
     for handler in handlers:
         root.addHandler(handler)
+    thread_hook, threading.excepthook = threading.excepthook, _log_end_of_thread
     try:
         yield
     finally:
+        threading.excepthook = thread_hook
         if file.num_refused:
             logger.warning("%s could not take %d lines when they were logged", path, file.num_refused)
         for handler in handlers:
@@ -62,6 +65,13 @@ def logging_to(path: Path, *, level: str, console: Console) -> Generator[None]:
         root.setLevel(before)
         for name, old in levels.items():
             logging.getLogger(name).setLevel(old)
+
+
+def _log_end_of_thread(args: threading.ExceptHookArgs) -> None:
+    """What ended a thread. Python tells it to stderr alone, which may be gone."""
+    if args.exc_value is not None and not isinstance(args.exc_value, SystemExit):
+        name = "a thread" if args.thread is None else f"thread {args.thread.name}"
+        logger.error("%s has failed", name, exc_info=args.exc_value)
 
 
 class _LogFile(logging.FileHandler):

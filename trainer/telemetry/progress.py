@@ -1,13 +1,17 @@
-"""What a person sees while a run goes on: a live panel on a terminal, one line per step elsewhere."""
+"""What a person sees while a run goes on: a live panel on a terminal, one line per step elsewhere.
+
+log.txt has the lines in any case, with their times.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, cast
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -16,12 +20,17 @@ from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
+from trainer.telemetry.log import SHOWN_BEFORE
+from trainer.telemetry.screen import Screen
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping
 
     from rich.console import RenderableType
 
     from trainer.config.schema.run import RunConfig
+
+logger = logging.getLogger(__name__)
 
 _ETA_STEPS = 20
 _PLAIN_EVERY_S = 1.0
@@ -39,6 +48,11 @@ class ProgressState:
     staleness_max: float | None = None
     rollout_tokens_per_s: float | None = None
     train_tokens_per_s: float | None = None
+    response_tokens: float | None = None
+    truncated_frac: float | None = None
+    entropy: float | None = None
+    grad_norm: float | None = None
+    step_s: float | None = None
     waiting_for: str = ""
     """What the trainer waits for now, e.g. "groups", "weights to be live"; empty while it computes."""
     buffer_ready: int | None = None
@@ -59,6 +73,11 @@ _FROM_RECORD = {
     "staleness/max": "staleness_max",
     "perf/rollout_tokens_per_s": "rollout_tokens_per_s",
     "perf/train_tokens_per_s": "train_tokens_per_s",
+    "response/tokens_mean": "response_tokens",
+    "response/truncated_frac": "truncated_frac",
+    "learner/entropy": "entropy",
+    "learner/grad_norm": "grad_norm",
+    "perf/step_s": "step_s",
     "buffer/num_ready": "buffer_ready",
     "buffer/num_running": "buffer_running",
     "buffer/num_slots": "buffer_slots",
@@ -82,6 +101,7 @@ class Progress:
         parts = (config.task.name, config.algorithm.name, config.mode.name, f"S={config.mode.max_staleness}")
         self._title = f"{config.name}: {', '.join(parts)}"
         self._total = config.trainer.total_steps
+        console.file = cast("IO[str]", Screen(console.file))
         self._console = console
         self._clock = clock
         self._step_times: deque[tuple[float, int]] = deque(maxlen=_ETA_STEPS + 1)
@@ -99,8 +119,9 @@ class Progress:
         """A part of the start or the end: says that it begins, and how long it took."""
         start = self._clock()
         self.update(waiting_for=name)
+        self._keep(f"{name} ...")
         if self._is_plain:
-            self.note(f"{name} ...")
+            self._show(f"{name} ...")
         outcome = "failed after "
         try:
             yield
@@ -123,14 +144,24 @@ class Progress:
         now = self._clock()
         self._step_times.append((now, self.state.step))
         is_due = now - self._last_plain >= _PLAIN_EVERY_S or "eval/accuracy" in record or self.state.step >= self._total
-        if self._is_plain and is_due:
+        if is_due:
             self._last_plain = now
-            self.note(self.line())
+            self._keep(self.line())
+            if self._is_plain:
+                self._show(self.line())
 
     def note(self, text: str) -> None:
         """One line that stays on the screen."""
+        self._keep(text)
         if self._is_plain or self._live is not None:
-            self._console.print(escape(text), highlight=False, soft_wrap=True)
+            self._show(text)
+
+    def _keep(self, text: str) -> None:
+        """In log.txt."""
+        logger.info("%s", text, extra=SHOWN_BEFORE)
+
+    def _show(self, text: str) -> None:
+        self._console.print(escape(text), highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         """Leave the last picture on the screen. Idempotent."""
@@ -153,12 +184,22 @@ class Progress:
         parts = [f"step {s.step}/{self._total}", f"reward {_number(s.reward, '.3f')}"]
         if s.accuracy is not None:
             parts.append(f"accuracy {_accuracy(s)}")
+        parts += self._learning()
         parts.append(f"staleness {_number(s.staleness_mean, '.2f')} max {_number(s.staleness_max, '.0f')}")
         parts.append(f"rollout {_rate(s.rollout_tokens_per_s)}, train {_rate(s.train_tokens_per_s)}")
+        if s.step_s is not None:
+            parts.append(f"step in {_seconds(s.step_s)}")
         eta = self.eta_s()
         if eta is not None:
             parts.append(f"{_duration(eta)} left")
         return "  ".join(parts)
+
+    def _learning(self) -> list[str]:
+        """What tells first that a run goes wrong; nothing of what is not known."""
+        s = self.state
+        parts = [] if s.response_tokens is None else [f"length {_length(s)}"]
+        named = (("entropy", s.entropy), ("grad norm", s.grad_norm))
+        return parts + [f"{name} {value:.3g}" for name, value in named if value is not None]
 
     def _panel(self) -> RenderableType:
         s, eta = self.state, self.eta_s()
@@ -179,6 +220,8 @@ class Progress:
         cells.add_row("reward", _number(s.reward, ".3f"), "accuracy", _accuracy(s))
         cells.add_row("rollout", _rate(s.rollout_tokens_per_s), "train", _rate(s.train_tokens_per_s))
         cells.add_row("buffer", f"{buffer}, {_number(s.buffer_slots, 'd')} slots", "staleness", staleness)
+        cells.add_row("length", _length(s), "entropy", _number(s.entropy, ".3g"))
+        cells.add_row("step time", _seconds(s.step_s), "grad norm", _number(s.grad_norm, ".3g"))
         cells.add_row("engines", engines, "trainer", escape(waiting))
         return Panel(Group(bar, cells), title=escape(self._title), title_align="left")
 
@@ -187,6 +230,16 @@ def _number(value: float | None, spec: str) -> str:
     if value is None:
         return "-"
     return format(int(value) if spec == "d" else value, spec)
+
+
+def _length(state: ProgressState) -> str:
+    """Of the answers, in tokens, and how many ran into the limit."""
+    cut = "" if state.truncated_frac is None else f" ({state.truncated_frac:.0%} cut)"
+    return f"{_number(state.response_tokens, '.0f')}{cut}"
+
+
+def _seconds(seconds: float | None) -> str:
+    return f"{_number(seconds, '.1f')} s"
 
 
 def _accuracy(state: ProgressState) -> str:

@@ -46,7 +46,7 @@ class Tracer:
     ) -> None:
         self._clock = clock
         self._max_events = max_events
-        self._file, self._pid = (None, 1) if path is None else _open_trace(path)
+        self._file, self._pid = (None, 1) if path is None else _try_open(path)
         self._lock = threading.Lock()
         self._pending: list[bytes] = []
         self._tracks: dict[str, int] = {}
@@ -55,6 +55,7 @@ class Tracer:
         self._flushed_at = clock()
         self.num_dropped = 0
         """Events left out: over the limit, or because the disk refused them."""
+        self._is_wanted = path is not None
 
     @contextlib.contextmanager
     def span(self, track: str, name: str, *, overlapping: bool = False, **args: object) -> Generator[None]:
@@ -68,7 +69,8 @@ class Tracer:
     def add_span(
         self, track: str, name: str, *, start_s: float, end_s: float, overlapping: bool = False, **args: object
     ) -> None:
-        """A span that was timed elsewhere, with Unix times."""
+        """A span that was timed elsewhere, with Unix times. With or without a file, it is in the log at level debug."""
+        logger.debug("%s: %s took %.3f s %s", track, name, end_s - start_s, args or "")
         event = {"name": name, "cat": track, "ts": start_s * 1e6, "args": args}
         if not overlapping:
             self._add(track, {**event, "ph": "X", "dur": max(0.0, end_s - start_s) * 1e6})
@@ -99,10 +101,10 @@ class Tracer:
                 self._file.close()
 
     def _add(self, track: str, event: dict[str, object]) -> None:
-        if self._file is None:
+        if not self._is_wanted:
             return
         with self._lock:
-            if self._num_events >= self._max_events or self._file.closed:
+            if self._file is None or self._num_events >= self._max_events or self._file.closed:
                 self.num_dropped += 1
                 return
             if not self._tracks:
@@ -131,6 +133,15 @@ class Tracer:
             if self.num_dropped == 0:
                 logger.warning("trace.json cannot be written (%s); the run goes on without these events", error)
             self.num_dropped += len(batch)
+
+
+def _try_open(path: Path) -> tuple[IO[bytes] | None, int]:
+    """As `_open_trace`; no file where there cannot be one, and then every event is dropped and counted."""
+    try:
+        return _open_trace(path)
+    except OSError as error:
+        logger.warning("%s cannot be opened (%s); the run goes on without a trace", path, error)
+        return None, 1
 
 
 def _open_trace(path: Path) -> tuple[IO[bytes], int]:

@@ -57,7 +57,8 @@ class TrajectoryRecorder:
         self._max_file_bytes = max_file_bytes
         self._clock = clock
         earlier = list(folder.glob("groups_*.jsonl"))
-        self._number = max((int(path.stem.removeprefix("groups_")) for path in earlier), default=-1) + 1
+        numbers = [path.stem.removeprefix("groups_") for path in earlier]  # or what somebody else has put there
+        self._number = max((int(number) for number in numbers if number.isdecimal()), default=-1) + 1
         self._num_bytes = 0
         """Of the current file."""
         self._num_bytes_before = _size(earlier)

@@ -6,7 +6,7 @@ import logging
 import weakref
 from abc import abstractmethod
 from collections import defaultdict, deque
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -43,11 +43,13 @@ class AcceleratorStream:
     when it frees that memory, which may be long after (with a stream that is gone, the process ends there).
     """
 
-    def __init__(self, make: Callable[[], Any], idle: deque[Any]) -> None:
+    def __init__(self, make: Callable[[], Any], address_of: Callable[[Any], int], idle: deque[Any]) -> None:
         try:
             self.in_torch = idle.popleft()
         except IndexError:
             self.in_torch = make()
+        self.address = address_of(self.in_torch)
+        """Asked for once: for that torch may wait until all is launched that it was asked to do, on any stream."""
         weakref.finalize(self, idle.append, self.in_torch).atexit = False
 
 
@@ -63,6 +65,8 @@ class AcceleratorBackend(Backend):
         self._pinned_index: int | None = None
         self._idle_streams: defaultdict[int, deque[Any]] = defaultdict(deque)
         """By device: torch's objects of streams that nobody holds."""
+        self._refused: deque[DriverBlock] = deque()
+        """Closed, but the driver did not take them back: another process mapped them still, say."""
         self._fused: dict[torch.device, FusedKernels | str] = {}
         """By device: the kernels, or why there are none."""
 
@@ -124,6 +128,7 @@ class AcceleratorBackend(Backend):
 
     def alloc_persistent(self, nbytes: int) -> DriverBlock:
         require_size(nbytes)
+        self._close_refused()
         index = self._enter()
         rounded = -(-nbytes // _GRANULE) * _GRANULE
         try:
@@ -135,7 +140,7 @@ class AcceleratorBackend(Backend):
             self._binding.release_cached()
             pointer = self._malloc_or_explain(rounded, nbytes, index)
         tensor = self._view(pointer, nbytes, index, give_back=partial(self._driver.free, pointer))
-        return DriverBlock(self._driver, self._binding, tensor, pointer=pointer, device_index=index)
+        return self._block(tensor, pointer, index)
 
     def _malloc_or_explain(self, rounded: int, nbytes: int, index: int) -> int:
         try:
@@ -192,6 +197,7 @@ class AcceleratorBackend(Backend):
         if is_self(handle.attributes):
             raise DeviceError("a block cannot be opened by the process that exported it; use the block itself")
         require_alive(handle.attributes)
+        self._close_refused()
         index = self._enter()
         try:
             pointer = self._driver.ipc_open(handle.payload)
@@ -202,23 +208,41 @@ class AcceleratorBackend(Backend):
             ) from error
         give_back = partial(self._driver.ipc_close, pointer, handle.payload)
         tensor = self._view(pointer, handle.nbytes, index, give_back=give_back)
+        return self._block(tensor, pointer, index, imported=handle.payload)
+
+    def _block(self, tensor: torch.Tensor, pointer: int, index: int, *, imported: bytes | None = None) -> DriverBlock:
         return DriverBlock(
-            self._driver, self._binding, tensor, pointer=pointer, device_index=index, imported=handle.payload
+            self._driver,
+            self._binding,
+            tensor,
+            pointer=pointer,
+            device_index=index,
+            imported=imported,
+            on_refused=self._refused.append,
         )
 
+    def _close_refused(self) -> None:
+        """Whoever closed them has dropped them, so nobody else would try again."""
+        for _ in range(len(self._refused)):
+            with suppress(DeviceError, IndexError):  # those that are refused again are there again
+                self._refused.popleft().close()
+
     def copy_async(self, dst: torch.Tensor, src: torch.Tensor, stream: Any | None = None) -> None:
-        """By the copy engine, on `stream` or torch's current one. The caller keeps both tensors until it is done."""
+        """By the copy engine, on `stream` or torch's current one. The caller keeps both tensors until it is done.
+
+        On `stream` it comes after what torch was asked to do in a `use_stream` that has ended.
+        """
         nbytes = bytes_to_copy(dst, src)
         if nbytes == 0:
             return
         self._enter()
-        address = self._binding.current_stream() if stream is None else self._address_of(stream)
+        address = self._binding.current_stream() if stream is None else _require_stream(stream).address
         self._driver.copy_async(dst.data_ptr(), src.data_ptr(), nbytes, kind=_copy_kind(dst, src), stream=address)
 
     def new_stream(self) -> AcceleratorStream:
         index = self._enter()
         make = partial(self._binding.new_stream, index, self._driver.stream_create)
-        return AcceleratorStream(make, self._idle_streams[index])
+        return AcceleratorStream(make, self._binding.address_of, self._idle_streams[index])
 
     def use_stream(self, stream: Any | None) -> AbstractContextManager[None]:
         if stream is None:
@@ -231,14 +255,11 @@ class AcceleratorBackend(Backend):
             self._binding.flush(index)
             self._driver.device_synchronize()
         else:
-            self._driver.stream_synchronize(self._address_of(stream))
+            self._driver.stream_synchronize(self._binding.address_of(_require_stream(stream).in_torch))
 
     def synchronize_current(self) -> None:
         self._enter()
         self._driver.stream_synchronize(self._binding.current_stream())
-
-    def _address_of(self, stream: Any) -> int:
-        return self._binding.address_of(_require_stream(stream).in_torch)
 
     def digest(self, data: torch.Tensor) -> int:
         return digest_bytes(data)

@@ -77,7 +77,11 @@ class PersistentBlock(Protocol):
         ...
 
     def close(self) -> None:
-        """Free (owner) or unmap (importer). Idempotent. Views of `tensor` are invalid afterwards."""
+        """Free (owner) or unmap (importer). Idempotent. Views of `tensor` are invalid afterwards.
+
+        Raises:
+            DeviceError: the driver refused; the backend tries again before its next block.
+        """
         ...
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from weight_sync.device.base import DeviceError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
 
@@ -48,7 +49,7 @@ class TorchBinding(Protocol):
         ...
 
     def use_stream(self, stream: Any) -> AbstractContextManager[Any]:
-        """torch operations inside run on `stream`, which is from `new_stream`."""
+        """torch operations inside run on `stream`, which is from `new_stream`; they are the driver's when it ends."""
         ...
 
     def flush(self, index: int) -> None:
@@ -199,8 +200,13 @@ class NpuBinding:
     def current_stream(self) -> int:
         return self.address_of(self._npu().current_stream())
 
-    def use_stream(self, stream: Any) -> AbstractContextManager[Any]:
-        return self._npu().stream(stream)
+    @contextmanager
+    def use_stream(self, stream: Any) -> Iterator[None]:
+        with self._npu().stream(stream):
+            try:
+                yield
+            finally:
+                self.address_of(stream)
 
     def flush(self, index: int) -> None:
         self._npu().synchronize(self._device(index))

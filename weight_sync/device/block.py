@@ -28,6 +28,7 @@ class DriverBlock:
         pointer: int,
         device_index: int,
         imported: bytes | None = None,
+        on_refused: Callable[[DriverBlock], None],
     ) -> None:
         self.nbytes = tensor.numel()
         self.pointer = pointer
@@ -38,6 +39,7 @@ class DriverBlock:
         """The handle it was exported as."""
         self._driver = driver
         self._binding = binding
+        self._on_refused = on_refused
         self._tensor: torch.Tensor | None = tensor
         self._to_undo: list[Callable[[], None]] = []
         """What a close has still to do; empty while the block is open."""
@@ -56,13 +58,20 @@ class DriverBlock:
         """See `PersistentBlock`. What fails does not keep the rest from being tried, and another call tries it again.
 
         Raises:
-            DeviceError: the first call that the driver refused.
+            DeviceError: the first call that the driver refused; `on_refused` has the block then.
         """
         if self._tensor is not None:
             self._tensor = None
             self._to_undo = self._undoing()
         if not self._to_undo:
             return
+        try:
+            self._undo()
+        except DeviceError:
+            self._on_refused(self)
+            raise
+
+    def _undo(self) -> None:
         self._driver.set_device(self.device_index)
         # A copy that still runs, or that torch has not launched yet, must not find its memory unmapped.
         self._binding.flush(self.device_index)

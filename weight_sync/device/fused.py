@@ -182,7 +182,7 @@ class FusedDigester:
             backend.enter()
             with backend.use_stream(self._stream):
                 self._kernels.digest_blocks(self._whole, self._other, self._mixed)
-                backend.copy_async(self._host, self._mixed, self._stream)
+            backend.copy_async(self._host, self._mixed, self._stream)
             backend.synchronize(self._stream)
         return fold(self._table, self._result)
 

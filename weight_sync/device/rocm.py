@@ -53,7 +53,8 @@ class RocmBackend(AcceleratorBackend):
         return CudaLikeDriver(load_library("libamdhip64", installed=installed), "hip")
 
     def capabilities(self) -> Capabilities:
-        sleeps = _version(torch.version.hip) >= _SLEEP_MODE_SINCE
+        # A driver whose torch is for something else does not know what its nodes have.
+        sleeps = torch.version.hip is None or _version(torch.version.hip) >= _SLEEP_MODE_SINCE
         return Capabilities(ipc=True, streams=True, sleep_mode=sleeps, graphs=True, engine_forks=False)
 
     def visible_devices(self, own: tuple[int, ...], num_devices: int) -> str:

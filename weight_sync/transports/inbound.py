@@ -95,9 +95,12 @@ class Landing:
 
     def deliver(self, batch: Sequence[Message], arrived: Sequence[torch.Tensor]) -> None:
         """Bring what arrived into the pieces. Returns when it is there."""
-        if self._blocks:
+        if not self._blocks:
+            return
+        try:
             for message, tensor in zip(batch, arrived, strict=True):
                 self._backend.copy_async(message.dst, tensor, self._stream)
+        finally:  # after an error too: whoever pulls again writes to the same places
             self._backend.synchronize(self._stream)
 
     def num_allocations(self) -> int:

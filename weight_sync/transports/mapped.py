@@ -84,10 +84,11 @@ class MappedReceiverEnd(ReceiverEnd):
                 flying.append((stream, done))
             while flying:
                 self._land(flying, free, on_arrived)
-        finally:
-            # After an error too: whoever pulls again writes to the same places.
-            for stream, _ in flying:
+        except BaseException:
+            # Whoever pulls again writes to the same places. All streams: the last batch may be there in part.
+            for stream in self._streams:
                 self._copier.synchronize(stream)
+            raise
         check()
 
     def _land(self, flying: deque[tuple[Any | None, int]], free: deque[Any | None], on_arrived: OnArrived) -> None:

@@ -202,6 +202,8 @@ def test_a_torch_build_for_rocm_is_rocm_and_not_cuda(
     assert "built for rocm, not for cuda" in reason
     monkeypatch.setattr(torch.version, "hip", "6.3.42134-a9a80e791")
     assert not rocm.capabilities().sleep_mode
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert rocm.capabilities().sleep_mode, "a driver without ROCm does not know what its nodes have"
 
 
 def test_an_unknown_device_is_refused_with_the_choices() -> None:

@@ -60,6 +60,30 @@ def test_a_copy_on_a_stream_comes_after_what_torch_was_asked_to_do_there(
     assert target.tolist() == [3.0] * 8
 
 
+def test_a_copy_on_a_stream_does_not_wait_for_what_torch_was_asked_to_do_on_others(
+    backend: Backend, binding: HostNpuBinding
+) -> None:
+    """The engine's next step, say, of which there is always more to launch, while a version arrives in many pieces."""
+    stream, done = backend.new_stream(), list[bool]()
+    binding.queue.put(lambda: done.append(True))
+    for _ in range(3):
+        backend.copy_async(torch.zeros(8), torch.ones(8), stream)
+    assert done == []
+
+
+def test_waiting_for_a_stream_waits_for_what_torch_was_asked_to_do_there(
+    backend: Backend, binding: HostNpuBinding
+) -> None:
+    stream, done = backend.new_stream(), list[bool]()
+    with backend.use_stream(stream), pytest.raises(ValueError, match="half-way"):
+        binding.queue.put(lambda: done.append(True))
+        raise ValueError("half-way")
+    assert done == [True]
+    binding.queue.put(lambda: done.append(True))
+    backend.synchronize(stream)
+    assert done == [True, True]
+
+
 @pytest.mark.parametrize("which", ["device", "current stream"])
 def test_waiting_waits_for_what_is_in_the_queue_too(backend: Backend, binding: HostNpuBinding, which: str) -> None:
     done: list[bool] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -115,5 +116,29 @@ def test_a_wait_that_is_given_up_counts() -> None:
         group = await busy.run_group(item())
         assert [t.status for t in group.trajectories] == ["truncated", "failed", "failed"]
         assert waits([group]) == [[0.0, ANSWER_S - 1, 8.5 - 2]], "the last one never came in"
+
+    run_virtual(main())
+
+
+def test_answers_that_are_all_given_up_give_their_place_up_at_once() -> None:
+    async def thinks_instead(prompt: Prompt, max_tokens: int, generate: Generate) -> Episode:
+        loop = MultiTurnLoop(lambda _: Countdown(1), max_turns=1)
+        if prompt.prompt_id == "hasty":
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(generate(prompt.token_ids, max_tokens), 1.0)
+            await asyncio.sleep(4.0)
+        return await loop.run(prompt, max_tokens, generate)
+
+    async def main() -> None:
+        busy = agent_worker(Played(thinks_instead), engine(), group_size=2, **room(2))
+        groups = [asyncio.create_task(busy.run_group(item()))]
+        await asyncio.sleep(0.5)
+        groups.append(asyncio.create_task(busy.run_group(item(group_id=1, prompt_id="hasty"))))
+        await asyncio.sleep(0.5)
+        assert busy._turnstile.num_held == 2
+        await asyncio.sleep(1.0)
+        assert (busy._turnstile.num_held, groups[0].done()) == (0, False)
+        await asyncio.gather(*groups)
+        assert sum(busy.outstanding_tokens.values()) == 0
 
     run_virtual(main())

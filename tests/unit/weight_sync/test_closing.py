@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import threading
 import time
 from collections import Counter
@@ -188,22 +189,67 @@ async def test_a_replica_that_hangs_keeps_nobody_else_from_closing(
     world = World(1, replicas, commit="staged", timeout_s=5.0)
     await world.coordinator.open()
     await world.step(1)
-    world.coordinator._options = SyncOptions(timeout_s=0.2)
+    world.coordinator._options = SyncOptions(timeout_s=1.0)
     call = replicas[1].call
     if is_lost:
         world.coordinator._members["r1"].state = "dead"
 
-    async def hang(_method: str, *_args: object, timeout_s: float) -> list[Any]:
-        await asyncio.sleep(timeout_s)
-        raise TimeoutError("r1 hangs")
-
     replicas[1].call = hang
     caplog.set_level(logging.WARNING, "weight_sync")
     await asyncio.wait_for(world.coordinator.close(), 20)
-    assert "did not close: TimeoutError: r1 hangs" in caplog.text
+    assert "did not close: TimeoutError: replica r1 did not answer within" in caplog.text
     assert [replica.receivers[0].status().open for replica in replicas] == [False, True, False]
     assert world.publishers[0].publisher._epoch is None
     await call("ws_close", timeout_s=20.0)
+
+
+async def hang(_method: str, *_args: object, timeout_s: float) -> Any:
+    """As a handle that waits longer than it was told, for an answer that is on its way."""
+    await asyncio.Event().wait()
+
+
+async def test_all_that_hang_share_one_deadline(caplog: pytest.LogCaptureFixture) -> None:
+    replicas = chained()
+    world = World(2, replicas, commit="staged")
+    await world.coordinator.open()
+    world.coordinator._options = SyncOptions(timeout_s=0.3)
+    parties: list[Any] = [*replicas, *world.publishers]
+    calls = [party.call for party in parties]
+    for party in parties:
+        party.call = hang
+    caplog.set_level(logging.WARNING, "weight_sync")
+    await asyncio.wait_for(world.coordinator.close(), 20)
+    found = re.findall(r"TimeoutError: (.*) did not answer within (.*) s", caplog.text)
+    patience_s = {who: float(seconds) for who, seconds in found}
+    assert patience_s.keys() == {"replica r0", "replica r1", "replica r2", "learner rank 0", "learner rank 1"}
+    assert max(patience_s.values()) == patience_s["replica r0"] == 0.2
+    assert patience_s["replica r0"] + patience_s["learner rank 0"] == pytest.approx(0.3)
+    for call in calls:
+        await call("ws_close", timeout_s=20.0)
+
+
+@pytest.mark.parametrize("num_opened", [0, 1])
+async def test_an_open_that_fails_closes_everybody_before_and_after_it(
+    num_opened: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica, num_closed = LocalReplica("r0"), 0
+    async with opened(1, [replica]) if num_opened else contextlib.nullcontext(World(1, [replica])) as world:
+        close = replica.services[0].close
+
+        def count() -> bytes:
+            nonlocal num_closed
+            num_closed += 1
+            return close()
+
+        def refuse(_: object) -> bytes:
+            raise WeightSyncError("no slots here")
+
+        monkeypatch.setattr(replica.services[0], "close", count)
+        monkeypatch.setattr(world.publishers[0], "ws_open", refuse)
+        with pytest.raises(WeightSyncError, match="no slots here"):
+            await world.coordinator.open()
+        assert num_closed == 2
+        monkeypatch.undo()
 
 
 def refuse_to_close(block: Any) -> None:

@@ -12,7 +12,8 @@ import torch
 from tests.fakes.sync_world import LocalPublisher, LocalReplica
 from tests.unit.weight_sync.test_coordinator import opened
 from tests.unit.weight_sync.test_receiver import NEW, OLD, Pair, ask_local, closing, local, open_pair
-from weight_sync.errors import PlanMismatch, PullTimeout, VersionUnavailable
+from weight_sync.control import Renewed, RenewRequest
+from weight_sync.errors import LeaseExpired, PlanMismatch, PullTimeout, VersionUnavailable
 
 if TYPE_CHECKING:
     from weight_sync.arena import Lease
@@ -26,9 +27,10 @@ def live_leases(publisher: LocalPublisher) -> list[Lease]:
     return epoch.arena._table.live_leases(time.monotonic())
 
 
+@pytest.mark.parametrize("asks_again", [False, True])
 @pytest.mark.parametrize("commit", ["staged", "inplace"])
 def test_an_abort_in_a_learners_stall_leaves_no_lease_that_nobody_knows_of(
-    local: LocalPublisher, closing: list[Any], commit: str
+    local: LocalPublisher, closing: list[Any], commit: str, asks_again: bool
 ) -> None:
     pair = open_pair(local, closing, commit)
     server = local.publisher._epoch.server
@@ -44,8 +46,13 @@ def test_an_abort_in_a_learners_stall_leaves_no_lease_that_nobody_knows_of(
     assert has_asked.wait(20)
     assert pair.receiver.abort()
     may_answer.set()
-    pair.fetch(2, 60.0)
-    pair.receiver.commit(2, deadline_s=5.0)
+    if asks_again:
+        pair.fetch(2, 60.0)
+        pair.receiver.commit(2, deadline_s=5.0)
+    else:
+        (source,) = pair.receiver._epoch._sources.values()
+        with pytest.raises(LeaseExpired):  # once it has answered this, it has read all that came before
+            source.client.ask(RenewRequest(lease_id=0, ttl_s=1.0), Renewed, deadline_s=20.0)
     assert live_leases(local) == []
 
 

@@ -454,7 +454,7 @@ def test_a_learner_that_there_is_no_time_to_ask_is_not_called_lost(
     pair = open_pair(local, closing, commit)
     source = next(iter(pair.receiver._epoch._sources.values()))
 
-    def say_nothing(request: object, kind: object, *, deadline_s: float, check: object) -> None:
+    def say_nothing(request: object, kind: object, *, deadline_s: float, check: object = None) -> None:
         raise PublisherLost(f"no answer within {deadline_s:.1f} s")
 
     monkeypatch.setattr(source.client, "ask", say_nothing)

@@ -26,7 +26,7 @@ class RunConfig:
 
     name: str = key("tiny", "Name of the run; part of the default run directory.")
     run_dir: str = key("", "Directory of this run; empty means `runs/<name>/<time>`.", is_path=True)
-    seed: int = key(0, "Seeds every random choice of the run.", ge=0)
+    seed: int = key(0, "Seeds every random choice of the run.", ge=0, le=2**32 - 1)
     device: DeviceConfig = key(factory=DeviceConfig, doc="Accelerator.")
     model: ModelConfig = key(factory=ModelConfig, doc="The policy.")
     task: TaskConfig = key(factory=TaskConfig, doc="Prompts and rewards.")

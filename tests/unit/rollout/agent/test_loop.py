@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -110,6 +111,51 @@ async def test_each_turn_has_its_own_reward_and_the_last_one_too() -> None:
 async def test_a_reward_counts_although_its_reply_finds_no_room() -> None:
     episode = await MultiTurnLoop(lambda _: Replies([90, 91]), max_turns=5).run(PROMPT, 3, Scripted(([3], "stop")))
     assert (episode.status, [turn.reward for turn in episode.turns]) == ("truncated", [1.0])
+
+
+class Sandbox(Replies):
+    """Says when a step waits, and whether it was closed."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.num_closed, self.is_waiting = how, 0, asyncio.Event()
+
+    async def step(self, turns: tuple[Turn, ...]) -> Reply:
+        match self.how:
+            case "raises":
+                raise KeyError("no such file")
+            case "hangs":
+                self.is_waiting.set()
+                await asyncio.Event().wait()
+        return await super().step(turns)
+
+    async def close(self) -> None:
+        await asyncio.sleep(0)
+        self.num_closed += 1
+
+
+@pytest.mark.parametrize(("how", "error"), [("ends", None), ("is cut", None), ("raises", KeyError), ("hangs", None)])
+async def test_an_environment_is_closed_however_the_trajectory_ends(
+    how: str, error: type[BaseException] | None
+) -> None:
+    box, reason = Sandbox(how), "length" if how == "is cut" else "stop"
+    loop = MultiTurnLoop(lambda _: box, max_turns=5)
+    episode = asyncio.create_task(loop.run(PROMPT, 10, Scripted(([3], reason))))
+    if how == "hangs":
+        await box.is_waiting.wait()
+        episode.cancel()
+    await asyncio.wait([episode])
+    assert box.num_closed == 1
+    assert episode.cancelled() == (how == "hangs")
+    assert error is None or isinstance(episode.exception(), error)
+
+
+async def test_a_close_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout.agent.loop.CLOSE_S", 0.05)
+    box = Sandbox("ends")
+    box.close = asyncio.Event().wait  # type: ignore[method-assign,assignment]
+    with pytest.raises(TimeoutError):
+        await MultiTurnLoop(lambda _: box, max_turns=5).run(PROMPT, 10, Scripted(([3], "stop")))
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf")])

@@ -164,6 +164,10 @@ async def add(a: int, b: int = 0) -> int:
     return a + b
 
 
+def hidden(**numbers: int) -> object:
+    return add(**numbers)
+
+
 def long() -> str:
     return "x" * 60
 
@@ -181,6 +185,9 @@ def leave() -> str:
     [
         ("no call", None),
         (call_of("add", a=1, b=2), "3"),
+        (call_of("hidden", a=1, b=2), "3"),
+        (f"I call it with <tool_call>, then JSON. {call_of('add', a=1, b=2)}", "3"),
+        ("the sum, please</tool_call>", "error: the call does not begin with <tool_call>"),
         (call_of("long"), "x" * 50 + "... (10 more characters)"),
         (call_of("ad"), "error: there is no tool 'ad'; there are: slow, s"),
         (call_of("add", c=1), "error: add raised TypeError: add() got an unexpect"),
@@ -197,7 +204,7 @@ def leave() -> str:
     ],
 )
 async def test_the_policy_reads_the_result_or_what_was_wrong(text: str, expected: str | None) -> None:
-    functions = {function.__name__: function for function in (slow, slow_async, add, long, fail, leave)}
+    functions = {function.__name__: function for function in (slow, slow_async, add, hidden, long, fail, leave)}
     timeout_s = 0.3 if "slow" in text else 60.0
     answer = await Toolbox(functions, timeout_s=timeout_s, max_result_chars=50).answer(text)
     assert answer == expected or (expected is not None and answer is not None and answer.startswith(expected))

@@ -159,3 +159,27 @@ async def test_the_watchdog_spares_a_mixture_while_a_commit_repairs_it() -> None
     await repairing
     assert not engine.stats().is_dead
     assert engine.version == 1
+
+
+async def test_the_watchdog_tries_again_where_a_pause_could_not_be_ended(caplog: pytest.LogCaptureFixture) -> None:
+    class Stuck(ScriptedEngine):
+        num_tries = 0
+
+        async def end_pause(self, reason: str) -> None:
+            self.num_tries += 1
+            if self.num_tries == 1:
+                raise RuntimeError("the engine's process refused")
+            await super().end_pause(reason)
+
+    async def tick(_: float) -> None:
+        await asyncio.sleep(0)
+
+    engine = Stuck(EngineSpec(model="scripted"), workers=lambda *_: [encode(Reply(ok=False, dirty=True))])
+    await engine.start()
+    await engine.commit(1, "ws_commit", timeout_s=5.0)
+    watching = asyncio.create_task(PauseWatchdog(engine, limit_s=0.0, sleep=tick).run())
+    async with asyncio.timeout(5):
+        while not engine.stats().is_dead:
+            await asyncio.sleep(0)
+    assert "the engine's process refused" in caplog.text
+    watching.cancel()

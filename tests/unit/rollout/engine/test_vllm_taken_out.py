@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
 PROMPT = np.array([3, 4, 5], np.int32)
-MOMENTS = ("pause", "workers", "abort", "resume")
-"""What a commit waits for, in this order. Requests are taken out as `abort` begins."""
+MOMENTS = ("pause", "workers", "forget", "resume", "abort")
+"""What a commit waits for, in this order. Requests are taken out as `forget` begins, where vLLM's process drops them;
+their streams hear of it as `abort` ends."""
 
 
 class Collector:
@@ -78,11 +79,14 @@ class QueueingLlm:
         """What else happens at a moment."""
         self.reply = Reply(ok=True)
         self.states: dict[str, State] = {}
+        self.computed = set[str]()
+        """What the engine process has."""
         self.output_processor = SimpleNamespace(request_states=self.states)
         self.model_config = SimpleNamespace(get_vocab_size=lambda: 128)
         self.engine_core = SimpleNamespace(
             pause_scheduler_async=lambda **_: self._reach("pause"),
             resume_scheduler_async=lambda: self._reach("resume"),
+            abort_requests_async=self._forget,
             outputs_queue=SimpleNamespace(put_nowait=lambda fence: fence.outputs),
             resources=SimpleNamespace(engine_manager=None),
         )
@@ -91,6 +95,7 @@ class QueueingLlm:
         self.entered.append((request_id, prompt["cache_salt"]))
         queue = Collector(f"{request_id}-{len(self.entered)}")
         self.states[queue.request_id] = State(queue)
+        self.computed.add(queue.request_id)
         return queue
 
     async def abort(self, request_id: str | list[str], internal: bool = False) -> None:
@@ -99,6 +104,11 @@ class QueueingLlm:
         asked = {request_id} if isinstance(request_id, str) else set(request_id)
         for key in [key for key in self.states if (key if internal else key.rpartition("-")[0]) in asked]:
             self.states.pop(key).put([], "abort")
+
+    async def _forget(self, inner_ids: list[str]) -> None:
+        assert inner_ids
+        await self._reach("forget")
+        self.computed.difference_update(inner_ids)
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[bytes]:
         await self._reach("workers")
@@ -262,6 +272,48 @@ async def test_a_stream_that_is_closed_at_any_moment_of_a_commit_leaves_nothing_
     (again,) = await sent(engine, llm, "closed")
     llm.give("closed", 1, "length")
     assert (await asyncio.wait_for(again, 10)).labels == [1]
+
+
+async def test_the_pause_ends_before_the_streams_of_those_that_were_taken_out_have_their_turns() -> None:
+    """A thousand of them take many milliseconds. The engine process computes none of them when it resumes."""
+    engine, llm = started()
+    told: list[str] = []
+
+    async def resume() -> None:
+        told.append(f"resume with {sorted(llm.computed)}")
+
+    async def abort() -> None:
+        told.append("abort while paused" if engine.stats().paused_s else "abort")
+        assert len(llm.entered) == 3, "nobody has heard of it yet"
+
+    llm.at.update(resume=resume, abort=abort)
+    tasks = await sent(engine, llm, "has-tokens", "second", "third")
+    llm.give("has-tokens", 1)
+    await commit(engine)
+    assert told == ["resume with ['has-tokens-1']", "abort"]
+    await until(lambda: len(llm.entered) == 5)
+    for name in ("has-tokens", "second", "third"):
+        llm.give(name, 1, "length")
+    assert [(await asyncio.wait_for(task, 10)).labels for task in tasks] == [[0, 1], [1], [1]]
+
+
+@pytest.mark.parametrize("moment", ["forget", "abort"])
+async def test_an_abort_that_does_not_end_is_the_death_of_the_engine(
+    moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout.engine.vllm_engine._ABORT_TIMEOUT_S", 0.05)
+    engine, llm = started()
+
+    async def hang() -> None:
+        await asyncio.Event().wait()
+
+    llm.at[moment] = hang
+    (task,) = await sent(engine, llm, "waiting")
+    with pytest.raises(TimeoutError, match="abort did not end"):
+        await commit(engine)
+    with pytest.raises(EngineDead, match="abort did not end"):
+        await asyncio.wait_for(task, 10)
+    await engine.close()
 
 
 async def test_its_id_is_taken_while_it_is_outside() -> None:

@@ -44,11 +44,21 @@ def reward(*, prompt, response, answer, metadata):
         case ["torch"]: return float("torch" in sys.modules or "ray" in sys.modules)
         case ["main"]: return float(any(name.startswith("pytest") for name in sys.modules))
         case ["metadata"]: return float(metadata["level"]) + len(prompt) + len(answer)
-        case ["grandchild", path]:
+        case ["grandchild", path, leaves]:
             import subprocess
-            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+            program = [sys.executable, "-c", "import time; time.sleep(600)"]
+            child = subprocess.Popen(program, start_new_session=leaves == "leaves")
             open(path, "w").write(str(child.pid))
             while True: pass
+        case ["orphan", path]:
+            if os.fork() == 0:
+                os.setsid()
+                if os.fork() == 0:
+                    open(path, "w").write(str(os.getpid()))
+                    time.sleep(600)
+                os._exit(0)
+            while not (os.path.exists(path) and open(path).read()): time.sleep(0.02)
+            os.kill(os.getpid(), 11)
 
 def other(*, prompt, response, answer, metadata):
     return -5.0
@@ -263,12 +273,21 @@ async def test_close_kills_busy_processes_and_answers_their_callers(function: st
     assert "was closed" in str((await rewards.score_batch(a_prompt(), ["value 1"]))[0])
 
 
-async def test_a_hang_takes_what_the_reward_started_with_it(function: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("session", ["stays", "leaves"])
+async def test_a_hang_takes_what_the_reward_started_with_it(function: str, tmp_path: Path, session: str) -> None:
     pid_file = tmp_path / "grandchild.pid"
     async with RewardPipeline(function, timeout_s=5.0, num_processes=1) as rewards:
         with pytest.raises(RewardError, match="longer than"):
-            await rewards.score(a_prompt(), f"grandchild {pid_file}")
-    wait_until_gone([int(pid_file.read_text())])
+            await rewards.score(a_prompt(), f"grandchild {pid_file} {session}")
+        wait_until_gone([int(pid_file.read_text())])
+
+
+async def test_a_crash_takes_orphans_with_it_and_says_its_signal(function: str, tmp_path: Path) -> None:
+    pid_file = tmp_path / "orphan.pid"
+    async with RewardPipeline(function, timeout_s=20.0, num_processes=1) as rewards:
+        with pytest.raises(RewardError, match="its process ended by signal SIGSEGV"):
+            await rewards.score(a_prompt(), f"orphan {pid_file}")
+        wait_until_gone([int(pid_file.read_text())])
 
 
 async def test_a_function_that_does_not_import_stops_the_start_and_leaves_no_process(tmp_path: Path) -> None:
@@ -338,6 +357,7 @@ async def test_inline_reward_starts_no_process() -> None:
 
 PARENT = """
 import asyncio, sys
+from pathlib import Path
 import numpy as np
 from rollout.reward.pipeline import RewardPipeline
 from rollout.types import Prompt
@@ -346,10 +366,12 @@ async def main():
     prompt = Prompt(prompt_id="p", token_ids=np.zeros(1, np.int32), text="", answer="")
     rewards = RewardPipeline(sys.argv[1], timeout_s=600.0, num_processes=2)
     await rewards.start()
-    busy = asyncio.create_task(rewards.score(prompt, "spin"))
+    busy = asyncio.create_task(rewards.score(prompt, f"grandchild {sys.argv[2]} leaves"))
     pids = [p.pid for p in rewards._processes]
-    await asyncio.sleep(0.2)
-    print(*pids, flush=True)
+    other = int((await rewards.score(prompt, "pid")).reward)
+    while not (Path(sys.argv[2]).exists() and Path(sys.argv[2]).read_text()):
+        await asyncio.sleep(0.02)
+    print(*pids, other, Path(sys.argv[2]).read_text(), flush=True)
     await busy
 
 asyncio.run(main())
@@ -357,13 +379,18 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("deadly", [signal.SIGKILL, signal.SIGTERM])
-def test_reward_processes_die_with_a_killed_parent(function: str, deadly: signal.Signals) -> None:
+def test_reward_processes_and_what_they_started_die_with_a_killed_parent(
+    function: str, tmp_path: Path, deadly: signal.Signals
+) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", PARENT, function], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[4]
+        [sys.executable, "-c", PARENT, function, str(tmp_path / "grandchild.pid")],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[4],
     ) as parent:
         assert parent.stdout is not None
         pids = [int(pid) for pid in parent.stdout.readline().split()]
-        assert len(pids) == 2
+        assert len(pids) == 4
         assert all(is_running(pid) for pid in pids)
         parent.send_signal(deadly)
         parent.wait(10)

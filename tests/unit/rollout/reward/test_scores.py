@@ -47,6 +47,16 @@ def judged(response: str, answer: str) -> float:
         (r"\boxed{10^{10}}", "10000000000", 1.0),
         (r"\boxed{20!}", "2432902008176640000", 1.0),
         (r"\boxed{3}", "-3", 0.0),
+        (r"\boxed{50\%}", "50%", 1.0),
+        (r"\boxed{50}", r"50\%", 1.0),
+        (r"\boxed{0.5}", r"50\%", 1.0),
+        (r"\boxed{12.5 \%}", r"\frac{1}{8}", 1.0),
+        (r"\boxed{5}", r"50\%", 0.0),
+        (r"\boxed{42.}", "42", 1.0),
+        (r"\boxed{4.2}", "42", 0.0),
+        ("<think>It may be 41.</think><answer>42</answer>", "42", 1.0),
+        ("<think>It may be 42.</think><answer>41</answer>", "42", 0.0),
+        (r"<answer>\boxed{42}</answer>", "42", 1.0),
         ("", "42", 0.0),
         ("no idea", "42", 0.0),
         (r"\boxed{", "42", 0.0),
@@ -122,14 +132,29 @@ def test_overlong_penalty_without_a_buffer_is_off_and_a_buffer_beyond_the_limit_
         overlong_penalty(5, max_tokens=10, buffer_tokens=11, penalty=1.0)
 
 
-@pytest.mark.parametrize("value", [1, 1.0, True, np.float32(1), np.int64(1), Fraction(1), {"reward": np.float64(1)}])
+@pytest.mark.parametrize(
+    "value",
+    [1, 1.0, True, np.float32(1), np.int64(1), np.bool_(True), np.array(1), Fraction(1), {"reward": np.float64(1)}],
+)
 def test_any_finite_real_number_is_a_reward(value: object) -> None:
     assert to_result(value) == RewardResult(reward=1.0)
 
 
 @pytest.mark.parametrize(
     "value",
-    ["1", None, [1.0], 1j, math.nan, -math.inf, np.array([1.0]), {"reward": "1"}, {"reward": 1, "part": math.nan}, {}],
+    [
+        "1",
+        None,
+        np.array("1"),
+        [1.0],
+        1j,
+        math.nan,
+        -math.inf,
+        np.array([1.0]),
+        {"reward": "1"},
+        {"reward": 1, "part": math.nan},
+        {},
+    ],
 )
 def test_anything_else_is_refused(value: object) -> None:
     with pytest.raises(RewardError, match="returned"):

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 
 from trainer.advise.diagnosis import SURE_STEPS, Diagnosis, Split, diagnose, splits_of
 from trainer.advise.facts import Setup, StepLine, TraceFacts
+from trainer.advise.reading import read_setup
+from trainer.advise.recommendation import as_arguments
 from trainer.advise.report import in_words
 from trainer.advise.steady import TooFewSteps, steady
+from trainer.config.dump import dump_yaml
+from trainer.config.load import load_config
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SETUP = Setup(
     num_ranks=4,
@@ -195,6 +203,22 @@ def test_taking_turns_is_told_from_being_slow() -> None:
     assert told.recommendation.step_s == pytest.approx(5.0)
     assert advice(5.0, 4.0).findings.step_s == pytest.approx(5.0), "what is promised is what the other mode takes"
     assert "S = 0" in found.limits[0]
+
+
+@pytest.mark.parametrize("mode", ["sync", "one_step_off", "async"])
+def test_a_run_takes_the_bound_that_it_is_advised(mode: str, tmp_path: Path) -> None:
+    cfg = load_config([f"mode={mode}"])
+    (tmp_path / "config.yaml").write_text(dump_yaml(cfg))
+    setup = replace(read_setup(tmp_path), device_name="an accelerator")
+    told = advice(5.0, 4.0, setup=setup) if mode == "sync" else diagnose(TAILS[5:], setup, trace=at_full_rate(4.0))
+    keys = told.recommendation.keys
+    assert keys["mode.max_staleness"] == cfg.mode.max_staleness + 1
+    assert load_config([f"mode={mode}", *as_arguments(told.recommendation).split()]).mode.name == "async"
+    assert ("mode" in keys) == (mode != "async"), "and nothing that it has already"
+
+
+TAILS = play(9.0, 6.0)[0]
+"""The learner waits for the longest answers."""
 
 
 def test_what_the_model_promises_is_what_the_machines_do() -> None:

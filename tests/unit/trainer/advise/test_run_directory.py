@@ -193,6 +193,9 @@ def test_a_resume_that_ended_before_its_first_step_does_not_count(
     assert told(None, 20, startup_s=60.0) == {"first": 24, "device": "device 1"}
     assert told(None, 20, 30, startup_s=60.0) == {"first": 24, "device": "device 1"}
     assert told(None, 20, 35, 30, startup_s=500.0) == {"first": 24, "device": "device 1"}
+    first_s = 100.0 + sum(line.step_s for line in lines[:20])
+    for startup_s in (first_s - 0.9, first_s + 0.9):
+        assert told(None, 20, startup_s=startup_s)["first"] == 24, "took as long to start as the first until step 20"
     assert told(None, 20, 40, startup_s=60.0) == {"first": 24, "device": "device 1"}, "all was done already"
 
 

@@ -101,6 +101,37 @@ def test_every_engine_has_seats_for_all_answers_that_can_be_under_way(
     assert f"rollout.max_num_seqs={seats}" in overrides_of(found, W1, num_steps=8, device="cpu")
 
 
+@pytest.mark.parametrize(
+    ("setting", "instead"),
+    [
+        ("async:mode=sync", "--case MODE:SPLIT"),
+        ("all:learner.num_ranks=4", "--case MODE:SPLIT"),
+        ("all:++rollout.tensor_parallel_size=2", "--tp"),
+        ("all:trainer.groups_per_step=8", "is the workload's"),
+        ("all:rollout.group_size=2", "is the workload's"),
+        ("all:device=cpu", "--device"),
+    ],
+)
+def test_what_the_figures_are_reckoned_by_is_not_for_a_setting_to_say(setting: str, instead: str) -> None:
+    with pytest.raises(BadCase, match=instead):
+        with_overrides([case("async:2+2")], [setting])
+
+
+@pytest.mark.parametrize(
+    ("settings", "drawn"),
+    [
+        ([], ["model.random_weights=true"]),
+        (["all:model.path=/models/own"], []),
+        (["all:++model.path=/models/own", "all:model.random_weights=true"], ["model.random_weights=true"]),
+        (["all:model.compute_dtype=float32"], ["model.random_weights=true"]),
+    ],
+)
+def test_weights_are_drawn_only_for_the_model_of_the_workload(settings: list[str], drawn: list[str]) -> None:
+    (found,) = with_overrides([case("async:2+2")], settings)
+    overrides = overrides_of(found, W1, num_steps=8, device="cpu")
+    assert [text for text in overrides if text.startswith("model.random_weights")] == drawn
+
+
 def test_overrides_of_a_case_come_last() -> None:
     (found,) = with_overrides([case("async:2+2")], ["async:rollout.max_num_seqs=64"])
     assert overrides_of(found, W1, num_steps=8, device="cpu")[-1] == "rollout.max_num_seqs=64"

@@ -268,6 +268,8 @@ def test_utilisation_is_of_the_learner_while_it_computes() -> None:
     found = figures_of(*sync_run(), replace(HOW, peak_tflops=1e-3, case=replace(SYNC, num_ranks=2)))
     assert found.mfu == pytest.approx(found.model_tflop / 4 / 2 / 1e-3)
     assert figures_of(*sync_run(), HOW).mfu is None
+    own = replace(HOW, peak_tflops=1e-3, case=replace(SYNC, overrides=("model.path=/models/own",)))
+    assert figures_of(*sync_run(), own).mfu is None, "its shape is not the workload's"
 
 
 def test_the_start_up_adds_up_to_the_first_step() -> None:

@@ -120,7 +120,6 @@ def test_no_end_token_and_no_weights_are_in_the_model_directory(tmp_path: Path, 
     config = json.loads((model / "config.json").read_text())
     assert config["eos_token_id"] is None
     check_weights(model, is_drawn=True)
-    assert run_config(workload(name, is_tiny=True), model, model)["model"]["random_weights"]
 
 
 @pytest.mark.parametrize("is_tiny", [True, False])

@@ -208,6 +208,7 @@ def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
         ("trainer.total_steps=true", "trainer.total_steps", "expected integer, got the boolean"),
         ("learner.lr=nan", "learner.lr", "finite"),
         ("learner.beta2=1", "learner.beta2", ">= 0 and < 1"),
+        ("seed=4294967296", "seed", "<= 4294967295"),
         ("telemetry.tensorboard=1", "telemetry.tensorboard", "true or false"),
         ("telemetry.progress=of", "telemetry.progress", "did you mean off?"),
         ("algorithm.loss=ppo_clp", "algorithm.loss", "did you mean ppo_clip?"),

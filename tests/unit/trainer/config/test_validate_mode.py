@@ -93,4 +93,5 @@ def test_every_shipped_configuration_takes_every_mode_or_says_which_key_makes_it
 
 def test_a_colocated_run_on_policy_is_told_nothing_of_it() -> None:
     told = describe_rollout(load_config(["mode=colocated", "learner.num_ranks=1"]))
-    assert told == "all requests at once; evaluation: one greedy answer per prompt, pass@1, the learner waits for it"
+    evaluation = "evaluation on builtin:arithmetic: one greedy answer per prompt, pass@1, the learner waits for it"
+    assert told == f"all requests at once; {evaluation}"

@@ -117,11 +117,12 @@ def test_the_line_at_the_start_says_what_is_in_force() -> None:
         ]
     )
     assert describe_rollout(config) == (
-        "adaptive, 1 to 128 requests per engine; evaluation: 4 answers per prompt at temperature 0.7 and top_p 0.95, "
-        "pass@4"
+        "adaptive, 1 to 128 requests per engine; evaluation on builtin:arithmetic: 4 answers per prompt at temperature "
+        "0.7 and top_p 0.95, pass@4"
     )
     config = load_config(["rollout.max_concurrency=32", "trainer.eval_blocking=true"])
     assert describe_rollout(config) == (
-        "at most 32 requests per engine; evaluation: one greedy answer per prompt, pass@1, the learner waits for it"
+        "at most 32 requests per engine; evaluation on builtin:arithmetic: one greedy answer per prompt, pass@1, the "
+        "learner waits for it"
     )
     assert describe_rollout(config_with(task__eval_path="")) == "all requests at once; no evaluation"

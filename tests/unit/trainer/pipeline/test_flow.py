@@ -106,11 +106,12 @@ def test_lost_work_is_told_apart() -> None:
     story.at(2).failed(1, "retried")
     story.at(3).failed(2, "dropped")
     whole = group(3, lengths=(4, 6))
-    unjudged = replace(whole.trajectories[0], status="failed", reward=nan)
-    story.at(4).finished(replace(whole, trajectories=[unjudged, whole.trajectories[1]]))
+    unjudged = replace(whole.trajectories[0], status="failed", reward=nan, num_lost_tokens=3)
+    judged = replace(whole.trajectories[1], num_lost_tokens=8)
+    story.at(4).finished(replace(whole, trajectories=[unjudged, judged]))
     record = story.at(9).step_record([], num_replicas=1, slot_wait_s=0.0, engines_idle_frac=None)
     lost = {name.removeprefix("discarded/"): v for name, v in record.items() if name.startswith("discarded/")}
-    assert lost == {"filtered_tokens": 5, "failed_tokens": 4, "retried_s": 2.0, "dropped_s": 3.0}
+    assert lost == {"filtered_tokens": 5, "failed_tokens": 7, "given_up_tokens": 8, "retried_s": 2.0, "dropped_s": 3.0}
     assert set(story.flow._passages) == {1, 3}, "filtered and dropped groups are forgotten"
     again = story.at(10).step_record([], num_replicas=1, slot_wait_s=0.0, engines_idle_frac=None)
     assert again["discarded/filtered_tokens"] == 0

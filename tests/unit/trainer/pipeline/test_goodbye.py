@@ -68,6 +68,16 @@ def test_steps_before_a_resume_do_not_count(scripted: Make, play: Play) -> None:
     assert advise.main([str(run.telemetry.run_dir.path)]) == advise.EXIT_TOO_EARLY
 
 
+def test_a_resume_with_nothing_to_do_says_what_to_raise(tmp_path: Path) -> None:
+    run_dir: Any = SimpleNamespace(path=tmp_path)
+    for step, says in ((5, True), (6, False)):
+        state = RunState(started_at=0.0, wall_clock=lambda: 0.0, step=step, resumed_from_step=5)
+        state.stop("completed")
+        screen = io.StringIO()
+        _say_goodbye(Console(file=screen, width=40), state, run_dir)
+        assert ("raise trainer.total_steps to go on" in screen.getvalue()) == says
+
+
 def test_a_run_directory_that_cannot_be_read_costs_only_the_advice(scripted: Make, play: Play) -> None:
     run = scripted(Script(), mode={"max_staleness": 0}, trainer={"total_steps": 8})
     play(run)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from typing import Any, cast
 
 import pytest
 
-from trainer.pipeline.run import SAME_SIGNAL_S, Driver
+from trainer.pipeline.run import SAME_SIGNAL_S, Driver, _on_signals
 
 
 class State:
@@ -39,3 +41,36 @@ async def test_a_second_ctrl_c_stops_at_once_however_many_come_in_between(
             driver._interrupt(cast("Any", work))
     assert state.stop_reason == "interrupted"
     assert work.cancelled() is stops_at_once
+
+
+@pytest.mark.parametrize(
+    ("number", "is_ignored", "counts"),
+    [
+        (signal.SIGINT, False, True),
+        (signal.SIGINT, True, True),  # as shells start what runs in the background
+        (signal.SIGTERM, False, True),
+        (signal.SIGHUP, False, True),
+        (signal.SIGHUP, True, False),  # nohup
+    ],
+)
+def test_a_closed_terminal_interrupts_as_ctrl_c_does_unless_under_nohup(
+    number: int, is_ignored: bool, counts: bool
+) -> None:
+    calls: list[int] = []
+
+    async def main() -> None:
+        with _on_signals(lambda: calls.append(number)) as listen:
+            listen()
+            os.kill(os.getpid(), number)
+            for _ in range(3):  # the loop reads its wakeup pipe
+                await asyncio.sleep(0)
+            await asyncio.sleep(0.01)
+
+    before = signal.signal(number, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
+    try:
+        asyncio.run(main())
+        if not counts:
+            assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
+    assert calls == [number] * counts

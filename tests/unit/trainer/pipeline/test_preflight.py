@@ -288,3 +288,29 @@ def test_a_private_cluster_with_fewer_cpus_than_its_actors_take_is_refused() -> 
         preflight.preflight(tiny(*sizes, "ray.num_cpus=4"))
     for enough in (5, 0):
         assert preflight.preflight(tiny(*sizes, f"ray.num_cpus={enough}")).placement.num_cpus == 4.5
+
+
+@pytest.mark.parametrize(("is_offline", "says"), [("1", "HF_HUB_OFFLINE is set"), ("0", "check the name or directory")])
+def test_a_tokenizer_of_the_hub_that_may_not_be_fetched_says_why(
+    monkeypatch: pytest.MonkeyPatch, is_offline: str, says: str
+) -> None:
+    def refuse(path: str, **_: object) -> None:
+        raise OSError("not in the cache")
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", is_offline)
+    monkeypatch.setattr(inputs, "load_tokenizer", refuse)
+    cfg = load_config(["model.path=some/model"])
+    with pytest.raises(ConfigurationError, match=says):
+        inputs._tokenizer(cfg)
+
+
+def test_engines_that_cannot_sleep_share_no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPU they do not sleep either, and nothing there is short of memory because of it."""
+    monkeypatch.setattr("torch.version.hip", "6.3.42134-a9a80e791")
+    shared, apart = load_config(["mode=colocated"]), load_config([])
+    with pytest.raises(ConfigurationError, match=r"(?s)mode\.name = colocated.*cannot give their memory"):
+        preflight._check_sleep(shared, build("rocm"))
+    preflight._check_sleep(apart, build("rocm"))
+    preflight._check_sleep(shared, build("cpu"))
+    monkeypatch.setattr("torch.version.hip", "6.4.43482-0f2d60242")
+    preflight._check_sleep(shared, build("rocm"))

@@ -146,14 +146,20 @@ def test_who_sits_where_is_part_of_the_placement(tmp_path: Path, run_trainer: Ca
     code, out, err = run_trainer(*ELSEWHERE, "--nodes", "8,8,8", *drawn(model), *sizes)
     assert code == 0, err
     placement = out.partition("\nPlacement\n")[2].partition("\n\n")[0]
-    assert placement.splitlines()[-4:] == [
-        "  nodes           3; assumed: the driver on node 0, and on each as many CPUs as all take together",
+    head, *seats = placement.splitlines()[-4:]
+    assert head.startswith(
+        "  nodes           3, joined with ray.address=auto; assumed: the driver on node 0, and on each"
+    )
+    assert seats == [
         "  node 0 (8 devices): learner ranks 0-7; rollout worker 0; 0 free",
         "  node 1 (8 devices): replica_0 (2), replica_2 (2), replica_4 (2), replica_6 (2); 0 free",
         "  node 2 (8 devices): replica_1 (2), replica_3 (2), replica_5 (2), replica_7 (2); 0 free",
     ]
     _, silent, _ = run_trainer(*ELSEWHERE, *drawn(model), *sizes)
     assert "node" not in silent
+    served = re.compile(r"each learner rank serves ([\d.]+) MiB to engines that hand it on")
+    two, one = served.search(out), served.search(silent)
+    assert two and one and float(two[1]) == pytest.approx(2 * float(one[1]), rel=0.1), "engines are on two nodes"
 
 
 def test_given_nodes_are_a_cluster_that_is_joined_and_not_this_host(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DeepseekV2Config, Gemma4TextConfig
 
 from tests.fakes.learner import KINDS, process_group, run_config, save_tiny
 from tests.unit.trainer.planning.conftest import BIG, NUM_7B, QWEN_7B, config, planned
@@ -21,7 +21,6 @@ from trainer.planning import engine, learner, plan
 from trainer.planning.model import model_shape
 from trainer.planning.plan import engine_plan, learner_plan, plan_run, problems
 from trainer.planning.report import in_words
-from trainer.planning.schedule import Engines, sync_traffic
 from trainer.planning.sizes import GIB, Device, ModelShape, Workload, total
 from weight_sync.device.select import get_backend
 from weight_sync.landing import SHADOW_HEADROOM
@@ -172,35 +171,39 @@ def test_the_cache_gets_what_weights_and_workspace_leave(shape_7b: ModelShape) -
     assert not tight.is_staged, "12 GiB are left, the shadow would need 14.2"
 
 
-def test_a_version_moves_every_published_byte_to_every_replica(shape_7b: ModelShape) -> None:
-    engines = Engines(num_replicas=3, tensor_parallel_size=2, relays=False)
-    sync = sync_traffic(shape_7b, engines, dtype_bytes=2, num_ranks=4)
-    assert (sync.version_bytes, sync.device_bytes) == (2 * NUM_7B, NUM_7B)
-    assert sync.rank_bytes == -(-3 * 2 * NUM_7B // 4)
-    assert sync.floor_s(25e9) == pytest.approx(3 * 2 * NUM_7B / 4 / 25e9)
-    relayed = sync_traffic(shape_7b, replace(engines, relays=True), dtype_bytes=2, num_ranks=4)
-    assert relayed.rank_bytes == 2 * NUM_7B // 4
-    assert relayed.floor_s(25e9) == pytest.approx(NUM_7B / 25e9), "an engine device reads more than a rank sends"
+def test_engine_arguments_that_change_what_is_counted_leave_nothing_sure(shape_7b: ModelShape) -> None:
+    small = replace(BIG, total_bytes=16 * GIB)
+    for given, is_refused in (({}, True), ({"quantization": "fp8"}, False), ({"kv_cache_dtype": "auto"}, True)):
+        cfg = config(rollout={"engine_args": given}, learner={"num_ranks": 64, "max_tokens_per_micro_batch": 1024})
+        found = planned(cfg, shape_7b, small)
+        assert ("rollout.gpu_memory_utilization" in {p.key for p in problems(found, cfg)}) == is_refused
+        assert ("Counted as without rollout.engine_args.quantization" in in_words(found, cfg)) != is_refused
 
 
-def test_the_least_time_of_a_pull_knows_whether_engines_hand_versions_on(shape_7b: ModelShape) -> None:
-    many = {"num_replicas": 16, "gpu_memory_utilization": 0.5}
-
-    def told(commit: str, relay: str) -> str:
-        cfg = config(rollout=many, weight_sync={"commit": commit, "relay": relay})
-        return in_words(planned(cfg, shape_7b), cfg).partition("no pull is faster than ")[2].splitlines()[0]
-
-    alone, sixteenfold = (f"{times * 2 * NUM_7B / 4 / 25e9:.3g} s at 25 GB/s" for times in (4, 16))
-    assert told("auto", "auto").startswith(alone), "four ranks, and every engine device reads all of it"
-    assert told("auto", "off").startswith(sixteenfold)
-    assert told("inplace", "auto").startswith(sixteenfold), "only shadow blocks are handed on"
+def test_seats_are_no_more_than_the_requests_that_an_engine_is_given(shape_7b: ModelShape) -> None:
+    cfg = config(rollout={"max_num_seqs": 256, "max_concurrency": 8}, trainer={"groups_per_step": 4})
+    found = planned(cfg, shape_7b)
+    assert found.engine.wanted_tokens == 8 * found.engine.longest_tokens
+    text = in_words(found, cfg)
+    assert "128 answers over 32 seats" in text
+    assert "Up to 4 answers have a seat one after the other" in text
 
 
-def test_engines_hand_nothing_on_where_learners_outnumber_them(shape_7b: ModelShape) -> None:
-    """As the routes of weight_sync decide it for one node."""
-    for replicas, served in ((4, 4), (5, 1)):
-        cfg = config(rollout={"num_replicas": replicas, "gpu_memory_utilization": 0.5})
-        assert planned(cfg, shape_7b).sync.rank_bytes == served * 2 * NUM_7B // 4
+def test_blocks_that_differ_in_their_heads_are_planned_as_the_largest(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "global_head_dim": 48}
+    Gemma4TextConfig(vocab_size=128, head_dim=16, num_attention_heads=4, **sizes).save_pretrained(tmp_path)
+    assert model_shape(ModelConfig(), str(tmp_path)).head_dim == 48
+
+
+def test_the_cache_of_latent_attention_holds_the_latent_on_every_device(tmp_path: Path) -> None:
+    """DeepSeek-V2-Lite: 512 + 64 numbers per token and block, where 16 heads would have 2 x 16 x 128."""
+    DeepseekV2Config(
+        vocab_size=128, hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=3,
+        num_attention_heads=16, num_key_value_heads=16, kv_lora_rank=512, qk_rope_head_dim=64, n_routed_experts=4,
+    ).save_pretrained(tmp_path)  # fmt: skip
+    shape = model_shape(ModelConfig(), str(tmp_path))
+    for tp in (1, 8):
+        assert shape.kv_bytes_per_token(tensor_parallel_size=tp, dtype_bytes=2) == 3 * (512 + 64) * 2
 
 
 def test_slots_and_answers_in_flight(shape_7b: ModelShape) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
@@ -62,3 +63,19 @@ def test_lines_that_a_full_disk_refuses_are_counted_and_told_once(
     with file_limit(path.stat().st_size), logging_to(path, level="info", console=Console(file=screen)):
         log.info("never taken")
     assert "never taken" not in path.read_text()
+
+
+def test_an_error_that_ends_a_thread_is_in_the_log(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise ValueError("the socket is gone")
+
+    before, out = threading.excepthook, io.StringIO()
+    with logging_to(tmp_path / "log.txt", level="info", console=Console(file=out)):
+        thread = threading.Thread(target=fail, name="listener")
+        thread.start()
+        thread.join()
+    assert threading.excepthook is before
+    written = (tmp_path / "log.txt").read_text()
+    assert "thread listener has failed" in written
+    assert "Traceback" in written
+    assert "thread listener has failed: ValueError: the socket is gone" in out.getvalue()

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import io
-from typing import Any
+import logging
+import os
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from rich.console import Console
 
 from trainer.config.convert import to_run_config
 from trainer.telemetry.progress import Progress
+from trainer.telemetry.screen import Screen
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 class Clock:
@@ -57,6 +63,80 @@ def test_fast_steps_share_a_line_but_evaluations_and_the_last_step_are_always_sh
     shown = out.getvalue().splitlines()
     assert [line.split()[1] for line in shown] == ["1/10", "6/10", "10/10"]
     assert "accuracy 0.750 (v5)" in shown[1]
+
+
+def test_a_line_has_what_tells_first_that_a_run_goes_wrong() -> None:
+    progress, out = make("plain")
+    more = {
+        "response/tokens_mean": 311.7, "response/truncated_frac": 0.125, "learner/entropy": 0.31234,
+        "learner/grad_norm": 12.34, "perf/step_s": 34.06,
+    }  # fmt: skip
+    progress.step(record(1, **more))
+    assert out.getvalue() == (
+        "step 1/10  reward 0.500  length 312 (12% cut)  entropy 0.312  grad norm 12.3  staleness 0.25 max 1  "
+        "rollout 15.0k tok/s, train 800 tok/s  step in 34.1 s\n"
+    )
+
+
+@pytest.mark.parametrize("kind", ["plain", "rich", "off"])
+def test_the_log_has_phases_notes_and_steps_whatever_is_shown(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    progress, _ = make(kind, terminal=True, clock=clock)
+    with caplog.at_level(logging.INFO), progress.phase("starting Ray"):
+        clock.now += 2.0
+    with caplog.at_level(logging.INFO):
+        progress.note("100% of it")
+        progress.step(record(1))
+    progress.close()
+    kept = caplog.messages
+    assert kept[:3] == ["starting Ray ...", "starting Ray ... 2.0 s", "100% of it"]
+    assert kept[3].startswith("step 1/10  reward 0.500")
+    assert all(vars(entry)["shown_before"] for entry in caplog.records), "the screen has its own"
+
+
+class Gone(io.StringIO):
+    """A terminal that may be closed."""
+
+    is_gone = False
+
+    def write(self, text: str) -> int:
+        if self.is_gone:
+            raise OSError(5, "Input/output error")
+        return super().write(text)
+
+
+@pytest.mark.parametrize("kind", ["plain", "rich"])
+def test_a_screen_that_is_gone_ends_no_run(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    config, _ = to_run_config({"telemetry": {"progress": kind}})
+    screen = Gone()
+    console = Console(file=screen, force_terminal=kind == "rich", width=110, _environ={"TERM": "xterm"})
+    progress = Progress(config, console=console)
+    progress.note("here")
+    screen.is_gone = True
+    with progress.phase("stopping"):
+        progress.step(record(1))
+    progress.note("the last word")
+    progress.close()
+    assert caplog.text.count("nothing more is shown") == 1
+    assert "here" in screen.getvalue()
+
+
+def test_a_reader_that_is_gone_leaves_nothing_to_be_refused_at_the_end(capfd: pytest.CaptureFixture[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w", encoding="ascii") as pipe:
+        screen = Screen(pipe)
+        for _ in range(2):
+            screen.write("a line\n")
+            screen.flush()
+        pipe.write("what is left")
+    assert capfd.readouterr().err == ""
+
+
+def test_a_character_that_a_screen_cannot_say_is_replaced(tmp_path: Path) -> None:
+    with (tmp_path / "out").open("w", encoding="ascii") as file:
+        Screen(file).write("0.5 ± 0.1")
+    assert (tmp_path / "out").read_text() == "0.5 ? 0.1"
 
 
 def test_phases_are_timed_and_failures_are_said() -> None:

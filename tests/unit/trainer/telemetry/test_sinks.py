@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
-import types
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -131,6 +129,30 @@ def test_a_broken_sink_is_counted_and_the_others_get_every_record(caplog: pytest
     assert "broken" in caplog.text
 
 
+def test_a_sink_that_cannot_be_made_counts_as_one_that_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = config_for(tmp_path / "run")
+    run_dir = open_run_dir(config)
+    run_dir.tensorboard.write_text("a file where a directory should be")
+    writer = build_writer(config, run_dir)
+    for step in (1, 2):
+        writer.write({"step": step})
+    assert [line["telemetry/sink_errors"] for line in lines(run_dir.metrics)] == [0, 1]
+    writer.close()
+    assert "tensorboard failed 2 times in all" in caplog.text
+    run_dir.close()
+
+
+def test_a_value_that_json_cannot_say_costs_itself_and_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    kept = Kept()
+    writer = MetricWriter([kept], kept)
+    for step in (1, 2):
+        writer.write({"step": step, "reward/part/format": object(), "reward/mean": 0.5})
+    writer.write_evaluation({"version": 1, "accuracy": float("nan"), "reward_parts": {"format": object()}})
+    assert [sorted(record) for record in kept.records[:2]] == [["reward/mean", "step", "telemetry/sink_errors"]] * 2
+    assert kept.records[2] == {"version": 1, "accuracy": None}
+    assert caplog.text.count("metric reward/part/format is left out: cannot write a object as JSON") == 1
+
+
 def test_a_nan_is_written_as_null_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     kept = Kept()
     writer = MetricWriter([kept], kept)
@@ -205,84 +227,6 @@ def test_a_sink_that_cannot_be_made_is_left_out(tmp_path: Path, caplog: pytest.L
     assert [line["step"] for line in lines(run_dir.metrics)] == [1]
     assert "tensorboard" in caplog.text
     run_dir.close()
-
-
-class FakeWandb(types.ModuleType):
-    """As much of the package as the sink uses. `calls` has what was asked of it, in order."""
-
-    def __init__(self) -> None:
-        super().__init__("wandb")
-        self.calls: list[tuple[str, Any]] = []
-
-    def init(self, **settings: Any) -> FakeWandb:
-        self.calls.append(("init", settings))
-        return self
-
-    def define_metric(self, name: str, *, step_metric: str) -> None:
-        self.calls.append(("define_metric", (name, step_metric)))
-
-    def log(self, numbers: dict[str, float]) -> None:
-        self.calls.append(("log", numbers))
-
-    def finish(self) -> None:
-        self.calls.append(("finish", None))
-
-    @property
-    def inits(self) -> list[dict[str, Any]]:
-        return [settings for name, settings in self.calls if name == "init"]
-
-
-@pytest.fixture
-def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
-    fake = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    return fake
-
-
-def write_to_wandb(folder: Path, *steps: int, **telemetry: Any) -> None:
-    """One process of a run."""
-    config = config_for(folder, tensorboard=False, wandb=True, **telemetry)
-    run_dir = open_run_dir(config)
-    writer = build_writer(config, run_dir)
-    for step in steps:
-        writer.write({"step": step, "reward/mean": 0.5, "staleness/histogram": {"0": 1}})
-    writer.close()
-    run_dir.close()
-
-
-def test_wandb_gets_the_numbers_over_steps(tmp_path: Path, wandb: FakeWandb) -> None:
-    write_to_wandb(tmp_path / "run", 4)
-    numbers = {"step": 4, "reward/mean": 0.5, "telemetry/sink_errors": 0}
-    assert wandb.calls[1:] == [("define_metric", ("*", "step")), ("log", numbers), ("finish", None)]
-
-
-def test_all_processes_of_a_run_directory_are_one_run_in_wandb(tmp_path: Path, wandb: FakeWandb) -> None:
-    write_to_wandb(tmp_path / "run", 1, 2, 3)
-    write_to_wandb(tmp_path / "run", 2, 3)
-    write_to_wandb(tmp_path / "other", 1)
-    first, second, other = wandb.inits
-    assert first["id"] == second["id"] == (tmp_path / "run" / "wandb_run_id").read_text().strip()
-    assert other["id"] != first["id"]
-    assert {settings["resume"] for settings in wandb.inits} == {"allow"}
-    assert [numbers["step"] for name, numbers in wandb.calls if name == "log"] == [1, 2, 3, 2, 3, 1]
-    (tmp_path / "run" / "wandb_run_id").write_text("")  # a disk that was full
-    write_to_wandb(tmp_path / "run", 4)
-    assert wandb.inits[-1]["id"]
-
-
-def test_wandb_is_told_where_the_run_belongs(tmp_path: Path, wandb: FakeWandb) -> None:
-    write_to_wandb(tmp_path / "plain")
-    write_to_wandb(tmp_path / "run", wandb_project="mine", wandb_entity="team", wandb_group="seeds", wandb_tags="a+b c")
-    plain, settings = wandb.inits
-    assert [plain[name] for name in ("project", "entity", "group", "tags")] == ["tandem", None, None, None]
-    assert [settings[name] for name in ("project", "entity", "group", "tags")] == [
-        "mine",
-        "team",
-        "seeds",
-        ("a", "b c"),
-    ]
-    assert settings["dir"] == str(tmp_path / "run")
-    assert settings["config"]["telemetry"]["wandb_group"] == "seeds"
 
 
 def test_the_catalog_knows_required_names_and_families_and_refuses_others() -> None:

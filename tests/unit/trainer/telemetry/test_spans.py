@@ -14,6 +14,8 @@ from trainer.telemetry.spans import Tracer
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import pytest
+
 
 class Clock:
     def __init__(self) -> None:
@@ -170,3 +172,21 @@ def test_every_process_of_a_run_has_its_own_numbers(tmp_path: Path) -> None:
     assert sorted(complete_spans(json.loads(path.read_text()))) == sorted(
         (track, 0.0, 1.0) for tracks in orders for track in tracks * 2
     )
+
+
+def test_the_log_has_every_span_at_level_debug(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("DEBUG"):
+        Tracer(None).add_span("learner", "step 3", start_s=100.0, end_s=100.25, tokens=7)
+    assert caplog.messages == ["learner: step 3 took 0.250 s {'tokens': 7}"]
+
+
+def test_a_trace_that_cannot_be_opened_is_told_counted_and_ends_no_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "trace.json").mkdir()
+    tracer = Tracer(tmp_path / "trace.json")
+    with tracer.span("learner", "step 0"):
+        tracer.instant("sync", "live")
+    tracer.close()
+    assert tracer.num_dropped == 2
+    assert "the run goes on without a trace" in caplog.text

@@ -285,3 +285,14 @@ def test_a_group_behind_one_that_a_full_disk_refused_can_be_read(tmp_path: Path)
     recorder.write(make_group(2), "ready")
     assert [line["group_id"] for line in recorded(tmp_path)] == [0, 2]
     assert (recorder.num_groups, recorder.num_errors) == (2, 1)
+
+
+def test_files_of_somebody_else_in_the_folder_stop_nothing(tmp_path: Path) -> None:
+    for name in ("groups_00003.jsonl", "groups_best.jsonl"):
+        (tmp_path / name).write_text("{}\n")
+    TrajectoryRecorder(tmp_path).write(make_group(1), "ready")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "groups_00003.jsonl",
+        "groups_00004.jsonl",
+        "groups_best.jsonl",
+    ]
