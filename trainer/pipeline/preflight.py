@@ -65,8 +65,8 @@ def _check_sleep(cfg: RunConfig, backend: Backend) -> None:
     """Raises ConfigurationError where engines would keep the memory that learners on the same devices need."""
     if not cfg.mode.shares_devices or backend.ray_resource is None or backend.capabilities().sleep_mode:
         return
-    allowed = f"engines on {backend.name} cannot give their memory back here (ROCm 6.4 and later can)"
-    do = "use mode=async or mode=sync, with devices of their own, or a newer ROCm"
+    allowed = f"engines on {backend.name} cannot give their memory back with the version that is installed here"
+    do = "use mode=async or mode=sync, with devices of their own, or a newer version (docs/backends.md)"
     raise ConfigurationError([Problem(key="mode.name", got=cfg.mode.name, allowed=allowed, do=do)])
 
 

@@ -87,5 +87,5 @@ def test_heads_of_the_built_in_model_are_known_before_it_is_made() -> None:
 def test_a_model_of_the_hub_that_the_learner_cannot_train_is_refused_before_it_starts(tmp_path: Path) -> None:
     hub = tmp_path / "hub" / f"models--{NAME.replace('/', '--')}"
     (hub / "snapshots" / "abc" / "config.json").write_text('{"model_type": "vit", "hidden_size": 32}')
-    with pytest.raises(ConfigurationError, match="model.path = tandem-tests/seven"):
+    with pytest.raises(ConfigurationError, match=r"model\.path = tandem-tests/seven"):
         preflight(load_config([f"model.path={NAME}", "device=cpu", *SHORT]))
