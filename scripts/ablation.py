@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 GOAL = 0.9
 """Held-out accuracy that a run must reach."""
-TIMEOUT_S = 600.0
+TIMEOUT_S, PATIENCE_S = 600.0, 120.0
 COMMON = ("device=cpu", "mode.max_staleness=2", "trainer.eval_every=10", "trainer.stop_at_accuracy=0.92")
 NOISE = (
     "task.agent=tests.fakes.perturbed_agent.PerturbedLoop",
@@ -166,12 +167,7 @@ def train_one(run: Run, overrides: list[str]) -> dict[str, Any]:
     try:
         command = [sys.executable, "-m", "trainer", *chosen, f"run_dir={folder / 'run'}"]
         with (folder / "output.txt").open("w") as output:
-            ended = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=output, stderr=subprocess.STDOUT)
-            try:
-                code = ended.wait(TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                ended.terminate()  # it saves and ends by itself
-                code = ended.wait(TIMEOUT_S)
+            code = wait(subprocess.Popen(command, cwd=ROOT, env=environ, stdout=output, stderr=subprocess.STDOUT))
         curve = read_curve(folder / "run")
         text = (folder / "output.txt").read_text().splitlines()
     finally:
@@ -187,6 +183,20 @@ def train_one(run: Run, overrides: list[str]) -> dict[str, Any]:
         **made_now(), "name": run.name, "overrides": chosen, "objective": objective,
         "seconds": time.monotonic() - started, "best": best, "ok": not problem, "problem": problem, **curve,
     }  # fmt: skip
+
+
+def wait(run: subprocess.Popen[bytes]) -> int:
+    """Its exit code. One that takes too long is asked to save and end, then killed; none outlives this script."""
+    try:
+        return run.wait(TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        run.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            run.wait(PATIENCE_S)
+    finally:
+        if run.poll() is None:
+            run.kill()
+    return run.wait()
 
 
 def read_curve(run_dir: Path) -> dict[str, Any]:

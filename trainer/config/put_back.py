@@ -28,7 +28,7 @@ def put_back(config: RunConfig, *, asked_for: Collection[str]) -> tuple[RunConfi
     """`config` with every ineffective key at its default, and what was put back; keys and sections `asked_for` stay."""
     back: list[Ineffective] = []
     # A key that goes back may have been what another one is read with.
-    while found := [problem for problem in _ineffective(config) if not _is_within(problem.key, asked_for)]:
+    while found := [problem for problem in _ineffective(config) if not _is_named(problem.key, asked_for)]:
         for problem in found:
             config = _with_value(config, problem.key.split("."), all_keys()[problem.key].default)
         back += found
@@ -50,9 +50,9 @@ def _ineffective(config: RunConfig) -> list[Ineffective]:
     return [problem for problem in check_combinations(config) if isinstance(problem, Ineffective)]
 
 
-def _is_within(key: str, names: Collection[str]) -> bool:
-    parts = key.split(".")
-    return any(".".join(parts[:count]) in names for count in range(1, len(parts) + 1))
+def _is_named(key: str, names: Collection[str]) -> bool:
+    """Whether it is in `names`, or a section around it is, or an entry of it (`task.agent_args.tools`)."""
+    return any(f"{key}.".startswith(f"{name}.") or name.startswith(f"{key}.") for name in names)
 
 
 def _with_value(section: Any, names: Sequence[str], value: object) -> Any:

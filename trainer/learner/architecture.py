@@ -35,7 +35,8 @@ CONFIG_ERRORS = (
 
 
 def load_config(model: ModelConfig, directory: Path) -> PreTrainedConfig:
-    """Raises ModelError if the config cannot be read, or names an architecture transformers does not know."""
+    """Raises ModelError if the config cannot be read, names an architecture transformers does not know, or belongs to
+    quantized weights."""
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, StrictDataclassError) as error:
@@ -45,6 +46,12 @@ def load_config(model: ModelConfig, directory: Path) -> PreTrainedConfig:
         ) from error
     if type(config) not in AutoModelForCausalLM._model_mapping and not getattr(config, "auto_map", None):
         raise ModelError(f"model_type {config.model_type!r} is not a causal language model; the policy must be one")
+    if quantization := getattr(config, "quantization_config", None):
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else type(quantization).__name__
+        raise ModelError(
+            f"{directory / 'config.json'} is of quantized weights (quant_method {method!r}), which mean nothing "
+            "without their scales; give the model in bfloat16, float16 or float32"
+        )
     return config
 
 

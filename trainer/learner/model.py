@@ -23,7 +23,7 @@ from trainer.learner.lora import add_adapters, init_adapters
 from trainer.learner.model_files import check_weights, checkpoint_files, is_drawn, resolve_model_dir
 from trainer.learner.parallel import UNSHARDED_SHARE, ShardingPlan, shard_model
 from trainer.learner.value_head import ValueHead
-from trainer.learner.weights import copy_rows, init_rows, load_rows
+from trainer.learner.weights import copy_rows, init_rows, load_rows, local_rows
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -230,11 +230,21 @@ def fill(hollow: HollowModel, cfg: RunConfig, *, device: torch.device) -> None:
     if files is not None and load_rows(hf, files):
         return
     try:
-        whole = AutoModelForCausalLM.from_pretrained(
-            source_dir, dtype=torch.float32, trust_remote_code=cfg.model.trust_remote_code
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source_dir,
+            dtype=torch.float32,
+            trust_remote_code=cfg.model.trust_remote_code,
+            output_loading_info=True,
         )
+        whole, found = loaded
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"weights in {source_dir} cannot be loaded: {error}") from error
+    # Transformers draws what is missing, on every rank other numbers. What we do not hold, a critic's head, may be.
+    if missing := sorted({part.name for part in local_rows(hf)} & set(found["missing_keys"])):
+        raise ModelError(
+            f"{source_dir} has no weights for {missing[0]} ({len(missing)} tensors are missing), which its config.json "
+            "asks for; finish the download, or give the directory of the whole model"
+        )
     copy_rows(hf, dict(whole.named_parameters()) | dict(whole.named_buffers()))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,6 +26,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from weight_sync.checkpoint_names import SavedTensor
+
+
+log = logging.getLogger(__name__)
+
+_NOT_MISSED = re.compile(r"(^|\.)lm_head\.weight$|\.inv_freq$")
+"""Tensors that a model may do without: an output matrix that is tied or would be a critic's, and what is computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +74,8 @@ def local_rows(model: nn.Module) -> Iterator[LocalRows]:
 def load_rows(model: nn.Module, files: dict[str, Path]) -> bool:
     """Copy this rank's rows out of the files, cast to the parameter's dtype. Of fused experts: its own experts.
 
+    Tensors that the model has no place for are warned of.
+
     Returns:
         False, with nothing copied, if the names differ from those that the model saves: such a checkpoint needs
         transformers' own conversion (old names).
@@ -87,7 +97,18 @@ def load_rows(model: nn.Module, files: dict[str, Path]) -> bool:
         with open_tensors(path) as reader:
             for view in wanted:
                 _read_into(rows[view.param], view, reader, path)
+    _tell_unread(files, read={view.name for view in views})
     return True
+
+
+def _tell_unread(files: dict[str, Path], *, read: set[str]) -> None:
+    unread = sorted(name for name in files.keys() - read if not _NOT_MISSED.search(name))
+    if unread:
+        log.warning(
+            "%d tensors in %s are not trained, the model that its config.json describes has no place for them: %s; "
+            "look whether config and weights belong together",
+            len(unread), files[unread[0]].parent, ", ".join(unread[:3]) + (", ..." if len(unread) > 3 else ""),
+        )  # fmt: skip
 
 
 def _read_into(part: LocalRows, view: SavedTensor, reader: safe_open, path: Path) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -59,3 +62,27 @@ def test_a_file_of_something_else_is_left_alone(
     assert ended.value.code == 2
     assert words in capsys.readouterr().err
     assert out.read_text() == text
+
+
+def test_a_run_that_does_not_end_when_it_is_asked_to_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ablation, "TIMEOUT_S", 0.0)
+    monkeypatch.setattr(ablation, "PATIENCE_S", 0.1)
+    deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); signal.pause()"
+    run = subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE)
+    assert run.stdout is not None
+    run.stdout.readline()
+    assert ablation.wait(run) == -signal.SIGKILL
+    run.stdout.close()
+
+
+def test_an_interrupt_leaves_no_run_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+
+    def interrupted(_: float) -> int:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ablation.wait(run)
+    assert run.wait(10) == -signal.SIGKILL

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from trainer.algorithms.losses.inputs import MAX_LOG_RATIO, at_least_float32
 
 if TYPE_CHECKING:
@@ -37,7 +39,8 @@ def kl_penalty(logprobs_L: Tensor, reference_logprobs_L: Tensor, estimator: KlEs
     half_square_L = 0.5 * difference_L.square()
     # float32 exp overflows at 88; a token that the policy made e^20 times rarer than the reference is lost anyway.
     bounded_L = difference_L.clamp_min(-MAX_LOG_RATIO)
-    k3_L = (-bounded_L).exp() - 1.0 + bounded_L
+    # Not exp(-d) - 1: beside the 1 float32 has no digits left for a difference of 1e-4.
+    k3_L = torch.expm1(-bounded_L) + bounded_L
     match estimator:
         case "k1":
             return difference_L

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.algorithms.aggregate import loss_weights
+from trainer.config.load import load_config
 
 COUNTS = [1, 3, 0, 4]
 
@@ -39,6 +40,17 @@ def test_padded_matrix_gives_the_closed_form(kind: str, expected: float) -> None
     mask = np.array([[1, 1, 1, 0], [1, 0, 0, 0]])
     weights = loss_weights(mask.sum(1), kind, norm_tokens=4)
     assert (weights[:, None] * mask * losses).sum() == pytest.approx(expected, abs=1e-12)
+
+
+def test_dr_grpo_divides_every_answer_by_the_longest_that_is_allowed() -> None:
+    """The authors' masked sum over the generation budget, meaned over answers: no length counts, and the gradient is of
+    the size that a mean over tokens has, which `learner.max_grad_norm` is made for."""
+    config = load_config(["algorithm=dr_grpo", "rollout.max_response_tokens=8", "device=cpu"])
+    algorithm, norm = config.algorithm, config.rollout.max_response_tokens
+    assert not algorithm.normalize_by_std
+    losses, lengths = np.array([[1.0, 2, 3, 0], [4, 0, 0, 0]]), [3, 1]
+    weights = loss_weights(lengths, algorithm.aggregation, norm_tokens=norm)
+    assert (weights[:, None] * losses).sum() == pytest.approx((6 / 8 + 4 / 8) / 2)
 
 
 def test_a_rejected_token_keeps_its_place_in_the_denominator() -> None:

@@ -97,6 +97,14 @@ def test_kl_estimates_of_random_tokens_equal_numpy(seed: int) -> None:
         np.testing.assert_allclose(grad_L.numpy(), expected[estimator][1], atol=1e-12)
 
 
+@pytest.mark.parametrize("scale", [1e-2, 1e-3, 1e-4])
+def test_k3_of_policies_that_hardly_differ_is_half_the_square_in_float32(scale: float) -> None:
+    ours_L = scale * torch.linspace(-1, 1, 1001)
+    kl_L = kl_penalty(ours_L, torch.zeros_like(ours_L), "k3")
+    assert (kl_L >= 0).all()
+    assert kl_L.double().mean().item() == pytest.approx(scale**2 / 6, rel=0.01)
+
+
 @pytest.mark.parametrize("clip", [None, 0.3])
 @pytest.mark.parametrize("seed", range(4))
 def test_value_losses_of_random_tokens_equal_numpy(seed: int, clip: float | None) -> None:

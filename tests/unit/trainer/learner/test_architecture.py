@@ -94,6 +94,19 @@ def test_models_that_cannot_run_packed_are_refused_by_their_config_alone(
         check_model(ModelConfig(), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("method", "fields"),
+    [("fp8", {"weight_block_size": [128, 128]}), ("bitsandbytes", {"load_in_4bit": True}), ("gptq", {"bits": 4})],
+)
+def test_quantized_weights_are_refused_by_their_config_alone(
+    method: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    """Read without their scales they would train as other numbers, and an export would name a quantization it lacks."""
+    config("qwen3", quantization_config={"quant_method": method, **fields}).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=rf"quantized weights \(quant_method '{method}'\).*give the model in bfloat16"):
+        check_model(ModelConfig(), tmp_path)
+
+
 def test_a_block_without_attention_is_refused_also_where_the_config_does_not_tell(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -340,6 +340,18 @@ def test_the_critic_may_start_from_another_model(tiny_dir: Path, tmp_path: Path)
         make_learner(config(tiny_dir, critic={"path": str(tmp_path / "few")}))
 
 
+def test_the_critic_may_start_from_a_backbone_without_output_matrix(tiny_dir: Path, tmp_path: Path) -> None:
+    whole = AutoModelForCausalLM.from_pretrained(save_tiny(tmp_path / "llama", "llama", seed=3))
+    whole.base_model.save_pretrained(tmp_path / "backbone")
+    learner = make_learner(config(tiny_dir, critic={"path": str(tmp_path / "backbone")}))
+    found = {n.removeprefix("critic.hf."): t for n, t in all_weights(learner).items() if n.startswith("critic.hf.")}
+    expected = {name: param for name, param in whole.named_parameters() if name != "lm_head.weight"}
+    assert found.keys() == expected.keys()
+    assert all(tensor.equal(expected[name]) for name, tensor in found.items())
+    with pytest.raises(ModelError, match=r"has no weights for lm_head\.weight"):
+        make_learner(run_config(tmp_path / "backbone"))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_bfloat16_and_offload_leave_a_float32_head_close_to_the_exact_one(kind: str, tiny_dir: Path) -> None:
     exact = make_learner(config(tiny_dir, critic=KINDS[kind]))

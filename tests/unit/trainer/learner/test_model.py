@@ -120,6 +120,32 @@ def test_damaged_files_are_named(tmp_path: Path, tiny_dir: Path) -> None:
         make_learner(run_config(tmp_path))
 
 
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight", "lm_head.weight"])
+def test_a_weight_that_no_file_holds_is_named_and_never_drawn(name: str, tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=rf"has no weights for {name} \(1 tensors are missing\).*finish the download"):
+        make_learner(run_config(tmp_path))
+
+
+def test_weights_that_the_config_has_no_place_for_are_told(
+    tmp_path: Path, tiny_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "config.json").write_text((tiny_dir / "config.json").read_text())
+    tensors = load_file(tiny_dir / "model.safetensors")
+    unused = {"lm_head.weight": torch.ones(61, 32), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    save_file(tensors | unused, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    make_learner(run_config(tmp_path))
+    assert not caplog.messages, "a tied matrix, and what is computed"
+    save_file(tensors | {"model.layers.7.mlp.up_proj.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
+    make_learner(run_config(tmp_path))
+    (message,) = caplog.messages
+    assert message.startswith(f"1 tensors in {tmp_path} are not trained")
+    assert "model.layers.7.mlp.up_proj.weight;" in message
+
+
 def test_weights_of_another_shape_are_refused(tmp_path: Path, tiny_dir: Path) -> None:
     (tmp_path / "config.json").write_text((tiny_dir / "config.json").read_text())
     tensors = load_file(tiny_dir / "model.safetensors")
