@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from weight_sync.opening import Agreement, EpochOpener
 
 log = logging.getLogger(__name__)
+_HANDLE_FIRST_S = 0.05
+"""A handle that keeps its own limit has the first word: it knows what to make of a party that is silent."""
 
 CLOSE_S = 10.0
 PART_S = 2.0
@@ -74,7 +76,7 @@ async def _close_learner(publisher: PublisherHandle, timeout_s: float) -> None:
 
 async def _within(timeout_s: float, call: Coroutine[Any, Any, Any], who: str) -> Any:
     """The result. A handle may wait longer than it was told, for an answer that is on its way; this does not."""
-    limit = asyncio.timeout(timeout_s)
+    limit = asyncio.timeout(timeout_s + _HANDLE_FIRST_S)
     try:
         async with limit:
             return await call

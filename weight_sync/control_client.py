@@ -218,7 +218,7 @@ class AsyncControlClient:
             WeightSyncError: (its subclass) the worker refused.
         """
         try:
-            async with self._lock, asyncio.timeout(deadline_s):
+            async with asyncio.timeout(deadline_s), self._lock:
                 if not self._talk.is_greeted:
                     self._talk.greeted(await self._exchange(self._talk.hello()), self.endpoint)
                 return checked(await self._exchange(request), kind, self.endpoint)

@@ -274,7 +274,10 @@ class SyncCoordinator:
         if old is not None and old.state == "live":
             async with self._membership_lock:
                 self._replaced.add(name)
-                await self._relink(self._free())
+                # Lost ones too: their processes may live, and map what is about to be freed.
+                lost = [other for other in self._members.values() if other.state != "live"]
+                parted = part(self._opener, self._agreement, lost, timeout_s=self._close_timeout_s)
+                await asyncio.gather(self._relink(self._free()), parted)
 
     def _free(self) -> list[Member]:
         live = [member for member in self._members.values() if member.state == "live"]
@@ -370,7 +373,8 @@ class SyncCoordinator:
     async def _end_lease(self, member: Member, before_passed: Callable[[], Awaitable[None]]) -> None:
         member.end_lease(before_passed)
         async with self._membership_lock:
-            if member.num_leases or self._members.get(member.name) is not member or member.state != "live":
+            is_gone = self._members.get(member.name) is not member or member.name in self._replaced
+            if member.num_leases or is_gone or member.state != "live":
                 return
             await self._relink([member])  # alone: its neighbours may not have the newest version yet
             try:

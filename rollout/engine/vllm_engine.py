@@ -228,34 +228,36 @@ class VllmEngine(Engine):
             def left_s() -> float:
                 return timeout_s - (self._clock() - begin)
 
-            async with self._pause.commit(
-                is_asleep=lambda: self._turns.is_asleep, resume=partial(self._resume, engine)
-            ) as attempt:
-                self._meter.before_commit(self._spec.in_flight)
-                await self._within(vllm_compat.pause_engine(engine, mode=self._spec.in_flight), left_s(), "pause")
-                paused = self._clock()
-                if self._turns.is_asleep and self._spec.sleep_level:
-                    await self._within(engine.wake_up(tags=["weights"]), left_s(), "wake-up of the weights")
-                # Beside the workers' call: nothing is sampled any more, so the counts stand.
-                counting = asyncio.ensure_future(self._count_tokens(engine, left_s()))
-                try:
-                    results = await self.call_workers(method, *args, timeout_s=left_s())
-                    attempt.state = self._read_replies(results)
-                    boundaries = await counting
-                except BaseException:
-                    counting.cancel()
-                    raise
-                if attempt.state == "ok":
-                    await self._wake_up(engine, left_s())
-                    for _, live, num_tokens in boundaries:
-                        live.chunks.labels.switch(num_tokens, version)
-                    self._version = version
-                    if self._spec.in_flight == "keep":
-                        taken_out = await self._take_out_tokenless(engine)
-                written = self._clock()
-            resumed = self._clock()
-            if taken_out:  # only now: it wakes a stream for each of them
-                await self._within(engine.abort(taken_out, internal=True), _ABORT_TIMEOUT_S, "abort")
+            try:
+                async with self._pause.commit(
+                    is_asleep=lambda: self._turns.is_asleep, resume=partial(self._resume, engine)
+                ) as attempt:
+                    self._meter.before_commit(self._spec.in_flight)
+                    await self._within(vllm_compat.pause_engine(engine, mode=self._spec.in_flight), left_s(), "pause")
+                    paused = self._clock()
+                    if self._turns.is_asleep and self._spec.sleep_level:
+                        await self._within(engine.wake_up(tags=["weights"]), left_s(), "wake-up of the weights")
+                    # Beside the workers' call: nothing is sampled any more, so the counts stand.
+                    counting = asyncio.ensure_future(self._count_tokens(engine, left_s()))
+                    try:
+                        results = await self.call_workers(method, *args, timeout_s=left_s())
+                        attempt.state = self._read_replies(results)
+                        boundaries = await counting
+                    except BaseException:
+                        counting.cancel()
+                        raise
+                    if attempt.state == "ok":
+                        await self._wake_up(engine, left_s())
+                        for _, live, num_tokens in boundaries:
+                            live.chunks.labels.switch(num_tokens, version)
+                        self._version = version
+                        if self._spec.in_flight == "keep":
+                            taken_out = await self._take_out_tokenless(engine)
+                    written = self._clock()
+                resumed = self._clock()
+            finally:
+                if taken_out and not self._is_dead:  # only now: it wakes a stream for each of them
+                    await self._within(engine.abort(taken_out, internal=True), _ABORT_TIMEOUT_S, "abort")
             return CommitResult(
                 results=results, pause_s=resumed - paused, drain_s=paused - begin, resume_s=resumed - written
             )

@@ -224,7 +224,7 @@ class AcceleratorBackend(Backend):
     def _close_refused(self) -> None:
         """Whoever closed them has dropped them, so nobody else would try again."""
         for _ in range(len(self._refused)):
-            with suppress(DeviceError, IndexError):  # those that are refused again are there again
+            with suppress(DeviceError, RuntimeError, IndexError):  # those that are refused again are there again
                 self._refused.popleft().close()
 
     def copy_async(self, dst: torch.Tensor, src: torch.Tensor, stream: Any | None = None) -> None:

@@ -59,6 +59,7 @@ class DriverBlock:
 
         Raises:
             DeviceError: the first call that the driver refused; `on_refused` has the block then.
+            RuntimeError: torch could not wait for its work on the device; likewise.
         """
         if self._tensor is not None:
             self._tensor = None
@@ -67,7 +68,7 @@ class DriverBlock:
             return
         try:
             self._undo()
-        except DeviceError:
+        except (DeviceError, RuntimeError):
             self._on_refused(self)
             raise
 

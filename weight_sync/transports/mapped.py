@@ -86,8 +86,9 @@ class MappedReceiverEnd(ReceiverEnd):
                 self._land(flying, free, on_arrived)
         except BaseException:
             # Whoever pulls again writes to the same places. All streams: the last batch may be there in part.
-            for stream in self._streams:
-                self._copier.synchronize(stream)
+            with ExitStack() as waiting:
+                for stream in self._streams:
+                    waiting.callback(self._copier.synchronize, stream)
             raise
         check()
 

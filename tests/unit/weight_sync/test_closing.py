@@ -169,6 +169,16 @@ async def test_a_lost_replica_keeps_nothing_of_one_that_leaves(name: str, mappin
         mappings.assert_in_order()
 
 
+async def test_a_lost_replica_keeps_nothing_of_a_live_one_that_joins_again(mappings: Mappings) -> None:
+    replicas = chained()
+    async with opened(1, replicas, commit="staged") as world:
+        await world.step(1)
+        for other in ("r1", "r2"):
+            world.coordinator._members[other].state = "dead"
+        await world.coordinator.join(replicas[0])
+        mappings.assert_in_order()
+
+
 @pytest.mark.parametrize("name", ["r0", "r1", "r2"])
 async def test_a_live_replica_that_joins_again_is_unmapped_by_the_others_first(name: str, mappings: Mappings) -> None:
     replicas = chained()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -118,6 +119,21 @@ async def test_a_coordinator_that_gets_no_answer_says_from_whom_and_for_how_long
     finally:
         client.close()
     assert server.endpoint in str(caught.value) and "weight_sync.timeout_s" in str(caught.value)
+
+
+async def test_a_deadline_holds_also_behind_a_question_that_gets_no_answer(server: ControlServer) -> None:
+    stranger = Membership(run_id="run", epoch=3, secret=b"x" * 32)
+    client = AsyncControlClient(server.endpoint, membership=stranger, sender="coordinator")
+    first = asyncio.create_task(client.ask(LEASE, LeaseGranted, deadline_s=60.0))
+    try:
+        await asyncio.sleep(0)
+        with pytest.raises(TimeoutError, match=r"within 0\.2 s"):
+            await asyncio.wait_for(client.ask(LEASE, LeaseGranted, deadline_s=0.2), 20)
+        assert not first.done()
+    finally:
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        client.close()
 
 
 @pytest.mark.parametrize("member", [Membership(run_id="run", epoch=2, secret=MEMBER.secret),

@@ -96,3 +96,17 @@ async def test_after_a_join_that_fails_syncs_count_on_it_again(monkeypatch: pyte
         report = await world.step(3)
         assert (report.replicas_live, report.num_stalls) == (2, 0)
         old.assert_holds(world.full)
+
+
+async def test_a_lease_that_ends_meanwhile_holds_nobody_up() -> None:
+    first, other = Held("r0"), LocalReplica("r1")
+    async with opened(1, [first, other], commit="staged", timeout_s=20.0) as world:
+        await world.step(1)
+        lease = world.coordinator.lease("r0")
+        await lease.__aenter__()
+        async with replacing(world, first):
+            await asyncio.wait_for(lease.__aexit__(None, None, None), 5)
+            report: Any = await asyncio.wait_for(world.step(2), 5)
+            assert report.replicas_live == 1
+        await world.step(3)
+        first.assert_holds(world.full)

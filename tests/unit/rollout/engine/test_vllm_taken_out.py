@@ -368,3 +368,20 @@ async def test_an_error_of_one_request_is_its_own() -> None:
     llm.give("good", 1, "length")
     assert (await asyncio.wait_for(good, 10)).finish_reason == "length"
     assert not llm.states
+
+
+async def test_a_resume_that_fails_and_kills_nobody_leaves_nothing_outside() -> None:
+    engine, llm = started()
+
+    async def refuse() -> None:
+        llm.at.clear()
+        raise RuntimeError("the core refused")
+
+    llm.at["resume"] = refuse
+    (task,) = await sent(engine, llm, "waiting")
+    with pytest.raises(RuntimeError, match="the core refused"):
+        await commit(engine)
+    await engine.end_pause("the watchdog")
+    await until(lambda: len(llm.entered) == 2 and bool(llm.computed))
+    llm.give("waiting", 2, "length")
+    await asyncio.wait_for(task, 5)

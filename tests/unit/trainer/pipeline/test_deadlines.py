@@ -19,6 +19,7 @@ from trainer.learner.group import RankHandle
 from trainer.pipeline.compose import make_pool, worker_spec
 from trainer.pipeline.handles import EngineReplica, answer
 from trainer.pipeline.workers import GROUP_GRACE_S, WorkerPool
+from weight_sync.closing import close_parties
 
 
 class Ref:
@@ -104,3 +105,13 @@ def test_a_learner_that_does_not_answer_names_its_own_key() -> None:
 def test_a_timeout_inside_an_actor_is_passed_on_as_it_is() -> None:
     with pytest.raises(TimeoutError, match=r"^no sample ended$"):
         run_virtual(answer(Ref(TimeoutError("no sample ended")), timeout_s=5.0, who="a", call="b", do="c"))
+
+
+def test_a_learner_that_does_not_close_is_known_to_hang() -> None:
+    async def main() -> None:
+        rank = RankHandle(Silent(), rank=0)
+        nobody: Any = None
+        await close_parties(nobody, nobody, [], [rank], timeout_s=10.0)
+        assert rank.is_broken
+
+    run_virtual(main())
