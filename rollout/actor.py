@@ -169,7 +169,9 @@ class RolloutWorkerActor:
             [RayEngine(name, handle, sender=self._sender) for name, handle in self._engines.items()],
             tokenizer=await asyncio.to_thread(load_tokenizer, path, trust_remote_code=self._spec.trust_remote_code),
             score=self._rewards.score,
-            loop=make_loop(self._spec.agent, self._spec.agent_args),
+            loop=make_loop(
+                self._spec.agent, self._spec.agent_args, chat_template_kwargs=self._spec.chat_template_kwargs
+            ),
             num_judges=self._rewards.num_at_once,
         )
         self._watching = asyncio.create_task(self._started.watch_loads(), name="load-watch")

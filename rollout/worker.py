@@ -72,6 +72,8 @@ class WorkerSpec:
     agent: str = ""
     """Dotted path of the factory of the agent loop; empty is the single turn."""
     agent_args: Mapping[str, object] = field(default_factory=dict)
+    chat_template_kwargs: Mapping[str, object] = field(default_factory=dict)
+    """For agent loops that render chat templates."""
     agent_timeout_s: float | None = None
     """Longest time one trajectory may take, environment included; None leaves it to `request_timeout_s`."""
     seed: int

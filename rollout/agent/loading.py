@@ -18,8 +18,13 @@ _DO = (
 )
 
 
-def make_loop(path: str, args: Mapping[str, object]) -> AgentLoop:
+def make_loop(
+    path: str, args: Mapping[str, object], *, chat_template_kwargs: Mapping[str, object] | None = None
+) -> AgentLoop:
     """The loop that the factory at `path` makes of `args`; an empty path is the single turn.
+
+    Args:
+        chat_template_kwargs: given to a factory with a parameter of this name, unless `args` has it.
 
     Raises:
         PluginError: there is no such factory, it cannot be called with `args` or raises, or makes something else.
@@ -30,7 +35,10 @@ def make_loop(path: str, args: Mapping[str, object]) -> AgentLoop:
     if not callable(factory):
         raise PluginError(f"agent loop {path!r} is a {type(factory).__name__} and cannot be called; {_DO}")
     try:
-        inspect.signature(factory).bind(**args)
+        signature = inspect.signature(factory)
+        if "chat_template_kwargs" in signature.parameters:
+            args = {"chat_template_kwargs": chat_template_kwargs or {}, **args}
+        signature.bind(**args)
     except TypeError as error:
         raise PluginError(f"agent loop {path!r} cannot be called with task.agent_args={dict(args)}: {error}") from error
     except ValueError:

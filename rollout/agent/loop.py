@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from rollout.errors import AgentError
 from rollout.types import TrajectoryStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from rollout.types import Completion, FinishReason, Prompt, Turn
 
@@ -77,7 +77,8 @@ class Episode:
 
 
 class AgentLoop(Protocol):
-    """Makes one trajectory out of a prompt."""
+    """Makes one trajectory out of a prompt. One with an attribute `tools`, JSON schemas of functions, has them shown by
+    the chat template of the prompts."""
 
     async def run(self, prompt: Prompt, max_tokens: int, generate: Generate) -> Episode:
         """`max_tokens` bounds everything after the prompt."""
@@ -101,6 +102,7 @@ class MultiTurnLoop:
         make_environment: builds the environment of one trajectory.
         max_turns: generated turns at most; more is truncation.
         stop: texts that end a turn; None leaves it to `rollout.stop`.
+        tools: JSON schemas of functions, for the chat template of the prompts.
     """
 
     def __init__(
@@ -109,12 +111,14 @@ class MultiTurnLoop:
         *,
         max_turns: int,
         stop: str | Sequence[str] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         if max_turns < 1:
             raise ValueError(f"max_turns must be >= 1, got {max_turns}")
         self._make_environment = make_environment
         self._max_turns = max_turns
         self._stop = stop
+        self.tools = tools
 
     async def run(self, prompt: Prompt, max_tokens: int, generate: Generate) -> Episode:
         environment = self._make_environment(prompt)

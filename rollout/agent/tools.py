@@ -21,6 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rollout.agent.loop import MultiTurnLoop, Reply
+from rollout.chat_template import arguments_of, schema_of, variables_of
 from rollout.plugins import load
 from rollout.tokenizer import load_tokenizer
 
@@ -47,6 +48,8 @@ def tool_agent(
     max_turns: int = 8,
     tool_timeout_s: float = 30.0,
     max_result_chars: int = 4000,
+    tools_in_prompt: bool = True,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
 ) -> AgentLoop:
     """The factory for `task.agent`.
@@ -58,18 +61,38 @@ def tool_agent(
         max_turns: of the policy.
         tool_timeout_s: of one call. A thread cannot be ended: a function that may hang should bound its own time.
         max_result_chars: of one result; the rest is cut, and the policy is told.
+        tools_in_prompt: have the chat template show the tools in the prompts, if it reads `tools`; each needs
+            annotations and a docstring that describes it and its arguments.
+        chat_template_kwargs: further arguments of the chat template; `task.chat_template_kwargs` unless given.
         trust_remote_code: run Python code that comes with the tokenizer.
 
     Raises:
         PluginError: a tool does not import.
-        ValueError: a tool is no function, two have the same name, or the chat template cannot show a result.
+        ValueError: a tool is no function, two have the same name, or the chat template cannot show a result, or shows
+            tools and one cannot be described.
     """
     functions = {path.rpartition(".")[2]: load(path, what="tool") for path in tools}
     if len(functions) < len(tools) or not all(map(callable, functions.values())):
         raise ValueError(f"tools must be paths of functions with names of their own, got {list(tools)}")
     box = Toolbox(functions, timeout_s=tool_timeout_s, max_result_chars=max_result_chars)  # type: ignore[arg-type]
-    template = TurnTemplate(load_tokenizer(tokenizer, trust_remote_code=trust_remote_code))
-    return MultiTurnLoop(lambda _: _ToolUser(box, template), max_turns=max_turns, stop=CLOSE)
+    loaded, kwargs = load_tokenizer(tokenizer, trust_remote_code=trust_remote_code), chat_template_kwargs or {}
+    shown = _shown(loaded, functions) if tools_in_prompt else []  # type: ignore[arg-type]
+    template = TurnTemplate(loaded, arguments_of(shown, kwargs))
+    return MultiTurnLoop(lambda _: _ToolUser(box, template), max_turns=max_turns, stop=CLOSE, tools=shown)
+
+
+def _shown(tokenizer: Any, functions: Mapping[str, Callable[..., object]]) -> list[dict[str, Any]]:
+    """Schemas for a chat template that shows tools; none for one that does not, or is not known to."""
+    if "tools" not in (variables_of(tokenizer, with_tools=True) or ()):
+        return []
+    try:
+        return [schema_of(name, function) for name, function in functions.items()]
+    except ValueError as error:
+        raise ValueError(
+            f"the chat template shows tools, and one cannot be described to it: {error}; give it annotations and a "
+            "docstring with a line per argument under `Args:`, or describe the tools yourself and set "
+            "tools_in_prompt=false"
+        ) from error
 
 
 class TurnTemplate:
@@ -79,8 +102,9 @@ class TurnTemplate:
         template.tokens(generated_ids, "42")  # <|im_end|>\\n<|im_start|>tool\\n42<|im_end|>\\n<|im_start|>assistant\\n
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, arguments: Mapping[str, Any] | None = None) -> None:
+        """`arguments`: of the template, beside the messages."""
+        self._tokenizer, self._arguments = tokenizer, arguments or {}
         if "a result" not in self._between("a result"):
             raise ValueError("the chat template does not show what a tool returned; use one that knows the role `tool`")
 
@@ -102,7 +126,9 @@ class TurnTemplate:
             {"role": "assistant", "content": _MARK},
             {"role": "tool", "content": result},
         ]
-        rendered = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        rendered = self._tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **self._arguments
+        )
         return rendered.partition(_MARK)[2]
 
 

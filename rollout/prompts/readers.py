@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -54,6 +54,10 @@ class SourceSpec:
     rewards_with_answer: frozenset[str]
     """Names of rewards that compare with an answer."""
     apply_chat_template: bool
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of the chat template."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """JSON schemas of the functions that the chat template shows."""
     system_prompt: str
     dedup: bool
     """Whether of rows with the same prompt, answer and reward only the first stays."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from rollout.chat_template import arguments_of
 from rollout.errors import DataError
 from rollout.prompts.columns import MISSING, find
 from rollout.types import Prompt
@@ -25,7 +26,7 @@ class Tokenizer(Protocol):
     def __call__(self, text: list[str], *, add_special_tokens: bool) -> Mapping[str, Any]: ...
 
     def apply_chat_template(
-        self, conversation: list[dict[str, Any]], *, tokenize: bool, add_generation_prompt: bool
+        self, conversation: list[dict[str, Any]], *, tokenize: bool, add_generation_prompt: bool, **kwargs: Any
     ) -> str: ...
 
 
@@ -98,11 +99,7 @@ def _text(row: Row, spec: SourceSpec, tokenizer: Tokenizer) -> tuple[str, bool]:
     value = find(row.columns, spec.prompt_column)
     match value:
         case str() if not spec.apply_chat_template:
-            if spec.system_prompt:
-                raise DataError(
-                    f"{row.where}: task.system_prompt is set, but this prompt is a plain string that goes through no "
-                    "chat template; set task.apply_chat_template=true or clear task.system_prompt"
-                )
+            _check_plain(row, spec)
             return value, False
         case str():
             messages: list[dict[str, Any]] = [{"role": "user", "content": value}]
@@ -122,7 +119,22 @@ def _text(row: Row, spec: SourceSpec, tokenizer: Tokenizer) -> tuple[str, bool]:
                 "clear one of them"
             )
         messages = [{"role": "system", "content": spec.system_prompt}, *messages]
-    return _apply_template(messages, row, tokenizer), True
+    return _apply_template(messages, row, spec, tokenizer), True
+
+
+def _check_plain(row: Row, spec: SourceSpec) -> None:
+    """Raises DataError if something is to be in a prompt that only a chat template could put there."""
+    wanted = {
+        "task.system_prompt is set": (spec.system_prompt, "clear task.system_prompt"),
+        "task.chat_template_kwargs is set": (spec.chat_template_kwargs, "clear task.chat_template_kwargs"),
+        "task.agent shows its tools in the prompt": (spec.tools, "tools_in_prompt=false among task.agent_args"),
+    }
+    for what, (value, instead) in wanted.items():
+        if value:
+            raise DataError(
+                f"{row.where}: {what}, but this prompt is a plain string that goes through no chat template; set "
+                f"task.apply_chat_template=true, or {instead}"
+            )
 
 
 def _checked_messages(value: Sequence[Any], row: Row, spec: SourceSpec) -> list[dict[str, Any]]:
@@ -137,14 +149,15 @@ def _checked_messages(value: Sequence[Any], row: Row, spec: SourceSpec) -> list[
     return [dict(message) for message in value]
 
 
-def _apply_template(messages: list[dict[str, Any]], row: Row, tokenizer: Tokenizer) -> str:
+def _apply_template(messages: list[dict[str, Any]], row: Row, spec: SourceSpec, tokenizer: Tokenizer) -> str:
     if getattr(tokenizer, "chat_template", MISSING) is None:
         raise DataError(
             f"{row.where}: the prompt needs a chat template, but the model's tokenizer has none; use an instruction-"
             "tuned model's tokenizer, or plain string prompts with task.apply_chat_template=false"
         )
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        more = arguments_of(spec.tools, spec.chat_template_kwargs)
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **more)
     except (ValueError, TypeError, _template_error()) as error:
         roles = ", ".join(str(m["role"]) for m in messages)
         raise DataError(

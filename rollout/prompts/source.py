@@ -244,8 +244,9 @@ class PromptSource:
         ]
         if changed:
             raise DataError(
-                f"the prompt order cannot continue: {'; '.join(changed)}; resume with the data set, tokenizer, limits, "
-                "curriculum and seed the run began with, or start a new run"
+                f"the prompt order cannot continue: {'; '.join(changed)}; resume with the data set, tokenizer, "
+                "arguments and tools of the chat template, limits, curriculum and seed the run began with, or start a "
+                "new run"
             )
         epoch, position = int(state["epoch"]), int(state["position"])
         if epoch < 0 or not 0 <= position < len(self._order):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from typing import TYPE_CHECKING
@@ -83,6 +84,11 @@ def _task(config: RunConfig) -> Iterator[Problem]:
         if task.reader not in {"auto", "arithmetic"} and path == BUILTIN_TASK:
             do = f"use task.reader=auto, or set {key} too"
             yield _conflict(config, "task.reader", f"cannot read {key}={path}", do, key)
+    try:
+        json.dumps(task.chat_template_kwargs, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        do = "use texts, finite numbers, true, false, null, and lists and maps of these"
+        yield _conflict(config, "task.chat_template_kwargs", f"must be values of JSON: {error}", do)
     if not builtin:
         why = f"no prompts come from {BUILTIN_TASK}"
         yield from _ineffective(config, "task.max_operand", why, "task.train_path", "task.eval_path")

@@ -350,6 +350,7 @@ def worker_spec(cfg: RunConfig) -> WorkerSpec:
         greedy_baseline=traits_of(cfg.algorithm).greedy_baseline,
         agent=task.agent,
         agent_args=task.agent_args,
+        chat_template_kwargs=task.chat_template_kwargs,
         agent_timeout_s=task.agent_timeout_s if task.agent else None,
         seed=cfg.seed,
         seed_requests=cfg.mode.max_staleness == 0 if rollout.seed_requests is None else rollout.seed_requests,

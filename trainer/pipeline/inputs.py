@@ -19,11 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollout.engine.vocabulary import foreign_token
 from rollout.errors import DataError
-from rollout.prompts.overlap import refuse_overlap
-from rollout.prompts.readers import SourceSpec
-from rollout.prompts.source import PromptSet, eval_subset, load_prompts
 from rollout.reward.preflight import check_reward
-from rollout.reward.registry import BUILTIN_REWARDS, lookup
 from rollout.tokenizer import load_tokenizer
 from trainer.builtin import tiny_model
 from trainer.builtin.tokenizer import VOCABULARY_SIZE, build_tokenizer
@@ -31,11 +27,13 @@ from trainer.config.environment import fit_problems
 from trainer.config.errors import ConfigurationError, Problem
 from trainer.config.estimators import traits_of
 from trainer.learner.errors import ModelError
+from trainer.pipeline.data_sets import load_data
 from trainer.telemetry.log import SHOWN_BEFORE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from rollout.prompts.source import PromptSet
     from rollout.types import Prompt
     from trainer.config.schema import RunConfig
 
@@ -57,33 +55,27 @@ class Inputs:
     """Of every data set that lost rows: how many, and why."""
 
 
-def load_inputs(cfg: RunConfig) -> Inputs:
+def load_inputs(cfg: RunConfig, *, tools: Sequence[Mapping[str, Any]] = ()) -> Inputs:
     """Load tokenizer and prompts, and try the reward. Blocks for seconds; main thread, outside an event loop.
+
+    Args:
+        tools: JSON schemas of the functions that the chat template shows.
 
     Raises:
         DataError: a data set, column, prompt or reward cannot be used.
-        ConfigurationError: the tokenizer cannot be loaded or makes tokens that the model has not, the model is not one
-            that we can train, or the reward does not give the parts that the estimator reads.
+        ConfigurationError: the tokenizer cannot be loaded, makes tokens that the model has not or has a chat template
+            without an argument of ours, the model is not one that we can train, or the reward does not give the parts
+            that the estimator reads.
     """
     _check_peft(cfg)
     _check_models(cfg)
     tokenizer = _tokenizer(cfg)
     _check_fit(cfg)  # behind the tokenizer: where the hub cannot be reached, one of them waits for it and not both
     _check_stops(cfg, len(tokenizer))
-    train_spec = _source_spec(cfg, cfg.task.train_path, cfg.task.train_split, is_held_out=False)
-    spec = _source_spec(cfg, cfg.task.eval_path, cfg.task.eval_split, is_held_out=True)
-    if cfg.task.eval_path:
-        refuse_overlap(train_spec, spec)
-    train = load_prompts(train_spec, tokenizer)
-    evaluation: tuple[Prompt, ...] = ()
-    left_out = _left_out(cfg, "task.train_path", train)
-    if cfg.task.eval_path:
-        held_out = load_prompts(spec, tokenizer)
-        evaluation = eval_subset(held_out, size=cfg.task.eval_size)
-        left_out += _left_out(cfg, "task.eval_path", held_out)
-    _check_token_ids(cfg, (*train.prompts, *evaluation))
-    _check_rewards(cfg, (*train.prompts, *evaluation))
-    return Inputs(tokenizer=tokenizer, train=train, evaluation=evaluation, left_out=left_out)
+    data = load_data(cfg, tokenizer, tools=tools)
+    _check_token_ids(cfg, (*data.train.prompts, *data.evaluation))
+    _check_rewards(cfg, (*data.train.prompts, *data.evaluation))
+    return Inputs(tokenizer=tokenizer, train=data.train, evaluation=data.evaluation, left_out=data.left_out)
 
 
 def tell_inputs(cfg: RunConfig, inputs: Inputs) -> None:
@@ -267,14 +259,6 @@ def _model_paths(cfg: RunConfig) -> dict[str, str]:
     return {"model.path": cfg.model.path} | ({} if cfg.critic.path is None else {"critic.path": cfg.critic.path})
 
 
-def _left_out(cfg: RunConfig, key: str, loaded: PromptSet) -> tuple[str, ...]:
-    if not loaded.num_duplicates and not loaded.num_overlong:
-        return ()
-    repeated = f"{loaded.num_duplicates} that repeat an earlier one (task.dedup)"
-    overlong = f"{loaded.num_overlong} over task.max_prompt_tokens={cfg.task.max_prompt_tokens}"
-    return (f"rows of {key} that were left out: {repeated}, {overlong}",)
-
-
 def _check_token_ids(cfg: RunConfig, prompts: Sequence[Prompt]) -> None:
     """Raises ConfigurationError if a prompt has a token for which a model has no row: it would end engine and learner.
 
@@ -348,27 +332,6 @@ def _check_parts(cfg: RunConfig, reward: str, parts: Mapping[str, float]) -> Non
     ]
     if problems:
         raise ConfigurationError(problems)
-
-
-def _source_spec(cfg: RunConfig, path: str, split: str, *, is_held_out: bool) -> SourceSpec:
-    task = cfg.task
-    return SourceSpec(
-        path=path,
-        reader=task.reader,
-        split=split,
-        prompt_column=task.prompt_column,
-        answer_column=task.answer_column,
-        answer_required=lookup(task.reward.name).needs_answer,
-        reward_column=task.reward.column,
-        reward_column_required=not is_held_out,  # benchmarks of one kind have none
-        rewards_with_answer=frozenset(name for name, entry in BUILTIN_REWARDS.items() if entry.needs_answer),
-        apply_chat_template=task.apply_chat_template,
-        system_prompt=task.system_prompt,
-        dedup=task.dedup,
-        max_prompt_tokens=task.max_prompt_tokens,
-        overlong_prompts=task.overlong_prompts,
-        max_operand=task.max_operand,
-    )
 
 
 def _version_of(distribution: str) -> str | None:

@@ -6,7 +6,7 @@ import logging
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rollout.agent.loading import make_loop
 from rollout.errors import PluginError
@@ -25,6 +25,8 @@ from weight_sync.device.base import Backend, DeviceError
 from weight_sync.device.select import build, get_backend
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from trainer.config.schema import RunConfig
 
 log = logging.getLogger(__name__)
@@ -49,7 +51,7 @@ def preflight(cfg: RunConfig) -> Checked:
     check_engine_package()
     check_torchvision()
     check_own_functions(cfg)
-    check_agent(cfg)
+    tools = check_agent(cfg)
     backend = _backend(cfg)
     _check_sleep(cfg, backend)
     placement = plan_placement(cfg, resource=backend.ray_resource)
@@ -57,7 +59,7 @@ def preflight(cfg: RunConfig) -> Checked:
         num_devices = backend.num_devices() if backend.ray_resource else 0
         check_fits(cfg, placement, backend=backend.name, num_devices=num_devices, where="this host")
         check_cpus(cfg, placement)
-    inputs, resumed = check_files(cfg)
+    inputs, resumed = check_files(cfg, tools=tools)
     return Checked(backend=backend, placement=placement, inputs=inputs, resumed=resumed)
 
 
@@ -70,10 +72,13 @@ def _check_sleep(cfg: RunConfig, backend: Backend) -> None:
     raise ConfigurationError([Problem(key="mode.name", got=cfg.mode.name, allowed=allowed, do=do)])
 
 
-def check_files(cfg: RunConfig, *, is_device_here: bool = True) -> tuple[Inputs, Resumed | None]:
+def check_files(
+    cfg: RunConfig, *, tools: Sequence[Mapping[str, Any]] = (), is_device_here: bool = True
+) -> tuple[Inputs, Resumed | None]:
     """Check the files of models, checkpoint, data and reward.
 
     Args:
+        tools: as for `load_inputs`.
         is_device_here: as for `find_resume`.
 
     Raises:
@@ -82,7 +87,7 @@ def check_files(cfg: RunConfig, *, is_device_here: bool = True) -> tuple[Inputs,
     _check_weights(cfg)  # first: whether they are drawn is part of what a checkpoint compares
     directory = Path(cfg.run_dir) / "checkpoints" if cfg.run_dir else None
     resumed = find_resume(cfg, directory, is_device_here=is_device_here)
-    inputs = load_inputs(cfg)
+    inputs = load_inputs(cfg, tools=tools)
     make_source(cfg, inputs, resumed)  # raises if the data does not go with its selection, or with the checkpoint
     return inputs, resumed
 
@@ -119,16 +124,17 @@ def check_own_functions(cfg: RunConfig) -> None:
             raise ConfigurationError(problems)
 
 
-def check_agent(cfg: RunConfig) -> None:
-    """Make the agent loop once.
+def check_agent(cfg: RunConfig) -> Sequence[Mapping[str, Any]]:
+    """Make the agent loop once. Returns the JSON schemas of the tools that it has prompts show.
 
     Raises:
         ConfigurationError: its path does not lead to a factory, or the factory does not make a loop of its arguments.
     """
     try:
-        make_loop(cfg.task.agent, cfg.task.agent_args)
+        loop = make_loop(cfg.task.agent, cfg.task.agent_args, chat_template_kwargs=cfg.task.chat_template_kwargs)
     except PluginError as error:
         raise ConfigurationError([Problem(key="task.agent", got=cfg.task.agent, allowed=str(error))]) from error
+    return getattr(loop, "tools", ())
 
 
 def tell_weights(cfg: RunConfig) -> None:

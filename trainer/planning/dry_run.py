@@ -57,8 +57,7 @@ def dry_run(
     else:
         check_torchvision()
         check_own_functions(cfg)
-        check_agent(cfg)
-        inputs, _ = check_files(cfg, is_device_here=False)
+        inputs, _ = check_files(cfg, tools=check_agent(cfg), is_device_here=False)
         device = Device(name="given", total_bytes=int(device_memory_gib * GIB), is_shared=False)
     seating = Seating() if nodes is None else _seating(cfg, nodes, is_elsewhere=device_memory_gib is not None)
     if tiny_model.BUILTIN_TINY in {cfg.model.path, cfg.critic.path}:

@@ -51,6 +51,10 @@ class TaskConfig:
     prompt_column: str = key("prompt", "Column with the prompt: a string, or a list of chat messages.")
     answer_column: str = key("answer", "Column with the ground truth; may be missing if the reward needs none.")
     apply_chat_template: bool = key(False, "Wrap string prompts as one user message in the tokenizer's chat template.")
+    chat_template_kwargs: dict[str, Any] = key(
+        factory=dict,
+        doc="Further arguments of the chat template, such as `{enable_thinking: false}`; the template must read each.",
+    )
     system_prompt: str = key("", "System message put before every prompt when a chat template is applied.")
     max_prompt_tokens: int = key(512, "Longest prompt, in tokens.", ge=1)
     overlong_prompts: Literal["error", "filter"] = key(

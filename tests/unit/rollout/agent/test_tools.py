@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from rollout.agent.ledger import join_chunks
 from rollout.agent.loading import make_loop
@@ -22,41 +20,21 @@ from rollout.agent.tools import Toolbox, TurnTemplate
 from rollout.engine.base import EngineSpec
 from rollout.engine.scripted_engine import ScriptedEngine
 from rollout.errors import PluginError
-from rollout.types import Completion, Prompt, SamplingParams
+from rollout.types import Completion, Prompt, SamplingParams, Segment
+from tests.fakes.chat_tokenizer import END, PLAIN, THINKING, chat_tokenizer
 from tests.fakes.own_tokenizer import save_own_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rollout.agent.loop import Episode
+    from transformers import PreTrainedTokenizerFast
 
-END = "<|im_end|>"
-SPECIAL = ["<unk>", "<|im_start|>", END]
-TEMPLATE = """{%- for message in messages %}
-{%- if message.role == 'tool' %}<|im_start|>user
-<tool_response>
-{{ message.content }}
-</tool_response><|im_end|>
-{% else %}<|im_start|>{{ message.role }}
-{{ message.content }}<|im_end|>
-{% endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
+    from rollout.agent.loop import Episode
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A token per character, and the template of Qwen."""
-    words = {word: number for number, word in enumerate([*SPECIAL, "\n", *map(chr, range(32, 127))])}
-    backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), behavior="isolated")  # pyright: ignore[reportAttributeAccessIssue]
-    backend.decoder = decoders.Fuse()  # pyright: ignore[reportAttributeAccessIssue]
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=backend, unk_token="<unk>", eos_token=END, additional_special_tokens=SPECIAL[1:2]
-    )
-    fast.chat_template = TEMPLATE
-    return fast
+    return chat_tokenizer(PLAIN)
 
 
 def call_of(name: str, **arguments: object) -> str:
@@ -265,3 +243,50 @@ def test_a_template_without_tools_is_refused(tokenizer: PreTrainedTokenizerFast)
     silent: Any = type("Silent", (), {"apply_chat_template": lambda *_, **__: "what the policy said<|im_end|>"})()
     with pytest.raises(ValueError, match="does not show what a tool returned"):
         TurnTemplate(silent)
+
+
+async def test_a_template_that_shows_tools_shows_them_and_its_arguments_hold_between_turns(
+    agent_args: dict[str, Any], tmp_path: Path
+) -> None:
+    thinking = chat_tokenizer(THINKING)
+    thinking.save_pretrained(tmp_path / "tokenizer")
+    loop: Any = make_loop("rollout.agent.tools.tool_agent", agent_args, chat_template_kwargs={"enable_thinking": False})
+    (tool,) = loop.tools
+    assert tool["function"]["name"] == "calculator"
+    assert tool["function"]["parameters"]["properties"]["expression"]["type"] == "string"
+    messages = [{"role": "user", "content": "?"}]
+    text = thinking.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True, tools=loop.tools, enable_thinking=False
+    )
+    said = [call_of("calculator", expression="3 * 14"), "42"]
+    asked: list[str] = []
+
+    async def generate(token_ids: np.ndarray, max_tokens: int, *, stop: Any = None) -> Completion:
+        asked.append(thinking.decode(token_ids))
+        ids = thinking(said[len(asked) - 1], add_special_tokens=False)["input_ids"]
+        zeros = np.zeros(len(ids), np.float32)
+        segments = (Segment(version=0, num_tokens=len(ids)),)
+        return Completion(token_ids=np.array(ids, np.int32), logprobs=zeros, segments=segments, finish_reason="stop")
+
+    ids = thinking(text, add_special_tokens=False)["input_ids"]
+    prompt = Prompt(prompt_id="p", token_ids=np.array(ids, np.int32), text=text, answer="42")
+    await play(loop, prompt, 2000, generate=generate, timeout_s=10.0)
+    begin = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    result = "<tool_response>\n42\n</tool_response>"
+    assert asked[0].endswith(f"?{END}\n{begin}")
+    assert asked[1] == asked[0] + said[0] + f"{END}\n<|im_start|>user\n{result}{END}\n{begin}"
+
+
+def test_a_tool_that_cannot_be_described_is_refused_only_where_it_would_be_shown(
+    tokenizer: PreTrainedTokenizerFast, agent_args: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bare_tools.py").write_text("def bare(x): return x\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    args = agent_args | {"tools": ["bare_tools.bare"]}
+    silent: Any = make_loop("rollout.agent.tools.tool_agent", args)
+    assert silent.tools == [], "its template shows no tools"
+    chat_tokenizer(THINKING).save_pretrained(tmp_path / "tokenizer")
+    with pytest.raises(PluginError, match=r"bare because it has no docstring.* set tools_in_prompt=false"):
+        make_loop("rollout.agent.tools.tool_agent", args)
+    told: Any = make_loop("rollout.agent.tools.tool_agent", args | {"tools_in_prompt": False})
+    assert told.tools == []

@@ -25,13 +25,14 @@ class CharTokenizer:
         return {"input_ids": [start + [ord(c) for c in one] for one in text]}
 
     def apply_chat_template(
-        self, conversation: list[dict[str, Any]], *, tokenize: bool, add_generation_prompt: bool
+        self, conversation: list[dict[str, Any]], *, tokenize: bool, add_generation_prompt: bool, **kwargs: Any
     ) -> str:
         assert not tokenize
         if any(m["role"] not in ("system", "user", "assistant") for m in conversation):
             raise ValueError("unexpected role")
         turns = "".join(f"<{m['role']}>{m['content']}" for m in conversation)
-        return turns + ("<assistant>" if add_generation_prompt else "")
+        given = "".join(f"<{name}={value}>" for name, value in kwargs.items())
+        return given + turns + ("<assistant>" if add_generation_prompt else "")
 
 
 @pytest.fixture
