@@ -55,8 +55,11 @@ def schema_of(name: str, function: Callable[..., object]) -> dict[str, Any]:
     Raises:
         ValueError: it lacks one of these, or an annotation has no counterpart in JSON.
     """
-    from transformers.utils import get_json_schema
-    from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
+    from transformers.utils.chat_template_utils import (
+        DocstringParsingException,
+        TypeHintParsingException,
+        get_json_schema,
+    )
 
     try:
         schema = get_json_schema(function)

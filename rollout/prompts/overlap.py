@@ -15,10 +15,15 @@ if TYPE_CHECKING:
 _NUM_SHOWN = 3
 
 
-def refuse_overlap(train: SourceSpec, held_out: SourceSpec) -> None:
+def refuse_overlap(
+    train: SourceSpec, held_out: SourceSpec, *, key: str = "task.eval_path", split_key: str = "task.eval_split"
+) -> None:
     """Readers of files know no splits: a directory with `train-0.jsonl` and `test-0.jsonl` is read whole for both sets.
 
     One file for both, named twice, is a choice; so is one directory with the same split for both.
+
+    Args:
+        key, split_key: what names the path and the split of `held_out`.
 
     Raises:
         DataError: both sets read a file, and nobody has chosen that; or a path names nothing to read.
@@ -29,10 +34,10 @@ def refuse_overlap(train: SourceSpec, held_out: SourceSpec) -> None:
     names = ", ".join(str(path) for path in shared[:_NUM_SHOWN])
     more = f" and {len(shared) - _NUM_SHOWN} more" if len(shared) > _NUM_SHOWN else ""
     raise DataError(
-        f"task.train_path={train.path} and task.eval_path={held_out.path} both read {names}{more}: files have no "
-        f"splits, so task.train_split={train.split} and task.eval_split={held_out.split} do not tell them apart; name "
-        "the file or directory of each, or set task.reader=hf, which finds the splits of a directory by the names of "
-        "its files"
+        f"task.train_path={train.path} and {key}={held_out.path} both read {names}{more}: files have no "
+        f"splits, so task.train_split={train.split} and {split_key}={held_out.split} do not tell them apart; name the "
+        "file or directory of each, or set task.reader=hf, which finds the splits of a directory by the names of its "
+        "files"
     )
 
 

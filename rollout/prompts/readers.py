@@ -209,7 +209,7 @@ def _read_hugging_face(spec: SourceSpec) -> list[Row]:
     if spec.split not in splits:
         raise DataError(
             f"data set {spec.path!r} has no split {spec.split!r}; its splits are {', '.join(sorted(splits))}; "
-            "set task.train_split or task.eval_split"
+            "set task.train_split, task.eval_split or the split of task.eval_sets.NAME"
         )
     return [
         Row(row_id=f"{spec.split}/{index}", where=f"{spec.path}, {spec.split} row {index}", columns=columns)

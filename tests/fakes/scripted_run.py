@@ -31,6 +31,7 @@ from trainer.pipeline import loops
 from trainer.pipeline.device_turns import OwnDevices
 from trainer.pipeline.evaluate import Evaluator
 from trainer.pipeline.evaluation_runs import evaluate_at_start
+from trainer.pipeline.held_out import HeldOut
 from trainer.pipeline.idle_engines import IdleEngines
 from trainer.pipeline.resume import Checkpointer
 from trainer.pipeline.supervise import Supervisor
@@ -80,6 +81,12 @@ def config(**sections: dict[str, Any]) -> RunConfig:
         mode=ModeConfig(max_staleness=1),
     )
     return replace(base, **{name: replace(getattr(base, name), **keys) for name, keys in sections.items()})
+
+
+def held_out(cfg: RunConfig, num_prompts: int, *, name: str = "") -> tuple[HeldOut, ...]:
+    """One set of them; none without prompts."""
+    one = HeldOut(name=name, prompts=prompt_set(num_prompts).prompts, num_samples=cfg.trainer.eval_samples)
+    return (one,) if num_prompts else ()
 
 
 def prompt_set(num_prompts: int = 40) -> PromptSet:
@@ -298,6 +305,7 @@ class ScriptedRun:
     state: RunState
     supervisor: Supervisor = field(default_factory=Supervisor)
     num_held_out: int = 4
+    further_sets: tuple[HeldOut, ...] = ()
     prompts: PromptSet = field(default_factory=prompt_set)
 
     def __post_init__(self) -> None:
@@ -331,7 +339,7 @@ class ScriptedRun:
             pump=SyncPump(anything, on_live=on_live, tracer=self.telemetry.tracer, first=sync_report(state.step)),
             evaluator=Evaluator(
                 cfg,
-                prompt_set(self.num_held_out).prompts if self.num_held_out else (),
+                (*held_out(cfg, self.num_held_out), *self.further_sets),
                 freeze=world.freeze,
                 generate=world.evaluate,
                 members=lambda: {REPLICA: "live"},

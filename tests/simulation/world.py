@@ -28,7 +28,7 @@ from rollout.reward.result import RewardResult
 from rollout.types import SamplingParams
 from rollout.worker import RolloutWorker, WorkerSpec
 from tests.fakes.local_actor import LocalActor, Ref, ServesGroups
-from tests.fakes.scripted_run import InlineExecutor, config, prompt_set
+from tests.fakes.scripted_run import InlineExecutor, config, held_out, prompt_set
 from tests.simulation.books import Books
 from tests.simulation.fleet import Fleet, Plan
 from trainer.pipeline import loops, workers
@@ -303,7 +303,7 @@ class Simulation:
         )
         evaluator = Evaluator(
             cfg,
-            prompt_set(HELD_OUT).prompts if self.plan.eval_every else (),
+            held_out(cfg, HELD_OUT if self.plan.eval_every else 0),
             freeze=partial(leased, coordinator=fleet.coordinator, workers=self.pool),
             generate=self._evaluate,
             members=partial(members_of, fleet.coordinator, self.pool),

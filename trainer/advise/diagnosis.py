@@ -195,7 +195,7 @@ def _limits(shares: Shares, setup: Setup, verdict: Verdict, *, has_room: bool) -
         second = ", or a second engine" if setup.num_replicas == 1 else ""
         found.append(
             f"Evaluations limit: {shares.learner_waits_for_evaluation:.0%} of the time the learner waited for them; "
-            f"rarer ones (trainer.eval_every), smaller ones (task.eval_size){second} would help."
+            f"rarer ones (trainer.eval_every), smaller ones (task.eval_size, task.eval_sets){second} would help."
         )
     num_sequences = setup.most_groups * setup.group_size
     room = setup.num_replicas * setup.max_num_seqs

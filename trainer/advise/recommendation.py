@@ -90,7 +90,7 @@ def _about_sync(found: Findings, setup: Setup, *, pack_s: float) -> Recommendati
 
 
 def _about_evaluations(found: Findings, setup: Setup) -> Recommendation:
-    instead = "smaller ones (task.eval_size) shorten it, too"
+    instead = "smaller ones (task.eval_size, task.eval_sets) shorten it, too"
     if setup.num_replicas == 1:
         instead = f"{instead}, and with a second engine (rollout.num_replicas=2) syncs go on meanwhile"
     why = f"the learner waits for evaluations: half as many halve that; {instead}"

@@ -10,7 +10,7 @@ import math
 import operator
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, Literal, cast, get_args, get_origin
 
 from trainer.config.describe import (
@@ -50,7 +50,10 @@ def to_plain(config: object) -> dict[str, Any]:
         if is_dataclass(value):
             plain[declared.name] = to_plain(value)
         elif isinstance(value, dict):
-            plain[declared.name] = dict(cast("dict[str, Any]", value))
+            entries = cast("dict[str, Any]", value)
+            plain[declared.name] = {
+                name: to_plain(entry) if is_dataclass(entry) else entry for name, entry in entries.items()
+            }
         elif isinstance(value, list):
             plain[declared.name] = list(cast("list[Any]", value))
         else:
@@ -87,9 +90,19 @@ def _section(cls: type, data: Mapping[str, object], prefix: str, problems: list[
     for name, info in infos.items():
         if info.is_section:
             values[name] = _subsection(info, data.get(name), problems)
+        elif info.section_of_entries is not None and isinstance(data.get(name), Mapping):
+            entries = cast("Mapping[object, object]", data[name])
+            values[name] = {
+                str(entry): _subsection(_entry(info, str(entry)), value, problems) for entry, value in entries.items()
+            }
         elif name in data:
             values[name] = _checked(info, data[name], problems)
     return cls(**values)
+
+
+def _entry(info: KeyInfo, name: str) -> KeyInfo:
+    """The section of that name in a map of sections."""
+    return replace(info, path=f"{info.path}.{name}", hint=info.section_of_entries)
 
 
 def _subsection(info: KeyInfo, value: object, problems: list[Problem]) -> object:
@@ -117,6 +130,11 @@ def _unknown(path: str, value: object, siblings: list[str]) -> Iterator[Problem]
     keys = f"keys of {section or 'the top level'}: {', '.join(siblings)}"
     if not section:
         keys += "; docs/coming_from.md has the names of other systems"
+    close = difflib.get_close_matches(path.rpartition(".")[2], siblings, n=1, cutoff=0.7)
+    if section and section not in all_keys() and close:  # an entry of a map: its keys are like those of no section
+        do = f"did you mean {section}.{close[0]}?"
+        yield Problem(key=path, got=value_text(value), allowed="unknown key", do=do)
+        return
     inner = {path: value} if suggestion(path) else dict(_leaves(path, value))
     for leaf, given in inner.items():
         got = "{...}" if isinstance(given, Mapping) else value_text(given)

@@ -43,6 +43,12 @@ class KeyInfo:
         return get_origin(self.hint) is list
 
     @property
+    def section_of_entries(self) -> type | None:
+        """The section that each entry of a map of sections is; None for everything else."""
+        entry = get_args(self.hint)[1] if self.is_mapping else None
+        return entry if is_dataclass(entry) and isinstance(entry, type) else None
+
+    @property
     def is_text(self) -> bool:
         """Whether values are plain text: free, or one of a list of words."""
         return (
@@ -71,6 +77,18 @@ def all_keys() -> Mapping[str, KeyInfo]:
 
     visit(RunConfig, "")
     return found
+
+
+def find_key(path: str) -> KeyInfo | None:
+    """The key of that path, those in entries of maps of sections included; None if there is none."""
+    found = all_keys().get(path)
+    if found is not None:
+        return found
+    entry, _, _ = path.rpartition(".")
+    parent = all_keys().get(entry.rpartition(".")[0])
+    if parent is None or (section := parent.section_of_entries) is None:
+        return None
+    return next((info for info in own_keys(section, f"{entry}.") if info.path == path), None)
 
 
 def is_optional(hint: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from trainer.config.describe import KeyInfo, all_keys, bounds_text, type_text, value_text
+from trainer.config.describe import KeyInfo, all_keys, bounds_text, own_keys, type_text, value_text
 from trainer.config.library import config_names, groups, packaged_configs
 
 _INTRO = """\
@@ -64,7 +64,15 @@ def configuration_markdown() -> str:
         if section.is_section:
             inside = [i for i in infos.values() if i.path.rpartition(".")[0] == section.path and not i.is_section]
             parts.append(_section(f"`{section.path}`", section.doc, inside))
+            parts += [_entries(info) for info in inside if info.section_of_entries is not None]
     return "\n".join(parts)
+
+
+def _entries(info: KeyInfo) -> str:
+    """Of a map of sections, what each of them holds."""
+    assert info.section_of_entries is not None
+    path = f"{info.path}.NAME"
+    return _section(f"`{path}`", info.doc, list(own_keys(info.section_of_entries, f"{path}.")))
 
 
 def _section(title: str, doc: str, infos: list[KeyInfo]) -> str:

@@ -156,7 +156,7 @@ def _tokenizer_directory(key: str, path: Path) -> Iterator[Problem]:
 
 def _data(config: RunConfig) -> Iterator[Problem]:
     task = config.task
-    for key, name in (("task.train_path", task.train_path), ("task.eval_path", task.eval_path)):
+    for key, name in {"task.train_path": task.train_path, **task.held_out_paths}.items():
         if name.startswith("builtin:"):
             if name != "builtin:arithmetic":
                 yield Problem(key=key, got=name, allowed="the only built-in task is builtin:arithmetic")

@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from trainer.config.command_line import CommandLine, parse
 from trainer.config.conflicts import value_of
 from trainer.config.convert import suggestion, to_plain, to_run_config
-from trainer.config.describe import all_keys
+from trainer.config.describe import all_keys, find_key
 from trainer.config.environment import check_environment
 from trainer.config.errors import ConfigurationError, Problem
 from trainer.config.library import PACKAGE, config_names, groups, search_folders
@@ -90,11 +90,18 @@ def _asked_for(line: CommandLine, config: RunConfig) -> set[str]:
     and those that the file of `--config-name` sets where nothing reads them without the command line either."""
     if not ineffective_keys(config):
         return set()
-    named = {match["key"] for override in line.overrides if (match := _OVERRIDE.fullmatch(override))}
-    of_file = set(_leaves(_raw_file(line.config_name, search_folders(line.config_dir))))
+    named = {_declared(match["key"]) for override in line.overrides if (match := _OVERRIDE.fullmatch(override))}
+    of_file = set(map(_declared, _leaves(_raw_file(line.config_name, search_folders(line.config_dir)))))
     with contextlib.suppress(ConfigurationError):  # without the command line there may be none
         of_file &= ineffective_keys(to_run_config(_compose(replace(line, overrides=()))[0])[0])
     return (named - {*groups(search_folders(line.config_dir))}) | of_file
+
+
+def _declared(path: str) -> str:
+    """The key that the schema declares: the map, where `path` is an entry of one."""
+    parts = path.split(".")
+    above = (".".join(parts[:count]) for count in range(1, len(parts)))
+    return next((key for key in above if (info := all_keys().get(key)) is not None and info.is_mapping), path)
 
 
 def _leaves(data: Mapping[object, object], prefix: str = "") -> Iterator[str]:
@@ -252,7 +259,7 @@ def _as_hydra_takes_it(override: str, options: Mapping[str, list[str]]) -> str:
 
 
 def _takes_text(key: str) -> bool:
-    info = all_keys().get(key)
+    info = find_key(key)
     if info is not None:
         return info.is_text
     parent = all_keys().get(key.rpartition(".")[0])

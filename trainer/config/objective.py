@@ -129,7 +129,16 @@ def _evaluation(config: RunConfig) -> str:
         answers = "one greedy answer per prompt"
     k = trainer.eval_samples if trainer.eval_pass_k is None else trainer.eval_pass_k
     waits = ", the learner waits for it" if trainer.eval_blocking else ""
-    return f"evaluation on {config.task.eval_path}: {answers}, pass@{k}{waits}"
+    return f"evaluation on {config.task.eval_path}: {answers}, pass@{k}{_sets(config)}{waits}"
+
+
+def _sets(config: RunConfig) -> str:
+    """The sets beside that of `task.eval_path`."""
+    found = [
+        name if one.samples in {None, config.trainer.eval_samples} else f"{name} ({one.samples} answers)"
+        for name, one in config.task.eval_sets.items()
+    ]
+    return f", also on {', '.join(found)}" if found else ""
 
 
 def _correction(correction: CorrectionConfig) -> str:

@@ -19,13 +19,9 @@ from trainer.config.validate_correction import correction_problems
 from trainer.config.validate_critic import critic_problems, kl_problems, kl_reward_problems
 from trainer.config.validate_data import BUILTIN_TASK, selection_problems
 from trainer.config.validate_engine_args import engine_args_problems
+from trainer.config.validate_evaluation import evaluation_problems
 from trainer.config.validate_mode import mode_problems
-from trainer.config.validate_rollout import (
-    concurrency_problems,
-    evaluation_problems,
-    stop_problems,
-    truncation_problems,
-)
+from trainer.config.validate_rollout import concurrency_problems, stop_problems, truncation_problems
 from weight_sync.vllm_compat import LORA_RANKS
 
 if TYPE_CHECKING:
@@ -74,10 +70,10 @@ def _device(config: RunConfig) -> Iterator[Problem]:
 
 def _task(config: RunConfig) -> Iterator[Problem]:
     task = config.task
-    builtin = BUILTIN_TASK in {task.train_path, task.eval_path}
+    builtin = BUILTIN_TASK in {task.train_path, *task.held_out_paths.values()}
     if not task.train_path:
         yield _conflict(config, "task.train_path", "must name the training prompts", f"use {BUILTIN_TASK} or a file")
-    for key, path in (("task.train_path", task.train_path), ("task.eval_path", task.eval_path)):
+    for key, path in {"task.train_path": task.train_path, **task.held_out_paths}.items():
         if path and task.reader == "arithmetic" and path != BUILTIN_TASK:
             do = "use task.reader=auto, or jsonl, parquet or hf"
             yield _conflict(config, "task.reader", f"reads {BUILTIN_TASK} only, not {key}={path}", do, key)

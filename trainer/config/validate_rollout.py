@@ -1,4 +1,4 @@
-"""Combinations of values around the number of requests an engine gets, their moves, and evaluation. Pure."""
+"""Combinations of values around the number of requests an engine gets, and their moves. Pure."""
 
 from __future__ import annotations
 
@@ -13,13 +13,6 @@ if TYPE_CHECKING:
 
     from trainer.config.errors import Problem
     from trainer.config.schema.run import RunConfig
-
-MIN_TEMPERATURE = 0.01
-"""vLLM raises what is below, and not 0, to it; the learner would go on with the other."""
-_EVALUATION_KEYS = (
-    "eval_samples", "eval_temperature", "eval_top_p", "eval_pass_k", "eval_pass_reward", "eval_blocking",
-    "eval_timeout_s",
-)  # fmt: skip
 
 
 def concurrency_problems(config: RunConfig) -> Iterator[Problem]:
@@ -105,38 +98,3 @@ def _repacking_problems(config: RunConfig) -> Iterator[Problem]:
 def _is_seeded(config: RunConfig) -> bool:
     seed_requests = config.rollout.seed_requests
     return config.mode.max_staleness == 0 if seed_requests is None else seed_requests
-
-
-def evaluation_problems(config: RunConfig) -> Iterator[Problem]:
-    """Samples and k that do not go together; a deadline below that of one answer; keys that nothing reads because
-    nothing is evaluated."""
-    trainer = config.trainer
-    beside = trainer.eval_every > 0 or trainer.eval_at_start
-    if not config.task.eval_path or not (beside or trainer.eval_at_end):
-        why, also = "nothing is evaluated", ("task.eval_path", "trainer.eval_every")
-        for name in _EVALUATION_KEYS:
-            if name == "eval_blocking" and config.mode.shares_devices:
-                continue  # that mode sets it, whether or not anything is evaluated
-            yield from ineffective(config, f"trainer.{name}", why, *also)
-        return
-    if not beside and not config.mode.shares_devices:
-        why = "only the last version is evaluated, when training is over"
-        yield from ineffective(config, "trainer.eval_blocking", why, "trainer.eval_every")
-    if 0 < trainer.eval_temperature < MIN_TEMPERATURE:
-        allowed = f"must be 0 or at least {MIN_TEMPERATURE}: vLLM would sample at {MIN_TEMPERATURE}"
-        yield conflict(config, "trainer.eval_temperature", allowed, "use 0 for greedy answers")
-    if trainer.eval_samples > 1 and trainer.eval_temperature == 0:
-        allowed = "must be 1 with trainer.eval_temperature=0: greedy answers to one prompt are all the same"
-        do = "use trainer.eval_temperature=1.0, or one sample"
-        yield conflict(config, "trainer.eval_samples", allowed, do, "trainer.eval_temperature")
-    if trainer.eval_temperature == 0:
-        why = "greedy answers (trainer.eval_temperature=0) take the likeliest token"
-        yield from ineffective(config, "trainer.eval_top_p", why, "trainer.eval_temperature")
-    if trainer.eval_pass_k is not None and trainer.eval_pass_k > trainer.eval_samples:
-        allowed = f"must be at most trainer.eval_samples={trainer.eval_samples}: there is no estimate beyond it"
-        yield conflict(config, "trainer.eval_pass_k", allowed, "raise trainer.eval_samples", "trainer.eval_samples")
-    longest = "task.agent_timeout_s" if config.task.agent else "rollout.request_timeout_s"
-    limit_s = config.task.agent_timeout_s if config.task.agent else config.rollout.request_timeout_s
-    if trainer.eval_timeout_s < limit_s:
-        allowed = f"must be at least {longest}={limit_s:g}: a single answer may take that long"
-        yield conflict(config, "trainer.eval_timeout_s", allowed, "raise it, or lower that", longest)

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rollout.chat_template import why_refused
+from rollout.errors import DataError
 from rollout.prompts.overlap import refuse_overlap
 from rollout.prompts.readers import SourceSpec
 from rollout.prompts.source import PromptSet, eval_subset, load_prompts
 from rollout.reward.registry import BUILTIN_REWARDS, lookup
 from trainer.config.describe import value_text
 from trainer.config.errors import ConfigurationError, Problem
+from trainer.config.schema.task import EvalSetConfig
+from trainer.pipeline.held_out import HeldOut
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from rollout.types import Prompt
     from trainer.config.schema import RunConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSets:
     train: PromptSet
-    evaluation: tuple[Prompt, ...]
-    """Empty if the run has no evaluation."""
+    evaluation: tuple[HeldOut, ...]
+    """That of `task.eval_path` first; empty if the run has no evaluation."""
     left_out: tuple[str, ...]
     """Of every data set that lost rows: how many, and why."""
 
@@ -39,18 +41,53 @@ def load_data(cfg: RunConfig, tokenizer: Any, *, tools: Sequence[Mapping[str, An
         ConfigurationError: the chat template does not take the arguments that it is to have.
     """
     _check_template(cfg, tokenizer, with_tools=bool(tools))
-    train_spec = _spec(cfg, cfg.task.train_path, cfg.task.train_split, tools=tools, is_held_out=False)
-    spec = _spec(cfg, cfg.task.eval_path, cfg.task.eval_split, tools=tools, is_held_out=True)
-    if cfg.task.eval_path:
-        refuse_overlap(train_spec, spec)
+    train_spec = replace(_spec(cfg, tools), reward_column_required=True)
+    sets = _held_out(cfg)
+    specs = {
+        name: replace(
+            _spec(cfg, tools),
+            path=one.path,
+            split=one.split,
+            prompt_column=one.prompt_column if one.prompt_column else cfg.task.prompt_column,
+            answer_column=one.answer_column if one.answer_column else cfg.task.answer_column,
+        )
+        for name, one in sets.items()
+    }
+    for name, spec in specs.items():
+        refuse_overlap(train_spec, spec, key=_key(name, "path"), split_key=_key(name, "split"))
     train = load_prompts(train_spec, tokenizer)
-    evaluation: tuple[Prompt, ...] = ()
+    loaded = {name: _load(name, spec, tokenizer) for name, spec in specs.items()}
     left_out = _left_out(cfg, "task.train_path", train)
-    if cfg.task.eval_path:
-        held_out = load_prompts(spec, tokenizer)
-        evaluation = eval_subset(held_out, size=cfg.task.eval_size)
-        left_out += _left_out(cfg, "task.eval_path", held_out)
+    for name, found in loaded.items():
+        left_out += _left_out(cfg, _key(name, "path"), found)
+    evaluation = tuple(_choose(cfg, name, one, loaded[name]) for name, one in sets.items())
     return DataSets(train=train, evaluation=evaluation, left_out=left_out)
+
+
+def _held_out(cfg: RunConfig) -> dict[str, EvalSetConfig]:
+    """Every held-out set by its name, which is empty for that of `task.eval_path`."""
+    task = cfg.task
+    if not task.eval_path:
+        return {}
+    return {"": EvalSetConfig(path=task.eval_path, split=task.eval_split, size=task.eval_size), **task.eval_sets}
+
+
+def _key(name: str, leaf: str) -> str:
+    return f"task.eval_sets.{name}.{leaf}" if name else f"task.eval_{leaf}"
+
+
+def _load(name: str, spec: SourceSpec, tokenizer: Any) -> PromptSet:
+    try:
+        return load_prompts(spec, tokenizer)
+    except DataError as error:
+        if not name:
+            raise
+        raise DataError(f"task.eval_sets.{name}: {error}") from error
+
+
+def _choose(cfg: RunConfig, name: str, one: EvalSetConfig, loaded: PromptSet) -> HeldOut:
+    num_samples = cfg.trainer.eval_samples if one.samples is None else one.samples
+    return HeldOut(name=name, prompts=eval_subset(loaded, size=one.size), num_samples=num_samples)
 
 
 def _check_template(cfg: RunConfig, tokenizer: Any, *, with_tools: bool) -> None:
@@ -68,19 +105,18 @@ def _left_out(cfg: RunConfig, key: str, loaded: PromptSet) -> tuple[str, ...]:
     return (f"rows of {key} that were left out: {repeated}, {overlong}",)
 
 
-def _spec(
-    cfg: RunConfig, path: str, split: str, *, tools: Sequence[Mapping[str, Any]], is_held_out: bool
-) -> SourceSpec:
+def _spec(cfg: RunConfig, tools: Sequence[Mapping[str, Any]]) -> SourceSpec:
+    """Of the training prompts, with what held-out ones have in common with them."""
     task = cfg.task
     return SourceSpec(
-        path=path,
+        path=task.train_path,
         reader=task.reader,
-        split=split,
+        split=task.train_split,
         prompt_column=task.prompt_column,
         answer_column=task.answer_column,
         answer_required=lookup(task.reward.name).needs_answer,
         reward_column=task.reward.column,
-        reward_column_required=not is_held_out,  # benchmarks of one kind have none
+        reward_column_required=False,  # benchmarks of one kind have none
         rewards_with_answer=frozenset(name for name, entry in BUILTIN_REWARDS.items() if entry.needs_answer),
         apply_chat_template=task.apply_chat_template,
         chat_template_kwargs=task.chat_template_kwargs,

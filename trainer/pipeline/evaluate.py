@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from trainer.config.schema import RunConfig
     from trainer.pipeline.evaluation_result import Answered, Evaluated
+    from trainer.pipeline.held_out import HeldOut
     from trainer.pipeline.workers import WorkerPool
     from weight_sync.coordinator import SyncCoordinator
 
@@ -81,7 +82,7 @@ class Evaluator:
     def __init__(
         self,
         cfg: RunConfig,
-        prompts: Sequence[Prompt],
+        held_out: Sequence[HeldOut],
         *,
         freeze: Freeze,
         generate: Generate,
@@ -90,11 +91,13 @@ class Evaluator:
     ) -> None:
         """
         Args:
+            held_out: the set that gives the accuracy first; none for no evaluation.
             members: replica -> "live", or how it was lost.
             first_version: the one that this process begins with; periods are counted from there.
         """
-        self._cfg, self._reward, self._held_out = cfg.trainer, cfg.task.reward.name, prompts
-        self._prompts = [prompt for prompt in prompts for _ in range(cfg.trainer.eval_samples)]
+        self._cfg, self._reward, self._held_out = cfg.trainer, cfg.task.reward.name, held_out
+        self._prompts = [prompt for one in held_out for prompt in one.prompts for _ in range(one.num_samples)]
+        self._num_answers = [one.num_samples for one in held_out for _ in one.prompts]
         self._params = SamplingParams(
             max_tokens=cfg.rollout.max_response_tokens,
             temperature=cfg.trainer.eval_temperature,
@@ -157,7 +160,7 @@ class Evaluator:
             is_shared=is_shared,
             give_up=asyncio.get_running_loop().time() + limit_s,
             why=f"it took longer than trainer.eval_timeout_s={limit_s:g} for {len(self._prompts)} answers; raise it, "
-            "or ask for less (task.eval_size, trainer.eval_samples)",
+            "or ask for less (task.eval_size, task.eval_sets, trainer.eval_samples)",
         )
         self._begin(one)
         answers: Sequence[Answered] = ()
@@ -229,7 +232,7 @@ class Evaluator:
             version = one.version = self._last_version = max(v for v in versions.values() if v is not None)
             one.entered.set()
             names = [name for name in one.replicas if versions[name] == version]  # a sync may have passed one by
-            shares = zip(names, deal(len(self._prompts), self._cfg.eval_samples, len(names)), strict=True)
+            shares = zip(names, deal(self._num_answers, len(names)), strict=True)
             return await self._in_time(one, {name: numbers for name, numbers in shares if numbers}), version
 
     async def _in_time(self, one: _Running, shares: Mapping[str, Sequence[int]]) -> list[Trajectory]:
@@ -269,13 +272,15 @@ class Evaluator:
             raise
 
 
-def deal(num_answers: int, num_samples: int, num_replicas: int) -> list[list[int]]:
-    """Numbers of the answers that each replica gives: the prompts in turn, all `num_samples` answers to one together,
-    since they share what the prompt costs."""
-    return [
-        [number for number in range(num_answers) if number // num_samples % num_replicas == replica]
-        for replica in range(num_replicas)
-    ]
+def deal(num_answers: Sequence[int], num_replicas: int) -> list[list[int]]:
+    """Numbers of the answers that each replica gives: the prompts in turn, all answers to one together, since they
+    share what the prompt costs. `num_answers` are those to each prompt."""
+    shares: list[list[int]] = [[] for _ in range(num_replicas)]
+    first = 0
+    for place, number in enumerate(num_answers):
+        shares[place % num_replicas] += range(first, first + number)
+        first += number
+    return shares
 
 
 def members(coordinator: SyncCoordinator, workers: WorkerPool) -> dict[str, str]:

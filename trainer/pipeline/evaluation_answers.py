@@ -36,7 +36,7 @@ async def keep_answers(
     name = f"{folder.name}/{path.name}"
     if path.name != f"version_{version}.jsonl":
         log.info("version %d has been evaluated before; what was answered this time is in %s", version, name)
-    told = [(one.prompt, one.trajectories) for one in answers]
+    told = [(one.eval_set, one.prompt, one.trajectories) for one in answers]
     status = "failed" if failed else "scored"
     telemetry.slow_thread.submit(
         partial(recorder.write_answers, path, told, version=version, status=status, reason=failed)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from trainer.pipeline.records import evaluation_numbers
 from trainer.pipeline.state import Evaluation
 
 if TYPE_CHECKING:
@@ -15,12 +17,15 @@ if TYPE_CHECKING:
 
     from rollout.types import Prompt, Trajectory
     from trainer.config.schema.trainer import TrainerConfig
+    from trainer.pipeline.held_out import HeldOut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
     """A held-out prompt with all answers to it, in order."""
 
+    eval_set: str = ""
+    """Name of its set; empty for that of `task.eval_path`."""
     prompt: Prompt
     trajectories: Sequence[Trajectory]
 
@@ -65,49 +70,95 @@ class Breakdown:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """The numbers of one set."""
+
+    summary: Evaluation
+    breakdown: Breakdown
+
+    def record(self, name: str) -> dict[str, object]:
+        """Its metrics as one of `task.eval_sets`, `eval/NAME/...`; version and time are those of the evaluation."""
+        whole = {"eval/version", "eval/time_s"}
+        numbers = {**self.summary.record(), **self.breakdown.record()}
+        return {f"eval/{name}/{key.removeprefix('eval/')}": value for key, value in numbers.items() if key not in whole}
+
+    def line(self) -> dict[str, object]:
+        """Its part of a line of evaluations.jsonl."""
+        return {**evaluation_numbers(self.summary), **self.breakdown.line()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated:
     """One evaluation that has a number, and the answers that it is the number of."""
 
     summary: Evaluation
+    """Of the set of `task.eval_path`, as `breakdown`."""
     breakdown: Breakdown
+    sets: Mapping[str, Scored] = field(default_factory=dict)
+    """Those of `task.eval_sets`, by name."""
     answers: Sequence[Answered]
+    """Of all sets."""
+
+    def record(self) -> dict[str, object]:
+        """Metrics beside those of `summary`."""
+        of_sets = {key: value for name, one in self.sets.items() for key, value in one.record(name).items()}
+        return {**self.breakdown.record(), **of_sets}
+
+    def line(self) -> dict[str, object]:
+        """The part of a line of evaluations.jsonl that `summary` does not give; `sets` only where there are any."""
+        of_sets = {"sets": {name: one.line() for name, one in self.sets.items()}} if self.sets else {}
+        return {**self.breakdown.line(), **of_sets}
 
 
-def by_prompt(prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> list[Answered]:
-    """The same number of answers for each, in a row."""
-    samples = len(trajectories) // len(prompts)
-    return [
-        Answered(prompt=prompt, trajectories=trajectories[first : first + samples])
-        for prompt, first in zip(prompts, range(0, len(trajectories), samples), strict=True)
-    ]
+def by_prompt(held_out: Sequence[HeldOut], trajectories: Sequence[Trajectory]) -> list[Answered]:
+    """In the order of the sets and their prompts; answers to one prompt are in a row."""
+    answers, every = list[Answered](), iter(trajectories)
+    for one in held_out:
+        for prompt in one.prompts:
+            own = list(itertools.islice(every, one.num_samples))
+            answers.append(Answered(eval_set=one.name, prompt=prompt, trajectories=own))
+    return answers
 
 
 def evaluated(
     answers: Sequence[Answered], cfg: TrainerConfig, *, reward: str, version: int, time_s: float
 ) -> Evaluated:
     """All that is told of them. `reward` judges the prompts that name none."""
-    trajectories = [trajectory for one in answers for trajectory in one.trajectories]
-    return Evaluated(
-        summary=summarise(trajectories, cfg, version=version, time_s=time_s),
-        breakdown=break_down(answers, reward=reward),
-        answers=answers,
-    )
+    by_set: dict[str, list[Answered]] = {}
+    for one in answers:
+        by_set.setdefault(one.eval_set, []).append(one)
+    scored = {
+        name: Scored(
+            summary=summarise(
+                [trajectory for one in own for trajectory in one.trajectories],
+                cfg,
+                num_samples=len(own[0].trajectories),
+                version=version,
+                time_s=time_s,
+            ),
+            breakdown=break_down(own, reward=reward),
+        )
+        for name, own in by_set.items()
+    }
+    main = scored.pop("")
+    return Evaluated(summary=main.summary, breakdown=main.breakdown, sets=scored, answers=answers)
 
 
-def summarise(trajectories: Sequence[Trajectory], cfg: TrainerConfig, *, version: int, time_s: float) -> Evaluation:
-    """Means over all answers; those to one prompt are `cfg.eval_samples` in a row. A truncated one counts as it was
+def summarise(
+    trajectories: Sequence[Trajectory], cfg: TrainerConfig, *, num_samples: int, version: int, time_s: float
+) -> Evaluation:
+    """Means over all answers of a set; those to one prompt are `num_samples` in a row. A truncated one counts as it was
     rewarded."""
-    samples = cfg.eval_samples
     rewards = np.array([t.total_reward for t in trajectories], np.float64)
-    passed_PS = (rewards >= cfg.eval_pass_reward).reshape(-1, samples)  # P prompts, S samples
-    k = samples if cfg.eval_pass_k is None else cfg.eval_pass_k
+    passed_PS = (rewards >= cfg.eval_pass_reward).reshape(-1, num_samples)  # P prompts, S samples
+    k = num_samples if cfg.eval_pass_k is None else cfg.eval_pass_k
     num_passed_P = passed_PS.sum(axis=1)
     return Evaluation(
         version=version,
         accuracy=float(np.mean(rewards)),
         num_prompts=len(num_passed_P),
-        num_samples=samples,
-        pass_at={k: float(np.mean([pass_at_k(samples, int(c), k) for c in num_passed_P])) for k in sorted({1, k})},
+        num_samples=num_samples,
+        pass_at={k: float(np.mean([pass_at_k(num_samples, int(c), k) for c in num_passed_P])) for k in sorted({1, k})},
         tokens_mean=float(np.mean([t.num_generated_tokens for t in trajectories])),
         truncated_frac=float(np.mean([t.status == "truncated" for t in trajectories])),
         time_s=time_s,

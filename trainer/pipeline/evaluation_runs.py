@@ -43,11 +43,14 @@ async def evaluate_now(parts: Parts, entered: asyncio.Event | None = None, *, is
     finally:
         hurrying.cancel()
     evaluation = evaluated.summary
-    state.add_evaluation(evaluation, evaluated.breakdown.record())
-    line = {**evaluation_line(evaluation, step=state.step, time_s=state.time_s), **evaluated.breakdown.line()}
+    of_sets = {name: one.summary for name, one in evaluated.sets.items()}
+    state.add_evaluation(evaluation, evaluated.record(), {name: one.accuracy for name, one in of_sets.items()})
+    line = {**evaluation_line(evaluation, step=state.step, time_s=state.time_s), **evaluated.line()}
     line["answers"] = await keep_answers(parts.telemetry, evaluated.answers, version=evaluation.version)
     await parts.telemetry.write_evaluation(line)
     log.info("version %d: held-out accuracy %.3f", evaluation.version, evaluation.accuracy)
+    for name, one in of_sets.items():
+        log.info("version %d: accuracy on %s %.3f", one.version, name, one.accuracy)
     parts.telemetry.progress.update(accuracy=evaluation.accuracy, accuracy_version=evaluation.version)
     target = parts.cfg.trainer.stop_at_accuracy
     if target is not None and evaluation.accuracy >= target:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from rollout.prompts.source import PromptSet
     from rollout.types import Prompt
     from trainer.config.schema import RunConfig
+    from trainer.pipeline.held_out import HeldOut
 
 log = logging.getLogger(__name__)
 
@@ -49,10 +50,15 @@ class Inputs:
 
     tokenizer: Any
     train: PromptSet
-    evaluation: tuple[Prompt, ...]
-    """Empty if the run has no evaluation."""
+    evaluation: tuple[HeldOut, ...]
+    """That of `task.eval_path` first; empty if the run has no evaluation."""
     left_out: tuple[str, ...] = ()
     """Of every data set that lost rows: how many, and why."""
+
+    @property
+    def prompts(self) -> tuple[Prompt, ...]:
+        """All of them, held-out ones last."""
+        return (*self.train.prompts, *(prompt for one in self.evaluation for prompt in one.prompts))
 
 
 def load_inputs(cfg: RunConfig, *, tools: Sequence[Mapping[str, Any]] = ()) -> Inputs:
@@ -73,19 +79,21 @@ def load_inputs(cfg: RunConfig, *, tools: Sequence[Mapping[str, Any]] = ()) -> I
     _check_fit(cfg)  # behind the tokenizer: where the hub cannot be reached, one of them waits for it and not both
     _check_stops(cfg, len(tokenizer))
     data = load_data(cfg, tokenizer, tools=tools)
-    _check_token_ids(cfg, (*data.train.prompts, *data.evaluation))
-    _check_rewards(cfg, (*data.train.prompts, *data.evaluation))
-    return Inputs(tokenizer=tokenizer, train=data.train, evaluation=data.evaluation, left_out=data.left_out)
+    inputs = Inputs(tokenizer=tokenizer, train=data.train, evaluation=data.evaluation, left_out=data.left_out)
+    _check_token_ids(cfg, inputs.prompts)
+    _check_rewards(cfg, inputs.prompts)
+    return inputs
 
 
 def tell_inputs(cfg: RunConfig, inputs: Inputs) -> None:
     """Logs how many prompts there are, and what was left out: while they are loaded there is no log yet."""
-    log.info("%d training prompts, %d held out", len(inputs.train.prompts), len(inputs.evaluation))
+    main, *further = [len(one.prompts) for one in inputs.evaluation] or [0]
+    also = "".join(f", {one.name} {num}" for one, num in zip(inputs.evaluation[1:], further, strict=True))
+    log.info("%d training prompts, %d held out%s", len(inputs.train.prompts), main, also)
     for text in inputs.left_out:
         log.warning(text, extra=SHOWN_BEFORE)
     if cfg.task.reward.column:
-        prompts = (*inputs.train.prompts, *inputs.evaluation)
-        by_reward = Counter(prompt.reward if prompt.reward else cfg.task.reward.name for prompt in prompts)
+        by_reward = Counter(prompt.reward if prompt.reward else cfg.task.reward.name for prompt in inputs.prompts)
         log.info("prompts by reward: %s", ", ".join(f"{name} {count}" for name, count in by_reward.most_common()))
 
 

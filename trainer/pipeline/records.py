@@ -173,13 +173,20 @@ def evaluation_line(evaluation: Evaluation, *, step: int, time_s: float) -> dict
         "version": evaluation.version,
         "step": step,
         "time_s": time_s,
+        **evaluation_numbers(evaluation),
+        "seconds": evaluation.time_s,
+    }
+
+
+def evaluation_numbers(evaluation: Evaluation) -> dict[str, object]:
+    """What a line of evaluations.jsonl says of a set."""
+    return {
         "accuracy": evaluation.accuracy,
         "pass_at": {str(k): value for k, value in evaluation.pass_at.items()},
         "num_prompts": evaluation.num_prompts,
         "num_samples": evaluation.num_samples,
         "tokens_mean": evaluation.tokens_mean,
         "truncated_frac": evaluation.truncated_frac,
-        "seconds": evaluation.time_s,
     }
 
 

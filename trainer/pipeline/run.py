@@ -358,7 +358,7 @@ def _summary(cfg: RunConfig, state: RunState, run_dir: RunDir) -> Iterator[None]
         note_log(failure, run_dir.log)
         raise
     finally:
-        last = state.last_evaluation
+        evaluation = state.last_evaluation
         summary = Summary(
             exit_reason=_exit_reason(state),
             steps=state.step,
@@ -366,10 +366,11 @@ def _summary(cfg: RunConfig, state: RunState, run_dir: RunDir) -> Iterator[None]
             wall_s=state.time_s,
             startup_s=state.startup_s,
             first_accuracy=state.first_accuracy,
-            last_accuracy=None if last is None else last.accuracy,
+            last_accuracy=None if evaluation is None else evaluation.accuracy,
             seed=cfg.seed,
             resumed_from_step=state.resumed_from_step,
             discarded_tokens=state.discarded_tokens,
+            eval_sets=state.told_of_sets(),
             error=error,
         )
         try:
@@ -389,7 +390,8 @@ def _say_goodbye(console: Console, state: RunState, run_dir: RunDir) -> None:
     if state.stop_reason == "completed" and state.step == state.resumed_from_step:
         parts.append("nothing was left to train, raise trainer.total_steps to go on")
     if last is not None and state.first_accuracy is not None:
-        parts.append(f"held-out accuracy {state.first_accuracy:.3f} -> {last.accuracy:.3f}")
+        of_sets = [f", {name} {begin:.3f} -> {end:.3f}" for name, (begin, end) in state.set_accuracies.items()]
+        parts.append(f"held-out accuracy {state.first_accuracy:.3f} -> {last.accuracy:.3f}{''.join(of_sets)}")
     parts.append(f"see {run_dir.path}")
     with contextlib.suppress(NotARun, TooFewSteps):
         read_counted(run_dir.path)

@@ -56,6 +56,8 @@ class RunState:
     startup_s: float | None = None
     first_accuracy: float | None = None
     last_evaluation: Evaluation | None = None
+    set_accuracies: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """First and last one of each of `task.eval_sets`."""
     unreported: list[Mapping[str, object]] = field(default_factory=list)
     """Metrics of evaluations that ended and wait for the next line."""
     num_failed_evaluations: int = 0
@@ -82,12 +84,26 @@ class RunState:
         if reason == "interrupted":
             self.stop_requested.set()
 
-    def add_evaluation(self, evaluation: Evaluation, breakdown: Mapping[str, object]) -> None:
-        """`breakdown`: its metrics that a checkpoint need not know."""
+    def add_evaluation(
+        self, evaluation: Evaluation, breakdown: Mapping[str, object], of_sets: Mapping[str, float] | None = None
+    ) -> None:
+        """
+        Args:
+            breakdown: its metrics that a checkpoint need not know.
+            of_sets: accuracies of `task.eval_sets`.
+        """
+        for name, accuracy in (of_sets or {}).items():
+            first, _ = self.set_accuracies.get(name, (accuracy, accuracy))
+            self.set_accuracies[name] = first, accuracy
         if self.first_accuracy is None:
             self.first_accuracy = evaluation.accuracy
         self.last_evaluation = evaluation
         self.unreported.append({**evaluation.record(), **breakdown})
+
+    def told_of_sets(self) -> dict[str, dict[str, float]]:
+        """Accuracies of `task.eval_sets` for the summary."""
+        pairs = self.set_accuracies.items()
+        return {name: {"first_accuracy": first, "last_accuracy": last} for name, (first, last) in pairs}
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able."""
@@ -96,6 +112,7 @@ class RunState:
             "step": self.step,
             "first_accuracy": self.first_accuracy,
             "last_evaluation": None if last is None else {name: getattr(last, name) for name in Evaluation.__slots__},
+            "set_accuracies": {name: list(pair) for name, pair in self.set_accuracies.items()},
             "num_failed_evaluations": self.num_failed_evaluations,
         }
 
@@ -103,6 +120,7 @@ class RunState:
         self.step = self.live_version = self.resumed_from_step = int(state["step"])
         self.first_accuracy = state["first_accuracy"]
         self.num_failed_evaluations = state.get("num_failed_evaluations", 0)
+        self.set_accuracies = {name: (first, last) for name, (first, last) in state.get("set_accuracies", {}).items()}
         last = state["last_evaluation"]
         if last is not None:  # JSON made text of the k
             pass_at = {int(k): value for k, value in last.get("pass_at", {}).items()}

@@ -121,7 +121,7 @@ def _workload(cfg: RunConfig, inputs: Inputs, *, response_tokens: float | None) 
     return Workload(
         prompt_tokens=float(np.mean([len(prompt.token_ids) for prompt in inputs.train.prompts])),
         response_tokens=response_tokens,
-        num_held_out=len(inputs.evaluation) if evaluates else 0,
+        num_evaluated=sum(len(one.prompts) * one.num_samples for one in inputs.evaluation) if evaluates else 0,
     )
 
 

@@ -58,7 +58,7 @@ def object_store(cfg: RunConfig, workload: Workload, *, num_slots: int, group_si
         group_size: answers that are generated for a prompt, a greedy baseline included.
     """
     answer = answer_bytes(workload, response_tokens=cfg.rollout.max_response_tokens)
-    num_asked = workload.num_held_out * cfg.trainer.eval_samples
+    num_asked = workload.num_evaluated
     parts = [_part("micro-batches of one step", _batch_bytes(cfg, workload))]
     if group_size * answer > MOST_BYTES:
         parts.append(_part(f"{num_slots:,} groups in flight", num_slots * group_size * answer))

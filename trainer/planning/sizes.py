@@ -85,8 +85,8 @@ class Workload:
     """Mean of the training prompts."""
     response_tokens: float | None = None
     """Mean of the answers; None if nobody said."""
-    num_held_out: int = 0
-    """Prompts of an evaluation."""
+    num_evaluated: int = 0
+    """Answers of an evaluation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,8 +25,10 @@ _BY_NAME = {metric.name: metric for metric in METRICS}
 
 
 def find_row(name: str) -> MetricInfo | None:
-    """The row of a metric, or None if the catalog does not know it."""
-    return _BY_NAME.get(name) or _BY_NAME.get(f"{name.rpartition('/')[0]}/*")
+    """The row of a metric, or None if the catalog does not know it. `eval/NAME/...` of a set has that of `eval/...`."""
+    found = _BY_NAME.get(name) or _BY_NAME.get(f"{name.rpartition('/')[0]}/*")
+    of_set = name.split("/", 2)
+    return find_row(f"eval/{of_set[2]}") if found is None and of_set[0] == "eval" and len(of_set) == 3 else found
 
 
 def check_known(record: Mapping[str, object] | Iterable[str]) -> None:
@@ -69,6 +71,7 @@ TensorBoard (`tensorboard --logdir RUN_DIR/tb`), and with `telemetry.wandb` to
 - `perf/mfu` counts the policy's forward and backward (6 operations per weight and token, 4 where it is frozen, logits
   of trained tokens only, causal attention; nothing that is recomputed) over `learner/step_s` (optimizer, reference and
   critic included), all learner devices and `device.peak_tflops`. Absent where one is not known, as on a CPU.
+- `eval/NAME/...` is the metric `eval/...` of the set `task.eval_sets.NAME`; `eval/...` itself is of `task.eval_path`.
 - S is `mode.max_staleness`. A name that ends in `/*` stands for a family.
 
 """

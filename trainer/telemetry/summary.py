@@ -35,6 +35,8 @@ class Summary:
     seed: int
     resumed_from_step: int | None = None
     discarded_tokens: int = 0
+    eval_sets: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """First and last accuracy of each of `task.eval_sets`."""
     error: str = ""
     """The first cause, if the run failed."""
     extra: Mapping[str, object] = field(default_factory=dict)

@@ -99,18 +99,20 @@ class TrajectoryRecorder:
     def write_answers(
         self,
         path: Path,
-        answers: Iterable[tuple[Prompt, Sequence[Trajectory]]],
+        answers: Iterable[tuple[str, Prompt, Sequence[Trajectory]]],
         *,
         version: int,
         status: EvaluationStatus,
         reason: str = "",
     ) -> None:
-        """Held-out prompts, each with all answers to it. `status` and `reason` are those of the whole evaluation. After
-        a line that cannot be written the rest is left out. Blocking, as `write`, and much longer."""
+        """Held-out prompts, each with the name of its set and all answers to it. `status` and `reason` are those of the
+        whole evaluation. After a line that cannot be written the rest is left out. Blocking, as `write`, and much
+        longer."""
         how = {"status": status, "reason": reason, "version": version}
         try:
-            for prompt, trajectories in answers:
-                append_line(path, _encoded({"time_s": self._clock(), **how, **_answered(prompt, trajectories)}))
+            for eval_set, prompt, trajectories in answers:
+                record = {"time_s": self._clock(), **how, "set": eval_set, **_answered(prompt, trajectories)}
+                append_line(path, _encoded(record))
         except Exception as error:  # noqa: BLE001 - nobody waits for it, and no evaluation ends a run
             self._miss_evaluation(path, error)
 

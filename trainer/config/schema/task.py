@@ -35,6 +35,16 @@ class RewardConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EvalSetConfig:
+    path: str = key("", "Held-out prompts, as in `task.eval_path`.", is_path=True)
+    split: str = key("test", "Split of a Hugging Face data set.")
+    size: int = key(0, "Prompts per evaluation; 0 means all.", ge=0)
+    samples: int | None = key(None, "Answers per prompt; null is `trainer.eval_samples`.", ge=1)
+    prompt_column: str = key("", "Column with the prompt; empty is `task.prompt_column`.")
+    answer_column: str = key("", "Column with the ground truth; empty is `task.answer_column`.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TaskConfig:
     name: str = key("arithmetic", "Shown in logs and metrics.")
     reader: Literal["auto", "arithmetic", "jsonl", "parquet", "hf"] = key(
@@ -46,6 +56,11 @@ class TaskConfig:
         is_path=True,
     )
     eval_path: str = key("builtin:arithmetic", "Held-out prompts, likewise; empty turns evaluation off.", is_path=True)
+    eval_sets: dict[str, EvalSetConfig] = key(
+        factory=dict,
+        doc="Further held-out prompts beside `eval_path`, by name: each has its own `eval/NAME/accuracy`. Those of "
+        "`eval_path` remain the ones that `eval/accuracy` and `trainer.stop_at_accuracy` are about.",
+    )
     train_split: str = key("train", "Split of a Hugging Face data set for training.")
     eval_split: str = key("test", "Split of a Hugging Face data set for evaluation.")
     prompt_column: str = key("prompt", "Column with the prompt: a string, or a list of chat messages.")
@@ -100,6 +115,13 @@ class TaskConfig:
         600.0, "Longest time that one trajectory of `task.agent` may take, its environment included.", gt=0
     )
     reward: RewardConfig = key(factory=RewardConfig, doc="How answers are judged.")
+
+    @property
+    def held_out_paths(self) -> dict[str, str]:
+        """Key -> path of every held-out set."""
+        return {"task.eval_path": self.eval_path} | {
+            f"task.eval_sets.{name}.path": one.path for name, one in self.eval_sets.items()
+        }
 
     @property
     def filters_pass_rate(self) -> bool:

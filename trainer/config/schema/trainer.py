@@ -45,7 +45,10 @@ class TrainerConfig:
         gt=0,
     )
     stop_at_accuracy: float | None = key(
-        None, "Stop successfully once a held-out evaluation reaches this accuracy; null never does.", gt=0, le=1
+        None,
+        "Stop successfully once an evaluation reaches this accuracy on `task.eval_path`; null never does.",
+        gt=0,
+        le=1,
     )
     startup_timeout_s: float = key(900.0, "Deadline for all actors to be ready.", gt=0)
     shutdown_timeout_s: float = key(30.0, "Longest orderly shutdown before processes are killed.", gt=0)

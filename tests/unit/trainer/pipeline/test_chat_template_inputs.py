@@ -55,7 +55,7 @@ def config(*overrides: str) -> RunConfig:
 def prompts(*overrides: str, template: str = THINKING) -> tuple[Prompt, ...]:
     cfg = config(*overrides)
     data = load_data(cfg, chat_tokenizer(template), tools=check_agent(cfg))
-    return (*data.train.prompts, *data.evaluation)
+    return (*data.train.prompts, *data.evaluation[0].prompts)
 
 
 def test_arguments_reach_the_template_of_training_and_held_out_prompts() -> None:

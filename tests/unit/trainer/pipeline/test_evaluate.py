@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rollout.types import Prompt
-from tests.fakes.scripted_run import config, prompt_set, trajectory
+from tests.fakes.scripted_run import config, held_out, trajectory
 from tests.fakes.virtual_time import run_virtual
 from trainer.pipeline.evaluate import EvaluationFailed, Evaluator, check_one_version
 from trainer.pipeline.evaluation_result import summarise
@@ -51,9 +51,8 @@ MEMBERS = {"c": "dead", "b": "live", "a": "live"}
 
 def evaluator(replica: Replica, *, every: int = 10, num_prompts: int = 4, **how: Any) -> Evaluator:
     cfg = config(trainer={"eval_every": every}, rollout={"stop": ["</s>"]})
-    prompts = prompt_set(num_prompts).prompts if num_prompts else ()
     parties: Any = {"freeze": replica.freeze, "generate": replica.generate, "members": lambda: MEMBERS, **how}
-    return Evaluator(cfg, prompts, **parties)
+    return Evaluator(cfg, held_out(cfg, num_prompts), **parties)
 
 
 def evaluated(version: int, *, every: int = 10) -> Evaluator:
@@ -202,7 +201,7 @@ def test_a_truncated_answer_counts_as_it_was_judged() -> None:
         trajectory(PROMPT, 3, [(0, 1)], reward=0.0),
         trajectory(PROMPT, 3, [(0, 1)], reward=0.0),
     ]
-    result = summarise(answers, config().trainer, version=1, time_s=2.0)
+    result = summarise(answers, config().trainer, num_samples=1, version=1, time_s=2.0)
     assert (result.accuracy, result.truncated_frac, result.num_prompts) == (0.5, 0.25, 4)
     assert result.record()["eval/accuracy"] == 0.5
 

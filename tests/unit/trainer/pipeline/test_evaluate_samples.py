@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rollout.engine.router import NoReplica
-from tests.fakes.scripted_run import config, prompt_set, trajectory
+from tests.fakes.scripted_run import config, held_out, prompt_set, trajectory
 from tests.fakes.virtual_time import run_virtual
 from trainer.pipeline.evaluate import EvaluationFailed, Evaluator, leased
 from trainer.pipeline.evaluation_result import pass_at_k, summarise
@@ -66,21 +66,21 @@ def settings(**keys: Any) -> Any:
 def test_means_are_over_answers_and_pass_at_k_over_prompts() -> None:
     some = answers([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.9], [0.0, 0.0, 0.0, 0.0]])
     some[11] = replace(some[11], status="truncated")
-    result = summarise(some, settings(eval_pass_k=2), version=2, time_s=1.0)
+    result = summarise(some, settings(eval_pass_k=2), num_samples=4, version=2, time_s=1.0)
     assert (result.num_prompts, result.num_samples, result.version) == (3, 4, 2)
     assert result.accuracy == pytest.approx(3.9 / 12)
     assert result.pass_at == {1: pytest.approx(3 / 12), 2: pytest.approx((1 / 2 + 5 / 6 + 0) / 3)}
     assert result.tokens_mean == 4.5
     assert result.truncated_frac == pytest.approx(1 / 12)
     assert result.record()["eval/pass_at/2"] == result.pass_at[2]
-    assert summarise(some, settings(), version=2, time_s=1.0).pass_at[4] == pytest.approx(2 / 3)
-    lenient = summarise(some, settings(eval_pass_reward=0.5), version=2, time_s=1.0)
+    assert summarise(some, settings(), num_samples=4, version=2, time_s=1.0).pass_at[4] == pytest.approx(2 / 3)
+    lenient = summarise(some, settings(eval_pass_reward=0.5), num_samples=4, version=2, time_s=1.0)
     assert lenient.pass_at[1] == pytest.approx(4 / 12)
 
 
 def test_an_evaluation_survives_a_checkpoint() -> None:
     state = RunState(started_at=0.0, wall_clock=lambda: 0.0)
-    state.add_evaluation(summarise(answers([[1.0] * 4] * 3), settings(), version=2, time_s=1.0), {})
+    state.add_evaluation(summarise(answers([[1.0] * 4] * 3), settings(), num_samples=4, version=2, time_s=1.0), {})
     again = RunState(started_at=0.0, wall_clock=lambda: 0.0)
     kept = json.loads(json.dumps(state.state_dict()))
     again.load_state_dict(kept)
@@ -103,7 +103,7 @@ def test_a_prompt_is_asked_for_so_often_in_a_row_and_nothing_is_due_while_it_run
         return answers([[1.0] * 4] * 3)
 
     cfg = config(trainer={"eval_samples": 4, "eval_temperature": 1.0, "eval_top_p": 0.9, "eval_every": 1})
-    one = Evaluator(cfg, PROMPTS, freeze=freeze, generate=generate, members=lambda: {"a": "live", "b": "live"})
+    one = Evaluator(cfg, held_out(cfg, 3), freeze=freeze, generate=generate, members=lambda: {"a": "live", "b": "live"})
 
     async def main() -> None:
         first = asyncio.create_task(one.run(asyncio.Event()))
@@ -132,7 +132,9 @@ def test_an_evaluation_whose_replica_dies_begins_again_elsewhere_and_is_of_that_
         return answers([[1.0] * 4] * 3)
 
     cfg = config(trainer={"eval_samples": 4, "eval_temperature": 1.0})
-    one = Evaluator(cfg, PROMPTS, freeze=freeze, generate=generate, members=lambda: dict.fromkeys(versions, "live"))
+    one = Evaluator(
+        cfg, held_out(cfg, 3), freeze=freeze, generate=generate, members=lambda: dict.fromkeys(versions, "live")
+    )
     result = asyncio.run(one.run(asyncio.Event())).summary
     assert (result.version, one.last_version, asked) == (2, 2, ["a", "b"])
     dead |= {"b", "c"}

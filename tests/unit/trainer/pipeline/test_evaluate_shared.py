@@ -14,7 +14,7 @@ from rollout.reward.result import RewardResult
 from rollout.types import Completion, Prompt, SamplingParams, Segment
 from rollout.worker import RolloutWorker, WorkerSpec
 from tests.fakes.engine_client import FakeEngine
-from tests.fakes.scripted_run import config, prompt_set
+from tests.fakes.scripted_run import config, held_out
 from tests.fakes.virtual_time import run_virtual
 from trainer.pipeline.evaluate import EvaluationFailed, Evaluator, deal
 
@@ -65,7 +65,7 @@ class Fleet:
         cfg = config(trainer={"eval_samples": SAMPLES, "eval_temperature": 1.0})
         return Evaluator(
             cfg,
-            prompt_set(num_prompts).prompts,
+            held_out(cfg, num_prompts),
             freeze=self.freeze,
             generate=self.generate,
             members=lambda: dict.fromkeys(self.engines, "live"),
@@ -113,7 +113,7 @@ def test_any_number_of_replicas_gives_the_same_numbers_sooner() -> None:
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 3, 8])
 def test_prompts_are_dealt_in_turn_and_all_answers_to_one_stay_together(num_replicas: int) -> None:
-    shares = deal(7 * SAMPLES, SAMPLES, num_replicas)
+    shares = deal([SAMPLES] * 7, num_replicas)
     assert sorted(number for share in shares for number in share) == list(range(7 * SAMPLES))
     by_prompt = [{number // SAMPLES for number in share} for share in shares]
     assert sum(map(len, by_prompt)) == 7, "a prompt is at one replica"

@@ -40,7 +40,7 @@ class Recorder:
 
     def write_answers(self, _path: Path, answers: Any, **_how: Any) -> None:
         assert self.may_write.wait(10)
-        self.done += [prompt.prompt_id for prompt, _ in answers]
+        self.done += [prompt.prompt_id for _, prompt, _ in answers]
 
 
 def test_nobody_waits_for_the_answers_but_the_end_of_the_process() -> None:

@@ -12,6 +12,7 @@ from rollout.types import Group
 from tests.fakes.scripted_run import prompt_set, trajectory
 from trainer.data.batcher import batch_stats
 from trainer.pipeline.evaluation_result import Answered, break_down, by_prompt, standard_error
+from trainer.pipeline.held_out import HeldOut
 from trainer.telemetry.catalog import check_known
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def test_parts_of_the_reward_have_the_names_and_the_means_of_training() -> None:
     answers = answered([[1.0, 0.0], [0.5, 0.5]])
     parts = [{"exact": 1.0, "format": 0.5}, {"exact": 0.0}, {"exact": 0.0, "format": 1.0}, {}]
     flat = [replace(t, reward_parts=parts.pop(0)) for one in answers for t in one.trajectories]
-    answers = by_prompt([one.prompt for one in answers], flat)
+    answers = by_prompt([HeldOut(prompts=[one.prompt for one in answers], num_samples=2)], flat)
     found = break_down(answers, reward="math")
     assert found.reward_parts == {"exact": pytest.approx(1 / 3), "format": 0.75}
     groups = [

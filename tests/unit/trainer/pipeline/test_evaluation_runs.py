@@ -57,8 +57,10 @@ def test_the_line_of_a_step_breaks_the_newest_evaluation_down(scripted: Make, pl
             return [replace(t, reward=float(i), reward_parts={"third": i / 3}) for i, t in enumerate(answers)]
 
         parts.evaluator._generate = of_several_rewards
-        named = zip(parts.evaluator._held_out, ("math", "math", "", "code"), strict=True)
-        parts.evaluator._held_out = [replace(prompt, reward=name) for prompt, name in named]
+        (held_out,) = parts.evaluator._held_out
+        named = zip(held_out.prompts, ("math", "math", "", "code"), strict=True)
+        prompts = [replace(prompt, reward=name) for prompt, name in named]
+        parts.evaluator._held_out = [replace(held_out, prompts=prompts)]
 
     play(run, meddle=with_parts)
     for line in lines(run):

@@ -43,14 +43,14 @@ def test_the_default_run_is_ready_without_making_the_model(tmp_path: Path) -> No
     assert checked.backend.name == "cpu"
     assert checked.resumed is None
     assert len(checked.inputs.train.prompts) == 50 * 50 - 250
-    assert len(checked.inputs.evaluation) == 250
+    assert [len(one.prompts) for one in checked.inputs.evaluation] == [250]
     assert list(tmp_path.iterdir()) == []
 
 
 def test_training_and_held_out_prompts_are_disjoint() -> None:
     loaded = inputs.load_inputs(tiny())
-    assert not {p.text for p in loaded.train.prompts} & {p.text for p in loaded.evaluation}
-    prompt = loaded.evaluation[0]
+    assert not {p.text for p in loaded.train.prompts} & {p.text for p in loaded.evaluation[0].prompts}
+    prompt = loaded.evaluation[0].prompts[0]
     assert loaded.tokenizer.decode(prompt.token_ids) == prompt.text
 
 
@@ -61,7 +61,7 @@ def test_one_directory_for_both_sets_is_refused_where_splits_are_not_read(tmp_pa
     with pytest.raises(DataError, match="both read"):
         inputs.load_inputs(tiny("task.train_path=data", "task.eval_path=data"))
     same = ["task.train_path=data/test.jsonl", "task.eval_path=data/test.jsonl"]
-    assert len(inputs.load_inputs(tiny(*same)).evaluation) == 1, "one that is named for both is meant so"
+    assert len(inputs.load_inputs(tiny(*same)).evaluation[0].prompts) == 1, "one that is named for both is meant so"
 
 
 def test_rows_that_are_left_out_are_counted_by_data_set_and_logged(

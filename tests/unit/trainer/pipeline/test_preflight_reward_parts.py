@@ -80,8 +80,8 @@ def test_prompts_come_with_the_rewards_that_their_rows_name(tmp_path: Path, capl
     caplog.set_level(logging.INFO)
     loaded = load_mixed(tmp_path, None, "plain.py:reward", "plain.py:reward", "arithmetic")
     assert [p.reward for p in loaded.train.prompts] == ["", "plain.py:reward", "plain.py:reward", "arithmetic"]
-    assert {p.reward for p in loaded.evaluation} == {""}
-    num_held_out = len(loaded.evaluation)
+    assert {p.reward for p in loaded.evaluation[0].prompts} == {""}
+    num_held_out = len(loaded.evaluation[0].prompts)
     rewards = ["task.reward.name=with_parts.py:reward", "task.reward.column=by"]
     inputs.tell_inputs(load_config(["device=cpu", *rewards]), loaded)
     expected = f"prompts by reward: with_parts.py:reward {1 + num_held_out}, plain.py:reward 2, arithmetic 1"

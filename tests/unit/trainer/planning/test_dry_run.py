@@ -260,17 +260,18 @@ def test_the_mean_of_the_answers_comes_from_the_command_line(tmp_path: Path, run
 
 def test_the_mean_of_the_answers_reaches_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = model_directory(tmp_path / "model", KINDS["qwen2"]())
-    evaluation = ("trainer.eval_samples=64", "trainer.eval_temperature=1.0")
+    few = "task.eval_sets={few: {path: builtin:arithmetic, size: 8, samples: 5}, all: {path: builtin:arithmetic}}"
+    evaluation = ("trainer.eval_samples=64", "trainer.eval_temperature=1.0", few)
     overrides = (*drawn(model), "rollout.max_response_tokens=12", *evaluation)
     cfg, problems = resolve(parse(["--dry-run", *overrides]))
     assert not problems
-    num_held_out = len(load_inputs(cfg).evaluation)
+    num_held_out = len(load_inputs(cfg).evaluation[0].prompts)
     dry_run(cfg, device_memory_gib=80.0, response_tokens=5.0)
     out = capsys.readouterr().out
     assert "5 tokens, on average" in out
     assert "12 tokens" not in out
     asked = re.search(r"([\d,]+) answers of an evaluation", out)
-    assert asked and int(asked[1].replace(",", "")) == 64 * num_held_out
+    assert asked and int(asked[1].replace(",", "")) == 64 * num_held_out + 8 * 5 + 64 * 250
     silent = replace(cfg, trainer=replace(cfg.trainer, eval_every=0, eval_at_start=False, eval_at_end=False))
     dry_run(silent, device_memory_gib=80.0, response_tokens=None)
     out = capsys.readouterr().out

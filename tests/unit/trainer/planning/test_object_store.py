@@ -60,8 +60,8 @@ def settings(**sections: dict[str, Any]) -> RunConfig:
     return config(**{name: base.get(name, {}) | sections.get(name, {}) for name in base | sections})
 
 
-def stored(cfg: RunConfig, *, num_slots: int = 24, num_held_out: int = 0) -> ObjectStore:
-    workload = Workload(prompt_tokens=float(PROMPT), num_held_out=num_held_out)
+def stored(cfg: RunConfig, *, num_slots: int = 24, num_evaluated: int = 0) -> ObjectStore:
+    workload = Workload(prompt_tokens=float(PROMPT), num_evaluated=num_evaluated)
     return object_store(cfg, workload, num_slots=num_slots, group_size=cfg.rollout.group_size)
 
 
@@ -101,7 +101,7 @@ def nbytes(value: object) -> int:
 
 
 def test_an_evaluation_counts_with_all_its_answers() -> None:
-    store = stored(settings(trainer={"eval_samples": 4}), num_held_out=100)
+    store = stored(settings(), num_evaluated=400)
     assert sizes(store)["400 answers of an evaluation"] == 400 * store.group_bytes // 16
 
 

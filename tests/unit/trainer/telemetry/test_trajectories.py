@@ -170,7 +170,7 @@ def test_half_a_surrogate_pair_costs_no_answers_of_an_evaluation(tmp_path: Path)
     recorder, groups = TrajectoryRecorder(tmp_path), (make_group(0), with_half_a_pair(), make_group(1))
     path = recorder.begin_evaluation(tmp_path, 4)
     assert path is not None
-    answers = [(group.prompt, group.trajectories) for group in groups]
+    answers = [("", group.prompt, group.trajectories) for group in groups]
     recorder.write_answers(path, answers, version=4, status="failed", reason="first: \ud83d")
     assert [line["prompt"]["answer"] for line in recorded(tmp_path)] == ["19", "ä \\ud83d", "19"]
     assert {line["reason"] for line in recorded(tmp_path)} == {"first: \\ud83d"}
@@ -204,7 +204,7 @@ def test_a_baseline_is_recorded_apart_from_what_is_trained(tmp_path: Path) -> No
 def write_answers(recorder: TrajectoryRecorder, path: Path, **how: Any) -> None:
     group = make_group(0)
     told = {"version": 4, "status": "scored"} | how
-    recorder.write_answers(path, [(group.prompt, group.trajectories)], **told)
+    recorder.write_answers(path, [("", group.prompt, group.trajectories)], **told)
 
 
 def test_the_answers_of_an_evaluation_are_recorded_as_those_of_a_group(tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_answers_are_numbered_within_their_prompt(tmp_path: Path) -> None:
     path = recorder.begin_evaluation(tmp_path, 4)
     assert path is not None
     placed = [replace(trajectory, sample_index=8 + i) for i, trajectory in enumerate(group.trajectories)]
-    recorder.write_answers(path, [(group.prompt, placed)], version=4, status="scored")
+    recorder.write_answers(path, [("", group.prompt, placed)], version=4, status="scored")
     assert [t["sample_index"] for t in recorded(tmp_path)[0]["trajectories"]] == [0, 1]
 
 
@@ -256,7 +256,7 @@ def test_answers_that_cannot_be_written_are_counted_and_told(tmp_path: Path, cap
     path = recorder.begin_evaluation(tmp_path, 4)
     assert path is not None
     prompt, good = make_group(0).prompt, make_group(0).trajectories
-    answers = [(prompt, good), (prompt, [unknown]), (prompt, good)]
+    answers = [("", prompt, good), ("", prompt, [unknown]), ("", prompt, good)]
     recorder.write_answers(path, answers, version=4, status="scored")
     assert len(recorded(tmp_path)) == 1, "after the first that cannot be written the rest is left out"
     assert (recorder.num_errors, recorder.num_groups) == (3, 0)
@@ -271,7 +271,7 @@ def test_a_full_disk_leaves_no_half_line(tmp_path: Path) -> None:
     size = path.stat().st_size
     path.write_bytes(b"")
     with file_limit(int(2.5 * size)):
-        recorder.write_answers(path, [(group.prompt, group.trajectories)] * 4, version=4, status="scored")
+        recorder.write_answers(path, [("", group.prompt, group.trajectories)] * 4, version=4, status="scored")
     assert len(recorded(tmp_path)) == 2
     assert recorder.num_errors == 1
 
