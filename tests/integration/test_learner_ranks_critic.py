@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.timeout(PATIENT_TEST_S)
 
+TEACHER = "teacher"
 IN_REWARD = {"coef": 0.3, "placement": "reward"}
+IN_ADVANTAGE = {"coef": 0.3, "placement": "advantage", "estimator": "k1", "path": TEACHER}
 CASES: dict[str, dict[str, Any]] = {
     "own critic, KL in the reward": {"gae_gamma": 0.9, "gae_lambda": 0.8, "kl": IN_REWARD},
     "own critic with warm-up, two updates": {
@@ -33,12 +35,21 @@ CASES: dict[str, dict[str, Any]] = {
     "shared critic, KL in the loss": {"critic": {"shared_backbone": True}, "kl": {"coef": 0.3, "placement": "loss"}},
     "grpo, KL in the reward": {"advantage": "grpo", "kl": IN_REWARD},
     "reinforce_pp, KL in the reward": {"advantage": "reinforce_pp", "kl": IN_REWARD},
+    "own critic, KL to a teacher in the advantage": {"kl": IN_ADVANTAGE},
+    "a teacher alone": {"advantage": "zero", "loss": "importance_sampling", "kl": IN_ADVANTAGE},
+    "a teacher in the loss": {"advantage": "grpo", "kl": {"coef": 0.3, "placement": "loss", "path": TEACHER}},
 }
 STEPS = 3
 
 
 def _config(directory: Path, name: str) -> RunConfig:
-    return config(directory / "model", **CASES[name])
+    kl = CASES[name]["kl"]
+    path = str(directory / TEACHER) if _is_taught(name) else None
+    return config(directory / "model", **CASES[name] | {"kl": kl | {"path": path}})
+
+
+def _is_taught(name: str) -> bool:
+    return "path" in CASES[name]["kl"]
 
 
 def _share(parts: list[MicroBatch]) -> list[MicroBatch]:
@@ -64,7 +75,7 @@ def _work(directory: Path, name: str) -> dict[str, Any]:
     reference = learner._preparation._reference
     assert reference is not None
     whole = pack_rewarded(rewarded(8, seed=99)[0])
-    initial = learner.logprobs(whole)
+    initial = reference.logprobs(whole) if _is_taught(name) else learner.logprobs(whole)
     metrics = _train(learner, 0, STEPS)
     found = {
         "metrics": metrics,
@@ -107,6 +118,7 @@ def _job(directory: Path) -> dict[str, Any]:
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("ranks")
     save_tiny(path / "model")
+    save_tiny(path / TEACHER, "llama", seed=1)
     return path
 
 
@@ -145,7 +157,7 @@ def test_two_ranks_have_the_gradients_and_metrics_of_one(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_reference_stays_the_initial_policy(name: str, one: dict[str, Any], two: list[dict[str, Any]]) -> None:
+def test_the_reference_stays_what_it_began_as(name: str, one: dict[str, Any], two: list[dict[str, Any]]) -> None:
     for found in (one, *two):
         assert np.abs(found[name]["current"] - found[name]["initial"]).max() > 1e-3
         np.testing.assert_array_equal(found[name]["reference"], found[name]["initial"])

@@ -128,6 +128,8 @@ def step_advantages(groups: Sequence[GroupRewards], *, config: AlgorithmConfig) 
             return [best_answer_margin(r, normalize_by_std=config.normalize_by_std) for r in rewards]
         case "gae":
             raise ValueError("advantage 'gae' takes the values of a critic, got rewards alone; the learner finishes it")
+        case "zero":
+            return [np.zeros_like(r) for r in rewards]
         case "gdpo":
             return decoupled_rewards([g.parts_G for g in groups], weights=config.gdpo_weights)
         case path if is_own(path):

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from trainer.config.errors import Problem
+from trainer.config.model_paths import model_paths
 from trainer.config.validate import longest_sequence
 from trainer.config.validate_engine_args import REFUSED
 
@@ -73,8 +74,10 @@ def _model(config: RunConfig) -> Iterator[Problem]:
         yield Problem(key="model.path", got='""', allowed="must name a model", do="use builtin:tiny or a directory")
     elif looks_local(model.path):
         yield from _model_directory(config, Path(model.path))
-    if config.algorithm.uses_critic and config.critic.path is not None and looks_local(config.critic.path):
-        yield from _model_config("critic.path", config.critic.path)[1]
+    if config.algorithm.uses_critic:
+        yield from _second_model(config, "critic.path")
+    if config.algorithm.kl.coef > 0:
+        yield from _second_model(config, "algorithm.kl.path")
     if model.tokenizer_path and (model.tokenizer_path.startswith("builtin:") or looks_local(model.tokenizer_path)):
         yield from _tokenizer_directory("model.tokenizer_path", Path(model.tokenizer_path))
 
@@ -86,6 +89,21 @@ def _model_directory(config: RunConfig, path: Path) -> Iterator[Problem]:
         yield from _tokenizer_directory("model.path", path)
     if not problems:
         yield from fit_problems(config, described, path=config.model.path)
+
+
+def _second_model(config: RunConfig, key: str) -> Iterator[Problem]:
+    """Critic or teacher: the policy's tokens are theirs."""
+    path = model_paths(config).get(key)
+    if path is None:
+        return
+    if path.startswith("builtin:"):
+        if path != "builtin:tiny":
+            yield Problem(key=key, got=path, allowed="the only built-in model is builtin:tiny")
+    elif looks_local(path):
+        described, problems = _model_config(key, path)
+        yield from problems
+        if not problems:
+            yield from context_problems(config, described, key=key)
 
 
 def _model_config(key: str, got: str) -> tuple[dict[str, Any], list[Problem]]:
@@ -112,9 +130,17 @@ def fit_problems(config: RunConfig, described: Mapping[str, Any], *, path: str) 
     Args:
         described: what the config.json of the model at `path` says.
     """
-    nested = described.get("text_config")
-    text = cast("dict[str, Any]", nested) if isinstance(nested, dict) else described
-    yield from _parallel_problems(config.rollout.tensor_parallel_size, text, path=path)
+    yield from _parallel_problems(config.rollout.tensor_parallel_size, _of_text(described), path=path)
+    yield from context_problems(config, described, key="model.path")
+
+
+def context_problems(config: RunConfig, described: Mapping[str, Any], *, key: str) -> Iterator[Problem]:
+    """What a model makes no sense of.
+
+    Args:
+        described: as for `fit_problems`, of the model that `key` names.
+    """
+    text, path = _of_text(described), model_paths(config)[key]
     context = text.get("max_position_embeddings")
     scaled = any(_stretches_context(text.get(name)) for name in ("rope_scaling", "rope_parameters"))
     longest = max(longest_sequence(config), config.rollout.max_model_len)
@@ -124,8 +150,13 @@ def fit_problems(config: RunConfig, described: Mapping[str, Any], *, path: str) 
             got=str(config.rollout.max_response_tokens),
             allowed=f"prompt and answer need {longest} tokens, but the context of {path} has {context}",
             do="lower rollout.max_response_tokens, task.max_prompt_tokens or rollout.max_model_len",
-            also=("task.max_prompt_tokens", "rollout.max_model_len", "model.path"),
+            also=("task.max_prompt_tokens", "rollout.max_model_len", key),
         )
+
+
+def _of_text(described: Mapping[str, Any]) -> Mapping[str, Any]:
+    nested = described.get("text_config")
+    return cast("dict[str, Any]", nested) if isinstance(nested, dict) else described
 
 
 def _parallel_problems(parallel: int, text: Mapping[str, Any], *, path: str) -> Iterator[Problem]:

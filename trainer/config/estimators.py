@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 AdvantageName = Literal[
     "grpo", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "opo", "gpg", "pass_at_k", "gdpo", "remax",
-    "gae",
+    "gae", "zero",
 ]  # fmt: skip
 
 GpgScale = Literal["nonzero_rewards", "valid_groups"]
@@ -50,6 +50,7 @@ ESTIMATORS: Mapping[AdvantageName, EstimatorTraits] = {
     "gdpo": EstimatorTraits(needs_peers=True, spans_step=True, uses_parts=True),
     "remax": EstimatorTraits(needs_peers=False, greedy_baseline=True),
     "gae": EstimatorTraits(needs_peers=False),
+    "zero": EstimatorTraits(needs_peers=False),
 }
 
 OWN_TRAITS = EstimatorTraits(needs_peers=True, spans_step=True)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from trainer.config.schema.algorithm import AlgorithmConfig
     from trainer.config.schema.correction import CorrectionConfig
     from trainer.config.schema.critic import CriticConfig
+    from trainer.config.schema.kl import KlConfig
     from trainer.config.schema.rollout import RolloutConfig
     from trainer.config.schema.run import RunConfig
 
@@ -33,10 +34,13 @@ def describe_objective(algorithm: AlgorithmConfig) -> str:
     loss = f"{algorithm.loss}({_values(algorithm, read_keys(algorithm.loss))})"
     if is_own(algorithm.loss):
         loss = f"own {algorithm.loss}({_numbers(algorithm.loss_args)})"
+    penalty = _kl(algorithm.kl)
     if algorithm.kl.in_reward:
-        estimator += f" of reward - {value_text(algorithm.kl.coef)} x KL to the first policy ({algorithm.kl.estimator})"
+        estimator += f" of reward - {penalty}"
+    if algorithm.kl.in_advantage:
+        estimator += f" - {penalty} of the token"
     if algorithm.kl.in_loss:
-        loss += f" + {value_text(algorithm.kl.coef)} x KL to the first policy ({algorithm.kl.estimator})"
+        loss += f" + {penalty}"
     if algorithm.entropy_coef > 0:
         loss += f" - {value_text(algorithm.entropy_coef)} x entropy"
     parts = [f"{estimator} -> {loss} -> {_aggregation(algorithm)}", _correction(algorithm.correction)]
@@ -72,6 +76,11 @@ def _estimator(algorithm: AlgorithmConfig, traits: EstimatorTraits) -> str:
             return f"{name}({_values(algorithm, ['gae_gamma', 'gae_lambda'])}){whitened}"
         case _:
             return f"{name} (one more, greedy answer per group)" if traits.greedy_baseline else name
+
+
+def _kl(kl: KlConfig) -> str:
+    other = "the first policy" if kl.path is None else kl.path
+    return f"{value_text(kl.coef)} x KL to {other} ({kl.estimator})"
 
 
 def _aggregation(algorithm: AlgorithmConfig) -> str:

@@ -16,7 +16,7 @@ from trainer.config.estimators import EstimatorTraits, traits_of
 from trainer.config.loss_keys import unread_keys
 from trainer.config.own_function import is_dotted_path, is_own
 from trainer.config.validate_correction import correction_problems
-from trainer.config.validate_critic import critic_problems, kl_problems, kl_reward_problems
+from trainer.config.validate_critic import critic_problems, kl_problems, kl_reward_problems, zero_problems
 from trainer.config.validate_data import BUILTIN_TASK, selection_problems
 from trainer.config.validate_engine_args import engine_args_problems
 from trainer.config.validate_evaluation import evaluation_problems
@@ -97,7 +97,7 @@ def _agent(config: RunConfig) -> Iterator[Problem]:
     why = "task.agent is empty: every answer is a single turn"
     for key in ("task.agent_args", "task.agent_timeout_s"):
         yield from _ineffective(config, key, why, "task.agent")
-    if task.reward.name == "zero":
+    if task.reward.name == "zero" and config.algorithm.advantage != "zero":
         allowed = "rewards nothing, and without task.agent no environment rewards the turns"
         do = "set task.agent, or use another reward"
         yield _conflict(config, "task.reward.name", allowed, do, "task.agent")
@@ -321,7 +321,7 @@ def longest_sequence(config: RunConfig) -> int:
 
 _CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _run, _model, _device, _task, selection_problems, _agent, _advantage, _algorithm, _own_functions, _loss,
-    critic_problems, kl_problems, correction_problems, mode_problems, _rollout, stop_problems, truncation_problems,
-    concurrency_problems, engine_args_problems, _learner,
-    _trainer, evaluation_problems, _checkpoint, _telemetry, _ray,
+    critic_problems, kl_problems, zero_problems, correction_problems, mode_problems, _rollout, stop_problems,
+    truncation_problems, concurrency_problems, engine_args_problems, _learner, _trainer,
+    evaluation_problems, _checkpoint, _telemetry, _ray,
 )  # fmt: skip

@@ -49,28 +49,50 @@ def kl_problems(config: RunConfig) -> Iterator[Problem]:
     """Of the section `algorithm.kl`, but for what depends on the estimator's traits."""
     kl, prefix = config.algorithm.kl, "algorithm.kl"
     if kl.coef == 0:
-        for key in (f"{prefix}.placement", f"{prefix}.estimator", "learner.reference_cpu_offload"):
+        keys = *(f"{prefix}.{name}" for name in ("path", "placement", "estimator")), "learner.reference_cpu_offload"
+        for key in keys:
             yield from ineffective(config, key, f"{prefix}.coef=0 keeps no reference", f"{prefix}.coef")
         return
-    if config.model.lora.rank:
+    if config.model.lora.rank and kl.path is None:
         why = "with LoRA the reference is the policy without its adapters"
         yield from ineffective(config, "learner.reference_cpu_offload", why, "model.lora.rank")
     if kl.in_loss and kl.estimator == "k1":
         allowed = f"has a gradient without meaning with {prefix}.placement=loss: its expectation is 0 everywhere"
         do = "use k1_straight_through or k2, whose gradient is that of the KL"
         yield conflict(config, f"{prefix}.estimator", allowed, do, f"{prefix}.placement")
-    if kl.in_reward:
-        if kl.estimator.endswith("straight_through"):
-            allowed = f"differs in its gradient alone, and with {prefix}.placement=reward only the value is read"
-            do = f"use {kl.estimator.removesuffix('_straight_through')}"
-            yield conflict(config, f"{prefix}.estimator", allowed, do, f"{prefix}.placement")
-        if not config.algorithm.uses_critic:
-            yield from _selecting_loss(config, f"{prefix}.placement")
+    if kl.in_reward and kl.estimator.endswith("straight_through"):
+        allowed = f"differs in its gradient alone, and with {prefix}.placement=reward only the value is read"
+        do = f"use {kl.estimator.removesuffix('_straight_through')}"
+        yield conflict(config, f"{prefix}.estimator", allowed, do, f"{prefix}.placement")
+    if kl.in_advantage and kl.estimator != "k1":
+        allowed = f"must be k1 with {prefix}.placement=advantage: only its mean gradient is that of the KL there"
+        yield conflict(config, f"{prefix}.estimator", allowed, f"use {prefix}.estimator=k1", f"{prefix}.placement")
+    if (kl.in_reward or kl.in_advantage) and not config.algorithm.uses_critic:
+        yield from _selecting_loss(config, f"{prefix}.placement")
+
+
+def zero_problems(config: RunConfig) -> Iterator[Problem]:
+    """The estimator that gives 0 leaves all teaching to the KL to a teacher."""
+    algorithm, kl, chosen = config.algorithm, config.algorithm.kl, "algorithm.advantage"
+    if algorithm.advantage != "zero":
+        return
+    if kl.coef == 0 or kl.path is None:
+        allowed = "gives every token 0, so that only a teacher teaches, and there is none"
+        do = "set algorithm.kl.path (and algorithm.kl.coef above 0), or use another estimator"
+        yield conflict(config, chosen, allowed, do, "algorithm.kl.path", "algorithm.kl.coef")
+    elif kl.in_reward:
+        allowed = f"cannot be reward: {chosen}=zero reads no reward, so nothing would be learned"
+        yield conflict(config, "algorithm.kl.placement", allowed, "use advantage or loss", chosen)
+    why = f"{chosen}=zero reads no reward"
+    yield from ineffective(config, "algorithm.overlong_buffer_tokens", why, chosen)
 
 
 def kl_reward_problems(config: RunConfig, traits: EstimatorTraits) -> Iterator[Problem]:
     """Estimators of these traits that have no meaning on rewards less the KL."""
     algorithm, key = config.algorithm, "algorithm.kl.placement"
+    if algorithm.filter_zero_variance and (algorithm.kl.in_reward or algorithm.kl.in_advantage):
+        allowed = "looks at rewards without their KL: groups of equal rewards still differ in it"
+        yield conflict(config, "algorithm.filter_zero_variance", allowed, "use false", key)
     if not algorithm.kl.in_reward:
         return
     chosen, do = f"algorithm.advantage={algorithm.advantage}", "use loss, or another estimator"
@@ -87,9 +109,6 @@ def kl_reward_problems(config: RunConfig, traits: EstimatorTraits) -> Iterator[P
         allowed = f"takes truncated answers out before their KL is known, and {chosen} compares with them"
         also = key, "algorithm.advantage"
         yield conflict(config, "algorithm.mask_truncated", allowed, "use false, or the KL in the loss", *also)
-    if algorithm.filter_zero_variance:
-        allowed = "looks at rewards without their KL: groups of equal rewards still differ in it"
-        yield conflict(config, "algorithm.filter_zero_variance", allowed, "use false", key)
 
 
 def _selecting_loss(config: RunConfig, also: str) -> Iterator[Problem]:

@@ -68,8 +68,8 @@ def _acts_on_ratio(config: RunConfig) -> str | None:
     algorithm, correction, prefix = config.algorithm, config.algorithm.correction, "algorithm.correction"
     if not is_own(algorithm.loss) and algorithm.loss not in UNBOUNDED_LOSSES:
         return f"algorithm.loss={algorithm.loss}"
-    if algorithm.kl.in_reward:
-        return "algorithm.kl.placement=reward"
+    if algorithm.kl.in_reward or algorithm.kl.in_advantage:
+        return f"algorithm.kl.placement={algorithm.kl.placement}"
     if correction.objective == "loglinear":
         return f"{prefix}.objective=loglinear"
     cuts = {

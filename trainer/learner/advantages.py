@@ -1,4 +1,4 @@
-"""Advantages that need the learner: of a critic's values, or of rewards less the KL to the reference.
+"""Advantages that need the learner: of a critic's values, of rewards less the KL to the reference, or less it at once.
 
 Everything is taken over the whole step, by sums over ranks, before the first backward: the numbers do not depend on how
 the step is split over ranks and micro-batches. Shape legend: `T` packed tokens, `N` judged answers of the step.
@@ -46,9 +46,33 @@ def penalized_rewards(batch: MicroBatch, reference_T: np.ndarray | None, *, conf
     rewards_T = batch.unfinished.rewards.astype(np.float64)
     if reference_T is None or not config.in_reward:
         return rewards_T
+    return np.where(batch.loss_mask, rewards_T - config.coef * _sampled_kl(batch, reference_T, config=config), 0.0)
+
+
+def penalized_advantages(batch: MicroBatch, reference_T: np.ndarray, *, config: KlConfig) -> np.ndarray:
+    """A_t - coef x KL_t: what the estimator gives a token less its own KL, of the policy that sampled to the reference.
+    No later token counts.
+
+    With A of 0 and a ratio in the loss it is on-policy distillation (Lu et al. 2025, thinkingmachines.ai/blog/
+    on-policy-distillation): d = log policy - log teacher as cost has the gradient of KL(policy || teacher) in the mean.
+
+    Args:
+        reference_T: float32[T].
+
+    Returns:
+        float32[T], 0 outside `loss_mask`.
+
+    Example:
+        A 0, coef 1, log policy -2 and log teacher -0.5 give 1.5: the teacher likes the token better.
+    """
+    less_T = batch.advantages - config.coef * _sampled_kl(batch, reference_T, config=config)
+    return np.where(batch.loss_mask, less_T, 0.0).astype(np.float32)
+
+
+def _sampled_kl(batch: MicroBatch, reference_T: np.ndarray, *, config: KlConfig) -> np.ndarray:
+    """float64[T], of no meaning outside `loss_mask`."""
     sampled_T, ours_T = (torch.from_numpy(x.astype(np.float64)) for x in (batch.behaviour_logprobs, reference_T))
-    kl_T = kl_penalty(sampled_T, ours_T, config.estimator).numpy()
-    return np.where(batch.loss_mask, rewards_T - config.coef * kl_T, 0.0)
+    return kl_penalty(sampled_T, ours_T, config.estimator).numpy()
 
 
 def reward_advantages(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trainer.config.schema.critic import DEFAULT_LR_RATIO
 from trainer.learner.errors import ModelError, TrainingDiverged
 from trainer.learner.inputs import PackedInputs
-from trainer.learner.model import hidden_size, hollow_model, settle, source_states
+from trainer.learner.model import hidden_size, hollow_model, settle, source_states, vocab_size
 from trainer.learner.optim import ShardedAdamW, learning_rate
 from trainer.learner.result import Metric
 from trainer.learner.scoring import over_tokens, score
@@ -78,7 +78,7 @@ class OwnCritic:
         """Raises ModelError if `critic.path` cannot be trained, or knows fewer tokens than `policy`."""
         path = cfg.model.path if cfg.critic.path is None else cfg.critic.path
         hollow = hollow_model(path, cfg)
-        known, needed = hollow.hf.config.get_text_config().vocab_size, policy.config.get_text_config().vocab_size
+        known, needed = vocab_size(hollow.hf), vocab_size(policy)
         if known < needed:
             raise ModelError(
                 f"critic.path {path!r} has {known} tokens, the policy {needed}; the critic reads the policy's tokens, "

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from trainer.config.model_paths import model_paths
 from trainer.learner.architecture import check_architecture, check_packed, fix_longrope, load_config, silence
 from trainer.learner.attention import ATTENTION_NAME, best_layout
 from trainer.learner.errors import ModelError
@@ -53,9 +54,21 @@ class PolicyModel(nn.Module):
     One module, because FSDP2 gathers the root's parameters (embedding and output matrix) for the root's forward only.
     """
 
-    def __init__(self, hf: PreTrainedModel, cfg: RunConfig, *, value_head: ValueHead | None = None) -> None:
-        """`value_head` is the critic's, if it shares the backbone. It is no part of `hf`: nothing publishes it."""
+    def __init__(
+        self,
+        hf: PreTrainedModel,
+        cfg: RunConfig,
+        *,
+        value_head: ValueHead | None = None,
+        num_tokens: int | None = None,
+    ) -> None:
+        """
+        Args:
+            value_head: the critic's, if it shares the backbone. It is no part of `hf`: nothing publishes it.
+            num_tokens: log-probs are among so many tokens, the first ones; None takes all that the model has.
+        """
         super().__init__()
+        self._num_tokens = num_tokens
         self.hf = hf
         self.value_head = value_head
         self._temperature = cfg.rollout.temperature
@@ -67,7 +80,7 @@ class PolicyModel(nn.Module):
         hidden_LE = source_states(self.hf, inputs)
         logprobs_L, entropy_L = selected_logprobs(
             hidden_LE,
-            cast("nn.Linear", self.hf.get_output_embeddings()).weight,
+            cast("nn.Linear", self.hf.get_output_embeddings()).weight[: self._num_tokens],
             inputs.target_L,
             temperature=self._temperature,
             chunk_tokens=self._chunk_tokens,
@@ -147,12 +160,12 @@ def build_policy(cfg: RunConfig, site: Site) -> BuiltPolicy:
 
 
 def hollow_model(path: str, cfg: RunConfig) -> HollowModel:
-    """The model in `path`, which is `model.path` or `critic.path`, without memory, with our attention.
+    """The model in `path`, which is one of `model_paths`, without memory, with our attention.
 
     Raises:
         ModelError: missing or damaged files, or a kind of model we do not train.
     """
-    source_dir = resolve_model_dir(path, key="model.path" if path == cfg.model.path else "critic.path")
+    source_dir = resolve_model_dir(path, key=next(key for key, named in model_paths(cfg).items() if named == path))
     config = load_config(cfg.model, source_dir)
     check_packed(config, source_dir, trust_remote_code=cfg.model.trust_remote_code)
     with torch.device("meta"):
@@ -200,6 +213,11 @@ def settle(root: nn.Module, hollow: HollowModel, cfg: RunConfig, *, site: Site, 
 
 def hidden_size(hf: PreTrainedModel) -> int:
     return int(hf.config.get_text_config().hidden_size)
+
+
+def vocab_size(hf: PreTrainedModel) -> int:
+    """Rows of the embedding: often more than the tokenizer has tokens, to a round number."""
+    return int(hf.config.get_text_config().vocab_size)
 
 
 def _layout(hf: PreTrainedModel, device: torch.device, compute_dtype: torch.dtype) -> LayoutFn:

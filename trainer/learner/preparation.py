@@ -9,7 +9,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from trainer.learner.advantages import normalized_over_ranks, penalized_rewards, reward_advantages
+from trainer.learner.advantages import (
+    normalized_over_ranks,
+    penalized_advantages,
+    penalized_rewards,
+    reward_advantages,
+)
 from trainer.learner.errors import TrainingDiverged
 from trainer.learner.values import ValueTotals
 
@@ -63,7 +68,8 @@ class Preparation:
         references: tuple[np.ndarray | None, ...] = (None,) * len(micro_batches)
         if self._reference is not None and (trains_policy or self._cfg.algorithm.kl.in_reward):
             logprobs = [self._reference.logprobs(batch) for batch in micro_batches]
-            self._refuse_non_finite(logprobs, _BAD_REFERENCE)
+            named = self._cfg.algorithm.kl.path
+            self._refuse_non_finite(logprobs, _BAD_REFERENCE.format(key="model.path" if named is None else _KL_PATH))
             references = tuple(logprobs)
             timer.mark("reference")
         totals = ValueTotals(num_loss_tokens=0 if rewards is None else rewards.num_loss_tokens)
@@ -78,7 +84,14 @@ class Preparation:
                 for batch, advantages_T in zip(batches, advantages, strict=True)
             )
             timer.mark("advantages" if self._critic is None else "critic")
+        if self._cfg.algorithm.kl.in_advantage:
+            batches = tuple(map(self._less_kl, batches, references))
         return PreparedStep(batches=batches, references=references, targets=targets, totals=totals)
+
+    def _less_kl(self, batch: MicroBatch, reference_T: np.ndarray | None) -> MicroBatch:
+        if reference_T is None:  # the critic alone is trained
+            return batch
+        return replace(batch, advantages=penalized_advantages(batch, reference_T, config=self._cfg.algorithm.kl))
 
     def rehearse(self, batch: MicroBatch) -> None:
         """The passes of `prepare`, for what is done once. A critic of its own holds gradients then."""
@@ -114,11 +127,12 @@ class Preparation:
         count = torch.tensor(found, dtype=torch.float64, device=self._device)
         dist.all_reduce(count, op=dist.ReduceOp.SUM)
         if count > 0:
-            raise TrainingDiverged(f"{told.format(count=int(count))}; no weight was changed by this step")
+            raise TrainingDiverged(f"{int(count)} {told}; no weight was changed by this step")
 
 
 _BAD_REFERENCE = (
-    "{count} log-probs of the reference (algorithm.kl) are not finite; its weights do not change in a run, so look at "
-    "those of model.path, and try model.compute_dtype=float32"
+    "log-probs of the reference (algorithm.kl) are not finite; its weights do not change in a run, so look at those of "
+    "{key}, and try model.compute_dtype=float32"
 )
-_BAD_VALUES = "{count} values of the critic are not finite; lower critic.lr or critic.max_grad_norm"
+_KL_PATH = "algorithm.kl.path"
+_BAD_VALUES = "values of the critic are not finite; lower critic.lr or critic.max_grad_norm"

@@ -26,8 +26,10 @@ from trainer.builtin.tokenizer import VOCABULARY_SIZE, build_tokenizer
 from trainer.config.environment import fit_problems
 from trainer.config.errors import ConfigurationError, Problem
 from trainer.config.estimators import traits_of
+from trainer.config.model_paths import model_paths, with_model_paths
 from trainer.learner.errors import ModelError
 from trainer.pipeline.data_sets import load_data
+from trainer.pipeline.teacher import check_teacher
 from trainer.telemetry.log import SHOWN_BEFORE
 
 if TYPE_CHECKING:
@@ -53,7 +55,7 @@ class Inputs:
     evaluation: tuple[HeldOut, ...]
     """That of `task.eval_path` first; empty if the run has no evaluation."""
     left_out: tuple[str, ...] = ()
-    """Of every data set that lost rows: how many, and why."""
+    """Of every data set that lost rows: how many, and why. What of a teacher was not checked."""
 
     @property
     def prompts(self) -> tuple[Prompt, ...]:
@@ -82,7 +84,7 @@ def load_inputs(cfg: RunConfig, *, tools: Sequence[Mapping[str, Any]] = ()) -> I
     inputs = Inputs(tokenizer=tokenizer, train=data.train, evaluation=data.evaluation, left_out=data.left_out)
     _check_token_ids(cfg, inputs.prompts)
     _check_rewards(cfg, inputs.prompts)
-    return inputs
+    return replace(inputs, left_out=(*inputs.left_out, *check_teacher(cfg, tokenizer)))
 
 
 def tell_inputs(cfg: RunConfig, inputs: Inputs) -> None:
@@ -99,12 +101,8 @@ def tell_inputs(cfg: RunConfig, inputs: Inputs) -> None:
 
 def with_model_directory(cfg: RunConfig) -> RunConfig:
     """The configuration with built-in names replaced by the directories that actors load from."""
-    tiny = tiny_model.BUILTIN_TINY
-    if cfg.model.path == tiny:
-        cfg = replace(cfg, model=replace(cfg.model, path=str(tiny_model.cached_path())))
-    if cfg.critic.path == tiny:
-        cfg = replace(cfg, critic=replace(cfg.critic, path=str(tiny_model.cached_path())))
-    return cfg
+    directory = str(tiny_model.cached_path())
+    return with_model_paths(cfg, lambda path: directory if path == tiny_model.BUILTIN_TINY else path)
 
 
 async def ensure_model(cfg: RunConfig) -> None:
@@ -114,7 +112,7 @@ async def ensure_model(cfg: RunConfig) -> None:
         RuntimeError: its process failed or took too long.
     """
     path = tiny_model.cached_path()
-    if tiny_model.BUILTIN_TINY not in {cfg.model.path, cfg.critic.path} or tiny_model.is_ready(path):
+    if tiny_model.BUILTIN_TINY not in model_paths(cfg).values() or tiny_model.is_ready(path):
         return
     log.info("making %s in %s (first use)", tiny_model.BUILTIN_TINY, path)
     await _run_python(["-m", "trainer.builtin.tiny_model", str(path)], timeout_s=MAKE_MODEL_TIMEOUT_S)
@@ -223,7 +221,7 @@ def _check_peft(cfg: RunConfig) -> None:
 
 def _check_models(cfg: RunConfig) -> None:
     """Models in directories are checked here; those of the hub when the learner has them, since they may be large."""
-    for key, path in _model_paths(cfg).items():
+    for key, path in model_paths(cfg).items():
         directory = Path(path).expanduser()
         if path == tiny_model.BUILTIN_TINY or not directory.is_dir():
             continue
@@ -262,17 +260,12 @@ def _check_fit(cfg: RunConfig) -> None:
         raise ConfigurationError(problems)
 
 
-def _model_paths(cfg: RunConfig) -> dict[str, str]:
-    """Key -> the model that it names."""
-    return {"model.path": cfg.model.path} | ({} if cfg.critic.path is None else {"critic.path": cfg.critic.path})
-
-
 def _check_token_ids(cfg: RunConfig, prompts: Sequence[Prompt]) -> None:
     """Raises ConfigurationError if a prompt has a token for which a model has no row: it would end engine and learner.
 
     Of models of the hub the sizes are not known yet; engines refuse such a prompt when they get it.
     """
-    paths = _model_paths(cfg)
+    paths = model_paths(cfg)
     sizes = {key: size for key, path in paths.items() if (size := _vocab_size(cfg, path)) is not None}
     if not sizes:
         return

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rollout.plugins import is_file
 from rollout.reward.registry import BUILTIN_REWARDS, lookup
 from trainer.builtin import tiny_model
+from trainer.config.model_paths import with_model_paths
 from trainer.pipeline.inputs import with_model_directory
 
 if TYPE_CHECKING:
@@ -30,11 +31,8 @@ def for_actors(cfg: RunConfig) -> RunConfig:
 
 def with_located_models(cfg: RunConfig) -> RunConfig:
     """The part of it that an engine needs, whatever has become of the reward since the run began."""
-    cfg = with_model_directory(cfg)
-    model, critic = cfg.model, cfg.critic
-    model = replace(model, path=_located(model.path), tokenizer_path=_located(model.tokenizer_path))
-    critic = critic if critic.path is None else replace(critic, path=_located(critic.path))
-    return replace(cfg, model=model, critic=critic)
+    cfg = with_model_paths(with_model_directory(cfg), _located)
+    return replace(cfg, model=replace(cfg.model, tokenizer_path=_located(cfg.model.tokenizer_path)))
 
 
 def _located(path: str) -> str:

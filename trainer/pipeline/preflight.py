@@ -13,6 +13,7 @@ from rollout.errors import PluginError
 from trainer.algorithms.group_filter import own_group_filter
 from trainer.config.errors import ConfigurationError, Problem
 from trainer.config.estimators import traits_of
+from trainer.config.model_paths import model_paths
 from trainer.config.own_function import is_own, load_own
 from trainer.config.validate import estimator_problems
 from trainer.learner.errors import ModelError
@@ -151,8 +152,7 @@ def _check_weights(cfg: RunConfig) -> None:
             read; or engines would load weights that are drawn: theirs would be others.
     """
     model, also = cfg.model, "model.random_weights"
-    paths = {"model.path": model.path} | ({} if cfg.critic.path is None else {"critic.path": cfg.critic.path})
-    for key, path in paths.items():
+    for key, path in model_paths(cfg).items():
         directory = Path(path).expanduser()
         if not directory.is_dir():
             continue

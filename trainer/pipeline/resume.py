@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.config.errors import ConfigurationError, Problem, first_cause, one_line
 from trainer.learner import checkpoint
 from trainer.learner.errors import CheckpointError
+from trainer.learner.model_files import is_drawn
 from trainer.telemetry.earlier_records import cut_records, set_records_aside
 from trainer.telemetry.run_dir import write_atomically
 from weight_sync.device.select import get_backend
@@ -148,6 +149,7 @@ def origin(cfg: RunConfig) -> dict[str, Any]:
         "seed": cfg.seed if is_drawn else None,
         "device.name": _device_name(cfg) if is_drawn else None,
         "critic.path": None if cfg.critic.path is None else _located(cfg.critic.path),
+        "algorithm.kl.path": None if cfg.algorithm.kl.path is None else _located(cfg.algorithm.kl.path),
     }
 
 
@@ -155,13 +157,15 @@ def _check_origin(cfg: RunConfig, resumed: Resumed, *, is_device_here: bool) -> 
     """Raises ConfigurationError if what has to stay as it was is not; a checkpoint that does not tell is taken as it
     is."""
     why = {"model.lora.rank": "what the checkpoint holds was trained so, and fits nothing else"}
-    base = ("model.path", "seed", "device.name")
+    base, kl = ("model.path", "seed", "device.name"), cfg.algorithm.kl
     if cfg.model.lora.rank:
         why |= dict.fromkeys(base, "adapters are trained on frozen weights (model.lora)")
         why["model.lora.alpha"] = "it scales the adapters of the checkpoint, so the policy would be another one"
         why["model.lora.target_modules"] = "the policy has an adapter on each of them"
-    elif cfg.algorithm.kl.coef > 0:
+    elif kl.coef > 0 and (kl.path is None or is_drawn(cfg.model, kl.path)):
         why |= dict.fromkeys(base, "the reference is the first policy (algorithm.kl)")
+    if kl.coef > 0:
+        why["algorithm.kl.path"] = "the KL would be to another model from here on"
     if cfg.algorithm.uses_critic and not cfg.critic.shared_backbone:
         why["critic.path"] = "the critic goes on from the checkpoint, and another start would change nothing"
     if not is_device_here:

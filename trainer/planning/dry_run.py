@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from trainer.builtin import tiny_model
 from trainer.config.errors import ConfigurationError, Problem
+from trainer.config.model_paths import model_paths
 from trainer.config.objective import describe_critic, describe_objective, describe_rollout
+from trainer.config.schema.model import LoraConfig
 from trainer.learner.errors import ModelError
 from trainer.pipeline.inputs import check_torchvision, ensure_model, with_model_directory
 from trainer.pipeline.preflight import check_agent, check_files, check_own_functions, preflight
@@ -60,7 +63,7 @@ def dry_run(
         inputs, _ = check_files(cfg, tools=check_agent(cfg), is_device_here=False)
         device = Device(name="given", total_bytes=int(device_memory_gib * GIB), is_shared=False)
     seating = Seating() if nodes is None else _seating(cfg, nodes, is_elsewhere=device_memory_gib is not None)
-    if tiny_model.BUILTIN_TINY in {cfg.model.path, cfg.critic.path}:
+    if tiny_model.BUILTIN_TINY in model_paths(cfg).values():
         asyncio.run(ensure_model(cfg))
     named = with_model_directory(cfg)
     plan = plan_run(
@@ -68,6 +71,7 @@ def dry_run(
         _shape(named, named.model.path, key="model.path"),
         device,
         critic=_critic_shape(named),
+        teacher=_teacher_shape(named),
         workload=_workload(cfg, inputs, response_tokens=response_tokens),
         host_bytes=host_bytes,
         homes=seating.homes,
@@ -106,6 +110,12 @@ def _critic_shape(cfg: RunConfig) -> ModelShape | None:
     if not cfg.algorithm.uses_critic or cfg.critic.shared_backbone:
         return None
     return _shape(cfg, cfg.model.path if cfg.critic.path is None else cfg.critic.path, key="critic.path")
+
+
+def _teacher_shape(cfg: RunConfig) -> ModelShape | None:
+    path = cfg.algorithm.kl.path
+    whole = replace(cfg, model=replace(cfg.model, lora=LoraConfig()))  # adapters are the policy's
+    return None if path is None else _shape(whole, path, key="algorithm.kl.path")
 
 
 def _check_mean(cfg: RunConfig, response_tokens: float | None) -> None:

@@ -37,7 +37,8 @@ class LearnerPlan:
     checkpoints_activations: bool
     cpu_offload: bool
     num_slots: int
-    has_reference: bool
+    reference: ModelShape | None
+    """Of its own: not that of adapters, which is the policy without them."""
     reference_cpu_offload: bool
     critic: ModelShape | None
     """Of its own, with its value head."""
@@ -87,8 +88,12 @@ def arena_bytes(shape: ModelShape, plan: LearnerPlan) -> int:
 
 
 def learner_parts(shape: ModelShape, plan: LearnerPlan) -> tuple[Part, ...]:
-    """Everything on one device of the learner, at the worst moment of a step: policy and critic compute in turn."""
+    """Everything on one device of the learner, at the worst moment of a step: its models compute in turn."""
     computing = _computing(shape, plan, keeps_unsharded=plan.keeps_unsharded)
+    if plan.reference is not None:
+        scoring = _scoring(plan.reference, plan)
+        if total(scoring) > total(computing):
+            computing = scoring
     if plan.critic is not None:
         critic = _computing(plan.critic, plan, keeps_unsharded=plan.keeps_critic_unsharded)
         if total(critic) > total(computing):
@@ -98,7 +103,7 @@ def learner_parts(shape: ModelShape, plan: LearnerPlan) -> tuple[Part, ...]:
         nbytes=arena_bytes(shape, plan),
         remedy="weight_sync.num_slots: fewer" if plan.num_slots > 1 else "learner.num_ranks: more",
     )
-    return (*computing, arenas, *_training_state(shape, plan), *_more_models(shape, plan))
+    return (*computing, arenas, *_training_state(shape, plan), *_more_models(plan))
 
 
 def _computing(shape: ModelShape, plan: LearnerPlan, *, keeps_unsharded: bool) -> tuple[Part, ...]:
@@ -123,6 +128,23 @@ def _computing(shape: ModelShape, plan: LearnerPlan, *, keeps_unsharded: bool) -
             remedy="learner.logprob_chunk_tokens: fewer",
             is_exact=False,
         ),
+    )
+
+
+def _scoring(shape: ModelShape, plan: LearnerPlan) -> tuple[Part, ...]:
+    """What is there while the reference computes: no gradient, and the activations of one block at most."""
+    block = activation_bytes_per_block(shape, num_tokens=plan.max_tokens, compute_bytes=plan.compute_bytes)
+    needs = {
+        "unsharded weights": (
+            unsharded_params(shape, keeps_unsharded=False) * plan.compute_bytes,
+            "algorithm.kl.path: a smaller model",
+        ),
+        "activations": (block, "learner.max_tokens_per_micro_batch: fewer"),
+        "logits of a chunk": (logits_bytes(shape, plan), "learner.logprob_chunk_tokens: fewer"),
+    }
+    return tuple(
+        Part(name=f"{name}, reference", nbytes=nbytes, remedy=remedy, is_exact=False)
+        for name, (nbytes, remedy) in needs.items()
     )
 
 
@@ -153,9 +175,9 @@ def host_parts(shape: ModelShape, plan: LearnerPlan) -> tuple[Part, ...]:
         remedy = "learner.cpu_offload=false, with more learner.num_ranks"
         name = "masters, moments and gradients" if not frozen else "adapters' state, frozen weights"
         parts.append(Part(name=name, nbytes=nbytes, remedy=remedy))
-    if plan.has_reference and not frozen and plan.reference_cpu_offload:
+    if plan.reference is not None and plan.reference_cpu_offload:
         remedy = "learner.reference_cpu_offload=false"
-        parts.append(Part(name="reference", nbytes=_share(shape.num_params * b, n), remedy=remedy))
+        parts.append(Part(name="reference", nbytes=_share(plan.reference.num_params * b, n), remedy=remedy))
     if plan.critic is not None and plan.critic_cpu_offload:
         nbytes = _share(plan.critic.num_params * (MASTER_BYTES + MOMENTS_BYTES + GRADIENT_BYTES), n)
         remedy = "critic.cpu_offload=false or critic.shared_backbone=true"
@@ -163,11 +185,11 @@ def host_parts(shape: ModelShape, plan: LearnerPlan) -> tuple[Part, ...]:
     return tuple(parts)
 
 
-def _more_models(shape: ModelShape, plan: LearnerPlan) -> list[Part]:
+def _more_models(plan: LearnerPlan) -> list[Part]:
     """Reference and critic."""
     parts: list[Part] = []
-    if plan.has_reference and not shape.num_adapter_params and not plan.reference_cpu_offload:
-        nbytes = _share(shape.num_params * plan.compute_bytes, plan.num_ranks)
+    if plan.reference is not None and not plan.reference_cpu_offload:
+        nbytes = _share(plan.reference.num_params * plan.compute_bytes, plan.num_ranks)
         remedy = "learner.reference_cpu_offload=true"
         parts.append(Part(name="reference", nbytes=nbytes, remedy=remedy, is_state=True))
     if plan.critic is not None and not plan.critic_cpu_offload:

@@ -61,6 +61,7 @@ def plan_run(
     device: Device,
     *,
     critic: ModelShape | None,
+    teacher: ModelShape | None = None,
     workload: Workload,
     host_bytes: int | None = None,
     homes: Mapping[str, str] | None = None,
@@ -68,6 +69,7 @@ def plan_run(
     """
     Args:
         critic: of a critic with its own backbone.
+        teacher: of the model that `algorithm.kl.path` names.
         host_bytes: memory of the host that has all ranks; None if that is not known.
         homes: name of a learner or an engine -> its node; None takes all to be on one.
     """
@@ -75,7 +77,7 @@ def plan_run(
     num_slots = (cfg.mode.max_staleness + 1) * cfg.trainer.groups_per_step
     if critic is not None:
         critic = critic.with_value_head()
-    learner = learner_plan(cfg, shape, device, critic=critic)
+    learner = learner_plan(cfg, shape, device, critic=critic, teacher=teacher)
     engine = engine_memory(shape, engine_plan(cfg, device), device)
     is_paired = cfg.mode.shares_devices and not device.is_shared
     on_device, on_host = learner_parts(shape, learner), host_parts(shape, learner)
@@ -89,7 +91,7 @@ def plan_run(
         host_bytes=host_bytes,
         engine=engine,
         sync=_sync(cfg, shape, homes, is_staged=engine.is_staged),
-        work=_work(cfg, shape, workload, critic=critic),
+        work=_work(cfg, workload, params=_learner_params(cfg, shape, critic=critic, teacher=teacher), shape=shape),
         store=object_store(cfg, workload, num_slots=num_slots, group_size=group),
         num_slots=num_slots,
         num_answers=num_slots * group,
@@ -111,7 +113,7 @@ def _sync(cfg: RunConfig, shape: ModelShape, homes: Mapping[str, str] | None, *,
     return sync_traffic(shape, parties, dtype_bytes=DTYPE_BYTES[cfg.model.rollout_dtype])
 
 
-def _work(cfg: RunConfig, shape: ModelShape, workload: Workload, *, critic: ModelShape | None) -> dict[float, StepWork]:
+def _work(cfg: RunConfig, workload: Workload, *, params: float, shape: ModelShape) -> dict[float, StepWork]:
     rollout, longest = cfg.rollout, cfg.rollout.max_response_tokens
     trained = cfg.trainer.groups_per_step * rollout.group_size
     generated = cfg.trainer.groups_per_step * (rollout.group_size + traits_of(cfg.algorithm).greedy_baseline)
@@ -120,7 +122,7 @@ def _work(cfg: RunConfig, shape: ModelShape, workload: Workload, *, critic: Mode
         mean: step_work(
             Side(
                 num_devices=cfg.learner.num_ranks,
-                params=_learner_params(cfg, shape, critic),
+                params=params,
                 tokens=trained * (workload.prompt_tokens + mean),
             ),
             Side(
@@ -133,12 +135,14 @@ def _work(cfg: RunConfig, shape: ModelShape, workload: Workload, *, critic: Mode
     }
 
 
-def _learner_params(cfg: RunConfig, shape: ModelShape, critic: ModelShape | None) -> float:
+def _learner_params(
+    cfg: RunConfig, shape: ModelShape, *, critic: ModelShape | None, teacher: ModelShape | None
+) -> float:
     """Parameters that a token meets in all passes of a step: of the policy, the reference and the critic."""
     recomputes, forward = cfg.learner.activation_checkpointing, shape.num_active_params + shape.num_adapter_params
     params = params_met(shape, recomputes=recomputes)
     if cfg.algorithm.kl.coef > 0:
-        params += shape.num_active_params
+        params += (shape if teacher is None else teacher).num_active_params
     if critic is not None:
         params += cfg.critic.updates_per_step * params_met(critic, recomputes=recomputes)
     elif cfg.algorithm.uses_critic:
@@ -152,7 +156,11 @@ def _moved(parts: tuple[Part, ...]) -> Part:
     return Part(name="the learner, while engines compute", nbytes=nbytes, remedy=remedy)
 
 
-def learner_plan(cfg: RunConfig, shape: ModelShape, device: Device, *, critic: ModelShape | None) -> LearnerPlan:
+def learner_plan(
+    cfg: RunConfig, shape: ModelShape, device: Device, *, critic: ModelShape | None, teacher: ModelShape | None = None
+) -> LearnerPlan:
+    first_policy = None if shape.num_adapter_params else shape
+    reference = first_policy if teacher is None else teacher
     learner, compute = cfg.learner, DTYPE_BYTES[cfg.model.compute_dtype]
     most_whole = UNSHARDED_SHARE * device.total_bytes
     return LearnerPlan(
@@ -165,7 +173,7 @@ def learner_plan(cfg: RunConfig, shape: ModelShape, device: Device, *, critic: M
         checkpoints_activations=learner.activation_checkpointing,
         cpu_offload=learner.cpu_offload,
         num_slots=cfg.weight_sync.num_slots,
-        has_reference=cfg.algorithm.kl.coef > 0,
+        reference=reference if cfg.algorithm.kl.coef > 0 else None,
         reference_cpu_offload=learner.reference_cpu_offload,
         critic=critic,
         keeps_critic_unsharded=critic is not None and critic.num_params * compute <= most_whole,

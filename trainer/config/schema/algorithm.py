@@ -21,8 +21,9 @@ class AlgorithmConfig:
         "the reward normalised over the step's tokens (reinforce_pp), after the group's mean is taken off "
         "(reinforce_pp_baseline); the group's mean with a factor for answers that teach nothing (gpg); each reward "
         "part normalised in its group (gdpo); per token from the values of a critic (gae); the reward of one "
-        "more, greedy answer per group (remax). Of several turns reinforce and reinforce_pp credit a token with the "
-        "rewards from its turn on; the group estimators add them up.",
+        "more, greedy answer per group (remax); 0, whatever the reward (zero), "
+        "where a teacher alone teaches. Of several turns reinforce and reinforce_pp credit a token with the rewards "
+        "from its turn on; the group estimators add them up.",
     )
     advantage_args: dict[str, float] = key(
         factory=dict, doc="Your own estimator (a dotted path in `algorithm.advantage`): its numbers, by name."
@@ -122,7 +123,7 @@ class AlgorithmConfig:
     )
     overlong_penalty: float = key(1.0, "Largest overlong penalty.", ge=0)
     mask_truncated: bool = key(False, "DAPO overlong filtering: truncated answers carry no loss.")
-    kl: KlConfig = key(factory=KlConfig, doc="KL to the reference policy.")
+    kl: KlConfig = key(factory=KlConfig, doc="KL to the reference, the first policy or a teacher.")
     correction: CorrectionConfig = key(factory=CorrectionConfig, doc="Off-policy correction.")
 
     @property

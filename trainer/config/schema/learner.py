@@ -31,7 +31,7 @@ class LearnerConfig:
     )
     cpu_offload: bool = key(False, "Keep parameters and optimizer state in host memory (FSDP2 CPU offload).")
     reference_cpu_offload: bool = key(
-        False, "Keep the reference policy (`algorithm.kl.coef` > 0) in host memory between its forward passes."
+        False, "Keep the reference (`algorithm.kl.coef` > 0) in host memory between its forward passes."
     )
     port: int = key(
         0,

@@ -210,6 +210,23 @@ def test_the_critic_needs_a_model_of_its_own_only_if_it_is_read(tmp_path: Path) 
     assert keys_unusable(config_with(critic__path=missing)) == []
 
 
+def test_a_teacher_is_there_and_sees_the_longest_answer(tmp_path: Path) -> None:
+    def refused(path: str, **keys: Any) -> list[str]:
+        return keys_unusable(config_with(algorithm__kl__path=path, algorithm__kl__coef=0.1, **keys))
+
+    teacher = Path(model_directory(tmp_path / "teacher"))
+    assert refused(str(teacher)) == []
+    assert refused("builtin:tiny") == [] and refused("builtin:large") == ["algorithm.kl.path"]
+    assert refused("some/teacher") == [], "of the hub"
+    assert refused(str(tmp_path / "missing")) == ["algorithm.kl.path"]
+    (teacher / "config.json").write_text(json.dumps({"max_position_embeddings": 100, "num_attention_heads": 3}))
+    assert refused(str(teacher), task__max_prompt_tokens=60, rollout__max_response_tokens=41) == [
+        "rollout.max_response_tokens"
+    ]
+    fits = {"task__max_prompt_tokens": 60, "rollout__max_response_tokens": 40}
+    assert refused(str(teacher), **fits, rollout__tensor_parallel_size=2) == [], "no engine has it"
+
+
 def test_an_argument_that_the_engine_does_not_have_is_told_before_the_start() -> None:
     found = check_environment(config_with(rollout__engine_args={"block_sizee": 16, "enable_prefix_caching": True}))
     assert [problem.got for problem in found] == ["block_sizee: 16"]

@@ -14,6 +14,12 @@ WITH_PEERS = [name for name, traits in ESTIMATORS.items() if traits.needs_peers]
 WITHOUT_PEERS = [name for name, traits in ESTIMATORS.items() if not traits.needs_peers]
 
 
+def chosen(name: str) -> dict[str, Any]:
+    """The estimator, with the teacher that `zero` leaves everything to."""
+    teacher = {"algorithm__kl__path": "some/teacher", "algorithm__kl__coef": 1.0}
+    return {"algorithm__advantage": name, **(teacher if name == "zero" else {})}
+
+
 @pytest.mark.parametrize("name", WITH_PEERS)
 def test_a_group_estimator_with_one_answer_is_refused(name: str) -> None:
     assert keys_refused(config_with(algorithm__advantage=name, rollout__group_size=1)) == ["rollout.group_size"]
@@ -22,12 +28,12 @@ def test_a_group_estimator_with_one_answer_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", WITHOUT_PEERS)
 def test_one_answer_is_enough_without_peers(name: str) -> None:
-    assert keys_refused(config_with(algorithm__advantage=name, rollout__group_size=1)) == []
+    assert keys_refused(config_with(**chosen(name), rollout__group_size=1)) == []
 
 
 @pytest.mark.parametrize("name", [name for name in WITHOUT_PEERS if not ESTIMATORS[name].greedy_baseline])
 def test_dynamic_sampling_is_refused_where_equal_rewards_teach(name: str) -> None:
-    config = config_with(algorithm__advantage=name, algorithm__filter_zero_variance=True)
+    config = config_with(**chosen(name), algorithm__filter_zero_variance=True)
     assert keys_refused(config) == ["algorithm.filter_zero_variance"]
 
 

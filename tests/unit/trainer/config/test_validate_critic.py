@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.unit.trainer.config.test_validate import config_with, keys_refused
+from trainer.config.errors import ConfigurationError
 from trainer.config.load import load_config
 from trainer.config.objective import describe_critic, describe_objective
 from trainer.config.schema.algorithm import AlgorithmConfig
@@ -18,6 +19,11 @@ GAE = {"algorithm__advantage": "gae"}
 SHARED = {**GAE, "critic__shared_backbone": True}
 IN_LOSS = {"algorithm__kl__coef": 0.01}
 IN_REWARD = {**IN_LOSS, "algorithm__kl__placement": "reward"}
+IN_ADVANTAGE = {**IN_LOSS, "algorithm__kl__placement": "advantage", "algorithm__kl__estimator": "k1"}
+TAUGHT = {
+    **IN_ADVANTAGE, "algorithm__advantage": "zero", "algorithm__kl__path": "some/teacher",
+    "algorithm__loss": "importance_sampling",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -58,6 +64,18 @@ IN_REWARD = {**IN_LOSS, "algorithm__kl__placement": "reward"}
         ({**IN_REWARD, "algorithm__filter_zero_variance": True}, "algorithm.filter_zero_variance"),
         ({**IN_REWARD, "algorithm__loss": "kl_cov"}, "algorithm.loss"),
         ({**IN_REWARD, **GAE, "algorithm__loss": "kl_cov"}, "algorithm.loss"),
+        ({"algorithm__kl__path": "some/teacher"}, "algorithm.kl.path"),
+        ({**IN_ADVANTAGE, "algorithm__kl__estimator": "k3"}, "algorithm.kl.estimator"),
+        ({**IN_ADVANTAGE, "algorithm__kl__estimator": "k1_straight_through"}, "algorithm.kl.estimator"),
+        ({**IN_ADVANTAGE, "algorithm__loss": "clip_cov"}, "algorithm.loss"),
+        ({**IN_ADVANTAGE, **GAE, "algorithm__loss": "clip_cov"}, "algorithm.loss"),
+        ({**IN_ADVANTAGE, "algorithm__filter_zero_variance": True}, "algorithm.filter_zero_variance"),
+        ({**TAUGHT, "rollout__top_p": 0.9}, "rollout.top_p"),
+        ({"algorithm__advantage": "zero"}, "algorithm.advantage"),
+        ({**TAUGHT, "algorithm__kl__path": None}, "algorithm.advantage"),
+        ({**TAUGHT, "algorithm__kl__placement": "reward"}, "algorithm.kl.placement"),
+        ({**TAUGHT, "algorithm__overlong_buffer_tokens": 4}, "algorithm.overlong_buffer_tokens"),
+        ({**TAUGHT, "algorithm__normalize_by_std": False}, "algorithm.normalize_by_std"),
     ],
 )
 def test_what_means_nothing_is_refused(keys: dict[str, Any], refused: str) -> None:
@@ -77,6 +95,13 @@ def test_what_means_nothing_is_refused(keys: dict[str, Any], refused: str) -> No
         {**IN_LOSS, "algorithm__kl__estimator": "k1_straight_through", "algorithm__mask_truncated": True},
         {**IN_REWARD, "algorithm__advantage": "reinforce", "algorithm__mask_truncated": True},
         {**IN_REWARD, "algorithm__advantage": "opo", "algorithm__kl__estimator": "k1"},
+        {**TAUGHT, "rollout__group_size": 1, "task__reward__name": "zero", "algorithm__mask_truncated": True},
+        {**TAUGHT, "model__lora__rank": 8, "learner__reference_cpu_offload": True},
+        {**TAUGHT, "algorithm__kl__placement": "loss", "algorithm__kl__estimator": "k2"},
+        {**TAUGHT, "algorithm__advantage": "grpo", "algorithm__mask_truncated": True},
+        {**TAUGHT, "algorithm__advantage": "gdpo"},
+        {**TAUGHT, **GAE, "critic__warmup_steps": 3},
+        {**IN_ADVANTAGE, "algorithm__advantage": "rloo"},
     ],
 )
 def test_what_means_something_is_allowed(keys: dict[str, Any]) -> None:
@@ -89,6 +114,14 @@ def test_the_preset_is_ppo_with_a_critic() -> None:
     assert (config.algorithm.advantage, config.algorithm.loss) == ("gae", "ppo_clip")
 
 
+def test_the_preset_of_distillation_needs_nothing_but_a_teacher() -> None:
+    algorithm = load_config(["algorithm=opd", "algorithm.kl.path=builtin:tiny", "rollout.group_size=1"]).algorithm
+    assert (algorithm.advantage, algorithm.kl.in_advantage, algorithm.kl.estimator) == ("zero", True, "k1")
+    assert (algorithm.kl.coef, algorithm.loss) == (1.0, "importance_sampling")
+    with pytest.raises(ConfigurationError, match=r"there is none\n *-> set algorithm\.kl\.path"):
+        load_config(["algorithm=opd"])
+
+
 def test_the_objective_names_the_critic_and_the_kl_where_they_act() -> None:
     told = describe_objective(AlgorithmConfig(advantage="gae", kl=KlConfig(coef=0.05, placement="reward")))
     assert told.startswith(
@@ -97,6 +130,9 @@ def test_the_objective_names_the_critic_and_the_kl_where_they_act() -> None:
     told = describe_objective(AlgorithmConfig(kl=KlConfig(coef=0.001, estimator="k2")))
     assert "clip_dual=null) + 0.001 x KL to the first policy (k2) -> token_mean" in told
     assert "KL" not in describe_objective(AlgorithmConfig())
+    kl = KlConfig(coef=1.0, path="some/teacher", placement="advantage", estimator="k1")
+    told = describe_objective(AlgorithmConfig(advantage="zero", kl=kl))
+    assert told.startswith("zero - 1 x KL to some/teacher (k1) of the token -> ppo_clip(")
     assert describe_critic(CriticConfig(), policy_lr=1e-6) == "critic: own backbone, lr 1e-05, 1 update(s) per step"
     assert describe_critic(CriticConfig(lr=1e-4, value_clip=0.2, warmup_steps=9), policy_lr=1e-6) == (
         "critic: own backbone, lr 0.0001, 1 update(s) per step, values clipped at 0.2, alone for 9 steps"

@@ -127,7 +127,11 @@ def with_vocabulary(folder: Path, size: int) -> None:
 
 @pytest.mark.parametrize(
     ("key", "overrides"),
-    [("model.path", []), ("critic.path", ["algorithm=ppo", "model.path=some/hub-model"])],
+    [
+        ("model.path", []),
+        ("critic.path", ["algorithm=ppo", "model.path=some/hub-model"]),
+        ("algorithm.kl.path", ["algorithm=opd", "model.path=some/hub-model"]),
+    ],
 )
 def test_a_prompt_with_a_token_that_a_model_has_not_is_refused(key: str, overrides: list[str], tmp_path: Path) -> None:
     """The highest token of the built-in prompts is `=`, 32."""
@@ -196,6 +200,9 @@ def test_weights_are_drawn_only_where_that_is_asked_for_and_none_are_there(tmp_p
         preflight.preflight(tiny(path, drawn, *of_critic))
     assert caught.value.problems[0].key == "critic.path", "it is the policy that is drawn"
     preflight.preflight(tiny(path, drawn, "algorithm=ppo", f"critic.path={model}"))
+    with pytest.raises(ConfigurationError, match="has no weights") as caught:
+        preflight.preflight(tiny(path, drawn, "algorithm=opd", f"algorithm.kl.path={critic}"))
+    assert caught.value.problems[0].key == "algorithm.kl.path", "a teacher has something to teach"
     (model / "pytorch_model.bin").touch()
     with pytest.raises(ConfigurationError, match=r"has weights, which model\.random_weights=true would not read"):
         preflight.preflight(tiny(path, drawn))
@@ -225,7 +232,7 @@ def test_the_built_in_model_name_becomes_its_directory(tmp_path: Path) -> None:
     cfg = tiny()
     assert Path(inputs.with_model_directory(cfg).model.path).parent == tmp_path / "cache"
     other = replace(cfg, model=replace(cfg.model, path="some/model"))
-    assert inputs.with_model_directory(other) is other
+    assert inputs.with_model_directory(other) == other
 
 
 def run_python(code: str, **how: Any) -> None:

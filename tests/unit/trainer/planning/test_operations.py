@@ -109,6 +109,28 @@ def test_the_larger_of_policy_and_critic_needs_memory_to_compute(
     assert "activations" in computing(own) and total(own.learner) > total(planned(config(), large).learner)
 
 
+@pytest.mark.parametrize("rank", [0, 8])
+def test_a_teacher_costs_its_own_size(rank: int, shape_7b: ModelShape, critics: dict[str, ModelShape]) -> None:
+    """Its share of memory, its pass, and what is there while it computes; whether the policy has adapters or not."""
+    large, policy = critics["large"], replace(shape_7b, num_adapter_params=rank * 10**6)
+    kl = replace(RunConfig().algorithm.kl, coef=0.1, path="some/teacher")
+
+    def plan(teacher: ModelShape | None, **learner: bool) -> RunPlan:
+        cfg = config(algorithm={"kl": kl if teacher is not None else RunConfig().algorithm.kl}, learner=learner)
+        work = Workload(prompt_tokens=100.0, response_tokens=100.0)
+        return plan_run(cfg, policy, BIG, critic=None, teacher=teacher, workload=work)
+
+    parts = {part.name: part.nbytes for part in plan(large).learner}
+    assert parts["reference"] == 2 * large.num_params // 4
+    assert passes(plan(large)) - passes(plan(None)) == pytest.approx(large.num_active_params / policy.num_active_params)
+    offloaded = plan(large, reference_cpu_offload=True)
+    assert {part.name: part.nbytes for part in offloaded.host}["reference"] == 2 * large.num_params // 4
+    assert "reference" not in {part.name for part in offloaded.learner}
+    whole = parts["unsharded weights, reference"] if rank else parts["unsharded weights"]
+    assert whole == 2 * ((large if rank else policy).num_root_params + 2 * (large if rank else policy).num_block_params)
+    assert computing(plan(critics["small"])) == computing(plan(None)), "a smaller one computes in less than the policy"
+
+
 @pytest.mark.parametrize("kind", ["qwen2", "llama", "qwen3_moe"])
 @pytest.mark.parametrize("rank", [0, 8])
 def test_forward_and_backward_are_the_operations_that_a_run_counts(tmp_path: Path, kind: str, rank: int) -> None:
