@@ -40,8 +40,8 @@ LEARNER = (
     row(
         "learner/kl_reference",
         "nats/token",
-        "KL of the policy to the one that the run began with (k3); only with algorithm.kl.coef > 0.",
-        "rises slowly, then levels off",
+        "KL of the policy to the reference (k3): the first policy, or a teacher; only with algorithm.kl.coef > 0.",
+        "rises slowly, then levels off; falls to a teacher",
     ),
     row(
         "learner/mismatch_engine",
@@ -104,7 +104,7 @@ LEARNER = (
         "groups_per_step x group_size",
     ),
     row("learner/num_micro_batches", "micro-batches", "Per rank.", "steady"),
-    row("learner/reference_s", "s", "Forward passes of the reference policy.", "about forward"),
+    row("learner/reference_s", "s", "Forward passes of the reference or teacher.", "about forward, by its size"),
     row("learner/critic_s", "s", "Forward and backward passes and updates of the critic.", "about forward + backward"),
     row("learner/advantages_s", "s", "Advantages that are finished on the learner without a critic.", "near 0"),
     row("learner/forward_s", "s", "Forward passes.", "steady"),
