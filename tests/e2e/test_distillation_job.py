@@ -1,0 +1,60 @@
+"""A short run that learns from a teacher alone: larger than the policy, of another depth, and without its bad habit.
+Real Ray, vLLM, FSDP2 and weight sync."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.fakes.trainer_process import TrainerProcess
+from trainer.builtin import tiny_model
+from trainer.telemetry.catalog import check_complete, check_known
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.timeout(900)
+
+STEPS = 40
+TEACHER = tiny_model.Recipe(habit_steps=0, hidden_size=96, num_layers=3, num_heads=3, num_kv_heads=3)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("teacher") / "model"
+    tiny_model.make(path, TEACHER)
+    return path
+
+
+@pytest.fixture(scope="module")
+def job(teacher: Path, tiny_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainerProcess]:
+    process = TrainerProcess(
+        tmp_path_factory.mktemp("distillation") / "run",
+        "algorithm=opd",
+        f"algorithm.kl.path={teacher}",
+        f"trainer.total_steps={STEPS}",
+        f"trainer.eval_every={STEPS}",
+        cache=tiny_cache,
+    )
+    with closing(process):
+        assert process.wait() == 0, process.text[-4000:]
+        yield process
+
+
+def test_every_step_measures_rewards_and_the_distance_to_the_teacher(job: TrainerProcess, teacher: Path) -> None:
+    assert f"zero - 1 x KL to {teacher} (k1) of the token -> importance_sampling()" in job.text
+    assert "is not checked" not in job.text, "its tokenizer was compared"
+    assert [line["step"] for line in job.lines] == list(range(1, STEPS + 1))
+    for line in job.lines:
+        check_known(line)
+        check_complete(line)
+        assert {"reward/mean", "learner/kl_reference", "learner/reference_s"} <= line.keys()
+
+
+def test_the_policy_comes_nearer_and_answers_better(job: TrainerProcess) -> None:
+    distances = [line["learner/kl_reference"] for line in job.lines]
+    assert sum(distances[-5:]) < 0.9 * sum(distances[:5])
+    assert job.summary["last_accuracy"] > job.summary["first_accuracy"] + 0.08, "though no reward moved it"
