@@ -106,6 +106,11 @@ def test_reinforce_is_the_reward_itself() -> None:
     assert advantages_of(group([0.25, 3.0]), config=REINFORCE) == [[0.25, 3.0]]
 
 
+def test_zero_is_zero_whatever_the_rewards() -> None:
+    zero = AlgorithmConfig(advantage="zero")
+    assert advantages_of(group([0.25, 3.0]), group([-1.0]), config=zero) == [[0.0, 0.0], [0.0]]
+
+
 def test_reinforce_pp_knows_no_groups() -> None:
     apart = advantages_of(group([1.0]), group([0.0]), group([0.0, 1.0]), config=REINFORCE_PP)
     close(np.concatenate(apart), SIGNS)
@@ -316,8 +321,8 @@ def test_a_step_of_one_answer_or_of_none_gives_finite_numbers(name: str) -> None
 
 
 def test_the_table_lists_every_name_of_the_schema_and_the_dispatch_knows_them() -> None:
-    of_the_learner = {"gae"}  # takes the values of a critic
-    assert set(ESTIMATORS) == set(get_args(AdvantageName)) == {c.advantage for c in CONFIGS.values()} | of_the_learner
+    apart = {"gae", "zero"}  # takes the values of a critic; leaves everything to a teacher
+    assert set(ESTIMATORS) == set(get_args(AdvantageName)) == {c.advantage for c in CONFIGS.values()} | apart
 
 
 @pytest.mark.parametrize("name", [n for n, traits in ESTIMATORS.items() if traits.needs_peers])
