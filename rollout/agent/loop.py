@@ -8,6 +8,8 @@ from the reward function; a loop may add rewards of single turns.
 from __future__ import annotations
 
 import asyncio
+import inspect
+import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, get_args
 
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 
     from rollout.types import Completion, FinishReason, Prompt, Turn
 
+
+log = logging.getLogger(__name__)
 
 CLOSE_S = 10.0
 """For the `close` of an environment."""
@@ -59,8 +63,8 @@ class Reply:
 class Environment(Protocol):
     """What the policy talks to in a trajectory of several turns: tools, a game, a user. One instance per trajectory.
 
-    One that holds something, such as a sandbox, has an `async def close(self)` too: it is called at the end, however
-    the trajectory ends, cancelled or not, and has `CLOSE_S`.
+    One that holds something, such as a sandbox, has a `close(self)` too, plain or `async`: it is called at the end,
+    however the trajectory ends, cancelled or not, and has `CLOSE_S`.
     """
 
     async def step(self, turns: tuple[Turn, ...]) -> Reply:
@@ -125,9 +129,7 @@ class MultiTurnLoop:
         try:
             return await self._talk(environment, prompt, max_tokens, generate)
         finally:
-            if close := getattr(environment, "close", None):
-                async with asyncio.timeout(CLOSE_S):
-                    await close()
+            await _close(environment, prompt)
 
     async def _talk(self, environment: Environment, prompt: Prompt, max_tokens: int, generate: Generate) -> Episode:
         ledger = TokenLedger(prompt.token_ids)
@@ -146,6 +148,19 @@ class MultiTurnLoop:
                 break  # nobody is to read the reply, or there is no room for it and a token after it
             ledger.add_context(tokens)
         return Episode(turns=ledger.turns(), status="truncated")
+
+
+async def _close(environment: Environment, prompt: Prompt) -> None:
+    """What an environment raises, or does not get done in time, costs no trajectory."""
+    close = getattr(environment, "close", None)
+    if close is None:
+        return
+    try:
+        async with asyncio.timeout(CLOSE_S):
+            if inspect.isawaitable(closing := close()):
+                await closing
+    except Exception as error:  # noqa: BLE001 - it is a user's, and is told
+        log.warning("the environment of prompt %s did not close: %s: %s", prompt.prompt_id, type(error).__name__, error)
 
 
 def check_episode(episode: object, prompt: Prompt, max_tokens: int) -> Episode:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from rollout.types import Turn
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_CALL = re.compile(re.escape(OPEN) + r"(?=\s*\{)")
 _MARK = "what the policy said"
 _MOST_THREADS = 1024
 """Of one rollout worker, for tools that block; they start as they are needed."""
@@ -145,7 +147,9 @@ def parse_call(text: str) -> ToolCall | None:
         ToolError: it begins a call and does not write it as it should.
     """
     before, closed, _ = text.partition(CLOSE)
-    _, opened, body = before.rpartition(OPEN)  # the last one: a thought before the call may say how one is written
+    # The last one that an object follows: a thought before the call may say how one is written, and so may its text.
+    starts = [found.end() for found in _CALL.finditer(before)]
+    opened, body = OPEN in before, before[starts[-1] :] if starts else before.rpartition(OPEN)[2]
     if not opened and not closed:
         return None
     if not opened:

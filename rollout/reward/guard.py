@@ -1,8 +1,10 @@
 """Ends a reward process together with everything that it started.
 
-The guard stands between the rollout worker and the reward process, and outlives both: whether the worker asks for the
-end, is gone, or the reward process ends by itself, nothing stays. Orphans below it become its children (it is their
-"subreaper"), also those that have left the session, as the programs that a reward for code runs often do.
+Two guards stand between the rollout worker and the reward process, and outlive both: whether the worker asks for the
+end, is gone, or the reward process ends by itself, nothing stays. Orphans below them become their children (they are
+"subreapers"), also those that have left the session, as the programs that a reward for code runs often do. There are
+two because one of them may be killed: Ray kills the children of a worker that ends, and a program may kill its parent.
+Whichever is left does the work.
 """
 
 from __future__ import annotations
@@ -23,26 +25,26 @@ _END_S = 5.0
 
 
 def fork_under_guard(parent_pid: int) -> None:
-    """Returns in a child. This process becomes its guard, which SIGTERM asks for the end, and ends as the child does.
+    """Returns in a grandchild. This process and the one between become its guards, which SIGTERM asks for the end, and
+    end as it does.
 
     To be called in a process with one thread. Linux only.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    # "Parent" is the thread that started us. That is the thread of the event loop, which lives as long as the pool.
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    guard = os.getpid()
-    if os.getppid() != parent_pid:  # it died before the line above
-        os._exit(1)
-    child = os.fork()
-    if child == 0:
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != guard:
+    for _ in range(2):
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        # "Parent" is the thread that started us. That is the thread of the event loop, which lives as long as the pool.
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent_pid:  # it died before the line above
             os._exit(1)
-        os.setsid()  # a reward that signals its own group does not mean the guard
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-        return
-    _stand_by(child)
+        parent_pid = os.getpid()
+        if child := os.fork():
+            _stand_by(child)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+    os.setsid()  # a reward that signals its own group does not mean the guards
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
 
 def _stand_by(child: int) -> NoReturn:
@@ -73,10 +75,15 @@ def _status_at_end(child: int) -> int:
 
 
 def _end_all() -> None:
-    """Kills the children until there are none: those of a killed one become ours."""
+    """Kills all descendants until there are none: those of a killed one become ours. Groups first, since nothing that
+    forks outruns the end of its whole group."""
     deadline = time.monotonic() + _END_S
     while time.monotonic() < deadline:
-        for pid in _children():
+        found = _descendants()
+        for group in set(found.values()) - {os.getpgrp()}:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(group, signal.SIGKILL)
+        for pid in found:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         try:
@@ -87,13 +94,19 @@ def _end_all() -> None:
         signal.sigtimedwait({signal.SIGCHLD}, 0.05)
 
 
-def _children() -> list[int]:
-    found: list[int] = []
+def _descendants() -> dict[int, int]:
+    """Children, their children and so on, each with its process group."""
+    children: dict[int, list[tuple[int, int]]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended meanwhile
-            state_and_parent = path.read_bytes().rpartition(b")")[2].split(maxsplit=2)
-            if int(state_and_parent[1]) == os.getpid():
-                found.append(int(path.parent.name))
+            _, parent, group, _ = path.read_bytes().rpartition(b")")[2].split(maxsplit=3)
+            children.setdefault(int(parent), []).append((int(path.parent.name), int(group)))
+    found: dict[int, int] = {}
+    new = [os.getpid()]
+    while new:
+        born = children.pop(new.pop(), [])
+        found.update(born)
+        new += [pid for pid, _ in born]
     return found
 
 

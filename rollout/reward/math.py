@@ -77,9 +77,9 @@ def _is_equal(gold: list[Any], response: str) -> bool:
 
 
 def _parse(text: str) -> list[Any]:
-    # Neither a number that touches a tag nor `\boxed{5.}` is one to math-verify.
+    # Neither a number that touches a tag nor `\boxed{5.}` is one to math-verify, and `7 500` is one number.
     return parse(
-        _PERIOD_IN_BOX.sub("", _TAG.sub(" ", text)),
+        _PERIOD_IN_BOX.sub("", _TAG.sub(" \n", text)),
         extraction_config=[LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()],
         parsing_timeout=None,  # pyright: ignore[reportArgumentType] - None turns it off; the annotation says int
     )

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -150,12 +150,22 @@ async def test_an_environment_is_closed_however_the_trajectory_ends(
     assert error is None or isinstance(episode.exception(), error)
 
 
-async def test_a_close_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def raises() -> None:
+    raise OSError("the service is gone")
+
+
+@pytest.mark.parametrize(
+    ("close", "word"), [(asyncio.Event().wait, "TimeoutError"), (raises, "the service is gone"), (list, None)]
+)
+async def test_a_close_that_fails_is_told_and_costs_no_trajectory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, close: Any, word: str | None
+) -> None:
     monkeypatch.setattr("rollout.agent.loop.CLOSE_S", 0.05)
     box = Sandbox("ends")
-    box.close = asyncio.Event().wait  # type: ignore[method-assign,assignment]
-    with pytest.raises(TimeoutError):
-        await MultiTurnLoop(lambda _: box, max_turns=5).run(PROMPT, 10, Scripted(([3], "stop")))
+    box.close = close
+    episode = await MultiTurnLoop(lambda _: box, max_turns=5).run(PROMPT, 10, Scripted(([3], "stop")))
+    assert episode.status == "completed"
+    assert [word in record.getMessage() for record in caplog.records if word] == [True] * (word is not None)
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf")])

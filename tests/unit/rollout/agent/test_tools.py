@@ -142,6 +142,10 @@ async def add(a: int, b: int = 0) -> int:
     return a + b
 
 
+def echo(text: str) -> str:
+    return text
+
+
 def hidden(**numbers: int) -> object:
     return add(**numbers)
 
@@ -165,6 +169,8 @@ def leave() -> str:
         (call_of("add", a=1, b=2), "3"),
         (call_of("hidden", a=1, b=2), "3"),
         (f"I call it with <tool_call>, then JSON. {call_of('add', a=1, b=2)}", "3"),
+        (call_of("echo", text="<tool_call>"), "<tool_call>"),
+        ("<tool_call>3 * 14</tool_call>", "error: the call is not valid JSON"),
         ("the sum, please</tool_call>", "error: the call does not begin with <tool_call>"),
         (call_of("long"), "x" * 50 + "... (10 more characters)"),
         (call_of("ad"), "error: there is no tool 'ad'; there are: slow, s"),
@@ -182,7 +188,7 @@ def leave() -> str:
     ],
 )
 async def test_the_policy_reads_the_result_or_what_was_wrong(text: str, expected: str | None) -> None:
-    functions = {function.__name__: function for function in (slow, slow_async, add, hidden, long, fail, leave)}
+    functions = {function.__name__: function for function in (slow, slow_async, add, echo, hidden, long, fail, leave)}
     timeout_s = 0.3 if "slow" in text else 60.0
     answer = await Toolbox(functions, timeout_s=timeout_s, max_result_chars=50).answer(text)
     assert answer == expected or (expected is not None and answer is not None and answer.startswith(expected))

@@ -50,6 +50,13 @@ def reward(*, prompt, response, answer, metadata):
             child = subprocess.Popen(program, start_new_session=leaves == "leaves")
             open(path, "w").write(str(child.pid))
             while True: pass
+        case ["chain", path]:
+            while True:
+                with open(path, "a") as file:
+                    file.write(f"{os.getpid()}\\n")
+                if child := os.fork():
+                    os.waitpid(child, 0)
+                time.sleep(0.003)
         case ["orphan", path]:
             if os.fork() == 0:
                 os.setsid()
@@ -282,6 +289,17 @@ async def test_a_hang_takes_what_the_reward_started_with_it(function: str, tmp_p
         wait_until_gone([int(pid_file.read_text())])
 
 
+async def test_what_forks_again_and_again_is_ended_too(function: str, tmp_path: Path) -> None:
+    pid_file = tmp_path / "chain.pids"
+    async with RewardPipeline(function, timeout_s=1.0, num_processes=1) as rewards:
+        with pytest.raises(RewardError, match="longer than"):
+            await rewards.score(a_prompt(), f"chain {pid_file}")
+    pids = [int(pid) for pid in pid_file.read_text().split()]
+    assert len(pids) > 10
+    wait_until_gone(pids)
+    assert len(pid_file.read_text().split()) == len(pids)
+
+
 async def test_a_crash_takes_orphans_with_it_and_says_its_signal(function: str, tmp_path: Path) -> None:
     pid_file = tmp_path / "orphan.pid"
     async with RewardPipeline(function, timeout_s=20.0, num_processes=1) as rewards:
@@ -376,6 +394,30 @@ async def main():
 
 asyncio.run(main())
 """
+
+
+@pytest.mark.parametrize("which", [0, 1])
+async def test_if_one_guard_is_killed_the_other_ends_what_a_reward_has_started(
+    function: str, tmp_path: Path, which: int
+) -> None:
+    pid_file = tmp_path / "grandchild.pid"
+    async with RewardPipeline(function, timeout_s=60.0, num_processes=1) as rewards:
+        call = asyncio.create_task(rewards.score(a_prompt(), f"grandchild {pid_file} leaves"))
+        async with asyncio.timeout(30):
+            while not pid_file.exists() or not pid_file.read_text():
+                await asyncio.sleep(0.02)
+        program = int(pid_file.read_text())
+        reward = parent_of(program)
+        guards = parent_of(parent_of(reward)), parent_of(reward)
+        assert parent_of(guards[0]) == os.getpid()
+        os.kill(guards[which], signal.SIGKILL)
+        with pytest.raises(RewardError):
+            await call
+        wait_until_gone([program, reward, *guards])
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 @pytest.mark.parametrize("deadly", [signal.SIGKILL, signal.SIGTERM])

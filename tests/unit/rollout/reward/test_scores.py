@@ -56,6 +56,7 @@ def judged(response: str, answer: str) -> float:
         (r"\boxed{4.2}", "42", 0.0),
         ("<think>It may be 41.</think><answer>42</answer>", "42", 1.0),
         ("<think>It may be 42.</think><answer>41</answer>", "42", 0.0),
+        ("The price <answer>1</answer>234", "1234", 0.0),
         (r"<answer>\boxed{42}</answer>", "42", 1.0),
         ("", "42", 0.0),
         ("no idea", "42", 0.0),
