@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence  # noqa: TC003 - dataclasses are introspected at runtime
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -97,7 +98,8 @@ class Completion:
 class Turn:
     """A stretch of a trajectory: context tokens, generated tokens, or both in order.
 
-    `logprobs` is NaN wherever `is_generated` is False. `segments` cover the generated tokens, in order.
+    A turn continues the tokens of the turns before it, unless it `begins_anew`: a trajectory is one token sequence or
+    several. `logprobs` is NaN wherever `is_generated` is False. `segments` cover the generated tokens, in order.
     """
 
     token_ids: np.ndarray
@@ -109,6 +111,8 @@ class Turn:
     segments: tuple[Segment, ...]
     reward: float = 0.0
     """Given by the environment for this turn, on top of the reward of the outcome. Finite."""
+    begins_anew: bool = False
+    """The first turn of a sequence of its own: nothing of the turns before it is in its context."""
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.reward):
@@ -124,6 +128,13 @@ class Turn:
         labelled, generated = sum(s.num_tokens for s in self.segments), int(np.sum(self.is_generated))
         if labelled != generated:
             raise ValueError(f"Turn has {generated} generated tokens but its segments label {labelled}")
+
+
+def split_sequences(turns: Sequence[Turn]) -> tuple[tuple[Turn, ...], ...]:
+    """The turns of each token sequence. `[a, b, c (begins anew), d] -> ((a, b), (c, d))`; of no turns one empty
+    sequence."""
+    starts = [number for number, turn in enumerate(turns) if turn.begins_anew and number]
+    return tuple(tuple(turns[start:stop]) for start, stop in pairwise([0, *starts, len(turns)]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +166,11 @@ class Trajectory:
     @property
     def num_generated_tokens(self) -> int:
         return sum(s.num_tokens for turn in self.turns for s in turn.segments)
+
+    @property
+    def sequences(self) -> tuple[tuple[Turn, ...], ...]:
+        """The turns of each token sequence, in order; at least one sequence."""
+        return split_sequences(self.turns)
 
     @property
     def versions(self) -> tuple[int, ...]:

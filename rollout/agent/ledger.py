@@ -1,6 +1,6 @@
-"""Exact token accounting of one trajectory, over chunks, resubmissions and turns.
+"""Exact token accounting of one trajectory, over chunks, resubmissions, turns and sequences.
 
-Tokens are only ever appended, never decoded and encoded again: what the policy saw is what is trained.
+Tokens are only ever appended to a sequence, never decoded and encoded again: what the policy saw is what is trained.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class TokenLedger:
     """The tokens of one trajectory so far: context and generated stretches, in order.
 
     A turn is a stretch of context followed by a stretch that was generated; a new turn begins where context follows
-    generated tokens. The first turn begins with the prompt.
+    generated tokens. The first turn begins with the prompt. A conversation whose history is rewritten goes on in a new
+    sequence (`begin_anew`).
 
     Example:
         ledger = TokenLedger(prompt.token_ids)
@@ -89,6 +90,8 @@ class TokenLedger:
         self._generated: list[Completion] = []
         self._reward = 0.0
         self._num_prompt_tokens = len(prompt_token_ids)
+        self._sequence_start = 0
+        self._begins_anew = False
 
     def add_context(self, token_ids: np.ndarray) -> None:
         """Appends tokens that the policy did not sample, e.g. the result of a tool.
@@ -96,13 +99,26 @@ class TokenLedger:
         Raises:
             ValueError: they are no whole numbers in one row.
         """
-        tokens = np.asarray(token_ids)
-        if tokens.ndim != 1 or (tokens.dtype.kind not in "iu" and len(tokens)):
-            raise ValueError(f"context must be token ids in one row, got {tokens.dtype} of shape {tokens.shape}")
+        tokens = _row(token_ids)
         if self._generated:
-            self._closed_turns.append(self._open_turn())
-            self._context, self._generated, self._reward = [], [], 0.0
-        self._context.append(tokens.astype(np.int32))
+            self._close_turn()
+        self._context.append(tokens)
+
+    def begin_anew(self, token_ids: np.ndarray) -> None:
+        """Begins another sequence with these tokens as its context: history that was rewritten, shortened or left
+        behind. What was generated so far stays in the sequences that it belongs to; context that nothing was generated
+        after is dropped.
+
+        Raises:
+            ValueError: they are no whole numbers in one row, or there are none.
+        """
+        tokens = _row(token_ids)
+        if not len(tokens):
+            raise ValueError("a sequence that begins anew needs at least one token of context, got none")
+        if self._generated:
+            self._close_turn()
+        self._context, self._begins_anew = [tokens], True
+        self._sequence_start = len(self._closed_turns)
 
     def add_generated(self, completion: Completion) -> None:
         """Appends sampled tokens with their log-probabilities and versions."""
@@ -127,18 +143,23 @@ class TokenLedger:
             raise ValueError(f"a reward of {reward} for a turn, but none was generated yet; call add_generated() first")
 
     def token_ids(self) -> np.ndarray:
-        """int32[T]: the whole sequence so far, as an engine should continue it."""
-        tokens = [turn.token_ids for turn in self._closed_turns] + self._context
+        """int32[T]: the whole of the last sequence so far, as an engine should continue it."""
+        tokens = [turn.token_ids for turn in self._closed_turns[self._sequence_start :]] + self._context
         return _concatenate(tokens + [completion.token_ids for completion in self._generated], np.int32)
 
     @property
     def num_response_tokens(self) -> int:
-        """Tokens after the prompt, generated and context."""
+        """Tokens of the last sequence, generated and context, less those of the prompt: `max_tokens` of a loop bounds
+        this in every sequence."""
         return len(self.token_ids()) - self._num_prompt_tokens
 
     def turns(self) -> tuple[Turn, ...]:
-        """All turns, joined they are the whole sequence."""
+        """All turns of all sequences, in order."""
         return (*self._closed_turns, self._open_turn())
+
+    def _close_turn(self) -> None:
+        self._closed_turns.append(self._open_turn())
+        self._context, self._generated, self._reward, self._begins_anew = [], [], 0.0, False
 
     def _open_turn(self) -> Turn:
         context = _concatenate(self._context, np.int32)
@@ -149,7 +170,15 @@ class TokenLedger:
             logprobs=np.concatenate([np.full(len(context), np.nan, np.float32), generated.logprobs]),
             segments=generated.segments,
             reward=self._reward,
+            begins_anew=self._begins_anew,
         )
+
+
+def _row(token_ids: np.ndarray) -> np.ndarray:
+    tokens = np.asarray(token_ids)
+    if tokens.ndim != 1 or (tokens.dtype.kind not in "iu" and len(tokens)):
+        raise ValueError(f"context must be token ids in one row, got {tokens.dtype} of shape {tokens.shape}")
+    return tokens.astype(np.int32)
 
 
 def _concatenate(arrays: Sequence[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
