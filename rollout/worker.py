@@ -76,6 +76,8 @@ class WorkerSpec:
     """For agent loops that render chat templates."""
     agent_timeout_s: float | None = None
     """Longest time one trajectory may take, environment included; None leaves it to `request_timeout_s`."""
+    agent_max_sequences: int = 1
+    """Token sequences that a trajectory may consist of."""
     seed: int
     """Of the run."""
     seed_requests: bool = True
@@ -321,9 +323,15 @@ class RolloutWorker:
         self, prompt: Prompt, sample_index: int, max_tokens: int, generator: GroupGenerator
     ) -> Trajectory:
         started = self._clock()
-        generate, limit_s = partial(generator.generate, sample_index), self._spec.agent_timeout_s
         try:
-            episode = await play(self._loop, prompt, max_tokens, generate=generate, timeout_s=limit_s)
+            episode = await play(
+                self._loop,
+                prompt,
+                max_tokens,
+                generate=partial(generator.generate, sample_index),
+                timeout_s=self._spec.agent_timeout_s,
+                max_sequences=self._spec.agent_max_sequences,
+            )
             error = self._timeout_error if episode.status == "failed" else ""
         except AgentError as failure:
             error = f"agent loop {self._spec.agent!r}: {failure}"

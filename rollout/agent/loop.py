@@ -11,13 +11,14 @@ import asyncio
 import inspect
 import logging
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 import numpy as np
 
 from rollout.agent.ledger import TokenLedger
 from rollout.errors import AgentError
-from rollout.types import TrajectoryStatus
+from rollout.types import TrajectoryStatus, split_sequences
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -74,7 +75,10 @@ class Environment(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
-    """What a loop made of a prompt. `status` is "failed" if generation ran out of time."""
+    """What a loop made of a prompt: one token sequence, or several where turns begin anew.
+
+    `status` is "failed" if generation ran out of time.
+    """
 
     turns: tuple[Turn, ...]
     status: TrajectoryStatus
@@ -85,7 +89,8 @@ class AgentLoop(Protocol):
     the chat template of the prompts."""
 
     async def run(self, prompt: Prompt, max_tokens: int, generate: Generate) -> Episode:
-        """`max_tokens` bounds everything after the prompt."""
+        """`max_tokens` bounds everything after the prompt; of a sequence that begins anew, its tokens less the length
+        of the prompt."""
         ...
 
 
@@ -163,9 +168,13 @@ async def _close(environment: Environment, prompt: Prompt) -> None:
         log.warning("the environment of prompt %s did not close: %s: %s", prompt.prompt_id, type(error).__name__, error)
 
 
-def check_episode(episode: object, prompt: Prompt, max_tokens: int) -> Episode:
-    """The episode, if a loop kept its contract; without context that nothing was generated after, which no engine has
-    seen and nothing is trained on.
+def check_episode(episode: object, prompt: Prompt, max_tokens: int, *, max_sequences: int = 1) -> Episode:
+    """The episode, if a loop kept its contract; without context that nothing was generated after in its sequence, which
+    no engine has seen and nothing is trained on.
+
+    Args:
+        max_tokens: of every sequence, after as many tokens as the prompt has.
+        max_sequences: that have generated tokens.
 
     Raises:
         AgentError: what is wrong, and what to do.
@@ -175,10 +184,28 @@ def check_episode(episode: object, prompt: Prompt, max_tokens: int) -> Episode:
     if episode.status not in get_args(TrajectoryStatus):
         allowed = ", ".join(get_args(TrajectoryStatus))
         raise AgentError(f"the status of an episode must be one of {allowed}, got {episode.status!r}")
-    tokens = np.concatenate([np.empty(0, np.int32), *(turn.token_ids for turn in episode.turns)])
+    sequences = split_sequences(episode.turns)
+    for turns in sequences:
+        _check_sequence(turns, prompt, max_tokens)
+    if not all(np.isfinite(turn.logprobs[turn.is_generated]).all() for turn in episode.turns):
+        raise AgentError("a generated token has no finite log-probability; add what generate() returned as it is")
+    used = [cut for turns in sequences if (cut := _up_to_the_last_token(turns))]
+    if len(used) > max_sequences:
+        raise AgentError(
+            f"the trajectory consists of {len(used)} token sequences, task.agent_max_sequences={max_sequences} allows "
+            "no more; raise it, or rewrite less of what was said"
+        )
+    return replace(episode, turns=tuple(chain.from_iterable(used)) or sequences[0])
+
+
+def _check_sequence(turns: tuple[Turn, ...], prompt: Prompt, max_tokens: int) -> None:
+    tokens = np.concatenate([np.empty(0, np.int32), *(turn.token_ids for turn in turns)])
     num_prompt = len(prompt.token_ids)
-    if not np.array_equal(tokens[:num_prompt], prompt.token_ids) or any(
-        turn.is_generated[: max(num_prompt - start, 0)].any() for start, turn in _starts(episode.turns)
+    if turns and turns[0].begins_anew:
+        if not len(tokens) or np.concatenate([turn.is_generated for turn in turns])[0]:
+            raise AgentError("a sequence that begins anew must begin with context; give begin_anew() its tokens")
+    elif not np.array_equal(tokens[:num_prompt], prompt.token_ids) or any(
+        turn.is_generated[: max(num_prompt - start, 0)].any() for start, turn in _starts(turns)
     ):
         raise AgentError("the turns must begin with the prompt's tokens as context; begin a TokenLedger with them")
     if len(tokens) - num_prompt > max_tokens:
@@ -186,10 +213,11 @@ def check_episode(episode: object, prompt: Prompt, max_tokens: int) -> Episode:
             f"the turns hold {len(tokens) - num_prompt} tokens after the prompt, at most max_tokens={max_tokens} are "
             "allowed; end the episode as truncated before"
         )
-    if not all(np.isfinite(turn.logprobs[turn.is_generated]).all() for turn in episode.turns):
-        raise AgentError("a generated token has no finite log-probability; add what generate() returned as it is")
-    num_turns = max((n for n, turn in enumerate(episode.turns, start=1) if turn.is_generated.any()), default=None)
-    return replace(episode, turns=episode.turns[:num_turns])
+
+
+def _up_to_the_last_token(turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
+    """The turns up to the last one that has a generated token; none if no turn has one."""
+    return turns[: max((n for n, turn in enumerate(turns, start=1) if turn.is_generated.any()), default=0)]
 
 
 def _starts(turns: tuple[Turn, ...]) -> Iterator[tuple[int, Turn]]:

@@ -21,7 +21,13 @@ if TYPE_CHECKING:
 
 
 async def play(
-    loop: AgentLoop, prompt: Prompt, max_tokens: int, *, generate: Generate, timeout_s: float | None
+    loop: AgentLoop,
+    prompt: Prompt,
+    max_tokens: int,
+    *,
+    generate: Generate,
+    timeout_s: float | None,
+    max_sequences: int = 1,
 ) -> Episode:
     """One episode of `loop`, checked. `timeout_s` bounds all of it; None leaves the limit to `generate`.
 
@@ -34,7 +40,7 @@ async def play(
     try:
         async with limit:
             episode = await loop.run(prompt, max_tokens, watched)
-        checked = check_episode(episode, prompt, max_tokens)
+        checked = check_episode(episode, prompt, max_tokens, max_sequences=max_sequences)
     except BaseException as error:
         if _is_ours(error):
             raise

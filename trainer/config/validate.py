@@ -93,14 +93,29 @@ def _task(config: RunConfig) -> Iterator[Problem]:
 def _agent(config: RunConfig) -> Iterator[Problem]:
     task = config.task
     if task.agent:
+        yield from _sequences(config)
         return
     why = "task.agent is empty: every answer is a single turn"
-    for key in ("task.agent_args", "task.agent_timeout_s"):
+    for key in ("task.agent_args", "task.agent_timeout_s", "task.agent_max_sequences"):
         yield from _ineffective(config, key, why, "task.agent")
     if task.reward.name == "zero" and config.algorithm.advantage != "zero":
         allowed = "rewards nothing, and without task.agent no environment rewards the turns"
         do = "set task.agent, or use another reward"
         yield _conflict(config, "task.reward.name", allowed, do, "task.agent")
+
+
+def _sequences(config: RunConfig) -> Iterator[Problem]:
+    """The learner takes what is still to come from the tokens that follow in the same sequence."""
+    algorithm, key, do = config.algorithm, "task.agent_max_sequences", "use 1, or another estimator"
+    if config.task.agent_max_sequences == 1:
+        return
+    if algorithm.uses_critic:
+        allowed = "must be 1: a critic's returns end with their sequence, and the outcome comes after the last one"
+        yield _conflict(config, key, allowed, do, "algorithm.advantage")
+    elif algorithm.kl.in_reward and not is_own(algorithm.advantage) and traits_of(algorithm).reward_to_go:
+        chosen = f"algorithm.advantage={algorithm.advantage}"
+        allowed = f"must be 1: with the KL in the reward, {chosen} adds up rewards within a sequence alone"
+        yield _conflict(config, key, allowed, f"{do}, or the KL in the loss", "algorithm.advantage")
 
 
 def _advantage(config: RunConfig) -> Iterator[Problem]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSample:
-    """One trajectory, flattened over its turns, with an advantage for every token.
+    """One token sequence of a trajectory (most have one), flattened over its turns, with an advantage for every token.
 
     All per-token arrays are aligned with `token_ids`: entry t speaks about predicting token t from the tokens before
     it. Entries where `loss_mask` is False (prompt and tool tokens) hold 0 and must not be used.
@@ -36,10 +36,11 @@ class TrainSample:
     rewards: np.ndarray
     """float32[T]: of each turn at its last generated token, of the outcome (after shaping) at the last one of all."""
     answer: int
-    """Counts the judged answers of the step, whether they are trained or not."""
+    """Counts the judged answers of the step, whether they are trained or not; the same for all sequences of one."""
     group_id: int
     sample_index: int
     reward: float
+    """Of the whole trajectory."""
 
     @property
     def num_tokens(self) -> int:
@@ -104,6 +105,7 @@ class TrainBatch:
     """Version of the policy that this step updates; the result is version `step + 1`."""
     micro_batches: tuple[tuple[MicroBatch, ...], ...]
     num_samples: int
+    """Answers; each is one token sequence or several."""
     num_tokens: int
     num_loss_tokens: int
     rewards: StepRewards | None = None

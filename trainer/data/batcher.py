@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -41,6 +42,8 @@ class BuiltBatch:
 
     batch: TrainBatch
     excluded: Mapping[str, int]
+    num_sequences: int
+    """Of tokens, at least one per answer."""
     num_fillers: int
     """Micro-batches without a sample, over all ranks."""
     packing_frac: float
@@ -64,9 +67,7 @@ def build_train_batch(
     samples = built.samples
     lengths = [s.num_tokens for s in samples]
     num_loss_tokens = [s.num_loss_tokens for s in samples]
-    norm = algorithm.aggregation_norm_tokens
-    norm = limits.max_response_tokens if norm is None else norm
-    weights = loss_weights(num_loss_tokens, algorithm.aggregation, norm_tokens=norm).tolist()
+    weights = _weights(samples, algorithm, limits.max_response_tokens)
     selected = _selections(samples, step, algorithm)
     plan = plan_micro_batches(lengths, num_ranks=limits.num_ranks, max_tokens=limits.max_tokens_per_micro_batch)
     rank_tokens = [sum(lengths[i] for members in rank for i in members) for rank in plan]
@@ -81,7 +82,7 @@ def build_train_batch(
     batch = TrainBatch(
         step=step,
         micro_batches=tuple(tuple(packed(members) for members in rank) for rank in plan),
-        num_samples=len(samples),
+        num_samples=len({s.answer for s in samples}),
         num_tokens=sum(lengths),
         num_loss_tokens=sum(num_loss_tokens),
         rewards=rewards if algorithm.finishes_on_ranks else None,
@@ -89,9 +90,21 @@ def build_train_batch(
     return BuiltBatch(
         batch=batch,
         excluded=built.excluded,
+        num_sequences=len(samples),
         num_fillers=sum(not members for rank in plan for members in rank),
         packing_frac=sum(lengths) / (len(plan) * max(rank_tokens)) if samples else 1.0,
     )
+
+
+def _weights(samples: Sequence[TrainSample], algorithm: AlgorithmConfig, max_response_tokens: int) -> list[float]:
+    """Of every sample; an answer counts once, by its tokens, however many sequences it consists of."""
+    norm = algorithm.aggregation_norm_tokens
+    answers, of_answer = np.unique(np.array([s.answer for s in samples], np.int64), return_inverse=True)
+    num_loss_tokens = np.bincount(of_answer, [s.num_loss_tokens for s in samples], minlength=len(answers))
+    weights = loss_weights(
+        num_loss_tokens, algorithm.aggregation, norm_tokens=max_response_tokens if norm is None else norm
+    )
+    return weights[of_answer].tolist()
 
 
 def _selections(samples: Sequence[TrainSample], step: int, algorithm: AlgorithmConfig) -> list[np.ndarray] | None:
@@ -101,7 +114,10 @@ def _selections(samples: Sequence[TrainSample], step: int, algorithm: AlgorithmC
     masks = [s.loss_mask for s in samples]
     if not masks:
         return []
-    tickets = [lottery(s.num_loss_tokens, step=step, group_id=s.group_id, sample_index=s.sample_index) for s in samples]
+    tickets = [
+        lottery(sum(s.num_loss_tokens for s in parts), step=step, group_id=group_id, sample_index=sample_index)
+        for (group_id, sample_index), parts in groupby(samples, key=lambda s: (s.group_id, s.sample_index))
+    ]
     covariances = token_covariances(
         np.concatenate([s.behaviour_logprobs[s.loss_mask] for s in samples]),
         np.concatenate([s.advantages[s.loss_mask] for s in samples]),

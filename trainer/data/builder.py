@@ -1,15 +1,16 @@
 """From groups of trajectories to samples with advantages: what is trained, and what is left out and why.
 
-Shape legend: `T` tokens of one sample, `G` trajectories of a group, `K` stretches of one trajectory: consecutive
-generated tokens with one advantage. With the reward-to-go every turn is a stretch, else the whole trajectory is one.
+Shape legend: `T` tokens of one trajectory, its sequences end to end, `G` trajectories of a group, `K` stretches of one
+trajectory: consecutive generated tokens with one advantage. With the reward-to-go every turn is a stretch, else the
+whole trajectory is one.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
+from itertools import count, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,6 +36,7 @@ class BuiltSamples:
     """The samples of some groups. Every trajectory is in `samples` or counted in `excluded`."""
 
     samples: tuple[TrainSample, ...]
+    """One for each token sequence of a trajectory, next to each other."""
     excluded: Mapping[str, int]
     """Reason -> number of trajectories."""
     groups: tuple[GroupRewards, ...]
@@ -44,7 +46,8 @@ class BuiltSamples:
 def build_samples(
     groups: Sequence[Group], *, algorithm: AlgorithmConfig, max_response_tokens: int, advantage_fn: AdvantageFn
 ) -> BuiltSamples:
-    """Flattens every trajectory that may be trained and gives each of its tokens the advantage of its stretch.
+    """Flattens every trajectory that may be trained and gives each of its tokens the advantage of its stretch; then it
+    is cut into its token sequences. Where it is cut changes no advantage.
 
     Failed trajectories (no usable reward) take no part at all. Truncated ones are peers in the advantage of their
     group and step, and with `mask_truncated` carry no loss themselves (DAPO, overlong filtering). Overlong shaping is
@@ -82,7 +85,7 @@ def build_samples(
             else:
                 sample = _sample(trajectory, group.group_id, answer=answer, outcome=shape(trajectory))
                 sample.advantages[sample.loss_mask] = np.repeat(advantages_K, one.lengths_K)
-                samples.append(sample)
+                samples += _cut(sample, trajectory)
     return BuiltSamples(
         samples=tuple(samples),
         excluded={k: n for k, n in sorted(excluded.items()) if n},
@@ -189,13 +192,9 @@ def _reason_to_exclude(trajectory: Trajectory, algorithm: AlgorithmConfig) -> st
 
 
 def _sample(trajectory: Trajectory, group_id: int, *, answer: int, outcome: float) -> TrainSample:
-    """With advantages of 0, to be filled in."""
+    """All its sequences end to end, with advantages of 0, to be filled in."""
     turns = trajectory.turns
     loss_mask = _joined(turns, "is_generated")
-    if loss_mask[0]:
-        raise ValueError(
-            f"{_name(trajectory)} begins with a generated token; the first turn must begin with the prompt's tokens"
-        )
     logprobs = np.where(loss_mask, _joined(turns, "logprobs"), np.float32(0)).astype(np.float32, copy=False)
     if not np.isfinite(logprobs).all():
         bad = int(np.flatnonzero(~np.isfinite(logprobs))[0])
@@ -217,6 +216,23 @@ def _sample(trajectory: Trajectory, group_id: int, *, answer: int, outcome: floa
         sample_index=trajectory.sample_index,
         reward=trajectory.total_reward,
     )
+
+
+def _cut(sample: TrainSample, trajectory: Trajectory) -> list[TrainSample]:
+    """One sample per token sequence."""
+    lengths = [sum(len(turn.token_ids) for turn in turns) for turns in trajectory.sequences]
+    starts = np.cumsum([0, *lengths])
+    if sample.loss_mask[starts[:-1]].any():
+        raise ValueError(
+            f"{_name(trajectory)} begins with a generated token; the first turn must begin with the prompt's tokens"
+        )
+    if len(lengths) == 1:
+        return [sample]
+    names = ("token_ids", "loss_mask", "behaviour_logprobs", "advantages", "versions", "rewards")
+    return [
+        replace(sample, **{name: getattr(sample, name)[start:stop] for name in names})
+        for start, stop in pairwise(starts.tolist())
+    ]
 
 
 def _joined(turns: Sequence[Turn], name: str) -> np.ndarray:

@@ -143,8 +143,8 @@ def _answer_advantages(
         penalties_T = batch.unfinished.rewards - rewards_T
         for answer, (start, stop) in zip(batch.unfinished.answers, pairwise(batch.cu_seqlens.tolist()), strict=True):
             if answer >= 0:
-                penalties_N[answer] = penalties_T[start:stop].sum()
-    # An answer is on one rank alone, the others add 0: the sum has the same bits on every split.
+                penalties_N[answer] += penalties_T[start:stop].sum()
+    # An answer of one sequence is on one rank alone, the others add 0: the sum has the same bits on every split.
     split = np.split(_summed(penalties_N, device), np.cumsum(sizes)[:-1])
     groups = [
         replace(group, rewards_G=group.rewards_G - of_group)

@@ -352,6 +352,7 @@ def worker_spec(cfg: RunConfig) -> WorkerSpec:
         agent_args=task.agent_args,
         chat_template_kwargs=task.chat_template_kwargs,
         agent_timeout_s=task.agent_timeout_s if task.agent else None,
+        agent_max_sequences=task.agent_max_sequences,
         seed=cfg.seed,
         seed_requests=cfg.mode.max_staleness == 0 if rollout.seed_requests is None else rollout.seed_requests,
         tokenizer_path=_tokenizer_path(cfg),

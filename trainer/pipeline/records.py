@@ -81,6 +81,7 @@ class StepRecorder:
             **{f"learner/{name}": metric.mean for name, metric in result.metrics.items()},
             **{f"learner/{phase}_s": seconds for phase, seconds in result.seconds.items()},
             "learner/num_samples": built.batch.num_samples,
+            "learner/num_sequences": built.num_sequences,
             "learner/num_micro_batches": len(built.batch.micro_batches[0]),
             "learner/imbalance": 1 / built.packing_frac,
             "perf/step_s": step_s,

@@ -57,7 +57,7 @@ def object_store(cfg: RunConfig, workload: Workload, *, num_slots: int, group_si
         num_slots: groups in flight.
         group_size: answers that are generated for a prompt, a greedy baseline included.
     """
-    answer = answer_bytes(workload, response_tokens=cfg.rollout.max_response_tokens)
+    answer = cfg.task.agent_max_sequences * answer_bytes(workload, response_tokens=cfg.rollout.max_response_tokens)
     num_asked = workload.num_evaluated
     parts = [_part("micro-batches of one step", _batch_bytes(cfg, workload))]
     if group_size * answer > MOST_BYTES:
@@ -84,5 +84,5 @@ def _batch_bytes(cfg: RunConfig, workload: Workload) -> int:
     """All samples of a step; a greedy baseline is not trained."""
     selected = SELECTED_BYTES * (cfg.algorithm.loss in SELECTING_LOSSES)
     per_token = MICRO_BATCH_BYTES + selected + REWARDS_BYTES * cfg.algorithm.finishes_on_ranks
-    samples = cfg.trainer.groups_per_step * cfg.rollout.group_size
-    return int(samples * (workload.prompt_tokens + cfg.rollout.max_response_tokens) * per_token)
+    sequences = cfg.trainer.groups_per_step * cfg.rollout.group_size * cfg.task.agent_max_sequences
+    return int(sequences * (workload.prompt_tokens + cfg.rollout.max_response_tokens) * per_token)

@@ -247,6 +247,7 @@ def _turn(turn: Turn) -> dict[str, object]:
         "logprobs": np.round(turn.logprobs[turn.is_generated].astype(np.float64), 5).tolist(),
         "reward": to_jsonable(turn.reward),
         "segments": [[segment.version, segment.num_tokens] for segment in turn.segments],
+        "begins_anew": turn.begins_anew,
     }
 
 

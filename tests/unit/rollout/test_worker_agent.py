@@ -98,6 +98,31 @@ def test_the_stop_strings_of_a_call_take_the_place_of_those_of_the_run(stop: Any
     run_virtual(main())
 
 
+async def says_it_twice(prompt: Prompt, max_tokens: int, generate: Generate) -> Episode:
+    """An answer, and another one to the prompt and the last token of the first."""
+    ledger = TokenLedger(prompt.token_ids)
+    for _ in range(2):
+        ledger.add_generated(await generate(ledger.token_ids(), max_tokens - 1))
+        ledger.begin_anew(np.array([*prompt.token_ids, ledger.token_ids()[-1]], np.int32))
+    return Episode(turns=ledger.turns(), status="completed")
+
+
+def test_a_trajectory_may_consist_of_several_sequences_if_it_is_allowed() -> None:
+    async def main() -> None:
+        allowed = agent_worker(Played(says_it_twice), FakeEngine("e0"), agent_max_sequences=2)
+        group = await allowed.run_group(item())
+        for trajectory in group.trajectories:
+            assert trajectory.status == "completed" and trajectory.num_lost_tokens == 0
+            first, second = (turn for (turn,) in trajectory.sequences)
+            asked = item().prompt.token_ids.tolist()
+            assert second.token_ids[: len(asked) + 1].tolist() == [*asked, first.token_ids[-1]]
+            assert len(trajectory.text.split()) == trajectory.num_generated_tokens
+        with pytest.raises(AgentError, match="consists of 2 token sequences"):
+            await agent_worker(Played(says_it_twice), FakeEngine("e0")).run_group(item())
+
+    run_virtual(main())
+
+
 def failing_on_odd_calls(fail: Any) -> AgentLoop:
     """Every second trajectory goes wrong in its own way, the others answer in one turn."""
     calls = 0

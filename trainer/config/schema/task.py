@@ -114,6 +114,12 @@ class TaskConfig:
     agent_timeout_s: float = key(
         600.0, "Longest time that one trajectory of `task.agent` may take, its environment included.", gt=0
     )
+    agent_max_sequences: int = key(
+        1,
+        "Token sequences that one trajectory of `task.agent` may consist of: more than one if it rewrites its history, "
+        "or asks on the side. Each may be as long as an answer.",
+        ge=1,
+    )
     reward: RewardConfig = key(factory=RewardConfig, doc="How answers are judged.")
 
     @property

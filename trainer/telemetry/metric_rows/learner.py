@@ -103,6 +103,12 @@ LEARNER = (
         "Answers of the step that are trained: all but response/untrained.",
         "groups_per_step x group_size",
     ),
+    row(
+        "learner/num_sequences",
+        "sequences",
+        "Token sequences of these answers; more than answers where an agent begins anew.",
+        "learner/num_samples",
+    ),
     row("learner/num_micro_batches", "micro-batches", "Per rank.", "steady"),
     row("learner/reference_s", "s", "Forward passes of the reference or teacher.", "about forward, by its size"),
     row("learner/critic_s", "s", "Forward and backward passes and updates of the critic.", "about forward + backward"),

@@ -107,3 +107,36 @@ def test_a_reward_before_anything_was_generated_is_refused() -> None:
     ledger.add_context(np.array([2]))
     with pytest.raises(ValueError, match="none was generated yet"):
         ledger.add_reward(1.0)
+
+
+def test_a_sequence_that_begins_anew_leaves_behind_what_was_said() -> None:
+    ledger = TokenLedger(np.array([1, 2]))
+    ledger.add_generated(chunk([3, 4], [0, 1]))
+    ledger.add_context(np.array([5]))
+    ledger.begin_anew(np.array([1, 6]))
+    ledger.add_reward(0.5)
+    assert ledger.token_ids().tolist() == [1, 6] and ledger.num_response_tokens == 0
+    ledger.add_generated(chunk([7], [1]))
+    ledger.add_context(np.array([8]))
+    ledger.add_generated(chunk([9], [2]))
+    ledger.add_reward(2.0)
+    assert ledger.token_ids().tolist() == [1, 6, 7, 8, 9] and ledger.num_response_tokens == 3
+    turns = ledger.turns()
+    assert [turn.token_ids.tolist() for turn in turns] == [[1, 2, 3, 4], [1, 6, 7], [8, 9]]
+    assert [turn.begins_anew for turn in turns] == [False, True, False]
+    assert [turn.reward for turn in turns] == [0.5, 0.0, 2.0], "a reward is for what was generated last"
+    assert [labels(turn.segments) for turn in turns] == [[0, 1], [1], [2]]
+
+
+def test_context_that_is_left_behind_before_anything_was_said_is_no_turn() -> None:
+    ledger = TokenLedger(np.array([1, 2]))
+    ledger.begin_anew(np.array([7, 8]))
+    ledger.begin_anew(np.array([9]))
+    ledger.add_generated(chunk([3], [0]))
+    (turn,) = ledger.turns()
+    assert turn.token_ids.tolist() == [9, 3] and turn.begins_anew
+    with pytest.raises(ValueError, match="needs at least one token of context"):
+        ledger.begin_anew(np.array([], np.int32))
+    with pytest.raises(ValueError, match="token ids in one row"):
+        ledger.begin_anew(np.array([[1]]))
+    assert ledger.token_ids().tolist() == [9, 3], "what was refused has changed nothing"

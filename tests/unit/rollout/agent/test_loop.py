@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -221,3 +222,35 @@ def test_context_that_nothing_was_generated_after_is_left_out() -> None:
     assert check_episode(episode, PROMPT, 9).turns == turns
     nothing = Episode(turns=(a_turn([1, 2], 2),), status="failed")
     assert check_episode(nothing, PROMPT, 9).turns == nothing.turns
+
+
+def anew(tokens: list[int], num_context: int) -> Turn:
+    return replace(a_turn(tokens, num_context), begins_anew=True)
+
+
+def test_sequences_of_a_trajectory_are_counted_and_bounded_one_by_one() -> None:
+    turns = (a_turn([1, 2, 3, 4, 5], 2), anew([7, 8, 9, 9, 9], 4), a_turn([6, 6], 1))
+    episode = Episode(turns=turns[:2], status="completed")
+    assert check_episode(episode, PROMPT, 3, max_sequences=2) == episode
+    with pytest.raises(AgentError, match=r"consists of 2 token sequences, task\.agent_max_sequences=1 allows no more"):
+        check_episode(episode, PROMPT, 3)
+    with pytest.raises(AgentError, match="hold 5 tokens after the prompt, at most max_tokens=3"):
+        check_episode(Episode(turns=turns, status="completed"), PROMPT, 3, max_sequences=2)
+
+
+def test_what_nothing_was_generated_after_is_left_out_of_every_sequence() -> None:
+    said = a_turn([1, 2, 3], 2), anew([5, 6], 1)
+    turns = (said[0], a_turn([4, 4], 2), anew([9, 9, 9], 3), said[1], a_turn([4], 1))
+    episode = check_episode(Episode(turns=turns, status="completed"), PROMPT, 9, max_sequences=2)
+    assert episode.turns == said
+
+
+def test_a_trajectory_need_not_say_anything_after_its_prompt() -> None:
+    episode = Episode(turns=(a_turn([1, 2], 2), anew([7, 8], 1)), status="completed")
+    assert check_episode(episode, PROMPT, 9).turns == episode.turns[1:]
+
+
+def test_a_sequence_that_begins_with_a_generated_token_is_refused() -> None:
+    for turn in (anew([7, 8], 0), anew([], 0)):
+        with pytest.raises(AgentError, match="must begin with context"):
+            check_episode(Episode(turns=(a_turn([1, 2, 3], 2), turn), status="completed"), PROMPT, 9, max_sequences=2)

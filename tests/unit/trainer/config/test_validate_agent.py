@@ -16,6 +16,7 @@ from trainer.config.objective import describe_objective
     [
         ({"agent_args": {"max_turns": 3}}, "task.agent_args"),
         ({"agent_timeout_s": 5.0}, "task.agent_timeout_s"),
+        ({"agent_max_sequences": 2}, "task.agent_max_sequences"),
         ({"reward__name": "zero"}, "task.reward.name"),
     ],
 )
@@ -23,6 +24,24 @@ def test_a_key_of_agent_loops_is_refused_without_one(keys: dict[str, Any], refus
     keys = {f"task__{name}": value for name, value in keys.items()}
     assert keys_refused(config_with(**keys)) == [refused]
     assert keys_refused(config_with(**keys, task__agent="my_agents.make")) == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "refused"),
+    [
+        ({"advantage": "gae"}, True),
+        ({"advantage": "reinforce", "kl__coef": 0.1, "kl__placement": "reward", "kl__estimator": "k1"}, True),
+        ({"advantage": "grpo", "kl__coef": 0.1, "kl__placement": "reward", "kl__estimator": "k1"}, False),
+        ({"advantage": "reinforce"}, False),
+    ],
+)
+def test_what_the_learner_adds_up_within_a_sequence_needs_trajectories_of_one(
+    keys: dict[str, Any], refused: bool
+) -> None:
+    keys = {f"algorithm__{name}": value for name, value in keys.items()}
+    keys["task__agent"] = "my_agents.make"
+    assert keys_refused(config_with(**keys)) == []
+    assert keys_refused(config_with(**keys, task__agent_max_sequences=2)) == ["task.agent_max_sequences"] * refused
 
 
 def test_arguments_of_the_factory_come_from_the_command_line() -> None:

@@ -166,6 +166,26 @@ def test_the_driver_and_the_learner_normalise_alike() -> None:
         np.testing.assert_allclose(got_T[part.loss_mask], value, rtol=1e-12)
 
 
+def test_the_sequences_of_an_answer_pay_for_all_of_them() -> None:
+    parts, _ = rewarded(3)
+    first, second, other = parts
+    assert second.unfinished is not None and other.unfinished is not None
+    second = replace(second, unfinished=replace(second.unfinished, answers=np.array([0], np.int32)))
+    other = replace(other, unfinished=replace(other.unfinished, answers=np.array([1], np.int32)))
+    sums = [float(np.sum(p.unfinished.rewards)) for p in parts if p.unfinished is not None]
+    paid = [sum(slow_penalized(part, "k1")) for part in parts]
+    algorithm = with_kl("rloo")
+
+    def group(rewards: list[float]) -> GroupRewards:
+        return GroupRewards(rewards_G=np.array([rewards[0] + rewards[1], rewards[2]]), lengths_G=np.array([2, 1]))
+
+    step_rewards = StepRewards(groups=(group(sums),), num_loss_tokens=1)
+    wanted = step_advantages([group(paid)], config=algorithm)[0]
+    got = finished([first, second, other], step_rewards, algorithm)
+    for part, found, value in zip((first, second, other), got, (wanted[0], wanted[0], wanted[1]), strict=True):
+        np.testing.assert_allclose(found[part.loss_mask], value, atol=1e-6)
+
+
 def test_a_step_without_answers_has_no_advantage() -> None:
     empty = StepRewards(groups=(), num_loss_tokens=0)
     for advantage in ("grpo", "reinforce_pp"):

@@ -100,6 +100,12 @@ def nbytes(value: object) -> int:
     return sum(nbytes(getattr(value, each.name)) for each in fields(value)) if is_dataclass(value) else 0
 
 
+def test_every_sequence_of_a_trajectory_may_be_as_long_as_an_answer() -> None:
+    one, three = stored(settings()), stored(settings(task={"agent": "my.agent", "agent_max_sequences": 3}))
+    assert three.group_bytes == 3 * one.group_bytes
+    assert sizes(three) == {name: 3 * nbytes for name, nbytes in sizes(one).items()}
+
+
 def test_an_evaluation_counts_with_all_its_answers() -> None:
     store = stored(settings(), num_evaluated=400)
     assert sizes(store)["400 answers of an evaluation"] == 400 * store.group_bytes // 16

@@ -69,7 +69,7 @@ def test_a_group_is_recorded_in_full(tmp_path: Path) -> None:
     assert good["turns"] == [
         {
             "token_ids": [5, 6, 7, 8, 9], "generated": [[1, 3], [4, 5]], "logprobs": [-0.5, -0.5, -0.5],
-            "reward": 0.25, "segments": [[2, 1], [3, 2]],
+            "reward": 0.25, "segments": [[2, 1], [3, 2]], "begins_anew": False,
         }
     ]  # fmt: skip
 
