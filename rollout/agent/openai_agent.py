@@ -1,0 +1,146 @@
+"""Agents written for OpenAI's API, as they are: the policy answers at an address of its own for every trajectory."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakKeyDictionary
+
+from rollout.agent.loop import Episode
+from rollout.agent.openai_api import MODEL
+from rollout.agent.openai_server import Server
+from rollout.agent.openai_session import Session
+from rollout.agent.template import ChatTemplate
+from rollout.errors import AgentError
+from rollout.plugins import load
+from rollout.tokenizer import load_tokenizer
+from weight_sync.addresses import reachable_host
+
+if TYPE_CHECKING:
+    from rollout.agent.loop import AgentLoop, Generate
+    from rollout.types import Prompt, TrajectoryStatus, Turn
+
+_MOST_THREADS = 1024
+"""Of one rollout worker, for agents that block; they start as they are needed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What an agent gets: one row of the data set, and where the policy is.
+
+    Example:
+        client = AsyncOpenAI(base_url=task.base_url, api_key=task.api_key)
+        await client.chat.completions.create(model=task.model, messages=[{"role": "user", "content": task.prompt}])
+    """
+
+    prompt: str
+    """Text of the prompt; after the chat template, if it went through one."""
+    answer: str
+    """Ground truth, for agents that give rewards themselves."""
+    metadata: Mapping[str, object]
+    """Further columns of the row."""
+    base_url: str
+    """Of OpenAI's API; answers until `solve` returns."""
+    api_key: str
+    model: str = MODEL
+
+
+Solve = Callable[[Task], Awaitable[float | None] | float | None]
+
+
+def openai_agent(
+    *,
+    solve: str,
+    tokenizer: str,
+    host: str = "127.0.0.1",
+    chat_template_args: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+) -> AgentLoop:
+    """The factory for `task.agent`.
+
+    Args:
+        solve: dotted path of a function that gets a `Task`, does the work, and returns a reward on top of that of the
+            reward function, or None. A plain function runs in a thread, so it may block.
+        tokenizer: directory or hub name, with a chat template.
+        host: address that agents reach the policy at: of this machine, or "auto" for the one that other hosts see.
+        chat_template_args: variables of the chat template, such as `enable_thinking`.
+        trust_remote_code: run Python code that comes with the tokenizer.
+
+    Raises:
+        PluginError: `solve` does not import.
+        ValueError: it is no function, or the tokenizer has no chat template that can be used.
+    """
+    function = load(solve, what="agent")
+    if not callable(function):
+        raise ValueError(f"solve must be the path of a function, got {solve}, a {type(function).__name__}")
+    template = ChatTemplate(load_tokenizer(tokenizer, trust_remote_code=trust_remote_code))
+    where = reachable_host() if host == "auto" else host
+    return OpenAiLoop(
+        cast("Solve", function), template=template, host=where, variables=dict(chat_template_args or {})
+    )  # fmt: skip
+
+
+class OpenAiLoop:
+    """Runs `solve` for one trajectory after another, with a server that is started by the first."""
+
+    def __init__(
+        self, solve: Solve, *, template: ChatTemplate, host: str = "127.0.0.1", variables: Mapping[str, Any]
+    ) -> None:
+        self._solve, self._template = solve, template
+        self._host, self._variables = host, variables
+        self._servers: WeakKeyDictionary[asyncio.AbstractEventLoop, Server] = WeakKeyDictionary()
+        self._threads = ThreadPoolExecutor(max_workers=_MOST_THREADS, thread_name_prefix="agent")
+
+    async def run(self, prompt: Prompt, max_tokens: int, generate: Generate) -> Episode:
+        session = Session(prompt, max_tokens, generate=generate, template=self._template)
+        async with self._server().open(session) as (base_url, api_key):
+            task = Task(
+                prompt=prompt.text,
+                answer=prompt.answer,
+                metadata=prompt.metadata,
+                base_url=base_url,
+                api_key=api_key,
+            )
+            reward = await self._solved(task, session)
+        return Episode(turns=_rewarded(session.turns(), reward), status=_status(session))
+
+    async def _solved(self, task: Task, session: Session) -> float | None:
+        try:
+            if inspect.iscoroutinefunction(self._solve):
+                return await self._solve(task)
+            result = await asyncio.get_running_loop().run_in_executor(self._threads, self._solve, task)
+            return await result if inspect.isawaitable(result) else result
+        except Exception:
+            # Where the policy could not answer any more, most agents raise; that is no failure of theirs.
+            if session.ran_out_of_room or session.ran_out_of_time:
+                return None
+            raise
+
+    def _server(self) -> Server:
+        loop = asyncio.get_running_loop()
+        if loop not in self._servers:
+            self._servers[loop] = Server(self._host, self._variables)
+        return self._servers[loop]
+
+
+def _status(session: Session) -> TrajectoryStatus:
+    if session.ran_out_of_time:
+        return "failed"
+    return "truncated" if session.ran_out_of_room else "completed"
+
+
+def _rewarded(turns: tuple[Turn, ...], reward: float | None) -> tuple[Turn, ...]:
+    """With the agent's reward at the last turn in which the policy spoke."""
+    if reward is None:
+        return turns
+    if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not math.isfinite(reward):
+        raise AgentError(f"solve must return a finite number or None, got {reward!r}")
+    last = max((number for number, turn in enumerate(turns) if turn.segments), default=None)
+    if last is None:
+        raise AgentError(f"solve returned the reward {reward:g}, and the policy was not asked; ask it, or return None")
+    return (*turns[:last], replace(turns[last], reward=float(reward)), *turns[last + 1 :])

@@ -1,0 +1,130 @@
+"""The HTTP side of OpenAI's chat-completions API: one server per event loop, one address per trajectory."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import secrets
+import time
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from rollout.agent.openai_api import MODEL, ApiError, events, parse_request, response
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping
+
+    from rollout.agent.openai_session import Session
+
+log = logging.getLogger(__name__)
+MOST_BYTES = 64 << 20
+"""Of a request: a conversation of a million tokens, with room to spare."""
+
+
+class Server:
+    """Answers for the sessions that are open. Starts with the first one, and listens until its event loop ends.
+
+    Args:
+        host: address to listen on, and to tell agents.
+        variables: of the chat template.
+    """
+
+    def __init__(self, host: str, variables: Mapping[str, object]) -> None:
+        self._host, self._variables = host, variables
+        self._sessions: dict[str, Session] = {}
+        self._port: asyncio.Task[int] | None = None
+        self._runner: web.AppRunner | None = None
+        self._told: set[str] = set()
+
+    @asynccontextmanager
+    async def open(self, session: Session) -> AsyncIterator[tuple[str, str]]:
+        """Base URL and API key that the session answers at while the block runs; both cannot be guessed."""
+        if self._port is None:
+            self._port = asyncio.create_task(self._start())
+        port = await asyncio.shield(self._port)
+        # Only who was told may speak for a trajectory. What is sampled does not depend on it.
+        key = secrets.token_urlsafe(18)
+        self._sessions[key] = session
+        host = f"[{self._host}]" if ipaddress.ip_address(self._host).version == 6 else self._host
+        try:
+            yield f"http://{host}:{port}/{key}/v1", key
+        finally:
+            del self._sessions[key]
+            await session.close()
+
+    async def close(self) -> None:
+        """Stops listening."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _start(self) -> int:
+        app = web.Application(client_max_size=MOST_BYTES, middlewares=[_errors])
+        app.router.add_post("/{key}/v1/chat/completions", self._chat)
+        app.router.add_get("/{key}/v1/models", self._models)
+        # A client that goes away ends its generation.
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self._host, 0)
+        await site.start()
+        return self._runner.addresses[0][1]
+
+    def _session(self, request: web.Request) -> Session:
+        session = self._sessions.get(request.match_info["key"])
+        if session is None:
+            raise ApiError("there is no such trajectory, or it has ended", status=404, code="trajectory_ended")
+        return session
+
+    async def _models(self, request: web.Request) -> web.Response:
+        self._session(request)
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "tandem"}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        session = self._session(request)
+        try:
+            body = await request.json()
+        except ValueError as error:
+            raise ApiError(f"the body is no JSON: {error}") from error
+        asked = parse_request(body, self._variables)
+        self._tell_ignored(asked.ignored)
+        answer = await session.answer(asked)
+        created, response_id = int(time.time()), f"chatcmpl-{secrets.token_hex(8)}"
+        if not asked.stream:
+            return web.json_response(response(answer, response_id=response_id, created=created))
+        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await stream.prepare(request)
+        lines = events(answer, response_id=response_id, created=created, include_usage=asked.include_usage)
+        await stream.write("".join(lines).encode())
+        await stream.write_eof()
+        return stream
+
+    def _tell_ignored(self, ignored: Mapping[str, object]) -> None:
+        """Once per name."""
+        for name in sorted(ignored.keys() - self._told):
+            log.warning(
+                "an agent asks for %s=%r; the run says how the policy samples (rollout.%s and its like), so this "
+                "changes nothing",
+                name, ignored[name], name,
+            )  # fmt: skip
+            self._told.add(name)
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: web.Handler) -> web.StreamResponse:
+    """Every failure in OpenAI's form."""
+    try:
+        return await handler(request)
+    except ApiError as error:
+        return web.json_response(error.body(), status=error.status)
+    except web.HTTPException as error:
+        what = f"{request.method} /{request.path.partition('/v1/')[2]}"
+        message = f"{what}: {error.reason}; there are POST /chat/completions and GET /models"
+        return web.json_response(ApiError(message, code="not_found").body(), status=error.status)
+    except Exception as error:
+        log.warning("a request of an agent failed: %s: %s", type(error).__name__, error)
+        # No status that clients try again for: what an engine raised ends the trajectory.
+        body = ApiError(f"{type(error).__name__}: {error}", code="engine_error").body()
+        return web.json_response(body, status=400)

@@ -1,0 +1,93 @@
+"""A chat template as tokens: whole conversations, and what it puts behind a turn that was sampled.
+
+Text that the policy said is never tokenized again: of a conversation that goes on, only what follows its last turn is
+rendered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+_MARK = "what the policy said"
+
+
+class TemplateError(ValueError):
+    """The chat template refused messages; says what it said."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What a conversation is rendered with, beside its messages. Another setting is another conversation."""
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    """As JSON schemas, in the form of OpenAI's API."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """Of the template, such as `enable_thinking`."""
+
+
+class ChatTemplate:
+    """
+    Args:
+        tokenizer: of Hugging Face, with a chat template.
+
+    Raises:
+        ValueError: it has no chat template, or the template does not show what an assistant said.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise ValueError("the tokenizer has no chat template; use one of an instruction-tuned model")
+        if _MARK not in self._rendered(_made_up([]), Setting()):
+            raise ValueError("the chat template does not show what an assistant said; use another one")
+
+    def opening(self, messages: Sequence[Mapping[str, Any]], setting: Setting) -> list[int]:
+        """Tokens of a conversation up to where the policy begins to speak.
+
+        Raises:
+            TemplateError: the template refuses the messages.
+        """
+        return self._tokens(self._rendered(messages, setting))
+
+    def continuation(
+        self, generated_ids: Sequence[int], messages: Sequence[Mapping[str, Any]], setting: Setting
+    ) -> list[int]:
+        """Tokens between what the policy said (`generated_ids`, not empty) and where it speaks again after `messages`.
+        The end of its turn is among them, unless it is the last of `generated_ids`.
+
+        Raises:
+            TemplateError: the template refuses the messages.
+        """
+        # Templates rewrite earlier turns, such as what was thought there. Of a made-up one nothing is kept but its end.
+        text, last = self._rendered(_made_up(messages), setting).partition(_MARK)[2], generated_ids[-1]
+        if last in self._tokenizer.all_special_ids:
+            text = text.removeprefix(self.text([last]))
+        return self._tokens(text)
+
+    def text(self, token_ids: Sequence[int], *, spelled_out: bool = True) -> str:
+        """`spelled_out`: with special tokens."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=not spelled_out)
+
+    def _tokens(self, text: str) -> list[int]:
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def _rendered(self, messages: Sequence[Mapping[str, Any]], setting: Setting) -> str:
+        tools = {"tools": [dict(tool) for tool in setting.tools]} if setting.tools else {}
+        try:
+            return self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=True,
+                **tools,
+                **setting.variables,
+            )
+        except Exception as error:  # a template may raise anything
+            raise TemplateError(f"the chat template refused the messages: {type(error).__name__}: {error}") from error
+
+
+def _made_up(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [{"role": "user", "content": "ask"}, {"role": "assistant", "content": _MARK}, *messages]
