@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import ipaddress
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import TYPE_CHECKING, Any, cast
-from weakref import WeakKeyDictionary
 
 from rollout.agent.loop import Episode
 from rollout.agent.openai_api import MODEL
@@ -73,59 +74,85 @@ def openai_agent(
 
     Raises:
         PluginError: `solve` does not import.
-        ValueError: it is no function, or the tokenizer has no chat template that can be used.
+        ValueError: it is no function, the tokenizer has no chat template that can be used, or `host` is no address.
     """
     function = load(solve, what="agent")
     if not callable(function):
         raise ValueError(f"solve must be the path of a function, got {solve}, a {type(function).__name__}")
     template = ChatTemplate(load_tokenizer(tokenizer, trust_remote_code=trust_remote_code))
-    where = reachable_host() if host == "auto" else host
     return OpenAiLoop(
-        cast("Solve", function), template=template, host=where, variables=dict(chat_template_args or {})
-    )  # fmt: skip
+        cast("Solve", function),
+        template=template,
+        host=reachable_host() if host == "auto" else _checked_address(host),
+        variables=dict(chat_template_args or {}),
+    )
+
+
+def _checked_address(host: str) -> str:
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError as error:
+        raise ValueError(f'host must be "auto" or an IPv4 or IPv6 address, got {host!r}') from error
+    if address.is_unspecified:
+        raise ValueError(
+            f'host must be an address that agents can connect to, got {host!r}, which means any; use "auto"'
+        )
+    return str(address)
 
 
 class OpenAiLoop:
     """Runs `solve` for one trajectory after another, with a server that is started by the first."""
 
     def __init__(
-        self, solve: Solve, *, template: ChatTemplate, host: str = "127.0.0.1", variables: Mapping[str, Any]
+        self,
+        solve: Solve,
+        *,
+        template: ChatTemplate,
+        host: str = "127.0.0.1",
+        variables: Mapping[str, Any] | None = None,
     ) -> None:
         self._solve, self._template = solve, template
-        self._host, self._variables = host, variables
-        self._servers: WeakKeyDictionary[asyncio.AbstractEventLoop, Server] = WeakKeyDictionary()
+        self._server = Server(host, variables or {})
         self._threads = ThreadPoolExecutor(max_workers=_MOST_THREADS, thread_name_prefix="agent")
 
     async def run(self, prompt: Prompt, max_tokens: int, generate: Generate) -> Episode:
-        session = Session(prompt, max_tokens, generate=generate, template=self._template)
-        async with self._server().open(session) as (base_url, api_key):
-            task = Task(
-                prompt=prompt.text,
-                answer=prompt.answer,
-                metadata=prompt.metadata,
-                base_url=base_url,
-                api_key=api_key,
-            )
-            reward = await self._solved(task, session)
-        return Episode(turns=_rewarded(session.turns(), reward), status=_status(session))
-
-    async def _solved(self, task: Task, session: Session) -> float | None:
+        loop = asyncio.get_running_loop()
+        limit = asyncio.timeout(None)
+        session = Session(
+            prompt,
+            max_tokens,
+            generate=generate,
+            template=self._template,
+            give_up=lambda: limit.reschedule(loop.time()),
+        )
+        reward = None
         try:
-            if inspect.iscoroutinefunction(self._solve):
-                return await self._solve(task)
-            result = await asyncio.get_running_loop().run_in_executor(self._threads, self._solve, task)
-            return await result if inspect.isawaitable(result) else result
+            async with limit, self._server.open(session) as (base_url, api_key):
+                reward = await self._solved(_task(prompt, base_url, api_key))
         except Exception:
             # Where the policy could not answer any more, most agents raise; that is no failure of theirs.
-            if session.ran_out_of_room or session.ran_out_of_time:
-                return None
-            raise
+            if session.failure is None and _status(session) == "completed":
+                raise
+        if session.failure is not None:
+            raise session.failure
+        return Episode(turns=_rewarded(session.turns(), reward, status=_status(session)), status=_status(session))
 
-    def _server(self) -> Server:
-        loop = asyncio.get_running_loop()
-        if loop not in self._servers:
-            self._servers[loop] = Server(self._host, self._variables)
-        return self._servers[loop]
+    async def close(self) -> None:
+        """Stops the server. Agents that still run in threads are not waited for."""
+        await self._server.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _solved(self, task: Task) -> float | None:
+        if inspect.iscoroutinefunction(self._solve):
+            return await self._solve(task)
+        result = await asyncio.get_running_loop().run_in_executor(self._threads, self._solve, task)
+        return await result if inspect.isawaitable(result) else result
+
+
+def _task(prompt: Prompt, base_url: str, api_key: str) -> Task:
+    return Task(
+        prompt=prompt.text, answer=prompt.answer, metadata=prompt.metadata, base_url=base_url, api_key=api_key
+    )  # fmt: skip
 
 
 def _status(session: Session) -> TrajectoryStatus:
@@ -134,13 +161,15 @@ def _status(session: Session) -> TrajectoryStatus:
     return "truncated" if session.ran_out_of_room else "completed"
 
 
-def _rewarded(turns: tuple[Turn, ...], reward: float | None) -> tuple[Turn, ...]:
+def _rewarded(turns: tuple[Turn, ...], reward: float | None, *, status: TrajectoryStatus) -> tuple[Turn, ...]:
     """With the agent's reward at the last turn in which the policy spoke."""
+    last = max((number for number, turn in enumerate(turns) if turn.segments), default=None)
+    if last is None and status == "completed":
+        raise AgentError("solve returned, and the policy has said nothing; ask it at task.base_url")
     if reward is None:
         return turns
-    if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not math.isfinite(reward):
+    if isinstance(reward, bool) or not isinstance(reward, Real) or not math.isfinite(reward):
         raise AgentError(f"solve must return a finite number or None, got {reward!r}")
-    last = max((number for number, turn in enumerate(turns) if turn.segments), default=None)
     if last is None:
-        raise AgentError(f"solve returned the reward {reward:g}, and the policy was not asked; ask it, or return None")
+        return turns
     return (*turns[:last], replace(turns[last], reward=float(reward)), *turns[last + 1 :])

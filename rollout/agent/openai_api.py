@@ -17,9 +17,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 MODEL = "policy"
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
-"""Said by the run: a policy is trained on what it samples as the run samples. Requests may name them and change
-nothing."""
+_READ = (
+    "messages", "tools", "chat_template_kwargs", "max_tokens", "max_completion_tokens", "stop", "stream",
+    "stream_options", "logprobs", "model",
+)  # fmt: skip
+"""What a request may say. Its model may have any name, as there is one."""
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "n": (1,),
     "frequency_penalty": (0,),
@@ -28,10 +30,11 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "logit_bias": ({},),
     "response_format": ({"type": "text"},),
     "tool_choice": ("auto",),
+    "parallel_tool_calls": (True,),
+    "functions": ([],),
     "top_logprobs": (0,),
-    "echo": (False,),
 }
-"""What would change how the policy samples, or ask for several answers, with the values that do not."""
+"""What would change how the policy samples, or ask for what it does not do, with the values that do not."""
 
 
 class ApiError(Exception):
@@ -57,7 +60,7 @@ class ChatRequest:
     include_usage: bool
     logprobs: bool
     ignored: Mapping[str, object]
-    """What it says about sampling; see `SAMPLING`."""
+    """What it says beside that. Sampling is among it: a policy is trained on what it samples as the run samples."""
 
 
 def parse_request(body: object, variables: Mapping[str, Any]) -> ChatRequest:
@@ -77,21 +80,37 @@ def parse_request(body: object, variables: Mapping[str, Any]) -> ChatRequest:
         value = body.get(name)
         if value is not None and value not in allowed:
             said = " or ".join(json.dumps(one) for one in allowed)
-            raise ApiError(f"{name} must be {said} where a policy is trained, got {json.dumps(value)}; leave it out")
-    asked = body.get("max_completion_tokens", body.get("max_tokens"))
-    if asked is not None and (isinstance(asked, bool) or not isinstance(asked, int) or asked < 1):
-        raise ApiError(f"max_tokens must be a whole number >= 1, got {json.dumps(asked)}")
+            raise ApiError(f"{name} must be {said} where a policy is trained, got {_shown(value)}; leave it out")
     stream_options = body.get("stream_options") or {}
     return ChatRequest(
         messages=tuple(normal(message) for message in messages),
-        setting=Setting(tools=tuple(body.get("tools") or ()), variables={**variables, **_own_variables(body)}),
-        max_tokens=asked,
+        setting=Setting(tools=_tools(body.get("tools")), variables={**variables, **_own_variables(body)}),
+        max_tokens=_max_tokens(body),
         stop=_stop(body.get("stop")),
         stream=body.get("stream") is True,
         include_usage=isinstance(stream_options, dict) and stream_options.get("include_usage") is True,
         logprobs=body.get("logprobs") is True,
-        ignored={name: body[name] for name in SAMPLING if body.get(name) is not None},
+        ignored={
+            name: value
+            for name, value in body.items()
+            if value is not None and name not in _READ and name not in _NEUTRAL
+        },
     )
+
+
+def _max_tokens(body: Mapping[str, Any]) -> int | None:
+    found = body.get("max_tokens") if body.get("max_completion_tokens") is None else body["max_completion_tokens"]
+    if found is not None and (isinstance(found, bool) or not isinstance(found, int) or found < 1):
+        raise ApiError(f"max_tokens must be a whole number >= 1, got {_shown(found)}")
+    return found
+
+
+def _tools(value: object) -> tuple[Mapping[str, Any], ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise ApiError(f"tools must be a list of objects, got {_shown(value)}")
+    return tuple(value)
 
 
 def normal(message: object) -> dict[str, Any]:
@@ -101,12 +120,14 @@ def normal(message: object) -> dict[str, Any]:
         ApiError: it is no message, or holds something else than text.
     """
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise ApiError(f"a message must be an object with a role, got {json.dumps(message)[:200]}")
+        raise ApiError(f"a message must be an object with a role, got {_shown(message)}")
     found = {name: value for name, value in message.items() if value is not None and name != "content"}
     found["content"] = _text(message.get("content"))
     if found["role"] == "developer":  # OpenAI's later name
         found["role"] = "system"
     if calls := found.pop("tool_calls", None):
+        if not isinstance(calls, list):
+            raise ApiError(f"tool_calls must be a list, got {_shown(calls)}")
         found["tool_calls"] = [_normal_call(call) for call in calls]
     return found
 
@@ -116,9 +137,9 @@ def _normal_call(call: object) -> dict[str, Any]:
         case {"function": {"name": str(name), **function}, **rest}:
             arguments = function.get("arguments") or {}
         case _:
-            raise ApiError(f"a tool call must name a function, got {json.dumps(call)[:200]}")
+            raise ApiError(f"a tool call must name a function, got {_shown(call)}")
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError):  # the template shows what is no JSON as it is
+        with contextlib.suppress(ValueError, RecursionError):  # the template shows what is no JSON as it is
             arguments = json.loads(arguments)
     return {"id": rest.get("id", ""), "type": "function", "function": {"name": name, "arguments": arguments}}
 
@@ -131,7 +152,7 @@ def _text(content: object) -> str:
             return content
         case [*parts] if all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
             return "".join(str(part.get("text", "")) for part in parts)
-    raise ApiError(f"content must be text, got {json.dumps(content)[:200]}; images and sound cannot be sent")
+    raise ApiError(f"content must be text, got {_shown(content)}; images and sound cannot be sent")
 
 
 def _stop(value: object) -> tuple[str, ...] | None:
@@ -139,15 +160,19 @@ def _stop(value: object) -> tuple[str, ...] | None:
     if not texts:
         return None
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-        raise ApiError(f"stop must be a text or a list of texts, got {json.dumps(value)}")
+        raise ApiError(f"stop must be a text or a list of texts, got {_shown(value)}")
     return tuple(texts)
 
 
 def _own_variables(body: Mapping[str, Any]) -> dict[str, Any]:
     found = body.get("chat_template_kwargs") or {}
     if not isinstance(found, dict):
-        raise ApiError(f"chat_template_kwargs must be an object, got {json.dumps(found)}")
+        raise ApiError(f"chat_template_kwargs must be an object, got {_shown(found)}")
     return found
+
+
+def _shown(value: object) -> str:
+    return json.dumps(value)[:200]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,8 +207,9 @@ def assistant_message(text: str, *, call_prefix: str, reads_calls: bool) -> dict
         function = {"name": name, "arguments": json.dumps(arguments)}
         calls.append({"id": f"{call_prefix}{len(calls)}", "type": "function", "function": function})
         content = before + after
-    message: dict[str, Any] = {"role": "assistant", "content": content.strip() if calls else content}
-    return {**message, "tool_calls": calls} if calls else message
+    if not calls:
+        return {"role": "assistant", "content": content}
+    return {"role": "assistant", "content": content.strip() or None, "tool_calls": calls}
 
 
 def _read_call(body: str) -> tuple[str, Mapping[str, Any]] | None:
@@ -200,7 +226,7 @@ def _read_call(body: str) -> tuple[str, Mapping[str, Any]] | None:
 
 def says_the_same(message: Mapping[str, Any], echoed: Mapping[str, Any]) -> bool:
     """Whether a client repeats what the policy said: the same text, but for white space around it, and the same
-    calls."""
+    calls. Both in the form of `normal`."""
     return (
         echoed["role"] == "assistant"
         and message["content"].strip() == echoed["content"].strip()

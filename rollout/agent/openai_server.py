@@ -1,9 +1,8 @@
-"""The HTTP side of OpenAI's chat-completions API: one server per event loop, one address per trajectory."""
+"""The HTTP side of OpenAI's chat-completions API: one server per rollout worker, one address per trajectory."""
 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import secrets
 import time
@@ -13,19 +12,24 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from rollout.agent.openai_api import MODEL, ApiError, events, parse_request, response
+from rollout.errors import AgentError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
+
+    from aiohttp.typedefs import Handler
 
     from rollout.agent.openai_session import Session
 
 log = logging.getLogger(__name__)
 MOST_BYTES = 64 << 20
 """Of a request: a conversation of a million tokens, with room to spare."""
+_BACKLOG = 4096
+"""Connections that may wait to be accepted: groups begin together, and with them their agents."""
 
 
 class Server:
-    """Answers for the sessions that are open. Starts with the first one, and listens until its event loop ends.
+    """Answers for the sessions that are open. Starts with the first one, and listens until it is closed.
 
     Args:
         host: address to listen on, and to tell agents.
@@ -35,20 +39,22 @@ class Server:
     def __init__(self, host: str, variables: Mapping[str, object]) -> None:
         self._host, self._variables = host, variables
         self._sessions: dict[str, Session] = {}
-        self._port: asyncio.Task[int] | None = None
+        self._starting = asyncio.Lock()
         self._runner: web.AppRunner | None = None
         self._told: set[str] = set()
 
     @asynccontextmanager
     async def open(self, session: Session) -> AsyncIterator[tuple[str, str]]:
-        """Base URL and API key that the session answers at while the block runs; both cannot be guessed."""
-        if self._port is None:
-            self._port = asyncio.create_task(self._start())
-        port = await asyncio.shield(self._port)
+        """Base URL and API key that the session answers at while the block runs; neither can be guessed.
+
+        Raises:
+            AgentError: the server cannot listen. The next session tries again.
+        """
+        port = await self._port()
         # Only who was told may speak for a trajectory. What is sampled does not depend on it.
         key = secrets.token_urlsafe(18)
         self._sessions[key] = session
-        host = f"[{self._host}]" if ipaddress.ip_address(self._host).version == 6 else self._host
+        host = f"[{self._host}]" if ":" in self._host else self._host
         try:
             yield f"http://{host}:{port}/{key}/v1", key
         finally:
@@ -57,19 +63,34 @@ class Server:
 
     async def close(self) -> None:
         """Stops listening."""
-        if self._runner is not None:
-            await self._runner.cleanup()
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            await runner.cleanup()
 
-    async def _start(self) -> int:
+    async def _port(self) -> int:
+        async with self._starting:
+            if self._runner is None:
+                self._runner = await self._started()
+            return self._runner.addresses[0][1]
+
+    async def _started(self) -> web.AppRunner:
         app = web.Application(client_max_size=MOST_BYTES, middlewares=[_errors])
         app.router.add_post("/{key}/v1/chat/completions", self._chat)
         app.router.add_get("/{key}/v1/models", self._models)
         # A client that goes away ends its generation.
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, self._host, 0)
-        await site.start()
-        return self._runner.addresses[0][1]
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        is_listening = False
+        try:
+            await runner.setup()
+            await web.TCPSite(runner, self._host, 0, backlog=_BACKLOG).start()
+            is_listening = True
+        except OSError as error:
+            do = 'set host in task.agent_args to "auto", or to an address of this machine'
+            raise AgentError(f"the policy cannot be reached at {self._host}: {error}; {do}") from error
+        finally:
+            if not is_listening:
+                await runner.cleanup()
+        return runner
 
     def _session(self, request: web.Request) -> Session:
         session = self._sessions.get(request.match_info["key"])
@@ -86,7 +107,7 @@ class Server:
         session = self._session(request)
         try:
             body = await request.json()
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ApiError(f"the body is no JSON: {error}") from error
         asked = parse_request(body, self._variables)
         self._tell_ignored(asked.ignored)
@@ -105,26 +126,24 @@ class Server:
         """Once per name."""
         for name in sorted(ignored.keys() - self._told):
             log.warning(
-                "an agent asks for %s=%r; the run says how the policy samples (rollout.%s and its like), so this "
-                "changes nothing",
-                name, ignored[name], name,
+                "an agent asks for %s=%.100r, which changes nothing; the run says how the policy samples",
+                name, ignored[name],
             )  # fmt: skip
             self._told.add(name)
 
 
 @web.middleware
-async def _errors(request: web.Request, handler: web.Handler) -> web.StreamResponse:
-    """Every failure in OpenAI's form."""
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Every failure in OpenAI's form, and with no status that clients try again for."""
     try:
         return await handler(request)
     except ApiError as error:
         return web.json_response(error.body(), status=error.status)
     except web.HTTPException as error:
-        what = f"{request.method} /{request.path.partition('/v1/')[2]}"
-        message = f"{what}: {error.reason}; there are POST /chat/completions and GET /models"
+        what = f"{request.method} /{request.path.partition('/v1/')[2]}: {error.reason}"
+        message = f"{what}; there are POST /chat/completions, of {MOST_BYTES >> 20} MiB at most, and GET /models"
         return web.json_response(ApiError(message, code="not_found").body(), status=error.status)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - the edge: what an engine raised ends the trajectory, and is raised there
         log.warning("a request of an agent failed: %s: %s", type(error).__name__, error)
-        # No status that clients try again for: what an engine raised ends the trajectory.
         body = ApiError(f"{type(error).__name__}: {error}", code="engine_error").body()
         return web.json_response(body, status=400)

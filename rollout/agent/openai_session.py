@@ -7,9 +7,8 @@ rewritten or a question on the side, is a conversation of its own, and a token s
 from __future__ import annotations
 
 import asyncio
-import logging
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,28 +17,27 @@ from rollout.agent.openai_api import Answer, ApiError, assistant_message, normal
 from rollout.agent.template import TemplateError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from rollout.agent.loop import Generate
     from rollout.agent.openai_api import ChatRequest
     from rollout.agent.template import ChatTemplate, Setting
     from rollout.types import Completion, Prompt, Turn
 
-log = logging.getLogger(__name__)
-
 
 @dataclass(slots=True, kw_only=True)
 class _Conversation:
-    """`messages` are those that `ledger` holds the tokens of; the policy spoke last, or is speaking (`is_busy`)."""
+    """`messages` are those that `ledger` holds the tokens of. The policy spoke last; both are empty until it did."""
 
-    ledger: TokenLedger
     setting: Setting
-    messages: list[Mapping[str, Any]]
+    ledger: TokenLedger = field(default_factory=lambda: TokenLedger(np.empty(0, np.int32)))
+    messages: list[Mapping[str, Any]] = field(default_factory=list)
     said: set[int] = field(default_factory=set)
     """Indices of the messages that the policy sampled."""
     last_ids: list[int] = field(default_factory=list)
-    """What it said last."""
-    is_busy: bool = True
+    """What it said last; never empty once it spoke."""
+    is_busy: bool = False
+    """The policy is about to answer in it."""
 
     def is_continued_by(self, request: ChatRequest) -> bool:
         if self.is_busy or not self.last_ids or self.setting != request.setting:
@@ -50,58 +48,81 @@ class _Conversation:
             for index, (ours, theirs) in enumerate(zip(self.messages, request.messages[:known], strict=True))
         )
 
+    def add(
+        self,
+        context: np.ndarray,
+        completion: Completion,
+        *,
+        asked: Sequence[Mapping[str, Any]],
+        said: Mapping[str, Any],
+    ) -> None:
+        """What was asked and what the policy said, as tokens and as messages: all of it, or none."""
+        self.ledger.add_context(context)
+        self.ledger.add_generated(completion)
+        self.last_ids = completion.token_ids.tolist()
+        self.messages = [*asked, said]
+        self.said.add(len(asked))
+
 
 class Session:
     """
     Args:
         max_tokens: of each conversation, after as many tokens as the prompt has.
+        give_up: called once, when the trajectory has failed whatever its agent does now. Does not wait.
     """
 
-    def __init__(self, prompt: Prompt, max_tokens: int, *, generate: Generate, template: ChatTemplate) -> None:
-        self._prompt, self._max_tokens = prompt, max_tokens
-        self._generate, self._template = generate, template
+    def __init__(
+        self,
+        prompt: Prompt,
+        max_tokens: int,
+        *,
+        generate: Generate,
+        template: ChatTemplate,
+        give_up: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._prompt, self._most_tokens = prompt, len(prompt.token_ids) + max_tokens
+        self._generate, self._template, self._give_up = generate, template, give_up
         self._conversations: list[_Conversation] = []
-        self._ended: Literal["open", "out_of_room", "out_of_time", "closed"] = "open"
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._generating: set[asyncio.Task[Completion]] = set()
+        self._is_closed = self._ran_out_of_room = self._ran_out_of_time = False
+        self._failure: Exception | None = None
         self._num_answers = 0
 
     @property
     def ran_out_of_room(self) -> bool:
-        """Whether an answer was cut off, or refused, because its conversation was full."""
-        return self._ended == "out_of_room"
+        """Whether the last answer was cut off, or refused, because its conversation was full. An agent that goes on
+        with less history has room again."""
+        return self._ran_out_of_room
 
     @property
     def ran_out_of_time(self) -> bool:
         """Whether a generation took too long."""
-        return self._ended == "out_of_time"
+        return self._ran_out_of_time
+
+    @property
+    def failure(self) -> Exception | None:
+        """What the engines raised."""
+        return self._failure
 
     async def answer(self, request: ChatRequest) -> Answer:
-        """
+        """An answer that is given up, by cancellation, leaves its conversation as it was.
+
         Raises:
-            ApiError: there is no room for an answer, or the session has ended.
+            ApiError: the chat template refuses the messages, there is no room for an answer, or the session has ended.
             Exception: of the engines.
         """
-        if self._ended in {"closed", "out_of_time"}:
-            raise ApiError("this trajectory has ended", code="trajectory_ended")
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
+        self._refuse_if_over()
+        conversation, context = self._place(request)
+        conversation.is_busy = True
         try:
-            conversation = self._conversation_of(request)
-            try:
-                return await self._speak(conversation, request)
-            finally:
-                conversation.is_busy = False
-        except TemplateError as error:
-            raise ApiError(str(error)) from error
+            return await self._speak(conversation, context, request)
         finally:
-            self._tasks.discard(task)
+            conversation.is_busy = False
 
     async def close(self) -> None:
         """Ends what is still generated; later requests are refused."""
-        if self._ended == "open":
-            self._ended = "closed"
-        tasks = self._tasks - {asyncio.current_task()}
+        self._is_closed = True
+        tasks = list(self._generating)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -111,64 +132,90 @@ class Session:
         is no turn; with none at all, the prompt is the only turn."""
         turns: list[Turn] = []
         for conversation in self._conversations:
-            if conversation.last_ids:
-                turns += conversation.ledger.turns()
+            if not conversation.last_ids:
+                continue
+            first, *others = conversation.ledger.turns()
+            opening = first.token_ids[~first.is_generated]
+            # Only the first sequence may be the one of the prompt.
+            begins_anew = bool(turns) or not np.array_equal(opening, self._prompt.token_ids)
+            turns += [replace(first, begins_anew=begins_anew), *others]
         return tuple(turns) or TokenLedger(self._prompt.token_ids).turns()
 
-    def _conversation_of(self, request: ChatRequest) -> _Conversation:
-        """The longest one that the request continues, with the tokens of its new messages; else another one."""
-        known = [one for one in self._conversations if one.is_continued_by(request)]
-        if not known:
-            return self._begin(request)
-        conversation = max(known, key=lambda one: len(one.messages))
-        new = request.messages[len(conversation.messages) :]
-        context = self._template.continuation(conversation.last_ids, new, request.setting)
-        self._room(conversation.ledger.num_response_tokens + len(context))
-        conversation.ledger.add_context(np.array(context, np.int32))
-        conversation.messages += new
-        conversation.is_busy = True
-        return conversation
+    def _refuse_if_over(self) -> None:
+        if self._is_closed or self._ran_out_of_time or self._failure is not None:
+            raise _ended()
 
-    def _begin(self, request: ChatRequest) -> _Conversation:
-        opening = np.array(self._template.opening(request.messages, request.setting), np.int32)
-        self._room(len(opening) - len(self._prompt.token_ids))
-        ledger = TokenLedger(self._prompt.token_ids)
-        # Two sequences may begin with the prompt; only the first needs no mark to be told from what goes before.
-        if self._conversations or not np.array_equal(opening, self._prompt.token_ids):
-            ledger.begin_anew(opening)
-        found = _Conversation(ledger=ledger, setting=request.setting, messages=list(request.messages))
-        self._conversations.append(found)
-        return found
+    def _place(self, request: ChatRequest) -> tuple[_Conversation, np.ndarray]:
+        """The longest conversation that the request continues, else another one; and the tokens, int32[T], of what is
+        new in it."""
+        known = [one for one in self._conversations if one.is_continued_by(request)]
+        try:
+            if known:
+                conversation = max(known, key=lambda one: len(one.messages))
+                new = request.messages[len(conversation.messages) :]
+                tokens = self._template.continuation(conversation.last_ids, new, request.setting)
+            else:
+                conversation = _Conversation(setting=request.setting)
+                tokens = self._template.opening(request.messages, request.setting)
+                self._conversations.append(conversation)
+        except TemplateError as error:
+            raise ApiError(str(error)) from error
+        return conversation, np.array(tokens, np.int32)
+
+    async def _speak(self, conversation: _Conversation, context: np.ndarray, request: ChatRequest) -> Answer:
+        asked = np.concatenate([conversation.ledger.token_ids(), context])
+        left = self._room(len(asked))
+        max_tokens = left if request.max_tokens is None else min(left, request.max_tokens)
+        completion = await self._generated(asked, max_tokens, request)
+        message = self._message(completion, request)
+        if len(completion.token_ids):
+            conversation.add(context, completion, asked=request.messages, said=normal(message))
+        if completion.finish_reason == "abort":
+            self._ran_out_of_time = True
+            self._end()
+            raise _ended("the generation took too long; ")
+        self._ran_out_of_room = completion.finish_reason == "length" and max_tokens == left
+        return self._answer(completion, message, request, num_prompt_tokens=len(asked))
+
+    async def _generated(self, asked: np.ndarray, max_tokens: int, request: ChatRequest) -> Completion:
+        """In a task of its own, so that closing ends the generation, and not the request that waits for it."""
+
+        async def generate() -> Completion:
+            return await self._generate(asked, max_tokens, stop=request.stop)
+
+        task = asyncio.create_task(generate())
+        self._generating.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            ours = asyncio.current_task()
+            if self._is_closed and not (ours is not None and ours.cancelling()):
+                raise _ended() from None
+            raise
+        except Exception as error:
+            self._failure = error
+            self._end()
+            raise
+        finally:
+            self._generating.discard(task)
+
+    def _end(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._give_up()
 
     def _room(self, num_used: int) -> int:
         """Tokens that are left for an answer."""
-        left = self._max_tokens - num_used
+        left = self._most_tokens - num_used
         if left < 1:
-            self._ended = "out_of_room"
+            self._ran_out_of_room = True
+            # Clients know the case by this code, or by the beginning of the text.
             raise ApiError(
-                f"the conversation has {num_used + len(self._prompt.token_ids)} tokens, and no answer fits behind them; "
-                f"prompt and answers may have {self._max_tokens + len(self._prompt.token_ids)}",
+                f"This model's maximum context length is {self._most_tokens} tokens, its answer included; the messages "
+                f"have {num_used}. Send fewer, or end the trajectory",
                 code="context_length_exceeded",
             )
         return left
-
-    async def _speak(self, conversation: _Conversation, request: ChatRequest) -> Answer:
-        ledger = conversation.ledger
-        asked = ledger.token_ids()
-        left = self._room(ledger.num_response_tokens)
-        max_tokens = left if request.max_tokens is None else min(left, request.max_tokens)
-        completion = await self._generate(asked, max_tokens, stop=request.stop)
-        ledger.add_generated(completion)
-        conversation.last_ids = completion.token_ids.tolist() or conversation.last_ids
-        if completion.finish_reason == "abort":
-            self._ended = "out_of_time"
-            raise ApiError("the generation took too long; this trajectory has ended", code="trajectory_ended")
-        if completion.finish_reason == "length" and max_tokens == left:
-            self._ended = "out_of_room"
-        message = self._message(completion, request)
-        conversation.said.add(len(conversation.messages))
-        conversation.messages.append(normal(message))
-        return self._answer(completion, message, request, num_prompt_tokens=len(asked))
 
     def _message(self, completion: Completion, request: ChatRequest) -> dict[str, Any]:
         text = self._template.text(completion.token_ids.tolist(), spelled_out=False)
@@ -193,3 +240,7 @@ class Session:
             num_completion_tokens=len(completion.token_ids),
             logprobs=logprobs,
         )
+
+
+def _ended(why: str = "") -> ApiError:
+    return ApiError(f"{why}this trajectory has ended", status=404, code="trajectory_ended")

@@ -73,6 +73,7 @@ class ChatTemplate:
         return self._tokenizer.decode(token_ids, skip_special_tokens=not spelled_out)
 
     def _tokens(self, text: str) -> list[int]:
+        text = text.encode("utf-8", "replace").decode()  # half a surrogate pair, which JSON can spell, is no text
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]], setting: Setting) -> str:

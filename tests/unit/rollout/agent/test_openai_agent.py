@@ -1,0 +1,343 @@
+"""How trajectories of agents that speak OpenAI's API end: well, in failure, late, and with which reward."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import openai
+import pytest
+from openai import AsyncOpenAI, OpenAI
+
+from rollout.agent.loading import make_loop
+from rollout.agent.openai_agent import OpenAiLoop, Task
+from rollout.agent.play import play
+from rollout.agent.template import ChatTemplate
+from rollout.engine.router import NoReplica
+from rollout.errors import AgentError, EngineDead, PluginError
+from rollout.types import Completion, SamplingParams
+from rollout.worker import RolloutWorker
+from tests.fakes.chat_policy import END, ChatPolicy, by_turn, chat_tokenizer
+from tests.fakes.engine_client import FakeEngine
+from tests.unit.rollout.test_worker import length_score, spec
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from rollout.agent.loop import Episode, Generate
+
+Message = dict[str, Any]
+USER: Message = {"role": "user", "content": "2+3?"}
+
+
+@pytest.fixture
+async def policy() -> ChatPolicy:
+    return await ChatPolicy(by_turn(*[f"one{END}"] * 9)).start()
+
+
+@asynccontextmanager
+async def client_of(task: Task) -> AsyncIterator[Callable[..., Any]]:
+    async with AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
+
+        async def chat(*messages: Message, **arguments: Any) -> Any:
+            return await client.chat.completions.create(model=task.model, messages=list(messages), **arguments)  # type: ignore[call-overload]
+
+        yield chat
+
+
+async def played(solve: Any, policy: ChatPolicy, *, generate: Generate | None = None, **changes: Any) -> Episode:
+    loop = OpenAiLoop(solve, template=ChatTemplate(policy.tokenizer), host=changes.pop("host", "127.0.0.1"))
+    try:
+        limits: dict[str, Any] = {"max_tokens": 300, "timeout_s": 20.0} | changes
+        return await play(
+            loop,
+            policy.prompt(),
+            limits["max_tokens"],
+            generate=policy.generate if generate is None else generate,
+            timeout_s=limits["timeout_s"],
+        )
+    finally:
+        await loop.close()
+
+
+async def asks_once(task: Task) -> None:
+    async with client_of(task) as chat:
+        await chat(USER)
+
+
+async def asks_on_and_on(task: Task) -> None:
+    async with client_of(task) as chat:
+        messages = [USER]
+        while True:
+            answer = (await chat(*messages)).choices[0].message
+            messages += [{"role": "assistant", "content": answer.content}, USER]
+
+
+async def test_an_agent_that_raises_for_want_of_room_has_a_truncated_trajectory(policy: ChatPolicy) -> None:
+    codes = []
+
+    async def solve(task: Task) -> None:
+        try:
+            await asks_on_and_on(task)
+        except openai.BadRequestError as error:
+            codes.append((error.code, "maximum context length" in error.message))
+            raise KeyError("no answer") from error
+
+    episode = await played(solve, policy, max_tokens=100)
+    assert (episode.status, codes) == ("truncated", [("context_length_exceeded", True)])
+    assert len([turn for turn in episode.turns if turn.is_generated.any()]) > 1
+
+
+async def test_an_answer_that_is_cut_for_want_of_room_truncates(policy: ChatPolicy) -> None:
+    episode = await played(asks_once, policy, max_tokens=2)
+    assert (episode.status, policy.max_tokens) == ("truncated", [2])
+
+
+async def test_an_agent_that_goes_on_with_less_history_is_not_truncated(policy: ChatPolicy) -> None:
+    async def solve(task: Task) -> None:
+        with pytest.raises(openai.BadRequestError):
+            async with client_of(task) as chat:
+                await chat({"role": "user", "content": "x" * 1000})
+        await asks_once(task)
+
+    assert (await played(solve, policy)).status == "completed"
+
+
+async def test_a_generation_that_runs_out_of_time_fails_the_trajectory_at_once(policy: ChatPolicy) -> None:
+    ended = []
+
+    async def generate(token_ids: np.ndarray, max_tokens: int, *, stop: Any = None) -> Completion:
+        return replace(await policy.generate(token_ids, 2, stop=stop), finish_reason="abort")
+
+    async def solve(task: Task) -> None:
+        try:
+            await asks_once(task)
+            await asyncio.sleep(3600)
+        except openai.NotFoundError:
+            await asyncio.sleep(3600)
+        finally:
+            ended.append(True)
+
+    episode = await played(solve, policy, generate=generate, timeout_s=60.0)
+    assert (episode.status, ended) == ("failed", [True])
+
+
+async def test_what_an_agent_raises_is_the_reason(policy: ChatPolicy) -> None:
+    async def solve(task: Task) -> None:
+        await asks_once(task)
+        raise KeyError("my tool")
+
+    with pytest.raises(AgentError, match=r"raised KeyError: 'my tool' \(test_openai_agent.py:\d+\)"):
+        await played(solve, policy)
+
+
+async def test_an_agent_that_hangs_ends_at_the_deadline_with_its_generation_and_its_address(
+    policy: ChatPolicy,
+) -> None:
+    policy.engine.faults.hang_generation = True
+    tasks: list[Task] = []
+    loop = OpenAiLoop(asks_once_and_notes(tasks), template=ChatTemplate(policy.tokenizer))
+    before = asyncio.all_tasks()
+    with pytest.raises(AgentError, match=r"longer than task\.agent_timeout_s=0\.5"):
+        await play(loop, policy.prompt(), 300, generate=policy.generate, timeout_s=0.5)
+    assert (len(policy.asked), policy.engine._live) == (1, {})
+    with pytest.raises(openai.NotFoundError, match="no such trajectory, or it has ended"):
+        await asks_once(tasks[0])
+    await loop.close()
+    await asyncio.sleep(0)
+    assert {task for task in asyncio.all_tasks() - before if not task.done()} == set()
+
+
+def asks_once_and_notes(tasks: list[Task]) -> Any:
+    async def solve(task: Task) -> None:
+        tasks.append(task)
+        await asks_once(task)
+
+    return solve
+
+
+async def test_a_request_that_is_under_way_when_the_trajectory_ends_is_answered_so(policy: ChatPolicy) -> None:
+    policy.engine.faults.hang_generation = True
+    asking: list[asyncio.Task[None]] = []
+
+    async def solve(task: Task) -> None:
+        asking.append(asyncio.create_task(asks_once(task)))
+        await policy.has_begun.wait()
+
+    with pytest.raises(AgentError, match="the policy has said nothing"):
+        await played(solve, policy)
+    with pytest.raises(openai.NotFoundError, match="this trajectory has ended"):
+        await asking[0]
+    assert (len(policy.asked), policy.engine._live) == (1, {})
+
+
+@pytest.mark.parametrize("answer", ["raise", "hang", "ask"])
+async def test_an_engine_that_fails_is_no_failure_of_the_agent_and_ends_it(policy: ChatPolicy, answer: str) -> None:
+    async def generate(token_ids: np.ndarray, max_tokens: int, *, stop: Any = None) -> Completion:
+        raise NoReplica("all are dead")
+
+    async def solve(task: Task) -> None:
+        while True:
+            try:
+                await asks_once(task)
+            except openai.APIError:
+                if answer == "raise":
+                    raise
+                if answer == "hang":
+                    await asyncio.sleep(3600)
+
+    with pytest.raises(NoReplica, match="all are dead"):
+        await played(solve, policy, generate=generate, timeout_s=60.0)
+
+
+async def test_an_engine_that_dies_in_mid_answer_is_what_play_raises(policy: ChatPolicy) -> None:
+    policy.engine.faults.die_after_tokens = 2
+    with pytest.raises(EngineDead, match="scripted death"):
+        await played(asks_once, policy)
+
+
+async def test_many_trajectories_share_a_server_and_nothing_else(policy: ChatPolicy) -> None:
+    everybody = asyncio.Barrier(200)
+
+    async def solve(task: Task) -> float:
+        await everybody.wait()
+        async with AsyncOpenAI(base_url=task.base_url, api_key=task.api_key, http_client=shared) as client:
+            message: Any = {"role": "user", "content": task.prompt}
+            await client.chat.completions.create(model=task.model, messages=[message])
+            return float(task.answer)
+
+    loop = OpenAiLoop(solve, template=ChatTemplate(policy.tokenizer))
+    prompts = [replace(policy.prompt(), text=f"number {n}", answer=str(n)) for n in range(200)]
+    async with openai.DefaultAsyncHttpxClient() as shared:
+        episodes = await asyncio.gather(
+            *(play(loop, prompt, 300, generate=policy.generate, timeout_s=60.0) for prompt in prompts)
+        )
+    await loop.close()
+    for n, episode in enumerate(episodes):
+        assert f"user\nnumber {n}{END}" in policy.spoken(episode.turns)
+        assert episode.turns[0].reward == n
+
+
+async def test_a_plain_function_may_block(policy: ChatPolicy) -> None:
+    def solve(task: Task) -> float:
+        with OpenAI(base_url=task.base_url, api_key=task.api_key) as client:
+            message: Any = USER
+            answer = client.chat.completions.create(model=task.model, messages=[message])
+            return float(answer.choices[0].message.content == "one")
+
+    assert [turn.reward for turn in (await played(solve, policy)).turns] == [1.0]
+
+
+@pytest.mark.parametrize(("reward", "expected"), [(None, 0.0), (2, 2.0), (-0.5, -0.5), (np.float32(0.5), 0.5)])
+async def test_a_reward_goes_to_the_last_turn(policy: ChatPolicy, reward: Any, expected: float) -> None:
+    async def solve(task: Task) -> float | None:
+        async with client_of(task) as chat:
+            await chat(USER)
+            await chat(USER, {"role": "assistant", "content": "one"}, USER)
+            return reward
+
+    assert [turn.reward for turn in (await played(solve, policy)).turns] == [0.0, expected]
+
+
+@pytest.mark.parametrize("reward", [float("nan"), True, "1", [1.0]])
+async def test_what_is_no_finite_number_is_no_reward(policy: ChatPolicy, reward: Any) -> None:
+    async def solve(task: Task) -> Any:
+        await asks_once(task)
+        return reward
+
+    with pytest.raises(AgentError, match="must return a finite number or None"):
+        await played(solve, policy)
+
+
+@pytest.mark.parametrize("reward", [None, 1.0])
+async def test_an_agent_that_never_asks_is_told(policy: ChatPolicy, reward: float | None) -> None:
+    async def solve(task: Task) -> float | None:
+        return reward
+
+    with pytest.raises(AgentError, match="the policy has said nothing"):
+        await played(solve, policy)
+
+
+async def test_an_address_of_nobody_here_is_told_and_not_remembered(
+    policy: ChatPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(AgentError, match=r"cannot be reached at 192.0.2.1: .* set host in task.agent_args"):
+        await played(asks_once, policy, host="192.0.2.1")
+    loop = OpenAiLoop(asks_once, template=ChatTemplate(policy.tokenizer))
+    with monkeypatch.context() as patch:
+        patch.setattr(socket.socket, "bind", refuses)
+        with pytest.raises(AgentError, match="cannot be reached"):
+            await play(loop, policy.prompt(), 300, generate=policy.generate, timeout_s=20.0)
+    assert (await play(loop, policy.prompt(), 300, generate=policy.generate, timeout_s=20.0)).status == "completed"
+    await loop.close()
+
+
+def refuses(*_: object) -> None:
+    raise OSError(errno.EADDRINUSE, "address already in use")
+
+
+async def test_ipv6_addresses_can_be_asked_at(policy: ChatPolicy) -> None:
+    if not socket.has_ipv6 or not Path("/proc/net/if_inet6").exists():
+        pytest.skip("no IPv6 here")
+    assert (await played(asks_once, policy, host="::1")).status == "completed"
+
+
+async def test_the_server_tells_its_model_and_what_it_does_not_have(policy: ChatPolicy) -> None:
+    async def solve(task: Task) -> None:
+        async with AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
+            assert [model.id async for model in client.models.list()] == [task.model]
+            with pytest.raises(openai.NotFoundError, match=r"POST /embeddings.*there are POST /chat/completions"):
+                await client.embeddings.create(model=task.model, input="x")
+        await asks_once(task)
+
+    await played(solve, policy)
+
+
+async def test_an_evaluation_plays_agents_too() -> None:
+    loop = OpenAiLoop(asks_once, template=ChatTemplate(chat_tokenizer()))
+    settings = spec(agent="mine.make", agent_timeout_s=100.0)
+    busy = RolloutWorker(settings, [FakeEngine("e0")], tokenizer=chat_tokenizer(), score=length_score, loop=loop)
+    prompts = [replace(ChatPolicy(by_turn()).prompt(), prompt_id=str(n)) for n in range(3)]
+    trajectories = await busy.evaluate(prompts, SamplingParams(max_tokens=9, temperature=0.0), engine="e0")
+    assert [(one.status, one.num_generated_tokens) for one in trajectories] == [("truncated", 9)] * 3
+    await loop.close()
+
+
+def solve_of_the_test(task: Task) -> None: ...
+
+
+NUMBER = 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"solve": f"{__name__}.solve_of_the_tests"}, "did you mean 'solve_of_the_test'"),
+        ({"solve": f"{__name__}.NUMBER"}, "solve must be the path of a function"),
+        ({"host": "localhost"}, 'host must be "auto" or an IPv4 or IPv6 address'),
+        ({"host": "0.0.0.0"}, "which means any"),
+        ({"chat_template": None}, "the tokenizer has no chat template"),
+        ({"chat_template": "{{ messages[0].content }}"}, "does not show what an assistant said"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_the_run(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = changes.pop("chat_template", tokenizer.chat_template)
+    tokenizer.save_pretrained(tmp_path)
+    args = {"solve": f"{__name__}.solve_of_the_test", "tokenizer": str(tmp_path)}
+    with pytest.raises(PluginError, match=message):
+        make_loop("rollout.agent.openai_agent.openai_agent", args | changes)
+
+
+def test_an_agent_for_other_hosts_listens_where_they_reach_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_HOST", "127.0.0.2")
+    chat_tokenizer().save_pretrained(tmp_path)
+    args = {"solve": f"{__name__}.solve_of_the_test", "tokenizer": str(tmp_path), "host": "auto"}
+    loop: Any = make_loop("rollout.agent.openai_agent.openai_agent", args)
+    assert loop._server._host == "127.0.0.2"

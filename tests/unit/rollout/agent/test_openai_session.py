@@ -1,0 +1,356 @@
+"""Agents with the client of OpenAI: which tokens the policy sees, and which of them are trained."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from rollout.agent.openai_agent import OpenAiLoop, Task
+from rollout.agent.play import play
+from rollout.agent.template import ChatTemplate, Setting
+from tests.fakes.chat_policy import BEGIN, END, ChatPolicy, by_turn
+
+if TYPE_CHECKING:
+    from rollout.agent.loop import Episode
+    from weight_sync.wire import CommitResult
+
+USER: dict[str, Any] = {"role": "user", "content": "2+3?"}
+OTHER: dict[str, Any] = {"role": "user", "content": "sure?"}
+ASKED = f"<|im_start|>user\n2+3?{END}\n{BEGIN}"
+ASKED_AGAIN = f"\n<|im_start|>user\nsure?{END}\n{BEGIN}"
+ADD: dict[str, Any] = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+Chat = Callable[..., Awaitable[Any]]
+
+
+async def played(
+    policy: ChatPolicy, talk: Callable[[Chat], Awaitable[float | None]], *, max_sequences: int = 9, **changes: Any
+) -> Episode:
+    """An agent that does `talk` with a function that asks the policy."""
+
+    async def solve(task: Task) -> float | None:
+        async with AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
+
+            async def chat(*messages: Any, **arguments: Any) -> Any:
+                return await client.chat.completions.create(model=task.model, messages=list(messages), **arguments)
+
+            return await talk(chat)
+
+    await policy.start()
+    loop = OpenAiLoop(solve, template=ChatTemplate(policy.tokenizer), variables=changes.pop("variables", {}))
+    try:
+        limits: dict[str, Any] = {"max_tokens": 500, "timeout_s": 20.0} | changes
+        return await play(
+            loop,
+            policy.prompt(),
+            limits["max_tokens"],
+            generate=policy.generate,
+            timeout_s=limits["timeout_s"],
+            max_sequences=max_sequences,
+        )
+    finally:
+        await loop.close()
+
+
+def said(response: Any) -> dict[str, Any]:
+    """The answer as clients send it back."""
+    return response.choices[0].message.model_dump(exclude_none=True)
+
+
+async def test_turns_of_one_conversation_are_one_sequence_of_what_was_sampled() -> None:
+    policy = ChatPolicy(by_turn(f"<think>add</think>\n 5 {END}", f"yes{END}"))
+
+    async def talk(chat: Chat) -> None:
+        first = await chat(USER)
+        assert (first.choices[0].message.content, first.choices[0].finish_reason) == (
+            "<think>add</think>\n 5 ",
+            "stop",
+        )
+        assert (first.model, first.usage.prompt_tokens) == ("policy", len(policy.ids(ASKED)))
+        second = await chat(USER, said(first), OTHER)
+        assert second.choices[0].message.content == "yes"
+        total = len(policy.ids(ASKED)) + first.usage.completion_tokens + len(policy.ids(ASKED_AGAIN)) - 1
+        assert second.usage.total_tokens == total + 1 + len(policy.ids(f"yes{END}"))
+
+    episode = await played(policy, talk, max_sequences=1)
+    # The template would have left the thoughts out: what was sampled stays.
+    expected = ASKED + "{<think>add</think>\n 5 " + END + "}" + ASKED_AGAIN + "{yes" + END + "}"
+    assert (policy.spoken(episode.turns), episode.status) == (expected, "completed")
+    assert policy.asked == [ASKED, ASKED + f"<think>add</think>\n 5 {END}" + ASKED_AGAIN]
+    for turn in episode.turns:
+        assert (turn.logprobs[turn.is_generated] == -0.5).all()
+        assert np.isnan(turn.logprobs[~turn.is_generated]).all()
+
+
+THOUGHT, FIVE = "<think>add</think>5", {"role": "assistant", "content": "5"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "arguments", "asked"),
+    [
+        ([USER, FIVE, OTHER], {}, f"{ASKED}5{END}{ASKED_AGAIN}"),
+        ([USER], {}, ASKED),
+        (
+            [{"role": "developer", "content": "new"}, USER, {"role": "assistant", "content": THOUGHT}, OTHER],
+            {},
+            f"<|im_start|>system\nnew{END}\n{ASKED}5{END}{ASKED_AGAIN}",
+        ),
+        (
+            [USER, {"role": "assistant", "content": THOUGHT}, OTHER],
+            {"tools": [ADD]},
+            f"<|im_start|>system\nadd{END}\n{ASKED}5{END}{ASKED_AGAIN}",
+        ),
+        (
+            [USER, {"role": "assistant", "content": THOUGHT}, OTHER],
+            {"extra_body": {"chat_template_kwargs": {"quiet": True}}},
+            f"{ASKED}5{END}{ASKED_AGAIN}hush ",
+        ),
+    ],
+    ids=["thoughts-left-out", "same-again", "other-system", "other-tools", "other-template"],
+)
+async def test_a_history_that_is_not_what_was_said_is_a_sequence_of_its_own(
+    messages: list[Any], arguments: dict[str, Any], asked: str
+) -> None:
+    policy = ChatPolicy(by_turn(THOUGHT + END, f"yes{END}"))
+
+    async def talk(chat: Chat) -> None:
+        await chat(USER)
+        await chat(*messages, **arguments)
+
+    episode = await played(policy, talk)
+    answer = THOUGHT if asked == ASKED else "yes"
+    assert policy.spoken(episode.turns) == f"{ASKED}{{{THOUGHT}{END}}}---\n{asked}{{{answer}{END}}}"
+
+
+async def test_a_first_conversation_that_is_not_the_prompt_begins_anew() -> None:
+    policy = ChatPolicy(by_turn(f"yes{END}"))
+
+    async def talk(chat: Chat) -> None:
+        await chat(OTHER)
+
+    episode = await played(policy, talk, max_sequences=1)
+    assert policy.spoken(episode.turns) == f"---\n{ASKED_AGAIN[1:]}{{yes{END}}}"
+
+
+async def test_requests_at_once_do_not_share_a_sequence() -> None:
+    def says(asked: str) -> str:
+        return f"three{END}" if "third" in asked else f"two{END}" if "sure" in asked else f"one{END}"
+
+    policy = ChatPolicy(says)
+
+    async def talk(chat: Chat) -> None:
+        first = said(await chat(USER))
+        await asyncio.gather(chat(USER, first, OTHER), chat(USER, first, {"role": "user", "content": "third"}))
+
+    episode = await played(policy, talk)
+    one, two = policy.spoken(episode.turns).split("---\n")
+    third = ASKED_AGAIN.replace("sure?", "third")
+    begin = f"{ASKED}{{one{END}}}"
+    assert {one, two} in (
+        {f"{begin}{ASKED_AGAIN}{{two{END}}}", f"{ASKED}one{END}{third}{{three{END}}}"},
+        {f"{begin}{third}{{three{END}}}", f"{ASKED}one{END}{ASKED_AGAIN}{{two{END}}}"},
+    )
+
+
+async def test_a_question_on_the_side_leaves_the_conversation_where_it_was() -> None:
+    policy = ChatPolicy(by_turn(f"one{END}", f"two{END}"))
+
+    async def talk(chat: Chat) -> None:
+        first = said(await chat(USER))
+        await chat(OTHER)
+        await chat(USER, first, OTHER)
+
+    episode = await played(policy, talk, max_sequences=2)
+    main = f"{ASKED}{{one{END}}}{ASKED_AGAIN}{{two{END}}}"
+    assert policy.spoken(episode.turns) == f"{main}---\n{ASKED_AGAIN[1:]}{{one{END}}}"
+
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": %d}}\n</tool_call>'
+
+
+async def test_calls_of_tools_are_read_and_what_tools_return_follows_in_the_same_sequence() -> None:
+    policy = ChatPolicy(by_turn(f"so{CALL % 1}{CALL % 2}{END}", f"5{END}"))
+
+    async def talk(chat: Chat) -> None:
+        first = await chat(USER, tools=[ADD])
+        choice = first.choices[0]
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", "so")
+        calls = choice.message.tool_calls
+        assert [(one.function.name, one.function.arguments) for one in calls] == [
+            ("add", '{"a": 1}'),
+            ("add", '{"a": 2}'),
+        ]
+        assert len({one.id for one in calls}) == 2
+        results = [{"role": "tool", "tool_call_id": one.id, "content": f"r{n}"} for n, one in enumerate(calls)]
+        await chat(USER, said(first), *results, tools=[ADD])
+
+    episode = await played(policy, talk, max_sequences=1)
+    opening = f"---\n<|im_start|>system\nadd{END}\n{ASKED}"
+    results = "".join(f"<|im_start|>user\n<tool_response>r{n}</tool_response>{END}\n" for n in range(2))
+    first = f"{{so{CALL % 1}{CALL % 2}{END}}}"
+    assert policy.spoken(episode.turns) == f"{opening}{first}\n{results}{BEGIN}{{5{END}}}"
+
+
+@pytest.mark.parametrize("text", ['<tool_call>{"name": "add", </tool_call>', CALL % 1], ids=["no-json", "no-tools"])
+async def test_what_is_no_call_stays_text(text: str) -> None:
+    policy = ChatPolicy(by_turn(text + END))
+
+    async def talk(chat: Chat) -> None:
+        choice = (await chat(USER, **({"tools": [ADD]} if "add" in text and "arguments" not in text else {}))).choices[
+            0
+        ]
+        assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (text, None, "stop")
+
+    await played(policy, talk)
+
+
+async def test_stop_texts_and_limits_of_a_request_end_the_answer() -> None:
+    policy = ChatPolicy(lambda asked: f"yes</a> and more{END}" if "sure" in asked else f"123456789{END}")
+
+    async def talk(chat: Chat) -> None:
+        cut = await chat(USER, max_tokens=3)
+        assert (cut.choices[0].message.content, cut.choices[0].finish_reason) == ("123", "length")
+        stopped = await chat(USER, said(cut), OTHER, stop=["</b>", "</a>"], max_completion_tokens=50)
+        assert (stopped.choices[0].message.content, stopped.choices[0].finish_reason) == ("yes", "stop")
+
+    episode = await played(policy, talk, max_sequences=1)
+    # The end of a turn that was cut is context, and what a stop text ended is trained with it.
+    assert policy.spoken(episode.turns) == f"{ASKED}{{123}}{END}{ASKED_AGAIN}{{yes</a>}}"
+    assert (policy.max_tokens, episode.status) == ([3, 50], "completed")
+
+
+async def test_log_probabilities_and_streams_are_those_of_the_api() -> None:
+    policy = ChatPolicy(by_turn(f"a{CALL % 1}{END}"))
+
+    async def talk(chat: Chat) -> None:
+        whole = await chat(USER, logprobs=True)
+        tokens = whole.choices[0].logprobs.content
+        assert "".join(token.token for token in tokens) == f"a{CALL % 1}{END}"
+        assert {token.logprob for token in tokens} == {-0.5}
+        stream = await chat(USER, stream=True, stream_options={"include_usage": True}, tools=[ADD])
+        chunks = [chunk async for chunk in stream]
+        deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+        assert "".join(delta.content or "" for delta in deltas) == "a"
+        call = next(one for delta in deltas for one in delta.tool_calls or ())
+        assert (call.index, call.function.name, call.function.arguments) == (0, "add", '{"a": 1}')
+        assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "tool_calls"
+        assert chunks[-1].usage.completion_tokens == len(tokens)
+
+    await played(policy, talk)
+
+
+async def test_a_commit_between_and_within_answers_labels_every_token() -> None:
+    policy = ChatPolicy(by_turn(f"one{END}", f"two{END}"))
+
+    async def commit(version: int) -> CommitResult:
+        return await policy.engine.commit(version, "update", timeout_s=5.0)
+
+    async def talk(chat: Chat) -> None:
+        first = said(await chat(USER))
+        await commit(1)
+        await chat(USER, first, OTHER)
+
+    episode = await played(policy, talk)
+    assert [[(s.version, s.num_tokens) for s in turn.segments] for turn in episode.turns] == [[(0, 4)], [(1, 4)]]
+    assert [set(turn.logprobs[turn.is_generated].tolist()) for turn in episode.turns] == [{-0.5}, {-1.5}]
+
+
+async def test_a_client_that_goes_away_ends_its_generation_and_leaves_the_conversation_as_it_was() -> None:
+    policy = ChatPolicy(by_turn(f"one{END}", f"two{END}"))
+
+    async def talk(chat: Chat) -> None:
+        first = said(await chat(USER))
+        policy.engine.faults.hang_generation = True
+        policy.has_begun.clear()
+        asking = asyncio.create_task(chat(USER, first, {"role": "user", "content": "never answered"}))
+        await policy.has_begun.wait()
+        asking.cancel()
+        while policy.engine._live:
+            await asyncio.sleep(0)
+        policy.engine.faults.hang_generation = False
+        await chat(USER, first, OTHER)
+
+    episode = await played(policy, talk, max_sequences=1)
+    assert policy.spoken(episode.turns) == f"{ASKED}{{one{END}}}{ASKED_AGAIN}{{two{END}}}"
+
+
+async def test_an_answer_that_is_given_up_in_a_conversation_of_its_own_leaves_nothing() -> None:
+    policy = ChatPolicy(by_turn(f"one{END}"))
+
+    async def talk(chat: Chat) -> None:
+        policy.engine.faults.hang_generation = True
+        asking = asyncio.create_task(chat(OTHER))
+        await policy.has_begun.wait()
+        asking.cancel()
+        while policy.engine._live:
+            await asyncio.sleep(0)
+        policy.engine.faults.hang_generation = False
+        await chat(USER)
+
+    episode = await played(policy, talk, max_sequences=1)
+    assert policy.spoken(episode.turns) == f"{ASKED}{{one{END}}}"
+
+
+@pytest.mark.parametrize(
+    ("messages", "arguments", "message"),
+    [
+        ([USER], {"n": 2}, "n must be 1"),
+        ([USER], {"response_format": {"type": "json_object"}}, "response_format must be"),
+        ([USER], {"tool_choice": "required"}, "tool_choice must be"),
+        ([USER], {"logprobs": True, "top_logprobs": 5}, "top_logprobs must be 0"),
+        ([USER], {"presence_penalty": 0.5}, "presence_penalty must be 0"),
+        ([USER], {"max_tokens": 0}, "max_tokens must be a whole number >= 1"),
+        ([USER], {"stop": [""]}, "stop must be"),
+        ([USER], {"tools": ["add"]}, "tools must be a list of objects"),
+        ([USER], {"extra_body": {"chat_template_kwargs": [1]}}, "chat_template_kwargs must be an object"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], {}, "content must be text"),
+        ([{"role": "refused", "content": ""}], {}, "refused the messages: TemplateError: there is no such role"),
+        ([], {}, "messages must be a list"),
+    ],
+)  # fmt: skip
+async def test_what_a_policy_in_training_cannot_do_is_refused_once(
+    messages: list[Any], arguments: dict[str, Any], message: str
+) -> None:
+    policy = ChatPolicy(by_turn(f"one{END}"))
+
+    async def talk(chat: Chat) -> None:
+        with pytest.raises(openai.BadRequestError, match=message):
+            await chat(*messages, **arguments)
+        await chat(USER, temperature=0.1, seed=3, user="me", parallel_tool_calls=True, response_format={"type": "text"})
+
+    episode = await played(policy, talk, max_sequences=1)
+    assert policy.spoken(episode.turns) == f"{ASKED}{{one{END}}}"
+    assert len(policy.asked) == 1
+
+
+async def test_what_changes_nothing_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    policy = ChatPolicy(by_turn(f"one{END}"))
+
+    async def talk(chat: Chat) -> None:
+        for _ in range(2):
+            await chat(USER, temperature=0.1)
+
+    await played(policy, talk)
+    assert caplog.text.count("asks for temperature=0.1, which changes nothing") == 1
+
+
+async def test_text_comes_in_parts_too() -> None:
+    policy = ChatPolicy(by_turn(f"one{END}"))
+
+    async def talk(chat: Chat) -> None:
+        await chat({"role": "user", "content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "3?"}]})
+
+    episode = await played(policy, talk)
+    assert policy.spoken(episode.turns) == f"{ASKED}{{one{END}}}"
+
+
+async def test_half_a_surrogate_pair_is_replaced_as_no_tokenizer_takes_it() -> None:
+    template = ChatTemplate((policy := ChatPolicy(by_turn())).tokenizer)
+    tokens = template.opening([{"role": "user", "content": "a\ud800"}], Setting())
+    assert policy.text(tokens).startswith("<|im_start|>user\na?")
