@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence  # noqa: TC003 - dataclasses are introspected at runtime
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -44,6 +44,8 @@ class Prompt:
     """Name of the reward function for this prompt; empty means the one of the task."""
     metadata: Mapping[str, object] = field(default_factory=dict)
     """Further columns of the data set, untouched."""
+    messages: tuple[Mapping[str, Any], ...] = ()
+    """What `text` was made of by the chat template; kept for agents alone, and empty without a template."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

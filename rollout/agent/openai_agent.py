@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import ipaddress
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from numbers import Real
@@ -36,11 +36,13 @@ class Task:
 
     Example:
         client = AsyncOpenAI(base_url=task.base_url, api_key=task.api_key)
-        await client.chat.completions.create(model=task.model, messages=[{"role": "user", "content": task.prompt}])
+        await client.chat.completions.create(model=task.model, messages=list(task.messages))
     """
 
     prompt: str
     """Text of the prompt; after the chat template, if it went through one."""
+    messages: Sequence[Mapping[str, Any]]
+    """The same as chat messages; of a prompt that went through no chat template, `prompt` as one of the user."""
     answer: str
     """Ground truth, for agents that give rewards themselves."""
     metadata: Mapping[str, object]
@@ -59,7 +61,7 @@ def openai_agent(
     solve: str,
     tokenizer: str,
     host: str = "127.0.0.1",
-    chat_template_args: Mapping[str, Any] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
 ) -> AgentLoop:
     """The factory for `task.agent`.
@@ -69,7 +71,7 @@ def openai_agent(
             reward function, or None. A plain function runs in a thread, so it may block.
         tokenizer: directory or hub name, with a chat template.
         host: address that agents reach the policy at: of this machine, or "auto" for the one that other hosts see.
-        chat_template_args: variables of the chat template, such as `enable_thinking`.
+        chat_template_kwargs: variables of the chat template, such as `enable_thinking`.
         trust_remote_code: run Python code that comes with the tokenizer.
 
     Raises:
@@ -84,7 +86,7 @@ def openai_agent(
         cast("Solve", function),
         template=template,
         host=reachable_host() if host == "auto" else _checked_address(host),
-        variables=dict(chat_template_args or {}),
+        variables=dict(chat_template_kwargs or {}),
     )
 
 
@@ -151,8 +153,13 @@ class OpenAiLoop:
 
 def _task(prompt: Prompt, base_url: str, api_key: str) -> Task:
     return Task(
-        prompt=prompt.text, answer=prompt.answer, metadata=prompt.metadata, base_url=base_url, api_key=api_key
-    )  # fmt: skip
+        prompt=prompt.text,
+        messages=prompt.messages or ({"role": "user", "content": prompt.text},),
+        answer=prompt.answer,
+        metadata=prompt.metadata,
+        base_url=base_url,
+        api_key=api_key,
+    )
 
 
 def _status(session: Session) -> TrajectoryStatus:

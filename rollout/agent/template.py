@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from rollout.chat_template import arguments_of
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -62,11 +64,19 @@ class ChatTemplate:
         Raises:
             TemplateError: the template refuses the messages.
         """
-        # Templates rewrite earlier turns, such as what was thought there. Of a made-up one nothing is kept but its end.
-        text, last = self._rendered(_made_up(messages), setting).partition(_MARK)[2], generated_ids[-1]
+        text, last = self.between(messages, setting), generated_ids[-1]
         if last in self._tokenizer.all_special_ids:
             text = text.removeprefix(self.text([last]))
         return self._tokens(text)
+
+    def between(self, messages: Sequence[Mapping[str, Any]], setting: Setting) -> str:
+        """Text between what the policy said, whatever it is, and where it speaks again after `messages`.
+
+        Raises:
+            TemplateError: the template refuses the messages.
+        """
+        # Templates rewrite earlier turns, such as what was thought there. Of a made-up one nothing is kept but its end.
+        return self._rendered(_made_up(messages), setting).partition(_MARK)[2]
 
     def text(self, token_ids: Sequence[int], *, spelled_out: bool = True) -> str:
         """`spelled_out`: with special tokens."""
@@ -77,14 +87,12 @@ class ChatTemplate:
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]], setting: Setting) -> str:
-        tools = {"tools": [dict(tool) for tool in setting.tools]} if setting.tools else {}
         try:
             return self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
                 tokenize=False,
                 add_generation_prompt=True,
-                **tools,
-                **setting.variables,
+                **arguments_of(setting.tools, setting.variables),
             )
         except Exception as error:  # a template may raise anything
             raise TemplateError(f"the chat template refused the messages: {type(error).__name__}: {error}") from error

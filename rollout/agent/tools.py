@@ -22,6 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rollout.agent.loop import MultiTurnLoop, Reply
+from rollout.agent.template import ChatTemplate, Setting
 from rollout.chat_template import arguments_of, schema_of, variables_of
 from rollout.plugins import load
 from rollout.tokenizer import load_tokenizer
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _CALL = re.compile(re.escape(OPEN) + r"(?=\s*\{)")
-_MARK = "what the policy said"
 _MOST_THREADS = 1024
 """Of one rollout worker, for tools that block; they start as they are needed."""
 
@@ -106,32 +106,21 @@ class TurnTemplate:
 
     def __init__(self, tokenizer: Any, arguments: Mapping[str, Any] | None = None) -> None:
         """`arguments`: of the template, beside the messages."""
-        self._tokenizer, self._arguments = tokenizer, arguments or {}
-        if "a result" not in self._between("a result"):
+        self._template, self._setting = ChatTemplate(tokenizer), Setting(variables=arguments or {})
+        if "a result" not in self._template.between(_message("a result"), self._setting):
             raise ValueError("the chat template does not show what a tool returned; use one that knows the role `tool`")
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Special tokens spelled out."""
-        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        return self._template.text(token_ids)
 
     def tokens(self, generated_ids: Sequence[int], result: str) -> list[int]:
         """Context tokens that follow `generated_ids`. If these have the end of the turn already, it is not repeated."""
-        text, last = self._between(result), generated_ids[-1]
-        if last in self._tokenizer.all_special_ids:
-            text = text.removeprefix(self.text([last]))
-        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return self._template.continuation(generated_ids, _message(result), self._setting)
 
-    def _between(self, result: str) -> str:
-        # Templates rewrite earlier turns, such as what was thought there. Of a made-up one nothing is kept but its end.
-        messages = [
-            {"role": "user", "content": "ask"},
-            {"role": "assistant", "content": _MARK},
-            {"role": "tool", "content": result},
-        ]
-        rendered = self._tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **self._arguments
-        )
-        return rendered.partition(_MARK)[2]
+
+def _message(result: str) -> list[Mapping[str, Any]]:
+    return [{"role": "tool", "content": result}]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,6 +65,8 @@ class SourceSpec:
     overlong_prompts: Literal["error", "filter"]
     max_operand: int
     """builtin:arithmetic only."""
+    keep_messages: bool = False
+    """Whether prompts keep the chat messages that they were made of: as much memory again as their text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -46,22 +47,30 @@ def render(rows: Sequence[Row], *, spec: SourceSpec, tokenizer: Tokenizer) -> li
         some = rows[start : start + ROWS_AT_ONCE]
         texts = [_checked_text(row, spec, tokenizer) for row in some]
         tokens = _tokenized(texts, tokenizer)
-        prompts += [_prompt(row, text, ids, spec) for row, (text, _), ids in zip(some, texts, tokens, strict=True)]
+        prompts += [_prompt(row, text, ids, spec) for row, text, ids in zip(some, texts, tokens, strict=True)]
     return prompts
 
 
-def _tokenized(texts: Sequence[tuple[str, bool]], tokenizer: Tokenizer) -> list[Sequence[int]]:
-    """Of texts, each with whether it went through the chat template."""
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """A prompt as text."""
+
+    text: str
+    messages: Sequence[Mapping[str, Any]] | None
+    """What the chat template made it of; None for a plain string."""
+
+
+def _tokenized(texts: Sequence[_Text], tokenizer: Tokenizer) -> list[Sequence[int]]:
     tokens: dict[int, Sequence[int]] = {}
     for is_templated in (False, True):
-        chosen = [index for index, text in enumerate(texts) if text[1] == is_templated]
+        chosen = [index for index, text in enumerate(texts) if (text.messages is not None) == is_templated]
         if chosen:
-            found = tokenizer([texts[index][0] for index in chosen], add_special_tokens=not is_templated)
+            found = tokenizer([texts[index].text for index in chosen], add_special_tokens=not is_templated)
             tokens.update(zip(chosen, found["input_ids"], strict=True))
     return [tokens[index] for index in range(len(texts))]
 
 
-def _prompt(row: Row, text: str, token_ids: Sequence[int], spec: SourceSpec) -> Prompt:
+def _prompt(row: Row, text: _Text, token_ids: Sequence[int], spec: SourceSpec) -> Prompt:
     if len(token_ids) == 0:
         raise DataError(f"{row.where}: the prompt has no tokens; remove the row or fill column {spec.prompt_column!r}")
     used = {spec.prompt_column, spec.answer_column}
@@ -70,10 +79,11 @@ def _prompt(row: Row, text: str, token_ids: Sequence[int], spec: SourceSpec) -> 
     return Prompt(
         prompt_id=row.row_id,
         token_ids=np.asarray(token_ids, np.int32),
-        text=text,
+        text=text.text,
         answer=_answer(row, spec, is_required=is_required),
         reward=reward,
         metadata={name: value for name, value in row.columns.items() if name not in used},
+        messages=tuple(text.messages or ()) if spec.keep_messages else (),
     )
 
 
@@ -81,9 +91,11 @@ def has_column(row: Row, name: str) -> bool:
     return find(row.columns, name) is not MISSING
 
 
-def _checked_text(row: Row, spec: SourceSpec, tokenizer: Tokenizer) -> tuple[str, bool]:
-    """As `_text`. JSON can spell half a surrogate pair (`"\\ud83d"`), which no tokenizer takes."""
-    text, is_templated = _text(row, spec, tokenizer)
+def _checked_text(row: Row, spec: SourceSpec, tokenizer: Tokenizer) -> _Text:
+    """JSON can spell half a surrogate pair (`"\\ud83d"`), which no tokenizer takes."""
+    messages = _messages(row, spec)
+    plain = messages is None
+    text = str(find(row.columns, spec.prompt_column)) if plain else _apply_template(messages, row, spec, tokenizer)
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -91,16 +103,16 @@ def _checked_text(row: Row, spec: SourceSpec, tokenizer: Tokenizer) -> tuple[str
             f"{row.where}: column {spec.prompt_column!r} holds {text[error.start]!r}, half a surrogate pair and no "
             "character; write the character whole, or remove the row"
         ) from error
-    return text, is_templated
+    return _Text(text, messages)
 
 
-def _text(row: Row, spec: SourceSpec, tokenizer: Tokenizer) -> tuple[str, bool]:
-    """The prompt as text, and whether it went through the chat template."""
+def _messages(row: Row, spec: SourceSpec) -> list[dict[str, Any]] | None:
+    """What goes through the chat template; None if the prompt is a plain string that does not."""
     value = find(row.columns, spec.prompt_column)
     match value:
         case str() if not spec.apply_chat_template:
             _check_plain(row, spec)
-            return value, False
+            return None
         case str():
             messages: list[dict[str, Any]] = [{"role": "user", "content": value}]
         case list():
@@ -119,7 +131,7 @@ def _text(row: Row, spec: SourceSpec, tokenizer: Tokenizer) -> tuple[str, bool]:
                 "clear one of them"
             )
         messages = [{"role": "system", "content": spec.system_prompt}, *messages]
-    return _apply_template(messages, row, spec, tokenizer), True
+    return messages
 
 
 def _check_plain(row: Row, spec: SourceSpec) -> None:

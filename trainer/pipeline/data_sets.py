@@ -126,4 +126,5 @@ def _spec(cfg: RunConfig, tools: Sequence[Mapping[str, Any]]) -> SourceSpec:
         max_prompt_tokens=task.max_prompt_tokens,
         overlong_prompts=task.overlong_prompts,
         max_operand=task.max_operand,
+        keep_messages=bool(task.agent),
     )

@@ -234,6 +234,16 @@ async def test_a_plain_function_may_block(policy: ChatPolicy) -> None:
     assert [turn.reward for turn in (await played(solve, policy)).turns] == [1.0]
 
 
+@pytest.mark.parametrize("messages", [(), ({"role": "system", "content": "Be brief."}, USER)])
+async def test_an_agent_gets_the_prompt_as_messages(policy: ChatPolicy, messages: tuple[Message, ...]) -> None:
+    seen: list[Task] = []
+    loop = OpenAiLoop(asks_once_and_notes(seen), template=ChatTemplate(policy.tokenizer))
+    prompt = replace(policy.prompt(), messages=messages)
+    await play(loop, prompt, 300, generate=policy.generate, timeout_s=20.0)
+    await loop.close()
+    assert list(seen[0].messages) == (list(messages) or [{"role": "user", "content": prompt.text}])
+
+
 @pytest.mark.parametrize(("reward", "expected"), [(None, 0.0), (2, 2.0), (-0.5, -0.5), (np.float32(0.5), 0.5)])
 async def test_a_reward_goes_to_the_last_turn(policy: ChatPolicy, reward: Any, expected: float) -> None:
     async def solve(task: Task) -> float | None:

@@ -7,6 +7,7 @@ import json
 import re
 import threading
 import time
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -246,7 +247,8 @@ def test_what_cannot_work_is_refused_before_the_run(
 
 
 def test_a_template_without_tools_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
-    silent: Any = type("Silent", (), {"apply_chat_template": lambda *_, **__: "what the policy said<|im_end|>"})()
+    silent = copy(tokenizer)
+    silent.chat_template = "{% for one in messages %}{{ one.content if one.role != 'tool' }}<|im_end|>{% endfor %}"
     with pytest.raises(ValueError, match="does not show what a tool returned"):
         TurnTemplate(silent)
 

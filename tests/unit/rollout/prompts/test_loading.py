@@ -138,6 +138,25 @@ def test_chat_templates_bring_their_own_special_tokens(
     assert loaded.token_ids.tolist() == ([1] if has_bos else []) + [ord(c) for c in text]
 
 
+@pytest.mark.parametrize(
+    ("prompt", "changes", "messages"),
+    [
+        (MESSAGES, {}, MESSAGES),
+        ("1+1?", {"apply_chat_template": True}, MESSAGES),
+        (MESSAGES, {"system_prompt": "Be brief."}, [{"role": "system", "content": "Be brief."}, *MESSAGES]),
+        ("1+1?", {}, []),
+        (MESSAGES, {"keep_messages": False}, []),
+    ],
+)
+def test_prompts_keep_what_the_chat_template_made_them_of_where_an_agent_reads_it(
+    tmp_path: Path, make_spec: MakeSpec, tokenizer: Any, prompt: Any, changes: Any, messages: Any
+) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": prompt, "answer": 2}])
+    spec = make_spec(path=path, **{"keep_messages": True, **changes})
+    (loaded,) = load_prompts(spec, tokenizer).prompts
+    assert list(loaded.messages) == messages
+
+
 def test_rows_of_both_kinds_keep_their_order_over_several_calls_of_the_tokenizer(
     tmp_path: Path, make_spec: MakeSpec, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ from trainer.config.errors import ConfigurationError
 from trainer.config.estimators import ESTIMATORS
 from trainer.config.load import load_config
 from trainer.pipeline.compose import make_pool, worker_spec
+from trainer.pipeline.inputs import load_inputs
 from trainer.pipeline.preflight import check_agent
 
 if TYPE_CHECKING:
@@ -73,3 +74,10 @@ def test_the_driver_waits_as_long_as_a_trajectory_may_take() -> None:
     single = make_pool(load_config(short), None, actors)
     agent = make_pool(load_config([*short, "task.agent=my.loop", "task.agent_timeout_s=900"]), None, actors)
     assert agent._group_timeout_s - single._group_timeout_s == 800
+
+
+@pytest.mark.parametrize("agent", ["agents_for_preflight.Loop", ""])
+def test_prompts_keep_their_messages_for_agents_alone(agent: str) -> None:
+    inputs = load_inputs(load_config([f"task.agent={agent}", "task.apply_chat_template=true"]))
+    for prompt in (inputs.train.prompts[0], inputs.evaluation[0]):
+        assert list(prompt.messages) == ([{"role": "user", "content": prompt.text}] if agent else [])
