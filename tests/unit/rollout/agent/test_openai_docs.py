@@ -1,0 +1,99 @@
+"""The examples of docs/openai_agents.md are agents that work."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rollout.agent.loading import make_loop
+from rollout.agent.play import play
+from tests.fakes.chat_policy import END, ChatPolicy, by_turn
+
+PROGRAM = """
+import os, subprocess, sys
+from openai import OpenAI
+child = subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL)
+with open(os.environ["PIDS"], "w") as pids:
+    print(os.getpid(), child.pid, file=pids)
+message = {"role": "user", "content": sys.stdin.read()}
+print(OpenAI().chat.completions.create(model="policy", messages=[message]).choices[0].message.content)
+"""
+
+Make = Callable[[str, ChatPolicy], Any]
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+    text = (Path(__file__).parents[4] / "docs" / "openai_agents.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == 2
+    (tmp_path / "openai_agents_of_the_docs.py").write_text("\n".join(blocks))
+    (tmp_path / "my_program.py").write_text(PROGRAM)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
+
+    def made(name: str, policy: ChatPolicy) -> Any:
+        policy.tokenizer.save_pretrained(tmp_path / "tokenizer")
+        args = {"solve": f"openai_agents_of_the_docs.{name}", "tokenizer": str(tmp_path / "tokenizer")}
+        return make_loop("rollout.agent.openai_agent.openai_agent", args)
+
+    return made
+
+
+@pytest.mark.parametrize(
+    ("answers", "rewards"),
+    [(["5"], [1.0]), (["6", "5"], [0.0, 0.5]), (["6", "7"], [0.0, 0.0])],
+    ids=["at-once", "second", "never"],
+)
+async def test_the_documented_function_pays_as_it_says(make: Make, answers: list[str], rewards: list[float]) -> None:
+    policy = await ChatPolicy(by_turn(*(answer + END for answer in answers))).start()
+    loop = make("solve", policy)
+    prompt = replace(policy.prompt(), messages=({"role": "user", "content": "2+3?"},))
+    episode = await play(loop, prompt, 200, generate=policy.generate, timeout_s=30.0)
+    await loop.close()
+    assert [turn.reward for turn in episode.turns] == rewards
+
+
+async def test_the_documented_program_is_paid_for_its_answer(make: Make, tmp_path: Path) -> None:
+    policy = await ChatPolicy(by_turn(f"5{END}")).start()
+    loop = make("solve_in_a_program", policy)
+    prompt = replace(policy.prompt(), text="2+3?")
+    episode = await play(loop, prompt, 200, generate=policy.generate, timeout_s=60.0)
+    await loop.close()
+    assert (episode.turns[-1].reward, episode.status) == (1.0, "completed")
+    await nothing_runs(tmp_path)
+
+
+async def test_the_documented_program_ends_with_the_trajectory(make: Make, tmp_path: Path) -> None:
+    policy = await ChatPolicy(by_turn(f"5{END}")).start()
+    policy.engine.faults.hang_generation = True
+    loop = make("solve_in_a_program", policy)
+    playing = asyncio.create_task(play(loop, policy.prompt(), 200, generate=policy.generate, timeout_s=60.0))
+    await policy.has_begun.wait()
+    assert len(running(tmp_path)) == 2
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    await loop.close()
+    await nothing_runs(tmp_path)
+
+
+def running(directory: Path) -> list[int]:
+    """Processes of the program that are there and no zombies."""
+    pids = map(int, (directory / "pids").read_text().split())
+    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+
+
+async def nothing_runs(directory: Path) -> None:
+    """What is killed takes a moment."""
+    async with asyncio.timeout(30.0):
+        while running(directory):
+            await asyncio.sleep(0.01)
