@@ -44,7 +44,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         if getattr(tokenizer, "chat_template", None) is None:
             raise ValueError("the tokenizer has no chat template; use one of an instruction-tuned model")
-        if _MARK not in self._rendered(_made_up([]), Setting()):
+        if _MARK not in self._rendered(_made_up([{"role": "user", "content": "ask again"}]), Setting()):
             raise ValueError("the chat template does not show what an assistant said; use another one")
 
     def opening(self, messages: Sequence[Mapping[str, Any]], setting: Setting) -> list[int]:

@@ -12,8 +12,11 @@ import pytest
 from openai import AsyncOpenAI
 
 from rollout.agent.openai_agent import OpenAiLoop, Task
+from rollout.agent.openai_api import ApiError, parse_request
+from rollout.agent.openai_session import Session
 from rollout.agent.play import play
 from rollout.agent.template import ChatTemplate, Setting
+from rollout.types import Completion
 from tests.fakes.chat_policy import BEGIN, END, ChatPolicy, by_turn
 
 if TYPE_CHECKING:
@@ -146,7 +149,14 @@ async def test_requests_at_once_do_not_share_a_sequence() -> None:
 
     async def talk(chat: Chat) -> None:
         first = said(await chat(USER))
-        await asyncio.gather(chat(USER, first, OTHER), chat(USER, first, {"role": "user", "content": "third"}))
+        policy.engine.faults.hang_generation = True
+        new = (OTHER, {"role": "user", "content": "third"})
+        both = asyncio.gather(*(chat(USER, first, one) for one in new))
+        while len(policy.asked) < 3:
+            await asyncio.sleep(0)
+        policy.engine.faults.hang_generation = False
+        await policy.engine.wake()
+        await both
 
     episode = await played(policy, talk)
     one, two = policy.spoken(episode.turns).split("---\n")
@@ -174,13 +184,14 @@ async def test_a_question_on_the_side_leaves_the_conversation_where_it_was() -> 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": %d}}\n</tool_call>'
 
 
-async def test_calls_of_tools_are_read_and_what_tools_return_follows_in_the_same_sequence() -> None:
-    policy = ChatPolicy(by_turn(f"so{CALL % 1}{CALL % 2}{END}", f"5{END}"))
+@pytest.mark.parametrize("text", ["so", ""])
+async def test_calls_of_tools_are_read_and_what_tools_return_follows_in_the_same_sequence(text: str) -> None:
+    policy = ChatPolicy(by_turn(f"{text}{CALL % 1}{CALL % 2}{END}", f"5{END}"))
 
     async def talk(chat: Chat) -> None:
         first = await chat(USER, tools=[ADD])
         choice = first.choices[0]
-        assert (choice.finish_reason, choice.message.content) == ("tool_calls", "so")
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", text or None)
         calls = choice.message.tool_calls
         assert [(one.function.name, one.function.arguments) for one in calls] == [
             ("add", '{"a": 1}'),
@@ -193,7 +204,7 @@ async def test_calls_of_tools_are_read_and_what_tools_return_follows_in_the_same
     episode = await played(policy, talk, max_sequences=1)
     opening = f"---\n<|im_start|>system\nadd{END}\n{ASKED}"
     results = "".join(f"<|im_start|>user\n<tool_response>r{n}</tool_response>{END}\n" for n in range(2))
-    first = f"{{so{CALL % 1}{CALL % 2}{END}}}"
+    first = f"{{{text}{CALL % 1}{CALL % 2}{END}}}"
     assert policy.spoken(episode.turns) == f"{opening}{first}\n{results}{BEGIN}{{5{END}}}"
 
 
@@ -295,6 +306,41 @@ async def test_an_answer_that_is_given_up_in_a_conversation_of_its_own_leaves_no
 
     episode = await played(policy, talk, max_sequences=1)
     assert policy.spoken(episode.turns) == f"{ASKED}{{one{END}}}"
+
+
+def session_of(policy: ChatPolicy, *, generate: Any = None) -> Session:
+    template = ChatTemplate(policy.tokenizer)
+    return Session(policy.prompt(), 500, generate=generate or policy.generate, template=template)
+
+
+async def test_a_session_that_has_ended_asks_the_policy_nothing_more() -> None:
+    """A request may be read while its trajectory ends."""
+    policy = await ChatPolicy(by_turn(f"one{END}")).start()
+    session = session_of(policy)
+    await session.close()
+    with pytest.raises(ApiError, match="this trajectory has ended"):
+        await session.answer(parse_request({"messages": [USER]}, {}))
+    assert policy.asked == []
+
+
+async def test_an_answer_without_tokens_leaves_the_conversation_as_it_was() -> None:
+    policy = await ChatPolicy(by_turn(f"one{END}", f"two{END}")).start()
+    is_silent = [False]
+
+    async def generate(token_ids: np.ndarray, max_tokens: int, *, stop: Any = None) -> Completion:
+        if is_silent[0]:
+            nothing = np.empty(0, np.int32)
+            return Completion(token_ids=nothing, logprobs=nothing.astype(np.float32), segments=(), finish_reason="stop")
+        return await policy.generate(token_ids, max_tokens, stop=stop)
+
+    session = session_of(policy, generate=generate)
+    first = await session.answer(parse_request({"messages": [USER]}, {}))
+    is_silent[0] = True
+    silent = await session.answer(parse_request({"messages": [USER, first.message, USER]}, {}))
+    assert (silent.message["content"], silent.num_completion_tokens) == ("", 0)
+    is_silent[0] = False
+    await session.answer(parse_request({"messages": [USER, first.message, OTHER]}, {}))
+    assert policy.spoken(session.turns()) == f"{ASKED}{{one{END}}}{ASKED_AGAIN}{{two{END}}}"
 
 
 @pytest.mark.parametrize(
