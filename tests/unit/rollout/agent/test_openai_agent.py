@@ -99,6 +99,14 @@ async def test_an_answer_that_is_cut_for_want_of_room_truncates(policy: ChatPoli
     assert (episode.status, policy.max_tokens) == ("truncated", [2])
 
 
+async def test_an_answer_that_the_agent_itself_cut_short_truncates_nothing(policy: ChatPolicy) -> None:
+    async def solve(task: Task) -> None:
+        async with client_of(task) as chat:
+            await chat(USER, max_tokens=2)
+
+    assert (await played(solve, policy)).status == "completed"
+
+
 async def test_an_agent_that_goes_on_with_less_history_is_not_truncated(policy: ChatPolicy) -> None:
     async def solve(task: Task) -> None:
         with pytest.raises(openai.BadRequestError):
@@ -144,8 +152,8 @@ async def test_an_agent_that_hangs_ends_at_the_deadline_with_its_generation_and_
     tasks: list[Task] = []
     loop = OpenAiLoop(asks_once_and_notes(tasks), template=ChatTemplate(policy.tokenizer))
     before = asyncio.all_tasks()
-    with pytest.raises(AgentError, match=r"longer than task\.agent_timeout_s=0\.5"):
-        await play(loop, policy.prompt(), 300, generate=policy.generate, timeout_s=0.5)
+    with pytest.raises(AgentError, match=r"longer than task\.agent_timeout_s=3"):
+        await play(loop, policy.prompt(), 300, generate=policy.generate, timeout_s=3.0)
     assert (len(policy.asked), policy.engine._live) == (1, {})
     with pytest.raises(openai.NotFoundError, match="no such trajectory, or it has ended"):
         await asks_once(tasks[0])

@@ -257,7 +257,7 @@ async def test_log_probabilities_and_streams_are_those_of_the_api() -> None:
 
 
 async def test_a_commit_between_and_within_answers_labels_every_token() -> None:
-    policy = ChatPolicy(by_turn(f"one{END}", f"two{END}"))
+    policy = ChatPolicy(by_turn(f"one{END}", f"two{END}", "3" * 90 + END))
 
     async def commit(version: int) -> CommitResult:
         return await policy.engine.commit(version, "update", timeout_s=5.0)
@@ -265,11 +265,20 @@ async def test_a_commit_between_and_within_answers_labels_every_token() -> None:
     async def talk(chat: Chat) -> None:
         first = said(await chat(USER))
         await commit(1)
-        await chat(USER, first, OTHER)
+        second = said(await chat(USER, first, OTHER))
+        asking = asyncio.create_task(chat(USER, first, OTHER, second, USER))
+        while policy.engine.stats().generated_tokens < 12:
+            await asyncio.sleep(0)
+        await commit(2)
+        await asking
 
     episode = await played(policy, talk)
-    assert [[(s.version, s.num_tokens) for s in turn.segments] for turn in episode.turns] == [[(0, 4)], [(1, 4)]]
-    assert [set(turn.logprobs[turn.is_generated].tolist()) for turn in episode.turns] == [{-0.5}, {-1.5}]
+    segments = [[(s.version, s.num_tokens) for s in turn.segments] for turn in episode.turns]
+    assert segments[:2] == [[(0, 4)], [(1, 4)]]
+    assert [version for version, _ in segments[2]] == [1, 2]
+    for turn in episode.turns:  # the policy's log-probabilities tell its version
+        versions = np.repeat([s.version for s in turn.segments], [s.num_tokens for s in turn.segments])
+        assert turn.logprobs[turn.is_generated].tolist() == (-0.5 - versions).tolist()
 
 
 async def test_a_client_that_goes_away_ends_its_generation_and_leaves_the_conversation_as_it_was() -> None:
