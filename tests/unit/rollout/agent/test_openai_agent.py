@@ -204,6 +204,31 @@ async def test_an_engine_that_fails_is_no_failure_of_the_agent_and_ends_it(polic
         await played(solve, policy, generate=generate, timeout_s=60.0)
 
 
+async def test_a_client_in_a_thread_is_told_once_what_an_engine_raised(policy: ChatPolicy) -> None:
+    told: asyncio.Queue[Exception] = asyncio.Queue()
+    here, num_asked = asyncio.get_running_loop(), [0]
+
+    async def generate(token_ids: np.ndarray, max_tokens: int, *, stop: Any = None) -> Completion:
+        num_asked[0] += 1
+        raise NoReplica("all are dead")
+
+    def solve(task: Task) -> None:
+        with OpenAI(base_url=task.base_url, api_key=task.api_key) as client:
+            message: Any = USER
+            try:
+                client.chat.completions.create(model=task.model, messages=[message])
+            except openai.APIError as error:
+                here.call_soon_threadsafe(told.put_nowait, error)
+
+    loop = OpenAiLoop(solve, template=ChatTemplate(policy.tokenizer))
+    with pytest.raises(NoReplica, match="all are dead"):
+        await loop.run(policy.prompt(), 300, generate)
+    error = await told.get()
+    assert isinstance(error, openai.BadRequestError)
+    assert (error.code, "NoReplica: all are dead" in error.message, num_asked) == ("engine_error", True, [1])
+    await loop.close()
+
+
 async def test_an_engine_that_dies_in_mid_answer_is_what_play_raises(policy: ChatPolicy) -> None:
     policy.engine.faults.die_after_tokens = 2
     with pytest.raises(EngineDead, match="scripted death"):
