@@ -79,5 +79,5 @@ def test_the_driver_waits_as_long_as_a_trajectory_may_take() -> None:
 @pytest.mark.parametrize("agent", ["agents_for_preflight.Loop", ""])
 def test_prompts_keep_their_messages_for_agents_alone(agent: str) -> None:
     inputs = load_inputs(load_config([f"task.agent={agent}", "task.apply_chat_template=true"]))
-    for prompt in (inputs.train.prompts[0], inputs.evaluation[0]):
+    for prompt in (inputs.train.prompts[0], inputs.evaluation[0].prompts[0]):
         assert list(prompt.messages) == ([{"role": "user", "content": prompt.text}] if agent else [])
