@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 MODEL = "policy"
+_CALL = re.compile(re.escape(OPEN) + r"\s*(?=\{)")
+_DECODER = json.JSONDecoder()
 _READ = (
     "messages", "tools", "chat_template_kwargs", "max_tokens", "max_completion_tokens", "stop", "stream",
     "stream_options", "logprobs", "model",
@@ -190,36 +193,43 @@ class Answer:
 
 def assistant_message(text: str, *, call_prefix: str, reads_calls: bool) -> dict[str, Any]:
     """The policy's text as a message. With `reads_calls`, calls as Hermes and Qwen models write them become
-    `tool_calls`; one that is no JSON stays text, for the agent to read.
+    `tool_calls`; one that is no JSON, or was cut off, stays text.
 
     Args:
         call_prefix: of the ids of calls, unique in the conversation.
     """
     calls: list[dict[str, Any]] = []
-    content = text
-    while reads_calls and OPEN in content:
-        before, _, rest = content.partition(OPEN)
-        body, _, after = rest.partition(CLOSE)
-        call = _read_call(body)
-        if call is None:
-            break
-        name, arguments = call
-        function = {"name": name, "arguments": json.dumps(arguments)}
+    content, position = "", 0
+    for found in _CALL.finditer(text) if reads_calls else ():
+        # A thought may say how a call is written. So may arguments, where quotes are escaped and nothing can be read.
+        if (call := _read_call(text, found.end())) is None:
+            continue
+        function = {"name": call.name, "arguments": json.dumps(call.arguments)}
         calls.append({"id": f"{call_prefix}{len(calls)}", "type": "function", "function": function})
-        content = before + after
+        content, position = content + text[position : found.start()], call.end
     if not calls:
-        return {"role": "assistant", "content": content}
-    return {"role": "assistant", "content": content.strip() or None, "tool_calls": calls}
+        return {"role": "assistant", "content": text}
+    return {"role": "assistant", "content": (content + text[position:]).strip() or None, "tool_calls": calls}
 
 
-def _read_call(body: str) -> tuple[str, Mapping[str, Any]] | None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    name: str
+    arguments: Mapping[str, Any]
+    end: int
+    """Index of what follows it in the text."""
+
+
+def _read_call(text: str, start: int) -> _Call | None:
+    """The call whose object begins at `start`."""
     try:
-        call = json.loads(body)
+        call, end = _DECODER.raw_decode(text, start)
     except (ValueError, RecursionError):
         return None
+    rest = text[end:].lstrip()
     match call:
-        case {"name": str(name), "arguments": dict(arguments)}:
-            return name, arguments
+        case {"name": str(name), "arguments": dict(arguments)} if rest.startswith(CLOSE):
+            return _Call(name=name, arguments=arguments, end=len(text) - len(rest) + len(CLOSE))
         case _:
             return None
 
