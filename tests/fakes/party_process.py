@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from tests.fakes.protocol_traps import State, Traps, process_state, watch_protocol
+from tests.fakes.protocol_traps import State, Traps, process_state, signal_and_see, watch_protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -168,7 +168,10 @@ class PartyProcess:
         return self.ask("vitals")
 
     def signal(self, number: int) -> None:
-        os.kill(self.pid, number)
+        if number == signal.SIGSTOP:
+            signal_and_see(self.pid, number)
+        else:
+            os.kill(self.pid, number)
 
     def wake(self) -> None:
         """SIGCONT, once the process whose trap stopped this one knows that it did."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tests.fakes.protocol_traps import signal_and_see
 from weight_sync.device.select import get_backend
 from weight_sync.errors import RelayStalled
 from weight_sync.pull import shadow_plan
@@ -154,7 +156,10 @@ class RelayProcess:
 
     def signal(self, number: int) -> None:
         assert self.process.pid is not None
-        os.kill(self.process.pid, number)
+        if number == signal.SIGSTOP:
+            signal_and_see(self.process.pid, number)
+        else:
+            os.kill(self.process.pid, number)
 
     def close(self) -> None:
         self.pipe.close()
