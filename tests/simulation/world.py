@@ -290,8 +290,9 @@ class Simulation:
                 for name, version in fleet.coordinator.live_versions.items()
                 if fleet.states[name] == "live" and (version is None or version < report.version)
             }
-            standings = self.pool._standings
-            assert all(standings[name].is_resting for name in behind), f"{behind}, and gets requests of training"
+            for name in behind:  # leased to an evaluation, or lost and on its way to be replaced
+                standing = self.pool._standings[name]
+                assert standing.is_resting or standing.quarantine, f"{behind}, and {name} gets requests of training"
             for name, member in fleet.states.items():
                 if member != "live":
                     await self.pool.quarantine(name, f"weight sync: {member}")
