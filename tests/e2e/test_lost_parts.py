@@ -93,6 +93,7 @@ def test_engine_and_rollout_worker_come_back_and_cost_no_group_and_the_loss_of_a
 ) -> None:
     config = run_config(WORK, *write_inputs(WORK, tmp_path / "inputs"))
     config["task"]["eval_path"] = config["task"]["train_path"]
+    config["model"]["random_weights"] = True
     (tmp_path / "inputs" / "long.yaml").write_text(yaml.safe_dump(config))
     run = start(tmp_path / "run", "--config-dir", str(tmp_path / "inputs"), "--config-name", "long", *ENDLESS)
     run.until(lambda: any("eval/version" in line for line in run.lines))
