@@ -220,10 +220,11 @@ class RolloutWorkerActor:
         return self._worker.quarantined
 
     async def close(self) -> None:
-        """Ends the watch and the reward processes."""
+        """Ends the watch, what the agent loop holds, and the reward processes."""
         if self._watching is not None:
             self._watching.cancel()
         self._groups.close()
+        await self._worker.close()
         await self._rewards.close()
         self._for_life.close()
 

@@ -275,6 +275,11 @@ class RolloutWorker:
 
         return queue_of
 
+    async def close(self) -> None:
+        """Closes the agent loop, if it has an `async def close(self)`."""
+        if close := getattr(self._loop, "close", None):
+            await close()
+
     def quarantine(self, name: str, reason: str) -> None:
         """Sends nothing more to this replica. What runs there goes on elsewhere, from what it has; an evaluation there
         fails with `NoReplica`."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
@@ -121,6 +122,14 @@ def test_a_trajectory_may_consist_of_several_sequences_if_it_is_allowed() -> Non
             await agent_worker(Played(says_it_twice), FakeEngine("e0")).run_group(item())
 
     run_virtual(main())
+
+
+async def test_a_worker_that_closes_closes_what_its_loop_holds() -> None:
+    loop: Any = Played(says_it_twice)
+    await agent_worker(loop, FakeEngine("e0")).close()
+    loop.close = AsyncMock()
+    await agent_worker(loop, FakeEngine("e0")).close()
+    loop.close.assert_awaited_once_with()
 
 
 def failing_on_odd_calls(fail: Any) -> AgentLoop:
