@@ -220,13 +220,16 @@ class RolloutWorkerActor:
         return self._worker.quarantined
 
     async def close(self) -> None:
-        """Ends the watch, what the agent loop holds, and the reward processes."""
+        """Ends the watch, what the agent loop holds, and the reward processes; also of a worker that did not start."""
         if self._watching is not None:
             self._watching.cancel()
         self._groups.close()
-        await self._worker.close()
-        await self._rewards.close()
-        self._for_life.close()
+        try:
+            if self._started is not None:
+                await self._started.close()
+        finally:
+            await self._rewards.close()
+            self._for_life.close()
 
 
 def actor_errors() -> tuple[type[Exception], ...]:

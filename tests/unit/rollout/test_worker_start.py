@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -48,6 +49,16 @@ async def test_a_worker_starts_with_a_tokenizer_that_brings_its_own_code_where_i
     finally:
         await trusting.close()
         await wary.close()
+
+
+async def test_a_worker_whose_loop_cannot_close_ends_its_reward_processes_all_the_same(tmp_path: Path) -> None:
+    actor = worker(save_own_tokenizer(tmp_path / "own"), trust_remote_code=True)
+    await actor.start()
+    actor._rewards.close = ended = AsyncMock(wraps=actor._rewards.close)
+    actor._worker._loop = SimpleNamespace(close=AsyncMock(side_effect=OSError("no such socket")))
+    with pytest.raises(OSError, match="no such socket"):
+        await actor.close()
+    ended.assert_awaited_once_with()
 
 
 def test_a_relative_file_of_a_reward_is_one_of_the_directory_that_the_run_was_started_in(
