@@ -131,7 +131,8 @@ def _start(output: Path) -> tuple[subprocess.Popen[bytes], socket.socket]:
     ours, theirs = socket.socketpair()
     with theirs, output.open("ab") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "trainer.telemetry.sinks.wandb_process", str(theirs.fileno()), str(FINISH_S)],
+            # Unbuffered: what the package has said is in the file, however the process ends.
+            [sys.executable, "-u", "-m", "trainer.telemetry.sinks.wandb_process", str(theirs.fileno()), str(FINISH_S)],
             stdin=subprocess.DEVNULL,  # no terminal, no question
             stdout=file,
             stderr=file,

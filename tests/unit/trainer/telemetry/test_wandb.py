@@ -225,13 +225,14 @@ def test_a_package_that_hangs_costs_a_deadline(
     assert not is_there(pid)
 
 
-def test_a_process_that_dies_is_told(calls: Path, opened: tuple[RunConfig, RunDir]) -> None:
+def test_a_process_that_dies_is_told_and_what_it_printed_is_kept(calls: Path, opened: tuple[RunConfig, RunDir]) -> None:
     sink = WandbSink(*opened)
     ((pid, _),) = asked(calls, "process")
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(RuntimeError, match=r"ended; see .*process\.txt"):
         sink.write({"step": 1})
     sink.close()
+    assert "a word of the package" in (opened[1].path / "wandb" / "process.txt").read_text()
 
 
 def test_the_run_has_failed_where_the_driver_is_killed(calls: Path, opened: tuple[RunConfig, RunDir]) -> None:
