@@ -2,7 +2,7 @@
 
 Usage: python -m trainer.export CHECKPOINT OUT [--model PATH] [--config FILE]
 
-CHECKPOINT is run_dir/checkpoints/step_N, or a run directory: its newest complete checkpoint. OUT is a directory that
+CHECKPOINT is run_dir/checkpoints/step_N, or a run directory: its newest checkpoint. OUT is a directory that
 does not exist, or is empty. It gets what a run writes to run_dir/export when it ends in order: weights in
 model.rollout_dtype, the model's config, the tokenizer's files, and of a LoRA run the merged weights and adapter/.
 
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         out = _checked_out(args.out)
-        path = find_checkpoint(args.checkpoint)
+        path = checkpoint.locate(args.checkpoint)
         state = checkpoint.read_state(path)
         cfg = with_origin(read_config(path, args.config), state.get("origin", {}), model_path=args.model)
         _export(path, out, cfg)
@@ -70,24 +70,6 @@ def _export(path: Path, out: Path, cfg: RunConfig) -> None:
 
     asyncio.run(ensure_model(cfg))
     export_checkpoint(path, out, with_model_directory(cfg))
-
-
-def find_checkpoint(given: Path) -> Path:
-    """The checkpoint that `given` is, or the newest complete one of the run directory that it is.
-
-    Raises:
-        Refused: it is neither.
-    """
-    path = given.expanduser().resolve()
-    if not path.is_dir():
-        raise Refused(f"{given} is not a directory; give run_dir/checkpoints/step_N or a run directory")
-    if path.name.startswith("step_") or (path / checkpoint.MANIFEST_FILE).exists():
-        return path
-    for directory in (path / "checkpoints", path):
-        latest = checkpoint.find_latest(directory)
-        if latest is not None:
-            return latest
-    raise Refused(f"{given} is no checkpoint and holds no complete one; give run_dir/checkpoints/step_N or a run_dir")
 
 
 def read_config(path: Path, given: Path | None) -> RunConfig:

@@ -7,7 +7,8 @@
 
     checkpoints/abandoned/     abandon(): what a run left behind that went on from an older checkpoint; never deleted
 
-Only a directory named `step_N` that holds a manifest counts. Imports without torch.
+A directory named `step_N` is written completely before it gets that name; one without its manifest is damaged. Imports
+without torch.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 MANIFEST_FILE = "complete.json"
 STATE_FILE = "driver.json"
+LEARNER = "learner"
+"""The directory of the learner's shards."""
 ABANDONED = "abandoned"
 DELETED = ".deleted"
 HASHED_BYTES = 16 << 20
@@ -85,9 +88,39 @@ def put_in_place(written: Path, final: Path) -> None:
 
 
 def find_latest(directory: Path) -> Path | None:
-    """The complete checkpoint with the highest step in `directory` (`run_dir/checkpoints`); None if there is none."""
-    complete = _complete(directory)
-    return complete[-1] if complete else None
+    """The checkpoint with the highest step in `directory` (`run_dir/checkpoints`); None if there is none.
+
+    It may be damaged, also by the loss of its manifest: `verify` says so. An older one never stands in for it silently.
+    """
+    steps = _steps(directory)
+    return steps[-1] if steps else None
+
+
+def locate(given: Path) -> Path:
+    """The checkpoint that `given` is, or the newest one of the run directory, or `checkpoints` directory, that it is.
+
+    Raises:
+        CheckpointError: it is neither.
+    """
+    path = given.expanduser().resolve()
+    if not path.is_dir():
+        raise CheckpointError(f"{given} is not a directory; give RUN_DIR/checkpoints/step_N or a run directory")
+    if path.name.startswith("step_") or (path / MANIFEST_FILE).exists():
+        return path
+    for directory in (path / "checkpoints", path):
+        latest = find_latest(directory)
+        if latest is not None:
+            return latest
+    raise CheckpointError(
+        f"{given} holds no checkpoint; give RUN_DIR/checkpoints/step_N or a run directory that has one"
+    )
+
+
+def older_complete(path: Path) -> Path | None:
+    """The newest complete checkpoint beside `path` with a lower step; None if there is none."""
+    match = _STEP_NAME.fullmatch(path.name)
+    older = [] if match is None else [each for each in _complete(path.parent) if step_of(each) < int(match[1])]
+    return older[-1] if older else None
 
 
 def step_of(path: Path) -> int:
@@ -115,6 +148,12 @@ def verify(path: Path) -> None:
         ) from error
     except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{manifest} is damaged ({error!r}); use another checkpoint") from error
+    has_shards = any(name.startswith(f"{LEARNER}/") for name in files)
+    if STATE_FILE not in files or ((path / LEARNER).exists() and not has_shards):
+        raise CheckpointError(
+            f"{manifest} is damaged: it must list {STATE_FILE} and the files in {LEARNER}/, and lists "
+            f"{', '.join(files) or 'none'}; use another checkpoint"
+        )
     for name, expected in files.items():
         file = path / name
         if not file.is_file():
@@ -176,9 +215,9 @@ def abandon(directory: Path, *, going_on_from: Path) -> list[Path]:
     Left alone, a later step of the branch that is left would count as the newest: `find_latest` would go on from it,
     and `prune` delete the new branch for it. A checkpoint from elsewhere leaves every one in `directory` behind.
     """
-    complete = _complete(directory)
-    own = next((path for path in complete if path.samefile(going_on_from)), None)  # a link may have another name
-    left = [path for path in complete if own is None or step_of(path) > step_of(own)]
+    steps = _steps(directory)
+    own = next((path for path in steps if path.samefile(going_on_from)), None)  # a link may have another name
+    left = [path for path in steps if own is None or step_of(path) > step_of(own)]
     moved = [_free_name(directory / ABANDONED / path.name) for path in left]
     for path, target in zip(left, moved, strict=True):
         target.parent.mkdir(exist_ok=True)
@@ -192,11 +231,14 @@ def _free_name(path: Path) -> Path:
     return next(name for name in names if not name.exists())
 
 
-def _complete(directory: Path) -> list[Path]:
+def _steps(directory: Path) -> list[Path]:
     if not directory.is_dir():
         return []
-    found = [p for p in directory.iterdir() if _STEP_NAME.fullmatch(p.name) and (p / MANIFEST_FILE).is_file()]
-    return sorted(found, key=step_of)
+    return sorted((path for path in directory.iterdir() if _STEP_NAME.fullmatch(path.name)), key=step_of)
+
+
+def _complete(directory: Path) -> list[Path]:
+    return [path for path in _steps(directory) if (path / MANIFEST_FILE).is_file()]
 
 
 def _describe(path: Path) -> dict[str, Any]:

@@ -45,15 +45,15 @@ class Resumed:
 
 
 def find_resume(cfg: RunConfig, directory: Path | None, *, is_device_here: bool = True) -> Resumed | None:
-    """The checkpoint that `checkpoint.resume` names, verified; None for a fresh start. Where the run directory has gone
-    on from the one that is named by its path, it is the newest of those that came of it.
+    """The checkpoint that `checkpoint.resume` names, verified; None for a fresh start. A run directory stands for its
+    newest checkpoint. Where this run has resumed from the one named before, it is the newest of those that followed.
 
     Args:
         directory: `run_dir/checkpoints`, which need not exist; None for a run directory that will be new.
         is_device_here: the run will use devices of this host; else nothing tells which kind of device it will find.
 
     Raises:
-        ConfigurationError: it is truncated or missing, `never` meets a directory that has one, or the run would go on
+        ConfigurationError: it is damaged or missing, `never` meets a directory that has one, or the run would go on
             with another origin than it began with.
     """
     wanted = cfg.checkpoint.resume
@@ -62,14 +62,18 @@ def find_resume(cfg: RunConfig, directory: Path | None, *, is_device_here: bool 
         if latest is not None:
             raise _refused(cfg, f"{directory} already has {latest.name}", "choose another run_dir, or resume=auto")
         return None
-    path = latest if wanted == "auto" or (latest is not None and _came_of(wanted, latest)) else Path(wanted)
-    if path is None:
+    is_newest = wanted == "auto" or (latest is not None and _came_of(wanted, latest))
+    if is_newest and latest is None:
         return None
-    path = path.absolute()  # learners read it too, and may have been started elsewhere
+    path = latest
     try:
+        if not is_newest:
+            path = checkpoint.locate(Path(wanted))
+        assert path is not None
+        path = path.absolute()  # learners read it too, and may have been started elsewhere
         resumed = Resumed(path=path, state=checkpoint.read_state(path))
     except CheckpointError as error:
-        raise _refused(cfg, str(error), f"delete {path} to go on from an older one, or name another") from error
+        raise _refused(cfg, str(error), _way_on(path)) from error
     _check_origin(cfg, resumed, is_device_here=is_device_here)
     return resumed
 
@@ -82,10 +86,10 @@ def tell_resumed(cfg: RunConfig, resumed: Resumed) -> None:
         anew += f", {buffer['num_finished']} of them had been finished"
     log.info("going on from %s; %s", resumed.path, anew)
     wanted = cfg.checkpoint.resume
-    if wanted != "auto" and not _is_same(wanted, resumed.path):
+    if wanted != "auto" and not _names(wanted, resumed.path):
         log.warning(
             "this run directory went on from %s before (checkpoint.resume), and goes on from what came of it; to begin "
-            "there once more, choose another run_dir, or delete the checkpoints that came of it",
+            "there once more, choose another run_dir",
             wanted,
         )
 
@@ -120,8 +124,23 @@ def _came_of(wanted: str, latest: Path) -> bool:
     return any(_is_same(wanted, path) for path in _begins(latest.parent / _BEGIN))
 
 
+def _way_on(damaged: Path | None) -> str:
+    """What to do instead of resuming from `damaged`. Never to delete anything: the rest of the run may be in it."""
+    older = None if damaged is None else checkpoint.older_complete(damaged)
+    if older is None:
+        return "name another with checkpoint.resume=PATH, or begin a new run in another run_dir"
+    return f"to go on from the newest complete one before it, use checkpoint.resume={older}"
+
+
 def _begins(file: Path) -> list[str]:
     return file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+
+
+def _names(wanted: str, path: Path) -> bool:
+    try:
+        return _is_same(str(checkpoint.locate(Path(wanted))), path)
+    except CheckpointError:  # it has been removed since
+        return False
 
 
 def _is_same(path: str, other: str | Path) -> bool:

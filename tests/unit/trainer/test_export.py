@@ -149,8 +149,8 @@ def test_a_run_whose_first_weights_were_drawn_is_exported(tmp_path: Path, capsys
 
 def test_what_is_no_checkpoint_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, checkpoints = folder / "out", folder / "run" / "checkpoints"
-    assert "step_6 is not a directory; give run_dir" in refusal(capsys, checkpoints / "step_6", out)
-    assert "holds no complete one; give run_dir" in refusal(capsys, folder, out)
+    assert "step_6 is not a directory; give RUN_DIR" in refusal(capsys, checkpoints / "step_6", out)
+    assert "holds no checkpoint; give RUN_DIR" in refusal(capsys, folder, out)
     begin(checkpoints, 30)
     assert "step_30.tmp is not complete" in refusal(capsys, checkpoints / "step_30.tmp", out)
     assert not out.exists()

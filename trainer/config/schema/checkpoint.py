@@ -16,10 +16,10 @@ class CheckpointConfig:
     )
     resume: str = key(
         "auto",
-        "`auto` goes on from the newest complete checkpoint in `run_dir` if there is one, `never` refuses a "
-        "run directory that has one, a path resumes from that checkpoint, and a later start with the same path from "
-        "the newest that came of it. What does not lead to it, such as later steps in the same `run_dir`, moves to "
-        "`checkpoints/abandoned`.",
+        "`auto` resumes from the newest checkpoint in `run_dir` if there is one, `never` refuses a run directory that "
+        "has one. A path resumes from that checkpoint, or the newest that run directory has; a later start with "
+        "the same path resumes from the newest that followed. What does not lead to it, such as later steps of the "
+        "same `run_dir`, moves to `checkpoints/abandoned`.",
         is_path=True,
     )
     save_at_end: bool = key(

@@ -12,6 +12,8 @@ from trainer.learner.checkpoint import (
     begin,
     commit,
     find_latest,
+    locate,
+    older_complete,
     prune,
     put_in_place,
     read_state,
@@ -39,8 +41,29 @@ def test_latest_is_the_highest_complete_step_by_number_not_by_name(tmp_path: Pat
     for step in (9, 100, 20):
         _save(tmp_path, step)
     (begin(tmp_path, 300) / "half").write_bytes(b"x")
-    (tmp_path / "step_400").mkdir()
     assert find_latest(tmp_path) == tmp_path / "step_100"
+
+
+@pytest.mark.parametrize("manifest", [None, '{"files": {}}', '{"files": {"learner/shard_0": {"bytes": 7}}}', "[]"])
+def test_a_checkpoint_that_lost_its_manifest_is_damaged_and_still_the_newest(
+    tmp_path: Path, manifest: str | None
+) -> None:
+    older, path = _save(tmp_path, 10), _save(tmp_path, 20)
+    (path / "complete.json").unlink()
+    if manifest is not None:
+        (path / "complete.json").write_text(manifest)
+    assert find_latest(tmp_path) == path
+    with pytest.raises(CheckpointError, match=r"complete\.json"):
+        read_state(path)
+    assert older_complete(path) == older and older_complete(older) is None
+    assert abandon(tmp_path, going_on_from=older) == [tmp_path / "abandoned" / "step_20"]
+
+
+@pytest.mark.parametrize("given", ["run", "run/checkpoints", "run/checkpoints/step_20"])
+def test_a_run_directory_stands_for_its_newest_checkpoint(tmp_path: Path, given: str) -> None:
+    for step in (20, 3):
+        _save(tmp_path / "run" / "checkpoints", step)
+    assert locate(tmp_path / given) == tmp_path / "run" / "checkpoints" / "step_20"
 
 
 def test_an_interrupted_save_leaves_no_trace_in_the_next_one(tmp_path: Path) -> None:

@@ -37,9 +37,45 @@ def test_auto_takes_the_newest_complete_checkpoint(tmp_path: Path) -> None:
     for step in (5, 20, 10):
         save(tmp_path, step)
     (tmp_path / "step_30.tmp").mkdir()
-    (tmp_path / "step_40").mkdir()
     found = resume("auto", tmp_path)
     assert (found.path, found.step) == (tmp_path / "step_20", 20)
+
+
+@pytest.mark.parametrize("given", ["", "checkpoints"])
+def test_a_run_directory_is_resumed_from_its_newest_checkpoint(
+    tmp_path: Path, given: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted, mine = tmp_path / "other" / given, open_run_dir(replace(config(), run_dir=str(tmp_path / "mine")))
+    for step in (100, 142):
+        save(tmp_path / "other" / "checkpoints", step)
+    cfg = config(checkpoint={"resume": str(wanted)})
+    found = find_resume(cfg, mine.checkpoints)
+    assert found is not None and found.step == 142
+    tell_resumed(cfg, found)
+    take_over(cfg, mine, found)
+    assert "WARNING" not in [record.levelname for record in caplog.records]
+    save(mine.checkpoints, 150)
+    assert resume(str(wanted), mine.checkpoints).step == 150, "the same command once more"
+    mine.close()
+
+
+@pytest.mark.parametrize("wanted", ["auto", "step_20", "."])
+def test_the_hint_names_an_older_checkpoint_and_removes_nothing(tmp_path: Path, wanted: str) -> None:
+    directory = tmp_path / "checkpoints"
+    for step in (10, 20):
+        save(directory, step)
+    (directory / "step_20" / "complete.json").unlink()
+    with pytest.raises(ConfigurationError, match=r"no complete\.json") as caught:
+        resume(wanted if wanted == "auto" else str(directory / wanted), directory)
+    text = str(caught.value)
+    assert f"checkpoint.resume={directory / 'step_10'}" in text and "delete" not in text
+    assert resume(str(directory / "step_10"), directory).step == 10
+
+
+def test_a_directory_without_a_checkpoint_is_refused_by_its_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="holds no checkpoint") as caught:
+        resume(str(tmp_path), tmp_path / "checkpoints")
+    assert "delete" not in str(caught.value)
 
 
 def test_auto_starts_afresh_without_a_checkpoint(tmp_path: Path) -> None:
