@@ -4,6 +4,7 @@ when all is trained, and ends in order."""
 from __future__ import annotations
 
 import json
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -54,6 +55,9 @@ def test_a_run_survives_kill_9_and_an_interrupt(start: Start, tmp_path: Path) ->
         assert expected in names
     killed.kill()
     assert killed.left_over(within_s=GONE_WITHIN_S) == []
+    assert killed.summary["exit_reason"] == "failed" and "SIGKILL" in killed.summary["error"]
+    assert killed.text.splitlines()[-1] == f"failed: {killed.summary['error']}"
+    assert not (run_dir / "owner.lock").exists()
 
     latest = find_latest(checkpoints)
     assert latest is not None
@@ -61,7 +65,13 @@ def test_a_run_survives_kill_9_and_an_interrupt(start: Start, tmp_path: Path) ->
 
     interrupted = start(run_dir, *SMALL, ENDLESS, reward, "checkpoint.every_steps=0")
     interrupted.until(lambda: "resuming after step" in interrupted.text and len(interrupted.lines) >= before + 3)
-    interrupted.terminate()
+    # A terminal is closed in the middle of a step, which takes longer than any of Ray's processes would take to end.
+    learner = interrupted.process("ray::LearnerWorker")
+    learner.suspend()
+    time.sleep(0.5)
+    interrupted.hang_up()
+    time.sleep(4.0)
+    learner.resume()
     assert interrupted.wait() == 130, interrupted.text[-3000:]
     assert interrupted.left_over(within_s=ENDED_WITHIN_S) == []
     assert interrupted.scratch == []

@@ -104,6 +104,10 @@ class TrainerProcess:
         """What a scheduler does that takes the machine back."""
         os.kill(self.pid, signal.SIGTERM)
 
+    def hang_up(self) -> None:
+        """What the kernel does when a terminal is closed: its whole foreground process group gets it."""
+        os.killpg(self.pid, signal.SIGHUP)
+
     def kill(self) -> None:
         """kill -9 of the driver alone."""
         os.kill(self.pid, signal.SIGKILL)

@@ -36,10 +36,16 @@ def save_sharded(
     Args:
         optimizers: everything that is trained, by a prefix of its names in the checkpoint ("" for the policy).
         readable: where the bytes of a tensor can be read, if not in the tensor (`Offload.readable`).
+
+    Raises:
+        CheckpointError: the files cannot be written; names `path` and says why.
     """
     counters = {f"{prefix}num_updates": torch.tensor(one.num_updates) for prefix, one in optimizers.items()}
     tensors = {name: readable(tensor) for name, tensor in _tensors(optimizers).items()}
-    save(tensors | counters | {"step": torch.tensor(step)}, checkpoint_id=path / SHARDS_DIR)
+    try:
+        save(tensors | counters | {"step": torch.tensor(step)}, checkpoint_id=path / SHARDS_DIR)
+    except (CheckpointException, RuntimeError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be written: {_reason(error)}") from error
 
 
 def load_sharded(path: Path, optimizers: Mapping[str, ShardedAdamW]) -> int:
@@ -77,12 +83,23 @@ def _load(path: Path, tensors: dict[str, Tensor], *, is_alone: bool) -> None:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # said even if it is asked for
             load(tensors, checkpoint_id=directory, no_dist=is_alone)
     except (CheckpointException, RuntimeError, ValueError, OSError, EOFError, pickle.UnpicklingError) as error:
-        # CheckpointException holds one traceback per rank; the last line names what did not fit.
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1][:600]
         raise CheckpointError(
-            f"checkpoint {directory} cannot be loaded: {reason}; it is damaged, or model.path is another model "
+            f"checkpoint {directory} cannot be loaded: {_reason(error)}; it is damaged, or model.path is another model "
             "than the one that was saved, or the critic is"
         ) from error
+
+
+def _reason(error: BaseException) -> str:
+    """One line of what went wrong. A CheckpointException holds an error and a traceback for each rank; what the file
+    system said comes first, then the last line, which names what did not fit."""
+    failures = error.failures.values() if isinstance(error, CheckpointException) else ()
+    causes: list[BaseException | None] = [error, *(failure[0] for failure in failures)]
+    for cause in causes:  # it grows
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        if cause is not None:
+            causes.append(cause.__cause__ or cause.__context__)
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1][:600]
 
 
 def _tensors(optimizers: Mapping[str, ShardedAdamW]) -> dict[str, Tensor]:

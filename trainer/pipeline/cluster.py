@@ -11,10 +11,12 @@ import tempfile
 import time
 import uuid
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray._private import services
 from ray._private.state import available_resources_per_node
 from ray.exceptions import RayError
 from ray.util import placement_group, remove_placement_group
@@ -36,8 +38,11 @@ from trainer.pipeline.placement import (
     units_of,
 )
 from trainer.pipeline.reaper import MARK, Reaper
+from trainer.telemetry.last_words import copy_logs
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
     from ray.util.placement_group import PlacementGroup
 
     from trainer.config.schema import RunConfig
@@ -66,8 +71,6 @@ _NOT_ASKED_FOR = (
     "GPU_group",
 )
 """Beginnings of the names of resources that Ray adds by itself."""
-MAX_LOG_BYTES = 4 * 2**20
-"""Of each actor log that is kept; the end of it."""
 
 
 class Cluster:
@@ -90,8 +93,18 @@ class Cluster:
         self._reaper = reaper
 
     @classmethod
-    def start(cls, cfg: RunConfig, placement: Placement, backend: Backend) -> Cluster:
+    def start(
+        cls,
+        cfg: RunConfig,
+        placement: Placement,
+        backend: Backend,
+        *,
+        last_words: Mapping[str, object] | None = None,
+    ) -> Cluster:
         """Start the private cluster, or join `ray.address` and set aside there what every actor needs.
+
+        Args:
+            last_words: what is written if this process ends without a word; see `Reaper`.
 
         Raises:
             ConfigurationError: not enough devices, no cluster at that address, or no room on it.
@@ -103,14 +116,14 @@ class Cluster:
         check_fits(cfg, placement, backend=backend.name, num_devices=num_devices, where="this host")
         _sweep_scratch()
         try:
-            cluster = cls._start_own(cfg, placement, backend.ray_resource, num_devices)
+            cluster = cls._start_own(cfg, placement, backend.ray_resource, num_devices, last_words)
         except Exception as error:
             if not _was_too_slow(error):
                 raise
             log.warning(
                 "Ray did not start in its own time, as on a host that stood still; once more: %s", one_line(error)
             )
-            cluster = cls._start_own(cfg, placement, backend.ray_resource, num_devices)
+            cluster = cls._start_own(cfg, placement, backend.ray_resource, num_devices, last_words)
         if backend.ray_resource:
             here = Node(node_id="here", address="this host", resources={backend.ray_resource: num_devices})
             bundles = bundles_by_actor(cfg, placement)
@@ -118,28 +131,38 @@ class Cluster:
         return cluster
 
     @classmethod
-    def _start_own(cls, cfg: RunConfig, placement: Placement, resource: str | None, num_devices: int) -> Cluster:
+    def _start_own(
+        cls,
+        cfg: RunConfig,
+        placement: Placement,
+        resource: str | None,
+        num_devices: int,
+        last_words: Mapping[str, object] | None,
+    ) -> Cluster:
         """Start Ray on this host. If that fails, nothing of it is left."""
         scratch, claim = _claim_scratch()
         run_id = uuid.uuid4().hex
         os.environ[MARK] = run_id  # inherited by everything that is started from here on
-        cluster = cls(placement, scratch=scratch, claim=claim, reaper=Reaper(run_id, scratch))
+        cluster = cls(placement, scratch=scratch, claim=claim, reaper=Reaper(run_id, scratch, last_words))
         custom = resource not in (None, "GPU")
+        # vLLM leaves files behind when it is killed; in the scratch directory they are removed with it.
+        env = {ENGINE_SOCKETS: str(scratch), "TMPDIR": str(scratch), COMPILE_CACHE: str(cache_dir() / "inductor")}
         try:
-            ray.init(
-                address="local",
-                num_cpus=cfg.ray.num_cpus if cfg.ray.num_cpus else int(placement.num_cpus + 1),
-                num_gpus=num_devices if resource == "GPU" else 0,
-                resources={resource: num_devices} if custom and resource else None,
-                object_store_memory=int(cfg.ray.object_store_gib * 2**30),
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                runtime_env={"env_vars": {ENGINE_SOCKETS: str(scratch), COMPILE_CACHE: str(cache_dir() / "inductor")}},
-                _temp_dir=str(scratch),
-                # Else Ray starts a process per core that no actor can use: each of ours has an environment of its own.
-                _system_config={"prestart_worker_first_driver": False},
-            )
+            with _sessions_of_their_own():
+                ray.init(
+                    address="local",
+                    num_cpus=cfg.ray.num_cpus if cfg.ray.num_cpus else int(placement.num_cpus + 1),
+                    num_gpus=num_devices if resource == "GPU" else 0,
+                    resources={resource: num_devices} if custom and resource else None,
+                    object_store_memory=int(cfg.ray.object_store_gib * 2**30),
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    runtime_env={"env_vars": env},
+                    _temp_dir=str(scratch),
+                    # Else Ray starts a process per core that no actor can use: each of ours has another environment.
+                    _system_config={"prestart_worker_first_driver": False},
+                )
         except BaseException:
             cluster.stop(keep_logs_in=None)
             raise
@@ -176,16 +199,37 @@ class Cluster:
     def stop(self, *, keep_logs_in: Path | None) -> None:
         """Leave the cluster; end it if it is ours, and remove its scratch directory. Idempotent.
 
-        With `keep_logs_in`, what the actors printed is copied there first.
+        With `keep_logs_in`, what the actors printed is copied there first. Every part is done, whatever becomes of the
+        others: a disk that refuses the copies must not keep processes alive.
         """
-        if keep_logs_in is not None and self._scratch is not None:
-            _copy_logs(self._scratch, keep_logs_in)
-        ray.shutdown()
-        if self._reaper is not None:
-            self._reaper.close()
-        if self._claim is not None:
-            os.close(self._claim)
-            self._claim = None
+        with contextlib.ExitStack() as stack:
+            if self._claim is not None:
+                stack.callback(os.close, self._claim)
+                self._claim = None
+            if self._reaper is not None:
+                stack.callback(self._reaper.close)
+            stack.callback(ray.shutdown)
+            if keep_logs_in is not None and self._scratch is not None:
+                try:
+                    copy_logs(self._scratch, keep_logs_in)
+                except OSError as error:
+                    log.warning("what the actors printed is not kept in %s: %s", keep_logs_in, error)
+
+
+@contextlib.contextmanager
+def _sessions_of_their_own() -> Iterator[None]:
+    """Ray's daemons start in sessions of their own while the block runs.
+
+    Else they are in the driver's process group, and a signal to it (a terminal that is closed, a scheduler) ends them,
+    and with them every actor, while the driver still waits for the step to be finished and saved. Ray 2.60 has no
+    setting for it.
+    """
+    popen = services.ConsolePopen
+    services.ConsolePopen = partial(popen, start_new_session=True)
+    try:
+        yield
+    finally:
+        services.ConsolePopen = popen
 
 
 def _node_sizes(cfg: RunConfig) -> dict[str, float]:
@@ -331,15 +375,3 @@ def _sweep_scratch() -> None:
                 shutil.rmtree(path, ignore_errors=True)
             finally:
                 os.close(claim)
-
-
-def _copy_logs(scratch: Path, target: Path) -> None:
-    logs = scratch / "session_latest" / "logs"
-    for source in sorted(logs.glob("worker-*.err")) + sorted(logs.glob("worker-*.out")):
-        size = source.stat().st_size
-        if not size:
-            continue
-        target.mkdir(parents=True, exist_ok=True)
-        with source.open("rb") as handle:
-            handle.seek(max(0, size - MAX_LOG_BYTES))
-            (target / source.name).write_bytes(handle.read())

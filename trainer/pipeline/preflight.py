@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_REACH_S = 5.0
+"""For a connection to the head of a Ray cluster."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
@@ -56,12 +60,27 @@ def preflight(cfg: RunConfig) -> Checked:
     backend = _backend(cfg)
     _check_sleep(cfg, backend)
     placement = plan_placement(cfg, resource=backend.ray_resource)
+    _check_ray_address(cfg.ray.address)
     if cfg.ray.address == "local":
         num_devices = backend.num_devices() if backend.ray_resource else 0
         check_fits(cfg, placement, backend=backend.name, num_devices=num_devices, where="this host")
         check_cpus(cfg, placement)
     inputs, resumed = check_files(cfg, tools=tools)
     return Checked(backend=backend, placement=placement, inputs=inputs, resumed=resumed)
+
+
+def _check_ray_address(address: str) -> None:
+    """Raises ConfigurationError if nobody answers at `address`, where it is HOST:PORT. Ray itself would try for half a
+    minute, with a screen of retries, and after the run directory was made."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdecimal() or "/" in host:
+        return  # `local`, `auto`, or an address that Ray resolves
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
+    except (OSError, OverflowError) as error:
+        allowed = f"no Ray cluster can be reached there: {getattr(error, 'strerror', None) or error}"
+        do = "start one with `ray start --head`, or use ray.address=local"
+        raise ConfigurationError([Problem(key="ray.address", got=address, allowed=allowed, do=do)]) from error
 
 
 def _check_sleep(cfg: RunConfig, backend: Backend) -> None:

@@ -1,5 +1,8 @@
 """Ends every process of a run once its driver is gone, whether it stopped in order or was killed with SIGKILL.
 
+A driver that ends without a word (SIGKILL, or Ray, which ends the process when its raylet has died) leaves its last
+words to be written here: summary.json, a line in log.txt and on the screen, and what the actors printed.
+
 A small process of its own, started with the run's cluster. It waits for the end of its standard input, which the kernel
 closes when the driver dies. All processes of the run carry the run's mark in their environment, or at least (where a
 process title has overwritten the environment) have files of the run's scratch directory open. Those that are still
@@ -10,6 +13,7 @@ minute, and their directory for good.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -17,29 +21,38 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Container
+    from collections.abc import Container, Mapping
 
 MARK = "TANDEM_RUN_ID"
 GRACE_S = 1.0
 """For processes that end by themselves when their parent is gone."""
 DEADLINE_S = 20.0
+_IN_ORDER = b"in order"
+"""What the driver says before it closes the pipe, if it is there to say it."""
 
 
 class Reaper:
-    """The driver's end of it. `close` after an orderly shutdown; SIGKILL needs no call."""
+    """The driver's end of it. `close` after an orderly shutdown; SIGKILL needs no call.
 
-    def __init__(self, run_id: str, scratch: Path) -> None:
-        command = [sys.executable, "-m", "trainer.pipeline.reaper", run_id, str(scratch)]
+    Args:
+        last_words: of the run, for `trainer.telemetry.last_words.write`; None writes nothing.
+    """
+
+    def __init__(self, run_id: str, scratch: Path, last_words: Mapping[str, object] | None = None) -> None:
+        command = [sys.executable, "-m", "trainer.pipeline.reaper", run_id, str(scratch), json.dumps(last_words)]
         # In a session of its own, so that Ctrl-C in the terminal does not reach it.
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
     def close(self) -> None:
         """Let it clean up now, and wait until it is done. Idempotent."""
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with contextlib.suppress(OSError):  # it was killed itself
+            if not self._process.stdin.closed:
+                self._process.stdin.write(_IN_ORDER)
+            self._process.stdin.close()
         try:
             self._process.wait(timeout=DEADLINE_S + GRACE_S + 5)
         except subprocess.TimeoutExpired:
@@ -75,10 +88,14 @@ def _is_written(pid: int, descriptor: str) -> bool:
     return bool(int(fields[fields.index("flags:") + 1], 8) & (os.O_WRONLY | os.O_RDWR))
 
 
-def main(run_id: str, scratch: Path) -> None:
+def main(run_id: str, scratch: Path, last_words: dict[str, Any] | None) -> None:
     """Wait for the driver's end, then clean up."""
     spare = (os.getpid(), os.getppid())  # the driver may still be there, and wait for us
-    sys.stdin.buffer.read()
+    if sys.stdin.buffer.read() != _IN_ORDER and last_words is not None:
+        from trainer.telemetry.last_words import write
+
+        with contextlib.suppress(OSError):  # the disk refuses it, and there is nobody to tell
+            write(Path(last_words["run_dir"]), scratch, last_words)
     give_up = time.monotonic() + GRACE_S
     while processes_of(run_id, scratch, spare=spare) and time.monotonic() < give_up:
         time.sleep(0.05)
@@ -92,4 +109,4 @@ def main(run_id: str, scratch: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3]))

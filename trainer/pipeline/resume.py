@@ -274,6 +274,8 @@ class Checkpointer:
 
     async def _write(self, step: int) -> None:
         directory = self._telemetry.run_dir.checkpoints
+        if self._telemetry.run_dir.is_taken:
+            self._telemetry.run_dir.check()  # raises: nothing may be written into another one's directory
         with self._telemetry.tracer.span("learner", f"checkpoint {step}"):
             driver_state = {
                 "run": self._state.state_dict(),

@@ -39,10 +39,11 @@ from trainer.pipeline.stepping import rescue
 from trainer.pipeline.supervise import Supervisor
 from trainer.pipeline.sync_pump import SyncPump
 from trainer.telemetry import environment
+from trainer.telemetry.last_words import ACTOR_LOGS
 from trainer.telemetry.summary import ExitReason, Summary, write_summary
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from trainer.config.schema import RunConfig
     from trainer.pipeline.device_turns import OwnDevices
@@ -147,14 +148,19 @@ class Driver:
         model = asyncio.create_task(ensure_model(cfg), name="model")
         try:
             with start_phase(progress, self._telemetry.tracer, "starting Ray"):
-                cluster = await _start_cluster(cfg, self._checked)
+                known = {
+                    "run_dir": str(self._telemetry.run_dir.path),
+                    "seed": cfg.seed,
+                    "started_at": self._state.started_at,
+                }
+                cluster = await _start_cluster(cfg, self._checked, known)
                 self._checked = replace(self._checked, placement=cluster.placement)
                 self._listen()  # Ray has put a handler for SIGTERM in place that ends the process
             try:
                 await self._with_cluster(model)
             finally:
                 is_orderly = self._state.stop_reason in ("accuracy_reached", "completed")
-                logs = None if is_orderly else self._telemetry.run_dir.path / "actor_logs"
+                logs = None if is_orderly else self._telemetry.run_dir.path / ACTOR_LOGS
                 await asyncio.to_thread(cluster.stop, keep_logs_in=logs)
         finally:
             model.cancel()
@@ -312,9 +318,11 @@ def _as_failure(error: Exception, step: int) -> Exception:
     return failure
 
 
-async def _start_cluster(cfg: RunConfig, checked: Checked) -> Cluster:
+async def _start_cluster(cfg: RunConfig, checked: Checked, last_words: Mapping[str, object]) -> Cluster:
     """Start Ray in a thread. A start that is cancelled is finished first, or nobody would stop it."""
-    start = asyncio.ensure_future(asyncio.to_thread(Cluster.start, cfg, checked.placement, checked.backend))
+    start = asyncio.ensure_future(
+        asyncio.to_thread(Cluster.start, cfg, checked.placement, checked.backend, last_words=last_words)
+    )
     try:
         return await asyncio.shield(start)
     except asyncio.CancelledError:

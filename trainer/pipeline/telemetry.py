@@ -8,9 +8,10 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from trainer.config.errors import ConfigurationError
 from trainer.telemetry.log import logging_to
 from trainer.telemetry.progress import Progress
-from trainer.telemetry.run_dir import RunDir, open_run_dir
+from trainer.telemetry.run_dir import RunDir, cannot_be_written, open_run_dir
 from trainer.telemetry.sinks.build import MetricWriter, build_writer
 from trainer.telemetry.spans import Tracer
 from trainer.telemetry.trajectories import TrajectoryRecorder
@@ -46,8 +47,9 @@ class Telemetry:
     """For what takes long and nobody waits for."""
 
     async def write_step(self, record: Mapping[str, object]) -> None:
-        """One line of metrics, to all sinks and the display."""
+        """One line of metrics, to all sinks and the display. Raises `RunDirLost` if they have no place any more."""
         self.progress.step(record)
+        await self._in_thread(self.run_dir.check)
         await self._in_thread(self.writer.write, record)
 
     async def write_evaluation(self, line: Mapping[str, object]) -> None:
@@ -72,12 +74,15 @@ class Telemetry:
 def claimed_run_dir(cfg: RunConfig, console: Console) -> Iterator[RunDir]:
     """The run directory with its lock, its configuration file and its log, until the block ends."""
     run_dir = open_run_dir(cfg)
-    try:
-        with logging_to(run_dir.log, level=cfg.telemetry.log_level, console=console):
+    with contextlib.ExitStack() as stack:
+        stack.callback(run_dir.close)
+        try:
+            stack.enter_context(logging_to(run_dir.log, level=cfg.telemetry.log_level, console=console))
             run_dir.write_config(cfg)
-            yield run_dir
-    finally:
-        run_dir.close()
+        except OSError as error:
+            run_dir.discard()
+            raise ConfigurationError([cannot_be_written(run_dir.path, error)]) from error
+        yield run_dir
 
 
 @contextlib.contextmanager

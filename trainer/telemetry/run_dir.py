@@ -7,6 +7,7 @@ import fcntl
 import json
 import logging
 import os
+import shutil
 import socket
 import time
 from operator import attrgetter
@@ -28,14 +29,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LOCK = "owner.lock"
+LOCK = "owner.lock"
+
+
+class RunDirLost(RuntimeError):
+    """The run directory was removed, moved or taken over while the run was going on."""
 
 
 class RunDir:
     """Paths inside a run directory, and the lock that makes it ours. Made by `open_run_dir`."""
 
-    def __init__(self, path: Path, lock: TextIOWrapper) -> None:
+    def __init__(self, path: Path, lock: TextIOWrapper, *, is_new: bool = False) -> None:
         self.path = path
+        self._is_new = is_new
         self.config = path / "config.yaml"
         self.environment = path / "environment.jsonl"
         self.metrics = path / "metrics.jsonl"
@@ -62,12 +68,31 @@ class RunDir:
             _tell_changes(earlier, config, kept=kept)
         write_atomically(self.config, text)
 
+    def check(self) -> None:
+        """Raises `RunDirLost` if the directory is not there any more, or not ours."""
+        if not _is_at(self._lock, self.path / LOCK):
+            what = "belongs to another process" if self.is_taken else "was removed or moved"
+            raise RunDirLost(f"the run directory {self.path} {what} while the run was going on")
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether another process has it now: nothing more may be written there."""
+        path = self.path / LOCK
+        return path.exists() and not _is_at(self._lock, path)
+
+    def discard(self) -> None:
+        """Remove the directory of a run that is refused, if this process has made it."""
+        if self._is_new:
+            shutil.rmtree(self.path, ignore_errors=True)
+
     def close(self) -> None:
         """Give the directory back. Idempotent; the end of the process does it too, even kill -9."""
         if self._lock.closed:
             return
         # Removed while still locked. Whoever opened it meanwhile finds that the name is gone, and opens it again.
-        (self.path / _LOCK).unlink(missing_ok=True)
+        if _is_at(self._lock, self.path / LOCK):
+            with contextlib.suppress(OSError):  # the disk may be read-only by now; the lock goes with the descriptor
+                (self.path / LOCK).unlink()
         self._lock.close()
 
 
@@ -77,20 +102,30 @@ def open_run_dir(config: RunConfig, *, clock: Callable[[], float] = time.time) -
     Raises `ConfigurationError` if it cannot be written or belongs to a process that still runs.
     """
     path = Path(config.run_dir).absolute() if config.run_dir else _free_directory(config.name, clock)
+    is_new, run_dir = not path.exists(), None
     try:
         path.mkdir(parents=True, exist_ok=True)
-        lock = _take_lock(path, clock)
+        run_dir = RunDir(path, _take_lock(path, clock), is_new=is_new)
         for name in ("trajectories", "evaluations", "checkpoints"):
             (path / name).mkdir(exist_ok=True)
     except OSError as error:
-        problem = Problem(
-            key="run_dir",
-            got=str(path),
-            allowed=f"cannot be written: {error.strerror}",
-            do="choose another directory with run_dir=PATH",
-        )
-        raise ConfigurationError([problem]) from error
-    return RunDir(path, lock)
+        if run_dir is not None:
+            run_dir.close()
+        if is_new:
+            shutil.rmtree(path, ignore_errors=True)
+        raise ConfigurationError([cannot_be_written(path, error)]) from error
+    return run_dir
+
+
+def cannot_be_written(path: Path, error: OSError) -> Problem:
+    """The run directory `path`, of whose files one could not be written."""
+    file = f" ({error.filename})" if error.filename else ""
+    return Problem(
+        key="run_dir",
+        got=str(path),
+        allowed=f"cannot be written: {error.strerror}{file}",
+        do="make room there, or choose another directory with run_dir=PATH",
+    )
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -132,7 +167,7 @@ def _free_directory(name: str, clock: Callable[[], float]) -> Path:
 def _take_lock(path: Path, clock: Callable[[], float]) -> TextIOWrapper:
     """The kernel frees the lock when its owner dies, so a lock file that is left over never blocks anyone."""
     while True:
-        lock = (path / _LOCK).open("a+", encoding="utf-8")
+        lock = (path / LOCK).open("a+", encoding="utf-8")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -145,12 +180,18 @@ def _take_lock(path: Path, clock: Callable[[], float]) -> TextIOWrapper:
                 do="wait for that run to end, stop it, or choose another directory with run_dir=PATH",
             )
             raise ConfigurationError([problem]) from None
-        if _is_at(lock, path / _LOCK):
+        if _is_at(lock, path / LOCK):
             break
         lock.close()
-    lock.truncate(0)
-    json.dump({"pid": os.getpid(), "host": socket.gethostname(), "since": clock()}, lock)
-    lock.flush()
+    try:
+        lock.truncate(0)
+        json.dump({"pid": os.getpid(), "host": socket.gethostname(), "since": clock()}, lock)
+        lock.flush()
+    except OSError:
+        (path / LOCK).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # of what it still holds
+            lock.close()
+        raise
     return lock
 
 
@@ -163,7 +204,7 @@ def _is_at(lock: TextIOWrapper, path: Path) -> bool:
 
 def _owner_text(path: Path) -> str:
     try:
-        owner = json.loads((path / _LOCK).read_text(encoding="utf-8"))
+        owner = json.loads((path / LOCK).read_text(encoding="utf-8"))
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(owner["since"]))
         return f"process {owner['pid']} on host {owner['host']} since {since}"
     except (OSError, ValueError, KeyError, TypeError):

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 from rollout.engine.reaper import OrphanReaper
 from tests.fakes.process_life import is_running
@@ -50,3 +51,34 @@ def test_what_an_orderly_end_has_left_is_killed_and_nothing_else() -> None:
         for process in (child, other):
             process.kill()
             process.wait()
+
+
+SHARER = """
+import time
+from multiprocessing import resource_tracker, shared_memory
+segment = shared_memory.SharedMemory(create=True, size=4096)
+resource_tracker.unregister(segment._name, "shared_memory")
+print(segment.name, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_the_shared_memory_of_an_engine_goes_with_it_and_no_other(is_gone: bool) -> None:
+    """As vLLM's worker processes leave it when they are killed."""
+    engine, other = (subprocess.Popen([sys.executable, "-c", SHARER], stdout=subprocess.PIPE, text=True) for _ in "ab")
+    try:
+        assert engine.stdout is not None and other.stdout is not None
+        mine, theirs = (Path("/dev/shm") / each.stdout.readline().strip() for each in (engine, other))
+        assert mine.exists() and theirs.exists()
+        reaper = OrphanReaper([engine.pid])
+        if is_gone:
+            engine.kill()
+            engine.wait()
+        reaper.close()
+        assert not mine.exists() and theirs.exists()
+        theirs.unlink()
+    finally:
+        for process in (engine, other):
+            process.kill()
+            process.communicate()

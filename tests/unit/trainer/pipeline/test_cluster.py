@@ -15,6 +15,7 @@ from tests.fakes.scripted_run import config
 from trainer.config.errors import ConfigurationError
 from trainer.pipeline import cluster
 from trainer.pipeline.placement import plan_placement
+from trainer.telemetry import last_words
 from weight_sync.device.select import get_backend
 
 
@@ -88,13 +89,13 @@ def test_a_host_with_more_devices_than_the_run_takes_says_so_once(
 
 
 def test_only_the_end_of_a_long_actor_log_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "MAX_LOG_BYTES", 10)
+    monkeypatch.setattr(last_words, "MAX_LOG_BYTES", 10)
     logs = tmp_path / "scratch" / "session_latest" / "logs"
     logs.mkdir(parents=True)
     (logs / "worker-1.err").write_text("a" * 50 + "the reason")
     (logs / "worker-1.out").write_text("")
     (logs / "raylet.out").write_text("noise")
-    cluster._copy_logs(tmp_path / "scratch", tmp_path / "kept")
+    last_words.copy_logs(tmp_path / "scratch", tmp_path / "kept")
     assert {path.name: path.read_text() for path in (tmp_path / "kept").iterdir()} == {"worker-1.err": "the reason"}
 
 
@@ -124,3 +125,21 @@ def test_a_cluster_that_asks_for_a_token_is_refused_with_what_to_set(monkeypatch
     cfg = config(ray={"address": "auto"})
     with pytest.raises(ConfigurationError, match=r"(?s)no authentication token was found.*RAY_AUTH_MODE=token"):
         cluster.Cluster.start(cfg, plan_placement(cfg, resource=None), get_backend("cpu"))
+
+
+def test_processes_are_ended_also_where_the_logs_cannot_be_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a full disk: what stops a part of the end must not keep Ray and its processes alive."""
+    done: list[str] = []
+
+    def refused(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cluster, "copy_logs", refused)
+    monkeypatch.setattr(cluster.ray, "shutdown", lambda: done.append("ray"))
+    reaper: Any = SimpleNamespace(close=lambda: done.append("reaper"))
+    placement: Any = None
+    cluster.Cluster(placement, scratch=tmp_path, reaper=reaper).stop(keep_logs_in=tmp_path / "kept")
+    assert done == ["ray", "reaper"]
+    assert "No space left on device" in caplog.text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import socket
 import sys
 import time
 from dataclasses import replace
@@ -321,3 +322,13 @@ def test_engines_that_cannot_sleep_share_no_devices(monkeypatch: pytest.MonkeyPa
     preflight._check_sleep(shared, build("cpu"))
     monkeypatch.setattr("torch.version.hip", "6.4.43482-0f2d60242")
     preflight._check_sleep(shared, build("rocm"))
+
+
+def test_an_address_where_no_cluster_answers_is_refused_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        preflight._check_ray_address(address)
+    for name in ("local", "auto", "ray://somewhere:10001"):
+        preflight._check_ray_address(name)
+    with pytest.raises(ConfigurationError, match=r"ray\.address = 127.*\n *no Ray cluster can be reached there"):
+        preflight._check_ray_address(address)

@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,8 +19,9 @@ from rich.console import Console
 from tests.fakes.full_disk import file_limit
 from trainer.config.errors import ConfigurationError
 from trainer.config.schema.run import RunConfig
+from trainer.pipeline.telemetry import claimed_run_dir
 from trainer.telemetry.log import SHOWN_BEFORE, logging_to
-from trainer.telemetry.run_dir import open_run_dir, write_atomically
+from trainer.telemetry.run_dir import RunDirLost, open_run_dir, write_atomically
 from trainer.telemetry.summary import Summary, write_summary
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -50,6 +52,41 @@ def test_a_directory_that_cannot_be_made_is_a_configuration_error(tmp_path: Path
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigurationError, match="cannot be written"):
         open_run_dir(RunConfig(run_dir=str(tmp_path / "file" / "run")))
+
+
+def test_a_full_disk_refuses_a_run_and_leaves_no_directory_behind(tmp_path: Path) -> None:
+    with file_limit(0), pytest.raises(ConfigurationError, match="cannot be written"):
+        open_run_dir(RunConfig(run_dir=str(tmp_path / "run")))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_disk_that_fills_up_at_the_configuration_refuses_the_run(tmp_path: Path, is_new: bool) -> None:
+    config = RunConfig(run_dir=str(tmp_path / "run"))
+    if not is_new:
+        open_run_dir(config).close()
+    claim = claimed_run_dir(config, Console(file=io.StringIO()))
+    with file_limit(200), pytest.raises(ConfigurationError, match="cannot be written"), claim:
+        raise AssertionError("the run began")
+    assert (tmp_path / "run").exists() is not is_new
+    assert not (tmp_path / "run" / "owner.lock").exists()
+
+
+def test_a_run_directory_that_is_removed_or_taken_is_noticed(tmp_path: Path) -> None:
+    config = RunConfig(run_dir=str(tmp_path / "run"))
+    first = open_run_dir(config)
+    first.check()
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(RunDirLost, match="was removed or moved"):
+        first.check()
+    assert not first.is_taken, "what was trained can still be saved there"
+    second = open_run_dir(config)
+    with pytest.raises(RunDirLost, match="belongs to another process"):
+        first.check()
+    assert first.is_taken
+    first.close()
+    second.check()
+    second.close()
 
 
 def test_a_second_owner_is_refused_with_pid_and_host_and_kill_frees_the_directory(tmp_path: Path) -> None:

@@ -1,0 +1,107 @@
+"""The records of a run whose driver ended without writing them: killed, or ended by Ray when its raylet had died."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shutil
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from trainer.telemetry.run_dir import LOCK
+from trainer.telemetry.summary import Summary, write_summary
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+ACTOR_LOGS = "actor_logs"
+MAX_LOG_BYTES = 4 * 2**20
+"""Of each actor log that is kept; the end of it."""
+KILLED = "the driver process was killed (SIGKILL), as the kernel does when memory runs out"
+RAYLET_DIED = "Ray ended the driver process because its raylet died, as when the kernel kills it for memory"
+_TRIES, _TRY_EVERY_S = 20, 0.05
+"""The kernel frees the lock of a process that was killed, in its own time."""
+
+
+def write(run_dir: Path, scratch: Path, known: Mapping[str, Any]) -> None:
+    """summary.json, actor_logs, the last line of log.txt and the screen, and no owner.lock.
+
+    Nothing is written if the directory is gone, or belongs to another process by now.
+
+    Args:
+        scratch: Ray's session directory, where the logs of driver and actors are.
+        known: `seed`, and `started_at` in Unix seconds.
+
+    Raises:
+        OSError: the disk refuses it.
+    """
+    with (run_dir / LOCK).open("r+") as lock:
+        if not _is_locked(lock.fileno()):
+            return
+        reason = _reason(scratch)
+        copy_logs(scratch, run_dir / ACTOR_LOGS)
+        step, version = _last_step(run_dir / "metrics.jsonl")
+        summary = Summary(
+            exit_reason="failed",
+            steps=step,
+            version=version,
+            wall_s=time.time() - known["started_at"],
+            startup_s=None,
+            first_accuracy=None,
+            last_accuracy=None,
+            seed=known["seed"],
+            error=reason,
+        )
+        write_summary(run_dir / "summary.json", summary)
+        now = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime())
+        with (run_dir / "log.txt").open("a", encoding="utf-8") as log:
+            log.write(f"{now}.000Z ERROR   {__name__}: {reason}\n")
+        sys.stderr.write(f"\nsee {run_dir / 'log.txt'} and {run_dir / ACTOR_LOGS}\nfailed: {reason}\n")
+        (run_dir / LOCK).unlink(missing_ok=True)
+
+
+def copy_logs(scratch: Path, target: Path) -> None:
+    """What the actors printed, the end of each. Raises `OSError` if it cannot be written."""
+    logs = scratch / "session_latest" / "logs"
+    for source in sorted([*logs.glob("worker-*.err"), *logs.glob("worker-*.out")]):
+        size = source.stat().st_size
+        if not size:
+            continue
+        target.mkdir(parents=True, exist_ok=True)
+        with source.open("rb") as handle, (target / source.name).open("wb") as copy:
+            handle.seek(max(0, size - MAX_LOG_BYTES))
+            shutil.copyfileobj(handle, copy)
+
+
+def _is_locked(descriptor: int) -> bool:
+    for _ in range(_TRIES):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(_TRY_EVERY_S)
+        else:
+            return True
+    return False
+
+
+def _reason(scratch: Path) -> str:
+    logs = (scratch / "session_latest" / "logs").glob("python-core-driver-*.log")
+    died = any("raylet" in line.lower() and "exit" in line.lower() for log in logs for line in _lines(log))
+    return RAYLET_DIED if died else KILLED
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(errors="replace").splitlines()[-20:]
+
+
+def _last_step(metrics: Path) -> tuple[int, int]:
+    """Step and version of the last whole line; (0, 0) if there is none."""
+    try:
+        lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+    except OSError:
+        return 0, 0
+    whole = [line for line in lines if line.endswith("\n")]
+    last = json.loads(whole[-1]) if whole else {"step": 0, "version": 0}
+    return int(last["step"]), int(last["version"])
