@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import uuid
 from contextlib import ExitStack, aclosing
 from pathlib import Path
@@ -13,6 +14,7 @@ from rollout.collector import rare_collections
 from rollout.errors import EngineDead
 from rollout.group_server import GroupServer
 from rollout.reward.pipeline import RewardPipeline
+from rollout.reward.process import DRIVER_ONLY
 from rollout.tokenizer import load_tokenizer
 from rollout.worker import RolloutWorker
 
@@ -164,10 +166,13 @@ class RolloutWorkerActor:
         await self._rewards.start()
         self._for_life.enter_context(rare_collections())
         path = self._spec.tokenizer_path
+        tokenizer = await asyncio.to_thread(load_tokenizer, path, trust_remote_code=self._spec.trust_remote_code)
+        for name in DRIVER_ONLY:  # the tokenizer may have needed one; the agent loop that is imported next does not
+            os.environ.pop(name, None)
         self._started = RolloutWorker(
             self._spec,
             [RayEngine(name, handle, sender=self._sender) for name, handle in self._engines.items()],
-            tokenizer=await asyncio.to_thread(load_tokenizer, path, trust_remote_code=self._spec.trust_remote_code),
+            tokenizer=tokenizer,
             score=self._rewards.score,
             loop=make_loop(
                 self._spec.agent, self._spec.agent_args, chat_template_kwargs=self._spec.chat_template_kwargs

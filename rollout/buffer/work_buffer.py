@@ -162,8 +162,11 @@ class WorkBuffer:
         self._progress.on_finished()
         self._notify()
 
-    def filter(self, group_id: int, reason: str) -> None:
+    def filter(self, group_id: int, reason: str, *, failure: str = "") -> None:
         """Ends a claimed group that is not worth a training slot (e.g. all rewards equal); its slot is refilled.
+
+        Args:
+            failure: the first error in the group, if its rewards failed.
 
         Raises:
             NoProgress: too many were filtered while not one step's groups worked. The buffer is closed with this error.
@@ -171,7 +174,7 @@ class WorkBuffer:
         self._end_running(group_id, "filter")
         self._tally.filtered[reason] += 1
         self._notify()
-        self._stop_if(self._progress.on_filtered(reason))
+        self._stop_if(self._progress.on_filtered(reason, failure=failure))
 
     def fail(self, group_id: int, error: Exception) -> Literal["retried", "dropped"]:
         """Ends a claimed attempt that produced nothing: retried with the live version as its start, or dropped.

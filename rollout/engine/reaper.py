@@ -6,7 +6,8 @@ call to their device that hangs. A tiny process of its own session holds the rea
 the other end with the owner, however it dies. Can go when vLLM's processes are killed with their parents.
 
 Tensor-parallel engines talk through named shared memory (hundreds of megabytes), which outlives processes that are
-killed. What they have mapped of it when they are up, and at their end, is unlinked once they are dead.
+killed. What they have mapped of it when they are up, and at their end, is unlinked once they are dead. The process that
+does this is a grandchild: Ray kills the children of an actor that it ends.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ def segments():
         found.update(path for path in paths if path.startswith(tuple("/dev/shm/" + name for name in NAMES)))
     return found
 left = segments()
+if os.fork():
+    os._exit(0)
 print(flush=True)
 sys.stdin.read()
 left |= segments()
@@ -72,12 +75,15 @@ class OrphanReaper:
             env={},  # without the mark of the run, whose own reaper would end it before it is done
         )
         assert self._process.stdout is not None
-        self._process.stdout.readline()  # it has seen their shared memory
+        self._process.stdout.readline()  # it has seen their shared memory, and is nobody's child
+        self._process.wait()
+        self._is_closed = False
 
     def close(self) -> None:
         """Kill what is left of them: the workers of an engine process that has crashed are nobody's, and nobody else
         knows their pids any more. Idempotent; takes milliseconds."""
-        if self._process.poll() is None:
+        if not self._is_closed:
+            self._is_closed = True
             with contextlib.suppress(subprocess.TimeoutExpired, BrokenPipeError):
                 self._process.communicate(timeout=5.0)
 

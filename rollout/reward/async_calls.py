@@ -10,7 +10,6 @@ from rollout.errors import DataError, RewardError
 from rollout.reward.async_child import MOST_THREADS, AsyncCall
 from rollout.reward.child import Request
 from rollout.reward.process import LOAD_TIMEOUT_S, RETRY_S, ProcessLost, RewardProcess
-from rollout.reward.wire import read_outcome
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -62,15 +61,17 @@ class _Served:
         while True:
             try:
                 message = await self.process.next_answer()
+                number, said = message.get("number"), self.process.outcome(message)
             except ProcessLost as lost:
                 self.give_up()
                 self.end(f"{lost}, with {len(self.waiting)} calls in it")
                 return
-            self.is_worn_out |= message.get("stuck", 0) > self._most_stuck
+            stuck = message.get("stuck", 0)
+            self.is_worn_out |= not isinstance(stuck, int) or stuck > self._most_stuck
             self._end_if_worn_out()
-            outcome = self.waiting.get(message["number"])
+            outcome = self.waiting.get(number) if isinstance(number, int) else None
             if outcome is not None and not outcome.done():
-                outcome.set_result(read_outcome(message))
+                outcome.set_result(said)
 
 
 class AsyncCalls:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from rollout.types import Prompt
 
 _CLOSED = "the reward pipeline was closed"
+CLOSE_S = 10.0
+"""For the end of processes that were killed; longer only what the kernel itself does not let go of."""
 QUEUE_TIMEOUT_S = 600.0
 """`task.reward.queue_timeout_s` by default."""
 MAX_CONCURRENCY = 32
@@ -153,12 +155,17 @@ class RewardPipeline:
         return [_named(name, prompt, o) if isinstance(o, RewardError) else o for o in outcomes]
 
     async def close(self) -> None:
-        """Kills every process and waits until they are gone. Calls that are under way end with a RewardError."""
+        """Kills every process and waits until they are gone, for at most `CLOSE_S`. Calls that are under way end with a
+        RewardError."""
         self._is_closed = True
         processes = tuple(self._processes)
         for process in processes:
             process.kill()
-        await asyncio.gather(*(process.wait() for process in processes))
+        gone = [asyncio.ensure_future(process.wait()) for process in processes]
+        if gone:
+            _, still_there = await asyncio.wait(gone, timeout=CLOSE_S)
+            for waiting in still_there:
+                waiting.cancel()
         await asyncio.gather(*(calls.close() for calls in self._async.values() if calls is not None))
         self._processes.clear()
 

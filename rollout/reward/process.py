@@ -15,7 +15,7 @@ import signal
 import sys
 from asyncio.subprocess import PIPE, Process, SubprocessStreamProtocol
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rollout.errors import DataError
 from rollout.reward.wire import frame, read_outcome
@@ -36,6 +36,12 @@ _GRACE_S = 0.05
 _CLOSE_S = 1.0
 """From the end of a process to that of its pipes, or the other way round, at most."""
 _MAX_ANSWER_BYTES = 1 << 22
+_KILL_S = 6.0
+"""After that the guards, which have 5 s to end everything, are killed like anything else: they were stopped again."""
+DRIVER_ONLY = ("WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "RAY_AUTH_TOKEN")
+"""Keys in the environment that the run itself needs, and no reward."""
+_NONSENSE = "its process wrote something else than an outcome to its pipe; a reward must not write to descriptors that "
+_NONSENSE += "it has not opened"
 _END = signal.SIGTERM if sys.platform == "linux" else signal.SIGKILL
 """On Linux for `guard.py`, which kills."""
 _BOOT = "import sys; sys.path[:] = {path!r}; from rollout.reward.child import main; main({pid})"
@@ -84,7 +90,7 @@ class RewardProcess:
             # Its own group: Ctrl-C on the terminal is ours to handle.
             start_new_session=True,
             # Several of these share the host with engines; a reward is one thread unless the user says otherwise.
-            env={"OMP_NUM_THREADS": "1", **os.environ},
+            env={"OMP_NUM_THREADS": "1"} | {key: text for key, text in os.environ.items() if key not in DRIVER_ONLY},
         )
         return cls(transport, protocol)
 
@@ -115,7 +121,9 @@ class RewardProcess:
         self.send_soon(request)
         answer = await self._read_line(LOAD_TIMEOUT_S, took)
         if "load_error" in answer:
-            raise DataError(answer["load_error"])
+            raise DataError(str(answer["load_error"]))
+        if not isinstance(answer.get("is_async"), bool):
+            raise ProcessLost(_NONSENSE)
         self._loaded.add(request.target)
         return answer["is_async"]
 
@@ -148,13 +156,27 @@ class RewardProcess:
         Raises:
             ProcessLost: no answer within `timeout_s`, or the process died.
         """
-        return read_outcome(await self._read_line(timeout_s, "the call took"))
+        return self.outcome(await self._read_line(timeout_s, "the call took"))
+
+    @staticmethod
+    def outcome(message: dict[str, Any]) -> RewardResult | RewardError:
+        """What an answer says. Raises ProcessLost if it is none."""
+        try:
+            return read_outcome(message)
+        except (KeyError, TypeError, ValueError):
+            raise ProcessLost(_NONSENSE) from None
 
     def kill(self) -> None:
         """Kills the process and everything that it started; harmless if it is gone, which all the others are then."""
         if self.is_alive:
+            self._signal(_END)
+            self._signal(signal.SIGCONT)  # the guards may have been stopped
+            asyncio.get_running_loop().call_later(_KILL_S, self._signal, signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self.is_alive:
             with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, _END)
+                os.killpg(self.pid, number)
 
     def _bury(self) -> None:
         """It has ended, and what it started with it: nobody says anything any more."""
@@ -187,7 +209,13 @@ class RewardProcess:
     async def _parsed(self, line: bytes) -> dict[str, Any]:
         if not line.endswith(b"\n"):
             raise ProcessLost(await self._describe_death())
-        return json.loads(line)
+        try:
+            answer = json.loads(line)
+        except ValueError:
+            raise ProcessLost(_NONSENSE) from None
+        if not isinstance(answer, dict):
+            raise ProcessLost(_NONSENSE)
+        return cast("dict[str, Any]", answer)
 
     async def _describe_death(self) -> str:
         with suppress(TimeoutError):

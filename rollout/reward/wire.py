@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -39,6 +40,11 @@ def outcome_message(outcome: RewardResult | RewardError) -> dict[str, object]:
 
 
 def read_outcome(message: Mapping[str, Any]) -> RewardResult | RewardError:
+    """What `outcome_message` made into plain values. Raises KeyError, TypeError or ValueError for anything else."""
     if "error" in message:
-        return RewardError(message["error"])
-    return RewardResult(reward=message["reward"], parts=message["parts"])
+        return RewardError(str(message["error"]))
+    reward, parts = message["reward"], message["parts"]
+    numbers = [reward, *parts.values()] if isinstance(parts, dict) else [None]
+    if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
+        raise ValueError("no finite numbers")
+    return RewardResult(reward=reward, parts=parts)

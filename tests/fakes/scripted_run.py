@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import math
 import random
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -98,7 +99,7 @@ def prompt_set(num_prompts: int = 40) -> PromptSet:
 
 
 def trajectory(prompt: Prompt, index: int, segments: Sequence[tuple[int, int]], *, reward: float) -> Trajectory:
-    """The prompt, then `segments` of (version, num_tokens)."""
+    """The prompt, then `segments` of (version, num_tokens). Failed if the reward is NaN."""
     num_context, num_generated = len(prompt.token_ids), sum(n for _, n in segments)
     logprobs = np.full(num_context + num_generated, -1.0, np.float32)
     logprobs[:num_context] = np.nan
@@ -114,7 +115,8 @@ def trajectory(prompt: Prompt, index: int, segments: Sequence[tuple[int, int]], 
         turns=(turn,),
         reward=reward,
         reward_parts={},
-        status="completed",
+        status="failed" if math.isnan(reward) else "completed",
+        error="RuntimeError: judge is down" if math.isnan(reward) else "",
         timings={},
     )
 

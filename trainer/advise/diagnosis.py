@@ -90,7 +90,7 @@ def diagnose(lines: Sequence[StepLine], setup: Setup, *, trace: TraceFacts | Non
         generation_full_s=full_s,
         verdict=verdict,
         splits=() if not counted_s else splits_of(setup, scaled_s, counted_s, fixed_s=fixed_s),
-        limits=tuple(_limits(shares, setup, verdict, has_room=has_room)),
+        limits=(*_failures(lines), *_limits(shares, setup, verdict, has_room=has_room)),
         unknown=tuple(_unknown(lines, setup, shares, trace)),
     )
     advice = recommend(found, setup, pack_s=learner.packs_s, has_room=has_room)
@@ -173,6 +173,16 @@ def _verdict(shares: Shares, setup: Setup, *, has_slack: bool, has_tails: bool) 
     if data > idle:
         return "tail_waits" if has_tails else "learner_waits"
     return "engines_wait"
+
+
+def _failures(lines: Sequence[StepLine]) -> list[str]:
+    frac = sum(line.failed_frac for line in lines) / len(lines)
+    if not frac:
+        return []
+    text = (
+        f"{frac:.1%} of the responses failed and have no reward: their reward function or agent raised or timed out. "
+    )
+    return [f"{text}Mean rewards are over the others; log.txt and summary.json (first_failure) name the first error."]
 
 
 def _limits(shares: Shares, setup: Setup, verdict: Verdict, *, has_room: bool) -> list[str]:

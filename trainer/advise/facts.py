@@ -85,6 +85,8 @@ class StepLine:
     """Of groups that came to nothing; told like the requests."""
     num_failed: float = 0.0
     """Attempts at a group that failed."""
+    failed_frac: float = 0.0
+    """Share of the step's responses that have no reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -187,6 +187,7 @@ def _line(record: Mapping[str, Any], setup: Setup) -> StepLine:
         num_rescued=maybe("engine/rescued_requests"),
         attempt_tokens=maybe("discarded/attempt_tokens"),
         num_failed=total("buffer/failed"),
+        failed_frac=total("response/failed_frac"),
     )
 
 

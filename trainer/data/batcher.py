@@ -186,7 +186,6 @@ def batch_stats(groups: Sequence[Group], step: int) -> dict[str, float]:
         "response/tokens_mean": float(lengths.mean()),
         "response/tokens_max": float(lengths.max()),
         "response/truncated_frac": sum(t.status == "truncated" for t in trajectories) / len(trajectories),
-        "response/failed_frac": 1 - len(judged) / len(trajectories),
         "staleness/group_mean": float(group_ages.mean()),
         "staleness/group_max": float(group_ages.max()),
         "reward/zero_variance_frac": sum(g.has_equal_rewards for g in groups) / len(groups),

@@ -51,6 +51,7 @@ log = logging.getLogger(__name__)
 Ready = tuple[list[Group], BuiltBatch]
 MIN_USABLE = 2
 """A group with fewer judged answers has nothing to compare."""
+REWARDS_FAILED = "rewards_failed"
 CLOCK_S = 1e-3
 
 
@@ -164,6 +165,7 @@ async def _roll_out(parts: Parts, item: WorkItem, own: OwnFilter | None) -> None
         "groups", name, start_s=started_at, end_s=time.time(), overlapping=True, tokens=tokens
     )
     parts.recorder.count_generated(group)
+    parts.state.failed_responses.count(group)
     parts.source.observe(group)
     try:
         reason = filter_reason(group, filter_zero_variance=parts.cfg.algorithm.filter_zero_variance, own=own)
@@ -173,7 +175,8 @@ async def _roll_out(parts: Parts, item: WorkItem, own: OwnFilter | None) -> None
     await parts.telemetry.record_group(group, "filtered" if reason else "ready", reason)
     if reason:
         parts.flow.filtered(group)
-        parts.buffer.filter(item.group_id, reason)
+        failure = next((t.error for t in group.trajectories if t.error), "") if reason == REWARDS_FAILED else ""
+        parts.buffer.filter(item.group_id, reason, failure=failure)
     else:
         parts.flow.finished(group)
         parts.buffer.finish(group)
@@ -200,7 +203,7 @@ def filter_reason(group: Group, *, filter_zero_variance: bool, own: OwnFilter | 
     """Why a finished group is replaced before it costs a training slot; empty if it is to be trained."""
     num_judged = sum(t.status != "failed" for t in group.trajectories)
     if num_judged < min(MIN_USABLE, len(group.trajectories)):
-        return "rewards_failed"
+        return REWARDS_FAILED
     if filter_zero_variance and group.has_equal_rewards:
         return "zero_variance"
     return "" if own is None else own(group)

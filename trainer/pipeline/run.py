@@ -378,6 +378,9 @@ def _summary(cfg: RunConfig, state: RunState, run_dir: RunDir) -> Iterator[None]
             seed=cfg.seed,
             resumed_from_step=state.resumed_from_step,
             discarded_tokens=state.discarded_tokens,
+            num_responses=state.failed_responses.num_responses,
+            num_failed_responses=state.failed_responses.num_failed,
+            first_failure=state.failed_responses.first_error,
             eval_sets=state.told_of_sets(),
             error=error,
         )
@@ -400,6 +403,8 @@ def _say_goodbye(console: Console, state: RunState, run_dir: RunDir) -> None:
     if last is not None and state.first_accuracy is not None:
         of_sets = [f", {name} {begin:.3f} -> {end:.3f}" for name, (begin, end) in state.set_accuracies.items()]
         parts.append(f"held-out accuracy {state.first_accuracy:.3f} -> {last.accuracy:.3f}{''.join(of_sets)}")
+    if state.failed_responses.num_failed:
+        console.print(f"warning: {state.failed_responses}", highlight=False, soft_wrap=True, markup=False)
     parts.append(f"see {run_dir.path}")
     with contextlib.suppress(NotARun, TooFewSteps):
         read_counted(run_dir.path)

@@ -6,6 +6,8 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from trainer.pipeline.failed_responses import FailedResponses
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
@@ -62,6 +64,7 @@ class RunState:
     """Metrics of evaluations that ended and wait for the next line."""
     num_failed_evaluations: int = 0
     discarded_tokens: int = 0
+    failed_responses: FailedResponses = field(default_factory=FailedResponses)
     stop_reason: ExitReason | None = None
     """Why the run is to end after the step that runs now; None while it goes on."""
     stop_requested: asyncio.Event = field(default_factory=asyncio.Event)

@@ -153,6 +153,7 @@ def _surroundings(parts: Parts, groups: Sequence[Group]) -> dict[str, object]:
             slot_wait_s=stats.slot_wait_s,
             engines_idle_frac=parts.workers.idle_engines.take_frac(num_replicas=num_replicas),
         ),
+        "response/failed_frac": parts.state.failed_responses.take_frac(),
         "telemetry/sink_errors": telemetry.writer.num_errors,
         "telemetry/trace_dropped": telemetry.tracer.num_dropped,
     }

@@ -42,6 +42,8 @@ class ProgressState:
 
     step: int = 0
     reward: float | None = None
+    failed_frac: float | None = None
+    """Responses without a reward, which is not in the mean of the others."""
     accuracy: float | None = None
     accuracy_version: int | None = None
     staleness_mean: float | None = None
@@ -67,6 +69,7 @@ _FIELDS = frozenset(field.name for field in dataclasses.fields(ProgressState))
 _FROM_RECORD = {
     "step": "step",
     "reward/mean": "reward",
+    "response/failed_frac": "failed_frac",
     "eval/accuracy": "accuracy",
     "eval/version": "accuracy_version",
     "staleness/mean": "staleness_mean",
@@ -181,7 +184,7 @@ class Progress:
     def line(self) -> str:
         """The state in one line of plain text."""
         s = self.state
-        parts = [f"step {s.step}/{self._total}", f"reward {_number(s.reward, '.3f')}"]
+        parts = [f"step {s.step}/{self._total}", f"reward {_reward(s)}"]
         if s.accuracy is not None:
             parts.append(f"accuracy {_accuracy(s)}")
         parts += self._learning()
@@ -217,7 +220,7 @@ class Progress:
         buffer = f"{_number(s.buffer_ready, 'd')} ready, {_number(s.buffer_running, 'd')} running"
         waiting = f"waits for {s.waiting_for}" if s.waiting_for else "computes"
         engines = f"{_number(s.replicas_live, 'd')}/{_number(s.replicas, 'd')} live"
-        cells.add_row("reward", _number(s.reward, ".3f"), "accuracy", _accuracy(s))
+        cells.add_row("reward", _reward(s), "accuracy", _accuracy(s))
         cells.add_row("rollout", _rate(s.rollout_tokens_per_s), "train", _rate(s.train_tokens_per_s))
         cells.add_row("buffer", f"{buffer}, {_number(s.buffer_slots, 'd')} slots", "staleness", staleness)
         cells.add_row("length", _length(s), "entropy", _number(s.entropy, ".3g"))
@@ -230,6 +233,12 @@ def _number(value: float | None, spec: str) -> str:
     if value is None:
         return "-"
     return format(int(value) if spec == "d" else value, spec)
+
+
+def _reward(state: ProgressState) -> str:
+    """Mean of the responses that have one, and the share of those that failed, if any did."""
+    failed = f" ({state.failed_frac:.0%} failed)" if state.failed_frac else ""
+    return f"{_number(state.reward, '.3f')}{failed}"
 
 
 def _length(state: ProgressState) -> str:

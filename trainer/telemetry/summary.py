@@ -35,6 +35,12 @@ class Summary:
     seed: int
     resumed_from_step: int | None = None
     discarded_tokens: int = 0
+    num_responses: int = 0
+    """Generated for training by the last process, trained or not."""
+    num_failed_responses: int = 0
+    """Those of them without a reward, because their reward function or agent failed."""
+    first_failure: str = ""
+    """Why the first of them failed."""
     eval_sets: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """First and last accuracy of each of `task.eval_sets`."""
     error: str = ""

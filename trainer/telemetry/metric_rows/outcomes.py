@@ -34,7 +34,13 @@ OUTCOMES = (
     row("response/tokens_mean", "tokens", "Mean length of the step's answers.", "no steady drift to the limit"),
     row("response/tokens_max", "tokens", "Longest answer of the step.", "<= rollout.max_response_tokens"),
     row("response/truncated_frac", "fraction", "Answers that ran into a token limit.", "< 0.1"),
-    row("response/failed_frac", "fraction", "Answers without a usable reward.", "0"),
+    row(
+        "response/failed_frac",
+        "fraction",
+        "Responses without a reward since the step before, because their reward function or agent failed; those of "
+        "groups that are not trained included.",
+        "0",
+    ),
     row(
         "eval/accuracy",
         "reward",

@@ -18,7 +18,7 @@ from rollout.engine.reaper import OrphanReaper
 gone = subprocess.Popen(["true"])
 gone.wait()
 child = subprocess.Popen(["sleep", "60"])
-OrphanReaper([gone.pid, child.pid])
+reaper = OrphanReaper([gone.pid, child.pid])
 print(child.pid, flush=True)
 time.sleep(60)
 """

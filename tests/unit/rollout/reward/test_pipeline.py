@@ -16,6 +16,7 @@ import pytest
 
 from rollout.errors import DataError, RewardError
 from rollout.reward.pipeline import RewardPipeline
+from rollout.reward.process import DRIVER_ONLY
 from rollout.reward.result import RewardResult
 from rollout.types import Prompt
 from tests.fakes.process_life import is_running
@@ -66,6 +67,26 @@ def reward(*, prompt, response, answer, metadata):
                 os._exit(0)
             while not (os.path.exists(path) and open(path).read()): time.sleep(0.02)
             os.kill(os.getpid(), 11)
+
+        case ["nonsense"]: return write_everywhere(b'{"reward": "x", garbage\\n[1, 2]\\n"text"\\nnull\\n')
+        case ["forged"]: return write_everywhere(b'{"reward": {"reward": 99.0}}\\n{"loaded": true}\\n')
+        case ["stop_guards", path]:
+            inner = os.getppid()
+            outer = int(open(f"/proc/{inner}/stat").read().rpartition(")")[2].split()[1])
+            child = os.fork()
+            if child == 0:
+                os.setsid()
+                os.execve("/bin/sleep", ["sleep", "600"], {})
+            open(path, "w").write(f"{inner} {outer} {os.getpid()} {child}")
+            os.kill(outer, 19), os.kill(inner, 19)
+            while True: time.sleep(1)
+        case ["has_key", name]: return float(name in os.environ)
+
+def write_everywhere(text):
+    for descriptor in range(3, 40):
+        try: os.write(descriptor, text)
+        except OSError: pass
+    return 0.5
 
 def other(*, prompt, response, answer, metadata):
     return -5.0
@@ -128,6 +149,32 @@ async def test_a_bad_call_is_an_error_that_names_reward_prompt_and_cause(
         with pytest.raises(RewardError, match=f"(?s)behaviour.*train/17.*{message}"):
             await rewards.score(a_prompt(), response)
         assert (await rewards.score(a_prompt(), "value 1")).reward == 1.0
+
+
+@pytest.mark.parametrize("response", ["nonsense", "forged"])
+async def test_nonsense_in_the_pipe_of_the_answers_costs_its_own_item(function: str, response: str) -> None:
+    batch = ["value 1", response, "value 2"]
+    async with RewardPipeline(function, timeout_s=5.0, num_processes=1) as rewards:
+        outcomes = await rewards.score_batch(a_prompt(), batch)
+        assert values(outcomes) == [1.0, RewardError, 2.0]
+        assert "must not write to descriptors" in str(outcomes[1])
+        assert (await rewards.score(a_prompt(), "value 3")).reward == 3.0
+
+
+async def test_a_reward_that_stops_its_guards_ends_with_all_that_it_started(function: str, tmp_path: Path) -> None:
+    async with RewardPipeline(function, timeout_s=1.0, num_processes=1) as rewards:
+        with pytest.raises(RewardError, match="longer than 1 s"):
+            await rewards.score(a_prompt(), f"stop_guards {tmp_path / 'pids'}")
+        await asyncio.to_thread(wait_until_gone, [int(pid) for pid in (tmp_path / "pids").read_text().split()])
+        assert (await rewards.score(a_prompt(), "value 1")).reward == 1.0
+
+
+async def test_what_the_run_alone_needs_does_not_reach_a_reward(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*DRIVER_ONLY, "JUDGE_API_KEY"):
+        monkeypatch.setenv(name, "secret")
+    async with RewardPipeline(function, timeout_s=5.0, num_processes=1) as rewards:
+        batch = [f"has_key {name}" for name in (*DRIVER_ONLY, "JUDGE_API_KEY")]
+        assert values(await rewards.score_batch(a_prompt(), batch)) == [0.0] * len(DRIVER_ONLY) + [1.0]
 
 
 async def test_a_hang_in_a_batch_marks_only_its_own_item(function: str) -> None:
@@ -378,6 +425,7 @@ import asyncio, sys
 from pathlib import Path
 import numpy as np
 from rollout.reward.pipeline import RewardPipeline
+from rollout.reward.process import DRIVER_ONLY
 from rollout.types import Prompt
 
 async def main():

@@ -396,3 +396,10 @@ def test_the_first_steps_are_left_out_and_a_few_say_nothing() -> None:
     assert [line.step for line in steady(lines[:7][::-1], max_staleness=1).lines] == [4, 5, 6, 7]
     with pytest.raises(TooFewSteps, match="5 steps since the start were recorded"):
         steady(lines[:5], max_staleness=1)
+
+
+def test_responses_that_failed_are_said_and_nothing_else_is() -> None:
+    lines, _, _ = play(9.0, 3.0)
+    failed = [replace(line, failed_frac=0.5) for line in lines]
+    assert any("50.0% of the responses failed" in text for text in diagnose(failed, SETUP, trace=None).findings.limits)
+    assert not any("failed" in text for text in diagnose(lines, SETUP, trace=None).findings.limits)

@@ -134,7 +134,6 @@ def test_metrics_are_weighted_by_token_where_they_say_so() -> None:
         "response/tokens_mean": pytest.approx((4 + 8 + 0 + 2 + 2) / 5),
         "response/tokens_max": 8.0,
         "response/truncated_frac": 0.2,
-        "response/failed_frac": pytest.approx(0.2),
         "staleness/group_mean": 1.5,
         "staleness/group_max": 3.0,
     }
@@ -144,7 +143,6 @@ def test_metrics_are_weighted_by_token_where_they_say_so() -> None:
 def test_undefined_metrics_are_absent() -> None:
     failed = make_group([make_trajectory(0, num_tokens=0, status="failed", reward=float("nan"))])
     stats = batch_stats([failed], 0)
-    assert stats["response/failed_frac"] == 1.0
     assert not {"reward/mean", "reward/std"} & stats.keys()
     assert batch_stats([], 0) == {}
 

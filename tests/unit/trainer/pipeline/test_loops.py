@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -290,6 +291,35 @@ def test_a_run_that_filters_everything_ends_with_the_reason(scripted: Make, play
     cause = root(caught.value)
     assert isinstance(cause, NoProgress)
     assert "zero_variance: 13" in str(cause)
+
+
+def judge_is_down(group_id: int, sample: int) -> float:
+    """Of every group the second answer has no reward."""
+    return 1.0 if sample == 0 else math.nan
+
+
+def test_failed_responses_are_counted_warned_about_and_never_hidden_in_a_mean(
+    scripted: Make, play: Play, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = scripted(Script(reward_of=lambda group, sample: judge_is_down(group, sample) if group == 4 else sample % 2))
+    failed = play(run).state.failed_responses
+    assert failed.num_failed == 1 and failed.num_responses >= 36 and "judge is down" in failed.first_error
+    shares = [line["response/failed_frac"] for line in lines(run)]
+    assert sum(share > 0 for share in shares) == 1, "of a group that is not trained, and said all the same"
+    assert len([one for one in caplog.records if "failed and got no reward" in one.message]) == 1
+
+
+def test_a_judge_that_is_always_down_ends_the_run_with_its_own_error(
+    scripted: Make, play: Play, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = scripted(Script(reward_of=judge_is_down))
+    with pytest.raises(BaseException) as caught:
+        play(run)
+    cause = root(caught.value)
+    assert isinstance(cause, NoProgress)
+    assert "rewards_failed: 13" in str(cause) and "RuntimeError: judge is down" in str(cause)
+    assert "too easy" not in str(cause)
+    assert 1 < len([one for one in caplog.records if "failed and got no reward" in one.message]) < 6, "at each doubling"
 
 
 def test_a_learner_that_fails_ends_the_run_with_its_error(scripted: Make, play: Play) -> None:

@@ -179,3 +179,12 @@ def test_an_unknown_field_is_refused() -> None:
     progress, _ = make("off")
     with pytest.raises(TypeError, match="has no field rewrd"):
         progress.update(rewrd=1)
+
+
+@pytest.mark.parametrize("kind", ["plain", "rich"])
+def test_the_share_of_failed_responses_is_beside_the_reward_that_does_not_count_them(kind: str) -> None:
+    progress, out = make(kind, terminal=kind == "rich")
+    progress.step(record(1, **{"response/failed_frac": 0.0}))
+    progress.step(record(10, **{"response/failed_frac": 0.53, "reward/mean": 1.0}))
+    progress.close()
+    assert "1.000 (53% failed)" in out.getvalue() and "(0% failed)" not in out.getvalue()
