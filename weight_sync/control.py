@@ -17,8 +17,10 @@ the middle of a message of several frames, libzmq was seen to end the sending pr
 names run, epoch, sender, session, a sequence number that grows with every frame and a request id that a retry keeps: a
 repeated frame is refused, a repeated request is answered from memory and not executed again. The server binds an
 ephemeral port and tells it (`endpoint`), so no two processes ever have to compute the same name. Frames that are
-malformed, too large or not
-authentic are counted and get no answer.
+malformed, too large or not authentic are counted and get no answer.
+
+Lines are encrypted (CurveZMQ), and the server's key follows from the secret of the run. Who does not know it does not
+get past the handshake: libzmq keeps the parts of a message until the last one has come, and no option bounds that.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 import zmq
+import zmq.utils.z85
 
 from weight_sync.decoding import decode_typed
 from weight_sync.errors import StaleEpoch, WeightSyncError
@@ -48,6 +51,8 @@ MAX_SESSIONS = 4096
 ANSWERS_KEPT = 16
 """Answers remembered per session, for retries."""
 MAC_BYTES = 32
+HANDSHAKE_S = 5.0
+"""A line that has not shown its key by then is closed."""
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
@@ -239,6 +244,11 @@ class Membership:
         payload, mac = frame[:-MAC_BYTES], frame[-MAC_BYTES:]
         return payload if hmac.compare_digest(self._sign(direction, payload), mac) else None
 
+    def server_keys(self) -> tuple[bytes, bytes]:
+        """(public, secret) of the lines to servers of this run, as Z85 text."""
+        secret = zmq.utils.z85.encode(hmac.digest(self.secret, b"server of weight sync", "sha256"))
+        return zmq.curve_public(secret), secret
+
     def _sign(self, direction: bytes, payload: bytes) -> bytes:
         return hmac.digest(self.secret, direction + payload, "sha256")
 
@@ -265,6 +275,9 @@ class ControlServer:
         self._router = self._context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.LINGER, 0)
         self._router.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
+        self._router.setsockopt(zmq.HANDSHAKE_IVL, round(1000 * HANDSHAKE_S))
+        self._router.setsockopt(zmq.CURVE_SERVER, 1)
+        self._router.setsockopt(zmq.CURVE_SECRETKEY, membership.server_keys()[1])
         self._router.setsockopt(zmq.IPV6, int(":" in host))
         self._router.bind(f"tcp://{f'[{host}]' if ':' in host else host}:*")
         self.endpoint: str = self._router.getsockopt_string(zmq.LAST_ENDPOINT)

@@ -104,8 +104,12 @@ def checked(response: Response, kind: type[R], endpoint: str) -> R:
     return response
 
 
-def connected(socket: Any, endpoint: str) -> None:
-    """Set up a DEALER as every line has it."""
+def connected(socket: Any, endpoint: str, membership: Membership) -> None:
+    """Set up a DEALER as every line has it. Its own key is new: whoever knows the server's belongs to the run."""
+    public, secret = zmq.curve_keypair()
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
+    socket.setsockopt(zmq.CURVE_SERVERKEY, membership.server_keys()[0])
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_RESPONSE_BYTES)
     socket.setsockopt(zmq.IPV6, int("[" in endpoint))
@@ -130,7 +134,7 @@ class ControlClient:
         self._lock = threading.Lock()
         self._talk = Conversation(membership, sender)
         self._dealer = context.socket(zmq.DEALER)
-        connected(self._dealer, endpoint)
+        connected(self._dealer, endpoint, membership)
 
     def ask(self, request: Request, kind: type[R], *, deadline_s: float, check: Check | None = None) -> R:
         """The publisher's answer, of type `kind`.
@@ -209,7 +213,7 @@ class AsyncControlClient:
         self._lock = asyncio.Lock()
         # The process's own context: one of ours, if nobody closes it, would wait for its sockets when it is collected.
         self._dealer = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-        connected(self._dealer, endpoint)
+        connected(self._dealer, endpoint, membership)
 
     async def ask(self, request: Request, kind: type[R], *, deadline_s: float) -> R:
         """

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 import threading
 import time
 from typing import TYPE_CHECKING
 
 import msgspec
+import psutil
 import pytest
 import zmq
 
+from weight_sync import control
 from weight_sync.control import (
     MAX_REQUEST_BYTES,
     QUESTION,
@@ -23,7 +27,7 @@ from weight_sync.control import (
     Request,
     Response,
 )
-from weight_sync.control_client import AsyncControlClient, ControlClient
+from weight_sync.control_client import AsyncControlClient, ControlClient, connected
 from weight_sync.errors import PublisherLost, StaleEpoch, VersionUnavailable
 
 if TYPE_CHECKING:
@@ -78,10 +82,10 @@ def client_of(context: zmq.Context, server: ControlServer, member: Membership = 
 
 
 def raw_socket(context: zmq.Context, server: ControlServer) -> zmq.Socket:
-    socket = context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.connect(server.endpoint)
-    return socket
+    """Of somebody who knows the secret of the run, and sends what he likes."""
+    dealer = context.socket(zmq.DEALER)
+    connected(dealer, server.endpoint, MEMBER)
+    return dealer
 
 
 def wait_for(server: ControlServer, name: str, count: int) -> None:
@@ -106,8 +110,48 @@ def test_frame_under_another_secret_gets_no_answer(context: zmq.Context, server:
     stranger = Membership(run_id="run", epoch=3, secret=b"x" * 32)
     with pytest.raises(PublisherLost, match=r"did not answer Hello within 0\.3 s"):
         client_of(context, server, stranger).ask(LEASE, LeaseGranted, deadline_s=0.3)
+    assert desk.seen == [] and "control_sessions" not in server.counters()
+    dealer = raw_socket(context, server)
+    dealer.send(stranger.seal(QUESTION, b"a question"))
     wait_for(server, "control_unauthentic", 1)
     assert desk.seen == []
+
+
+GREETING = b"\xff" + b"\0" * 8 + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + b"\0" * 32
+READY = b"\x05READY\x0bSocket-Type\0\0\0\x06DEALER\x08Identity\0\0\0\0"
+MB = 1_000_000
+
+
+@pytest.mark.parametrize("part", [b"\x01\x00", b"\x03" + (65536).to_bytes(8, "big") + b"x" * 65536])
+def test_a_stranger_whose_message_never_ends_costs_no_memory(
+    context: zmq.Context, server: ControlServer, part: bytes
+) -> None:
+    """Every part says that one more follows: the empty ones make a process grow by thirty times what is sent."""
+    process, many = psutil.Process(), part * max(1, 65536 // len(part))
+    before, sent = process.memory_info().rss, 0
+    port = int(server.endpoint.rpartition(":")[2])
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5.0) as line:
+        line.sendall(GREETING)
+        line.recv(64)
+        line.sendall(b"\x04" + bytes([len(READY)]) + READY)
+        while sent < 40 * MB:
+            line.sendall(many)
+            sent += len(many)
+    assert sent < 40 * MB, "the connection is closed at the handshake"
+    assert process.memory_info().rss - before < 20 * MB
+    assert client_of(context, server).ask(LEASE, LeaseGranted, deadline_s=5.0).slot == 1
+
+
+def test_half_handshakes_are_closed(context: zmq.Context, desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "HANDSHAKE_S", 0.2)
+    server = ControlServer(desk, MEMBER)
+    port = int(server.endpoint.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), timeout=10.0) as line:
+        line.sendall(GREETING[:20])
+        while line.recv(64):  # its greeting, then the end
+            pass
+    assert client_of(context, server).ask(LEASE, LeaseGranted, deadline_s=5.0).slot == 1
+    server.close()
 
 
 async def test_a_coordinator_that_gets_no_answer_says_from_whom_and_for_how_long(server: ControlServer) -> None:

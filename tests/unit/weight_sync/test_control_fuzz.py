@@ -22,7 +22,7 @@ from weight_sync.control import (
     Renewed,
     RenewRequest,
 )
-from weight_sync.control_client import ControlClient
+from weight_sync.control_client import ControlClient, connected
 from weight_sync.errors import PlanMismatch
 from weight_sync.layout import shard_descs
 from weight_sync.plan import build_manifest, manifest_to_bytes
@@ -190,8 +190,7 @@ def publisher() -> Iterator[LocalPublisher]:
 
 def dealer(context: zmq.Context, publisher: LocalPublisher) -> zmq.Socket:
     socket = context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.connect(publisher.endpoint)
+    connected(socket, publisher.endpoint, MEMBER)
     return socket
 
 
