@@ -104,7 +104,7 @@ class LearnerGroup:
             The metrics (equal on all ranks), with the seconds of the slowest rank per phase, and operations added up.
 
         Raises:
-            TrainingDiverged: the gradient is not finite.
+            TrainingDiverged: as `PolicyLearner.train_step`; the group can still save.
             LearnerError: a rank failed, or did not answer in time.
         """
         if len(batch.micro_batches) != len(self._ranks):
@@ -171,8 +171,9 @@ class LearnerGroup:
                 await asyncio.wait(calls, timeout=PEERS_S)
                 failures = _failures(calls)
             if failures:
-                self._has_failed = True
-                raise _to_report(method, failures)
+                error = _to_report(method, failures)
+                self._has_failed = not isinstance(error, TrainingDiverged)  # then every rank stands, with whole weights
+                raise error
             return [call.result() for call in calls]
         finally:
             for call in calls:

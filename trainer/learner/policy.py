@@ -78,6 +78,7 @@ class PolicyLearner:
             backend.device_name(), compute_dtype=cfg.model.compute_dtype, given_tflops=cfg.device.peak_tflops
         )
         self._critic_alone_steps = cfg.critic.warmup_steps if cfg.algorithm.uses_critic else 0
+        self._num_skipped_in_a_row = 0
 
     @property
     def model(self) -> PreTrainedModel:
@@ -97,13 +98,15 @@ class PolicyLearner:
         The loss is the sum of weight x token loss over all ranks and micro-batches. In the first
         `critic.warmup_steps` steps only the critic is trained; the policy's learning rate starts after them.
 
+        A step whose gradient is not finite is skipped on every rank: nothing is updated, and `skipped_steps` is 1.
+
         Args:
             rewards: of the whole step, where advantages are finished here (`algorithm.finishes_on_ranks`).
 
         Raises:
-            TrainingDiverged: a gradient of policy or critic, a value, or a log-prob of the reference is not finite on
-                any rank. No weight has been changed; with `critic.updates_per_step` > 1, earlier updates of the step
-                have been made.
+            TrainingDiverged: more than `learner.max_skipped_steps` gradients of policy or critic in a row are not
+                finite, or a value or a log-prob of the reference is not, on any rank. No weight has been changed; with
+                `critic.updates_per_step` > 1, earlier updates of the step have been made.
             ValueError: no micro-batch, or one is malformed or younger than the weights.
         """
         if not micro_batches:
@@ -122,18 +125,34 @@ class PolicyLearner:
             metrics, norms["learner"] = self._policy_gradients(prepared, step=step, timer=timer)
         if isinstance(self._critic, OwnCritic):
             norms["critic"] = self._critic.grad_norm()
-        self._refuse_divergence(norms, step=step)
+        is_skipped = self._is_skipped(norms, step=step)
+        metrics["skipped_steps"] = Metric(sum=float(is_skipped))
+        if trains_policy:
+            metrics["grad_norm"] = Metric(sum=norms["learner"])
+        if is_skipped:
+            return self._result(micro_batches, metrics, step=step, trains_policy=trains_policy, timer=timer)
         if trains_policy:
             alone, config = self._critic_alone_steps, self._cfg.learner
             lr = learning_rate(step - alone, config=config, total_steps=self._cfg.trainer.total_steps - alone)
             self._optimizer.step(lr=lr, grad_norm=norms["learner"])
-            metrics |= {"lr": Metric(sum=lr), "grad_norm": Metric(sum=norms["learner"])}
+            metrics["lr"] = Metric(sum=lr)
         timer.mark("optimizer")
         if isinstance(self._critic, OwnCritic):
             metrics |= self._critic.update(prepared, UpdateAt(step=step, grad_norm=norms["critic"]))
         if self._critic is not None:
             metrics |= prepared.totals.reduce(self._device)
             timer.mark("critic")
+        return self._result(micro_batches, metrics, step=step, trains_policy=trains_policy, timer=timer)
+
+    def _result(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        metrics: dict[str, Metric],
+        *,
+        step: int,
+        trains_policy: bool,
+        timer: PhaseTimer,
+    ) -> StepResult:
         operations = self._model_flops.of_batches(micro_batches) if self._model_flops and trains_policy else None
         return StepResult(
             step=step,
@@ -214,16 +233,24 @@ class PolicyLearner:
             totals.add(part, num_tokens=len(batch.token_ids))
         return totals.reduce(self._optimizer.grad_sq_sum())
 
-    def _refuse_divergence(self, norms: Mapping[str, float], *, step: int) -> None:
-        """Raises TrainingDiverged, with all gradients dropped, if a norm, which is of all ranks, is not finite."""
-        for section, norm in norms.items():
-            if not np.isfinite(norm):
-                self._drop_gradients()
-                raise TrainingDiverged(
-                    f"{'' if section == 'learner' else f'{section} '}gradient norm of step {step} is {norm}; lower "
-                    f"{section}.lr or {section}.max_grad_norm, or look for wrong rewards and log-probs in the recorded "
-                    "trajectories"
-                )
+    def _is_skipped(self, norms: Mapping[str, float], *, step: int) -> bool:
+        """Whether a norm, which is of all ranks, is not finite; all gradients are dropped then.
+
+        Raises:
+            TrainingDiverged: it is one too many in a row.
+        """
+        bad = next((section for section, norm in norms.items() if not np.isfinite(norm)), None)
+        if bad is None:
+            self._num_skipped_in_a_row = 0
+            return False
+        self._drop_gradients()
+        self._num_skipped_in_a_row += 1
+        what = f"{'' if bad == 'learner' else f'{bad} '}gradient norm of step {step} is {norms[bad]}"
+        do = f"lower {bad}.lr or {bad}.max_grad_norm, or look for wrong rewards in the recorded trajectories"
+        most = self._cfg.learner.max_skipped_steps
+        if self._num_skipped_in_a_row > most:
+            raise TrainingDiverged(f"{what}, after {most} skipped steps (learner.max_skipped_steps); {do}")
+        return True
 
     def _drop_gradients(self) -> None:
         for optimizer in self._optimizers().values():

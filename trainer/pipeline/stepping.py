@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainer.config.errors import first_cause, one_line
+from trainer.learner.errors import TrainingDiverged
 from trainer.pipeline.evaluation_runs import with_evaluation
 from trainer.pipeline.records import StepTimes, buffer_record, sync_record
 
@@ -58,6 +59,12 @@ class Stepper:
         step = built.batch.step
         with parts.telemetry.tracer.span("learner", f"step {step}", tokens=built.batch.num_tokens):
             result = await parts.learner.train_step(built.batch)
+        if (skipped := result.metrics.get("skipped_steps")) is not None and skipped.sum:
+            log.warning(
+                "step %d was skipped: a gradient is not finite, so no weight has changed; look for wrong rewards and "
+                "log-probs in its trajectories, or lower the learning rate (learner.max_skipped_steps says how often)",
+                step + 1,
+            )
         parts.state.step = step + 1
         self._unwritten = _Trained(
             groups=groups,
@@ -68,14 +75,14 @@ class Stepper:
         )
 
     async def ended(self, progress: Progress) -> bool:
-        """Whether the learner stands after a step that went well. Waits for the one that it is in, which has a
-        deadline."""
+        """Whether the learner stands with whole weights: after a step that went well, or one that was refused before it
+        changed any. Waits for the one that it is in, which has a deadline."""
         if self._task is None:
             return True
         if not self._task.done():
             with progress.phase("finishing the step that the learner is in"):
                 await asyncio.wait({self._task})
-        return not self._task.cancelled() and self._task.exception() is None
+        return not self._task.cancelled() and isinstance(self._task.exception(), TrainingDiverged | None)
 
     def close_line(self, parts: Parts) -> None:
         """The new weights are on their way: make the line of the step, as things are now."""

@@ -67,8 +67,12 @@ async def test_errors_keep_their_type_and_a_killed_rank_is_named_at_once(group: 
     good = _batch(0)
     part = good.micro_batches[1][0]
     bad_part = replace(part, advantages=np.where(part.loss_mask, np.inf, 0).astype(np.float32))
+    bad = replace(good, micro_batches=(good.micro_batches[0], (bad_part, bad_part)))
+    for _ in range(3):
+        assert (await group.train_step(bad)).metrics["skipped_steps"].sum == 1, "on both ranks, for one that is bad"
     with pytest.raises(TrainingDiverged, match=r"learner rank [01]: gradient norm of step 0"):
-        await group.train_step(replace(good, micro_batches=(good.micro_batches[0], (bad_part, bad_part))))
+        await group.train_step(bad)
+    assert not group.is_broken, "it can still save"
     await group.train_step(good)
     ray.kill(group.ranks[1].actor)
     with pytest.raises(LearnerError, match=r"learner rank 1 died in train_step"):

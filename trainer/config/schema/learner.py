@@ -22,6 +22,12 @@ class LearnerConfig:
     beta2: float = key(0.999, "AdamW beta2.", ge=0, lt=1)
     eps: float = key(1e-8, "AdamW epsilon.", gt=0)
     max_grad_norm: float = key(1.0, "Gradient norm is clipped to this.", gt=0)
+    max_skipped_steps: int = key(
+        3,
+        "Steps in a row whose gradient is not finite, and that are skipped: weights and moments stay as they were. One "
+        "more ends the run, after a save.",
+        ge=0,
+    )
     max_tokens_per_micro_batch: int = key(16384, "Packed tokens per micro-batch and rank.", ge=1)
     logprob_chunk_tokens: int = key(1024, "Tokens whose logits exist at once.", ge=1)
     activation_checkpointing: bool = key(False, "Recompute each block in the backward.")

@@ -12,6 +12,7 @@ LEARNER = (
         "where they are in the loss; summed or averaged over the whole step by algorithm.aggregation.",
         "near 0; finite",
     ),
+    row("learner/skipped_steps", "0 or 1", "Whether the step was skipped, since a gradient is not finite.", "0"),
     row("learner/grad_norm", "norm", "Gradient norm before clipping.", "no growth over 10x"),
     row("learner/lr", "1", "Learning rate of the step.", "follows the schedule"),
     row(

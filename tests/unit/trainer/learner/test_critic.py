@@ -253,6 +253,8 @@ def test_a_gradient_that_is_not_finite_changes_no_weight_of_either(culprit: str,
         assert batch.unfinished is not None
         huge = replace(batch.unfinished, rewards=batch.unfinished.rewards * np.float32(1e30))
         poisoned = replace(batch, unfinished=huge)
+    for _ in range(3):
+        assert learner.train_step([poisoned], step=5, rewards=step_rewards).metrics["skipped_steps"].sum == 1
     with pytest.raises(TrainingDiverged, match=("critic " if culprit == "critic" else "") + "gradient norm of step 5"):
         learner.train_step([poisoned], step=5, rewards=step_rewards)
     assert all(tensor.equal(before[name]) for name, tensor in all_weights(learner).items())

@@ -156,14 +156,27 @@ def test_gradient_is_clipped_by_the_norm_that_is_reported(tiny_dir: Path) -> Non
     assert applied == pytest.approx(norm / 4, rel=1e-4)
 
 
-def test_a_gradient_that_is_not_finite_stops_before_the_weights_change(tiny_dir: Path) -> None:
-    learner, batch = make_learner(run_config(tiny_dir)), pack(sequences(3))
-    before = weights(learner)
+def test_a_step_whose_gradient_is_not_finite_is_skipped_and_one_too_many_raises(tiny_dir: Path) -> None:
+    learner, batch = make_learner(run_config(tiny_dir, max_skipped_steps=2)), pack(sequences(3))
+    learner.train_step([batch], step=0)  # there are moments that could move the weights
     poisoned = replace(batch, advantages=np.where(batch.loss_mask, np.inf, 0).astype(np.float32))
-    with pytest.raises(TrainingDiverged, match="gradient norm of step 5 is"):
+
+    def state() -> dict[str, torch.Tensor]:
+        optimizer = {name: tensor.full_tensor().clone() for name, tensor in learner._optimizer.state().items()}
+        return {**weights(learner), **optimizer, "num_updates": torch.tensor(learner._optimizer.num_updates)}
+
+    for row in range(2):  # a step that goes well forgives those before it
+        before = state()
+        for step in range(2):
+            result = learner.train_step([poisoned], step=step)
+            assert result.metrics["skipped_steps"].sum == 1 and not math.isfinite(result.metrics["grad_norm"].mean)
+            assert all(tensor.equal(before[name]) for name, tensor in state().items())
+        if row == 0:
+            assert learner.train_step([batch], step=2).metrics["skipped_steps"].sum == 0
+            assert state()["num_updates"] == 2
+    with pytest.raises(TrainingDiverged, match=r"gradient norm of step 5 is .* after 2 skipped steps"):
         learner.train_step([poisoned], step=5)
-    assert all(tensor.equal(before[name]) for name, tensor in weights(learner).items())
-    learner.train_step([batch], step=5)
+    assert all(tensor.equal(before[name]) for name, tensor in state().items())
     assert all(torch.isfinite(tensor).all() for tensor in weights(learner).values())
 
 
