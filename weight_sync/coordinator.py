@@ -124,7 +124,7 @@ class SyncCoordinator:
             await self._close_parties(agreement)
             raise
         self._agreement = agreement
-        log.info("weight sync epoch %d, manifest %s", self._opener.epoch, agreement.manifest.digest[:12])
+        log.debug("weight sync epoch %d, manifest %s", self._opener.epoch, agreement.manifest.digest[:12])
 
     async def publish(self, version: int) -> float:
         """Let all learner ranks pack `version` from their current weights. Returns seconds of the slowest.

@@ -105,7 +105,7 @@ class EpochOpener:
             build_manifest, epoch=self._epoch, params=params, shards=shards, workers=first
         )
         for line in _memory_lines(manifest, self._options):
-            log.info("%s", line)  # before anything is allocated
+            log.debug("%s", line)  # before anything is allocated
         publishers = await self._open_publishers(manifest, give_up)
         return Agreement(manifest=manifest, publishers=publishers, layout=first)
 
@@ -225,7 +225,7 @@ class EpochOpener:
             for name, answers in replies.items()
         }
         for line in dict.fromkeys(line for workers in layouts.values() for w in workers for line in w.decisions):
-            log.info("modules of the engines: %s", line)
+            log.debug("modules of the engines: %s", line)
         return layouts
 
     async def _open_publishers(self, manifest: Manifest, give_up: float) -> tuple[PublisherInfo, ...]:

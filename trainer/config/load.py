@@ -71,6 +71,9 @@ def resolve(line: CommandLine, *, note: Callable[[str], object] | None = None) -
         config = replace(config, ray=replace(config.ray, address="auto"))
     config, back = put_back(config, asked_for=_asked_for(line, config))
     written = _written(line, config)
+    is_compile_off = config.learner.compile and config.device.name == "cpu" and "learner.compile" not in written
+    if is_compile_off:
+        config = replace(config, learner=replace(config.learner, compile=False))
     refused = {p.key for p in [*problems, *misfits]}
     # A refused key stands at its default now: what follows from that default alone is not the user's problem.
     consequences = [
@@ -82,6 +85,10 @@ def resolve(line: CommandLine, *, note: Callable[[str], object] | None = None) -
         raise ConfigurationError([*problems, *misfits, *consequences])
     if back and not consequences and note is not None:
         note(put_back_note(back))
+    if is_compile_off and note is not None:
+        note(
+            "learner.compile is off: on a CPU it takes minutes; learner.compile=true on the command line turns it on\n"
+        )
     return config, consequences
 
 

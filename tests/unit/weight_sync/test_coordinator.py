@@ -287,7 +287,7 @@ async def test_drift_is_refused_before_a_byte_moves() -> None:
 
 
 async def test_memory_is_printed_before_any_of_it_is_allocated(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "weight_sync")
+    caplog.set_level(logging.DEBUG, "weight_sync")
     world = World(2, [LocalReplica("r0", 2)], commit="staged", num_slots=3)
     printed: list[str] = []
     opening = world.publishers[1].ws_open

@@ -161,7 +161,7 @@ async def test_whole_sync_of_derived_engines_passes_the_self_test(
     replicas = [_Replica(name, 2) for name in "ab"]
     options = SyncOptions(timeout_s=20.0, transport="shm", commit=commit)
     coordinator = SyncCoordinator(learners, replicas, options=options)
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG):
         await coordinator.open()
     assert "layers.* x1: fallback (post-processing rearranges or scales weight)" in caplog.text
     try:

@@ -33,7 +33,8 @@ class LearnerConfig:
     activation_checkpointing: bool = key(False, "Recompute each block in the backward.")
     compile: bool = key(
         False,
-        "torch.compile each block: 1.1 to 1.4 times as fast on an H200, for up to a minute of the start on a new host.",
+        "torch.compile each block: 1.1 to 1.4 times as fast on an H200, for up to a minute of the start on a new host. "
+        "With `device=cpu`, where it takes minutes, only the command line turns it on.",
     )
     cpu_offload: bool = key(False, "Keep parameters and optimizer state in host memory (FSDP2 CPU offload).")
     reference_cpu_offload: bool = key(

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from trainer.config.command_line import parse
 from trainer.config.describe import all_keys
 from trainer.config.dump import dump_yaml
 from trainer.config.errors import ConfigurationError
 from trainer.config.library import config_names, groups, packaged_configs
-from trainer.config.load import load_config
+from trainer.config.load import load_config, resolve
 from trainer.config.schema.run import RunConfig
 
 
@@ -264,3 +265,14 @@ def test_unknown_names_and_folders_list_what_there_is() -> None:
 def test_unknown_options_are_refused() -> None:
     assert "--nope" in problems_of("--nope")["command line"]
     assert "--cfg" in problems_of("--cfg", "hydra")["command line"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_compiled"),
+    [(["device=cpu"], False), (["device=cpu", "learner.compile=true"], True), (["device=cuda"], True)],
+)
+def test_a_cpu_compiles_only_what_the_command_line_asks_for(overrides: list[str], is_compiled: bool) -> None:
+    notes: list[str] = []
+    config, _ = resolve(parse(["--config-name", "grpo_7b", *overrides]), note=notes.append)
+    assert config.learner.compile is is_compiled
+    assert any("learner.compile is off" in line for line in notes) is not is_compiled
