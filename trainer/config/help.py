@@ -35,6 +35,8 @@ Tandem trains a language model with reinforcement learning: learners (FSDP2) and
 
 Usage:
   python -m trainer [--config-name NAME] [--config-dir DIR] [GROUP=OPTION ...] [KEY=VALUE ...]
+  tandem ...                                the same, also where the working directory has a trainer.py
+  tandem advise|bench|check|export ...      trainer.advise, trainer.bench, trainer.check_plugin and trainer.export
 
 Options:
   --config-name NAME   configuration to start from (default: {default}); there are: {names}

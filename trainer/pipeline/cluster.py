@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import secrets
 import shutil
 import tempfile
 import time
@@ -19,6 +20,7 @@ import ray
 from ray._private import services
 from ray._private.state import available_resources_per_node
 from ray.exceptions import RayError
+from ray.job_config import JobConfig
 from ray.util import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -38,6 +40,7 @@ from trainer.pipeline.placement import (
     units_of,
 )
 from trainer.pipeline.reaper import MARK, Reaper
+from trainer.subprograms import ROOT
 from trainer.telemetry.last_words import copy_logs
 
 if TYPE_CHECKING:
@@ -143,6 +146,7 @@ class Cluster:
         scratch, claim = _claim_scratch()
         run_id = uuid.uuid4().hex
         os.environ[MARK] = run_id  # inherited by everything that is started from here on
+        _keep_token_in(scratch)
         cluster = cls(placement, scratch=scratch, claim=claim, reaper=Reaper(run_id, scratch, last_words))
         custom = resource not in (None, "GPU")
         # vLLM leaves files behind when it is killed; in the scratch directory they are removed with it.
@@ -159,6 +163,7 @@ class Cluster:
                     log_to_driver=False,
                     logging_level=logging.ERROR,
                     runtime_env={"env_vars": env},
+                    job_config=_OwnPackagesFirst(),
                     _temp_dir=str(scratch),
                     # Else Ray starts a process per core that no actor can use: each of ours has another environment.
                     _system_config={"prestart_worker_first_driver": False},
@@ -214,6 +219,34 @@ class Cluster:
                     copy_logs(self._scratch, keep_logs_in)
                 except OSError as error:
                     log.warning("what the actors printed is not kept in %s: %s", keep_logs_in, error)
+
+
+class _OwnPackagesFirst(JobConfig):
+    """Workers look for modules in our packages first, then in the working directory, where plug-ins may be, and a file
+    that has the name of one of ours. Ray would put the working directory first; it inserts the last of a list last."""
+
+    def __init__(self) -> None:
+        super().__init__(_py_driver_sys_path=[str(Path.cwd()), str(ROOT)])
+
+    def _runtime_env_has_working_dir(self) -> bool:
+        """Whether Ray adds nothing to the list."""
+        return True
+
+
+def _keep_token_in(scratch: Path) -> None:
+    """Ray keeps the token of its clusters in `~/.ray`. Where that cannot be written, it is here."""
+    if {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
+        return
+    try:
+        home = Path.home() / ".ray"
+        home.mkdir(exist_ok=True)
+        if not (home / "auth_token").is_file():
+            tempfile.TemporaryFile(dir=home).close()
+    except (OSError, RuntimeError):  # RuntimeError: there is no home
+        token = scratch / "auth_token"
+        token.touch(mode=0o600)
+        token.write_text(secrets.token_hex(32))
+        os.environ["RAY_AUTH_TOKEN_PATH"] = str(token)
 
 
 @contextlib.contextmanager

@@ -54,6 +54,7 @@ async def evaluate_now(parts: Parts, entered: asyncio.Event | None = None, *, is
     parts.telemetry.progress.update(accuracy=evaluation.accuracy, accuracy_version=evaluation.version)
     target = parts.cfg.trainer.stop_at_accuracy
     if target is not None and evaluation.accuracy >= target:
+        state.reached = state.reached or evaluation
         state.stop("accuracy_reached")
 
 

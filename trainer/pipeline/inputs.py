@@ -9,9 +9,9 @@ import asyncio
 import importlib
 import importlib.metadata
 import importlib.util
+import json
 import logging
 import os
-import sys
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from rollout.engine.vocabulary import foreign_token
 from rollout.errors import DataError
 from rollout.reward.preflight import check_reward
 from rollout.tokenizer import load_tokenizer
+from trainer import subprograms
 from trainer.builtin import tiny_model
 from trainer.builtin.tokenizer import VOCABULARY_SIZE, build_tokenizer
 from trainer.config.environment import fit_problems
@@ -80,6 +81,7 @@ def load_inputs(cfg: RunConfig, *, tools: Sequence[Mapping[str, Any]] = ()) -> I
     tokenizer = _tokenizer(cfg)
     _check_fit(cfg)  # behind the tokenizer: where the hub cannot be reached, one of them waits for it and not both
     _check_stops(cfg, len(tokenizer))
+    _check_vocabulary(cfg, tokenizer)
     data = load_data(cfg, tokenizer, tools=tools)
     inputs = Inputs(tokenizer=tokenizer, train=data.train, evaluation=data.evaluation, left_out=data.left_out)
     _check_token_ids(cfg, inputs.prompts)
@@ -115,7 +117,8 @@ async def ensure_model(cfg: RunConfig) -> None:
     if tiny_model.BUILTIN_TINY not in model_paths(cfg).values() or tiny_model.is_ready(path):
         return
     log.info("making %s in %s (first use)", tiny_model.BUILTIN_TINY, path)
-    await _run_python(["-m", "trainer.builtin.tiny_model", str(path)], timeout_s=MAKE_MODEL_TIMEOUT_S)
+    command = subprograms.command("trainer.builtin.tiny_model", str(path))
+    await _run_to_end(command, timeout_s=MAKE_MODEL_TIMEOUT_S)
 
 
 def check_engine_package() -> None:
@@ -164,23 +167,26 @@ def check_torchvision() -> None:
     raise ConfigurationError([problem]) from cause
 
 
-async def _run_python(arguments: list[str], *, timeout_s: float) -> None:
-    """Run a Python process to its end; it never outlives this call. Raises RuntimeError with its last words."""
+async def _run_to_end(command: list[str], *, timeout_s: float) -> None:
+    """Run a process to its end; it never outlives this call. Raises RuntimeError with its last words."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, *arguments, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
+        *command,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+        env=subprograms.environment(),
     )
     try:
         async with asyncio.timeout(timeout_s):
             _, stderr = await process.communicate()
     except TimeoutError as error:
-        raise RuntimeError(f"python {' '.join(arguments)} did not end within {timeout_s:g} s") from error
+        raise RuntimeError(f"{' '.join(command)} did not end within {timeout_s:g} s") from error
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
     if process.returncode:
         last = _last_line(stderr.decode(errors="replace"))
-        raise RuntimeError(f"python {' '.join(arguments)} exited with {process.returncode}: {last}")
+        raise RuntimeError(f"{' '.join(command)} exited with {process.returncode}: {last}")
 
 
 def _last_line(text: str) -> str:
@@ -203,6 +209,32 @@ def _tokenizer(cfg: RunConfig) -> Any:
             do = "HF_HUB_OFFLINE is set: unset it to download, or give a directory"
         problem = Problem(key=key, got=path, allowed=f"its tokenizer cannot be loaded: {first_line}", do=do)
         raise ConfigurationError([problem]) from error
+
+
+def _check_vocabulary(cfg: RunConfig, tokenizer: Any) -> None:
+    """Raises ConfigurationError if the tokenizer has ids that no row of the model's embedding is for. Models whose
+    embedding is larger, padded to a round number, are common."""
+    directory = Path(cfg.model.path).expanduser()
+    file = directory / "config.json"
+    if cfg.model.tokenizer_path in ("", cfg.model.path):
+        return  # they came together, and only ids that the prompts have count
+    if cfg.model.path == tiny_model.BUILTIN_TINY:
+        rows = tiny_model.VOCABULARY_SIZE
+    elif file.is_file():
+        described = json.loads(file.read_text(encoding="utf-8"))
+        rows = described.get("vocab_size", (described.get("text_config") or {}).get("vocab_size"))
+    else:
+        return  # of the hub: the learner has it later
+    highest = max(tokenizer.get_vocab().values())
+    if isinstance(rows, int) and highest >= rows:
+        problem = Problem(
+            key="model.tokenizer_path",
+            got=cfg.model.tokenizer_path,
+            allowed=f"has token ids up to {highest}, but the embedding of {cfg.model.path} has {rows} rows",
+            do="use the tokenizer that came with the model: leave model.tokenizer_path empty",
+            also=("model.path",),
+        )
+        raise ConfigurationError([problem])
 
 
 def _check_stops(cfg: RunConfig, num_tokens: int) -> None:

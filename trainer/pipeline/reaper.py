@@ -23,6 +23,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer import subprograms
+
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping
 
@@ -42,9 +44,11 @@ class Reaper:
     """
 
     def __init__(self, run_id: str, scratch: Path, last_words: Mapping[str, object] | None = None) -> None:
-        command = [sys.executable, "-m", "trainer.pipeline.reaper", run_id, str(scratch), json.dumps(last_words)]
+        command = subprograms.command("trainer.pipeline.reaper", run_id, str(scratch), json.dumps(last_words))
         # In a session of its own, so that Ctrl-C in the terminal does not reach it.
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, start_new_session=True, env=subprograms.environment()
+        )
 
     def close(self) -> None:
         """Let it clean up now, and wait until it is done. Idempotent."""

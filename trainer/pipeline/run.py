@@ -23,6 +23,7 @@ from trainer.advise.reading import NotARun, read_counted
 from trainer.advise.steady import TooFewSteps
 from trainer.config.errors import ConfigurationError, first_cause, note_log, one_line
 from trainer.config.objective import describe_critic, describe_objective, describe_rollout
+from trainer.learner import checkpoint
 from trainer.learner.errors import CheckpointError, ModelError
 from trainer.pipeline import compose, loops, telemetry
 from trainer.pipeline.cluster import Cluster
@@ -97,7 +98,10 @@ def run(cfg: RunConfig, *, started_at: float) -> int:
             sinks.progress.note(f"rollout: {describe_rollout(cfg)}")
             if cfg.algorithm.uses_critic:
                 sinks.progress.note(describe_critic(cfg.critic, policy_lr=cfg.learner.lr))
-            asyncio.run(Driver(cfg, state, sinks, checked).run())
+            try:
+                asyncio.run(Driver(cfg, state, sinks, checked).run())
+            finally:
+                sinks.progress.end(_exit_reason(state).replace("_", " "))
     _say_goodbye(console, state, run_dir)
     return EXIT_CODES[_exit_reason(state)]
 
@@ -396,13 +400,22 @@ def _exit_reason(state: RunState) -> ExitReason:
 
 def _say_goodbye(console: Console, state: RunState, run_dir: RunDir) -> None:
     """How it ended, as the last line; before it the way to `trainer.advise`, where that has enough steps."""
-    last = state.last_evaluation
-    parts = [f"{_exit_reason(state).replace('_', ' ')}: {state.step} steps in {state.time_s:.0f} s"]
+    last = state.reached if state.stop_reason == "accuracy_reached" else state.last_evaluation
+    own = state.step - (state.resumed_from_step or 0)
+    steps = f"{state.step} steps in" if own == state.step else f"{state.step} steps, {own} of them in this process, in"
+    parts = [f"{_exit_reason(state).replace('_', ' ')}: {steps} {state.time_s:.0f} s"]
     if state.stop_reason == "completed" and state.step == state.resumed_from_step:
         parts.append("nothing was left to train, raise trainer.total_steps to go on")
     if last is not None and state.first_accuracy is not None:
         of_sets = [f", {name} {begin:.3f} -> {end:.3f}" for name, (begin, end) in state.set_accuracies.items()]
-        parts.append(f"held-out accuracy {state.first_accuracy:.3f} -> {last.accuracy:.3f}{''.join(of_sets)}")
+        parts.append(
+            f"held-out accuracy {state.first_accuracy:.3f} -> {last.accuracy:.3f} (v{last.version}){''.join(of_sets)}"
+        )
+    if state.stop_reason == "interrupted":
+        saved = checkpoint.find_latest(run_dir.checkpoints)
+        same = f"the same command with run_dir={shlex.quote(str(run_dir.path))}"
+        text = "no checkpoint was saved" if saved is None else f"to go on from {saved.name}: {same}"
+        console.print(text, highlight=False, soft_wrap=True, markup=False)
     if state.failed_responses.num_failed:
         console.print(f"warning: {state.failed_responses}", highlight=False, soft_wrap=True, markup=False)
     parts.append(f"see {run_dir.path}")

@@ -58,6 +58,8 @@ class RunState:
     startup_s: float | None = None
     first_accuracy: float | None = None
     last_evaluation: Evaluation | None = None
+    reached: Evaluation | None = None
+    """The one that reached `trainer.stop_at_accuracy`."""
     set_accuracies: dict[str, tuple[float, float]] = field(default_factory=dict)
     """First and last one of each of `task.eval_sets`."""
     unreported: list[Mapping[str, object]] = field(default_factory=list)

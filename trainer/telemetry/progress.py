@@ -5,9 +5,11 @@ log.txt has the lines in any case, with their times.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import logging
+import threading
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -34,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 _ETA_STEPS = 20
 _PLAIN_EVERY_S = 1.0
+HEARTBEAT_S = 60.0
+"""Between two lines of a phase that lasts, where there is no panel."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -107,6 +111,8 @@ class Progress:
         console.file = cast("IO[str]", Screen(console.file))
         self._console = console
         self._clock = clock
+        self._started_at = clock()
+        self._phase = self._ended = ""
         self._step_times: deque[tuple[float, int]] = deque(maxlen=_ETA_STEPS + 1)
         self._last_plain = float("-inf")
         mode = config.telemetry.progress
@@ -120,18 +126,34 @@ class Progress:
     @contextlib.contextmanager
     def phase(self, name: str) -> Generator[None]:
         """A part of the start or the end: says that it begins, and how long it took."""
-        start = self._clock()
-        self.update(waiting_for=name)
+        start, before = self._clock(), self._phase
+        self._phase = name
         self._keep(f"{name} ...")
         if self._is_plain:
             self._show(f"{name} ...")
         outcome = "failed after "
+        beat = threading.Event()
+        if self._is_plain:
+            threading.Thread(target=self._heartbeat, args=(name, start, beat), daemon=True).start()
         try:
             yield
             outcome = ""
+        except (asyncio.CancelledError, KeyboardInterrupt):
+            outcome = "interrupted after "
+            raise
         finally:
-            self.update(waiting_for="")
+            beat.set()
+            self._phase = before
             self.note(f"{name} ... {outcome}{self._clock() - start:.1f} s")
+
+    def _heartbeat(self, name: str, start: float, over: threading.Event) -> None:
+        """Waits for: the end of the phase, which sets `over`."""
+        while not over.wait(HEARTBEAT_S):
+            self._show(f"{name} ... {self._clock() - start:.0f} s so far")
+
+    def end(self, how: str) -> None:
+        """The run is over: what the last picture says of it, such as "completed"."""
+        self._ended = how
 
     def update(self, **fields: object) -> None:
         """Set fields of `ProgressState`. Raises `TypeError` for a name that it does not have."""
@@ -173,7 +195,7 @@ class Progress:
 
     def eta_s(self) -> float | None:
         """Seconds to the last step, by the pace of the last steps; None before the second one."""
-        if len(self._step_times) < 2:
+        if len(self._step_times) < 2 or self._ended:
             return None
         (first_time, first_step), (last_time, last_step) = self._step_times[0], self._step_times[-1]
         if last_step <= first_step:
@@ -204,13 +226,18 @@ class Progress:
         named = (("entropy", s.entropy), ("grad norm", s.grad_norm))
         return parts + [f"{name} {value:.3g}" for name, value in named if value is not None]
 
+    def _trainer(self) -> str:
+        if self.state.waiting_for:
+            return f"waits for {self.state.waiting_for}"
+        return "trains" if self._step_times else "starts"
+
     def _panel(self) -> RenderableType:
         s, eta = self.state, self.eta_s()
         bar = Table.grid(expand=True, padding=(0, 2, 0, 0))
         bar.add_column()
         bar.add_column(ratio=1)
         bar.add_column(justify="right")
-        left = f"{_duration(eta)} left" if eta is not None else ""
+        left = f"{_duration(self._clock() - self._started_at)}{f', {_duration(eta)} left' if eta is not None else ''}"
         bar.add_row(f"step {s.step}/{self._total}", ProgressBar(total=self._total, completed=s.step), left)
         cells = Table.grid(expand=True, padding=(0, 2, 0, 0))
         for _ in range(2):
@@ -218,7 +245,7 @@ class Progress:
             cells.add_column(ratio=1)
         staleness = f"{_number(s.staleness_mean, '.2f')}, max {_number(s.staleness_max, '.0f')}"
         buffer = f"{_number(s.buffer_ready, 'd')} ready, {_number(s.buffer_running, 'd')} running"
-        waiting = f"waits for {s.waiting_for}" if s.waiting_for else "computes"
+        waiting = self._ended or self._phase or self._trainer()
         engines = f"{_number(s.replicas_live, 'd')}/{_number(s.replicas, 'd')} live"
         cells.add_row("reward", _reward(s), "accuracy", _accuracy(s))
         cells.add_row("rollout", _rate(s.rollout_tokens_per_s), "train", _rate(s.train_tokens_per_s))

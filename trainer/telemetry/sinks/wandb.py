@@ -14,9 +14,9 @@ import secrets
 import signal
 import socket
 import subprocess
-import sys
 from typing import TYPE_CHECKING
 
+from trainer import subprograms
 from trainer.config.convert import to_plain
 from trainer.telemetry.run_dir import write_atomically
 
@@ -131,13 +131,14 @@ def _start(output: Path) -> tuple[subprocess.Popen[bytes], socket.socket]:
     ours, theirs = socket.socketpair()
     with theirs, output.open("ab") as file:
         process = subprocess.Popen(
-            # Unbuffered: what the package has said is in the file, however the process ends.
-            [sys.executable, "-u", "-m", "trainer.telemetry.sinks.wandb_process", str(theirs.fileno()), str(FINISH_S)],
+            subprograms.command("trainer.telemetry.sinks.wandb_process", str(theirs.fileno()), str(FINISH_S)),
             stdin=subprocess.DEVNULL,  # no terminal, no question
             stdout=file,
             stderr=file,
             pass_fds=[theirs.fileno()],
             start_new_session=True,  # Ctrl-C in the terminal does not reach it
+            # Unbuffered: what the package has said is in the file, however the process ends.
+            env={**subprograms.environment(), "PYTHONUNBUFFERED": "1"},
         )
     return process, ours
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from tests.fakes.scripted_run import Script, ScriptedRun
 from trainer.advise import __main__ as advise
 from trainer.pipeline.run import _say_goodbye
-from trainer.pipeline.state import RunState
+from trainer.pipeline.state import Evaluation, RunState
 from trainer.telemetry.environment import append
 
 if TYPE_CHECKING:
@@ -76,6 +76,41 @@ def test_a_resume_with_nothing_to_do_says_what_to_raise(tmp_path: Path) -> None:
         screen = io.StringIO()
         _say_goodbye(Console(file=screen, width=40), state, run_dir)
         assert ("raise trainer.total_steps to go on" in screen.getvalue()) == says
+
+
+def evaluation(version: int, accuracy: float) -> Evaluation:
+    return Evaluation(version=version, accuracy=accuracy, num_prompts=1, truncated_frac=0.0, time_s=0.0)
+
+
+def said(tmp_path: Path, reason: Any, **state: Any) -> list[str]:
+    run_state = RunState(started_at=0.0, wall_clock=lambda: 108.0, **state)
+    run_state.stop(reason)
+    run_dir: Any = SimpleNamespace(path=tmp_path, checkpoints=tmp_path / "checkpoints")
+    screen = io.StringIO()
+    _say_goodbye(Console(file=screen, width=40), run_state, run_dir)
+    return screen.getvalue().splitlines()
+
+
+def test_the_accuracy_that_is_said_is_the_one_that_reached_the_goal(tmp_path: Path) -> None:
+    (line,) = said(
+        tmp_path,
+        "accuracy_reached",
+        step=142,
+        resumed_from_step=78,
+        first_accuracy=0.308,
+        reached=evaluation(140, 0.932),
+        last_evaluation=evaluation(142, 0.928),
+    )
+    accuracy = "held-out accuracy 0.308 -> 0.932 (v140)"
+    assert line == (f"accuracy reached: 142 steps, 64 of them in this process, in 108 s; {accuracy}; see {tmp_path}")
+
+
+def test_an_interrupted_run_says_how_it_goes_on(tmp_path: Path) -> None:
+    assert said(tmp_path, "interrupted")[0] == "no checkpoint was saved"
+    (tmp_path / "checkpoints" / "step_8").mkdir(parents=True)
+    assert said(tmp_path, "interrupted", step=8)[0] == (
+        f"to go on from step_8: the same command with run_dir={tmp_path}"
+    )
 
 
 def test_a_run_directory_that_cannot_be_read_costs_only_the_advice(scripted: Make, play: Play) -> None:

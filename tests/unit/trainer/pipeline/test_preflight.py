@@ -17,6 +17,7 @@ import pytest
 
 from rollout.errors import DataError
 from trainer.bench.workload import workload, write_inputs
+from trainer.builtin.tokenizer import build_tokenizer
 from trainer.config.errors import ConfigurationError
 from trainer.config.load import load_config
 from trainer.learner.checkpoint import begin, commit
@@ -237,7 +238,7 @@ def test_the_built_in_model_name_becomes_its_directory(tmp_path: Path) -> None:
 
 
 def run_python(code: str, **how: Any) -> None:
-    asyncio.run(inputs._run_python(["-c", code], **({"timeout_s": 30.0} | how)))
+    asyncio.run(inputs._run_to_end([sys.executable, "-c", code], **({"timeout_s": 30.0} | how)))
 
 
 def test_a_helper_process_that_fails_says_its_last_words() -> None:
@@ -267,7 +268,7 @@ def test_a_helper_process_ends_when_the_run_is_cancelled(tmp_path: Path) -> None
     code = f"import os, time; open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
 
     async def main() -> None:
-        task = asyncio.create_task(inputs._run_python(["-c", code], timeout_s=60.0))
+        task = asyncio.create_task(inputs._run_to_end([sys.executable, "-c", code], timeout_s=60.0))
         while not (pid_file.exists() and pid_file.read_text()):
             await asyncio.sleep(0.02)
         task.cancel()
@@ -332,3 +333,16 @@ def test_an_address_where_no_cluster_answers_is_refused_at_once() -> None:
         preflight._check_ray_address(name)
     with pytest.raises(ConfigurationError, match=r"ray\.address = 127.*\n *no Ray cluster can be reached there"):
         preflight._check_ray_address(address)
+
+
+def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"vocab_size": 11}))
+    highest = max(build_tokenizer().get_vocab().values())
+    cfg = tiny()
+    cfg = replace(cfg, model=replace(cfg.model, path=str(tmp_path / "model"), tokenizer_path="builtin:tiny"))
+    with pytest.raises(ConfigurationError, match=rf"token ids up to {highest}, but the embedding of .* has 11 rows"):
+        inputs._check_vocabulary(cfg, build_tokenizer())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 4096}}))
+    inputs._check_vocabulary(cfg, build_tokenizer())
+    inputs._check_vocabulary(tiny(), build_tokenizer())

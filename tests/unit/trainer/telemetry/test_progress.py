@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import logging
 import os
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from rich.console import Console
 
 from trainer.config.convert import to_run_config
+from trainer.telemetry import progress as progress_module
 from trainer.telemetry.progress import Progress
 from trainer.telemetry.screen import Screen
 
@@ -143,13 +146,49 @@ def test_phases_are_timed_and_failures_are_said() -> None:
     clock = Clock()
     progress, out = make("plain", clock=clock)
     with progress.phase("starting Ray"):
-        assert progress.state.waiting_for == "starting Ray"
         clock.now += 4.1
     with contextlib.suppress(RuntimeError), progress.phase("starting engines"):
         raise RuntimeError
+    with contextlib.suppress(asyncio.CancelledError), progress.phase("saving"):
+        raise asyncio.CancelledError
     assert out.getvalue().splitlines() == [
         "starting Ray ...", "starting Ray ... 4.1 s", "starting engines ...", "starting engines ... failed after 0.0 s",
+        "saving ...", "saving ... interrupted after 0.0 s",
     ]  # fmt: skip
+
+
+def test_a_long_phase_says_that_it_still_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress_module, "HEARTBEAT_S", 0.01)
+    clock = Clock()
+    progress, out = make("plain", clock=clock)
+    with progress.phase("compiling"):
+        clock.now += 61.0
+        deadline = time.monotonic() + 20.0
+        while "compiling ... 61 s so far" not in out.getvalue():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert out.getvalue().splitlines()[-1] == "compiling ... 61.0 s"
+
+
+def test_the_panel_says_what_the_run_does_and_at_last_how_it_ended() -> None:
+    clock = Clock()
+    progress, _ = make("rich", terminal=True, clock=clock)
+
+    def shown() -> str:
+        with progress._console.capture() as capture:
+            progress._console.print(progress._panel())
+        return capture.get()
+
+    assert "starts" in shown()
+    with progress.phase("opening weight sync"):
+        assert "opening weight sync" in shown()
+    for step in (1, 2, 3):
+        clock.now += 3.0
+        progress.step(record(step))
+    assert "trains" in shown() and "0m09s, 0m21s left" in shown()
+    progress.end("interrupted")
+    assert "interrupted" in shown() and " left" not in shown() and "0m09s" in shown()
+    progress.close()
 
 
 def test_a_terminal_gets_a_panel_with_everything() -> None:

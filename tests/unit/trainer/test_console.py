@@ -1,0 +1,43 @@
+"""The command `tandem`, and the programs that a run starts, in a directory that has files of the same names."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainer import subprograms
+from trainer.console import TOOLS, main
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> Path:
+    """As in most repositories of machine learning."""
+    (tmp_path / "trainer.py").write_text("print('my own trainer'); raise SystemExit(0)")
+    (tmp_path / "rollout").mkdir()
+    (tmp_path / "rollout" / "__init__.py").touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["advise", "--help"], ["check", "--help"], ["export", "--help"]])
+def test_no_file_of_the_working_directory_is_run_instead(foreign: Path, arguments: list[str]) -> None:
+    script = Path(sys.executable).with_name("tandem")
+    result = subprocess.run([script, *arguments], cwd=foreign, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert "my own trainer" not in result.stdout
+    assert ("tandem-rl" if arguments == ["--version"] else "usage") in result.stdout.lower()
+
+
+def test_programs_that_a_run_starts_are_its_own(foreign: Path) -> None:
+    command = subprograms.command("trainer.console")
+    env = subprograms.environment()
+    result = subprocess.run(command, cwd=foreign, env=env, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout) == (0, ""), result.stderr
+
+
+def test_a_mistake_has_the_exit_code_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["seeed=1", "seed=x"]) == 2
+    assert "did you mean seed" in capsys.readouterr().err
+    assert set(TOOLS) == {"advise", "bench", "check", "export"}
