@@ -2,7 +2,7 @@
 
 Usage: python scripts/plot_run.py RUN_DIR OUT.png [--window SECONDS]
 Reads metrics.jsonl and, if there is one, trace.json, also while the run goes on; of a run that was resumed the timeline
-is of the last start. Needs matplotlib, which is not a dependency of Tandem: pip install matplotlib
+is of the last start. Needs matplotlib: pip install -e ".[plot]"
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,10 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--window", type=float, default=4.0, help="seconds of the timeline to show (default 4)")
     args = parser.parse_args()
-    import matplotlib as mpl  # pyright: ignore[reportMissingImports]
+    try:
+        import matplotlib as mpl  # pyright: ignore[reportMissingImports]
+    except ModuleNotFoundError:
+        sys.exit('plot_run needs matplotlib, which is not installed: pip install -e ".[plot]"')
 
     mpl.use("Agg")
     from matplotlib import pyplot  # pyright: ignore[reportMissingImports]

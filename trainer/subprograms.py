@@ -17,6 +17,9 @@ def command(module: str, *arguments: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """That of this process, with our packages before all others."""
+    """That of this process, with our packages before all others where they are a repository that need not be installed;
+    where they are installed, they are found anyway."""
+    if not (ROOT / "pyproject.toml").is_file():
+        return dict(os.environ)
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}

@@ -61,6 +61,9 @@ ENGINE_SOCKETS = "VLLM_RPC_BASE_PATH"
 """Where vLLM puts its sockets. It leaves them behind when it is killed; in our scratch directory they go with it."""
 COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 """What torch compiles is kept with our other caches; by default it would stay in the temporary directory for good."""
+TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
+TOKEN = secrets.token_hex(32)
+"""One for all clusters of this process, since Ray reads it once."""
 SHORT_TEMP = "/tmp"
 MAX_TEMP_BYTES = 14
 """A socket's path has at most 107 bytes, of which our directory, Ray's session in it and the name take 93."""
@@ -211,6 +214,8 @@ class Cluster:
             if self._claim is not None:
                 stack.callback(os.close, self._claim)
                 self._claim = None
+            if self._scratch is not None and os.environ.get(TOKEN_PATH, "").startswith(f"{self._scratch}{os.sep}"):
+                stack.callback(os.environ.pop, TOKEN_PATH, None)  # the file goes with the directory
             if self._reaper is not None:
                 stack.callback(self._reaper.close)
             stack.callback(ray.shutdown)
@@ -235,7 +240,7 @@ class _OwnPackagesFirst(JobConfig):
 
 def _keep_token_in(scratch: Path) -> None:
     """Ray keeps the token of its clusters in `~/.ray`. Where that cannot be written, it is here."""
-    if {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
+    if {"RAY_AUTH_TOKEN", TOKEN_PATH} & os.environ.keys():
         return
     try:
         home = Path.home() / ".ray"
@@ -245,8 +250,8 @@ def _keep_token_in(scratch: Path) -> None:
     except (OSError, RuntimeError):  # RuntimeError: there is no home
         token = scratch / "auth_token"
         token.touch(mode=0o600)
-        token.write_text(secrets.token_hex(32))
-        os.environ["RAY_AUTH_TOKEN_PATH"] = str(token)
+        token.write_text(TOKEN)
+        os.environ[TOKEN_PATH] = str(token)
 
 
 @contextlib.contextmanager

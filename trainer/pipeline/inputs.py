@@ -9,7 +9,6 @@ import asyncio
 import importlib
 import importlib.metadata
 import importlib.util
-import json
 import logging
 import os
 from collections import Counter
@@ -212,25 +211,16 @@ def _tokenizer(cfg: RunConfig) -> Any:
 
 
 def _check_vocabulary(cfg: RunConfig, tokenizer: Any) -> None:
-    """Raises ConfigurationError if the tokenizer has ids that no row of the model's embedding is for. Models whose
-    embedding is larger, padded to a round number, are common."""
-    directory = Path(cfg.model.path).expanduser()
-    file = directory / "config.json"
+    """Raises ConfigurationError if another model's tokenizer has tokens that the embedding has no rows for. Added
+    tokens do not count: a padding token beyond the embedding is common, and prompts are looked at one by one."""
     if cfg.model.tokenizer_path in ("", cfg.model.path):
-        return  # they came together, and only ids that the prompts have count
-    if cfg.model.path == tiny_model.BUILTIN_TINY:
-        rows = tiny_model.VOCABULARY_SIZE
-    elif file.is_file():
-        described = json.loads(file.read_text(encoding="utf-8"))
-        rows = described.get("vocab_size", (described.get("text_config") or {}).get("vocab_size"))
-    else:
-        return  # of the hub: the learner has it later
-    highest = max(tokenizer.get_vocab().values())
-    if isinstance(rows, int) and highest >= rows:
+        return
+    rows, size = _vocab_size(cfg, cfg.model.path), int(tokenizer.vocab_size)
+    if rows is not None and size > rows:
         problem = Problem(
             key="model.tokenizer_path",
             got=cfg.model.tokenizer_path,
-            allowed=f"has token ids up to {highest}, but the embedding of {cfg.model.path} has {rows} rows",
+            allowed=f"has {size} tokens, but the embedding of {cfg.model.path} has {rows} rows",
             do="use the tokenizer that came with the model: leave model.tokenizer_path empty",
             also=("model.path",),
         )

@@ -160,7 +160,8 @@ def check_agent(cfg: RunConfig) -> Sequence[Mapping[str, Any]]:
 def tell_weights(cfg: RunConfig) -> None:
     """Logs where the weights of the policy come from."""
     model = cfg.model
-    log.info("weights: %s", f"drawn from seed {cfg.seed}" if model.random_weights else f"read from {model.path}")
+    text = f"drawn from seed {cfg.seed}" if model.random_weights else f"those of {model.path}"
+    log.info("weights: %s", text)
 
 
 def _check_weights(cfg: RunConfig) -> None:

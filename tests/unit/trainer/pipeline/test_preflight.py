@@ -227,7 +227,7 @@ def test_where_weights_come_from_is_in_the_log(caplog: pytest.LogCaptureFixture)
     with caplog.at_level("INFO"):
         preflight.tell_weights(cfg)
         preflight.tell_weights(replace(cfg, model=replace(cfg.model, random_weights=True)))
-    assert caplog.messages == ["weights: read from here", "weights: drawn from seed 3"]
+    assert caplog.messages == ["weights: those of here", "weights: drawn from seed 3"]
 
 
 def test_the_built_in_model_name_becomes_its_directory(tmp_path: Path) -> None:
@@ -335,14 +335,12 @@ def test_an_address_where_no_cluster_answers_is_refused_at_once() -> None:
         preflight._check_ray_address(address)
 
 
-def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps({"vocab_size": 11}))
-    highest = max(build_tokenizer().get_vocab().values())
-    cfg = tiny()
-    cfg = replace(cfg, model=replace(cfg.model, path=str(tmp_path / "model"), tokenizer_path="builtin:tiny"))
-    with pytest.raises(ConfigurationError, match=rf"token ids up to {highest}, but the embedding of .* has 11 rows"):
-        inputs._check_vocabulary(cfg, build_tokenizer())
-    (tmp_path / "model" / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 4096}}))
-    inputs._check_vocabulary(cfg, build_tokenizer())
-    inputs._check_vocabulary(tiny(), build_tokenizer())
+def test_a_tokenizer_with_more_tokens_than_the_embedding_has_rows_is_refused(tmp_path: Path) -> None:
+    size = build_tokenizer().vocab_size
+    with_vocabulary(tmp_path, size - 1)
+    shutil.copytree(tmp_path / "model", tmp_path / "tokenizer")
+    cfg = tiny(f"model.path={tmp_path / 'model'}", f"model.tokenizer_path={tmp_path / 'tokenizer'}")
+    with pytest.raises(ConfigurationError, match=rf"has {size} tokens, but the embedding of .* has {size - 1} rows"):
+        inputs.load_inputs(cfg)
+    with_vocabulary(tmp_path, size)
+    inputs.load_inputs(cfg)
