@@ -12,10 +12,10 @@ With --steps N, N steps count. Every run makes --warmup steps before them and S 
 them: no prompt is left for its engines while it trains its last S. "per_step" in FILE.json has every step of every run,
 and says which counted.
 
-Workloads: 7B Qwen2 shape with random bfloat16 weights, prompts of 512 tokens, 32 prompts x 8 answers per step, lengths
-per prompt from a seeded Pareto (shape 1, at least 256) that is cut at 4,096 (w1) or 16,384 (w1-heavy); uniform has 256
-tokens in every answer, where there is least to win. Lengths are forced and the same in every mode. Another model, with
-its weights, is --set WHICH:model.path=DIR; its shape is not known here, so its runs have no MFU.
+Workloads: 7B Qwen2 shape with random bfloat16 weights, prompts of 512 tokens, 32 prompts x 8 answers per step, a length
+for each answer from a seeded Pareto (shape 1, at least 256) that is cut at 4,096 (w1) or 16,384 (w1-heavy); uniform has
+256 tokens in every answer, where there is least to win. Lengths are forced and the same in every mode. Another model,
+with its weights, is --set WHICH:model.path=DIR; its shape is not known here, so its runs have no MFU.
 
 Exit codes: 0 every case of this call has figures, 1 one has not, 2 the command line or the file is wrong.
 
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--plot needs matplotlib, which is no dependency of Tandem: pip install matplotlib")
     work = workload(args.workload, is_tiny=args.tiny, shape=args.shape)
     try:
-        results = Results(args.out, work)
+        results = Results(args.out, work, is_shown_only=args.show)
         chosen = [parse_case(text, tensor_parallel_size=args.tp) for text in args.case or DEFAULT_CASES]
         cases = [] if args.show else _only(with_overrides(chosen, args.set), args.only)
     except (BadCase, OtherWorkload) as error:

@@ -1,8 +1,9 @@
-"""The agent loop of a benchmark: answers of a length that the data set gives, whatever the policy says."""
+"""The agent loop of a benchmark: answers of the lengths that the data set gives, whatever the policy says."""
 
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from rollout.agent.ledger import TokenLedger
@@ -15,13 +16,16 @@ if TYPE_CHECKING:
 
 
 def forced_lengths(*, column: str = "response_tokens") -> AgentLoop:
-    """The factory for `task.agent`; `column` of the data set says how many tokens every answer has."""
+    """The factory for `task.agent`; `column` of the data set says how many tokens each answer has: a list of numbers,
+    or one number for all."""
     return _ForcedLengths(column)
 
 
 class _ForcedLengths:
     def __init__(self, column: str) -> None:
         self._column = column
+        self._num_begun: Counter[str] = Counter()
+        """By prompt. The answers of a group begin one after the other in one worker, so each has its own length."""
 
     async def run(self, prompt: Prompt, max_tokens: int, generate: Generate) -> Episode:
         """Exactly so many tokens: an end token does not end the answer, it goes on behind it.
@@ -32,7 +36,10 @@ class _ForcedLengths:
         Raises:
             AgentError: the column does not hold a length that fits.
         """
-        wanted = prompt.metadata.get(self._column)
+        given = prompt.metadata.get(self._column)
+        lengths = given if isinstance(given, list | tuple) and given else [given]
+        wanted = lengths[self._num_begun[prompt.prompt_id] % len(lengths)]
+        self._num_begun[prompt.prompt_id] += 1
         if not isinstance(wanted, int) or not 1 <= wanted <= max_tokens:
             raise AgentError(f"column {self._column!r} must hold 1 to {max_tokens} tokens, got {wanted!r}")
         ledger = TokenLedger(prompt.token_ids)

@@ -349,7 +349,7 @@ def timeline_of(records: Sequence[Record], spans: Sequence[Span], how: Measure) 
 
 def _group_tokens(span: Span, work: Workload) -> int:
     """Of all answers. Group number n has prompt number n, since prompts are not shuffled."""
-    return work.group_size * work.length(int(span.name.removeprefix("group ")) % NUM_PROMPTS)
+    return sum(work.lengths_of(int(span.name.removeprefix("group ")) % NUM_PROMPTS))
 
 
 def _mean(records: Sequence[Record], name: str) -> float:

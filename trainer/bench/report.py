@@ -37,8 +37,12 @@ class OtherWorkload(Exception):
 class Results:
     """The results of one workload in one file; every case of it is written as soon as it has ended."""
 
-    def __init__(self, path: Path, work: Workload) -> None:
+    def __init__(self, path: Path, work: Workload, *, is_shown_only: bool = False) -> None:
         """
+        Args:
+            is_shown_only: nothing is added, so figures of the earlier workload, with one length for all answers to a
+                prompt, may be in the file.
+
         Raises:
             OtherWorkload: the file is there and is not one of this workload.
         """
@@ -51,6 +55,8 @@ class Results:
             before = found["workload"]
         except (ValueError, KeyError, TypeError) as error:
             raise OtherWorkload(f"{path} holds no results ({error!r}); choose another file") from error
+        if is_shown_only and isinstance(before, dict) and "lengths_per" not in before:
+            described.pop("lengths_per")
         if before != described:
             raise OtherWorkload(f"{path} holds results of workload {before}, not {described}; choose another file")
         self.content = found

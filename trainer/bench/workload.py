@@ -1,7 +1,7 @@
 """What every mode of a benchmark has to do alike: model shape, prompts, and how long each answer is.
 
-Lengths are drawn per prompt from a seed and the prompt's number, and written into the data set, so they cannot depend
-on the mode, the engine or the weights.
+Lengths are drawn for every answer, from a seed and the prompt's number, and written into the data set, so they cannot
+depend on the mode, the engine or the weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LENGTH_COLUMN = "response_tokens"
-"""Column of the data set: tokens of every answer to this prompt."""
+"""Column of the data set: tokens of each answer to this prompt."""
 NUM_PROMPTS = 4096
 """Rows of the data set; a run that needs more begins again."""
 TINY_SHAPE = Architecture(
@@ -34,7 +34,7 @@ class Workload:
     """One step's worth of work, and its distribution of lengths: Pareto of shape 1, cut at `max_response_tokens`.
 
     Example:
-        workload("w1", is_tiny=False).length(17)
+        workload("w1", is_tiny=False).lengths_of(17)
     """
 
     name: str
@@ -50,15 +50,19 @@ class Workload:
     micro_batch_tokens: int
     activation_checkpointing: bool
     seed: int = 1
+    lengths_per: str = "response"
+    """Files of figures that lack it were measured with one length for all answers to a prompt, which is easier where
+    generation and learning overlap."""
 
-    def length(self, index: int) -> int:
-        """Tokens of every answer to prompt number `index`."""
-        uniform = np.random.default_rng([self.seed, index]).random()  # [0, 1), so 1 - uniform is never 0
-        return min(self.max_response_tokens, int(self.min_response_tokens / (1.0 - uniform)))
+    def lengths_of(self, index: int) -> list[int]:
+        """Tokens of each answer to prompt number `index`."""
+        uniform = np.random.default_rng([self.seed, index]).random(self.group_size)  # [0, 1): 1 - uniform is never 0
+        drawn = (self.min_response_tokens / (1.0 - uniform)).astype(np.int64)
+        return [int(length) for length in np.minimum(drawn, self.max_response_tokens)]
 
     def lengths(self, num_prompts: int) -> list[int]:
-        """Of the first so many prompts, which come round again after `NUM_PROMPTS`."""
-        return [self.length(index % NUM_PROMPTS) for index in range(num_prompts)]
+        """Of all answers to the first so many prompts, which come round again after `NUM_PROMPTS`."""
+        return [length for index in range(num_prompts) for length in self.lengths_of(index % NUM_PROMPTS)]
 
     def architecture(self) -> Architecture:
         """Raises ValueError if there is no such shape."""
@@ -128,7 +132,7 @@ def write_inputs(work: Workload, folder: Path) -> tuple[Path, Path]:
     tokenizer.save_pretrained(model)
     with prompts.open("w", encoding="utf-8") as file:
         for index in range(NUM_PROMPTS):
-            row = {"prompt": _text(work, index), "answer": "", LENGTH_COLUMN: work.length(index)}
+            row = {"prompt": _text(work, index), "answer": "", LENGTH_COLUMN: work.lengths_of(index)}
             file.write(json.dumps(row) + "\n")
     return model, prompts
 

@@ -21,3 +21,8 @@ class LearnerError(Exception):
 class TrainingDiverged(Exception):
     """A gradient, a value or a log-prob of the reference is not finite. Raised on every rank, before the optimizer
     touches a weight."""
+
+
+class GradientsDiverged(TrainingDiverged):
+    """Too many gradients in a row are not finite. Every weight is as the last step that went well has left it, so it can
+    be saved."""

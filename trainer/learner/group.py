@@ -10,7 +10,7 @@ import ray
 
 from rollout.actor import actor_errors
 from trainer.config.errors import one_line, tells_its_cause
-from trainer.learner.errors import CheckpointError, LearnerError, ModelError, TrainingDiverged
+from trainer.learner.errors import CheckpointError, GradientsDiverged, LearnerError, ModelError, TrainingDiverged
 from weight_sync.device.base import DeviceError
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class LearnerGroup:
             The metrics (equal on all ranks), with the seconds of the slowest rank per phase, and operations added up.
 
         Raises:
-            TrainingDiverged: as `PolicyLearner.train_step`; the group can still save.
+            TrainingDiverged: as `PolicyLearner.train_step`; after a `GradientsDiverged` the group can still save.
             LearnerError: a rank failed, or did not answer in time.
         """
         if len(batch.micro_batches) != len(self._ranks):
@@ -172,7 +172,9 @@ class LearnerGroup:
                 failures = _failures(calls)
             if failures:
                 error = _to_report(method, failures)
-                self._has_failed = not isinstance(error, TrainingDiverged)  # then every rank stands, with whole weights
+                self._has_failed = not isinstance(
+                    error, GradientsDiverged
+                )  # then every rank stands, with whole weights
                 raise error
             return [call.result() for call in calls]
         finally:

@@ -14,7 +14,7 @@ from trainer.algorithms.corrections import correct
 from trainer.algorithms.losses import policy_loss
 from trainer.algorithms.losses.kl import kl_penalty
 from trainer.learner.critic import OwnCritic, UpdateAt, build_critic
-from trainer.learner.errors import TrainingDiverged
+from trainer.learner.errors import GradientsDiverged, TrainingDiverged
 from trainer.learner.export import export_hf
 from trainer.learner.flops import model_flops, peak_flops
 from trainer.learner.inputs import PackedInputs, loss_inputs, to_device, token_ages
@@ -104,9 +104,10 @@ class PolicyLearner:
             rewards: of the whole step, where advantages are finished here (`algorithm.finishes_on_ranks`).
 
         Raises:
-            TrainingDiverged: more than `learner.max_skipped_steps` gradients of policy or critic in a row are not
-                finite, or a value or a log-prob of the reference is not, on any rank. No weight has been changed; with
-                `critic.updates_per_step` > 1, earlier updates of the step have been made.
+            GradientsDiverged: more than `learner.max_skipped_steps` gradients of policy or critic in a row are not
+                finite on any rank. No weight has been changed.
+            TrainingDiverged: a value or a log-prob of the reference is not finite on any rank, and no weight has been
+                changed; or the gradient of a later update of the critic, after the others of this step.
             ValueError: no micro-batch, or one is malformed or younger than the weights.
         """
         if not micro_batches:
@@ -237,7 +238,7 @@ class PolicyLearner:
         """Whether a norm, which is of all ranks, is not finite; all gradients are dropped then.
 
         Raises:
-            TrainingDiverged: it is one too many in a row.
+            GradientsDiverged: it is one too many in a row.
         """
         bad = next((section for section, norm in norms.items() if not np.isfinite(norm)), None)
         if bad is None:
@@ -249,7 +250,7 @@ class PolicyLearner:
         do = f"lower {bad}.lr or {bad}.max_grad_norm, or look for wrong rewards in the recorded trajectories"
         most = self._cfg.learner.max_skipped_steps
         if self._num_skipped_in_a_row > most:
-            raise TrainingDiverged(f"{what}, after {most} skipped steps (learner.max_skipped_steps); {do}")
+            raise GradientsDiverged(f"{what}, after {most} skipped steps (learner.max_skipped_steps); {do}")
         return True
 
     def _drop_gradients(self) -> None:

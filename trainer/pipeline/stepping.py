@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainer.config.errors import first_cause, one_line
-from trainer.learner.errors import TrainingDiverged
+from trainer.learner.errors import GradientsDiverged
 from trainer.pipeline.evaluation_runs import with_evaluation
 from trainer.pipeline.records import StepTimes, buffer_record, sync_record
 
@@ -82,7 +82,7 @@ class Stepper:
         if not self._task.done():
             with progress.phase("finishing the step that the learner is in"):
                 await asyncio.wait({self._task})
-        return not self._task.cancelled() and isinstance(self._task.exception(), TrainingDiverged | None)
+        return not self._task.cancelled() and isinstance(self._task.exception(), GradientsDiverged | None)
 
     def close_line(self, parts: Parts) -> None:
         """The new weights are on their way: make the line of the step, as things are now."""

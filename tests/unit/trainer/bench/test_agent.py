@@ -49,6 +49,12 @@ async def test_an_answer_has_the_length_that_its_prompt_says_in_one_request() ->
     assert (episode.status, len(episode.turns), len(episode.turns[0].token_ids)) == ("completed", 1, 11)
 
 
+async def test_each_answer_of_a_group_has_its_own_length_and_the_next_attempt_the_same() -> None:
+    loop, asked = make_loop(FACTORY, {}), prompt([3, 9, 5])
+    episodes = [await loop.run(asked, 16, Engine(100)) for _ in range(6)]
+    assert [int(episode.turns[0].is_generated.sum()) for episode in episodes] == [3, 9, 5, 3, 9, 5]
+
+
 async def test_an_end_token_does_not_end_an_answer() -> None:
     engine = Engine(4)
     episode = await play(engine, 9)
@@ -67,7 +73,7 @@ async def test_an_answer_that_ran_out_of_time_is_failed() -> None:
     assert episode.status == "failed"
 
 
-@pytest.mark.parametrize("length", [0, 17, None, "9"])
+@pytest.mark.parametrize("length", [0, 17, None, "9", [], [17]])
 async def test_a_length_that_cannot_be_is_refused(length: object) -> None:
     with pytest.raises(AgentError, match="must hold 1 to 16 tokens"):
         await play(Engine(4), length)

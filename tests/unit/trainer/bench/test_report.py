@@ -98,7 +98,10 @@ def test_results_that_were_published_before_steps_were_kept_are_still_shown(path
     lines = table(content["runs"]).splitlines()
     assert [line.partition("  ")[0] for line in lines[1 : 1 + len(content["runs"])]] == list(content["runs"])
     name = content["workload"]["name"].partition(" ")[0]
-    results = Results(path, workload(name, is_tiny=False, shape=content["workload"]["shape"]))
+    work = workload(name, is_tiny=False, shape=content["workload"]["shape"])
+    with pytest.raises(OtherWorkload):
+        Results(path, work)  # nothing measured with other lengths is put beside them
+    results = Results(path, work, is_shown_only=True)
     assert results.runs == content["runs"]
     if can_plot():
         plot(results.runs, tmp_path / "out.png")

@@ -34,7 +34,7 @@ NUM_DRAWS = 20_000
 def test_lengths_follow_the_cut_pareto_distribution(name: str) -> None:
     work = workload(name, is_tiny=False)
     low, high = work.min_response_tokens, work.max_response_tokens
-    lengths = np.array([work.length(index) for index in range(NUM_DRAWS)])
+    lengths = np.array(work.lengths(NUM_DRAWS // work.group_size))
     assert lengths.min() >= low
     assert lengths.max() == high
     # P(X > x) = low / x up to the cut: closed forms of mean, median and share at the cut.
@@ -45,19 +45,21 @@ def test_lengths_follow_the_cut_pareto_distribution(name: str) -> None:
 
 
 def test_the_standard_workload_is_the_one_that_others_were_measured_with() -> None:
-    lengths = [W1.length(index) for index in range(NUM_DRAWS)]
+    lengths = W1.lengths(NUM_DRAWS // W1.group_size)
     assert np.mean(lengths) == pytest.approx(950, rel=0.04)
     assert np.median(lengths) == pytest.approx(505, rel=0.04)
+    assert np.quantile(lengths, 0.9) == pytest.approx(2448, rel=0.08)
     assert np.mean(np.array(lengths) == 4096) == pytest.approx(0.064, abs=0.006)
     trained = W1.groups_per_step * W1.group_size * (W1.prompt_tokens + np.mean(lengths))
     assert trained == pytest.approx(370_000, rel=0.04)
 
 
-def test_a_length_depends_on_seed_and_number_of_the_prompt_alone() -> None:
-    assert W1.lengths(5) == [W1.length(index) for index in range(5)]
-    assert [W1.length(index) for index in (4, 0)] == [W1.lengths(5)[4], W1.lengths(5)[0]]
+def test_every_answer_has_a_length_of_its_own_which_depends_on_seed_and_number_of_the_prompt_alone() -> None:
+    assert W1.lengths(5) == [length for index in range(5) for length in W1.lengths_of(index)]
+    assert W1.lengths_of(4) == W1.lengths(5)[-8:] and len(W1.lengths_of(4)) == W1.group_size == 8
+    assert np.mean([len(set(W1.lengths_of(index))) for index in range(200)]) > 7
     assert W1.lengths(50) != replace(W1, seed=2).lengths(50)
-    assert W1.lengths(NUM_PROMPTS + 3)[-3:] == W1.lengths(3)
+    assert W1.lengths(NUM_PROMPTS + 3)[-24:] == W1.lengths(3)
 
 
 def test_uniform_answers_have_one_length() -> None:
@@ -69,7 +71,8 @@ def test_the_tiny_workload_is_the_same_distribution_scaled_down(name: str) -> No
     full, tiny = workload(name, is_tiny=False), workload(name, is_tiny=True)
     scale = full.min_response_tokens // tiny.min_response_tokens
     assert full.max_response_tokens == scale * tiny.max_response_tokens
-    assert [n // scale for n in full.lengths(200)] == tiny.lengths(200)
+    for index in range(200):
+        assert [n // scale for n in full.lengths_of(index)][: tiny.group_size] == tiny.lengths_of(index)
 
 
 def test_unknown_workloads_and_shapes_are_named() -> None:
@@ -98,7 +101,7 @@ def test_prompts_have_exactly_the_tokens_and_lengths_they_should(tmp_path: Path,
     assert len(found) == NUM_PROMPTS
     assert {len(prompt.token_ids) for prompt in found} == {work.prompt_tokens}
     assert len({prompt.token_ids[:6].tobytes() for prompt in found}) == NUM_PROMPTS, "two share a prefix"
-    assert [prompt.metadata[LENGTH_COLUMN] for prompt in found] == work.lengths(NUM_PROMPTS)
+    assert [n for prompt in found for n in prompt.metadata[LENGTH_COLUMN]] == work.lengths(NUM_PROMPTS)
     assert max(token for prompt in found for token in prompt.token_ids) < work.architecture().vocab
 
 

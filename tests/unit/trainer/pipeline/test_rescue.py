@@ -14,7 +14,7 @@ from tests.fakes.scripted_run import InlineExecutor, Script, ScriptedRun
 from tests.fakes.virtual_time import run_virtual
 from tests.unit.trainer.pipeline.test_start_errors import ScriptedDriver
 from trainer.learner import checkpoint
-from trainer.learner.errors import CheckpointError, LearnerError, TrainingDiverged
+from trainer.learner.errors import CheckpointError, GradientsDiverged, LearnerError, TrainingDiverged
 from trainer.pipeline.device_turns import OwnDevices
 from trainer.pipeline.resume import Checkpointer, find_resume
 from trainer.pipeline.state import RunState
@@ -235,10 +235,17 @@ def test_a_learner_that_failed_beside_its_steps_is_not_asked_to_save(scripted: S
 
 
 def test_a_learner_that_diverges_has_whole_weights_and_saves_them(scripted: Scripted) -> None:
-    diverged = TrainingDiverged("gradient norm of step 3 is inf, after 3 skipped steps")
+    diverged = GradientsDiverged("gradient norm of step 3 is inf, after 3 skipped steps")
+    run = scripted(Script(learner_error=lambda step: diverged if step == 3 else None))
+    assert isinstance(fail(run, after_s=10_000.0), GradientsDiverged)
+    assert (saved(run), written(run)) == ([3], [1, 2, 3])
+
+
+def test_values_that_are_not_finite_may_come_of_the_weights_which_are_not_saved(scripted: Scripted) -> None:
+    diverged = TrainingDiverged("13 values of the critic are not finite")
     run = scripted(Script(learner_error=lambda step: diverged if step == 3 else None))
     assert isinstance(fail(run, after_s=10_000.0), TrainingDiverged)
-    assert (saved(run), written(run)) == ([3], [1, 2, 3])
+    assert saved(run) == []
 
 
 def test_a_run_goes_on_from_there_and_trains_every_prompt_once(scripted: Scripted) -> None:
