@@ -32,7 +32,9 @@ class TrainerProcess:
         self.run_dir = run_dir
         self.output = run_dir.with_name(f"{run_dir.name}.{time.monotonic_ns()}.out")
         env = {**os.environ, "TANDEM_CACHE_DIR": str(cache), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-m", "trainer", f"run_dir={run_dir}", "telemetry.progress=plain", *overrides]
+        # The suite may run under nohup, which would have a run ignore that its terminal is closed.
+        command = ["env", "--default-signal=HUP", sys.executable, "-m", "trainer", f"run_dir={run_dir}"]
+        command += ["telemetry.progress=plain", *overrides]
         with self.output.open("wb") as output:
             self._process = subprocess.Popen(
                 command, cwd=directory, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True

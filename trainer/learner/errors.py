@@ -24,5 +24,5 @@ class TrainingDiverged(Exception):
 
 
 class GradientsDiverged(TrainingDiverged):
-    """Too many gradients in a row are not finite. Every weight is as the last step that went well has left it, so it can
+    """Too many gradients in a row are not finite. Every weight is as the last step that went well has left it, and can
     be saved."""
