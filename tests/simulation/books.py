@@ -69,9 +69,9 @@ class Books:
                     self.on_end(group.group_id, "trained")
             return groups
 
-        def watching_filter(group_id: int, reason: str) -> None:
+        def watching_filter(group_id: int, reason: str, **why: Any) -> None:
             self.on_end(group_id, "filtered")
-            drop(group_id, reason)
+            drop(group_id, reason, **why)
 
         def watching_fail(group_id: int, error: Exception) -> str:
             outcome = fail(group_id, error)
