@@ -98,7 +98,7 @@ def main(run_id: str, scratch: Path, last_words: dict[str, Any] | None) -> None:
     if sys.stdin.buffer.read() != _IN_ORDER and last_words is not None:
         from trainer.telemetry.last_words import write
 
-        with contextlib.suppress(OSError):  # the disk refuses it, and there is nobody to tell
+        with contextlib.suppress(Exception):  # whatever it meets, such as a damaged line: processes are ended below
             write(Path(last_words["run_dir"]), scratch, last_words)
     give_up = time.monotonic() + GRACE_S
     while processes_of(run_id, scratch, spare=spare) and time.monotonic() < give_up:

@@ -58,8 +58,8 @@ def write(run_dir: Path, scratch: Path, known: Mapping[str, Any]) -> None:
         now = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime())
         with (run_dir / "log.txt").open("a", encoding="utf-8") as log:
             log.write(f"{now}.000Z ERROR   {__name__}: {reason}\n")
-        sys.stderr.write(f"\nsee {run_dir / 'log.txt'} and {run_dir / ACTOR_LOGS}\nfailed: {reason}\n")
         (run_dir / LOCK).unlink(missing_ok=True)
+        sys.stderr.write(f"\nsee {run_dir / 'log.txt'} and {run_dir / ACTOR_LOGS}\nfailed: {reason}\n")
 
 
 def copy_logs(scratch: Path, target: Path) -> None:
@@ -97,11 +97,10 @@ def _lines(path: Path) -> list[str]:
 
 
 def _last_step(metrics: Path) -> tuple[int, int]:
-    """Step and version of the last whole line; (0, 0) if there is none."""
+    """Step and version of the last whole line; (0, 0) if there is none that can be read."""
     try:
         lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-    except OSError:
+        last = json.loads([line for line in lines if line.endswith("\n")][-1])
+        return int(last["step"]), int(last["version"])
+    except (OSError, ValueError, KeyError, TypeError, IndexError):  # none yet, or a damaged one
         return 0, 0
-    whole = [line for line in lines if line.endswith("\n")]
-    last = json.loads(whole[-1]) if whole else {"step": 0, "version": 0}
-    return int(last["step"]), int(last["version"])

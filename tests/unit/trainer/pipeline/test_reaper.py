@@ -120,3 +120,20 @@ def test_a_driver_that_closes_in_order_writes_its_own_words(tmp_path: Path) -> N
     (tmp_path / "scratch").mkdir()
     Reaper("run-4", tmp_path / "scratch", known).close()
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["owner.lock"]
+
+
+def test_a_damaged_record_keeps_no_process_alive(tmp_path: Path) -> None:
+    scratch, run_dir = tmp_path / "scratch", tmp_path / "run"
+    scratch.mkdir()
+    run_dir.mkdir()
+    (run_dir / "owner.lock").touch()
+    (run_dir / "metrics.jsonl").write_bytes(b"\0" * 64 + b"\n")
+    known = json.dumps({"run_dir": str(run_dir), "seed": 3, "started_at": time.time()})
+    command = [sys.executable, "-c", DRIVER, "run-5", str(scratch), known]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        pids = [int(pid) for pid in driver.stdout.readline().split()]
+        driver.send_signal(signal.SIGKILL)
+    wait_until_gone(pids, scratch)
+    assert json.loads((run_dir / "summary.json").read_text())["steps"] == 0
+    assert not (run_dir / "owner.lock").exists()
