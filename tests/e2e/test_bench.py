@@ -128,8 +128,9 @@ def test_results_say_of_what_code_and_day_they_are(runs: dict[str, dict[str, Any
 
 
 def test_synchronous_steps_train_the_prompts_in_order(runs: dict[str, dict[str, Any]]) -> None:
-    lengths = WORK.lengths((WARMUP + NUM_STEPS) * WORK.groups_per_step)[WARMUP * WORK.groups_per_step :]
-    tokens = WORK.group_size * sum(WORK.prompt_tokens + length for length in lengths)
+    warmup = WARMUP * WORK.groups_per_step * WORK.group_size
+    lengths = WORK.lengths((WARMUP + NUM_STEPS) * WORK.groups_per_step)[warmup:]
+    tokens = sum(WORK.prompt_tokens + length for length in lengths)
     assert runs["colocated 1"]["figures"]["tokens_per_step"] == pytest.approx(tokens / NUM_STEPS)
 
 
