@@ -22,7 +22,7 @@ class ProgressGuard:
         self._filtered: Counter[str] = Counter()
         self._num_finished = 0
         self._dropped: list[Exception] = []
-        self._first_failure = ""
+        self._first_failure, self._num_failed = "", 0
 
     def on_finished(self) -> None:
         """A group worked, so dropped ones are not in a row; with a step's worth of them filtered ones are forgiven,
@@ -32,7 +32,7 @@ class ProgressGuard:
         if self._num_finished >= self._groups_per_step:
             self._num_finished = 0
             self._filtered.clear()
-            self._first_failure = ""
+            self._first_failure, self._num_failed = "", 0
 
     def on_filtered(self, reason: str, *, failure: str = "") -> NoProgress | None:
         """
@@ -42,20 +42,23 @@ class ProgressGuard:
         self._dropped.clear()
         self._filtered[reason] += 1
         self._first_failure = self._first_failure or failure
+        self._num_failed += bool(failure)
         total = self._filtered.total()
         if total <= self._max_refills_per_step * self._groups_per_step:
             return None
         reasons = ", ".join(f"{name}: {count}" for name, count in self._filtered.most_common())
-        if self._first_failure:
-            why = f"The first failure: {self._first_failure}"
-        else:
+        why = ""
+        if 2 * self._num_failed < total:
             why = (
                 "Look at the recorded trajectories: the reward may not tell answers apart, or the task be far too easy "
-                "or too hard"
+                "or too hard. "
             )
+        if self._first_failure:
+            why += f"The first failure: {self._first_failure}"
         return NoProgress(
             f"{total} groups were filtered ({reasons}) without one step of {self._groups_per_step} groups; at most "
-            f"max_refills_per_step={self._max_refills_per_step} times {self._groups_per_step} are allowed. {why}"
+            f"max_refills_per_step={self._max_refills_per_step} times {self._groups_per_step} are allowed. "
+            f"{why.rstrip()}"
         )
 
     def on_dropped(self, error: Exception) -> NoProgress | None:

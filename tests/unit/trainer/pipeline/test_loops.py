@@ -322,6 +322,16 @@ def test_a_judge_that_is_always_down_ends_the_run_with_its_own_error(
     assert 1 < len([one for one in caplog.records if "failed and got no reward" in one.message]) < 6, "at each doubling"
 
 
+def test_one_failure_is_not_blamed_for_groups_that_were_filtered_for_another_reason(scripted: Make, play: Play) -> None:
+    run = scripted(
+        Script(reward_of=lambda group, sample: judge_is_down(group, sample) if group == 0 else 1.0),
+        algorithm={"filter_zero_variance": True},
+    )
+    with pytest.raises(BaseException) as caught:
+        play(run)
+    assert "too easy" in str(root(caught.value)) and "judge is down" in str(root(caught.value))
+
+
 def test_a_learner_that_fails_ends_the_run_with_its_error(scripted: Make, play: Play) -> None:
     run = scripted(Script(learner_error=lambda step: OSError("rank 1 is gone") if step == 2 else None))
     with pytest.raises(OSError, match="rank 1 is gone"):
