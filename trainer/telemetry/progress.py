@@ -38,6 +38,8 @@ _ETA_STEPS = 20
 _PLAIN_EVERY_S = 1.0
 HEARTBEAT_S = 60.0
 """Between two lines of a phase that lasts, where there is no panel."""
+_ROOM_FOR_ECHO = 5
+"""Columns right of the panel: a terminal shows two `^C` there before it begins a new line, which would tear it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -253,7 +255,8 @@ class Progress:
         cells.add_row("length", _length(s), "entropy", _number(s.entropy, ".3g"))
         cells.add_row("step time", _seconds(s.step_s), "grad norm", _number(s.grad_norm, ".3g"))
         cells.add_row("engines", engines, "trainer", escape(waiting))
-        return Panel(Group(bar, cells), title=escape(self._title), title_align="left")
+        width = max(1, self._console.width - _ROOM_FOR_ECHO)
+        return Panel(Group(bar, cells), title=escape(self._title), title_align="left", width=width)
 
 
 def _number(value: float | None, spec: str) -> str:

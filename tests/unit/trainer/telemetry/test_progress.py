@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
 from trainer.config.convert import to_run_config
 from trainer.telemetry import progress as progress_module
@@ -155,6 +156,17 @@ def test_phases_are_timed_and_failures_are_said() -> None:
         "starting Ray ...", "starting Ray ... 4.1 s", "starting engines ...", "starting engines ... failed after 0.0 s",
         "saving ...", "saving ... interrupted after 0.0 s",
     ]  # fmt: skip
+
+
+def test_the_panel_leaves_room_for_what_a_terminal_shows_of_ctrl_c() -> None:
+    """`^C` appears behind its last line. Where it wraps, the cursor is a line lower than the next picture expects, and
+    the first line of this one stays."""
+    progress, _ = make("rich", terminal=True)
+    with progress._console.capture() as capture:
+        progress._console.print(progress._panel())
+    widest = max(Text.from_ansi(line).cell_len for line in capture.get().splitlines())
+    assert widest + len("^C") < progress._console.width
+    progress.close()
 
 
 def test_a_long_phase_says_that_it_still_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
