@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +29,7 @@ def main() -> None:
     try:
         import matplotlib as mpl  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError:
-        sys.exit('plot_run needs matplotlib, which is not installed: pip install -e ".[plot]"')
+        parser.error('matplotlib is not installed: pip install -e ".[plot]"')
 
     mpl.use("Agg")
     from matplotlib import pyplot  # pyright: ignore[reportMissingImports]

@@ -172,9 +172,8 @@ class LearnerGroup:
                 failures = _failures(calls)
             if failures:
                 error = _to_report(method, failures)
-                self._has_failed = not isinstance(
-                    error, GradientsDiverged
-                )  # then every rank stands, with whole weights
+                # After that one every rank stands, with whole weights.
+                self._has_failed |= not isinstance(error, GradientsDiverged)
                 raise error
             return [call.result() for call in calls]
         finally:

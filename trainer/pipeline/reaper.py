@@ -98,8 +98,11 @@ def main(run_id: str, scratch: Path, last_words: dict[str, Any] | None) -> None:
     if sys.stdin.buffer.read() != _IN_ORDER and last_words is not None:
         from trainer.telemetry.last_words import write
 
-        with contextlib.suppress(Exception):  # whatever it meets, such as a damaged line: processes are ended below
+        try:
             write(Path(last_words["run_dir"]), scratch, last_words)
+        except Exception as error:  # noqa: BLE001 - whatever it is, processes are ended below
+            with contextlib.suppress(OSError):  # the screen may be gone, too
+                sys.stderr.write(f"the end of the run could not be written down: {error!r}\n")
     give_up = time.monotonic() + GRACE_S
     while processes_of(run_id, scratch, spare=spare) and time.monotonic() < give_up:
         time.sleep(0.05)
