@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.config.schema.critic import DEFAULT_LR_RATIO
-from trainer.learner.errors import ModelError, TrainingDiverged
+from trainer.learner.errors import ModelError
 from trainer.learner.inputs import PackedInputs
 from trainer.learner.model import hidden_size, hollow_model, settle, source_states, vocab_size
 from trainer.learner.optim import ShardedAdamW, learning_rate
@@ -120,22 +120,29 @@ class OwnCritic:
     def update(self, prepared: PreparedStep, at: UpdateAt) -> dict[str, Metric]:
         """Take the gradients that `targets` left, then make the other updates of the step towards the same returns.
 
-        Raises:
-            TrainingDiverged: the gradient of a later update is not finite; that update was not made.
+        The policy has been updated by now, so a later gradient that is not finite fails nothing: that update and those
+        after it are left out, on every rank, and `critic_skipped_updates` counts them.
         """
         lr = learning_rate(at.step, config=self._schedule, total_steps=self._cfg.trainer.total_steps)
         norms = [at.grad_norm]
         self.optimizer.step(lr=lr, grad_norm=at.grad_norm)
-        for _ in range(1, self._cfg.critic.updates_per_step):
+        num_updates, num_skipped = self._cfg.critic.updates_per_step, 0
+        for done in range(1, num_updates):
             for index, (batch, of_batch) in enumerate(zip(prepared.batches, prepared.targets, strict=True)):
                 values_L = self._forward(batch, is_last=index == len(prepared.batches) - 1)
                 prepared.totals.loss(values_L, batch, of_batch, clip=self._cfg.critic.value_clip).backward()
-            norms.append(self.grad_norm())
-            if not math.isfinite(norms[-1]):
+            norm = self.grad_norm()
+            if not math.isfinite(norm):
                 self.optimizer.zero_grad()
-                raise TrainingDiverged(f"critic's gradient norm of step {at.step} is {norms[-1]}; lower critic.lr")
-            self.optimizer.step(lr=lr, grad_norm=norms[-1])
-        return {"critic_grad_norm": Metric(sum=sum(norms), count=len(norms)), "critic_lr": Metric(sum=lr)}
+                num_skipped = num_updates - done
+                break
+            norms.append(norm)
+            self.optimizer.step(lr=lr, grad_norm=norm)
+        return {
+            "critic_grad_norm": Metric(sum=sum(norms), count=len(norms)),
+            "critic_lr": Metric(sum=lr),
+            **({"critic_skipped_updates": Metric(sum=float(num_skipped))} if num_updates > 1 else {}),
+        }
 
     def _forward(self, batch: MicroBatch, *, is_last: bool) -> Tensor:
         self._model.set_is_last_backward(is_last)  # pyright: ignore[reportCallIssue]

@@ -106,8 +106,8 @@ class PolicyLearner:
         Raises:
             GradientsDiverged: more than `learner.max_skipped_steps` gradients of policy or critic in a row are not
                 finite on any rank. No weight has been changed.
-            TrainingDiverged: a value or a log-prob of the reference is not finite on any rank, and no weight has been
-                changed; or the gradient of a later update of the critic, after the others of this step.
+            TrainingDiverged: a value or a log-prob of the reference is not finite on any rank. No weight has been
+                changed.
             ValueError: no micro-batch, or one is malformed or younger than the weights.
         """
         if not micro_batches:

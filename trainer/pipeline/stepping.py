@@ -59,6 +59,13 @@ class Stepper:
         step = built.batch.step
         with parts.telemetry.tracer.span("learner", f"step {step}", tokens=built.batch.num_tokens):
             result = await parts.learner.train_step(built.batch)
+        if (left_out := result.metrics.get("critic_skipped_updates")) is not None and left_out.sum:
+            log.warning(
+                "%d updates of the critic in step %d were left out: their gradient is not finite; lower critic.lr or "
+                "critic.max_grad_norm",
+                left_out.sum,
+                step + 1,
+            )
         if (skipped := result.metrics.get("skipped_steps")) is not None and skipped.sum:
             log.warning(
                 "step %d was skipped: a gradient is not finite, so no weight has changed; look for wrong rewards and "

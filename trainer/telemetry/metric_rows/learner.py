@@ -90,6 +90,12 @@ LEARNER = (
         "< 0.2",
     ),
     row("learner/critic_grad_norm", "norm", "Critic's gradient norm before clipping, mean of its updates.", "steady"),
+    row(
+        "learner/critic_skipped_updates",
+        "updates",
+        "Later updates of the critic (critic.updates_per_step > 1) left out, since a gradient is not finite.",
+        "0",
+    ),
     row("learner/critic_lr", "1", "Learning rate of the critic.", "follows the schedule"),
     row(
         "learner/num_tokens",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -290,6 +291,24 @@ def test_later_updates_of_a_step_are_clipped_around_its_first_values(tiny_dir: P
     # Values moved towards their returns by the first update, beyond the bound: the second may not gain by that.
     assert some is not None and 0.25 < some <= 0.5, "of two updates only the second can be clipped"
     assert not tight["critic.value_head.weight"].equal(two["critic.value_head.weight"])
+
+
+def test_a_later_update_that_is_not_finite_is_left_out_with_those_after_it(tiny_dir: Path) -> None:
+    batch, step_rewards = pack_rewarded(rewarded(6)[0]), rewarded(6)[1]
+    one = make_learner(config(tiny_dir, critic={}))
+    three = make_learner(config(tiny_dir, critic={"updates_per_step": 3}))
+    assert isinstance(three._critic, OwnCritic)
+    norms = [math.inf, three._critic.grad_norm]  # the last one comes first
+
+    def grad_norm() -> float:
+        norm = norms.pop()
+        return norm() if callable(norm) else norm
+
+    three._critic.grad_norm = grad_norm
+    one.train_step([batch], step=0, rewards=step_rewards)
+    metrics = three.train_step([batch], step=0, rewards=step_rewards).metrics
+    assert metrics["critic_skipped_updates"].sum == 2 and math.isfinite(metrics["critic_grad_norm"].mean)
+    assert all(tensor.equal(all_weights(one)[name]) for name, tensor in all_weights(three).items())
 
 
 def test_two_updates_of_a_step_are_those_of_two_steps_without_a_policy(tiny_dir: Path) -> None:
