@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import itertools
 import logging
@@ -10,6 +11,7 @@ import math
 import shlex
 import signal
 import sys
+import threading
 import time
 from dataclasses import replace
 from functools import partial
@@ -323,16 +325,37 @@ def _as_failure(error: Exception, step: int) -> Exception:
 
 
 async def _start_cluster(cfg: RunConfig, checked: Checked, last_words: Mapping[str, object]) -> Cluster:
-    """Start Ray in a thread. A start that is cancelled is finished first, or nobody would stop it."""
-    start = asyncio.ensure_future(
-        asyncio.to_thread(Cluster.start, cfg, checked.placement, checked.backend, last_words=last_words)
-    )
+    """Start Ray in a thread that ends with the process, since Ray has no deadline for an address that takes
+    connections and does not answer.
+
+    A start that is cancelled is finished first, or nobody would stop it; for that it has `trainer.shutdown_timeout_s`.
+
+    Raises:
+        TimeoutError: not within `trainer.startup_timeout_s`.
+    """
+    outcome: concurrent.futures.Future[Cluster] = concurrent.futures.Future()
+
+    def work() -> None:
+        try:
+            outcome.set_result(Cluster.start(cfg, checked.placement, checked.backend, last_words=last_words))
+        except BaseException as error:  # noqa: BLE001 - whoever waits raises it
+            outcome.set_exception(error)
+
+    threading.Thread(target=work, name="ray", daemon=True).start()
+    start = asyncio.wrap_future(outcome)
     try:
-        return await asyncio.shield(start)
+        await asyncio.wait({start}, timeout=cfg.trainer.startup_timeout_s)
     except asyncio.CancelledError:
-        cluster = await start
-        await asyncio.to_thread(cluster.stop, keep_logs_in=None)
+        await asyncio.wait({start}, timeout=cfg.trainer.shutdown_timeout_s)
+        if start.done() and start.exception() is None:
+            await asyncio.to_thread(start.result().stop, keep_logs_in=None)
         raise
+    if not start.done():
+        raise TimeoutError(
+            f"Ray at ray.address={cfg.ray.address} does not answer within trainer.startup_timeout_s="
+            f"{cfg.trainer.startup_timeout_s:g}; look at its host and port"
+        )
+    return start.result()
 
 
 @contextlib.contextmanager

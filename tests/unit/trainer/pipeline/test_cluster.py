@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import asyncio
 import os
 import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +16,7 @@ from ray.exceptions import AuthenticationError
 from tests.fakes.scripted_run import config
 from trainer.config.errors import ConfigurationError
 from trainer.pipeline import cluster
+from trainer.pipeline import run as run_module
 from trainer.pipeline.placement import plan_placement
 from trainer.telemetry import last_words
 from weight_sync.device.select import get_backend
@@ -29,6 +32,7 @@ CLAIM_AND_DIE = """
 import os, sys
 from trainer.config.errors import ConfigurationError
 from trainer.pipeline import cluster
+from trainer.pipeline import run as run_module
 cluster._scratch_home = lambda: sys.argv[1]
 print(cluster._claim_scratch()[0], flush=True)
 sys.stdin.read()
@@ -143,3 +147,42 @@ def test_processes_are_ended_also_where_the_logs_cannot_be_kept(
     cluster.Cluster(placement, scratch=tmp_path, reaper=reaper).stop(keep_logs_in=tmp_path / "kept")
     assert done == ["ray", "reaper"]
     assert "No space left on device" in caplog.text
+
+
+class HangingRay:
+    """`Cluster.start` against an address that takes connections and never answers, until it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.answers, self.stopped = threading.Event(), threading.Event()
+        monkeypatch.setattr(run_module.Cluster, "start", self._start)
+
+    def _start(self, *_: object, **_keys: object) -> Any:
+        self.answers.wait(60)
+        return SimpleNamespace(stop=lambda **_keys: self.stopped.set())
+
+    async def begin(self, **trainer: float) -> Any:
+        checked: Any = SimpleNamespace(placement=None, backend=None)
+        return await run_module._start_cluster(config(trainer=trainer), checked, {})
+
+
+async def test_a_ray_that_does_not_answer_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        TimeoutError, match=r"ray\.address=local does not answer within trainer\.startup_timeout_s=0\.1"
+    ):
+        await HangingRay(monkeypatch).begin(startup_timeout_s=0.1)
+
+
+@pytest.mark.parametrize("answers", [True, False])
+async def test_an_interrupted_start_of_ray_is_finished_and_stopped_or_left(
+    *, answers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray = HangingRay(monkeypatch)
+    start = asyncio.create_task(ray.begin(shutdown_timeout_s=30.0 if answers else 0.1))
+    await asyncio.sleep(0.05)
+    start.cancel()
+    await asyncio.sleep(0.05)
+    if answers:
+        ray.answers.set()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(start, 20)
+    assert ray.stopped.is_set() == answers
