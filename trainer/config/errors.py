@@ -60,6 +60,10 @@ class ConfigurationError(Exception):
         title = f"{count} problem{'' if count == 1 else 's'} in the configuration; nothing was started:"
         super().__init__("\n".join([title, *(f"\n  {problem}" for problem in self.problems)]))
 
+    def __reduce__(self) -> tuple[type[ConfigurationError], tuple[tuple[Problem, ...]]]:
+        """It crosses processes, and an exception is built anew from its text there."""
+        return type(self), (self.problems,)
+
 
 def tells_its_cause(error: E) -> E:
     """Marks an error whose text has what its causes say, and who failed, too."""

@@ -52,15 +52,21 @@ class StepRecorder:
         self._last_at = clock()
         self._generated_tokens = 0
         self._generated_lengths: deque[Sequence[int]] = deque()
-        """By group."""
+        """Of token sequences, by group."""
         self._trained_lengths: deque[Sequence[int]] = deque()
-        """By step."""
+        """Of token sequences, by step."""
         self._early = EarlyLengths()
 
     def count_generated(self, group: Group) -> None:
         """A group came back from the engines, whatever becomes of it."""
         self._generated_tokens += group.num_generated_tokens
-        self._generated_lengths.append([t.num_generated_tokens for t in group.trajectories])
+        self._generated_lengths.append(
+            [
+                sum(s.num_tokens for turn in turns for s in turn.segments)
+                for t in group.trajectories
+                for turns in t.sequences
+            ]
+        )
 
     def step_record(
         self, groups: Sequence[Group], built: BuiltBatch, result: StepResult, times: StepTimes, *, max_staleness: int
@@ -108,7 +114,7 @@ class StepRecorder:
 
 
 def _trained_lengths(built: BuiltBatch) -> list[int]:
-    """Tokens that carry loss, of every answer that has some."""
+    """Tokens that carry loss, of every token sequence that has some."""
     batches = [batch for rank in built.batch.micro_batches for batch in rank]
     lengths = [np.add.reduceat(batch.loss_mask, batch.cu_seqlens[:-1], dtype=np.int64) for batch in batches]
     return [length for of_batch in lengths for length in of_batch.tolist() if length]

@@ -21,8 +21,6 @@ from rich.console import Console
 
 from rollout.collector import rare_collections
 from rollout.errors import DataError
-from trainer.advise.reading import NotARun, read_counted
-from trainer.advise.steady import TooFewSteps
 from trainer.config.errors import ConfigurationError, first_cause, note_log, one_line
 from trainer.config.objective import describe_critic, describe_objective, describe_rollout
 from trainer.learner import checkpoint
@@ -66,6 +64,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Ctrl-C, the end that a scheduler asks for, and a terminal that is closed (not with `nohup`, which ignores it)."""
 SAME_SIGNAL_S = 1.0
 """Signals closer together count as one: a terminal and a parent process may both pass the same Ctrl-C on."""
+_MIN_STEPS = 5
+"""So many, and two more for each step of staleness, and `trainer.advise` has something to say."""
 
 
 def run(cfg: RunConfig, *, started_at: float) -> int:
@@ -104,7 +104,7 @@ def run(cfg: RunConfig, *, started_at: float) -> int:
                 asyncio.run(Driver(cfg, state, sinks, checked).run())
             finally:
                 sinks.progress.end(_exit_reason(state).replace("_", " "))
-    _say_goodbye(console, state, run_dir)
+    _say_goodbye(console, state, run_dir, max_staleness=cfg.mode.max_staleness)
     return EXIT_CODES[_exit_reason(state)]
 
 
@@ -325,8 +325,8 @@ def _as_failure(error: Exception, step: int) -> Exception:
 
 
 async def _start_cluster(cfg: RunConfig, checked: Checked, last_words: Mapping[str, object]) -> Cluster:
-    """Start Ray in a thread that ends with the process, since Ray has no deadline for an address that takes
-    connections and does not answer.
+    """Start Ray in a thread that the process does not wait for, since Ray has no deadline for an address that takes
+    connections and does not answer. The kernel ends Ray's processes with the thread that started them, so it stays.
 
     A start that is cancelled is finished first, or nobody would stop it; for that it has `trainer.shutdown_timeout_s`.
 
@@ -340,6 +340,7 @@ async def _start_cluster(cfg: RunConfig, checked: Checked, last_words: Mapping[s
             outcome.set_result(Cluster.start(cfg, checked.placement, checked.backend, last_words=last_words))
         except BaseException as error:  # noqa: BLE001 - whoever waits raises it
             outcome.set_exception(error)
+        threading.Event().wait()
 
     threading.Thread(target=work, name="ray", daemon=True).start()
     start = asyncio.wrap_future(outcome)
@@ -421,8 +422,8 @@ def _exit_reason(state: RunState) -> ExitReason:
     return "failed" if state.stop_reason is None else state.stop_reason
 
 
-def _say_goodbye(console: Console, state: RunState, run_dir: RunDir) -> None:
-    """How it ended, as the last line; before it the way to `trainer.advise`, where that has enough steps."""
+def _say_goodbye(console: Console, state: RunState, run_dir: RunDir, *, max_staleness: int) -> None:
+    """How it ended, as the last line; before it the way to `trainer.advise`, where the run made enough steps for it."""
     last = state.reached if state.stop_reason == "accuracy_reached" else state.last_evaluation
     own = state.step - (state.resumed_from_step or 0)
     steps = f"{state.step} steps in" if own == state.step else f"{state.step} steps, {own} of them in this process, in"
@@ -442,8 +443,7 @@ def _say_goodbye(console: Console, state: RunState, run_dir: RunDir) -> None:
     if state.failed_responses.num_failed:
         console.print(f"warning: {state.failed_responses}", highlight=False, soft_wrap=True, markup=False)
     parts.append(f"see {run_dir.path}")
-    with contextlib.suppress(NotARun, TooFewSteps):
-        read_counted(run_dir.path)
+    if own >= _MIN_STEPS + 2 * max_staleness:
         command = f"python -m trainer.advise {shlex.quote(str(run_dir.path))}"
         console.print(f"who waited for whom: {command}", highlight=False, soft_wrap=True, markup=False)
     console.print("; ".join(parts), highlight=False, soft_wrap=True, markup=False)

@@ -21,6 +21,7 @@ MAX_LOG_BYTES = 4 * 2**20
 """Of each actor log that is kept; the end of it."""
 KILLED = "the driver process was killed (SIGKILL), as the kernel does when memory runs out"
 RAYLET_DIED = "Ray ended the driver process because its raylet died, as when the kernel kills it for memory"
+GCS_DIED = "Ray ended the driver process because its control service (GCS) was gone for a minute"
 _TRIES, _TRY_EVERY_S = 20, 0.05
 """The kernel frees the lock of a process that was killed, in its own time."""
 
@@ -88,8 +89,10 @@ def _is_locked(descriptor: int) -> bool:
 
 def _reason(scratch: Path) -> str:
     logs = (scratch / "session_latest" / "logs").glob("python-core-driver-*.log")
-    died = any("raylet" in line.lower() and "exit" in line.lower() for log in logs for line in _lines(log))
-    return RAYLET_DIED if died else KILLED
+    lines = [line.lower() for log in logs for line in _lines(log)]
+    if any("failed to connect to gcs within" in line for line in lines):
+        return GCS_DIED
+    return RAYLET_DIED if any("raylet" in line and "exit" in line for line in lines) else KILLED
 
 
 def _lines(path: Path) -> list[str]:

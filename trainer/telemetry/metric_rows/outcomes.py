@@ -119,7 +119,8 @@ OUTCOMES = (
     row(
         "length_bias/ks",
         "fraction",
-        "KS distance between the lengths of generated and of trained answers, over the latest 256 groups or more.",
+        "KS distance between the lengths of generated and of trained answers, over the latest 256 groups or more; each "
+        "token sequence of an answer counts.",
         "< 0.2",
     ),
     row(

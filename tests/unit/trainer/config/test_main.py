@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 from ray.exceptions import RayTaskError
 
 import trainer.__main__ as main_module
-from trainer.config.errors import ConfigurationError, first_cause, note_log, one_line
+from trainer.config.errors import ConfigurationError, Problem, first_cause, note_log, one_line
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -244,3 +245,12 @@ def test_every_ending_has_its_exit_code(monkeypatch: pytest.MonkeyPatch, capsys:
     assert main_module.main([]) == 130
     monkeypatch.setattr(main_module, "_run", refused)
     assert main_module.main([]) == 2
+
+
+def test_problems_are_the_same_in_another_process() -> None:
+    problems = [
+        Problem(key="algorithm.policy_loss", got="mine.loss", allowed="no module of that name on this node"),
+        Problem(key="mode.max_staleness", got="-1", allowed="must be >= 0", do="use 0 for on-policy training"),
+    ]
+    told = pickle.loads(pickle.dumps(ConfigurationError(problems)))
+    assert told.problems == tuple(problems) and str(told) == str(ConfigurationError(problems))

@@ -172,6 +172,15 @@ async def test_a_ray_that_does_not_answer_has_a_deadline(monkeypatch: pytest.Mon
         await HangingRay(monkeypatch).begin(startup_timeout_s=0.1)
 
 
+async def test_the_thread_that_started_ray_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray asks the kernel to end its processes with their parent, and to the kernel that is the thread."""
+    ray, before = HangingRay(monkeypatch), set(threading.enumerate())
+    ray.answers.set()
+    await ray.begin()
+    await asyncio.sleep(0.1)
+    assert any(thread.daemon and thread not in before for thread in threading.enumerate())
+
+
 @pytest.mark.parametrize("answers", [True, False])
 async def test_an_interrupted_start_of_ray_is_finished_and_stopped_or_left(
     *, answers: bool, monkeypatch: pytest.MonkeyPatch

@@ -104,6 +104,17 @@ def test_a_preference_for_short_answers_shows_as_length_bias() -> None:
     assert recorder.step_record(long, built(long), RESULT, TIMES, max_staleness=1)["length_bias/ks"] == 0.0
 
 
+def test_answers_of_several_token_sequences_that_are_all_trained_show_no_length_bias() -> None:
+    recorder = StepRecorder(clock=lambda: 0.0)
+    (group,) = groups([3])
+    turn = group.trajectories[0].turns[0]
+    turns = (turn, replace(turn, begins_anew=True), replace(turn, begins_anew=True))
+    group = replace(group, trajectories=[replace(t, turns=turns) for t in group.trajectories])
+    recorder.count_generated(group)
+    record = recorder.step_record([group], built([group]), RESULT, TIMES, max_staleness=1)
+    assert record["learner/num_sequences"] == 6 and record["length_bias/ks"] == 0.0
+
+
 @pytest.mark.parametrize("groups_per_step", [3, 200, 300])
 def test_what_is_trained_whole_shows_no_length_bias_in_whichever_order_it_finished(groups_per_step: int) -> None:
     recorder = StepRecorder(clock=lambda: 0.0)
