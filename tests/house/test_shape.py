@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
-import warnings
 
 from tests.house.source import ROOT, Module, docstrings, modules, text_files
 
-FILE_LINES, MOST_FILE_LINES = 400, 450
-FUNCTION_LINES, MOST_FUNCTION_LINES = 40, 60
+MOST_FILE_LINES = 700
+MOST_FUNCTION_LINES = 90
 
 VAGUE_NAMES = re.compile(r"(^|_)(utils?|misc|commons?|helpers?)$")
 # Written in parts, so that this file does not find itself.
@@ -34,18 +33,12 @@ def test_files_are_short() -> None:
     sizes = [(len(module.text.splitlines()), module.path) for module in modules()]
     too_long = [f"{path} has {lines} lines" for lines, path in sizes if lines > MOST_FILE_LINES]
     assert not too_long, "\n".join(too_long)
-    for lines, path in sizes:
-        if lines > FILE_LINES:
-            warnings.warn(f"{path} has {lines} lines, over the aim of {FILE_LINES}", stacklevel=1)
 
 
 def test_functions_are_short() -> None:
     sizes = [size for module in modules() for size in function_lengths(module)]
     too_long = [where for lines, where in sizes if lines > MOST_FUNCTION_LINES]
     assert not too_long, "\n".join(too_long)
-    for lines, where in sizes:
-        if lines > FUNCTION_LINES:
-            warnings.warn(f"{where}, over the aim of {FUNCTION_LINES}", stacklevel=1)
 
 
 def test_no_module_has_a_vague_name() -> None:

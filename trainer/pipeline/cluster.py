@@ -179,7 +179,12 @@ class Cluster:
     @classmethod
     def _join(cls, cfg: RunConfig, placement: Placement, backend: Backend) -> Cluster:
         try:
-            ray.init(address=cfg.ray.address, log_to_driver=False, logging_level=logging.ERROR)
+            ray.init(
+                address=cfg.ray.address,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                job_config=_OwnPackagesFirst(),
+            )
         except (ConnectionError, ValueError, RuntimeError, RayError) as error:
             problem = Problem(
                 key="ray.address",

@@ -437,8 +437,10 @@ def _say_goodbye(console: Console, state: RunState, run_dir: RunDir, *, max_stal
         )
     if state.stop_reason == "interrupted":
         saved = checkpoint.find_latest(run_dir.checkpoints)
-        same = f"the same command with run_dir={shlex.quote(str(run_dir.path))}"
-        text = "no checkpoint was saved" if saved is None else f"to go on from {saved.name}: {same}"
+        if saved is None:
+            text = "no checkpoint was saved, so the same command begins anew"
+        else:
+            text = f"to go on from {saved.name}: the same command with run_dir={shlex.quote(str(run_dir.path))}"
         console.print(text, highlight=False, soft_wrap=True, markup=False)
     if state.failed_responses.num_failed:
         console.print(f"warning: {state.failed_responses}", highlight=False, soft_wrap=True, markup=False)

@@ -216,10 +216,12 @@ class Progress:
         parts.append(f"rollout {_rate(s.rollout_tokens_per_s)}, train {_rate(s.train_tokens_per_s)}")
         if s.step_s is not None:
             parts.append(f"step in {_seconds(s.step_s)}")
-        eta = self.eta_s()
-        if eta is not None:
-            parts.append(f"{_duration(eta)} left")
-        return "  ".join(parts)
+        return "  ".join([*parts, self._times()])
+
+    def _times(self) -> str:
+        """Since the start of the process, and to the last step where that is known."""
+        eta, elapsed = self.eta_s(), _duration(self._clock() - self._started_at)
+        return elapsed if eta is None else f"{elapsed}, {_duration(eta)} left"
 
     def _learning(self) -> list[str]:
         """What tells first that a run goes wrong; nothing of what is not known."""
@@ -234,13 +236,12 @@ class Progress:
         return "trains" if self._step_times else "starts"
 
     def _panel(self) -> RenderableType:
-        s, eta = self.state, self.eta_s()
+        s = self.state
         bar = Table.grid(expand=True, padding=(0, 2, 0, 0))
         bar.add_column()
         bar.add_column(ratio=1)
         bar.add_column(justify="right")
-        left = f"{_duration(self._clock() - self._started_at)}{f', {_duration(eta)} left' if eta is not None else ''}"
-        bar.add_row(f"step {s.step}/{self._total}", ProgressBar(total=self._total, completed=s.step), left)
+        bar.add_row(f"step {s.step}/{self._total}", ProgressBar(total=self._total, completed=s.step), self._times())
         cells = Table.grid(expand=True, padding=(0, 2, 0, 0))
         for _ in range(2):
             cells.add_column(style="dim", no_wrap=True)

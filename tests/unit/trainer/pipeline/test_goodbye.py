@@ -106,7 +106,7 @@ def test_the_accuracy_that_is_said_is_the_one_that_reached_the_goal(tmp_path: Pa
 
 
 def test_an_interrupted_run_says_how_it_goes_on(tmp_path: Path) -> None:
-    assert said(tmp_path, "interrupted")[0] == "no checkpoint was saved"
+    assert said(tmp_path, "interrupted")[0] == "no checkpoint was saved, so the same command begins anew"
     (tmp_path / "checkpoints" / "step_8").mkdir(parents=True)
     assert said(tmp_path, "interrupted", step=8)[0] == (
         f"to go on from step_8: the same command with run_dir={tmp_path}"

@@ -52,7 +52,7 @@ def test_elsewhere_each_step_is_one_line_with_the_numbers_and_time_left() -> Non
         clock.now += 3.0
         progress.step(record(step))
     assert out.getvalue().splitlines()[-1] == (
-        "step 3/10  reward 0.500  staleness 0.25 max 1  rollout 15.0k tok/s, train 800 tok/s  0m21s left"
+        "step 3/10  reward 0.500  staleness 0.25 max 1  rollout 15.0k tok/s, train 800 tok/s  0m09s, 0m21s left"
     )
     assert progress.eta_s() == pytest.approx(21.0)
 
@@ -78,7 +78,7 @@ def test_a_line_has_what_tells_first_that_a_run_goes_wrong() -> None:
     progress.step(record(1, **more))
     assert out.getvalue() == (
         "step 1/10  reward 0.500  length 312 (12% cut)  entropy 0.312  grad norm 12.3  staleness 0.25 max 1  "
-        "rollout 15.0k tok/s, train 800 tok/s  step in 34.1 s\n"
+        "rollout 15.0k tok/s, train 800 tok/s  step in 34.1 s  0m00s\n"
     )
 
 
