@@ -44,6 +44,8 @@ TOO_SLOW = (
     "rollout.request_timeout_s (task.agent_timeout_s with an agent) or task.reward.queue_timeout_s"
 )
 HANGS = "its process hangs; look at its file in actor_logs/"
+HEALTHY_S = 3600.0
+"""A worker that has lived so long has all its restarts again: the few faults of a run of weeks are not to add up."""
 SILENCE_S = 120.0
 """`rollout.silence_timeout_s` by default."""
 
@@ -65,7 +67,19 @@ class _Worker:
     lost: str = ""
     """Why; empty while it lives."""
     num_restarts: int = 0
-    """Tried, for this place."""
+    """Tried, for this place, in the whole run."""
+    num_spent: int = 0
+    """Of these, how many count against the limit."""
+    live_since: float | None = None
+    """By the event loop's clock; None before the first look."""
+    asked: asyncio.Task[LoadReport] | None = None
+    """How busy the engines are, as it sees them; not answered yet."""
+    asked_at_replaced: int = 0
+    """`WorkerPool._num_replaced` when it was asked."""
+    report: LoadReport | None = None
+    """Its last answer."""
+    is_report_current: bool = False
+    """Whether no engine has been replaced since it was asked for that."""
 
 
 @dataclass(slots=True)
@@ -117,7 +131,7 @@ class WorkerPool:
         self._has_live.set()
         self._is_closed = False
         self.load_record: dict[str, float] = {}
-        """Metrics of the engines' load as they were last; empty before the first look."""
+        """Metrics of the engines' load as they were last; empty before the first answer."""
         self.idle_engines = IdleEngines()
         self.lost_engines: dict[str, str] = {}
         """Replica -> why some worker gave it up, by the last look. Replaced ones are not in it."""
@@ -184,6 +198,8 @@ class WorkerPool:
         """All workers send to this engine actor what is meant for the replica `name`, quarantined or not."""
         self._standings[name] = _Standing(engine=engine)
         self._num_replaced += 1
+        for worker in self._workers:
+            worker.is_report_current = False  # it may name the engine that is gone
         self.lost_engines.pop(name, None)
         await self._tell_all(lambda actor: actor.replace.remote(name, engine))
 
@@ -222,20 +238,27 @@ class WorkerPool:
         restarts: dict[int, asyncio.Task[None]] = {}
         try:
             while True:
+                self._ask_loads()
                 await asyncio.sleep(LOOK_S)
-                await self._look()
+                self._hear_loads()
                 self._restart_lost(restarts)
         finally:
-            for task in restarts.values():
+            tasks = [*restarts.values(), *(worker.asked for worker in self._workers if worker.asked is not None)]
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*restarts.values(), return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def _restart_lost(self, restarts: dict[int, asyncio.Task[None]]) -> None:
         """Begins the restarts that are due, beside those that are under way: place -> task."""
+        now = asyncio.get_running_loop().time()
         for index, worker in enumerate(self._workers):
             if index in restarts and restarts[index].done():
                 restarts.pop(index).result()
-            if worker.lost and worker.num_restarts < self._max_restarts and index not in restarts:
+            if not worker.lost:
+                worker.live_since = now if worker.live_since is None else worker.live_since
+                worker.num_spent = 0 if now - worker.live_since >= HEALTHY_S else worker.num_spent
+            elif worker.num_spent < self._max_restarts and index not in restarts:
+                worker.live_since = None
                 restarts[index] = asyncio.create_task(self._try_restart(index, worker), name=f"restart {worker.name}")
         if not restarts and all(worker.lost for worker in self._workers):
             reasons = "; ".join(f"{worker.name} {worker.lost}" for worker in self._workers)
@@ -244,18 +267,30 @@ class WorkerPool:
                 "printed is in actor_logs/; look at the memory of their host, and at your reward and agent loop"
             )
 
-    async def _look(self) -> None:
-        workers, num_replaced = [worker for worker in self._workers if not worker.lost], self._num_replaced
-        calls = (self._ask(w, w.actor.loads.remote(), timeout_s=self._silence_timeout_s) for w in workers)
-        reports = await asyncio.gather(*calls, return_exceptions=True)
-        for worker, report in zip(workers, reports, strict=True):
-            if isinstance(report, TimeoutError):
+    def _ask_loads(self) -> None:
+        """Of each live worker that has answered the question before. One that is silent holds up nobody."""
+        for worker in self._workers:
+            if not worker.lost and worker.asked is None:
+                call = self._ask(worker, worker.actor.loads.remote(), timeout_s=self._silence_timeout_s)
+                worker.asked = asyncio.create_task(call, name=f"loads of {worker.name}")
+                worker.asked_at_replaced = self._num_replaced
+
+    def _hear_loads(self) -> None:
+        for worker in self._workers:
+            if worker.asked is None or not worker.asked.done():
+                continue
+            answered, worker.asked = worker.asked, None
+            error = answered.exception()
+            if error is None:
+                worker.report = answered.result()
+                worker.is_report_current = worker.asked_at_replaced == self._num_replaced
+            elif isinstance(error, TimeoutError):
                 self._lose(worker, f"was silent for {self._silence_timeout_s:g} s")
-            elif isinstance(report, Exception) and not worker.lost:
-                log.warning("%s did not say how busy the engines are: %s", worker.name, one_line(first_cause(report)))
-        good = [report for report in reports if not isinstance(report, BaseException)]
+            elif not worker.lost:
+                log.warning("%s did not say how busy the engines are: %s", worker.name, one_line(first_cause(error)))
+        good = [worker.report for worker in self._workers if worker.report is not None and not worker.lost]
         self.load_record = load_record(good) if good else {}
-        if num_replaced == self._num_replaced:  # else what was said may be of an engine that is gone
+        if all(worker.is_report_current for worker in self._workers if worker.report is not None and not worker.lost):
             given_up = ((name, reason) for report in good for name, reason in report.quarantined.items())
             self.lost_engines = {name: f"lost ({reason})" for name, reason in given_up}
         self.idle_engines.hear(engine_times(good), self.lost_engines)
@@ -263,13 +298,14 @@ class WorkerPool:
     async def _try_restart(self, index: int, worker: _Worker) -> None:
         assert self._restart is not None
         worker.num_restarts += 1
-        attempt = f"restart {worker.num_restarts} of {self._max_restarts}"
+        worker.num_spent += 1
+        attempt = f"restart {worker.num_spent} of {self._max_restarts}"
         log.warning("%s %s: %s", worker.name, worker.lost, attempt)
         try:
             actor = await self._restart(index, worker.num_restarts)
             # Asked for in one turn with its return to the others, so that it misses nothing they are told from here on.
             calls = [call for name, standing in self._standings.items() for call in standing.tell(name, actor)]
-            worker.actor, worker.calls, worker.lost = actor, None, ""
+            worker.actor, worker.calls, worker.report, worker.lost = actor, None, None, ""
             self._has_live.set()
             await asyncio.gather(*(self._ask(worker, call, timeout_s=GROUP_GRACE_S) for call in calls))
         except Exception as error:  # noqa: BLE001 - the run goes on with the other workers, whatever is wrong with it

@@ -67,7 +67,7 @@ def test_a_slow_restart_holds_up_neither_the_look_at_the_others_nor_their_restar
         await asyncio.sleep(SILENCE_S + 5.0)
         second.is_silent, third.gave_up = True, "replica_0"
         await asyncio.sleep(5.0)
-        assert pool.lost_engines == {}, "one look waits for the silent one"
+        assert pool.lost_engines == {"replica_0": "lost (it was silent)"}, "the silent one holds up the others"
         await asyncio.sleep(SILENCE_S + 5.0)
         assert [place for place, _ in begun] == [0, 1]
         assert pool.lost_engines == {"replica_0": "lost (it was silent)"}
@@ -99,6 +99,50 @@ def test_the_end_of_the_run_ends_restarts_under_way() -> None:
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)
         assert ended == [True]
+
+    run_virtual(main())
+
+
+def test_a_silent_worker_holds_up_no_restart_of_another() -> None:
+    async def main() -> None:
+        silent, dead = Worker(), Worker()
+        begun: list[tuple[int, float]] = []
+
+        async def restart(place: int, _number: int) -> LocalActor:
+            begun.append((place, asyncio.get_running_loop().time()))
+            return LocalActor(Worker())
+
+        pool = pool_of(silent, dead, restart=restart)
+        watch = asyncio.create_task(pool.watch_loads())
+        await asyncio.sleep(5.0)
+        silent.is_silent, now = True, asyncio.get_running_loop().time()
+        pool._lose(pool._workers[1], "died")
+        await asyncio.sleep(5.0)
+        assert [(place, at - now < 2.0) for place, at in begun] == [(1, True)]
+        watch.cancel()
+
+    run_virtual(main())
+
+
+def test_a_worker_that_lived_for_an_hour_has_all_its_restarts_again() -> None:
+    async def main() -> None:
+        numbers: list[int] = []
+
+        async def restart(_place: int, number: int) -> LocalActor:
+            numbers.append(number)
+            return LocalActor(Worker())
+
+        pool = pool_of(Worker(), restart=restart, max_restarts=1)
+        watch = asyncio.create_task(pool.watch_loads())
+        for _ in range(3):
+            await asyncio.sleep(workers.HEALTHY_S + 10.0)
+            pool._lose(pool._workers[0], "died")
+            await asyncio.sleep(10.0)
+            assert not pool._workers[0].lost
+        assert numbers == [1, 2, 3], "each actor has a name of its own"
+        pool._lose(pool._workers[0], "died")
+        with pytest.raises(NoWorker, match="after 1 restarts of each"):
+            await watch
 
     run_virtual(main())
 
