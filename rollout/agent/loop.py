@@ -86,7 +86,8 @@ class Episode:
 
 class AgentLoop(Protocol):
     """Makes one trajectory out of a prompt. One with an attribute `tools`, JSON schemas of functions, has them shown by
-    the chat template of the prompts."""
+    the chat template of the prompts. One with an attribute `tool_names` has the run warn at its start where prompts do
+    not name them."""
 
     async def run(self, prompt: Prompt, max_tokens: int, generate: Generate) -> Episode:
         """`max_tokens` bounds everything after the prompt; of a sequence that begins anew, its tokens less the length
@@ -112,6 +113,7 @@ class MultiTurnLoop:
         max_turns: generated turns at most; more is truncation.
         stop: texts that end a turn; None leaves it to `rollout.stop`.
         tools: JSON schemas of functions, for the chat template of the prompts.
+        tool_names: of tools that the prompts should name.
     """
 
     def __init__(
@@ -121,13 +123,14 @@ class MultiTurnLoop:
         max_turns: int,
         stop: str | Sequence[str] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
+        tool_names: Sequence[str] = (),
     ) -> None:
         if max_turns < 1:
             raise ValueError(f"max_turns must be >= 1, got {max_turns}")
         self._make_environment = make_environment
         self._max_turns = max_turns
         self._stop = stop
-        self.tools = tools
+        self.tools, self.tool_names = tools, tool_names
 
     async def run(self, prompt: Prompt, max_tokens: int, generate: Generate) -> Episode:
         environment = self._make_environment(prompt)

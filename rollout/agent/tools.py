@@ -64,7 +64,8 @@ def tool_agent(
         tool_timeout_s: of one call. A thread cannot be ended: a function that may hang should bound its own time.
         max_result_chars: of one result; the rest is cut, and the policy is told.
         tools_in_prompt: have the chat template show the tools in the prompts, if it reads `tools`; each needs
-            annotations and a docstring that describes it and its arguments.
+            annotations and a docstring that describes it and its arguments. The run warns at its start if the prompts
+            do not name them.
         chat_template_kwargs: further arguments of the chat template; `task.chat_template_kwargs` unless given.
         trust_remote_code: run Python code that comes with the tokenizer.
 
@@ -80,7 +81,13 @@ def tool_agent(
     loaded, kwargs = load_tokenizer(tokenizer, trust_remote_code=trust_remote_code), chat_template_kwargs or {}
     shown = _shown(loaded, functions) if tools_in_prompt else []  # type: ignore[arg-type]
     template = TurnTemplate(loaded, arguments_of(shown, kwargs))
-    return MultiTurnLoop(lambda _: _ToolUser(box, template), max_turns=max_turns, stop=CLOSE, tools=shown)
+    return MultiTurnLoop(
+        lambda _: _ToolUser(box, template),
+        max_turns=max_turns,
+        stop=CLOSE,
+        tools=shown,
+        tool_names=tuple(functions) if tools_in_prompt else (),
+    )
 
 
 def _shown(tokenizer: Any, functions: Mapping[str, Callable[..., object]]) -> list[dict[str, Any]]:

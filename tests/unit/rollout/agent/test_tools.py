@@ -293,8 +293,10 @@ def test_a_tool_that_cannot_be_described_is_refused_only_where_it_would_be_shown
     args = agent_args | {"tools": ["bare_tools.bare"]}
     silent: Any = make_loop("rollout.agent.tools.tool_agent", args)
     assert silent.tools == [], "its template shows no tools"
+    assert list(silent.tool_names) == ["bare"], "so the prompts have to name it"
     chat_tokenizer(THINKING).save_pretrained(tmp_path / "tokenizer")
     with pytest.raises(PluginError, match=r"bare because it has no docstring.* set tools_in_prompt=false"):
         make_loop("rollout.agent.tools.tool_agent", args)
     told: Any = make_loop("rollout.agent.tools.tool_agent", args | {"tools_in_prompt": False})
     assert told.tools == []
+    assert list(told.tool_names) == [], "that is left to the user"
