@@ -18,7 +18,7 @@ import numpy as np
 
 from rollout.agent.ledger import TokenLedger
 from rollout.errors import AgentError
-from rollout.types import TrajectoryStatus, split_sequences
+from rollout.types import ToolUse, TrajectoryStatus, split_sequences
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -65,7 +65,8 @@ class Environment(Protocol):
     """What the policy talks to in a trajectory of several turns: tools, a game, a user. One instance per trajectory.
 
     One that holds something, such as a sandbox, has a `close(self)` too, plain or `async`: it is called at the end,
-    however the trajectory ends, cancelled or not, and has `CLOSE_S`.
+    however the trajectory ends, cancelled or not, and has `CLOSE_S`. One that calls tools for the policy may have an
+    attribute `tool_use`, a `ToolUse` of the trajectory so far, which metrics are made of.
     """
 
     async def step(self, turns: tuple[Turn, ...]) -> Reply:
@@ -82,6 +83,8 @@ class Episode:
 
     turns: tuple[Turn, ...]
     status: TrajectoryStatus
+    tool_use: ToolUse | None = None
+    """None if the loop counts no calls of tools."""
 
 
 class AgentLoop(Protocol):
@@ -135,7 +138,8 @@ class MultiTurnLoop:
     async def run(self, prompt: Prompt, max_tokens: int, generate: Generate) -> Episode:
         environment = self._make_environment(prompt)
         try:
-            return await self._talk(environment, prompt, max_tokens, generate)
+            episode = await self._talk(environment, prompt, max_tokens, generate)
+            return replace(episode, tool_use=getattr(environment, "tool_use", None))
         finally:
             await _close(environment, prompt)
 
@@ -187,6 +191,8 @@ def check_episode(episode: object, prompt: Prompt, max_tokens: int, *, max_seque
     if episode.status not in get_args(TrajectoryStatus):
         allowed = ", ".join(get_args(TrajectoryStatus))
         raise AgentError(f"the status of an episode must be one of {allowed}, got {episode.status!r}")
+    if not isinstance(episode.tool_use, ToolUse | None):
+        raise AgentError(f"tool_use must be a ToolUse or None, got {episode.tool_use!r}")
     sequences = split_sequences(episode.turns)
     for turns in sequences:
         _check_sequence(turns, prompt, max_tokens)
