@@ -140,6 +140,23 @@ def split_sequences(turns: Sequence[Turn]) -> tuple[tuple[Turn, ...], ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ToolUse:
+    """Calls of tools in one trajectory, as its agent loop counts them."""
+
+    num_calls: int = 0
+    """That the policy made, whatever came of them."""
+    num_errors: int = 0
+    """Calls that gave no result, so that the policy was told of an error instead."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.num_errors <= self.num_calls:
+            raise ValueError(
+                f"ToolUse needs 0 <= num_errors <= num_calls, got {self.num_errors} and {self.num_calls}; a call that "
+                "fails counts as both"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
     """One sampled answer to a prompt, with its reward."""
 
@@ -159,6 +176,8 @@ class Trajectory:
     """Why status is "failed"; empty otherwise."""
     num_lost_tokens: int = 0
     """Generated for it, and in none of its turns: its agent loop failed, gave a generation up, or did not use it."""
+    tool_use: ToolUse | None = None
+    """None if its agent loop counts no calls, or failed."""
 
     @property
     def total_reward(self) -> float:
@@ -168,6 +187,11 @@ class Trajectory:
     @property
     def num_generated_tokens(self) -> int:
         return sum(s.num_tokens for turn in self.turns for s in turn.segments)
+
+    @property
+    def num_generated_turns(self) -> int:
+        """Turns in which the policy said something."""
+        return sum(any(s.num_tokens for s in turn.segments) for turn in self.turns)
 
     @property
     def sequences(self) -> tuple[tuple[Turn, ...], ...]:

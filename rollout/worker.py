@@ -353,6 +353,7 @@ class RolloutWorker:
             timings={"generate_s": generated - started, "engine_wait_s": generator.waits.seconds(sample_index)},
             text=self._tokenizer.decode(generated_ids, skip_special_tokens=True),
             error=error,
+            tool_use=episode.tool_use,
         )
 
     async def _judge(self, prompt: Prompt, trajectory: Trajectory) -> Trajectory:

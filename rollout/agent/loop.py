@@ -18,7 +18,7 @@ import numpy as np
 
 from rollout.agent.ledger import TokenLedger
 from rollout.errors import AgentError
-from rollout.types import TrajectoryStatus, split_sequences
+from rollout.types import ToolUse, TrajectoryStatus, split_sequences
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -65,7 +65,8 @@ class Environment(Protocol):
     """What the policy talks to in a trajectory of several turns: tools, a game, a user. One instance per trajectory.
 
     One that holds something, such as a sandbox, has a `close(self)` too, plain or `async`: it is called at the end,
-    however the trajectory ends, cancelled or not, and has `CLOSE_S`.
+    however the trajectory ends, cancelled or not, and has `CLOSE_S`. One that calls tools for the policy may have an
+    attribute `tool_use`, a `ToolUse` of the trajectory so far, which metrics are made of.
     """
 
     async def step(self, turns: tuple[Turn, ...]) -> Reply:
@@ -82,11 +83,14 @@ class Episode:
 
     turns: tuple[Turn, ...]
     status: TrajectoryStatus
+    tool_use: ToolUse | None = None
+    """None if the loop counts no calls of tools."""
 
 
 class AgentLoop(Protocol):
     """Makes one trajectory out of a prompt. One with an attribute `tools`, JSON schemas of functions, has them shown by
-    the chat template of the prompts."""
+    the chat template of the prompts. One with an attribute `tool_names` has the run warn at its start where prompts do
+    not name them."""
 
     async def run(self, prompt: Prompt, max_tokens: int, generate: Generate) -> Episode:
         """`max_tokens` bounds everything after the prompt; of a sequence that begins anew, its tokens less the length
@@ -112,6 +116,7 @@ class MultiTurnLoop:
         max_turns: generated turns at most; more is truncation.
         stop: texts that end a turn; None leaves it to `rollout.stop`.
         tools: JSON schemas of functions, for the chat template of the prompts.
+        tool_names: of tools that the prompts should name.
     """
 
     def __init__(
@@ -121,18 +126,20 @@ class MultiTurnLoop:
         max_turns: int,
         stop: str | Sequence[str] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
+        tool_names: Sequence[str] = (),
     ) -> None:
         if max_turns < 1:
             raise ValueError(f"max_turns must be >= 1, got {max_turns}")
         self._make_environment = make_environment
         self._max_turns = max_turns
         self._stop = stop
-        self.tools = tools
+        self.tools, self.tool_names = tools, tool_names
 
     async def run(self, prompt: Prompt, max_tokens: int, generate: Generate) -> Episode:
         environment = self._make_environment(prompt)
         try:
-            return await self._talk(environment, prompt, max_tokens, generate)
+            episode = await self._talk(environment, prompt, max_tokens, generate)
+            return replace(episode, tool_use=getattr(environment, "tool_use", None))
         finally:
             await _close(environment, prompt)
 
@@ -184,6 +191,8 @@ def check_episode(episode: object, prompt: Prompt, max_tokens: int, *, max_seque
     if episode.status not in get_args(TrajectoryStatus):
         allowed = ", ".join(get_args(TrajectoryStatus))
         raise AgentError(f"the status of an episode must be one of {allowed}, got {episode.status!r}")
+    if not isinstance(episode.tool_use, ToolUse | None):
+        raise AgentError(f"tool_use must be a ToolUse or None, got {episode.tool_use!r}")
     sequences = split_sequences(episode.turns)
     for turns in sequences:
         _check_sequence(turns, prompt, max_tokens)

@@ -26,6 +26,7 @@ from rollout.agent.template import ChatTemplate, Setting
 from rollout.chat_template import arguments_of, schema_of, variables_of
 from rollout.plugins import load
 from rollout.tokenizer import load_tokenizer
+from rollout.types import ToolUse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -64,7 +65,8 @@ def tool_agent(
         tool_timeout_s: of one call. A thread cannot be ended: a function that may hang should bound its own time.
         max_result_chars: of one result; the rest is cut, and the policy is told.
         tools_in_prompt: have the chat template show the tools in the prompts, if it reads `tools`; each needs
-            annotations and a docstring that describes it and its arguments.
+            annotations and a docstring that describes it and its arguments. The run warns at its start if the prompts
+            do not name them.
         chat_template_kwargs: further arguments of the chat template; `task.chat_template_kwargs` unless given.
         trust_remote_code: run Python code that comes with the tokenizer.
 
@@ -80,7 +82,13 @@ def tool_agent(
     loaded, kwargs = load_tokenizer(tokenizer, trust_remote_code=trust_remote_code), chat_template_kwargs or {}
     shown = _shown(loaded, functions) if tools_in_prompt else []  # type: ignore[arg-type]
     template = TurnTemplate(loaded, arguments_of(shown, kwargs))
-    return MultiTurnLoop(lambda _: _ToolUser(box, template), max_turns=max_turns, stop=CLOSE, tools=shown)
+    return MultiTurnLoop(
+        lambda _: _ToolUser(box, template),
+        max_turns=max_turns,
+        stop=CLOSE,
+        tools=shown,
+        tool_names=tuple(functions) if tools_in_prompt else (),
+    )
 
 
 def _shown(tokenizer: Any, functions: Mapping[str, Callable[..., object]]) -> list[dict[str, Any]]:
@@ -156,6 +164,15 @@ def parse_call(text: str) -> ToolCall | None:
             raise ToolError('a call is {"name": "...", "arguments": {...}}')
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """To a call."""
+
+    text: str
+    """What the policy reads."""
+    is_error: bool
+
+
 class Toolbox:
     """Functions by name, each with a time limit."""
 
@@ -166,13 +183,13 @@ class Toolbox:
         # Of its own: waiting for a thread counts as the tool's time, and the loop's own pool has few.
         self._threads = ThreadPoolExecutor(max_workers=_MOST_THREADS, thread_name_prefix="tool")
 
-    async def answer(self, text: str) -> str | None:
+    async def answer(self, text: str) -> Answer | None:
         """What the policy reads after a turn, errors included; None if the turn calls nothing."""
         try:
             call = parse_call(text)
-            return None if call is None else self._cut(await self._run(call))
+            return None if call is None else Answer(text=self._cut(await self._run(call)), is_error=False)
         except ToolError as error:
-            return self._cut(f"error: {error}")
+            return Answer(text=self._cut(f"error: {error}"), is_error=True)
 
     async def _run(self, call: ToolCall) -> str:
         function = self._functions.get(call.name)
@@ -202,8 +219,13 @@ class _ToolUser:
 
     def __init__(self, box: Toolbox, template: TurnTemplate) -> None:
         self._box, self._template = box, template
+        self.tool_use = ToolUse()
 
     async def step(self, turns: tuple[Turn, ...]) -> Reply:
         generated = turns[-1].token_ids[turns[-1].is_generated].tolist()
-        result = await self._box.answer(self._template.text(generated))
-        return Reply(token_ids=None if result is None else self._template.tokens(generated, result))
+        answer = await self._box.answer(self._template.text(generated))
+        if answer is None:
+            return Reply(token_ids=None)
+        used = self.tool_use
+        self.tool_use = ToolUse(num_calls=used.num_calls + 1, num_errors=used.num_errors + answer.is_error)
+        return Reply(token_ids=self._template.tokens(generated, answer.text))

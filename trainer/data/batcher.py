@@ -190,6 +190,7 @@ def batch_stats(groups: Sequence[Group], step: int) -> dict[str, float]:
         "staleness/group_max": float(group_ages.max()),
         "reward/zero_variance_frac": sum(g.has_equal_rewards for g in groups) / len(groups),
     }
+    stats |= _agent_stats(trajectories)
     if judged:
         rewards = np.array([t.total_reward for t in judged], np.float64)
         stats |= {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
@@ -206,3 +207,17 @@ def _turn_rewards(judged: Sequence[Trajectory]) -> dict[str, float]:
     """Absent where no environment rewarded a turn."""
     rewards = [sum(turn.reward for turn in t.turns) for t in judged]
     return {"reward/turns_mean": float(np.mean(rewards))} if any(rewards) else {}
+
+
+def _agent_stats(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Turns and calls of tools. Absent where every answer is one turn and nobody counts calls. An answer whose agent
+    failed has neither, and does not count."""
+    turns = [t.num_generated_turns for t in trajectories if t.num_generated_turns]
+    used = [t.tool_use for t in trajectories if t.tool_use is not None]
+    stats: dict[str, float] = {}
+    if turns and (used or max(turns) > 1):
+        stats["agent/turns_mean"] = float(np.mean(turns))
+    if used:
+        stats["agent/tool_calls_mean"] = float(np.mean([one.num_calls for one in used]))
+        stats["agent/tool_errors"] = float(sum(one.num_errors for one in used))
+    return stats

@@ -28,6 +28,7 @@ from trainer.config.errors import ConfigurationError, Problem
 from trainer.config.estimators import traits_of
 from trainer.config.model_paths import model_paths, with_model_paths
 from trainer.learner.errors import ModelError
+from trainer.pipeline.agent_inputs import AgentInputs, unnamed_tools
 from trainer.pipeline.data_sets import load_data
 from trainer.pipeline.teacher import check_teacher
 from trainer.telemetry.log import SHOWN_BEFORE
@@ -55,7 +56,8 @@ class Inputs:
     evaluation: tuple[HeldOut, ...]
     """That of `task.eval_path` first; empty if the run has no evaluation."""
     left_out: tuple[str, ...] = ()
-    """Of every data set that lost rows: how many, and why. What of a teacher was not checked."""
+    """Of every data set that lost rows: how many, and why. Tools that prompts do not name. What of a teacher was not
+    checked."""
 
     @property
     def prompts(self) -> tuple[Prompt, ...]:
@@ -63,11 +65,11 @@ class Inputs:
         return (*self.train.prompts, *(prompt for one in self.evaluation for prompt in one.prompts))
 
 
-def load_inputs(cfg: RunConfig, *, tools: Sequence[Mapping[str, Any]] = ()) -> Inputs:
+def load_inputs(cfg: RunConfig, *, agent: AgentInputs | None = None) -> Inputs:
     """Load tokenizer and prompts, and try the reward. Blocks for seconds; main thread, outside an event loop.
 
     Args:
-        tools: JSON schemas of the functions that the chat template shows.
+        agent: what it asks of the prompts; None is one that asks nothing.
 
     Raises:
         DataError: a data set, column, prompt or reward cannot be used.
@@ -81,8 +83,13 @@ def load_inputs(cfg: RunConfig, *, tools: Sequence[Mapping[str, Any]] = ()) -> I
     _check_fit(cfg)  # behind the tokenizer: where the hub cannot be reached, one of them waits for it and not both
     _check_stops(cfg, len(tokenizer))
     _check_vocabulary(cfg, tokenizer)
-    data = load_data(cfg, tokenizer, tools=tools)
-    inputs = Inputs(tokenizer=tokenizer, train=data.train, evaluation=data.evaluation, left_out=data.left_out)
+    agent = AgentInputs() if agent is None else agent
+    data = load_data(cfg, tokenizer, tools=agent.tools)
+    left_out = data.left_out
+    if unnamed := unnamed_tools(agent, data.train.prompts):
+        log.warning(unnamed)
+        left_out += (unnamed,)
+    inputs = Inputs(tokenizer=tokenizer, train=data.train, evaluation=data.evaluation, left_out=left_out)
     _check_token_ids(cfg, inputs.prompts)
     _check_rewards(cfg, inputs.prompts)
     return replace(inputs, left_out=(*inputs.left_out, *check_teacher(cfg, tokenizer)))

@@ -7,10 +7,8 @@ import os
 import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rollout.agent.loading import make_loop
-from rollout.errors import PluginError
 from trainer.algorithms.group_filter import own_group_filter
 from trainer.config.errors import ConfigurationError, Problem
 from trainer.config.estimators import traits_of
@@ -19,6 +17,7 @@ from trainer.config.own_function import is_own, load_own
 from trainer.config.validate import estimator_problems
 from trainer.learner.errors import ModelError
 from trainer.learner.model_files import check_weights, is_drawn
+from trainer.pipeline.agent_inputs import AgentInputs, check_agent
 from trainer.pipeline.compose import make_source, why_engines_read_weights
 from trainer.pipeline.inputs import Inputs, check_engine_package, check_torchvision, load_inputs
 from trainer.pipeline.placement import Placement, check_cpus, check_fits, plan_placement
@@ -27,8 +26,6 @@ from weight_sync.device.base import Backend, DeviceError
 from weight_sync.device.select import build, get_backend
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from trainer.config.schema import RunConfig
 
 log = logging.getLogger(__name__)
@@ -56,7 +53,7 @@ def preflight(cfg: RunConfig) -> Checked:
     check_engine_package()
     check_torchvision()
     check_own_functions(cfg)
-    tools = check_agent(cfg)
+    agent = check_agent(cfg)
     backend = _backend(cfg)
     _check_sleep(cfg, backend)
     placement = plan_placement(cfg, resource=backend.ray_resource)
@@ -65,7 +62,7 @@ def preflight(cfg: RunConfig) -> Checked:
         num_devices = backend.num_devices() if backend.ray_resource else 0
         check_fits(cfg, placement, backend=backend.name, num_devices=num_devices, where="this host")
         check_cpus(cfg, placement)
-    inputs, resumed = check_files(cfg, tools=tools)
+    inputs, resumed = check_files(cfg, agent=agent)
     return Checked(backend=backend, placement=placement, inputs=inputs, resumed=resumed)
 
 
@@ -93,12 +90,12 @@ def _check_sleep(cfg: RunConfig, backend: Backend) -> None:
 
 
 def check_files(
-    cfg: RunConfig, *, tools: Sequence[Mapping[str, Any]] = (), is_device_here: bool = True
+    cfg: RunConfig, *, agent: AgentInputs | None = None, is_device_here: bool = True
 ) -> tuple[Inputs, Resumed | None]:
     """Check the files of models, checkpoint, data and reward.
 
     Args:
-        tools: as for `load_inputs`.
+        agent: as for `load_inputs`.
         is_device_here: as for `find_resume`.
 
     Raises:
@@ -107,7 +104,7 @@ def check_files(
     _check_weights(cfg)  # first: whether they are drawn is part of what a checkpoint compares
     directory = Path(cfg.run_dir) / "checkpoints" if cfg.run_dir else None
     resumed = find_resume(cfg, directory, is_device_here=is_device_here)
-    inputs = load_inputs(cfg, tools=tools)
+    inputs = load_inputs(cfg, agent=agent)
     make_source(cfg, inputs, resumed)  # raises if the data does not go with its selection, or with the checkpoint
     return inputs, resumed
 
@@ -142,19 +139,6 @@ def check_own_functions(cfg: RunConfig) -> None:
         problems = list(estimator_problems(cfg, traits_of(algorithm)))
         if problems:
             raise ConfigurationError(problems)
-
-
-def check_agent(cfg: RunConfig) -> Sequence[Mapping[str, Any]]:
-    """Make the agent loop once. Returns the JSON schemas of the tools that it has prompts show.
-
-    Raises:
-        ConfigurationError: its path does not lead to a factory, or the factory does not make a loop of its arguments.
-    """
-    try:
-        loop = make_loop(cfg.task.agent, cfg.task.agent_args, chat_template_kwargs=cfg.task.chat_template_kwargs)
-    except PluginError as error:
-        raise ConfigurationError([Problem(key="task.agent", got=cfg.task.agent, allowed=str(error))]) from error
-    return getattr(loop, "tools", ())
 
 
 def tell_weights(cfg: RunConfig) -> None:

@@ -15,8 +15,9 @@ from trainer.config.model_paths import model_paths
 from trainer.config.objective import describe_critic, describe_objective, describe_rollout
 from trainer.config.schema.model import LoraConfig
 from trainer.learner.errors import ModelError
+from trainer.pipeline.agent_inputs import check_agent
 from trainer.pipeline.inputs import check_torchvision, ensure_model, with_model_directory
-from trainer.pipeline.preflight import check_agent, check_files, check_own_functions, preflight
+from trainer.pipeline.preflight import check_files, check_own_functions, preflight
 from trainer.planning.model import model_shape
 from trainer.planning.plan import plan_run, problems
 from trainer.planning.report import in_words
@@ -60,7 +61,7 @@ def dry_run(
     else:
         check_torchvision()
         check_own_functions(cfg)
-        inputs, _ = check_files(cfg, tools=check_agent(cfg), is_device_here=False)
+        inputs, _ = check_files(cfg, agent=check_agent(cfg), is_device_here=False)
         device = Device(name="given", total_bytes=int(device_memory_gib * GIB), is_shared=False)
     seating = Seating() if nodes is None else _seating(cfg, nodes, is_elsewhere=device_memory_gib is not None)
     if tiny_model.BUILTIN_TINY in model_paths(cfg).values():

@@ -16,6 +16,7 @@ import itertools
 import logging
 import math
 import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -234,6 +235,7 @@ def _trajectory(trajectory: Trajectory) -> dict[str, object]:
         "num_generated_tokens": trajectory.num_generated_tokens,
         "versions": list(trajectory.versions),
         "timings": to_jsonable(trajectory.timings),
+        "tool_use": None if trajectory.tool_use is None else asdict(trajectory.tool_use),
         "turns": [_turn(turn) for turn in trajectory.turns],
     }
 

@@ -16,7 +16,7 @@ from rollout.agent.loop import Episode, MultiTurnLoop, Reply
 from rollout.engine.concurrency import Bounds
 from rollout.engine.router import NoReplica
 from rollout.errors import AgentError
-from rollout.types import SamplingParams, Turn
+from rollout.types import SamplingParams, ToolUse, Turn
 from rollout.worker import RolloutWorker
 from tests.fakes.engine_client import FakeEngine, decode
 from tests.fakes.virtual_time import run_virtual
@@ -60,6 +60,19 @@ def test_turns_carry_their_rewards_and_the_outcome_comes_on_top() -> None:
         for trajectory in ended:
             assert [turn.reward for turn in trajectory.turns] == [0.5, 2.0]
             assert trajectory.total_reward == trajectory.reward + 2.5 == len(trajectory.text.split()) + 2.5
+
+    run_virtual(main())
+
+
+def test_trajectories_carry_what_their_environment_counted() -> None:
+    class Counting(Countdown):
+        tool_use = ToolUse(num_calls=3, num_errors=1)
+
+    async def main() -> None:
+        for environment, expected in ((Countdown, None), (Counting, ToolUse(num_calls=3, num_errors=1))):
+            loop = MultiTurnLoop(lambda _, kind=environment: kind(2), max_turns=3)
+            group = await agent_worker(loop, FakeEngine("e0", stop_one_in=4)).run_group(item())
+            assert {trajectory.tool_use for trajectory in group.trajectories} == {expected}
 
     run_virtual(main())
 

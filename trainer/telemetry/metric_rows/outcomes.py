@@ -35,6 +35,28 @@ OUTCOMES = (
     row("response/tokens_max", "tokens", "Longest answer of the step.", "<= rollout.max_response_tokens"),
     row("response/truncated_frac", "fraction", "Answers that ran into a token limit.", "< 0.1"),
     row(
+        "agent/turns_mean",
+        "turns",
+        "Turns that the policy generated, per answer of the step that has a generated token. Absent where each of them "
+        "is one turn and none comes from an agent that counts calls of tools.",
+        "> 1 once tools are used",
+    ),
+    row(
+        "agent/tool_calls_mean",
+        "calls",
+        "Calls of tools per answer of the step, failed calls included; a turn that begins a call and writes it wrongly "
+        "is one, a turn that is cut off in its call is none. As agent/tool_errors, only with an agent that "
+        "counts them (tool_agent does), 0 if nothing was called.",
+        "> 0; at 0 the policy never uses a tool",
+    ),
+    row(
+        "agent/tool_errors",
+        "calls",
+        "Those calls of all answers of the step that gave the policy an error in place of a result: written wrongly, "
+        "of a tool that there is not, raised, or too slow. A number, not a mean.",
+        "falls",
+    ),
+    row(
         "response/failed_frac",
         "fraction",
         "Responses without a reward since the step before, because their reward function or agent failed; those of "

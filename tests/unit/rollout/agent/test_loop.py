@@ -9,7 +9,7 @@ import pytest
 
 from rollout.agent.loop import Episode, MultiTurnLoop, Reply, SingleTurnLoop, check_episode
 from rollout.errors import AgentError
-from rollout.types import Completion, Prompt, Segment, Turn
+from rollout.types import Completion, Prompt, Segment, ToolUse, Turn
 
 if TYPE_CHECKING:
     from rollout.types import FinishReason
@@ -71,6 +71,23 @@ async def test_replies_are_appended_as_context_and_come_out_of_the_budget() -> N
     assert [turn.token_ids.tolist() for turn in episode.turns] == [[1, 2, 3], [90, 91, 4, 5]]
     assert episode.turns[1].is_generated.tolist() == [False, False, True, True]
     assert replies.seen == [1, 2]
+
+
+async def test_an_episode_has_the_calls_that_its_environment_counted() -> None:
+    environment = Replies()
+    loop = MultiTurnLoop(lambda _: environment, max_turns=5)
+    assert (await loop.run(PROMPT, 10, Scripted(([3], "stop")))).tool_use is None
+    environment.tool_use = ToolUse(num_calls=2, num_errors=1)  # type: ignore[attr-defined]
+    assert (await loop.run(PROMPT, 10, Scripted(([3], "stop")))).tool_use == ToolUse(num_calls=2, num_errors=1)
+
+
+async def test_what_a_loop_counts_must_be_counts() -> None:
+    episode = await SingleTurnLoop().run(PROMPT, 8, Scripted(([3], "stop")))
+    with pytest.raises(AgentError, match=r"tool_use must be a ToolUse or None, got 3"):
+        check_episode(replace(episode, tool_use=3), PROMPT, 8)  # type: ignore[arg-type]
+    for calls, errors in ((-1, 0), (1, 2), (1, -1)):
+        with pytest.raises(ValueError, match=f"num_errors <= num_calls, got {errors} and {calls}"):
+            ToolUse(num_calls=calls, num_errors=errors)
 
 
 async def test_turns_end_at_the_stop_strings_of_the_loop() -> None:

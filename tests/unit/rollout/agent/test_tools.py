@@ -21,7 +21,7 @@ from rollout.agent.tools import Toolbox, TurnTemplate
 from rollout.engine.base import EngineSpec
 from rollout.engine.scripted_engine import ScriptedEngine
 from rollout.errors import PluginError
-from rollout.types import Completion, Prompt, SamplingParams, Segment
+from rollout.types import Completion, Prompt, SamplingParams, Segment, ToolUse
 from tests.fakes.chat_tokenizer import END, PLAIN, THINKING, chat_tokenizer
 from tests.fakes.own_tokenizer import save_own_tokenizer
 
@@ -113,6 +113,29 @@ async def test_the_tokens_are_those_of_the_whole_conversation_and_only_generated
         assert np.isnan(turn.logprobs[~turn.is_generated]).all()
 
 
+@pytest.mark.parametrize(
+    ("said", "calls", "errors"),
+    [
+        ([f"42{END}"], 0, 0),
+        ([call_of("calculator", expression="3 * 14"), f"42{END}"], 1, 0),
+        ([call_of("calculator", expression="2 +"), call_of("add"), "<tool_call>\n{</tool_call>", f"?{END}"], 3, 3),
+        ([call_of("calculator", expression="3 * 14"), call_of("calculator", expression="x"), f"42{END}"], 2, 1),
+    ],
+)
+async def test_calls_are_counted_and_those_that_the_policy_reads_an_error_of(
+    tokenizer: PreTrainedTokenizerFast, agent_args: dict[str, Any], said: list[str], calls: int, errors: int
+) -> None:
+    episode = await play_on_engine(tokenizer, agent_args, said)
+    assert episode.tool_use == ToolUse(num_calls=calls, num_errors=errors)
+
+
+async def test_a_trajectory_that_is_cut_off_in_its_first_turn_made_no_call(
+    tokenizer: PreTrainedTokenizerFast, agent_args: dict[str, Any]
+) -> None:
+    episode = await play_on_engine(tokenizer, agent_args, [call_of("calculator", expression="1 + 1")], max_tokens=30)
+    assert (episode.status, episode.tool_use) == ("truncated", ToolUse(num_calls=0, num_errors=0))
+
+
 async def test_too_many_calls_truncate(tokenizer: PreTrainedTokenizerFast, agent_args: dict[str, Any]) -> None:
     said = [call_of("calculator", expression="1 + 1")] * 3
     episode = await play_on_engine(tokenizer, agent_args | {"max_turns": 2}, said)
@@ -192,7 +215,10 @@ async def test_the_policy_reads_the_result_or_what_was_wrong(text: str, expected
     functions = {function.__name__: function for function in (slow, slow_async, add, echo, hidden, long, fail, leave)}
     timeout_s = 0.3 if "slow" in text else 60.0
     answer = await Toolbox(functions, timeout_s=timeout_s, max_result_chars=50).answer(text)
-    assert answer == expected or (expected is not None and answer is not None and answer.startswith(expected))
+    assert (answer is None) == (expected is None)
+    if answer is not None and expected is not None:
+        assert answer.text == expected or answer.text.startswith(expected)
+        assert answer.is_error == expected.startswith("error: ")
 
 
 async def test_what_a_tool_returns_can_be_written_as_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -203,8 +229,8 @@ async def test_what_a_tool_returns_can_be_written_as_tokens(tokenizer: PreTraine
 
     box = Toolbox({"echo": echo}, timeout_s=60.0, max_result_chars=50)
     said = await box.answer('<tool_call>{"name": "echo", "arguments": {"text": "a\\ud800b"}}</tool_call>')
-    assert said == "a?b"
-    assert TurnTemplate(tokenizer).tokens([tokenizer.eos_token_id], said)
+    assert said is not None and said.text == "a?b"
+    assert TurnTemplate(tokenizer).tokens([tokenizer.eos_token_id], said.text)
 
 
 async def test_tools_that_block_do_not_wait_for_one_another() -> None:
@@ -218,7 +244,8 @@ async def test_tools_that_block_do_not_wait_for_one_another() -> None:
         return "met" if everybody.wait(60.0) else "alone"
 
     box = Toolbox({"meet": meet}, timeout_s=60.0, max_result_chars=50)
-    assert set(await asyncio.gather(*(box.answer(call_of("meet")) for _ in range(200)))) == {"met"}
+    answers = await asyncio.gather(*(box.answer(call_of("meet")) for _ in range(200)))
+    assert {answer and answer.text for answer in answers} == {"met"}
 
 
 async def test_a_tool_that_blocks_holds_up_nobody_else() -> None:
@@ -227,7 +254,8 @@ async def test_a_tool_that_blocks_holds_up_nobody_else() -> None:
     while not answering.done():
         await asyncio.sleep(0.01)
         num_turns += 1
-    assert await answering == "slept"
+    answer = await answering
+    assert answer is not None and answer.text == "slept"
     assert num_turns > 5
 
 
@@ -293,8 +321,10 @@ def test_a_tool_that_cannot_be_described_is_refused_only_where_it_would_be_shown
     args = agent_args | {"tools": ["bare_tools.bare"]}
     silent: Any = make_loop("rollout.agent.tools.tool_agent", args)
     assert silent.tools == [], "its template shows no tools"
+    assert list(silent.tool_names) == ["bare"], "so the prompts have to name it"
     chat_tokenizer(THINKING).save_pretrained(tmp_path / "tokenizer")
     with pytest.raises(PluginError, match=r"bare because it has no docstring.* set tools_in_prompt=false"):
         make_loop("rollout.agent.tools.tool_agent", args)
     told: Any = make_loop("rollout.agent.tools.tool_agent", args | {"tools_in_prompt": False})
     assert told.tools == []
+    assert list(told.tool_names) == [], "that is left to the user"

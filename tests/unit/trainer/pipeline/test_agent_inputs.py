@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import re
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.fakes.chat_tokenizer import PLAIN, THINKING, chat_tokenizer
 from trainer.config.errors import ConfigurationError
 from trainer.config.estimators import ESTIMATORS
 from trainer.config.load import load_config
+from trainer.pipeline.agent_inputs import check_agent
 from trainer.pipeline.compose import make_pool, worker_spec
-from trainer.pipeline.inputs import load_inputs
-from trainer.pipeline.preflight import check_agent
+from trainer.pipeline.inputs import load_inputs, tell_inputs
+from trainer.telemetry.log import SHOWN_BEFORE
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,6 +28,22 @@ class Loop:
 
 def not_a_loop():
     return 3
+
+def half(number: int) -> float:
+    \"\"\"Half as much.
+
+    Args:
+        number: any
+    \"\"\"
+    return number / 2
+
+def double(number: int) -> int:
+    \"\"\"Twice as much.
+
+    Args:
+        number: any
+    \"\"\"
+    return 2 * number
 """
 
 
@@ -81,3 +102,73 @@ def test_prompts_keep_their_messages_for_agents_alone(agent: str) -> None:
     inputs = load_inputs(load_config([f"task.agent={agent}", "task.apply_chat_template=true"]))
     for prompt in (inputs.train.prompts[0], inputs.evaluation[0].prompts[0]):
         assert list(prompt.messages) == ([{"role": "user", "content": prompt.text}] if agent else [])
+
+
+def shown_by(
+    tmp_path: Path, template: str, *overrides: str, tools: str = "agents_for_preflight.double", more: str = ""
+) -> list[str]:
+    """What a run with these tools says of its prompts, where the agent's tokenizer has this template.
+
+    `more`: arguments of the agent."""
+    chat_tokenizer(template).save_pretrained(tmp_path / "tokenizer")
+    args = f"tokenizer: {tmp_path / 'tokenizer'}, tools: [{tools}]{more}"
+    agent = ["task.agent=rollout.agent.tools.tool_agent", f"task.agent_args={{{args}}}"]
+    cfg = load_config(
+        ["device=cpu", "task.apply_chat_template=true", "task.max_prompt_tokens=2000", *agent, *overrides]
+    )
+    return list(load_inputs(cfg, agent=check_agent(cfg)).left_out)
+
+
+def test_tools_that_the_prompts_do_not_name_are_told_on_the_screen_and_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (text,) = shown_by(tmp_path, PLAIN)
+    assert "the chat template shows no tools, and the training prompts do not name double (in 0 of " in text
+    for way in ("reads `tools`", "task.system_prompt", "tools_in_prompt=false"):
+        assert way in text
+    (on_screen,) = [record for record in caplog.records if "double" in record.getMessage()]
+    assert (on_screen.levelname, on_screen.getMessage()) == ("WARNING", text)
+    assert not hasattr(on_screen, *SHOWN_BEFORE)
+    caplog.clear()
+    cfg = load_config([])
+    tell_inputs(cfg, replace(load_inputs(cfg), left_out=(text,)))
+    (in_file,) = caplog.records
+    assert in_file.getMessage() == text and in_file.__dict__.items() >= SHOWN_BEFORE.items()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "is_told"),
+    [("You may call double.", False), ("You may call double_it.", True), ("It is doubled.", True)],
+)
+def test_a_tool_that_the_system_prompt_names_is_known_to_the_policy(tmp_path: Path, prompt: str, is_told: bool) -> None:
+    assert bool(shown_by(tmp_path, PLAIN, f"task.system_prompt={prompt}")) == is_told
+
+
+def test_a_tool_that_a_few_prompts_name_by_chance_is_told_with_their_number(tmp_path: Path) -> None:
+    for name, some in (("train", "how much is double that?"), ("test", "?")):
+        rows = [{"prompt": text, "answer": "2"} for text in (some, "1+1=", "2+0=")]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = [f"task.{key}_path={tmp_path / name}.jsonl" for key, name in (("train", "train"), ("eval", "test"))]
+    (text,) = shown_by(tmp_path, PLAIN, "task.reader=jsonl", *data)
+    assert "do not name double (in 1 of 3): " in text
+
+
+def test_several_tools_are_told_together(tmp_path: Path) -> None:
+    tools = "agents_for_preflight.double, agents_for_preflight.half, math.sqrt"
+    (text,) = shown_by(tmp_path, PLAIN, "task.system_prompt=You may call half.", tools=tools)
+    assert re.search(r"do not name double \(in 0 of \d+\), sqrt \(in 0 of \d+\): ", text)
+
+
+def test_nothing_is_told_where_it_is_left_to_the_prompts_or_the_agent_has_no_tools(tmp_path: Path) -> None:
+    assert shown_by(tmp_path, PLAIN, more=", tools_in_prompt: false") == []
+    cfg = load_config(["device=cpu", "task.agent=agents_for_preflight.Loop"])
+    assert load_inputs(cfg, agent=check_agent(cfg)).left_out == ()
+
+
+def test_a_template_that_is_given_tools_and_does_not_show_them_is_told(tmp_path: Path) -> None:
+    """That of the agent's tokenizer reads them, that of the model does not."""
+    (text,) = shown_by(tmp_path, THINKING)
+    assert (
+        "the chat template is given the tools and does not show them, and the training prompts do not name double"
+        in text
+    )

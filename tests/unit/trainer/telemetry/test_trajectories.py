@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rollout.buffer.items import WorkItem
-from rollout.types import Group, Prompt, Segment, Trajectory, Turn
+from rollout.types import Group, Prompt, Segment, ToolUse, Trajectory, Turn
 from tests.fakes.full_disk import file_limit
 from trainer.telemetry.trajectories import TrajectoryRecorder
 
@@ -32,6 +32,7 @@ def make_group(group_id: int, *, text: str = "19", metadata: dict[str, object] |
         Trajectory(
             prompt_id="train/1", sample_index=0, turns=(turn,), reward=1.0, reward_parts={"exact": 1.0},
             status="completed", timings={"generate_s": 0.5}, text=text,
+            tool_use=ToolUse(num_calls=2, num_errors=1),
         ),
         Trajectory(
             prompt_id="train/1", sample_index=1, turns=(), reward=float("nan"), reward_parts={}, status="failed",
@@ -66,6 +67,8 @@ def test_a_group_is_recorded_in_full(tmp_path: Path) -> None:
     good, failed = line["trajectories"]
     assert (failed["status"], failed["reward"], failed["error"]) == ("failed", None, "reward hung")
     assert (good["text"], good["versions"], good["reward_parts"]) == ("19", [2, 3], {"exact": 1.0})
+    assert good["tool_use"] == {"num_calls": 2, "num_errors": 1}
+    assert failed["tool_use"] is None
     assert good["turns"] == [
         {
             "token_ids": [5, 6, 7, 8, 9], "generated": [[1, 3], [4, 5]], "logprobs": [-0.5, -0.5, -0.5],
