@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import sys
@@ -34,7 +35,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     started_at = process_started_at()
     try:
         line = parse(sys.argv[1:] if argv is None else argv)
-        return _act(line, started_at) if line.action == "run" else _show(line, started_at)
+        if line.action != "run":
+            return _show(line, started_at)
+        # On stderr, since a run that is refused leaves stdout empty; at once, since the imports behind it take seconds.
+        with contextlib.suppress(OSError):  # a screen that is gone
+            sys.stderr.write("tandem: checking configuration, model and data ...\n")
+            sys.stderr.flush()
+        return _act(line, started_at)
     except ConfigurationError as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_CONFIGURATION

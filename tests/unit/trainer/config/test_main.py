@@ -244,3 +244,20 @@ def test_every_ending_has_its_exit_code(monkeypatch: pytest.MonkeyPatch, capsys:
     assert main_module.main([]) == 130
     monkeypatch.setattr(main_module, "_run", refused)
     assert main_module.main([]) == 2
+
+
+def test_a_run_says_that_it_has_begun_before_anything_that_takes_long(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said: list[tuple[str, str]] = []
+
+    def look(*_: object) -> int:
+        said.append(capsys.readouterr())
+        return 0
+
+    monkeypatch.setattr(main_module, "_run", look)
+    main_module.main([])
+    main_module.main(["--dry-run"])
+    main_module.main(["--version"])
+    assert said == [("", "tandem: checking configuration, model and data ...\n"), ("", "")]
+    assert capsys.readouterr().err == ""
