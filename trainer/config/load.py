@@ -24,12 +24,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config.command_line import CommandLine, parse
 from trainer.config.conflicts import value_of
-from trainer.config.convert import suggestion, to_plain, to_run_config
+from trainer.config.convert import close_word, suggestion, to_plain, to_run_config
 from trainer.config.describe import all_keys, find_key
 from trainer.config.environment import check_environment
 from trainer.config.errors import ConfigurationError, Problem
 from trainer.config.library import PACKAGE, config_names, groups, search_folders
 from trainer.config.put_back import ineffective_keys, put_back, put_back_note
+from trainer.config.schema.device import OTHER_WORDS
 from trainer.config.schema.run import RunConfig
 from trainer.config.validate import check_combinations
 
@@ -235,8 +236,10 @@ def _override_problem(override: str, options: Mapping[str, list[str]]) -> Proble
     if key in options and value is not None:
         if value in options[key]:
             return None
-        close = difflib.get_close_matches(value.lower(), options[key], n=1)
-        do = f"did you mean {key}={close[0]}?" if close else ""
+        close = close_word(value, options[key])
+        do = f"did you mean {key}={close}?" if close else ""
+        if key == "device":
+            do = OTHER_WORDS.get(value.lower(), do)
         return Problem(key=key, got=value, allowed=f"must be one of {', '.join(options[key])}", do=do)
     try:
         parsed = OverridesParser.create().parse_override(_as_hydra_takes_it(override, options))
