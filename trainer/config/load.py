@@ -44,6 +44,11 @@ _TEXTS_WITH_LINES = ("rollout.stop", "task.system_prompt")
 _LINE_ESCAPE = re.compile(r"(?<!\\)\\[nrt](?![a-z])")
 """Such as \\n at the end of a text, and not \\nabla or \\text."""
 
+COMPILE_IS_OFF = (
+    "learner.compile is off: on a CPU it takes minutes; learner.compile=true on the command line, or in a YAML file of "
+    "your own, turns it on\n"
+)
+
 
 def load_config(argv: Sequence[str]) -> RunConfig:
     """The configuration that a command line asks for, complete and checked.
@@ -72,7 +77,7 @@ def resolve(line: CommandLine, *, note: Callable[[str], object] | None = None) -
         config = replace(config, ray=replace(config.ray, address="auto"))
     config, back = put_back(config, asked_for=_asked_for(line, config))
     written = _written(line, config)
-    is_compile_off = config.learner.compile and config.device.name == "cpu" and "learner.compile" not in written
+    is_compile_off = config.device.name == "cpu" and compiles_unasked(line, config)
     if is_compile_off:
         config = replace(config, learner=replace(config.learner, compile=False))
     refused = {p.key for p in [*problems, *misfits]}
@@ -87,10 +92,28 @@ def resolve(line: CommandLine, *, note: Callable[[str], object] | None = None) -
     if back and not consequences and note is not None:
         note(put_back_note(back))
     if is_compile_off and note is not None:
-        note(
-            "learner.compile is off: on a CPU it takes minutes; learner.compile=true on the command line turns it on\n"
-        )
+        note(COMPILE_IS_OFF)
     return config, consequences
+
+
+def compiles_unasked(line: CommandLine, config: RunConfig) -> bool:
+    """Whether `learner.compile` is on by a configuration of Tandem alone: on a CPU that does not count."""
+    if not config.learner.compile or "learner.compile" in _written(line, config):
+        return False
+    return line.config_dir is None or not _sets_compile(line.config_name, line.config_dir)
+
+
+def _sets_compile(name: str, folder: Path) -> bool:
+    """Whether the file of that name in the user's `folder` says so, or one there that its defaults list builds on."""
+    if not (folder / f"{name}.yaml").is_file():
+        return False
+    data = _raw_file(name, [folder])
+    learner, defaults = data.get("learner"), data.get("defaults")
+    if isinstance(learner, dict) and "compile" in learner:
+        return True
+    entries = cast("list[object]", defaults) if isinstance(defaults, list) else []
+    bases = [entry.lstrip("/") for entry in entries if isinstance(entry, str) and entry != "_self_"]
+    return any(_sets_compile(base, folder) for base in bases)
 
 
 def _asked_for(line: CommandLine, config: RunConfig) -> set[str]:
