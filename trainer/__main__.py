@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from trainer.config.command_line import CommandLine
+    from trainer.config.schema.run import RunConfig
 
 EXIT_DONE, EXIT_FAILED, EXIT_CONFIGURATION, EXIT_INTERRUPTED = 0, 1, 2, 130
 EXIT_NO_READER = 141
@@ -34,7 +37,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     started_at = process_started_at()
     try:
         line = parse(sys.argv[1:] if argv is None else argv)
-        return _act(line, started_at) if line.action == "run" else _show(line, started_at)
+        if line.action != "run":
+            return _show(line, started_at)
+        # On stderr, since a run that is refused leaves stdout empty; at once, since the imports behind it take seconds.
+        with contextlib.suppress(OSError):  # a screen that is gone
+            sys.stderr.write("tandem: checking configuration, model and data ...\n")
+            sys.stderr.flush()
+        return _act(line, started_at)
     except ConfigurationError as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_CONFIGURATION
@@ -105,6 +114,7 @@ def _run(line: CommandLine, started_at: float) -> int:
     config, problems = resolve(line, note=sys.stderr.write)
     if problems:
         raise ConfigurationError(problems)
+    config = _compiling_where_asked(line, config)
     # The heavy imports (torch, Ray, vLLM) come only after the configuration has been checked.
     try:
         if line.action == "dry_run":
@@ -127,6 +137,23 @@ def _run(line: CommandLine, started_at: float) -> int:
         # What only a learner rank can find out: the weights do not fit their config, or the checkpoint the model.
         sys.stderr.write(f"the model cannot be used as configured: {error}\n")
         return EXIT_CONFIGURATION
+
+
+def _compiling_where_asked(line: CommandLine, config: RunConfig) -> RunConfig:
+    """`learner.compile` off where `device=auto` is a CPU and no user asked: only here, since looking imports torch."""
+    is_here = config.ray.address == "local" and line.device_memory_gib is None
+    if config.device.name != "auto" or not is_here:
+        return config
+    from trainer.config.load import COMPILE_IS_OFF, compiles_unasked
+
+    if not compiles_unasked(line, config):
+        return config
+    from weight_sync.device.select import get_backend
+
+    if get_backend().ray_resource is not None:
+        return config
+    sys.stderr.write(COMPILE_IS_OFF)
+    return replace(config, learner=replace(config.learner, compile=False))
 
 
 def report_failure(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -47,17 +47,38 @@ class CommandLine:
 
 
 class _Parser(argparse.ArgumentParser):
+    words: Sequence[str] = ()
+    """The command line."""
+
     def error(self, message: str) -> NoReturn:
         unknown = message.removeprefix("unrecognized arguments: ").split() if "unrecognized" in message else []
-        do = next((_ADVICE[word] for word in unknown if word in _ADVICE), "see python -m trainer --help")
-        if written := next((word for word in unknown if "=" in word), None):
-            do = f"keys have no dashes: {written.lstrip('-')}"
-        raise ConfigurationError([Problem(key="command line", got="", allowed=message, do=do)])
+        do = next((_ADVICE[word] for word in unknown if word in _ADVICE), "")
+        do = do or next((_as_key(word, self.words) for word in unknown if word.startswith("--")), "")
+        raise ConfigurationError(
+            [Problem(key="command line", got="", allowed=message, do=do if do else "see python -m trainer --help")]
+        )
+
+
+def _as_key(option: str, words: Sequence[str]) -> str:
+    """How the key is set that an option of another program stands for; empty if it is like no key."""
+    from trainer.config.convert import suggestion
+    from trainer.config.describe import all_keys
+
+    name, equals, value = option.lstrip("-").partition("=")
+    if not equals:
+        behind = words[words.index(option) + 1 :] if option in words else ()
+        value = behind[0] if behind and not behind[0].startswith("--") and "=" not in behind[0] else "VALUE"
+    key = name.replace("-", "_")
+    meant = "" if key in all_keys() else suggestion(key).removeprefix("did you mean ").removesuffix("?")
+    if equals or meant or key in all_keys():
+        return f"keys have no dashes: {meant if meant else key}={value}"
+    return ""
 
 
 def parse(argv: Sequence[str]) -> CommandLine:
     """Raises `ConfigurationError` for an option that does not exist or lacks its value."""
     parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.words = argv
     parser.add_argument("--config-name", "-cn", default=DEFAULT_CONFIG)
     parser.add_argument("--config-dir", "-cd", type=Path)
     parser.add_argument("--cfg", "-c", choices=["job"])

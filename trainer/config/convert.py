@@ -9,7 +9,7 @@ import difflib
 import math
 import operator
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Literal, cast, get_args, get_origin
 
@@ -27,6 +27,7 @@ from trainer.config.describe import (
 )
 from trainer.config.errors import Problem
 from trainer.config.library import groups, packaged_configs
+from trainer.config.other_names import OTHER_NAMES
 from trainer.config.own_function import is_dotted_path, is_own
 from trainer.config.schema.run import RunConfig
 
@@ -71,6 +72,8 @@ def suggestion(path: str) -> str:
     same_leaf = [key for key in known if key.rsplit(".", 1)[-1] == leaf and not all_keys()[key].is_section]
     if len(same_leaf) in (1, 2):
         return "did you mean " + " or ".join(same_leaf) + "?"
+    if leaf in OTHER_NAMES:
+        return f"did you mean {OTHER_NAMES[leaf]}?"
     # Keys of the same section first, then those of others.
     section = path.rpartition(".")[0]
     for candidates in ([key for key in known if key.rpartition(".")[0] == section], known):
@@ -79,6 +82,11 @@ def suggestion(path: str) -> str:
         if close:
             return f"did you mean {by_leaf[close[0]]}?"
     return ""
+
+
+def close_word(value: str, words: Sequence[str]) -> str:
+    """The word that `value` is a slip of; empty if it is none. Two of three letters are no likeness: gpu is not npu."""
+    return next(iter(difflib.get_close_matches(value.lower(), words, n=1, cutoff=0.7)), "")
 
 
 def _section(cls: type, data: Mapping[str, object], prefix: str, problems: list[Problem]) -> object:
@@ -209,8 +217,8 @@ def _word(words: tuple[object, ...], value: object) -> object:
         value = {False: "off", True: "on"}[value]
     if value in words:
         return value
-    close = difflib.get_close_matches(str(value), [str(word) for word in words], n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
+    close = close_word(str(value), [str(word) for word in words])
+    hint = f"; did you mean {close}?" if close else ""
     raise _Refused(f"must be one of {', '.join(str(word) for word in words)}{hint}")
 
 

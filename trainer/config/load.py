@@ -24,12 +24,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config.command_line import CommandLine, parse
 from trainer.config.conflicts import value_of
-from trainer.config.convert import suggestion, to_plain, to_run_config
+from trainer.config.convert import close_word, suggestion, to_plain, to_run_config
 from trainer.config.describe import all_keys, find_key
 from trainer.config.environment import check_environment
 from trainer.config.errors import ConfigurationError, Problem
 from trainer.config.library import PACKAGE, config_names, groups, search_folders
 from trainer.config.put_back import ineffective_keys, put_back, put_back_note
+from trainer.config.schema.device import OTHER_WORDS
 from trainer.config.schema.run import RunConfig
 from trainer.config.validate import check_combinations
 
@@ -42,6 +43,11 @@ _OVERRIDE = re.compile(r"(?P<prefix>\+\+|\+|~)?(?P<key>[^=+~\s][^=\s]*)(?:=(?P<v
 _TEXTS_WITH_LINES = ("rollout.stop", "task.system_prompt")
 _LINE_ESCAPE = re.compile(r"(?<!\\)\\[nrt](?![a-z])")
 """Such as \\n at the end of a text, and not \\nabla or \\text."""
+
+COMPILE_IS_OFF = (
+    "learner.compile is off: on a CPU it takes minutes; learner.compile=true on the command line, or in a YAML file of "
+    "your own, turns it on\n"
+)
 
 
 def load_config(argv: Sequence[str]) -> RunConfig:
@@ -71,7 +77,7 @@ def resolve(line: CommandLine, *, note: Callable[[str], object] | None = None) -
         config = replace(config, ray=replace(config.ray, address="auto"))
     config, back = put_back(config, asked_for=_asked_for(line, config))
     written = _written(line, config)
-    is_compile_off = config.learner.compile and config.device.name == "cpu" and "learner.compile" not in written
+    is_compile_off = config.device.name == "cpu" and compiles_unasked(line, config)
     if is_compile_off:
         config = replace(config, learner=replace(config.learner, compile=False))
     refused = {p.key for p in [*problems, *misfits]}
@@ -86,10 +92,28 @@ def resolve(line: CommandLine, *, note: Callable[[str], object] | None = None) -
     if back and not consequences and note is not None:
         note(put_back_note(back))
     if is_compile_off and note is not None:
-        note(
-            "learner.compile is off: on a CPU it takes minutes; learner.compile=true on the command line turns it on\n"
-        )
+        note(COMPILE_IS_OFF)
     return config, consequences
+
+
+def compiles_unasked(line: CommandLine, config: RunConfig) -> bool:
+    """Whether `learner.compile` is on by a configuration of Tandem alone: on a CPU that does not count."""
+    if not config.learner.compile or "learner.compile" in _written(line, config):
+        return False
+    return line.config_dir is None or not _sets_compile(line.config_name, line.config_dir)
+
+
+def _sets_compile(name: str, folder: Path) -> bool:
+    """Whether the file of that name in the user's `folder` says so, or one there that its defaults list builds on."""
+    if not (folder / f"{name}.yaml").is_file():
+        return False
+    data = _raw_file(name, [folder])
+    learner, defaults = data.get("learner"), data.get("defaults")
+    if isinstance(learner, dict) and "compile" in learner:
+        return True
+    entries = cast("list[object]", defaults) if isinstance(defaults, list) else []
+    bases = [entry.lstrip("/") for entry in entries if isinstance(entry, str) and entry != "_self_"]
+    return any(_sets_compile(base, folder) for base in bases)
 
 
 def _asked_for(line: CommandLine, config: RunConfig) -> set[str]:
@@ -235,8 +259,10 @@ def _override_problem(override: str, options: Mapping[str, list[str]]) -> Proble
     if key in options and value is not None:
         if value in options[key]:
             return None
-        close = difflib.get_close_matches(value.lower(), options[key], n=1)
-        do = f"did you mean {key}={close[0]}?" if close else ""
+        close = close_word(value, options[key])
+        do = f"did you mean {key}={close}?" if close else ""
+        if key == "device":
+            do = OTHER_WORDS.get(value.lower(), do)
         return Problem(key=key, got=value, allowed=f"must be one of {', '.join(options[key])}", do=do)
     try:
         parsed = OverridesParser.create().parse_override(_as_hydra_takes_it(override, options))

@@ -30,6 +30,7 @@ from trainer.config.model_paths import model_paths, with_model_paths
 from trainer.learner.errors import ModelError
 from trainer.pipeline.agent_inputs import AgentInputs, unnamed_tools
 from trainer.pipeline.data_sets import load_data
+from trainer.pipeline.hub import check_hub
 from trainer.pipeline.teacher import check_teacher
 from trainer.telemetry.log import SHOWN_BEFORE
 
@@ -73,14 +74,15 @@ def load_inputs(cfg: RunConfig, *, agent: AgentInputs | None = None) -> Inputs:
 
     Raises:
         DataError: a data set, column, prompt or reward cannot be used.
-        ConfigurationError: the tokenizer cannot be loaded, makes tokens that the model has not or has a chat template
-            without an argument of ours, the model is not one that we can train, or the reward does not give the parts
-            that the estimator reads.
+        ConfigurationError: the hub has what is missing here and does not answer, the tokenizer cannot be loaded, makes
+            tokens that the model has not or has a chat template without an argument of ours, the model is not one that
+            we can train, or the reward does not give the parts that the estimator reads.
     """
     _check_peft(cfg)
+    check_hub(cfg)
     _check_models(cfg)
     tokenizer = _tokenizer(cfg)
-    _check_fit(cfg)  # behind the tokenizer: where the hub cannot be reached, one of them waits for it and not both
+    _check_fit(cfg)
     _check_stops(cfg, len(tokenizer))
     _check_vocabulary(cfg, tokenizer)
     agent = AgentInputs() if agent is None else agent

@@ -9,6 +9,11 @@ from trainer.config.schema.field import key
 
 DeviceName = Literal["auto", "cpu", "cuda", "rocm", "npu"]
 
+OTHER_WORDS = {
+    "gpu": "device=auto takes the GPU that is present; by name it is device=cuda (NVIDIA) or device=rocm (AMD)"
+}
+"""What to write instead of a word that names no device."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceConfig:

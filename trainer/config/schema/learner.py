@@ -34,7 +34,7 @@ class LearnerConfig:
     compile: bool = key(
         False,
         "torch.compile each block: 1.1 to 1.4 times as fast on an H200, for up to a minute of the start on a new host. "
-        "With `device=cpu`, where it takes minutes, only the command line turns it on.",
+        "On a CPU, where it takes minutes, only the command line or a YAML file of your own turns it on.",
     )
     cpu_offload: bool = key(False, "Keep parameters and optimizer state in host memory (FSDP2 CPU offload).")
     reference_cpu_offload: bool = key(

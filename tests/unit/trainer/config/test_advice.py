@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from trainer.config.describe import all_keys
 from trainer.config.errors import ConfigurationError
 from trainer.config.load import load_config
+from trainer.config.other_names import OTHER_NAMES
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,6 +27,15 @@ def refusal(*arguments: str) -> str:
         (["-m", "seed=1,2"], "write a loop: for value in 1 2 3"),
         (["seed=1,2"], "write a loop: for value in ...; do python -m trainer seed=$value"),
         (["--learner.lr=1e-5"], "keys have no dashes: learner.lr=1e-5"),
+        (["--learner.lr", "1e-5"], "keys have no dashes: learner.lr=1e-5"),
+        (["--learner.lr", "seed=1"], "keys have no dashes: learner.lr=VALUE"),
+        (["--max-steps", "10"], "keys have no dashes: trainer.total_steps=10"),
+        (["--learning-rate=1e-5"], "keys have no dashes: learner.lr=1e-5"),
+        (["--verbose"], "see python -m trainer --help"),
+        (["max_steps=10"], "did you mean trainer.total_steps?"),
+        (["trainer.max_steps=10"], "did you mean trainer.total_steps?"),
+        (["device=gpu"], "device=cuda (NVIDIA) or device=rocm (AMD)"),
+        (["device=tpu"], "must be one of auto, cpu, cuda, npu, rocm"),
         (["--config-path", "x"], "--config-dir DIR"),
         (["--resume"], "the same run_dir=PATH"),
         (["learner.lr", "=", "1e-5"], "without spaces around ="),
@@ -69,3 +80,15 @@ def test_a_file_with_another_suffix_is_to_be_renamed(tmp_path: Path) -> None:
     (tmp_path / "mine.yml").write_text("defaults: [tiny, _self_]\n")
     told = refusal("--config-dir", str(tmp_path), "--config-name", "mine")
     assert "rename mine.yml to mine.yaml" in told
+
+
+def test_every_name_of_elsewhere_stands_for_a_key_and_is_none() -> None:
+    leaves = {key.rpartition(".")[2] for key in all_keys()}
+    assert set(OTHER_NAMES.values()) <= all_keys().keys()
+    assert not OTHER_NAMES.keys() & leaves
+
+
+@pytest.mark.parametrize("word", ["gpu", "tpu", "GPU"])
+@pytest.mark.parametrize("key", ["device", "device.name"])
+def test_another_kind_of_device_is_not_taken_for_one_of_three_letters(key: str, word: str) -> None:
+    assert "npu?" not in refusal(f"{key}={word}")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
+from trainer.__main__ import main
 from trainer.config.command_line import parse
 from trainer.config.describe import all_keys
 from trainer.config.dump import dump_yaml
@@ -276,3 +279,41 @@ def test_a_cpu_compiles_only_what_the_command_line_asks_for(overrides: list[str]
     config, _ = resolve(parse(["--config-name", "grpo_7b", *overrides]), note=notes.append)
     assert config.learner.compile is is_compiled
     assert any("learner.compile is off" in line for line in notes) is not is_compiled
+
+
+@pytest.mark.parametrize(
+    ("text", "is_compiled"),
+    [
+        ("defaults: [grpo_7b, _self_]", False),
+        ("defaults: [grpo_7b, _self_]\nlearner: {compile: true}", True),
+        ("defaults: [base, _self_]\nlearner: {lr: 1e-5}", True),
+    ],
+)
+def test_a_file_of_the_user_may_ask_a_cpu_to_compile(tmp_path: Path, text: str, is_compiled: bool) -> None:
+    (tmp_path / "base.yaml").write_text("defaults: [grpo_7b, _self_]\nlearner: {compile: true}")
+    (tmp_path / "mine.yaml").write_text(text)
+    config, _ = resolve(parse(["--config-dir", str(tmp_path), "--config-name", "mine", "device=cpu"]))
+    assert config.learner.compile is is_compiled
+
+
+@pytest.mark.parametrize(
+    ("resource", "arguments", "is_compiled"),
+    [
+        (None, [], False),
+        (None, ["learner.compile=true"], True),
+        (None, ["ray.address=auto"], True),
+        (None, ["--dry-run", "--device-memory-gib", "80"], True),
+        ("GPU", [], True),
+    ],
+)
+def test_auto_that_finds_a_cpu_compiles_only_what_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, resource: str | None, arguments: list[str], is_compiled: bool
+) -> None:
+    ran: list[RunConfig] = []
+    fake = SimpleNamespace(run=lambda config, **_: ran.append(config), dry_run=lambda config, **_: ran.append(config))
+    monkeypatch.setitem(sys.modules, "trainer.pipeline.run", fake)
+    monkeypatch.setitem(sys.modules, "trainer.planning.dry_run", fake)
+    monkeypatch.setattr("weight_sync.device.select.get_backend", lambda: SimpleNamespace(ray_resource=resource))
+    main(["--config-name", "grpo_7b", *arguments])
+    (config,) = ran
+    assert config.learner.compile is is_compiled

@@ -254,3 +254,20 @@ def test_problems_are_the_same_in_another_process() -> None:
     ]
     told = pickle.loads(pickle.dumps(ConfigurationError(problems)))
     assert told.problems == tuple(problems) and str(told) == str(ConfigurationError(problems))
+
+
+def test_a_run_says_that_it_has_begun_before_anything_that_takes_long(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said: list[tuple[str, str]] = []
+
+    def look(*_: object) -> int:
+        said.append(capsys.readouterr())
+        return 0
+
+    monkeypatch.setattr(main_module, "_run", look)
+    main_module.main([])
+    main_module.main(["--dry-run"])
+    main_module.main(["--version"])
+    assert said == [("", "tandem: checking configuration, model and data ...\n"), ("", "")]
+    assert capsys.readouterr().err == ""

@@ -80,3 +80,11 @@ def test_it_has_the_published_numbers(name: str) -> None:
 def test_it_names_the_paper_that_its_numbers_come_from(name: str) -> None:
     comment = "\n".join(re.findall(r"^#.*", (packaged_configs() / f"{name}.yaml").read_text(), re.MULTILINE))
     assert re.search(r"arXiv:\d{4}\.\d{5}", comment)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_small_recipe_takes_one_device_and_compiles_nothing(device: str) -> None:
+    config = load_config(["--config-name=grpo_small", f"device={device}", "model.path=owner/mine"])
+    assert (config.learner.num_ranks, config.rollout.num_replicas, config.rollout.num_workers) == (1, 1, 1)
+    assert config.mode.shares_devices and not config.learner.compile
+    assert config.ray.object_store_gib < 1
