@@ -10,35 +10,48 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 TRACKS = {"groups": "#4c78a8", "learner": "#f58518", "sync": "#54a24b", "engine": "#e45756", "evaluation": "#b279a2"}
 
 
-def main() -> None:
-    """Two panels: curves over steps above, the timeline of a few seconds from the middle of the run below."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Two panels: curves over steps above, the timeline of a few seconds from the middle of the run below. Returns the
+    exit code: 0 drawn, 2 matplotlib or the steps of a run are missing."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("run_dir", type=Path)
-    parser.add_argument("out", type=Path)
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    parser.add_argument("out", type=Path, metavar="OUT.png")
     parser.add_argument("--window", type=float, default=4.0, help="seconds of the timeline to show (default 4)")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     try:
         import matplotlib as mpl  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError:
-        parser.error('matplotlib is not installed: pip install -e ".[plot]"')
+        return refused('matplotlib is not installed; install it with: pip install -e ".[plot]"')
+    metrics = args.run_dir / "metrics.jsonl"
+    if not metrics.is_file():
+        return refused(f"{metrics} does not exist; give a run directory in which a step has ended")
+    if not (records := read_records(metrics)):
+        return refused(f"{metrics} has no whole line; wait until a step has ended")
 
     mpl.use("Agg")
     from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
 
     figure, (above, below) = pyplot.subplots(2, 1, figsize=(10, 6.5), height_ratios=[3, 2], layout="constrained")
-    draw_curves(above, read_records(args.run_dir / "metrics.jsonl"))
+    draw_curves(above, records)
     draw_timeline(below, read_events(args.run_dir / "trace.json"), window_s=args.window)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(args.out, dpi=110)
+    return 0
+
+
+def refused(message: str) -> int:
+    sys.stderr.write(f"{message}\n")
+    return 2
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
@@ -138,4 +151,4 @@ def _row(event: dict[str, Any]) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

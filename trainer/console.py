@@ -17,6 +17,7 @@ TOOLS = {
     "bench": "trainer.bench.__main__",
     "check": "trainer.check_plugin",
     "export": "trainer.export",
+    "view": "trainer.view",
 }
 """Subcommand -> the module whose `main` it is, imported when it is asked for."""
 

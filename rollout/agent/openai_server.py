@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
-from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from aiohttp import web
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 MOST_BYTES = 64 << 20
 """Of a request: a conversation of a million tokens, with room to spare."""
+_LINGER_S, _FAREWELL_S = 10.0, 1.0
+"""For a body that nobody needs; between an answer and the end of a connection with more in it than is read."""
 _BACKLOG = 4096
 """Connections that may wait to be accepted: groups begin together, and with them their agents."""
 
@@ -43,7 +45,7 @@ class Server:
         self._runner: web.AppRunner | None = None
         self._told: set[str] = set()
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def open(self, session: Session) -> AsyncIterator[tuple[str, str]]:
         """Base URL and API key that the session answers at while the block runs; neither can be guessed.
 
@@ -78,7 +80,9 @@ class Server:
         app.router.add_post("/{key}/v1/chat/completions", self._chat)
         app.router.add_get("/{key}/v1/models", self._models)
         # A client that goes away ends its generation.
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0, lingering_time=0.0
+        )
         is_listening = False
         try:
             await runner.setup()
@@ -138,12 +142,33 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except ApiError as error:
-        return web.json_response(error.body(), status=error.status)
+        failure = error
     except web.HTTPException as error:
         what = f"{request.method} /{request.path.partition('/v1/')[2]}: {error.reason}"
         message = f"{what}; there are POST /chat/completions, of {MOST_BYTES >> 20} MiB at most, and GET /models"
-        return web.json_response(ApiError(message, code="not_found").body(), status=error.status)
+        failure = ApiError(message, status=error.status, code="not_found")
     except Exception as error:  # noqa: BLE001 - the edge: what an engine raised ends the trajectory, and is raised there
         log.warning("a request of an agent failed: %s: %s", type(error).__name__, error)
-        body = ApiError(f"{type(error).__name__}: {error}", code="engine_error").body()
-        return web.json_response(body, status=400)
+        failure = ApiError(f"{type(error).__name__}: {error}", code="engine_error")
+    answer = web.json_response(failure.body(), status=failure.status)
+    if request.can_read_body:
+        await _answer_early(request, answer)
+    return answer
+
+
+async def _answer_early(request: web.Request, answer: web.StreamResponse) -> None:
+    """Sends the answer to a request whose body is not read yet. The connection is closed behind it.
+
+    Most clients read an answer when they have sent everything, so a body of a size that is allowed is read and thrown
+    away. A larger one is not read any further; its client has a moment for the answer before its connection breaks.
+    """
+    answer.force_close()
+    await answer.prepare(request)
+    await answer.write_eof()
+    left = MOST_BYTES if (request.content_length or 0) <= MOST_BYTES else 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_LINGER_S):
+            while left > 0 and not request.content.at_eof():
+                left -= len(await request.content.readany())
+    if left <= 0:
+        await asyncio.sleep(_FAREWELL_S)

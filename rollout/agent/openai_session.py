@@ -14,7 +14,7 @@ import numpy as np
 
 from rollout.agent.ledger import TokenLedger
 from rollout.agent.openai_api import Answer, ApiError, assistant_message, normal, says_the_same
-from rollout.agent.template import TemplateError
+from rollout.agent.template import TemplateError, TooLong
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -149,17 +149,22 @@ class Session:
         """The longest conversation that the request continues, else another one; and the tokens, int32[T], of what is
         new in it."""
         known = [one for one in self._conversations if one.is_continued_by(request)]
+        num_used = 0
         try:
             if known:
                 conversation = max(known, key=lambda one: len(one.messages))
                 new = request.messages[len(conversation.messages) :]
-                tokens = self._template.continuation(conversation.last_ids, new, request.setting)
+                num_used = len(conversation.ledger.token_ids())
+                most = max(0, self._most_tokens - num_used)
+                tokens = self._template.continuation(conversation.last_ids, new, request.setting, most=most)
             else:
                 conversation = _Conversation(setting=request.setting)
-                tokens = self._template.opening(request.messages, request.setting)
+                tokens = self._template.opening(request.messages, request.setting, most=self._most_tokens)
                 self._conversations.append(conversation)
         except TemplateError as error:
             raise ApiError(str(error)) from error
+        except TooLong as error:
+            raise self._no_room(f"more than {num_used + error.num_tokens}") from error
         return conversation, np.array(tokens, np.int32)
 
     async def _speak(self, conversation: _Conversation, context: np.ndarray, request: ChatRequest) -> Answer:
@@ -208,14 +213,18 @@ class Session:
         """Tokens that are left for an answer."""
         left = self._most_tokens - num_used
         if left < 1:
-            self._ran_out_of_room = True
-            # Clients know the case by this code, or by the beginning of the text.
-            raise ApiError(
-                f"This model's maximum context length is {self._most_tokens} tokens, its answer included; the messages "
-                f"have {num_used}. Send fewer, or end the trajectory",
-                code="context_length_exceeded",
-            )
+            raise self._no_room(str(num_used))
         return left
+
+    def _no_room(self, num_tokens: str) -> ApiError:
+        """For a conversation of so many tokens."""
+        self._ran_out_of_room = True
+        # Clients know the case by this code, or by the beginning of the text.
+        return ApiError(
+            f"This model's maximum context length is {self._most_tokens} tokens, its answer included; the messages "
+            f"have {num_tokens}. Send fewer, or end the trajectory",
+            code="context_length_exceeded",
+        )
 
     def _message(self, completion: Completion, request: ChatRequest) -> dict[str, Any]:
         text = self._template.text(completion.token_ids.tolist(), spelled_out=False)

@@ -15,10 +15,20 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 _MARK = "what the policy said"
+_SLACK = 1024
+"""Tokens beside twice those that there is room for: the last ones of a text that is cut are others."""
 
 
 class TemplateError(ValueError):
     """The chat template refused messages; says what it said."""
+
+
+class TooLong(ValueError):
+    """Messages have more than `num_tokens` tokens, which is far more than there is room for; nobody counted all."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(f"the messages have more than {num_tokens} tokens")
+        self.num_tokens = num_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,27 +57,40 @@ class ChatTemplate:
         if _MARK not in self._rendered(_made_up([{"role": "user", "content": "ask again"}]), Setting()):
             raise ValueError("the chat template does not show what an assistant said; use another one")
 
-    def opening(self, messages: Sequence[Mapping[str, Any]], setting: Setting) -> list[int]:
+    def opening(self, messages: Sequence[Mapping[str, Any]], setting: Setting, *, most: int | None = None) -> list[int]:
         """Tokens of a conversation up to where the policy begins to speak.
+
+        Args:
+            most: tokens that there is room for. A few more are returned all the same; far more are not counted.
 
         Raises:
             TemplateError: the template refuses the messages.
+            TooLong: there are far more tokens than `most`.
         """
-        return self._tokens(self._rendered(messages, setting))
+        return self._tokens(self._rendered(messages, setting), most)
 
     def continuation(
-        self, generated_ids: Sequence[int], messages: Sequence[Mapping[str, Any]], setting: Setting
+        self,
+        generated_ids: Sequence[int],
+        messages: Sequence[Mapping[str, Any]],
+        setting: Setting,
+        *,
+        most: int | None = None,
     ) -> list[int]:
         """Tokens between what the policy said (`generated_ids`, not empty) and where it speaks again after `messages`.
         The end of its turn is among them, unless it is the last of `generated_ids`.
 
+        Args:
+            most: as of `opening`.
+
         Raises:
             TemplateError: the template refuses the messages.
+            TooLong: there are far more tokens than `most`.
         """
         text, last = self.between(messages, setting), generated_ids[-1]
         if last in self._tokenizer.all_special_ids:
             text = text.removeprefix(self.text([last]))
-        return self._tokens(text)
+        return self._tokens(text, most)
 
     def between(self, messages: Sequence[Mapping[str, Any]], setting: Setting) -> str:
         """Text between what the policy said, whatever it is, and where it speaks again after `messages`.
@@ -82,8 +105,26 @@ class ChatTemplate:
         """`spelled_out`: with special tokens."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=not spelled_out)
 
-    def _tokens(self, text: str) -> list[int]:
+    def _tokens(self, text: str, most: int | None) -> list[int]:
         text = text.encode("utf-8", "replace").decode()  # half a surrogate pair, which JSON can spell, is no text
+        if most is not None:
+            self._refuse_far_more(text, 2 * most + _SLACK)
+        return self._ids(text)
+
+    def _refuse_far_more(self, text: str, limit: int) -> None:
+        """Raises TooLong if a beginning of the text has more than `limit` tokens.
+
+        Tokenizers decide from what is near: the tokens of a beginning are those of the whole text, but for the last
+        few. So with a limit of twice the room, and more, no text that fits is refused, whatever the tokenizer drops,
+        joins or does not know. What fits has rarely more than eight characters per token, and is not looked at here.
+        """
+        length = 4 * limit
+        while length < len(text):
+            if len(self._ids(text[:length])) > limit:
+                raise TooLong(limit)
+            length *= 2
+
+    def _ids(self, text: str) -> list[int]:
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]], setting: Setting) -> str:

@@ -15,6 +15,7 @@ from rollout.errors import DataError, RewardError
 from rollout.reward.async_calls import AsyncCalls
 from rollout.reward.call import Item, call
 from rollout.reward.child import Request
+from rollout.reward.output import Output
 from rollout.reward.process import LOAD_TIMEOUT_S, RETRY_S, ProcessLost, RewardProcess
 from rollout.reward.registry import RewardEntry, RewardFn, load, lookup
 
@@ -85,6 +86,7 @@ class RewardPipeline:
             self._slots.put_nowait(None)
         self._num_processes = num_processes
         self._processes: set[RewardProcess] = set()
+        self._output = Output()
         self._is_closed = False
 
     async def __aenter__(self) -> Self:
@@ -307,7 +309,7 @@ class RewardPipeline:
             return process
         if self._is_closed:
             raise DataError(_CLOSED)
-        started = await RewardProcess.start()
+        started = await RewardProcess.start(self._output)
         if self._is_closed:  # while it started
             started.kill()
         self._processes = {p for p in self._processes if p.is_alive} | {started}

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from rollout.errors import RewardError
     from rollout.reward.child import Request
+    from rollout.reward.output import Output
     from rollout.reward.result import RewardResult
 
 LOAD_TIMEOUT_S = 60.0
@@ -36,6 +37,8 @@ _GRACE_S = 0.05
 _CLOSE_S = 1.0
 """From the end of a process to that of its pipes, or the other way round, at most."""
 _MAX_ANSWER_BYTES = 1 << 22
+_REST_S = 0.002
+"""Between two looks at what a process prints. Meanwhile it has the room of a pipe, 64 KiB on Linux, before it waits."""
 _KILL_S = 6.0
 """After that the guards, which have 5 s to end everything, are killed like anything else: they were stopped again."""
 DRIVER_ONLY = ("WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "RAY_AUTH_TOKEN")
@@ -52,11 +55,31 @@ class ProcessLost(Exception):
 
 
 class _Protocol(SubprocessStreamProtocol):
-    """Tells of the end of the process itself."""
+    """Tells of the end of the process itself, and takes what it prints."""
 
-    def __init__(self) -> None:
+    def __init__(self, output: Output) -> None:
         super().__init__(limit=_MAX_ANSWER_BYTES, loop=asyncio.get_running_loop())
+        self._output = output
+        self._prints: asyncio.BaseTransport | None = None
         self.on_exit: Callable[[], None] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._prints = cast("asyncio.SubprocessTransport", transport).get_pipe_transport(2)
+
+    def pipe_data_received(self, fd: int, data: bytes | str) -> None:
+        if fd == 2 and isinstance(data, bytes):
+            self._output.pass_on(data)
+            # Of one that prints line by line without end, the event loop would do nothing but read.
+            cast("asyncio.ReadTransport", self._prints).pause_reading()
+            asyncio.get_running_loop().call_later(_REST_S, self._read_on)
+        else:
+            super().pipe_data_received(fd, data)
+
+    def _read_on(self) -> None:
+        pipe = cast("asyncio.ReadTransport", self._prints)
+        if not pipe.is_closing():
+            pipe.resume_reading()
 
     def process_exited(self) -> None:
         super().process_exited()
@@ -76,17 +99,19 @@ class RewardProcess:
             self._bury()
 
     @classmethod
-    async def start(cls) -> RewardProcess:
-        """Starts a bare interpreter with our `sys.path`; nothing but the standard library is imported yet."""
+    async def start(cls, output: Output) -> RewardProcess:
+        """Starts a bare interpreter with our `sys.path`; nothing but the standard library is imported yet. What it
+        prints goes to `output`."""
         # As `asyncio.create_subprocess_exec`, which would not tell us of its end while a child of it holds a pipe.
         transport, protocol = await asyncio.get_running_loop().subprocess_exec(
-            _Protocol,
+            lambda: _Protocol(output),
             sys.executable,
             "-c",
             _BOOT.format(path=sys.path, pid=os.getpid()),
             stdin=PIPE,
             stdout=PIPE,
-            stderr=None,
+            # Not our own, which is a file that it could fill the disk with. Our event loop reads it all the time.
+            stderr=PIPE,
             # Its own group: Ctrl-C on the terminal is ours to handle.
             start_new_session=True,
             # Several of these share the host with engines; a reward is one thread unless the user says otherwise.

@@ -21,7 +21,9 @@ def foreign(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("arguments", [["--version"], ["advise", "--help"], ["check", "--help"], ["export", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--version"], ["advise", "--help"], ["check", "--help"], ["export", "--help"], ["view", "--help"]]
+)
 def test_no_file_of_the_working_directory_is_run_instead(foreign: Path, arguments: list[str]) -> None:
     script = Path(sys.executable).with_name("tandem")
     result = subprocess.run([script, *arguments], cwd=foreign, capture_output=True, text=True, timeout=60)
@@ -40,4 +42,4 @@ def test_programs_that_a_run_starts_are_its_own(foreign: Path) -> None:
 def test_a_mistake_has_the_exit_code_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["seeed=1", "seed=x"]) == 2
     assert "did you mean seed" in capsys.readouterr().err
-    assert set(TOOLS) == {"advise", "bench", "check", "export"}
+    assert set(TOOLS) == {"advise", "bench", "check", "export", "view"}

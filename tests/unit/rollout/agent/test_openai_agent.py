@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import openai
@@ -17,6 +18,7 @@ from openai import AsyncOpenAI, OpenAI
 
 from rollout.agent.loading import make_loop
 from rollout.agent.openai_agent import OpenAiLoop, Task
+from rollout.agent.openai_server import MOST_BYTES
 from rollout.agent.play import play
 from rollout.agent.template import ChatTemplate
 from rollout.engine.router import NoReplica
@@ -337,6 +339,49 @@ async def test_the_server_tells_its_model_and_what_it_does_not_have(policy: Chat
             assert [model.id async for model in client.models.list()] == [task.model]
             with pytest.raises(openai.NotFoundError, match=r"POST /embeddings.*there are POST /chat/completions"):
                 await client.embeddings.create(model=task.model, input="x")
+        await asks_once(task)
+
+    await played(solve, policy)
+
+
+@pytest.mark.parametrize(
+    ("length", "most_read"),
+    [("Transfer-Encoding: chunked", MOST_BYTES), (f"Content-Length: {4 * MOST_BYTES}", 0)],
+    ids=["chunked", "declared"],
+)
+async def test_a_request_without_a_trajectory_is_answered_before_its_body_is_read(
+    policy: ChatPolicy, length: str, most_read: int
+) -> None:
+    async def solve(task: Task) -> None:
+        address = urlsplit(task.base_url)
+        reader, writer = await asyncio.open_connection(address.hostname, address.port)
+        writer.write(f"POST /nobody/v1/chat/completions HTTP/1.1\r\nHost: x\r\n{length}\r\n\r\n".encode())
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 404 ")
+        assert b"Connection: close" in head
+        num_sent, piece = 0, b"10000\r\n" + b"x" * 0x10000 + b"\r\n"
+        with pytest.raises(ConnectionError):
+            while num_sent < 3 * MOST_BYTES:
+                writer.write(piece)
+                await writer.drain()
+                num_sent += len(piece)
+        assert num_sent < most_read + (32 << 20)  # what the system holds of a connection
+        writer.close()
+        await asks_once(task)
+
+    await played(solve, policy)
+
+
+async def test_a_request_of_a_size_that_is_allowed_is_told_that_its_trajectory_has_ended(policy: ChatPolicy) -> None:
+    """Were its connection to break, its client would try again."""
+
+    async def solve(task: Task) -> None:
+        async with AsyncOpenAI(base_url=task.base_url.replace(task.api_key, "nobody"), api_key="x") as client:
+            for size in (1, 1 << 19, 20 << 20):
+                with pytest.raises(openai.NotFoundError, match="no such trajectory, or it has ended"):
+                    await client.chat.completions.create(
+                        model=task.model, messages=[{"role": "user", "content": "x" * size}]
+                    )
         await asks_once(task)
 
     await played(solve, policy)

@@ -15,7 +15,7 @@ from rollout.agent.openai_agent import OpenAiLoop, Task
 from rollout.agent.openai_api import ApiError, parse_request
 from rollout.agent.openai_session import Session
 from rollout.agent.play import play
-from rollout.agent.template import ChatTemplate, Setting
+from rollout.agent.template import ChatTemplate, Setting, TooLong
 from rollout.types import Completion
 from tests.fakes.chat_policy import BEGIN, END, ChatPolicy, by_turn
 
@@ -409,3 +409,24 @@ async def test_half_a_surrogate_pair_is_replaced_as_no_tokenizer_takes_it() -> N
     template = ChatTemplate((policy := ChatPolicy(by_turn())).tokenizer)
     tokens = template.opening([{"role": "user", "content": "a\ud800"}], Setting())
     assert policy.text(tokens).startswith("<|im_start|>user\na?")
+
+
+async def test_messages_that_are_far_too_long_are_refused_by_their_beginning() -> None:
+    """All of them would take seconds, in which no other trajectory gets an answer, and gigabytes."""
+    policy = await ChatPolicy(by_turn(*[f"one{END}"] * 2)).start()
+    template, session = ChatTemplate(policy.tokenizer), session_of(policy)
+    most = len(policy.prompt().token_ids) + 500
+    with pytest.raises(TooLong) as refused:
+        template.opening([{"role": "user", "content": "x" * 2_000_000}], Setting(), most=most)
+    assert refused.value.num_tokens == 2 * most + 1024
+    long = {"role": "user", "content": "x" * 2_000_000}
+    with pytest.raises(ApiError, match=f"length is {most} tokens, .* have more than {2 * most + 1024}") as told:
+        await session.answer(parse_request({"messages": [long]}, {}))
+    assert (told.value.status, told.value.code, session.ran_out_of_room) == (400, "context_length_exceeded", True)
+    first = await session.answer(parse_request({"messages": [USER]}, {}))
+    used = policy.ids(f"{ASKED}one{END}")
+    with pytest.raises(ApiError, match=f"have more than {2 * most - len(used) + 1024}"):
+        await session.answer(parse_request({"messages": [USER, dict(first.message), long]}, {}))
+    await session.answer(parse_request({"messages": [USER, dict(first.message), OTHER]}, {}))
+    assert not session.ran_out_of_room
+    assert [turn.begins_anew for turn in session.turns()] == [False, False]

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING
 
-from scripts.plot_run import complete_spans, numbers, read_events, read_records, reward_limits
+from scripts.plot_run import complete_spans, main, numbers, read_events, read_records, reward_limits
 from trainer.telemetry.spans import Tracer
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import pytest
 
 
 def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
@@ -38,3 +42,24 @@ def test_rewards_outside_of_0_and_1_are_in_the_picture() -> None:
     gap = numbers([0.5, None])
     assert gap[0] == 0.5
     assert math.isnan(gap[1])
+
+
+def test_without_matplotlib_one_line_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main([str(tmp_path), str(tmp_path / "x.png")]) == 2
+    assert capsys.readouterr().err == 'matplotlib is not installed; install it with: pip install -e ".[plot]"\n'
+
+
+def test_a_directory_without_steps_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", ModuleType("matplotlib"))
+    metrics = tmp_path / "metrics.jsonl"
+    assert main([str(tmp_path), str(tmp_path / "x.png")]) == 2
+    told = capsys.readouterr().err
+    assert told == f"{metrics} does not exist; give a run directory in which a step has ended\n"
+    metrics.write_text('{"st')
+    assert main([str(tmp_path), str(tmp_path / "x.png")]) == 2
+    assert capsys.readouterr().err == f"{metrics} has no whole line; wait until a step has ended\n"
