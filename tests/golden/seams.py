@@ -457,11 +457,12 @@ def simulated(plan: Plan, path: Path, *, keeps_config: bool = False) -> dict[str
     """A simulation: which groups each step took, with a digest of their tokens; requests as they were sent to engines;
     what became of all groups and engines. In `virtual_clocks`."""
     takes: list[Any] = []
-    sends: list[tuple[str, str, int]] = []
+    sends: list[tuple[Any, ...]] = []
     stream_group: Any = ScriptedReplica.stream_group
 
     def noting(replica: Any, request_ids: Sequence[str], token_ids: Sequence[Any], params: Any) -> Any:
-        sends.extend((replica.name, name, len(ids)) for name, ids in zip(request_ids, token_ids, strict=True))
+        for name, tokens, how in zip(request_ids, token_ids, params, strict=True):
+            sends.append((replica.name, name, len(tokens), how.max_tokens, how.seed))
         return stream_group(replica, request_ids, token_ids, params)
 
     with pytest.MonkeyPatch.context() as patch, simulation(plan, path) as run:
@@ -481,7 +482,7 @@ def simulated(plan: Plan, path: Path, *, keeps_config: bool = False) -> dict[str
             run.telemetry.run_dir.write_config(known)
         return {
             "takes": takes,
-            "sends": [f"{engine} {name} {count}" for engine, name, count in sends[:40]],
+            "sends": [" ".join(map(str, sent)) for sent in sends[:40]],
             "all sends": [len(sends), hashlib.sha256(repr(sends).encode()).hexdigest()[:12]],
             "fates": dict(sorted(Counter(run.books.fates.values()).items())),
             "lost": dict(sorted(run.fleet.num_lost.items())),
