@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from typing import TYPE_CHECKING, Any
@@ -88,6 +89,68 @@ weight_sync.transport=carrier_pigeon|weight_sync.num_slots=1|weight_sync.num_slo
 """
 """Divided by `|` and lines."""
 
+TOGETHER = """
+'device.env={"NOT A NAME": x}' task.train_path='' 'task.chat_template_kwargs={a: nan}' task.reward.name=zero
+algorithm=ppo task.agent=my.agent:make task.agent_max_sequences=2 critic.warmup_steps=100000
+algorithm=reinforce_pp algorithm.kl.coef=0.1 algorithm.kl.placement=reward task.agent=a.b:c task.agent_max_sequences=2
+algorithm=reinforce_pp trainer.groups_per_step=1 rollout.group_size=1
+algorithm=gdpo 'algorithm.gdpo_weights={a: 0}' task.agent=a.b:c algorithm.filter_zero_variance=true
+algorithm=gpg algorithm.overlong_buffer_tokens=8 task.agent=a.b:c
+algorithm=reinforce mode=sync algorithm.filter_zero_variance=true rollout.group_size=1
+algorithm=reinforce mode=sync algorithm.filter_zero_variance=true
+algorithm=dapo algorithm.overlong_penalty=0 algorithm.overlong_buffer_tokens=100000
+algorithm=clip_cov algorithm.cov_min=5 algorithm.cov_max=5 checkpoint.every_steps=0 checkpoint.keep_every=5
+algorithm=clip_cov algorithm.kl.coef=0.1 algorithm.kl.placement=reward
+correction=a3po mode=sync
+algorithm=dppo algorithm.correction.objective=decoupled
+algorithm=dppo correction=tis
+algorithm=cispo correction=tis
+algorithm.correction.mask.metric=k2 algorithm.correction.mask.lower=-1 algorithm.correction.mask.upper=2
+algorithm.correction.mask.lower=0.2 algorithm.correction.mask.upper=4 algorithm.correction.clamp.upper=5
+algorithm.correction.mask.lower=0.2 algorithm.correction.mask.upper=4 algorithm.correction.clamp.lower=0.1
+model.lora.rank=8 model.path=org/name algorithm.kl.coef=0.1 learner.reference_cpu_offload=true
+algorithm=dapo algorithm.kl.coef=0.1 algorithm.kl.placement=reward algorithm.kl.estimator=k3_straight_through
+algorithm.kl.coef=0.1 algorithm.kl.placement=reward algorithm.mask_truncated=true
+algorithm.advantage=zero algorithm.kl.coef=0.1 algorithm.kl.placement=reward
+algorithm=gdpo algorithm.kl.coef=0.1 algorithm.kl.placement=reward
+algorithm=gpg algorithm.kl.coef=0.1 algorithm.kl.placement=reward
+task.pass_rate_min=0.6 task.pass_rate_max=0.7 rollout.group_size=2 task.curriculum=easy_to_hard
+task.pass_rate_min=0.7 task.pass_rate_max=0.6
+'rollout.engine_args={max_num_batched_tokens: 1, distributed_executor_backend: ray}'
+trainer.eval_every=0 trainer.eval_at_start=false trainer.eval_blocking=true
+trainer.eval_temperature=1e-9 trainer.eval_pass_k=5 trainer.eval_timeout_s=1
+'task.eval_sets={hard: {path: data.jsonl}}' trainer.eval_every=0 trainer.eval_at_start=false trainer.eval_at_end=false
+'task.eval_sets={"a b": {path: data.jsonl}, hard: {path: data.jsonl, samples: 2}}'
+'task.eval_sets={hard: {path: data.jsonl, samples: 1}}' trainer.eval_pass_k=2 trainer.eval_samples=2
+mode=colocated weight_sync.commit=staged weight_sync.transport=nccl learner.num_ranks=3
+mode=colocated learner.num_ranks=1 rollout.num_replicas=1
+rollout.concurrency=adaptive rollout.min_concurrency=600
+rollout.max_concurrency=100000 'rollout.stop=[""]' 'rollout.stop_token_ids=[-1]'
+rollout.max_concurrency=1 rollout.num_workers=4
+rollout.repack_below=4 rollout.seed_requests=true
+rollout.repack_below=4 rollout.num_replicas=2 rollout.seed_requests=false
+algorithm=ppo critic.path=builtin:huge model.tokenizer_path=./gone
+algorithm=ppo critic.path=model rollout.max_response_tokens=4096
+model.path=broken
+model.path=model rollout.tensor_parallel_size=4
+--config-dir . --config-name mine
+--config-dir . --config-name mine mode=sync
+--config-dir . --config-name mine +mode=sync
+--config-dir . --config-name mine +correction=tis
+--config-dir . --config-name whole
+--config-dir . --config-name whole algorithm=ppo
+--config-dir . --config-name whole algorithm.clip_low=0.1
+--config-dir . --config-name unreadable
+--config-name ./mine.yaml
+--config-name dapo_7b device=cpu
+--config-name dapo_7b device=cpu learner.compile=true
+seed=[1
+rollout.stop=[a
+other=[1
+--dry-run --nodes 8,8
+"""
+"""Lines of several keys whose checks need each other, so that every check has something to say at least once."""
+
 
 def cases() -> Mapping[str, Any]:
     """Command line -> its words."""
@@ -130,7 +193,8 @@ def batched(words: Sequence[str], size: int) -> list[Sequence[str]]:
 
 
 def picked() -> Iterable[list[str]]:
-    return [shlex.split(line) for lines in PICKED.strip("\n").splitlines() for line in lines.split("|")]
+    divided = [line for lines in PICKED.strip("\n").splitlines() for line in lines.split("|")]
+    return map(shlex.split, [*divided, *TOGETHER.strip().splitlines()])
 
 
 def good_value(key: Key) -> str:
@@ -176,7 +240,7 @@ def out_of_bounds(key: Key) -> str | None:
 
 def play(argv: list[str], folder: Path) -> Any:
     seams.write_inputs(folder)
-    return seams.composed(argv)
+    return json.loads(json.dumps(seams.composed(argv)).replace(str(folder.resolve()), "HERE"))
 
 
 ARGV = Part(name="argv", cases=cases, play=play, input_of=shlex.split)

@@ -6,6 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from tests.golden import seams
+from tests.golden.agents import AGENTS
 from tests.golden.argv import ARGV
 from tests.golden.batches import BATCHES
 from tests.golden.runs import RUNS
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-PARTS = {part.name: part for part in (ARGV, BATCHES, STEPS, RANKS, RUNS, WORLDS, TOOLS)}
+PARTS = {part.name: part for part in (ARGV, BATCHES, STEPS, RANKS, RUNS, WORLDS, AGENTS, TOOLS)}
 
 
 @contextlib.contextmanager

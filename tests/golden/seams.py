@@ -25,8 +25,10 @@ import torch.distributed as dist
 import yaml
 from rich.console import Console
 
+from rollout.agent.ledger import TokenLedger
+from rollout.agent.loop import MultiTurnLoop, Reply, check_episode
 from rollout.engine.scripted_replica import ScriptedReplica
-from rollout.types import Group, Prompt, Segment, Trajectory, Turn
+from rollout.types import Completion, Group, Prompt, Segment, Trajectory, Turn
 from tests.fakes.learner import (
     KINDS,
     make_learner,
@@ -133,7 +135,10 @@ def composed(argv: Sequence[str]) -> dict[str, Any]:
         config, problems = resolve(line, note=notes.append)
     except ConfigurationError as error:
         return {"exit": 2, "problems": _told(error.problems)}
-    keys, beneath = _flat(yaml.safe_load(dump_yaml(config))), _preset(line.config_name) if line.overrides else {}
+    keys, beneath = (
+        _flat(yaml.safe_load(dump_yaml(config))),
+        _preset(line.config_dir, line.config_name) if line.overrides else {},
+    )
     return {
         "exit": 2 if problems else 0,
         **({"problems": _told(problems)} if problems else {}),
@@ -148,8 +153,8 @@ def _told(problems: Sequence[Any]) -> list[list[str]]:
 
 
 @cache
-def _preset(name: str) -> dict[str, Any]:
-    config, _ = resolve(parse(["--config-name", name]))
+def _preset(folder: Path | None, name: str) -> dict[str, Any]:
+    config, _ = resolve(parse(["--config-name", name, *(() if folder is None else ("--config-dir", str(folder)))]))
     return _flat(yaml.safe_load(dump_yaml(config)))
 
 
@@ -162,11 +167,16 @@ def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def write_inputs(folder: Path) -> None:
-    """Files that command lines name: a model directory without weights, data and a reward."""
+    """Files that command lines name: model directories without weights, data, a reward, and configurations."""
     (folder / "model").mkdir()
     shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048}
     (folder / "model" / "config.json").write_text(json.dumps(shape))
     (folder / "model" / "tokenizer.json").write_text("{}")
+    (folder / "broken").mkdir()
+    (folder / "broken" / "config.json").write_text("{")
+    (folder / "mine.yaml").write_text("defaults: [tiny, _self_]\nname: mine\nlearner: {lr: 0.5}\n")
+    (folder / "whole.yaml").write_text("name: whole\nalgorithm: {name: mine, clip_low: 0.3}\n")
+    (folder / "unreadable.yaml").write_text("name: [\n")
     (folder / "data.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')
     (folder / "reward.py").write_text("def score(response, answer):\n    return 1.0\n")
 
@@ -291,7 +301,7 @@ def learner_steps(algorithm: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _steps(model: Path, algorithm: Mapping[str, Any]) -> dict[str, Any]:
-    changes, cfg = dict(algorithm), run_config(model, max_grad_norm=5.0, eps=EPS)
+    changes, cfg = dict(algorithm), run_config(model, max_grad_norm=5.0, eps=EPS, weight_decay=1.0)
     critic = replace(cfg.critic, shared_backbone=changes.pop("shared_backbone", False), updates_per_step=2)
     learner = make_learner(replace(cfg, algorithm=_algorithm(changes), critic=critic))
     gradient: dict[str, Any] = {}
@@ -299,12 +309,14 @@ def _steps(model: Path, algorithm: Mapping[str, Any]) -> dict[str, Any]:
     micro_batches, rewards = _learner_input(learner)
     results = [learner.train_step(micro_batches, step=step, rewards=rewards) for step in (2, 3)]
     first, second = ({name: [m.sum, m.count] for name, m in sorted(result.metrics.items())} for result in results)
+    trained = weights(learner).values()
     return {
         "metrics": first,
         "second step": {name: second[name] for name in SECOND if name in second},
         "model_flops": results[0].model_flops,
         "gradient": sums(*gradient.values()),
-        "weights": sums(*weights(learner).values()),
+        "matrices": sums(*(weight for weight in trained if weight.ndim > 1)),
+        "vectors": sums(*(weight for weight in trained if weight.ndim == 1)),
     }
 
 
@@ -613,3 +625,67 @@ def bench_table(name: str) -> list[str]:
 
 def _lines_of(runs: Mapping[str, Any]) -> list[str]:
     return table({name: {"figures": None, "start_up": {}, **run} for name, run in runs.items()}).splitlines()
+
+
+# Agents
+
+
+def conversed(
+    prompt: Sequence[int],
+    answers: Sequence[Mapping[str, Any]],
+    replies: Sequence[Mapping[str, Any]],
+    *,
+    max_turns: int,
+    max_tokens: int,
+) -> dict[str, Any]:
+    """What an agent of several turns asks, and its trajectory. The environment ends it when it has no more to say."""
+    asked: list[Any] = []
+    said, replied = iter(answers), iter(replies)
+
+    async def generate(token_ids: Any, max_tokens: int, *, stop: Any = None) -> Completion:
+        asked.append([token_ids.tolist(), max_tokens, stop])
+        answer = next(said)
+        return replace(_completion(answer), finish_reason=answer["finish"])
+
+    class Talking:
+        async def step(self, _turns: Any) -> Reply:
+            reply = next(replied, {"tokens": None, "reward": 1.0})
+            return Reply(token_ids=reply["tokens"], reward=reply["reward"])
+
+    given = Prompt(prompt_id="train/0", token_ids=np.array(prompt, np.int32), text="", answer="")
+    loop = MultiTurnLoop(lambda _prompt: Talking(), max_turns=max_turns, stop="END")
+    episode = check_episode(run_virtual(loop.run(given, max_tokens, generate)), given, max_tokens=100)
+    return {"asked": asked, "status": episode.status, "turns": list(map(_plain_turn, episode.turns))}
+
+
+def kept_in_ledger(prompt: Sequence[int], steps: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Turns, and the tokens that an engine would go on from."""
+    ledger = TokenLedger(np.array(prompt, np.int32))
+    for kind, given in steps:
+        match kind:
+            case "generated":
+                ledger.add_generated(_completion(given))
+            case "reward":
+                ledger.add_reward(given)
+            case "context":
+                ledger.add_context(np.array(given, np.int32))
+            case _:
+                ledger.begin_anew(np.array(given, np.int32))
+    return {"turns": list(map(_plain_turn, ledger.turns())), "token_ids": ledger.token_ids().tolist()}
+
+
+def _completion(given: Mapping[str, Any]) -> Completion:
+    return Completion(
+        token_ids=np.array(given["tokens"], np.int32),
+        logprobs=np.array(given["logprobs"], np.float32),
+        segments=tuple(Segment(version=version, num_tokens=count) for version, count in given["segments"]),
+        finish_reason="stop",
+    )
+
+
+def _plain_turn(turn: Turn) -> list[Any]:
+    """Context, sampled tokens, their log-probs, [version, tokens], reward, and whether a sequence begins."""
+    sampled = turn.is_generated
+    arrays = (turn.token_ids[~sampled], turn.token_ids[sampled], turn.logprobs[sampled])
+    segments = [[segment.version, segment.num_tokens] for segment in turn.segments]
+    return [*(array.tolist() for array in arrays), segments, turn.reward, turn.begins_anew]

@@ -33,6 +33,7 @@ def cases() -> Mapping[str, Any]:
         "colocated, deaths": {"seed": 7, "shares_devices": True, "death_every_s": 10.0, "restart_s": 5.0},
         "repacking": {"seed": 8, "repack_below": 4, "num_replicas": 5, "workload": CHUNKS, "max_staleness": 2},
         "limits and aborts": {"seed": 9, "most_requests": 2, "aborts_at_commit": True, "pause_s": 3.0, **TROUBLE},
+        "no restart is left": {"seed": 11, "death_every_s": 5.0, "restart_s": 2.0, "max_restarts": 1, "num_steps": 25},
         "slow pulls, evaluation": {"seed": 10, "failed_pull_frac": 0.2, "sync_s": 5.0, "eval_every": 2},
     }  # fmt: skip
     return {name: Plan(**{**SMALL, **plan}) for name, plan in plans.items()}
