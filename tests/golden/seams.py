@@ -68,6 +68,7 @@ from trainer.bench.runs import Ended, output_of
 from trainer.bench.workload import workload
 from trainer.builtin.tokenizer import build_tokenizer
 from trainer.config.command_line import parse
+from trainer.config.convert import to_plain
 from trainer.config.describe import all_keys, type_text
 from trainer.config.dump import dump_yaml
 from trainer.config.errors import ConfigurationError, first_cause, one_line
@@ -135,10 +136,10 @@ def composed(argv: Sequence[str]) -> dict[str, Any]:
         config, problems = resolve(line, note=notes.append)
     except ConfigurationError as error:
         return {"exit": 2, "problems": _told(error.problems)}
-    keys, beneath = (
-        _flat(yaml.safe_load(dump_yaml(config))),
-        _preset(line.config_dir, line.config_name) if line.overrides else {},
-    )
+    if line.overrides:
+        keys, beneath = _flat(to_plain(config)), _preset(line.config_dir, line.config_name)
+    else:
+        keys, beneath = _flat(yaml.safe_load(dump_yaml(config))), {}
     return {
         "exit": 2 if problems else 0,
         **({"problems": _told(problems)} if problems else {}),
@@ -155,7 +156,7 @@ def _told(problems: Sequence[Any]) -> list[list[str]]:
 @cache
 def _preset(folder: Path | None, name: str) -> dict[str, Any]:
     config, _ = resolve(parse(["--config-name", name, *(() if folder is None else ("--config-dir", str(folder)))]))
-    return _flat(yaml.safe_load(dump_yaml(config)))
+    return _flat(to_plain(config))
 
 
 def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -648,7 +649,7 @@ def conversed(
         return replace(_completion(answer), finish_reason=answer["finish"])
 
     class Talking:
-        async def step(self, _turns: Any) -> Reply:
+        async def step(self, turns: Any) -> Reply:
             reply = next(replied, {"tokens": None, "reward": 1.0})
             return Reply(token_ids=reply["tokens"], reward=reply["reward"])
 
