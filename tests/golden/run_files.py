@@ -15,6 +15,7 @@ def left_in(path: Path) -> dict[str, Any]:
     """A list for each metric, how often each span is in the trace, and of trajectories the first of each status."""
     recorded = [line for file in sorted(path.glob("trajectories/*.jsonl")) for line in json_lines(file)]
     kinds = {line["status"]: line for line in reversed(recorded)}
+    several = [line for line in recorded if any(len(one["versions"]) > 1 for one in line.get("trajectories", ()))]
     summary = path / "summary.json"
     return {
         "files": sorted(entry.name for entry in path.iterdir() if not entry.name.startswith(".")),
@@ -23,6 +24,7 @@ def left_in(path: Path) -> dict[str, Any]:
         "spans": _spans(path / "trace.json"),
         "groups": [[line["group_id"], line["status"], line["reason"]] for line in recorded],
         **{f"first {status} group": line for status, line in sorted(kinds.items())},
+        **({"first group of several versions": several[0]} if several else {}),
         **{f"evaluations/{name}": values for name, values in _columns(path / "evaluations.jsonl").items()},
         **_columns(path / "metrics.jsonl"),
     }

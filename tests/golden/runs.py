@@ -41,6 +41,7 @@ CASES: dict[str, dict[str, Any]] = {
     "no retries": {"fails": {2: 1, 4: 1}, "config": {"rollout.max_retries": 0}},
     "no progress": {"fails": dict.fromkeys(range(100), 9)},
     "no progress by filters": {"equal": 1, "config": {"algorithm.filter_zero_variance": True}},
+    "a group is too old": {"mode": "sync", "too_old": (4,)},
     "a group hangs": {"hangs": (4,), "config": {"trainer.stall_timeout_s": 60.0}},
     "checkpoints": {"config": {"checkpoint.every_steps": 2, "checkpoint.keep_last": 1, "checkpoint.save_at_end": True}},
     "interrupt": {"interrupts": (3.0,), "script": SLOW_LEARNER},
@@ -89,7 +90,7 @@ def _described(given: Mapping[str, Any]) -> seams.Run:
         sets=tuple(hard) if given.get("sets") else (),
         interrupts=given.get("interrupts", ()),
         watch_fails_s=given.get("watch_fails_s", math.inf),
-        resumes="interrupts" in given and not given["interrupts"],
+        too_old=given.get("too_old", ()),
     )
 
 

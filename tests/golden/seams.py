@@ -404,8 +404,8 @@ class Run:
     """When Ctrl-C is pressed."""
     watch_fails_s: float = math.inf
     """When the workers are lost."""
-    resumes: bool = False
-    """From the newest checkpoint of the directory, if there is one."""
+    too_old: Sequence[int] = ()
+    """Groups that the buffer gives to the learner as if they had begun one version earlier."""
 
 
 def scripted_run(run: Run, path: Path, *, learner: TinyLearner | None = None) -> dict[str, Any]:
@@ -430,6 +430,7 @@ def scripted_run(run: Run, path: Path, *, learner: TinyLearner | None = None) ->
                 scripted.source.load_state_dict(resumed.state["source"])
                 if learner is not None:
                     learner.load(resumed.path)
+            _age(scripted.buffer, run.too_old)
             failure = _driven(scripted, run)
             screen = io.StringIO()
             _say_goodbye(Console(file=screen, width=100), state, telemetry.run_dir)
@@ -441,6 +442,16 @@ def scripted_run(run: Run, path: Path, *, learner: TinyLearner | None = None) ->
         "events": [f"{at:.6g} {what} {number}" for at, what, number in scripted.world.events],
         **left_in(path),
     }
+
+
+def _age(buffer: Any, too_old: Sequence[int]) -> None:
+    take = buffer.take
+
+    async def aged(step: int) -> list[Group]:
+        groups = await take(step)
+        return [replace(g, start_version=g.start_version - 1) if g.group_id in too_old else g for g in groups]
+
+    buffer.take = aged
 
 
 def _driven(scripted: ScriptedRun, run: Run) -> str:
