@@ -18,7 +18,7 @@ done
 
 # Two lanes run side by side, each with its part of every stage in order. What computes and looks at no clock, or
 # at minutes, is in `back`, at a lower priority. `front` is shown as it goes, `back` after it.
-logic=(tests/unit/trainer tests/unit/rollout tests/simulation tests/house)
+logic=(tests/unit/trainer tests/unit/rollout tests/simulation tests/golden tests/house)
 computing=(tests/integration/test_{fallback_vllm,learner_compile,learner_moe,lora_vllm,plain_loop,recorder_vllm}.py
   tests/integration/test_{multinode_script,weight_sync_vllm}.py
   tests/integration/test_learner_ranks{,_critic,_divergence,_losses}.py)

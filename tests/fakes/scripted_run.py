@@ -11,6 +11,7 @@ import math
 import random
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,6 +36,7 @@ from trainer.pipeline.evaluation_runs import evaluate_at_start
 from trainer.pipeline.held_out import HeldOut
 from trainer.pipeline.idle_engines import IdleEngines
 from trainer.pipeline.resume import Checkpointer
+from trainer.pipeline.run import Driver
 from trainer.pipeline.supervise import Supervisor
 from trainer.pipeline.sync_pump import SyncPump
 from trainer.pipeline.telemetry import Telemetry
@@ -368,3 +370,32 @@ class ScriptedRun:
             finally:
                 parts.buffer.close()
         return parts
+
+
+async def forever(*_: object) -> None:
+    await asyncio.Event().wait()
+
+
+class ScriptedDriver(Driver):
+    """Trains the scripted run, under a watch over the workers that only a test makes fail."""
+
+    def __init__(self, scripted: ScriptedRun, watch_loads: Callable[[], Any] = forever) -> None:
+        nothing: Any = None
+        super().__init__(scripted.cfg, scripted.state, scripted.telemetry, nothing)
+        self._scripted, self._watch_loads = scripted, watch_loads
+        self.members = {REPLICA: "live"}
+
+    async def _work(self) -> None:
+        """Without a cluster."""
+        nothing: Any = None
+        coordinator: Any = SimpleNamespace(members=self.members)
+        self.work = asyncio.current_task()
+        await self._train(nothing, coordinator, nothing, nothing)
+
+    def _parts(self, *_: Any, supervisor: Any, **_keys: Any) -> Any:
+        self._scripted.supervisor = supervisor
+        self._scripted.world.watch_loads = self._watch_loads  # type: ignore[attr-defined]
+        return self._scripted.parts()
+
+    def _keeper(self, *_: Any) -> Any:
+        return type("Keeper", (), {"run": forever})()

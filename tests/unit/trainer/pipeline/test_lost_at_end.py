@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from rollout.engine.router import NoReplica
-from tests.fakes.scripted_run import REPLICA, InlineExecutor, Script, ScriptedRun
+from tests.fakes.scripted_run import REPLICA, InlineExecutor, Script, ScriptedDriver, ScriptedRun, forever
 from tests.fakes.virtual_time import run_virtual
 from tests.unit.trainer.pipeline.test_loops_evaluation import all_evaluations, lines
-from tests.unit.trainer.pipeline.test_start_errors import ScriptedDriver, forever
 from trainer.learner.errors import LearnerError
 from trainer.pipeline import compose
 from trainer.pipeline import run as run_module

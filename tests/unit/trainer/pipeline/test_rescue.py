@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.fakes.scripted_run import InlineExecutor, Script, ScriptedRun
+from tests.fakes.scripted_run import InlineExecutor, Script, ScriptedDriver, ScriptedRun
 from tests.fakes.virtual_time import run_virtual
-from tests.unit.trainer.pipeline.test_start_errors import ScriptedDriver
 from trainer.learner import checkpoint
 from trainer.learner.errors import CheckpointError, GradientsDiverged, LearnerError, TrainingDiverged
 from trainer.pipeline.device_turns import OwnDevices

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 import trainer.__main__ as main_module
 from rollout.errors import DataError
-from tests.fakes.scripted_run import REPLICA, InlineExecutor, Script, ScriptedRun
+from tests.fakes.scripted_run import InlineExecutor, Script, ScriptedDriver, ScriptedRun
 from tests.fakes.virtual_time import run_virtual
 from trainer.config.errors import first_cause, one_line
 from trainer.learner.errors import CheckpointError, ModelError
@@ -18,35 +17,6 @@ from trainer.pipeline import run as run_module
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-
-async def forever(*_: object) -> None:
-    await asyncio.Event().wait()
-
-
-class ScriptedDriver(run_module.Driver):
-    """Trains the scripted run, under a watch over the workers that only a test makes fail."""
-
-    def __init__(self, scripted: ScriptedRun, watch_loads: Callable[[], Any] = forever) -> None:
-        nothing: Any = None
-        super().__init__(scripted.cfg, scripted.state, scripted.telemetry, nothing)
-        self._scripted, self._watch_loads = scripted, watch_loads
-        self.members = {REPLICA: "live"}
-
-    async def _work(self) -> None:
-        """Without a cluster."""
-        nothing: Any = None
-        coordinator: Any = SimpleNamespace(members=self.members)
-        self.work = asyncio.current_task()
-        await self._train(nothing, coordinator, nothing, nothing)
-
-    def _parts(self, *_: Any, supervisor: Any, **_keys: Any) -> Any:
-        self._scripted.supervisor = supervisor
-        self._scripted.world.watch_loads = self._watch_loads  # type: ignore[attr-defined]
-        return self._scripted.parts()
-
-    def _keeper(self, *_: Any) -> Any:
-        return type("Keeper", (), {"run": forever})()
 
 
 def test_an_engine_that_missed_the_first_version_gets_no_request(scripted: Callable[..., ScriptedRun]) -> None:
