@@ -433,7 +433,9 @@ def scripted_run(run: Run, path: Path, *, learner: TinyLearner | None = None) ->
             _age(scripted.buffer, run.too_old)
             failure = _driven(scripted, run)
             screen = io.StringIO()
-            _say_goodbye(Console(file=screen, width=100), state, telemetry.run_dir)
+            _say_goodbye(
+                Console(file=screen, width=100), state, telemetry.run_dir, max_staleness=cfg.mode.max_staleness
+            )
     return {
         "failure": failure,
         "exit": 1 if failure else EXIT_CODES[state.stop_reason or "failed"],
