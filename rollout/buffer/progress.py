@@ -54,7 +54,8 @@ class ProgressGuard:
                 "or too hard. "
             )
         if self._first_failure:
-            why += f"The first failure: {self._first_failure}"
+            head, *_ = self._first_failure.splitlines()  # a traceback follows; it is in the trajectories
+            why += f"The first failure: {head}"
         return NoProgress(
             f"{total} groups were filtered ({reasons}) without one step of {self._groups_per_step} groups; at most "
             f"max_refills_per_step={self._max_refills_per_step} times {self._groups_per_step} are allowed. "

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import replace
+from math import nan
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from rollout.types import Group
 from tests.fakes.full_disk import file_limit
-from tests.fakes.scripted_run import Script, ScriptedRun, config, telemetry_in
+from tests.fakes.scripted_run import Script, ScriptedRun, config, prompt_set, telemetry_in, trajectory
 from tests.fakes.virtual_time import run_virtual
 from trainer.pipeline import run as run_module
+from trainer.pipeline.failed_responses import FailedResponses
 from trainer.pipeline.state import RunState
 
 if TYPE_CHECKING:
@@ -128,3 +131,13 @@ def test_a_signal_that_arrives_twice_at_once_counts_once(telemetry: Telemetry) -
 
 def test_every_way_to_end_has_an_exit_code() -> None:
     assert run_module.EXIT_CODES == {"completed": 0, "accuracy_reached": 0, "failed": 1, "interrupted": 130}
+
+
+def test_what_failed_is_told_by_its_first_line_and_kept_whole() -> None:
+    failed = FailedResponses()
+    error = "reward 'mine.py:reward': raised ValueError: no number\n  File \"mine.py\", line 3, in reward"
+    prompt = prompt_set(1).prompts[0]
+    lost = replace(trajectory(prompt, 0, [(0, 3)], reward=nan), status="failed", error=error)
+    failed.count(Group(group_id=0, prompt=prompt, trajectories=[lost], start_version=0))
+    assert str(failed).endswith("First failure: reward 'mine.py:reward': raised ValueError: no number")
+    assert failed.first_error == error
