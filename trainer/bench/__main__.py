@@ -130,7 +130,7 @@ class _Bench:
         """Run it; whatever happens to the run, its result is written."""
         args, config_dir = self._args, self._folder / "inputs"
         config_dir.mkdir(parents=True, exist_ok=True)
-        config = run_config(self._work, *write_inputs(self._work, config_dir))
+        config = run_config(self._work, *write_inputs(self._work, config_dir), device=args.device)
         (config_dir / "bench.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
         run_dir = self._folder / re.sub(r"[^\w.+-]+", "_", case.name)
         how = Measure(

@@ -137,8 +137,8 @@ def write_inputs(work: Workload, folder: Path) -> tuple[Path, Path]:
     return model, prompts
 
 
-def run_config(work: Workload, model: Path, prompts: Path) -> dict[str, Any]:
-    """A whole configuration for `python -m trainer --config-dir`; a mode adds its devices."""
+def run_config(work: Workload, model: Path, prompts: Path, *, device: str) -> dict[str, Any]:
+    """A whole configuration for `python -m trainer --config-dir`; a mode adds its devices. Nothing is compiled on a CPU."""
     dtypes = {"rollout_dtype": work.dtype, "compute_dtype": work.dtype}
     long_s = 3600.0  # what bounds a run here is the deadline of the benchmark
     return {
@@ -166,7 +166,7 @@ def run_config(work: Workload, model: Path, prompts: Path) -> dict[str, Any]:
         "learner": {
             "max_tokens_per_micro_batch": work.micro_batch_tokens,
             "activation_checkpointing": work.activation_checkpointing,
-            "compile": work.shape != TINY_SHAPE.name,
+            "compile": device != "cpu" and work.shape != TINY_SHAPE.name,
         },
         "trainer": {
             "groups_per_step": work.groups_per_step,

@@ -129,12 +129,18 @@ def test_no_end_token_and_no_weights_are_in_the_model_directory(tmp_path: Path, 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_the_configuration_has_known_keys_only(tmp_path: Path, name: str, is_tiny: bool) -> None:
     work = workload(name, is_tiny=is_tiny)
-    content = run_config(work, tmp_path / "model", tmp_path / "prompts.jsonl")
+    content = run_config(work, tmp_path / "model", tmp_path / "prompts.jsonl", device="auto")
     content.pop("defaults")
     cfg, problems = to_run_config(content)
     assert problems == []
     assert cfg.learner.max_tokens_per_micro_batch >= work.prompt_tokens + work.max_response_tokens
     assert (cfg.task.shuffle, cfg.trainer.groups_per_step) == (False, work.groups_per_step)
+
+
+def test_a_benchmark_on_a_cpu_compiles_nothing(tmp_path: Path) -> None:
+    for device, is_compiled in (("auto", True), ("cuda", True), ("cpu", False)):
+        content = run_config(W1, tmp_path / "model", tmp_path / "prompts.jsonl", device=device)
+        assert content["learner"]["compile"] == is_compiled
 
 
 def test_attention_tokens_are_the_mean_length_that_a_token_sees() -> None:
