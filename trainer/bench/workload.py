@@ -138,7 +138,7 @@ def write_inputs(work: Workload, folder: Path) -> tuple[Path, Path]:
 
 
 def run_config(work: Workload, model: Path, prompts: Path, *, device: str) -> dict[str, Any]:
-    """A whole configuration for `python -m trainer --config-dir`; a mode adds its devices. Nothing is compiled on a CPU."""
+    """A whole configuration for `python -m trainer --config-dir`; a mode adds its devices. No CPU compiles."""
     dtypes = {"rollout_dtype": work.dtype, "compute_dtype": work.dtype}
     long_s = 3600.0  # what bounds a run here is the deadline of the benchmark
     return {
