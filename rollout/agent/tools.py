@@ -165,8 +165,8 @@ def parse_call(text: str) -> ToolCall | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """To a call."""
+class ToolResult:
+    """Of one call."""
 
     text: str
     """What the policy reads."""
@@ -183,13 +183,13 @@ class Toolbox:
         # Of its own: waiting for a thread counts as the tool's time, and the loop's own pool has few.
         self._threads = ThreadPoolExecutor(max_workers=_MOST_THREADS, thread_name_prefix="tool")
 
-    async def answer(self, text: str) -> Answer | None:
+    async def answer(self, text: str) -> ToolResult | None:
         """What the policy reads after a turn, errors included; None if the turn calls nothing."""
         try:
             call = parse_call(text)
-            return None if call is None else Answer(text=self._cut(await self._run(call)), is_error=False)
+            return None if call is None else ToolResult(text=self._cut(await self._run(call)), is_error=False)
         except ToolError as error:
-            return Answer(text=self._cut(f"error: {error}"), is_error=True)
+            return ToolResult(text=self._cut(f"error: {error}"), is_error=True)
 
     async def _run(self, call: ToolCall) -> str:
         function = self._functions.get(call.name)

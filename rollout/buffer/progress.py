@@ -54,8 +54,8 @@ class ProgressGuard:
                 "or too hard. "
             )
         if self._first_failure:
-            head, *_ = self._first_failure.splitlines()  # a traceback follows; it is in the trajectories
-            why += f"The first failure: {head}"
+            first_line = self._first_failure.partition("\n")[0]  # a traceback may follow; the trajectories have it
+            why += f"The first failure: {first_line}"
         return NoProgress(
             f"{total} groups were filtered ({reasons}) without one step of {self._groups_per_step} groups; at most "
             f"max_refills_per_step={self._max_refills_per_step} times {self._groups_per_step} are allowed. "

@@ -21,14 +21,18 @@ WATCHED = ("trainer", "rollout", "weight_sync")
 
 
 class _VirtualClock:
-    """Of the event loop that runs; between two of them it stands still."""
+    """Of the event loop that runs. Between two of them it stands still, and the next one goes on from there."""
 
     def __init__(self) -> None:
-        self._now = 0.0
+        self._now = self._begin = 0.0
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def __call__(self) -> float:
         with contextlib.suppress(RuntimeError):
-            self._now = asyncio.get_running_loop().time()
+            loop = asyncio.get_running_loop()
+            if loop is not self._loop:
+                self._loop, self._begin = loop, self._now - loop.time()
+            self._now = self._begin + loop.time()
         return self._now
 
 

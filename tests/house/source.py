@@ -41,7 +41,8 @@ def text_files() -> Iterator[Path]:
             if file.is_file() and file.suffix in TEXT_SUFFIXES and "__pycache__" not in file.parts:
                 yield file
     for file in sorted(ROOT.iterdir()):
-        if file.is_file() and file.suffix in TEXT_SUFFIXES and file.name != "LICENSE":
+        # `.git` is a file where the checkout is one of several worktrees.
+        if file.is_file() and file.suffix in TEXT_SUFFIXES and file.name not in {"LICENSE", ".git"}:
             yield file
 
 

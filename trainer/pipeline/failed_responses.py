@@ -45,8 +45,8 @@ class FailedResponses:
 
     def __str__(self) -> str:
         plural = "" if self.num_failed == 1 else "s"
-        first, *_ = self.first_error.splitlines() or [""]  # a traceback follows; it is in summary.json
+        first_line = self.first_error.partition("\n")[0]  # a traceback may follow; summary.json has it
         return (
             f"{self.num_failed} response{plural} of {self.num_responses} ({self.frac:.0%}) failed and got no reward; "
-            f"means are over the others. First failure: {first}"
+            f"means are over the others. First failure: {first_line}"
         )

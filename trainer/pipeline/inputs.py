@@ -28,7 +28,7 @@ from trainer.config.errors import ConfigurationError, Problem
 from trainer.config.estimators import traits_of
 from trainer.config.model_paths import model_paths, with_model_paths
 from trainer.learner.errors import ModelError
-from trainer.pipeline.agent_inputs import AgentInputs, unnamed_tools
+from trainer.pipeline.agent_inputs import shown_tools, unnamed_tools
 from trainer.pipeline.data_sets import load_data
 from trainer.pipeline.hub import check_hub
 from trainer.pipeline.teacher import check_teacher
@@ -37,6 +37,7 @@ from trainer.telemetry.log import SHOWN_BEFORE
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from rollout.agent.loop import AgentLoop
     from rollout.prompts.source import PromptSet
     from rollout.types import Prompt
     from trainer.config.schema import RunConfig
@@ -66,11 +67,11 @@ class Inputs:
         return (*self.train.prompts, *(prompt for one in self.evaluation for prompt in one.prompts))
 
 
-def load_inputs(cfg: RunConfig, *, agent: AgentInputs | None = None) -> Inputs:
+def load_inputs(cfg: RunConfig, *, agent: AgentLoop | None = None) -> Inputs:
     """Load tokenizer and prompts, and try the reward. Blocks for seconds; main thread, outside an event loop.
 
     Args:
-        agent: what it asks of the prompts; None is one that asks nothing.
+        agent: its loop, which may ask for tools in the prompts; None asks nothing.
 
     Raises:
         DataError: a data set, column, prompt or reward cannot be used.
@@ -85,8 +86,7 @@ def load_inputs(cfg: RunConfig, *, agent: AgentInputs | None = None) -> Inputs:
     _check_fit(cfg)
     _check_stops(cfg, len(tokenizer))
     _check_vocabulary(cfg, tokenizer)
-    agent = AgentInputs() if agent is None else agent
-    data = load_data(cfg, tokenizer, tools=agent.tools)
+    data = load_data(cfg, tokenizer, tools=shown_tools(agent))
     left_out = data.left_out
     if unnamed := unnamed_tools(agent, data.train.prompts):
         log.warning(unnamed)

@@ -17,7 +17,7 @@ from trainer.config.own_function import is_own, load_own
 from trainer.config.validate import estimator_problems
 from trainer.learner.errors import ModelError
 from trainer.learner.model_files import check_weights, is_drawn
-from trainer.pipeline.agent_inputs import AgentInputs, check_agent
+from trainer.pipeline.agent_inputs import check_agent
 from trainer.pipeline.compose import make_source, why_engines_read_weights
 from trainer.pipeline.inputs import Inputs, check_engine_package, check_torchvision, load_inputs
 from trainer.pipeline.placement import Placement, check_cpus, check_fits, plan_placement
@@ -26,6 +26,7 @@ from weight_sync.device.base import Backend, DeviceError
 from weight_sync.device.select import build, get_backend
 
 if TYPE_CHECKING:
+    from rollout.agent.loop import AgentLoop
     from trainer.config.schema import RunConfig
 
 log = logging.getLogger(__name__)
@@ -90,7 +91,7 @@ def _check_sleep(cfg: RunConfig, backend: Backend) -> None:
 
 
 def check_files(
-    cfg: RunConfig, *, agent: AgentInputs | None = None, is_device_here: bool = True
+    cfg: RunConfig, *, agent: AgentLoop | None = None, is_device_here: bool = True
 ) -> tuple[Inputs, Resumed | None]:
     """Check the files of models, checkpoint, data and reward.
 

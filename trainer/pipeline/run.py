@@ -331,8 +331,10 @@ async def _start_cluster(cfg: RunConfig, checked: Checked, last_words: Mapping[s
     A start that is cancelled is finished first, or nobody would stop it; for that it has `trainer.shutdown_timeout_s`.
 
     Raises:
-        TimeoutError: not within `trainer.startup_timeout_s`.
+        TimeoutError: Ray has not answered within `trainer.startup_timeout_s`, beside `ray.placement_timeout_s` on a
+            cluster that is joined.
     """
+    limit_s = cfg.trainer.startup_timeout_s + (cfg.ray.placement_timeout_s if cfg.ray.address != "local" else 0.0)
     outcome: concurrent.futures.Future[Cluster] = concurrent.futures.Future()
 
     def work() -> None:
@@ -345,7 +347,7 @@ async def _start_cluster(cfg: RunConfig, checked: Checked, last_words: Mapping[s
     threading.Thread(target=work, name="ray", daemon=True).start()
     start = asyncio.wrap_future(outcome)
     try:
-        await asyncio.wait({start}, timeout=cfg.trainer.startup_timeout_s)
+        await asyncio.wait({start}, timeout=limit_s)
     except asyncio.CancelledError:
         await asyncio.wait({start}, timeout=cfg.trainer.shutdown_timeout_s)
         if start.done() and start.exception() is None:
@@ -353,8 +355,8 @@ async def _start_cluster(cfg: RunConfig, checked: Checked, last_words: Mapping[s
         raise
     if not start.done():
         raise TimeoutError(
-            f"Ray at ray.address={cfg.ray.address} does not answer within trainer.startup_timeout_s="
-            f"{cfg.trainer.startup_timeout_s:g}; look at its host and port"
+            f"Ray at ray.address={cfg.ray.address} gave no answer for {limit_s:g} s; look at its host and port, or "
+            "raise trainer.startup_timeout_s"
         )
     return start.result()
 

@@ -72,14 +72,10 @@ class _Worker:
     """Of these, how many count against the limit."""
     live_since: float | None = None
     """By the event loop's clock; None before the first look."""
-    asked: asyncio.Task[LoadReport] | None = None
-    """How busy the engines are, as it sees them; not answered yet."""
-    asked_at_replaced: int = 0
-    """`WorkerPool._num_replaced` when it was asked."""
-    report: LoadReport | None = None
-    """Its last answer."""
-    is_report_current: bool = False
-    """Whether no engine has been replaced since it was asked for that."""
+    question: asyncio.Task[tuple[int, LoadReport]] | None = None
+    """How busy the engines are, as it sees them; not answered yet, or not looked at."""
+    report: tuple[int, LoadReport] | None = None
+    """Its last answer, behind the number of engines that had been replaced when it was asked."""
 
 
 @dataclass(slots=True)
@@ -198,8 +194,6 @@ class WorkerPool:
         """All workers send to this engine actor what is meant for the replica `name`, quarantined or not."""
         self._standings[name] = _Standing(engine=engine)
         self._num_replaced += 1
-        for worker in self._workers:
-            worker.is_report_current = False  # it may name the engine that is gone
         self.lost_engines.pop(name, None)
         await self._tell_all(lambda actor: actor.replace.remote(name, engine))
 
@@ -238,12 +232,11 @@ class WorkerPool:
         restarts: dict[int, asyncio.Task[None]] = {}
         try:
             while True:
-                self._ask_loads()
                 await asyncio.sleep(LOOK_S)
-                self._hear_loads()
+                await self._look()
                 self._restart_lost(restarts)
         finally:
-            tasks = [*restarts.values(), *(worker.asked for worker in self._workers if worker.asked is not None)]
+            tasks = [*restarts.values(), *(worker.question for worker in self._workers if worker.question is not None)]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -267,33 +260,40 @@ class WorkerPool:
                 "printed is in actor_logs/; look at the memory of their host, and at your reward and agent loop"
             )
 
-    def _ask_loads(self) -> None:
-        """Of each live worker that has answered the question before. One that is silent holds up nobody."""
+    async def _look(self) -> None:
+        """Asks every live worker. One that does not answer at once is heard at a later look and holds up nobody."""
         for worker in self._workers:
-            if not worker.lost and worker.asked is None:
-                call = self._ask(worker, worker.actor.loads.remote(), timeout_s=self._silence_timeout_s)
-                worker.asked = asyncio.create_task(call, name=f"loads of {worker.name}")
-                worker.asked_at_replaced = self._num_replaced
+            if not worker.lost and worker.question is None:
+                worker.question = asyncio.create_task(self._loads(worker), name=f"loads of {worker.name}")
+        if questions := [worker.question for worker in self._workers if worker.question is not None]:
+            await asyncio.wait(questions, timeout=LOOK_S)
+        self._hear_loads()
+
+    async def _loads(self, worker: _Worker) -> tuple[int, LoadReport]:
+        num_replaced = self._num_replaced
+        report = await self._ask(worker, worker.actor.loads.remote(), timeout_s=self._silence_timeout_s)
+        return num_replaced, report
 
     def _hear_loads(self) -> None:
         for worker in self._workers:
-            if worker.asked is None or not worker.asked.done():
+            if worker.question is None or not worker.question.done():
                 continue
-            answered, worker.asked = worker.asked, None
+            answered, worker.question = worker.question, None
             error = answered.exception()
             if error is None:
                 worker.report = answered.result()
-                worker.is_report_current = worker.asked_at_replaced == self._num_replaced
             elif isinstance(error, TimeoutError):
                 self._lose(worker, f"was silent for {self._silence_timeout_s:g} s")
             elif not worker.lost:
                 log.warning("%s did not say how busy the engines are: %s", worker.name, one_line(first_cause(error)))
-        good = [worker.report for worker in self._workers if worker.report is not None and not worker.lost]
-        self.load_record = load_record(good) if good else {}
-        if all(worker.is_report_current for worker in self._workers if worker.report is not None and not worker.lost):
-            given_up = ((name, reason) for report in good for name, reason in report.quarantined.items())
+        said = [worker.report for worker in self._workers if worker.report is not None and not worker.lost]
+        reports = [report for _, report in said]
+        self.load_record = load_record(reports) if reports else {}
+        if all(num_replaced == self._num_replaced for num_replaced, _ in said):
+            # Else what was said may be of an engine that is gone.
+            given_up = ((name, reason) for report in reports for name, reason in report.quarantined.items())
             self.lost_engines = {name: f"lost ({reason})" for name, reason in given_up}
-        self.idle_engines.hear(engine_times(good), self.lost_engines)
+        self.idle_engines.hear(engine_times(reports), self.lost_engines)
 
     async def _try_restart(self, index: int, worker: _Worker) -> None:
         assert self._restart is not None
@@ -305,7 +305,9 @@ class WorkerPool:
             actor = await self._restart(index, worker.num_restarts)
             # Asked for in one turn with its return to the others, so that it misses nothing they are told from here on.
             calls = [call for name, standing in self._standings.items() for call in standing.tell(name, actor)]
-            worker.actor, worker.calls, worker.report, worker.lost = actor, None, None, ""
+            if worker.question is not None:
+                worker.question.cancel()  # it was for the one before
+            worker.actor, worker.calls, worker.question, worker.report, worker.lost = actor, None, None, None, ""
             self._has_live.set()
             await asyncio.gather(*(self._ask(worker, call, timeout_s=GROUP_GRACE_S) for call in calls))
         except Exception as error:  # noqa: BLE001 - the run goes on with the other workers, whatever is wrong with it

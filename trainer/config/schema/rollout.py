@@ -97,8 +97,8 @@ class RolloutConfig:
     )
     max_worker_restarts: int = key(
         3,
-        "Times that each lost rollout worker is started again within a run; while it trains, the run fails when "
-        "none is left.",
+        "Times that each lost rollout worker is started again; one that has lived for an hour since has all of them "
+        "again. While the run trains, it fails when no worker is left.",
         ge=0,
     )
     silence_timeout_s: float = key(

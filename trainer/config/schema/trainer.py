@@ -50,7 +50,7 @@ class TrainerConfig:
         gt=0,
         le=1,
     )
-    startup_timeout_s: float = key(900.0, "Deadline for all actors to be ready.", gt=0)
+    startup_timeout_s: float = key(900.0, "Deadline for Ray to start, and again for all actors to be ready.", gt=0)
     shutdown_timeout_s: float = key(30.0, "Longest orderly shutdown before processes are killed.", gt=0)
     stall_timeout_s: float = key(
         1800.0, "Stop with the reason if the learner waits for so long for the groups of a step.", gt=0

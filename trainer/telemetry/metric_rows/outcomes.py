@@ -37,23 +37,21 @@ OUTCOMES = (
     row(
         "agent/turns_mean",
         "turns",
-        "Turns that the policy generated, per answer of the step that has a generated token. Absent where each of them "
-        "is one turn and none comes from an agent that counts calls of tools.",
+        "Turns that the policy generated, per answer of the step. Absent where every answer is one turn and the agent "
+        "does not count tool calls.",
         "> 1 once tools are used",
     ),
     row(
         "agent/tool_calls_mean",
         "calls",
-        "Calls of tools per answer of the step, failed calls included; a turn that begins a call and writes it wrongly "
-        "is one, a turn that is cut off in its call is none. As agent/tool_errors, only with an agent that "
-        "counts them (tool_agent does), 0 if nothing was called.",
+        "Tool calls per answer of the step. Failed and malformed calls count, a call that is cut off does not. Only "
+        "with an agent that counts its calls, such as tool_agent.",
         "> 0; at 0 the policy never uses a tool",
     ),
     row(
         "agent/tool_errors",
         "calls",
-        "Those calls of all answers of the step that gave the policy an error in place of a result: written wrongly, "
-        "of a tool that there is not, raised, or too slow. A number, not a mean.",
+        "Tool calls of the step that returned an error to the policy: malformed, unknown tool, raised, or too slow.",
         "falls",
     ),
     row(

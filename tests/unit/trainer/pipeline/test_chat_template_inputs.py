@@ -13,7 +13,7 @@ from rollout.prompts.source import PromptSource
 from tests.fakes.chat_tokenizer import PLAIN, THINKING, chat_tokenizer
 from trainer.config.errors import ConfigurationError
 from trainer.config.load import load_config
-from trainer.pipeline.agent_inputs import check_agent
+from trainer.pipeline.agent_inputs import check_agent, shown_tools
 from trainer.pipeline.compose import worker_spec
 from trainer.pipeline.data_sets import load_data
 
@@ -54,7 +54,7 @@ def config(*overrides: str) -> RunConfig:
 
 def prompts(*overrides: str, template: str = THINKING) -> tuple[Prompt, ...]:
     cfg = config(*overrides)
-    data = load_data(cfg, chat_tokenizer(template), tools=check_agent(cfg).tools)
+    data = load_data(cfg, chat_tokenizer(template), tools=shown_tools(check_agent(cfg)))
     return (*data.train.prompts, *data.evaluation[0].prompts)
 
 
