@@ -1,8 +1,10 @@
-"""A private Ray cluster on a host that stands still while it starts."""
+"""A private Ray cluster on a host that stands still while it starts, and one that loses its control service."""
 
 from __future__ import annotations
 
+import asyncio
 import os
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +13,7 @@ import ray
 from ray._private import services
 
 from tests.fakes.scripted_run import config
-from trainer.pipeline.cluster import Cluster
+from trainer.pipeline.cluster import LOOK_S, Cluster, ClusterLost
 from trainer.pipeline.placement import plan_placement
 from trainer.pipeline.reaper import MARK, processes_of
 from weight_sync.device.select import get_backend
@@ -75,6 +77,30 @@ def test_a_cluster_that_was_too_slow_once_is_started_again_and_nothing_of_the_fi
         assert not processes_of(mark, scratch, spare=(os.getpid(),))
         assert not scratch.exists()
         assert ray.get(ray.remote(lambda: 7).options(num_cpus=1).remote(), timeout=120) == 7
+    finally:
+        cluster.stop(keep_logs_in=None)
+
+
+@pytest.mark.timeout(300)
+def test_the_end_of_rays_control_service_is_noticed_long_before_ray_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(MARK, "")
+    cluster = start()
+    try:
+
+        async def lose_it() -> None:
+            watch = asyncio.create_task(cluster.watch())
+            await asyncio.sleep(2 * LOOK_S)
+            assert not watch.done()
+            pids = processes_of(os.environ[MARK], Path("/nowhere"), spare=(os.getpid(),))
+            programs = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0] for pid in pids}
+            (service,) = (pid for pid, program in programs.items() if program.endswith(b"gcs_server"))
+            os.kill(service, signal.SIGKILL)
+            with pytest.raises(ClusterLost, match="control service"):
+                await asyncio.wait_for(watch, 20)
+
+        asyncio.run(lose_it())
     finally:
         cluster.stop(keep_logs_in=None)
 

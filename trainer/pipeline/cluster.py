@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import logging
@@ -17,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray._private import services
+from ray._private import ray_constants, services
+from ray._private import worker as ray_worker
 from ray._private.state import available_resources_per_node
 from ray.exceptions import RayError
 from ray.job_config import JobConfig
@@ -64,6 +66,8 @@ COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
 TOKEN = secrets.token_hex(32)
 """One for all clusters of this process, since Ray reads it once."""
+LOOK_S = 1.0
+"""Between two looks at Ray's control service."""
 SHORT_TEMP = "/tmp"
 MAX_TEMP_BYTES = 14
 """A socket's path has at most 107 bytes, of which our directory, Ray's session in it and the name take 93."""
@@ -77,6 +81,10 @@ _NOT_ASKED_FOR = (
     "GPU_group",
 )
 """Beginnings of the names of resources that Ray adds by itself."""
+
+
+class ClusterLost(RuntimeError):
+    """Ray itself has ended, and the run with it."""
 
 
 class Cluster:
@@ -208,6 +216,24 @@ class Cluster:
         except BaseException:
             ray.shutdown()
             raise
+
+    async def watch(self) -> None:
+        """Ends a run whose Ray cannot go on, while it can still be saved: Ray ends this process a minute after its
+        control service. A cluster that was joined has that elsewhere.
+
+        Waits for: its interval. Unblocked by: cancellation.
+
+        Raises:
+            ClusterLost: the control service of the private cluster has ended.
+        """
+        node = ray_worker._global_node
+        while self._scratch is not None and node is not None:
+            if ray_constants.PROCESS_TYPE_GCS_SERVER in dict(node.dead_processes()):
+                raise ClusterLost(
+                    "Ray's control service (gcs_server) has ended, as when the kernel kills it for memory; look at the "
+                    "memory of this host, and start again with the same run_dir"
+                )
+            await asyncio.sleep(LOOK_S)
 
     def stop(self, *, keep_logs_in: Path | None) -> None:
         """Leave the cluster; end it if it is ours, and remove its scratch directory. Idempotent.

@@ -117,6 +117,7 @@ class Driver:
 
     def __init__(self, cfg: RunConfig, state: RunState, sinks: Telemetry, checked: Checked) -> None:
         self._cfg, self._state, self._telemetry, self._checked = cfg, state, sinks, checked
+        self._cluster: Cluster | None = None
         self._is_training = False
         self._failure: Exception | None = None
         self._interrupted_at = -math.inf
@@ -159,7 +160,7 @@ class Driver:
                     "seed": cfg.seed,
                     "started_at": self._state.started_at,
                 }
-                cluster = await _start_cluster(cfg, self._checked, known)
+                self._cluster = cluster = await _start_cluster(cfg, self._checked, known)
                 self._checked = replace(self._checked, placement=cluster.placement)
                 self._listen()  # Ray has put a handler for SIGTERM in place that ends the process
             try:
@@ -237,6 +238,8 @@ class Driver:
         """All of them, until the last step is saved and evaluated. Raises the first failure."""
         supervisor.spawn(loops.watch_workers(parts), name="load_watch", may_end=True)
         supervisor.spawn(keeper.run(), name="engine_keeper")
+        if self._cluster is not None:
+            supervisor.spawn(self._cluster.watch(), name="ray", may_end=True)
         await evaluate_at_start(parts, supervisor)
         loops.start(parts, supervisor)
         await supervisor.until(loops.train_loop(parts))
