@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.telemetry.environment import made_now
+from trainer.telemetry.session import made_now
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

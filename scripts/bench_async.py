@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from trainer.bench.__main__ import main
+from trainer.tools.bench import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -25,15 +25,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rollout.collector import rare_collections
-from rollout.engine.scripted_replica import Workload
+from rollout.worker.actor import rare_collections
 from scripts.control_plane import ray_run
 from scripts.control_plane.plot import plot
 from scripts.control_plane.ray_run import RayCase
+from tests.fakes.scripted_replica import Workload
 from tests.fakes.virtual_time import run_virtual
 from tests.simulation.fleet import Plan
 from tests.simulation.world import simulation
-from trainer.telemetry.environment import made_now
+from trainer.telemetry.session import made_now
 
 REPLICAS = 64
 GROUP_SIZE = 4

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainer.config.document import configuration_markdown
-from trainer.telemetry.catalog import metrics_markdown
+from trainer.config.docs import configuration_markdown
+from trainer.telemetry.metrics import metrics_markdown
 
 PAGES = {"configuration.md": configuration_markdown, "metrics.md": metrics_markdown}
 

@@ -11,15 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.config.command_line import parse
-from trainer.config.errors import ConfigurationError, first_cause, noted_log, one_line
+from trainer.config.cli import parse
+from trainer.errors import ConfigurationError, first_cause, noted_log, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
 
-    from trainer.config.command_line import CommandLine
-    from trainer.config.schema.run import RunConfig
+    from trainer.config.cli import CommandLine
+    from trainer.config.schema import RunConfig
 
 EXIT_DONE, EXIT_FAILED, EXIT_CONFIGURATION, EXIT_INTERRUPTED = 0, 1, 2, 130
 EXIT_NO_READER = 141
@@ -70,7 +70,7 @@ def process_started_at() -> float:
 def _act(line: CommandLine, started_at: float) -> int:
     match line.action:
         case "help":
-            from trainer.config.help import help_text
+            from trainer.config.cli import help_text
 
             sys.stdout.write(help_text())
             return EXIT_DONE
@@ -109,7 +109,7 @@ def _show_config(line: CommandLine) -> int:
 def _run(line: CommandLine, started_at: float) -> int:
     from rollout.errors import DataError
     from trainer.config.load import resolve
-    from trainer.learner.errors import CheckpointError, ModelError
+    from trainer.errors import CheckpointError, ModelError
 
     config, problems = resolve(line, note=sys.stderr.write)
     if problems:
@@ -118,7 +118,7 @@ def _run(line: CommandLine, started_at: float) -> int:
     # The heavy imports (torch, Ray, vLLM) come only after the configuration has been checked.
     try:
         if line.action == "dry_run":
-            from trainer.planning.dry_run import dry_run
+            from trainer.tools.dry_run import dry_run
 
             dry_run(
                 config,
@@ -127,7 +127,7 @@ def _run(line: CommandLine, started_at: float) -> int:
                 nodes=line.nodes,
             )
             return EXIT_DONE
-        from trainer.pipeline.run import run
+        from trainer.driver.run import run
 
         return run(config, started_at=started_at)
     except DataError as error:

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 TOOLS = {
-    "advise": "trainer.advise.__main__",
-    "bench": "trainer.bench.__main__",
-    "check": "trainer.check_plugin",
-    "export": "trainer.export",
-    "view": "trainer.view",
+    "advise": "trainer.tools.advise",
+    "bench": "trainer.tools.bench",
+    "check": "trainer.tools.check_plugin",
+    "export": "trainer.tools.export",
+    "view": "trainer.tools.view",
 }
 """Subcommand -> the module whose `main` it is, imported when it is asked for."""
 

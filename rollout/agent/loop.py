@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 import numpy as np
 
-from rollout.agent.ledger import TokenLedger
+from rollout.agent.trajectory_builder import TokenLedger
 from rollout.errors import AgentError
 from rollout.types import ToolUse, TrajectoryStatus, split_sequences
 

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollout.agent.ledger import TokenLedger
-from rollout.agent.openai_api import Answer, ApiError, assistant_message, normal, says_the_same
-from rollout.agent.template import TemplateError, TooLong
+from rollout.agent.openai_protocol import Answer, ApiError, assistant_message, normal, says_the_same
+from rollout.agent.trajectory_builder import TokenLedger
+from rollout.rendering import TemplateError, TooLong
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from rollout.agent.loop import Generate
-    from rollout.agent.openai_api import ChatRequest
-    from rollout.agent.template import ChatTemplate, Setting
+    from rollout.agent.openai_protocol import ChatRequest
+    from rollout.rendering import ChatTemplate, Setting
     from rollout.types import Completion, Prompt, Turn
 
 

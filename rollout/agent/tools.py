@@ -22,10 +22,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rollout.agent.loop import MultiTurnLoop, Reply
-from rollout.agent.template import ChatTemplate, Setting
-from rollout.chat_template import arguments_of, schema_of, variables_of
 from rollout.plugins import load
-from rollout.tokenizer import load_tokenizer
+from rollout.rendering import ChatTemplate, Setting, arguments_of, load_tokenizer, schema_of, variables_of
 from rollout.types import ToolUse
 
 if TYPE_CHECKING:

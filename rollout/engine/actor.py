@@ -8,7 +8,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
-from rollout.engine.settings import process_env
+from rollout.engine.vllm_config import process_env
 from rollout.engine.vllm_engine import VllmEngine
 from weight_sync.device.base import DeviceError
 from weight_sync.device.select import build as backend_called
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from rollout.engine.base import Engine, EngineInfo, EngineLoad, EngineSpec, EngineStats
+    from rollout.engine.interface import Engine, EngineInfo, EngineLoad, EngineSpec, EngineStats
     from rollout.types import Completion, SamplingParams
     from weight_sync.wire import CommitResult
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rollout.engine.base import EngineLoad, EngineTimes
+from rollout.engine.interface import EngineLoad, EngineTimes
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -18,20 +18,22 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
-from rollout.engine.base import Engine, EngineInfo, EngineLoad, EngineSpec, EngineStats
-from rollout.engine.chunks import ChunkBuilder, VersionLabels
-from rollout.engine.environment import environment
-from rollout.engine.fork_server import begin_imports
-from rollout.engine.gate import AdmissionGate, GateTurns, Pause
-from rollout.engine.launch import engine_pids, import_vllm, launch, shut_down, vllm_sampling
-from rollout.engine.live_answer import LiveAnswer, stop_watch
+from rollout.engine.interface import Engine, EngineInfo, EngineLoad, EngineSpec, EngineStats
 from rollout.engine.load_meter import Activity, LoadMeter
-from rollout.engine.outputs import Fence, next_output
 from rollout.engine.reaper import OrphanReaper
-from rollout.engine.roster import Roster
-from rollout.engine.settings import process_env
-from rollout.engine.start_failure import printed_cause
-from rollout.engine.vocabulary import check_token_ids
+from rollout.engine.request_state import ChunkBuilder, Fence, LiveAnswer, Roster, VersionLabels, next_output, stop_watch
+from rollout.engine.startup_error import printed_cause
+from rollout.engine.vllm_config import check_token_ids, process_env
+from rollout.engine.vllm_process import (
+    begin_imports,
+    engine_pids,
+    environment,
+    import_vllm,
+    launch,
+    shut_down,
+    vllm_sampling,
+)
+from rollout.engine.weight_commit import AdmissionGate, GateTurns, Pause
 from rollout.errors import EngineDead
 from rollout.types import Completion, SamplingParams
 from weight_sync import vllm_compat
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
 
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from rollout.engine.stops import StopWatch
+    from rollout.engine.request_state import StopWatch
 
 T = TypeVar("T")
 ReplyState = Literal["ok", "failed", "dirty"]

@@ -1,20 +1,63 @@
-"""One call of a reward function: whatever it does, the outcome is a result or an error."""
+"""One call of a reward function, and what it may return."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import math
+import numbers
 import traceback
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rollout.errors import RewardError
-from rollout.reward.result import RewardResult, to_result
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from rollout.reward.registry import RewardFn
+
+
+_MAX_PARTS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardResult:
+    """The reward of one response, and named parts of it for the metrics (empty if the function returned a number)."""
+
+    reward: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+
+def to_result(value: object) -> RewardResult:
+    """Accepts a finite number, or a mapping of finite numbers with the key "reward".
+
+    Raises:
+        RewardError: anything else, saying what was returned.
+    """
+    if not isinstance(value, Mapping):
+        return RewardResult(reward=_finite(value, "it"))
+    if "reward" not in value:
+        raise RewardError(f'returned a dict without the key "reward" (keys: {sorted(map(str, value))}); add it')
+    if len(value) > _MAX_PARTS:
+        raise RewardError(f"returned a dict of {len(value)} entries; at most {_MAX_PARTS} parts are recorded")
+    parts = {str(name): _finite(part, f"entry {str(name)!r}") for name, part in value.items()}
+    return RewardResult(reward=parts.pop("reward"), parts=parts)
+
+
+def _finite(value: object, what: str) -> float:
+    item = getattr(value, "item", None)
+    if item is not None and getattr(value, "ndim", None) == 0:  # a boolean of NumPy, a tensor of one number
+        value = item()
+    if not isinstance(value, numbers.Real):
+        raise RewardError(
+            f"returned {type(value).__name__} {value!r:.80} ({what}); a reward is a finite number, or a dict of them "
+            'with the key "reward"'
+        )
+    number = float(value)
+    if not math.isfinite(number):
+        raise RewardError(f"returned {number} ({what}); a reward must be finite, so guard the division or the log")
+    return number
+
 
 _NUM_TRACEBACK_FRAMES = 3
 _MAX_MESSAGE_CHARS = 2000

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rollout.errors import RewardError
+    from rollout.reward.call import RewardResult
     from rollout.reward.child import Request
     from rollout.reward.output import Output
-    from rollout.reward.result import RewardResult
 
 LOAD_TIMEOUT_S = 60.0
 """Start of the process and import of the reward function, or what a process that has imported it needs to take the

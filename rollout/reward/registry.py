@@ -44,9 +44,9 @@ BUILTIN_REWARDS: Mapping[str, RewardEntry] = MappingProxyType(
     {
         entry.name: entry
         for entry in (
-            _builtin("arithmetic", "rollout.reward.arithmetic:score", inline=True),
+            _builtin("arithmetic", "rollout.reward.builtin:arithmetic", inline=True),
             _builtin("math", "rollout.reward.math:score", inline=False),
-            _builtin("zero", "rollout.reward.zero:score", inline=True, needs_answer=False),
+            _builtin("zero", "rollout.reward.builtin:zero", inline=True, needs_answer=False),
         )
     }
 )

@@ -8,7 +8,7 @@ import struct
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from rollout.errors import RewardError
-from rollout.reward.result import RewardResult
+from rollout.reward.call import RewardResult
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -6,17 +6,16 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
-from rollout.actor import RolloutWorkerActor
-from rollout.collector import rare_collections
-from rollout.engine.scripted_replica import ScriptedReplica, Workload
-from rollout.reward.result import RewardResult
-from rollout.worker import RolloutWorker, WorkerSpec
-from trainer.learner.result import Metric, StepResult
+from rollout.reward.call import RewardResult
+from rollout.worker.actor import RolloutWorkerActor, rare_collections
+from rollout.worker.worker import RolloutWorker, WorkerSpec
+from tests.fakes.scripted_replica import ScriptedReplica, Workload
+from trainer.learner.step_stats import Metric, StepResult
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rollout.buffer.items import WorkItem
+    from rollout.buffer.rollout_buffer import WorkItem
     from rollout.types import Group, Prompt
     from trainer.data.batch import MicroBatch, StepRewards
 

@@ -25,25 +25,23 @@ import numpy as np
 import ray
 from rich.console import Console
 
-from rollout.collector import rare_collections
-from rollout.engine.scripted_replica import Workload
-from rollout.prompts.source import PromptSet, PromptSource, fingerprint
+from rollout.prompts.prompt_source import PromptSet, PromptSource, fingerprint
 from rollout.types import Prompt, SamplingParams
-from rollout.worker import WorkerSpec
+from rollout.worker.actor import rare_collections
+from rollout.worker.worker import WorkerSpec
 from scripts.control_plane.actors import ScriptedRank, ScriptedWorker
+from tests.fakes.scripted_replica import Workload
 from tests.fakes.scripted_run import config, sync_report
+from trainer.driver import loops
+from trainer.driver.actors import make_buffer
+from trainer.driver.checkpointing import Checkpointer, RunState
+from trainer.driver.evaluation import Evaluator
+from trainer.driver.fleet import WorkerPool
+from trainer.driver.supervise import Supervisor
+from trainer.driver.weight_updates import OwnDevices, SyncPump
 from trainer.learner.group import LearnerGroup
-from trainer.pipeline import loops
-from trainer.pipeline.compose import make_buffer
-from trainer.pipeline.device_turns import OwnDevices
-from trainer.pipeline.evaluate import Evaluator
-from trainer.pipeline.resume import Checkpointer
-from trainer.pipeline.state import RunState
-from trainer.pipeline.supervise import Supervisor
-from trainer.pipeline.sync_pump import SyncPump
-from trainer.pipeline.telemetry import Telemetry, opened
-from trainer.pipeline.workers import WorkerPool
 from trainer.telemetry.run_dir import open_run_dir
+from trainer.telemetry.session import Telemetry, opened
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -279,7 +277,7 @@ def _prompts(num_tokens: int) -> PromptSet:
 
 @contextlib.contextmanager
 def _cluster(case: RayCase) -> Iterator[None]:
-    """A private one, with what `trainer.pipeline.cluster` sets. Its processes get the priority of this one, not less:
+    """A private one, with what `trainer.driver.cluster` sets. Its processes get the priority of this one, not less:
     replicas have to keep their time."""
     os.environ.setdefault("RAY_worker_niceness", "0")
     with tempfile.TemporaryDirectory(prefix="tandem-cp-", ignore_cleanup_errors=True) as scratch:

@@ -13,8 +13,8 @@ import pytest
 from safetensors import safe_open
 
 from tests.fakes.trainer_process import TrainerProcess
-from trainer.builtin.tokenizer import build_tokenizer
-from trainer.telemetry.catalog import check_complete, check_known
+from trainer.builtin.tiny_model import build_tokenizer
+from trainer.telemetry.metrics import check_complete, check_known
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -24,7 +24,7 @@ import pytest
 
 from tests.fakes.learner import save_tiny
 from tests.fakes.patience import PATIENT_S
-from trainer.builtin.tokenizer import build_tokenizer
+from trainer.builtin.tiny_model import build_tokenizer
 from trainer.learner import checkpoint
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.fakes.trainer_process import ROOT
-from trainer.bench.workload import workload
+from trainer.tools.bench_workload import workload
 
 if TYPE_CHECKING:
     from pathlib import Path

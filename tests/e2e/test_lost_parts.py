@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-from trainer.bench.workload import run_config, workload, write_inputs
+from trainer.tools.bench_workload import run_config, workload, write_inputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable

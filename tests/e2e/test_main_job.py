@@ -11,7 +11,7 @@ import yaml
 
 from tests.fakes.trainer_process import TrainerProcess
 from trainer.builtin import tiny_model
-from trainer.telemetry.catalog import check_complete, check_known
+from trainer.telemetry.metrics import check_complete, check_known
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

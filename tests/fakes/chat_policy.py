@@ -12,10 +12,10 @@ import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rollout.agent.ledger import join_chunks
-from rollout.engine.base import EngineSpec
-from rollout.engine.scripted_engine import ScriptedEngine
+from rollout.agent.trajectory_builder import join_chunks
+from rollout.engine.interface import EngineSpec
 from rollout.types import Completion, Prompt, SamplingParams
+from tests.fakes.scripted_engine import ScriptedEngine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rollout.actor import RolloutWorkerActor
+from rollout.worker.actor import RolloutWorkerActor
 
 if TYPE_CHECKING:
-    from rollout.buffer.items import WorkItem
+    from rollout.buffer.rollout_buffer import WorkItem
     from rollout.types import Group
 
 

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rollout.engine.stops import StopWatch
+from rollout.engine.request_state import StopWatch
 from rollout.errors import EngineDead
 from rollout.types import Completion, Segment
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
-    from rollout.engine.base import EngineLoad
+    from rollout.engine.interface import EngineLoad
     from rollout.types import FinishReason, SamplingParams
 
 STOP_TOKEN = 0

@@ -6,8 +6,8 @@ import os
 from typing import TYPE_CHECKING
 
 from rollout.engine.actor import EngineActor
-from rollout.engine.base import EngineSpec
-from rollout.engine.scripted_engine import ScriptedEngine
+from rollout.engine.interface import EngineSpec
+from tests.fakes.scripted_engine import ScriptedEngine
 from weight_sync.device.select import build
 
 if TYPE_CHECKING:

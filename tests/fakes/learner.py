@@ -26,11 +26,8 @@ from transformers import (
 
 from tests.fakes.party_process import PRELOAD
 from tests.fakes.patience import PATIENT_S
-from trainer.config.schema import RunConfig
-from trainer.config.schema.algorithm import AlgorithmConfig
-from trainer.config.schema.learner import LearnerConfig
-from trainer.config.schema.model import ModelConfig
-from trainer.config.schema.rollout import RolloutConfig
+from trainer.config.algorithm import AlgorithmConfig
+from trainer.config.schema import LearnerConfig, ModelConfig, RolloutConfig, RunConfig
 from trainer.data.batch import MicroBatch
 from trainer.learner.policy import PolicyLearner
 from weight_sync.device.select import get_backend

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def worker_main(cfg: RunConfig, rank: int, num_ranks: int, pipe: Any) -> None:
     """Build the worker, then answer `(method, args)` until the pipe closes."""
-    from trainer.learner.worker import LearnerWorker
+    from trainer.learner.actor import LearnerWorker
 
     class Worker(LearnerWorker):
         def set_adapters(self, seed: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ray.exceptions import RayActorError
 
-from rollout.group_server import GroupServer
+from rollout.worker.group_server import GroupServer
 
 
 class Ref:

@@ -9,9 +9,7 @@ import numpy as np
 
 from tests.fakes.learner import VOCAB, pack, run_config, without_loss
 from trainer.algorithms.advantages import GroupRewards
-from trainer.config.schema.algorithm import AlgorithmConfig
-from trainer.config.schema.critic import CriticConfig
-from trainer.config.schema.kl import KlConfig
+from trainer.config.algorithm import AlgorithmConfig, CriticConfig, KlConfig
 from trainer.data.batch import MicroBatch, StepRewards, TokenRewards
 
 if TYPE_CHECKING:

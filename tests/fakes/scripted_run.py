@@ -17,34 +17,34 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from rich.console import Console
 
-from rollout.buffer.work_buffer import WorkBuffer
-from rollout.prompts.source import PromptSet, PromptSource, fingerprint
+from rollout.buffer.rollout_buffer import WorkBuffer
+from rollout.prompts.prompt_source import PromptSet, PromptSource, fingerprint
 from rollout.types import Group, Prompt, Segment, Trajectory, Turn
-from trainer.config.schema import RunConfig
-from trainer.config.schema.algorithm import AlgorithmConfig
-from trainer.config.schema.checkpoint import CheckpointConfig
-from trainer.config.schema.learner import LearnerConfig
-from trainer.config.schema.mode import ModeConfig
-from trainer.config.schema.rollout import RolloutConfig
-from trainer.config.schema.telemetry import TelemetryConfig
-from trainer.config.schema.trainer import TrainerConfig
-from trainer.learner.result import Metric, StepResult
-from trainer.pipeline import loops
-from trainer.pipeline.device_turns import OwnDevices
-from trainer.pipeline.evaluate import Evaluator
-from trainer.pipeline.evaluation_runs import evaluate_at_start
-from trainer.pipeline.held_out import HeldOut
-from trainer.pipeline.idle_engines import IdleEngines
-from trainer.pipeline.resume import Checkpointer
-from trainer.pipeline.run import Driver
-from trainer.pipeline.supervise import Supervisor
-from trainer.pipeline.sync_pump import SyncPump
-from trainer.pipeline.telemetry import Telemetry
-from trainer.telemetry.earlier_records import cut_records
-from trainer.telemetry.progress import Progress
+from trainer.config.algorithm import AlgorithmConfig
+from trainer.config.schema import (
+    CheckpointConfig,
+    LearnerConfig,
+    ModeConfig,
+    RolloutConfig,
+    RunConfig,
+    TelemetryConfig,
+    TrainerConfig,
+)
+from trainer.driver import loops
+from trainer.driver.checkpointing import Checkpointer
+from trainer.driver.datasets import HeldOut
+from trainer.driver.evaluation import Evaluator
+from trainer.driver.fleet import IdleEngines
+from trainer.driver.loops import evaluate_at_start
+from trainer.driver.run import Driver
+from trainer.driver.supervise import Supervisor
+from trainer.driver.weight_updates import OwnDevices, SyncPump
+from trainer.learner.step_stats import Metric, StepResult
+from trainer.telemetry.console import Progress
 from trainer.telemetry.run_dir import open_run_dir
-from trainer.telemetry.sinks.build import build_writer
-from trainer.telemetry.spans import Tracer
+from trainer.telemetry.session import Telemetry, cut_records
+from trainer.telemetry.sinks import build_writer
+from trainer.telemetry.trace import Tracer
 from trainer.telemetry.trajectories import TrajectoryRecorder
 from weight_sync.types import SyncReport
 
@@ -52,10 +52,10 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Sequence
     from pathlib import Path
 
-    from rollout.buffer.items import WorkItem
+    from rollout.buffer.rollout_buffer import WorkItem
     from rollout.types import SamplingParams
     from trainer.data.batch import TrainBatch
-    from trainer.pipeline.state import RunState
+    from trainer.driver.checkpointing import RunState
 
 REPLICA = "replica_0"
 

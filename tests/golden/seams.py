@@ -25,9 +25,8 @@ import torch.distributed as dist
 import yaml
 from rich.console import Console
 
-from rollout.agent.ledger import TokenLedger
 from rollout.agent.loop import MultiTurnLoop, Reply, check_episode
-from rollout.engine.scripted_replica import ScriptedReplica
+from rollout.agent.trajectory_builder import TokenLedger
 from rollout.types import Completion, Group, Prompt, Segment, Trajectory, Turn
 from tests.fakes.learner import (
     KINDS,
@@ -40,6 +39,7 @@ from tests.fakes.learner import (
     sequences,
     weights,
 )
+from tests.fakes.scripted_replica import ScriptedReplica
 from tests.fakes.scripted_run import (
     InlineExecutor,
     Script,
@@ -58,33 +58,28 @@ from tests.golden.run_files import json_lines, left_in
 from tests.simulation.world import simulation
 from tests.unit.trainer.planning.conftest import QWEN_7B
 from trainer.__main__ import main as trainer
-from trainer.advise.__main__ import main as advise
 from trainer.algorithms.advantages import GroupRewards
-from trainer.bench.__main__ import examine
-from trainer.bench.cases import parse_case
-from trainer.bench.figures import Measure
-from trainer.bench.report import table
-from trainer.bench.runs import Ended, output_of
-from trainer.bench.workload import workload
-from trainer.builtin.tokenizer import build_tokenizer
-from trainer.config.command_line import parse
+from trainer.builtin.tiny_model import build_tokenizer
+from trainer.config.algorithm import AlgorithmConfig, ClampConfig, CorrectionConfig, KlConfig, MaskConfig, RejectConfig
+from trainer.config.cli import parse
 from trainer.config.convert import to_plain
-from trainer.config.describe import all_keys, type_text
 from trainer.config.dump import dump_yaml
-from trainer.config.errors import ConfigurationError, first_cause, one_line
+from trainer.config.keys import all_keys, type_text
 from trainer.config.library import config_names as names_in
 from trainer.config.library import groups as groups_in
 from trainer.config.library import packaged_configs
 from trainer.config.load import resolve
-from trainer.config.schema.algorithm import AlgorithmConfig
-from trainer.config.schema.correction import ClampConfig, CorrectionConfig, MaskConfig, RejectConfig
-from trainer.config.schema.kl import KlConfig
 from trainer.data.batch import StepRewards, TokenRewards
-from trainer.data.batcher import BatchLimits, batch_stats, build_train_batch
+from trainer.data.build import BatchLimits, batch_stats, build_train_batch
+from trainer.driver.checkpointing import RunState, find_resume, take_over, tell_resumed
+from trainer.driver.run import EXIT_CODES, _say_goodbye, _summary
+from trainer.errors import ConfigurationError, first_cause, one_line
 from trainer.learner.policy import PolicyLearner
-from trainer.pipeline.resume import find_resume, take_over, tell_resumed
-from trainer.pipeline.run import EXIT_CODES, _say_goodbye, _summary
-from trainer.pipeline.state import RunState
+from trainer.tools.advise import main as advise
+from trainer.tools.bench import Ended, examine, output_of
+from trainer.tools.bench_figures import Measure
+from trainer.tools.bench_report import table
+from trainer.tools.bench_workload import parse_case, workload
 from weight_sync.device.select import get_backend
 
 if TYPE_CHECKING:
@@ -94,7 +89,7 @@ if TYPE_CHECKING:
     from tests.simulation.fleet import Plan
     from trainer.config.schema import RunConfig
     from trainer.data.batch import MicroBatch, TrainBatch
-    from trainer.learner.result import StepResult
+    from trainer.learner.step_stats import StepResult
 
 # Configuration
 

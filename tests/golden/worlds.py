@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rollout.engine.scripted_replica import Workload
+from tests.fakes.scripted_replica import Workload
 from tests.golden import seams
 from tests.golden.clocks import virtual_clocks
 from tests.golden.net import Part

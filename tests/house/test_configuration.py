@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.house.source import modules
-from trainer.config.describe import KeyInfo, all_keys
+from trainer.config.keys import KeyInfo, all_keys
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

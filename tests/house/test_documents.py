@@ -12,18 +12,17 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.house.source import ROOT, Module, docstrings, modules
-from trainer.config.command_line import parse
-from trainer.config.document import configuration_markdown
+from trainer.config.cli import parse
+from trainer.config.docs import configuration_markdown
 from trainer.config.load import resolve
-from trainer.telemetry.catalog import find_row, metrics_markdown
-from trainer.telemetry.metric_rows import METRICS
+from trainer.telemetry.metrics import METRICS, find_row, metrics_markdown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
 REFRESH = "run: python scripts/generate_docs.py"
-PRODUCERS = ("trainer/pipeline/", "trainer/learner/", "trainer/data/", "trainer/telemetry/sinks/", "rollout/")
+PRODUCERS = ("trainer/driver/", "trainer/learner/", "trainer/data/", "trainer/telemetry/", "rollout/")
 CLUSTER = " ray.address=10.0.0.1:6379"
 STARTS = {
     r"python -m trainer(?!\.)": "",
@@ -87,7 +86,7 @@ def metric_names() -> Iterator[tuple[str, str]]:
 
 def test_every_metric_named_in_the_code_has_a_row() -> None:
     unknown = sorted(f"{where} {name}" for where, name in metric_names() if find_row(name) is None)
-    assert not unknown, "add a row to trainer/telemetry/metric_rows for:\n" + "\n".join(unknown)
+    assert not unknown, "add a row to trainer/telemetry/metrics.py for:\n" + "\n".join(unknown)
 
 
 def in_producers(module: Module) -> bool:
@@ -127,7 +126,7 @@ def can_say(name: str, whole: set[str], made: list[re.Pattern[str]]) -> bool:
 def test_every_row_of_the_catalogue_has_somebody_who_writes_it() -> None:
     whole, made = texts()
     silent = [metric.name for metric in METRICS if not can_say(metric.name, whole, made)]
-    assert not silent, "nothing writes these rows of trainer/telemetry/metric_rows:\n" + "\n".join(silent)
+    assert not silent, "nothing writes these rows of trainer/telemetry/metrics.py:\n" + "\n".join(silent)
     for name in ("perf/no_such", "learner/no_such_s", "learner/correction_no_such_frac", "perf/no_such/*"):
         assert not can_say(name, whole, made)
 

@@ -12,8 +12,8 @@ from tests.house.source import ROOT, modules, runtime_imports, words_of_code
 
 # Regular expressions of the files that may import a library, by library.
 PLACES = {
-    "ray": r".*/worker\.py|.*/actor\.py|trainer/learner/group\.py|trainer/pipeline/(cluster|compose)\.py",
-    "vllm": r"rollout/engine/(vllm_engine|launch)\.py|"
+    "ray": r".*/worker\.py|.*/actor\.py|trainer/learner/group\.py|trainer/driver/(cluster|actors)\.py",
+    "vllm": r"rollout/engine/(vllm_engine|vllm_process)\.py|"
     r"weight_sync/(vllm_extension|vllm_compat|lora|fallback|bench/engines)\.py",
     "hydra": r"trainer/config/load\.py|trainer/__main__\.py",
     "omegaconf": r"trainer/config/load\.py|trainer/__main__\.py",
@@ -22,9 +22,7 @@ PLACES = {
 VENDORS = re.compile(r"(?<![a-z])(cuda|hip|rocm|npu|nccl|hccl)(?![a-z])", re.IGNORECASE)
 EXTRAS = re.compile(r"\[(cpu|cuda|rocm|npu)\]")
 """What people install, as in `pip install "tandem-rl[cuda]"`: a name of ours that messages have to say."""
-VENDOR_PLACES = (
-    r"weight_sync/device/.*|weight_sync/transports/(ipc|pair)\.py|trainer/config/schema/(device|weight_sync)\.py"
-)
+VENDOR_PLACES = r"weight_sync/device/.*|weight_sync/transports/(ipc|pair)\.py|trainer/config/schema\.py"
 
 LIGHT = (
     "rollout.types", "rollout.errors", "rollout.prompts", "rollout.agent", "rollout.reward", "rollout.buffer",

@@ -11,8 +11,8 @@ from ray.cluster_utils import Cluster as RayCluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tests.fakes.scripted_run import config
-from trainer.pipeline import cluster
-from trainer.pipeline.placement import plan_placement
+from trainer.driver import cluster
+from trainer.driver.placement import plan_placement
 from weight_sync.device.visibility import show_own_devices
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ import ray
 from ray._private import services
 
 from tests.fakes.scripted_run import config
-from trainer.pipeline.cluster import LOOK_S, Cluster, ClusterLost
-from trainer.pipeline.placement import plan_placement
-from trainer.pipeline.reaper import MARK, processes_of
+from trainer.driver.cluster import LOOK_S, Cluster, ClusterLost
+from trainer.driver.placement import plan_placement
+from trainer.driver.process_cleaner import MARK, processes_of
 from weight_sync.device.select import get_backend
 
 if TYPE_CHECKING:

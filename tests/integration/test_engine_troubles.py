@@ -18,7 +18,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rollout.engine.base import EngineSpec
+from rollout.engine.interface import EngineSpec
 from rollout.engine.vllm_engine import VllmEngine
 from rollout.types import SamplingParams
 from tests.fakes.own_tokenizer import END_ID, save_own_tokenizer
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.timeout(400)
 ROOT = Path(__file__).resolve().parents[2]
 OWNER = """
 import asyncio, json, sys
-from rollout.engine.base import EngineSpec
+from rollout.engine.interface import EngineSpec
 from rollout.engine.vllm_engine import VllmEngine
 
 async def main():

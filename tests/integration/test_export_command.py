@@ -15,13 +15,12 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from tests.fakes.learner import make_learner, pack, run_config, run_ranks, save_tiny, sequences
+from trainer.config.algorithm import AlgorithmConfig, CriticConfig
 from trainer.config.dump import dump_yaml
-from trainer.config.schema.algorithm import AlgorithmConfig
-from trainer.config.schema.critic import CriticConfig
-from trainer.config.schema.model import LoraConfig
-from trainer.export import main
+from trainer.config.schema import LoraConfig
+from trainer.driver.checkpointing import origin
 from trainer.learner.checkpoint import begin, commit
-from trainer.pipeline.resume import origin
+from trainer.tools.export import main
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -105,7 +104,7 @@ def test_the_command_writes_the_files_that_the_learner_exports(directory: Path, 
 
 def test_a_run_directory_stands_for_its_newest_checkpoint_and_needs_no_ray(directory: Path, tmp_path: Path) -> None:
     code = (
-        "import sys; from trainer.export import main; code = main(); "
+        "import sys; from trainer.tools.export import main; code = main(); "
         "print(sorted({'ray', 'vllm'} & set(sys.modules)), torch.cuda.is_initialized()) "
         "if (torch := sys.modules['torch']) else 0; sys.exit(code)"
     )

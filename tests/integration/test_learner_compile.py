@@ -20,7 +20,7 @@ from tests.fakes.learner import (
     sequences,
 )
 from tests.fakes.rewarded import config, filler, pack_rewarded, rewarded
-from trainer.learner.rehearsal import largest_micro_batch
+from trainer.learner.policy import largest_micro_batch
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -23,8 +23,8 @@ from tests.fakes.learner import (
     weights,
     without_loss,
 )
+from trainer.errors import CheckpointError
 from trainer.learner.checkpoint import begin, commit, find_latest, read_state
-from trainer.learner.errors import CheckpointError
 
 if TYPE_CHECKING:
     from pathlib import Path

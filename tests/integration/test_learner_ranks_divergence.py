@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from tests.fakes.learner import make_learner, run_ranks, save_tiny
 from tests.fakes.rewarded import all_weights, config, pack_rewarded, rewarded
+from trainer.errors import TrainingDiverged
 from trainer.learner import critic
-from trainer.learner.errors import TrainingDiverged
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -19,8 +19,7 @@ from tests.fakes.learner import (
     sequences,
     without_loss,
 )
-from trainer.config.schema.algorithm import AlgorithmConfig
-from trainer.config.schema.correction import ClampConfig, CorrectionConfig, RejectConfig
+from trainer.config.algorithm import AlgorithmConfig, ClampConfig, CorrectionConfig, RejectConfig
 
 if TYPE_CHECKING:
     from pathlib import Path

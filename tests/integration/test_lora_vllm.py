@@ -18,14 +18,14 @@ import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
-from rollout.engine.base import EngineSpec
+from rollout.engine.interface import EngineSpec
 from rollout.engine.vllm_engine import VllmEngine
 from rollout.types import SamplingParams
 from tests.contract.engine.suite import Answer, collect
 from tests.fakes.learner import run_config
 from tests.fakes.learner_process import LearnerProcess
 from tests.fakes.patience import PATIENT_S, PATIENT_TEST_S
-from trainer.config.schema.model import LoraConfig
+from trainer.config.schema import LoraConfig
 from weight_sync.coordinator import SyncCoordinator, SyncOptions
 from weight_sync.errors import PlanMismatch
 from weight_sync.lora import peft_name

@@ -18,16 +18,16 @@ import numpy as np
 import pytest
 
 from rollout.types import Group, Prompt, SamplingParams, Segment, Trajectory, Turn
-from rollout.worker import derive_seed
+from rollout.worker.worker import derive_seed
 from tests.fakes.trainer_process import ROOT, TrainerProcess
 from trainer.config.load import load_config
-from trainer.data.batcher import BatchLimits, build_train_batch
-from trainer.pipeline import compose
-from trainer.pipeline.cluster import Cluster
-from trainer.pipeline.inputs import ensure_model
-from trainer.pipeline.preflight import Checked, preflight
-from trainer.pipeline.starting import start_actors
-from trainer.telemetry.spans import Tracer
+from trainer.data.build import BatchLimits, build_train_batch
+from trainer.driver import actors as compose
+from trainer.driver.actors import start_actors
+from trainer.driver.cluster import Cluster
+from trainer.driver.inputs import ensure_model
+from trainer.driver.preflight import Checked, preflight
+from trainer.telemetry.trace import Tracer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollout.buffer.items import WorkItem
-from rollout.engine.concurrency import Bounds
+from rollout.buffer.rollout_buffer import WorkItem
 from rollout.engine.vllm_engine import VllmEngine
-from rollout.reward.result import RewardResult
+from rollout.fleet.adaptive_limit import Bounds
+from rollout.reward.call import RewardResult
 from rollout.types import Prompt, SamplingParams
-from rollout.worker import RolloutWorker, WorkerSpec
+from rollout.worker.worker import RolloutWorker, WorkerSpec
 from tests.integration.test_vllm_engine import make_spec, model_dir, random_prompt  # noqa: F401 - a fixture
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
     from pathlib import Path
 
-    from rollout.engine.base import EngineLoad
+    from rollout.engine.interface import EngineLoad
     from rollout.types import Completion
 
 LONG = SamplingParams(max_tokens=1500, temperature=1.0, ignore_eos=True)

@@ -16,7 +16,7 @@ import pytest
 from tests.fakes.ports import listening_sockets
 from tests.fakes.publisher_process import PublisherProcess
 from tests.fakes.replica_process import ReplicaProcess
-from trainer.pipeline.cluster import SCRATCH_PREFIX
+from trainer.driver.cluster import SCRATCH_PREFIX
 from weight_sync.coordinator import SyncCoordinator, SyncOptions
 from weight_sync.errors import WeightSyncError
 

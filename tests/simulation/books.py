@@ -11,8 +11,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rollout.buffer.items import WorkItem
-    from rollout.buffer.work_buffer import WorkBuffer
+    from rollout.buffer.rollout_buffer import WorkBuffer, WorkItem
     from rollout.types import Group, Trajectory
     from tests.simulation.fleet import Plan
 

@@ -8,17 +8,17 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from rollout.engine.scripted_replica import ScriptedReplica, Workload
+from tests.fakes.scripted_replica import ScriptedReplica, Workload
 from tests.simulation.weight_sync import Host, Learner, make_coordinator
-from trainer.learner.result import Metric, StepResult
-from trainer.learner.worker import OffloadReport
+from trainer.learner.actor import OffloadReport
+from trainer.learner.step_stats import Metric, StepResult
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tests.simulation.world import LocalWorker
     from trainer.data.batch import TrainBatch
-    from trainer.pipeline.workers import WorkerPool
+    from trainer.driver.fleet import WorkerPool
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.collector import rare_collections
-from rollout.engine.scripted_replica import Workload
+from rollout.worker.actor import rare_collections
+from tests.fakes.scripted_replica import Workload
 from tests.fakes.virtual_time import run_virtual
 from tests.simulation.fleet import Plan
 from tests.simulation.world import HELD_OUT, Simulation, simulation
-from trainer.pipeline.length_bias import WINDOW_COHORTS
+from trainer.driver.step_metrics import WINDOW_COHORTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -17,19 +17,18 @@ from rollout.errors import NoProgress
 from tests.fakes.scripted_run import Script, ScriptedRun, World, config, prompt_set, telemetry_in
 from tests.fakes.virtual_time import run_virtual
 from trainer.algorithms.group_filter import FinishedGroup, GroupFilterError
-from trainer.config.errors import first_cause
+from trainer.driver.actors import make_source
+from trainer.driver.checkpointing import Resumed, RunState
+from trainer.driver.inputs import Inputs
+from trainer.errors import first_cause
 from trainer.learner import checkpoint
-from trainer.pipeline.compose import make_source
-from trainer.pipeline.inputs import Inputs
-from trainer.pipeline.resume import Resumed
-from trainer.pipeline.state import RunState
-from trainer.telemetry.catalog import check_known
+from trainer.telemetry.metrics import check_known
 
 if TYPE_CHECKING:
-    from rollout.buffer.items import WorkItem
-    from rollout.prompts.source import PromptSet
+    from rollout.buffer.rollout_buffer import WorkItem
+    from rollout.prompts.prompt_source import PromptSet
     from rollout.types import Group
-    from trainer.pipeline import loops
+    from trainer.driver import loops
 
 NUM_PROMPTS, GROUPS_PER_STEP = 60, 3
 BOUNDS = {"pass_rate_min": 0.1, "pass_rate_max": 0.9}

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.engine.scripted_replica import Workload
+from tests.fakes.scripted_replica import Workload
 from tests.simulation.fleet import Plan
 from tests.simulation.test_control_plane import check_promises, check_tables, play, quiet
-from trainer.pipeline.keeper import NoEngine
+from trainer.driver.engine_restarts import NoEngine
 
 __all__ = ["quiet"]
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.engine.scripted_replica import ScriptedReplica, Workload
+from tests.fakes.scripted_replica import ScriptedReplica, Workload
 from tests.simulation.fleet import Plan
 from tests.simulation.test_control_plane import check_promises, check_tables, play, quiet
 

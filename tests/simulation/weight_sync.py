@@ -22,7 +22,7 @@ from weight_sync.wire import CommitResult, PackReport, PullReport, Reply, encode
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rollout.engine.scripted_replica import ScriptedReplica
+    from tests.fakes.scripted_replica import ScriptedReplica
     from tests.simulation.fleet import Fleet
     from weight_sync.arena import Lease
     from weight_sync.members import Member

@@ -18,45 +18,44 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from rich.console import Console
 
-from rollout.buffer.work_buffer import WorkBuffer
-from rollout.engine.concurrency import Bounds
-from rollout.engine.repacking import Repacking
-from rollout.engine.router import order_of
+from rollout.buffer.rollout_buffer import WorkBuffer
 from rollout.errors import RewardError
-from rollout.prompts.source import PromptSource
-from rollout.reward.result import RewardResult
+from rollout.fleet.adaptive_limit import Bounds
+from rollout.fleet.consolidation import Repacking
+from rollout.fleet.scheduler import order_of
+from rollout.prompts.prompt_source import PromptSource
+from rollout.reward.call import RewardResult
 from rollout.types import SamplingParams
-from rollout.worker import RolloutWorker, WorkerSpec
+from rollout.worker.worker import RolloutWorker, WorkerSpec
 from tests.fakes.local_actor import LocalActor, Ref, ServesGroups
 from tests.fakes.scripted_run import InlineExecutor, config, held_out, prompt_set
 from tests.simulation.books import Books
 from tests.simulation.fleet import Fleet, Plan
-from trainer.pipeline import loops, workers
-from trainer.pipeline.device_turns import OwnDevices, SharedDevices
-from trainer.pipeline.evaluate import Evaluator, leased
-from trainer.pipeline.evaluate import members as members_of
-from trainer.pipeline.evaluation_runs import evaluate_at_start
-from trainer.pipeline.keeper import EngineKeeper
-from trainer.pipeline.resume import Checkpointer
-from trainer.pipeline.state import RunState
-from trainer.pipeline.supervise import Supervisor
-from trainer.pipeline.sync_pump import SyncPump
-from trainer.pipeline.telemetry import Telemetry
-from trainer.pipeline.workers import WorkerPool
-from trainer.telemetry.progress import Progress
+from trainer.driver import fleet as workers
+from trainer.driver import loops
+from trainer.driver.checkpointing import Checkpointer, RunState
+from trainer.driver.engine_restarts import EngineKeeper
+from trainer.driver.evaluation import Evaluator, leased
+from trainer.driver.evaluation import members as members_of
+from trainer.driver.fleet import WorkerPool
+from trainer.driver.loops import evaluate_at_start
+from trainer.driver.supervise import Supervisor
+from trainer.driver.weight_updates import OwnDevices, SharedDevices, SyncPump
+from trainer.telemetry.console import Progress
 from trainer.telemetry.run_dir import open_run_dir
-from trainer.telemetry.sinks.build import build_writer
-from trainer.telemetry.spans import Tracer
+from trainer.telemetry.session import Telemetry
+from trainer.telemetry.sinks import build_writer
+from trainer.telemetry.trace import Tracer
 from weight_sync import members
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from rollout.buffer.items import WorkItem
-    from rollout.engine.scripted_replica import ScriptedReplica
-    from rollout.load_watch import LoadReport
+    from rollout.buffer.rollout_buffer import WorkItem
+    from rollout.fleet.engine_monitor import LoadReport
     from rollout.types import Group, Prompt, Trajectory
+    from tests.fakes.scripted_replica import ScriptedReplica
     from trainer.config.schema import RunConfig
     from weight_sync.types import SyncReport
 

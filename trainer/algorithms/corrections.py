@@ -7,7 +7,7 @@ left, so their order does not matter: `clamp` bounds the importance weight (TIS)
 
 With `bypass` the ratio stands inside the loss already, so the weight is only the factor by which the actions changed
 it. That puts the clamped ratio in the place of the other one only if the loss is proportional to what is clamped: a
-clamp is refused with every other loss (`trainer.config.loss_keys.LOSS_RATIOS`). With `decoupled` and `loglinear` the
+clamp is refused with every other loss (`trainer.config.algorithm.LOSS_RATIOS`). With `decoupled` and `loglinear` the
 weight is the ratio that is left, of any level:
 
     bypass       loss(pi / engine)   x  keep clamp(rho) / rho     rho = pi / engine
@@ -31,10 +31,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from trainer.algorithms.losses.inputs import MAX_LOG_RATIO, LossInputs, at_least_float32, sequence_mean, sequence_sum
+from trainer.algorithms.losses import MAX_LOG_RATIO, LossInputs, at_least_float32, sequence_mean, sequence_sum
 
 if TYPE_CHECKING:
-    from trainer.config.schema.correction import CorrectionConfig, Level, Metric
+    from trainer.config.algorithm import CorrectionConfig, Level, Metric
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

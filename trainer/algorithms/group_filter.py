@@ -15,7 +15,7 @@ from rollout.types import Group, Prompt
 from trainer.config.own_function import OwnFunction, load_own
 
 if TYPE_CHECKING:
-    from trainer.config.schema.algorithm import AlgorithmConfig
+    from trainer.config.algorithm import AlgorithmConfig
 
 OwnFilter = Callable[[Group], str]
 """Why a group is replaced; empty if it is to be trained."""

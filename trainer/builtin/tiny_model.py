@@ -1,4 +1,4 @@
-"""`builtin:tiny`: a two-layer Qwen2 that can add, with a bad habit that reinforcement learning has to undo.
+"""Model and tokenizer of builtin:tiny.
 
 The warm start has two phases on the *training* additions only. First it learns to add. Then it is taught, for a
 moment, to mix up when to carry in most of them. Greedy decoding therefore gets few of the held-out additions right,
@@ -16,6 +16,7 @@ import json
 import math
 import os
 import shutil
+import string
 import sys
 import tempfile
 import threading
@@ -23,18 +24,46 @@ import time
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rollout.prompts.arithmetic import operand_pairs, question
-from trainer.builtin.tokenizer import EOS_ID, PAD_ID, VOCABULARY_SIZE, build_tokenizer, encode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import torch
     from transformers import PreTrainedModel
+
+
+PAD, UNK, EOS = "<pad>", "<unk>", "<eos>"
+SPECIAL_TOKENS = (PAD, UNK, EOS)
+CHARACTERS = tuple(c for c in map(chr, range(32, 127)) if c in string.printable)
+VOCABULARY = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *CHARACTERS))}
+VOCABULARY_SIZE = 128
+"""Rows of the embedding; the few above `len(VOCABULARY)` are never produced by the tokenizer."""
+PAD_ID, EOS_ID = VOCABULARY[PAD], VOCABULARY[EOS]
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+def build_tokenizer() -> Any:
+    """A fast Hugging Face tokenizer (needs no file and no torch)."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel(VOCABULARY, unk_token=UNK))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.decoder = decoders.Fuse()  # pyright: ignore[reportAttributeAccessIssue]
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, unk_token=UNK, eos_token=EOS)
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def encode(text: str) -> list[int]:
+    """Token ids of `text` without importing a tokenizer library; unknown characters become `<unk>`."""
+    return [VOCABULARY.get(character, VOCABULARY[UNK]) for character in text]
+
 
 BUILTIN_TINY = "builtin:tiny"
 IGNORE = -100

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainer.config.describe import all_keys, value_text
-from trainer.config.errors import Problem
+from trainer.config.keys import all_keys, value_text
+from trainer.errors import Problem
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
-    from trainer.config.schema.run import RunConfig
+    from trainer.config.schema import RunConfig
 
 NO_EFFECT = "has no effect: "
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Literal, cast, get_args, get_origin
 
-from trainer.config.describe import (
+from trainer.config.keys import (
     KeyInfo,
     all_keys,
     bounds_text,
@@ -25,11 +25,11 @@ from trainer.config.describe import (
     without_none,
     words_of,
 )
-from trainer.config.errors import Problem
 from trainer.config.library import groups, packaged_configs
 from trainer.config.other_names import OTHER_NAMES
 from trainer.config.own_function import is_dotted_path, is_own
-from trainer.config.schema.run import RunConfig
+from trainer.config.schema import RunConfig
+from trainer.errors import Problem
 
 
 class _Refused(Exception):

@@ -1,164 +1,173 @@
-"""The schema as a flat list of keys, for conversion, validation, `--help` and the documentation.
-
-Everything said about a key (type, default, bounds, text) is read from the dataclasses in `schema/`.
-"""
+"""The effective objective of a run in a few words: what is really in force, and nothing that is not."""
 
 from __future__ import annotations
 
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
-from functools import cache
-from types import UnionType
-from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
+from dataclasses import fields
+from typing import TYPE_CHECKING
 
-from trainer.config.schema.run import RunConfig
+from trainer.config.algorithm import DEFAULT_LR_RATIO, read_keys, traits_of
+from trainer.config.keys import value_text
+from trainer.config.own_function import is_own
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
+
+    from trainer.config.algorithm import AlgorithmConfig, CorrectionConfig, CriticConfig, EstimatorTraits, KlConfig
+    from trainer.config.schema import RolloutConfig, RunConfig
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeyInfo:
-    """One key of the configuration."""
+def describe_objective(algorithm: AlgorithmConfig) -> str:
+    """One line: estimator, loss with its numbers, aggregation, correction, and what happens to samples.
 
-    path: str
-    """Dotted path, e.g. "learner.lr"."""
-    hint: Any
-    """Resolved type annotation."""
-    default: Any
-    doc: str
-    bounds: Mapping[str, float]
-    """Any of ge, gt, le, lt."""
-    is_path: bool
-
-    @property
-    def is_section(self) -> bool:
-        return is_dataclass(self.hint)
-
-    @property
-    def is_mapping(self) -> bool:
-        return get_origin(self.hint) is dict
-
-    @property
-    def is_list(self) -> bool:
-        return get_origin(self.hint) is list
-
-    @property
-    def section_of_entries(self) -> type | None:
-        """The section that each entry of a map of sections is; None for everything else."""
-        entry = get_args(self.hint)[1] if self.is_mapping else None
-        return entry if is_dataclass(entry) and isinstance(entry, type) else None
-
-    @property
-    def is_text(self) -> bool:
-        """Whether values are plain text: free, or one of a list of words."""
-        return (
-            self.hint is str
-            or takes_own_function(self.hint)
-            or (get_origin(self.hint) is Literal and all(isinstance(word, str) for word in get_args(self.hint)))
-        )
+    Example: `grpo / std -> ppo_clip(clip_low=0.2, clip_high=0.28, clip_dual=null) -> token_mean; engine's log-probs as
+    old policy`.
+    """
+    traits = traits_of(algorithm)
+    estimator = _estimator(algorithm, traits)
+    loss = f"{algorithm.loss}({_values(algorithm, read_keys(algorithm.loss))})"
+    if is_own(algorithm.loss):
+        loss = f"own {algorithm.loss}({_numbers(algorithm.loss_args)})"
+    penalty = _kl(algorithm.kl)
+    if algorithm.kl.in_reward:
+        estimator += f" of reward - {penalty}"
+    if algorithm.kl.in_advantage:
+        estimator += f" - {penalty} of the token"
+    if algorithm.kl.in_loss:
+        loss += f" + {penalty}"
+    if algorithm.entropy_coef > 0:
+        loss += f" - {value_text(algorithm.entropy_coef)} x entropy"
+    parts = [f"{estimator} -> {loss} -> {_aggregation(algorithm)}", _correction(algorithm.correction)]
+    if algorithm.filter_zero_variance:
+        equal = "rewards equal to the greedy one" if traits.greedy_baseline else "equal rewards"
+        parts.append(f"groups of {equal} are filtered and refilled")
+    if algorithm.group_filter:
+        parts.append(f"own {algorithm.group_filter}({_numbers(algorithm.group_filter_args)}) filters groups")
+    if algorithm.overlong_buffer_tokens:
+        penalty = f"overlong penalty of up to {value_text(algorithm.overlong_penalty)}"
+        parts.append(f"{penalty} over the last {algorithm.overlong_buffer_tokens} tokens")
+    if algorithm.mask_truncated:
+        parts.append("truncated answers carry no loss")
+    return "; ".join(parts)
 
 
-def own_keys(cls: type, prefix: str = "") -> tuple[KeyInfo, ...]:
-    """The keys of one section, not of the sections inside it."""
-    hints = get_type_hints(cls)
-    return tuple(_key_info(f, hints[f.name], prefix) for f in fields(cls))
-
-
-@cache
-def all_keys() -> Mapping[str, KeyInfo]:
-    """Every key and section of `RunConfig` by its dotted path, in the order of the schema."""
-    found: dict[str, KeyInfo] = {}
-
-    def visit(cls: type, prefix: str) -> None:
-        for info in own_keys(cls, prefix):
-            found[info.path] = info
-            if info.is_section:
-                visit(info.hint, f"{info.path}.")
-
-    visit(RunConfig, "")
-    return found
-
-
-def find_key(path: str) -> KeyInfo | None:
-    """The key of that path, those in entries of maps of sections included; None if there is none."""
-    found = all_keys().get(path)
-    if found is not None:
-        return found
-    entry, _, _ = path.rpartition(".")
-    parent = all_keys().get(entry.rpartition(".")[0])
-    if parent is None or (section := parent.section_of_entries) is None:
-        return None
-    return next((info for info in own_keys(section, f"{entry}.") if info.path == path), None)
-
-
-def is_optional(hint: Any) -> bool:
-    return get_origin(hint) in (Union, UnionType) and type(None) in get_args(hint)
-
-
-def takes_own_function(hint: Any) -> bool:
-    """`Literal[...] | str`: one of some words, or the dotted path of a function."""
-    return get_origin(hint) in (Union, UnionType) and str in get_args(hint) and type(None) not in get_args(hint)
-
-
-def words_of(hint: Any) -> tuple[object, ...]:
-    """The words of `Literal[...]`, and of `Literal[...] | str`."""
-    literal = next(arg for arg in get_args(hint) if arg is not str) if takes_own_function(hint) else hint
-    return get_args(literal)
-
-
-def without_none(hint: Any) -> Any:
-    """`X` for `X | None`."""
-    return next(arg for arg in get_args(hint) if arg is not type(None))
-
-
-def type_text(hint: Any) -> str:
-    """A type in the words of a person: "integer", "one of a, b", "number or null"."""
-    if is_optional(hint):
-        return f"{type_text(without_none(hint))} or null"
-    if takes_own_function(hint):
-        return "one of " + ", ".join(str(word) for word in words_of(hint)) + ", or the dotted path of your own function"
-    if get_origin(hint) is Literal:
-        return "one of " + ", ".join(str(word) for word in words_of(hint))
-    if get_origin(hint) is dict:
-        return f"map of name to {type_text(get_args(hint)[1])}"
-    if get_origin(hint) is list:
-        return f"list of {type_text(get_args(hint)[0])}"
-    if is_dataclass(hint):
-        return "section"
-    return {str: "text", int: "integer", float: "number", bool: "true or false", Any: "anything"}[hint]
-
-
-def bounds_text(bounds: Mapping[str, float]) -> str:
-    """E.g. "> 0 and <= 1"; empty without bounds."""
-    sign = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
-    return " and ".join(f"{sign[name]} {value_text(limit)}" for name, limit in bounds.items())
-
-
-def value_text(value: object) -> str:
-    """A value as one would write it in YAML or as an override."""
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "true" if value else "false"
-        case str():
-            return value or '""'
-        case float():
-            return f"{value:g}"
+def _estimator(algorithm: AlgorithmConfig, traits: EstimatorTraits) -> str:
+    """Its name and the keys that it reads; of the user's own also what it declares, since other code goes by that."""
+    name = algorithm.advantage
+    if is_own(name):
+        declared = [trait.name for trait in fields(traits) if getattr(traits, trait.name)]
+        return f"own {name}({_numbers(algorithm.advantage_args)}) [{', '.join(declared) if declared else 'no trait'}]"
+    if traits.reads_normalize_by_std:
+        return f"{name} / std" if algorithm.normalize_by_std else f"{name} without std"
+    match name:
+        case "gpg":
+            return f"{name}({_values(algorithm, ['gpg_scale'])})"
+        case "gdpo":
+            weights = algorithm.gdpo_weights
+            return f"{name}({_numbers(weights) if weights else 'every part once'})"
+        case "gae":
+            whitened = ", whitened" if algorithm.whiten_advantages else ""
+            return f"{name}({_values(algorithm, ['gae_gamma', 'gae_lambda'])}){whitened}"
         case _:
-            return str(value)
+            return f"{name} (one more, greedy answer per group)" if traits.greedy_baseline else name
 
 
-def _key_info(declared: Field[Any], hint: Any, prefix: str) -> KeyInfo:
-    default = declared.default
-    if declared.default_factory is not MISSING:
-        default = declared.default_factory()
-    meta = declared.metadata
-    return KeyInfo(
-        path=f"{prefix}{declared.name}",
-        hint=hint,
-        default=default,
-        doc=meta["doc"],
-        bounds={name: meta[name] for name in ("ge", "gt", "le", "lt") if meta[name] is not None},
-        is_path=meta["is_path"],
-    )
+def _kl(kl: KlConfig) -> str:
+    other = "the first policy" if kl.path is None else kl.path
+    return f"{value_text(kl.coef)} x KL to {other} ({kl.estimator})"
+
+
+def _aggregation(algorithm: AlgorithmConfig) -> str:
+    if algorithm.aggregation != "seq_mean_token_sum_norm":
+        return algorithm.aggregation
+    tokens = algorithm.aggregation_norm_tokens
+    return f"{algorithm.aggregation}({'rollout.max_response_tokens' if tokens is None else tokens})"
+
+
+def describe_critic(critic: CriticConfig, *, policy_lr: float) -> str:
+    """What gives the values, and how it learns: after `describe_objective`, with GAE only.
+
+    Example: `critic: own backbone, lr 1e-05, 1 update per step`.
+    """
+    if critic.shared_backbone:
+        return f"critic: value head on the policy's backbone, + {value_text(critic.value_coef)} x value loss"
+    lr = DEFAULT_LR_RATIO * policy_lr if critic.lr is None else critic.lr
+    told = f"critic: own backbone, lr {value_text(lr)}, {critic.updates_per_step} update(s) per step"
+    if critic.value_clip is not None:
+        told += f", values clipped at {value_text(critic.value_clip)}"
+    return told + (f", alone for {critic.warmup_steps} steps" if critic.warmup_steps else "")
+
+
+def describe_rollout(config: RunConfig) -> str:
+    """Whether answers span steps on shared devices, how many requests the engines get, and what an evaluation is.
+
+    Example: `adaptive, 8 to 256 requests per engine; evaluation on test.jsonl: 4 answers per prompt at
+    temperature 1, pass@4`.
+    """
+    parts = [_requests(config.rollout), _evaluation(config)]
+    if config.mode.shares_devices and config.mode.max_staleness > 0:
+        spans = f"colocated, S = {config.mode.max_staleness}: answers may span steps"
+        parts.insert(0, f"{spans} (mode.max_staleness=0 is on policy)")
+    return "; ".join(parts)
+
+
+def _requests(rollout: RolloutConfig) -> str:
+    highest = rollout.max_concurrency
+    match rollout.concurrency:
+        case "adaptive":
+            highest = rollout.max_num_seqs if highest is None else highest
+            return f"adaptive, {rollout.min_concurrency} to {highest} requests per engine"
+        case "fixed":
+            return "all requests at once" if highest is None else f"at most {highest} requests per engine"
+
+
+def _evaluation(config: RunConfig) -> str:
+    trainer = config.trainer
+    if not config.task.eval_path or not (trainer.eval_every or trainer.eval_at_start or trainer.eval_at_end):
+        return "no evaluation"
+    answers = f"{trainer.eval_samples} answers per prompt at temperature {value_text(trainer.eval_temperature)}"
+    if trainer.eval_top_p < 1:
+        answers += f" and top_p {value_text(trainer.eval_top_p)}"
+    if trainer.eval_temperature == 0:
+        answers = "one greedy answer per prompt"
+    k = trainer.eval_samples if trainer.eval_pass_k is None else trainer.eval_pass_k
+    waits = ", the learner waits for it" if trainer.eval_blocking else ""
+    return f"evaluation on {config.task.eval_path}: {answers}, pass@{k}{_sets(config)}{waits}"
+
+
+def _sets(config: RunConfig) -> str:
+    """The sets beside that of `task.eval_path`."""
+    found = [
+        name if one.samples in {None, config.trainer.eval_samples} else f"{name} ({one.samples} answers)"
+        for name, one in config.task.eval_sets.items()
+    ]
+    return f", also on {', '.join(found)}" if found else ""
+
+
+def _correction(correction: CorrectionConfig) -> str:
+    olds = {
+        "bypass": "engine's log-probs as old policy",
+        "decoupled": "learner's log-probs at the start of the step as old policy",
+        "loglinear": "old policy interpolated by the age of the token",
+    }
+    actions = {
+        "clamp": correction.clamp,
+        f"mask by {correction.mask.metric}": correction.mask,
+        f"reject answers by {correction.reject.metric} ({correction.reject.level})": correction.reject,
+    }
+    parts = [olds[correction.objective]]
+    parts += [f"{name} [{_bounds(one.lower, one.upper)}]" for name, one in actions.items() if one.is_active]
+    if len(parts) > 1 or correction.objective != "bypass":
+        parts.append(f"ratio of the {correction.level}")
+    return ", ".join(parts)
+
+
+def _bounds(lower: float | None, upper: float | None) -> str:
+    return f"{'' if lower is None else value_text(lower)}..{'' if upper is None else value_text(upper)}"
+
+
+def _numbers(args: Mapping[str, float]) -> str:
+    return ", ".join(f"{name}={value_text(value)}" for name, value in args.items())
+
+
+def _values(algorithm: AlgorithmConfig, keys: Iterable[str]) -> str:
+    return ", ".join(f"{key}={value_text(getattr(algorithm, key))}" for key in keys)

@@ -9,7 +9,7 @@ import yaml
 from trainer.config.convert import to_plain
 
 if TYPE_CHECKING:
-    from trainer.config.schema.run import RunConfig
+    from trainer.config.schema import RunConfig
 
 
 def dump_yaml(config: RunConfig) -> str:

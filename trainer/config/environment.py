@@ -1,6 +1,6 @@
-"""What a configuration names outside of itself: files, directories, packages and ports. Leaves nothing behind.
+"""Checks of a configuration against packages, devices and the model's own files.
 
-Needs no network and no accelerator: names of a hub are taken as they are (`trainer/pipeline/inputs.py` looks at those),
+Needs no network and no accelerator: names of a hub are taken as they are (`trainer/driver/inputs.py` looks at those),
 and devices are counted when the run starts.
 """
 
@@ -17,15 +17,16 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from trainer.config.errors import Problem
-from trainer.config.model_paths import model_paths
+from trainer.config.schema import model_paths
 from trainer.config.validate import longest_sequence
 from trainer.config.validate_engine_args import REFUSED
+from trainer.errors import Problem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from trainer.config.schema.run import RunConfig
+    from trainer.config.schema import RunConfig
+
 
 _DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".arrow")
 _TOKENIZER_FILES = (

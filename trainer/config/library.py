@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import trainer
-from trainer.config.errors import ConfigurationError, Problem
+from trainer.errors import ConfigurationError, Problem
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -22,17 +22,16 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.config.command_line import CommandLine, parse
+from trainer.config.cli import CommandLine, parse
 from trainer.config.conflicts import value_of
 from trainer.config.convert import close_word, suggestion, to_plain, to_run_config
-from trainer.config.describe import all_keys, find_key
 from trainer.config.environment import check_environment
-from trainer.config.errors import ConfigurationError, Problem
+from trainer.config.keys import all_keys, find_key
 from trainer.config.library import PACKAGE, config_names, groups, search_folders
 from trainer.config.put_back import ineffective_keys, put_back, put_back_note
-from trainer.config.schema.device import OTHER_WORDS
-from trainer.config.schema.run import RunConfig
+from trainer.config.schema import OTHER_WORDS, RunConfig
 from trainer.config.validate import check_combinations
+from trainer.errors import ConfigurationError, Problem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from rollout.errors import PluginError
 from rollout.plugins import load
-from trainer.config.errors import ConfigurationError, Problem
+from trainer.errors import ConfigurationError, Problem
 
 OwnFunction = Callable[..., object]
 

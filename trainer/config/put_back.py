@@ -10,13 +10,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.conflicts import NO_EFFECT, Ineffective
-from trainer.config.describe import all_keys
+from trainer.config.keys import all_keys
 from trainer.config.validate import check_combinations
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
-    from trainer.config.schema.run import RunConfig
+    from trainer.config.schema import RunConfig
 
 
 def ineffective_keys(config: RunConfig) -> set[str]:

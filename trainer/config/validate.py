@@ -7,13 +7,11 @@ import math
 import re
 from typing import TYPE_CHECKING
 
+from trainer.config.algorithm import EstimatorTraits, traits_of, unread_keys
 from trainer.config.conflicts import conflict as _conflict
 from trainer.config.conflicts import ineffective as _ineffective
 from trainer.config.conflicts import moot, problems_of
-from trainer.config.describe import value_text
-from trainer.config.errors import Problem
-from trainer.config.estimators import EstimatorTraits, traits_of
-from trainer.config.loss_keys import unread_keys
+from trainer.config.keys import value_text
 from trainer.config.own_function import is_dotted_path, is_own
 from trainer.config.validate_correction import correction_problems
 from trainer.config.validate_critic import critic_problems, kl_problems, kl_reward_problems, zero_problems
@@ -22,12 +20,13 @@ from trainer.config.validate_engine_args import engine_args_problems
 from trainer.config.validate_evaluation import evaluation_problems
 from trainer.config.validate_mode import mode_problems
 from trainer.config.validate_rollout import concurrency_problems, stop_problems, truncation_problems
+from trainer.errors import Problem
 from weight_sync.vllm_compat import LORA_RANKS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
-    from trainer.config.schema.run import RunConfig
+    from trainer.config.schema import RunConfig
 
 
 def check_combinations(config: RunConfig, *, written: Collection[str] = ()) -> list[Problem]:

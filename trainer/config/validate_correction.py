@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from trainer.config.algorithm import LOSSES_WITHOUT_RATIO, UNBOUNDED_LOSSES, held_ratio
 from trainer.config.conflicts import conflict, ineffective
-from trainer.config.loss_keys import LOSSES_WITHOUT_RATIO, UNBOUNDED_LOSSES, held_ratio
 from trainer.config.own_function import is_own
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from trainer.config.errors import Problem
-    from trainer.config.schema.correction import CorrectionConfig
-    from trainer.config.schema.run import RunConfig
+    from trainer.config.algorithm import CorrectionConfig
+    from trainer.config.schema import RunConfig
+    from trainer.errors import Problem
 
 
 def correction_problems(config: RunConfig) -> Iterator[Problem]:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from trainer.config.algorithm import SELECTING_LOSSES
 from trainer.config.conflicts import conflict, ineffective
-from trainer.config.describe import all_keys
-from trainer.config.loss_keys import SELECTING_LOSSES
+from trainer.config.keys import all_keys
 from trainer.config.own_function import is_own
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from trainer.config.errors import Problem
-    from trainer.config.estimators import EstimatorTraits
-    from trainer.config.schema.run import RunConfig
+    from trainer.config.algorithm import EstimatorTraits
+    from trainer.config.schema import RunConfig
+    from trainer.errors import Problem
 
 GAE_KEYS = ("algorithm.gae_gamma", "algorithm.gae_lambda", "algorithm.whiten_advantages")
 OWN_BACKBONE_KEYS = ("path", "lr", "weight_decay", "max_grad_norm", "warmup_steps", "updates_per_step", "cpu_offload")

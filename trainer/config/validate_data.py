@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rollout.prompts.files import reader_of_suffix
+from rollout.prompts.datasets import reader_of_suffix
 from trainer.config.conflicts import conflict, ineffective
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from trainer.config.errors import Problem
-    from trainer.config.schema.run import RunConfig
+    from trainer.config.schema import RunConfig
+    from trainer.errors import Problem
 
 BUILTIN_TASK = "builtin:arithmetic"
 

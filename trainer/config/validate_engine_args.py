@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainer.config.errors import Problem
+from trainer.errors import Problem
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from trainer.config.schema.run import RunConfig
+    from trainer.config.schema import RunConfig
 
 _OWN_KEYS = {
     "model": "model.path",

@@ -6,14 +6,13 @@ import re
 from typing import TYPE_CHECKING
 
 from trainer.config.conflicts import NO_EFFECT, Ineffective, conflict, ineffective
-from trainer.config.describe import value_text
-from trainer.config.errors import Problem
+from trainer.config.keys import value_text
+from trainer.errors import Problem
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from trainer.config.schema.run import RunConfig
-    from trainer.config.schema.task import EvalSetConfig
+    from trainer.config.schema import EvalSetConfig, RunConfig
 
 MIN_TEMPERATURE = 0.01
 """vLLM raises what is below, and not 0, to it; the learner would go on with the other."""

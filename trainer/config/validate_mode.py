@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainer.config.conflicts import conflict, value_of
-from trainer.config.describe import value_text
+from trainer.config.keys import value_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from trainer.config.errors import Problem
-    from trainer.config.schema.run import RunConfig
+    from trainer.config.schema import RunConfig
+    from trainer.errors import Problem
 
 _STALENESS = {"sync": 0, "one_step_off": 1}
 _IN_TURNS: dict[str, tuple[object, str]] = {

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from trainer.config.algorithm import LOSSES_WITHOUT_RATIO, UNBOUNDED_LOSSES
 from trainer.config.conflicts import conflict, ineffective
-from trainer.config.loss_keys import LOSSES_WITHOUT_RATIO, UNBOUNDED_LOSSES
 from trainer.config.own_function import is_own
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from trainer.config.errors import Problem
-    from trainer.config.schema.run import RunConfig
+    from trainer.config.schema import RunConfig
+    from trainer.errors import Problem
 
 
 def concurrency_problems(config: RunConfig) -> Iterator[Problem]:

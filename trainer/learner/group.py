@@ -8,9 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from rollout.actor import actor_errors
-from trainer.config.errors import one_line, tells_its_cause
-from trainer.learner.errors import CheckpointError, GradientsDiverged, LearnerError, ModelError, TrainingDiverged
+from rollout.worker.actor import actor_errors
+from trainer.errors import (
+    CheckpointError,
+    GradientsDiverged,
+    LearnerError,
+    ModelError,
+    TrainingDiverged,
+    one_line,
+    tells_its_cause,
+)
 from weight_sync.device.base import DeviceError
 
 if TYPE_CHECKING:
@@ -18,8 +25,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trainer.data.batch import TrainBatch
-    from trainer.learner.result import StepResult
-    from trainer.learner.worker import OffloadReport, SetUp
+    from trainer.learner.actor import OffloadReport, SetUp
+    from trainer.learner.step_stats import StepResult
 
 OWN_ERRORS = (ModelError, CheckpointError, TrainingDiverged, DeviceError)
 """Pass from a rank to the driver under their own type; anything else becomes a LearnerError."""

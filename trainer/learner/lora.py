@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from trainer.learner.errors import ModelError
+from trainer.errors import ModelError
 from weight_sync.layout import chunk_rows, local_shards
 from weight_sync.lora import TensorTree, peft_name
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-    from trainer.config.schema.model import LoraConfig
+    from trainer.config.schema import LoraConfig
     from weight_sync.types import ParamMeta, ShardDesc
 
 _ADAPTER = re.compile(r"(?P<module>.+)\.lora_(?P<matrix>[AB])\.default\.weight")

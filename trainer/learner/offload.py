@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.tensor import DTensor
 
-from trainer.learner.errors import LearnerError
-from trainer.learner.parallel import sharded_like
+from trainer.errors import LearnerError
+from trainer.learner.fsdp import sharded_like
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""`PolicyLearner`: one rank's share of training the policy. A plain object, no Ray.
+"""One rank's training step.
 
 Shape legend: `T` packed tokens, `L` loss tokens.
 """
@@ -11,22 +11,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trainer.algorithms.corrections import correct
-from trainer.algorithms.losses import policy_loss
-from trainer.algorithms.losses.kl import kl_penalty
-from trainer.learner.critic import OwnCritic, UpdateAt, build_critic
-from trainer.learner.errors import GradientsDiverged, TrainingDiverged
-from trainer.learner.export import export_hf
+from trainer.algorithms.losses import kl_penalty, policy_loss
+from trainer.config.algorithm import SELECTING_LOSSES
+from trainer.data.batch import MicroBatch
+from trainer.errors import GradientsDiverged, TrainingDiverged
+from trainer.learner.checkpoint import load_sharded, save_sharded
+from trainer.learner.critic import OwnCritic, Preparation, UpdateAt, build_critic, build_reference, over_tokens, score
 from trainer.learner.flops import model_flops, peak_flops
-from trainer.learner.inputs import PackedInputs, loss_inputs, to_device, token_ages
+from trainer.learner.fsdp import ShardedAdamW, learner_mesh, learning_rate
+from trainer.learner.hf_export import export_hf
 from trainer.learner.model import Site, build_policy
 from trainer.learner.offload import Offload
-from trainer.learner.optim import ShardedAdamW, learning_rate
-from trainer.learner.parallel import learner_mesh
-from trainer.learner.preparation import Preparation
-from trainer.learner.reference import build_reference
-from trainer.learner.result import Metric, MicroBatchLoss, PhaseTimer, StepResult, StepTotals
-from trainer.learner.scoring import over_tokens, score
-from trainer.learner.sharded_state import load_sharded, save_sharded
+from trainer.learner.packed_inputs import PackedInputs, loss_inputs, to_device, token_ages
+from trainer.learner.step_stats import Metric, MicroBatchLoss, PhaseTimer, StepResult, StepTotals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -36,9 +33,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from trainer.config.schema import RunConfig
-    from trainer.data.batch import MicroBatch, StepRewards
+    from trainer.data.batch import StepRewards
+    from trainer.learner.critic import PreparedStep
     from trainer.learner.model import PolicyOutput
-    from trainer.learner.preparation import PreparedStep
     from weight_sync.device.base import Backend
 
 
@@ -285,3 +282,30 @@ class PolicyLearner:
             entropy_L=output.entropy_L.detach(),
             kl_L=kl_L,
         )
+
+
+def largest_micro_batch(cfg: RunConfig) -> MicroBatch:
+    """As large as one can be: sequences of the longest prompt and answer, the last one cut to what is left.
+
+    Its loss is 0 whatever the model says, because no token has weight.
+    """
+    prompt = cfg.task.max_prompt_tokens
+    longest = prompt + cfg.rollout.max_response_tokens
+    num_tokens = max(longest, cfg.learner.max_tokens_per_micro_batch)
+    starts = np.arange(0, num_tokens, longest)
+    if num_tokens - starts[-1] < 2:  # a sequence has a token to predict, and one to predict it from
+        starts, num_tokens = starts[:-1], int(starts[-1])
+    bounds = np.append(starts, num_tokens)
+    mask = np.arange(num_tokens) - np.repeat(starts, np.diff(bounds)) >= prompt
+    mask[-1] = True  # the sequence that is cut has a loss token, too
+    zeros = np.zeros(num_tokens, np.float32)
+    return MicroBatch(
+        cu_seqlens=bounds.astype(np.int32),
+        token_ids=np.zeros(num_tokens, np.int32),
+        loss_mask=mask,
+        behaviour_logprobs=zeros,
+        versions=np.where(mask, 0, -1).astype(np.int32),
+        advantages=zeros,
+        loss_weights=zeros,
+        cov_selected=np.zeros(num_tokens, np.bool_) if cfg.algorithm.loss in SELECTING_LOSSES else None,
+    )

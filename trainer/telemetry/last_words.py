@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from trainer.telemetry.run_dir import LOCK
-from trainer.telemetry.summary import Summary, write_summary
+from trainer.telemetry.session import Summary, write_summary
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -1,31 +1,37 @@
-"""The run directory: where everything about one run lies, owned by one process at a time."""
+"""The run directory: where everything about one run is, owned by one process at a time."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import enum
 import fcntl
 import json
 import logging
+import math
 import os
 import shutil
 import socket
 import time
+from collections.abc import Mapping, Sequence, Set
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+import numpy as np
 import yaml
 
 from trainer.config.convert import to_run_config
-from trainer.config.describe import all_keys, value_text
 from trainer.config.dump import dump_yaml
-from trainer.config.errors import ConfigurationError, Problem
+from trainer.config.keys import all_keys, value_text
+from trainer.errors import ConfigurationError, Problem
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from io import TextIOWrapper
 
-    from trainer.config.schema.run import RunConfig
+    from trainer.config.schema import RunConfig
+
 
 logger = logging.getLogger(__name__)
 
@@ -209,3 +215,53 @@ def _owner_text(path: Path) -> str:
         return f"process {owner['pid']} on host {owner['host']} since {since}"
     except (OSError, ValueError, KeyError, TypeError):
         return "another process"
+
+
+def append_line(path: Path, line: bytes) -> None:
+    """All of `line`, or nothing of it: behind half a line on a full disk the next one could not be read either.
+
+    Raises:
+        OSError: it cannot be written; the file is as it was.
+    """
+    size = path.stat().st_size if path.exists() else 0
+    try:
+        # Buffered: `write` and `close` write all of it or raise. A raw file may take a part of it, and say no more than
+        # how much. What is longer than the buffer goes out in one call, so a reader sees no half line either.
+        with path.open("ab") as file:
+            file.write(line)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.truncate(path, size)
+        raise
+
+
+def to_jsonable(value: object) -> object:
+    """`value` in the types of JSON: dict, list, str, int, float, bool, None.
+
+    A number that is not finite becomes None: JSON has no NaN, and many readers stop at one. A metric without data is
+    left out by its writer, so a `null` in a metrics line always means that a NaN or infinity was computed.
+    Raises `TypeError` for a type that is not known.
+    """
+    match value:
+        case None | bool() | str() | int():
+            return value
+        case float() | np.floating():
+            number = float(value)
+            return number if math.isfinite(number) else None
+        case np.bool_() | np.integer():
+            return value.item()
+        case np.ndarray():
+            return to_jsonable(value.tolist())
+        case enum.Enum():
+            return value.name
+        case Path():
+            return str(value)
+        case Mapping():
+            return {str(to_jsonable(key)): to_jsonable(item) for key, item in value.items()}
+        case Set():
+            return sorted((to_jsonable(item) for item in value), key=str)
+        case Sequence() if not isinstance(value, bytes | bytearray):
+            return [to_jsonable(item) for item in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: to_jsonable(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    raise TypeError(f"cannot write a {type(value).__name__} as JSON: {value!r:.80}; convert it to plain values first")

@@ -22,14 +22,13 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 import numpy as np
 
-from trainer.telemetry.append import append_line
-from trainer.telemetry.jsonable import to_jsonable
+from trainer.telemetry.run_dir import append_line, to_jsonable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from rollout.buffer.items import WorkItem
+    from rollout.buffer.rollout_buffer import WorkItem
     from rollout.types import Group, Prompt, Trajectory, Turn
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ import torch
 
 from tests.fakes.drivers.build import make_backend
 from tests.fakes.drivers.peer import Peer, decode_handle
-from trainer.pipeline.cluster import SCRATCH_PREFIX
+from trainer.driver.cluster import SCRATCH_PREFIX
 from weight_sync.device import DeviceError
 from weight_sync.device.cpu import CpuBackend
 

@@ -20,7 +20,7 @@ from rollout.types import Completion, SamplingParams
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Container, Iterator, Sequence
 
-    from rollout.engine.base import Engine, EngineTimes, InFlight
+    from rollout.engine.interface import Engine, EngineTimes, InFlight
 
 PROMPT = np.array([3, 4, 5], np.int32)
 

@@ -5,16 +5,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from rollout.engine.base import Engine, EngineSpec
-from rollout.engine.scripted_engine import ScriptedEngine
+from rollout.engine.interface import Engine, EngineSpec
 from rollout.types import SamplingParams
 from tests.contract.engine.suite import EngineContract, collect
+from tests.fakes.scripted_engine import ScriptedEngine
 from weight_sync.wire import Reply, encode
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Container, Sequence
 
-    from rollout.engine.base import SleepLevel
+    from rollout.engine.interface import SleepLevel
 
 STOP, EXTRA_STOP = 7, 8
 ENDING: dict[int, int] = {}

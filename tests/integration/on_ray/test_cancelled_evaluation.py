@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import ray
 
-from rollout.actor import rollout_worker_actor
 from rollout.types import Prompt, SamplingParams
-from rollout.worker import WorkerSpec
+from rollout.worker.actor import rollout_worker_actor
+from rollout.worker.worker import WorkerSpec
 from tests.fakes.killable_engine import KillableEngine
-from trainer.pipeline.workers import WorkerPool
+from trainer.driver.fleet import WorkerPool
 
 NUM_PROMPTS = 6
 TOKEN_S = 0.5

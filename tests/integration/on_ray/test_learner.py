@@ -11,10 +11,10 @@ import ray
 
 from tests.fakes.learner import pack, run_config, save_tiny, sequences
 from trainer.data.batch import TrainBatch
+from trainer.errors import LearnerError, TrainingDiverged
+from trainer.learner.actor import learner_actor
 from trainer.learner.checkpoint import begin, commit
-from trainer.learner.errors import LearnerError, TrainingDiverged
 from trainer.learner.group import LearnerGroup
-from trainer.learner.worker import learner_actor
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import ray
 
-from rollout.actor import RolloutWorkerActor, kill_actor
-from rollout.buffer.work_buffer import WorkBuffer
+from rollout.buffer.rollout_buffer import WorkBuffer
 from rollout.types import Group, Prompt, SamplingParams
-from rollout.worker import WorkerSpec
+from rollout.worker.actor import RolloutWorkerActor, kill_actor
+from rollout.worker.worker import WorkerSpec
 from tests.fakes.killable_engine import KillableEngine
-from trainer.pipeline.keeper import EngineKeeper
-from trainer.pipeline.workers import NoWorker, WorkerPool
+from trainer.driver.engine_restarts import EngineKeeper
+from trainer.driver.fleet import NoWorker, WorkerPool
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

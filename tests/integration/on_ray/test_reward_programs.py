@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import ray
 
-from rollout.reward.pipeline import RewardPipeline
+from rollout.reward.pool import RewardPipeline
 from rollout.types import Prompt
 from tests.fakes.process_life import is_running
 

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import ray
 
-from rollout.actor import rollout_worker_actor
-from rollout.buffer.items import WorkItem
-from rollout.engine.repacking import Repacking
-from rollout.engine.router import NoReplica
+from rollout.buffer.rollout_buffer import WorkItem
+from rollout.fleet.consolidation import Repacking
+from rollout.fleet.scheduler import NoReplica
 from rollout.types import Group, Prompt, SamplingParams
-from rollout.worker import WorkerSpec
+from rollout.worker.actor import rollout_worker_actor
+from rollout.worker.worker import WorkerSpec
 from tests.fakes.counting_worker import CountingWorker
 from tests.fakes.killable_engine import KillableEngine
-from trainer.pipeline.workers import GROUP_GRACE_S, WorkerPool
+from trainer.driver.fleet import GROUP_GRACE_S, WorkerPool
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rollout.chat_template import arguments_of, schema_of, variables_of, why_refused
+from rollout.rendering import arguments_of, schema_of, variables_of, why_refused
 from tests.fakes.chat_tokenizer import PLAIN, THINKING, chat_tokenizer
 
 

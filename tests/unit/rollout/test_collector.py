@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from rollout.collector import THRESHOLDS, rare_collections
+from rollout.worker.actor import THRESHOLDS, rare_collections
 
 
 class Node:

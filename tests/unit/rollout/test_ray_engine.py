@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from ray.exceptions import ActorDiedError, NodeDiedError, OutOfMemoryError, RayError, RayTaskError
 
-from rollout.actor import RayEngine, is_actor_lost
 from rollout.errors import EngineDead
 from rollout.types import SamplingParams
+from rollout.worker.actor import RayEngine, is_actor_lost
 
 
 class Failing:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from rollout.engine.base import EngineLoad, EngineSpec
-from rollout.engine.router import NoReplica
-from rollout.engine.scripted_engine import ScriptedEngine
+from rollout.engine.interface import EngineLoad, EngineSpec
+from rollout.fleet.scheduler import NoReplica
 from rollout.types import SamplingParams
 from tests.fakes.engine_client import FakeEngine
+from tests.fakes.scripted_engine import ScriptedEngine
 from tests.fakes.virtual_time import run_virtual
 from tests.unit.rollout.test_worker import ANSWER, generated, item, worker
 from weight_sync.wire import Reply, encode
@@ -22,7 +22,7 @@ from weight_sync.wire import Reply, encode
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from rollout.worker import RolloutWorker
+    from rollout.worker.worker import RolloutWorker
 
 LIMIT_S = 30.0
 SOON_S = 10.0

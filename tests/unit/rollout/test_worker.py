@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from rollout.buffer.items import WorkItem
-from rollout.engine.router import NoReplica
+from rollout.buffer.rollout_buffer import WorkItem
 from rollout.errors import RewardError
-from rollout.reward.result import RewardResult
+from rollout.fleet.scheduler import NoReplica
+from rollout.reward.call import RewardResult
 from rollout.types import Prompt, SamplingParams, Segment, Trajectory
-from rollout.worker import RolloutWorker, WorkerSpec, derive_seed
+from rollout.worker.worker import RolloutWorker, WorkerSpec, derive_seed
 from tests.fakes.engine_client import FakeEngine, decode, expected_answer
 from tests.fakes.virtual_time import run_virtual
 
@@ -323,7 +323,7 @@ def test_seeds_can_be_left_to_the_engine() -> None:
 
 def test_a_seed_is_the_same_in_another_process() -> None:
     """Python's own hash of a string changes from process to process."""
-    code = "from rollout.worker import derive_seed; print(derive_seed(1, 'train/17', 3, 0))"
+    code = "from rollout.worker.worker import derive_seed; print(derive_seed(1, 'train/17', 3, 0))"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert int(printed) == derive_seed(1, "train/17", 3, 0)
     assert derive_seed(1, "a", 12) != derive_seed(1, "a1", 2)

@@ -11,13 +11,13 @@ from unittest.mock import AsyncMock
 import numpy as np
 import pytest
 
-from rollout.agent.ledger import TokenLedger
 from rollout.agent.loop import Episode, MultiTurnLoop, Reply
-from rollout.engine.concurrency import Bounds
-from rollout.engine.router import NoReplica
+from rollout.agent.trajectory_builder import TokenLedger
 from rollout.errors import AgentError
+from rollout.fleet.adaptive_limit import Bounds
+from rollout.fleet.scheduler import NoReplica
 from rollout.types import SamplingParams, ToolUse, Turn
-from rollout.worker import RolloutWorker
+from rollout.worker.worker import RolloutWorker
 from tests.fakes.engine_client import FakeEngine, decode
 from tests.fakes.virtual_time import run_virtual
 from tests.unit.rollout.test_worker import ANSWER, Numbers, generated, item, length_score, spec

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from rollout.buffer.work_buffer import WorkBuffer
-from rollout.engine.router import NoReplica
+from rollout.buffer.rollout_buffer import WorkBuffer
 from rollout.errors import BaselineError, RewardError
-from rollout.reward.result import RewardResult
+from rollout.fleet.scheduler import NoReplica
+from rollout.reward.call import RewardResult
 from rollout.types import Prompt, SamplingParams, Trajectory
 from tests.fakes.engine_client import FakeEngine
 from tests.fakes.virtual_time import run_virtual

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from rollout.engine.base import EngineLoad
-from rollout.engine.concurrency import Bounds
-from rollout.engine.router import NoReplica
-from rollout.load_watch import ANSWER_S, LOOK_S
+from rollout.engine.interface import EngineLoad
+from rollout.fleet.adaptive_limit import Bounds
+from rollout.fleet.engine_monitor import ANSWER_S, LOOK_S
+from rollout.fleet.scheduler import NoReplica
 from rollout.types import SamplingParams
 from tests.fakes.engine_client import FakeEngine
 from tests.fakes.virtual_time import run_virtual

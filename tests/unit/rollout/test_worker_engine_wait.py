@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from rollout.agent.loop import MultiTurnLoop
-from rollout.engine.concurrency import Bounds
+from rollout.fleet.adaptive_limit import Bounds
 from rollout.types import SamplingParams
 from tests.fakes.engine_client import FakeEngine
 from tests.fakes.virtual_time import run_virtual

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout.reward.result import RewardResult
+from rollout.reward.call import RewardResult
 from rollout.types import Completion, Prompt, SamplingParams, Segment
-from rollout.worker import NumJudges, RolloutWorker
+from rollout.worker.worker import NumJudges, RolloutWorker
 from tests.fakes.engine_client import FakeEngine
 from tests.fakes.virtual_time import run_virtual
 from tests.unit.rollout.test_worker import ANSWER, Numbers, generated, item, spec, worker

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from rollout import dispatch
-from rollout.engine.base import EngineLoad
-from rollout.engine.repacking import Repacking
-from rollout.engine.router import Router
-from rollout.engine.turnstile import Turnstile
-from rollout.load_watch import LOOK_S, LoadWatch
+from rollout.engine.interface import EngineLoad
+from rollout.fleet import generation as dispatch
+from rollout.fleet.consolidation import Repacking
+from rollout.fleet.engine_monitor import LOOK_S, LoadWatch
+from rollout.fleet.scheduler import Router, Turnstile
 from rollout.types import SamplingParams
 from tests.fakes.engine_client import FakeEngine, expected_answer
 from tests.fakes.virtual_time import run_virtual
@@ -22,8 +21,8 @@ from tests.unit.rollout.test_worker import generated, item, segments, worker
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from rollout.load_watch import LoadReport
-    from rollout.worker import RolloutWorker
+    from rollout.fleet.engine_monitor import LoadReport
+    from rollout.worker.worker import RolloutWorker
 
 MAX_TOKENS = 60
 ANSWER = expected_answer(item().prompt.token_ids, MAX_TOKENS)

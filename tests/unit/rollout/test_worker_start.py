@@ -9,13 +9,13 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from rollout.actor import RolloutWorkerActor
-from rollout.engine.base import EngineLoad, EngineSpec
-from rollout.engine.scripted_engine import ScriptedEngine
+from rollout.engine.interface import EngineLoad, EngineSpec
 from rollout.errors import DataError
 from rollout.types import SamplingParams
-from rollout.worker import WorkerSpec
+from rollout.worker.actor import RolloutWorkerActor
+from rollout.worker.worker import WorkerSpec
 from tests.fakes.own_tokenizer import save_own_tokenizer
+from tests.fakes.scripted_engine import ScriptedEngine
 
 if TYPE_CHECKING:
     from pathlib import Path

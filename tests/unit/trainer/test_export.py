@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config
 
 from tests.fakes.learner import TINY, drawn_config, make_learner, process_group, run_config, save_tiny, weights
 from trainer.config.dump import dump_yaml
-from trainer.config.schema.model import LoraConfig
-from trainer.export import main
+from trainer.config.schema import LoraConfig
+from trainer.driver.checkpointing import origin
 from trainer.learner.checkpoint import begin, commit
-from trainer.pipeline.resume import origin
+from trainer.tools.export import main
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from rollout.buffer.items import WorkItem
+from rollout.buffer.rollout_buffer import WorkItem
 from rollout.types import Group, Prompt, Segment, Trajectory, Turn
 from trainer.telemetry.trajectories import TrajectoryRecorder
-from trainer.view import main
+from trainer.tools.view import main
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -277,7 +277,7 @@ def test_nothing_to_show_is_told(run_dir: Path, capsys: Capture) -> None:
 
 
 def test_help_shows_examples_and_nothing_heavy_is_imported(run_dir: Path) -> None:
-    code = "import sys; from trainer.view import main; main(sys.argv[1:]); print(*sys.modules, file=sys.stderr)"
+    code = "import sys; from trainer.tools.view import main; main(sys.argv[1:]); print(*sys.modules, file=sys.stderr)"
     command = [sys.executable, "-c", code, str(run_dir)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr

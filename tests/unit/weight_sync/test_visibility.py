@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from rollout.engine.actor import EngineActor
-from rollout.engine.base import EngineSpec
+from rollout.engine.interface import EngineSpec
 from tests.fakes.scripted_run import config
-from trainer.learner import worker as learner_module
-from trainer.learner.worker import LearnerWorker
+from trainer.learner import actor as learner_module
+from trainer.learner.actor import LearnerWorker
 from weight_sync.device import DeviceError
 from weight_sync.device.rocm import RocmBackend
 from weight_sync.device.select import build

@@ -8,11 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollout.agent.loading import make_loop
-from rollout.agent.play import play
+from rollout.agent.runner import make_loop, play
 from rollout.types import Prompt
 from tests.unit.rollout.agent.test_loop import Scripted
-from trainer.builtin.tokenizer import build_tokenizer
+from trainer.builtin.tiny_model import build_tokenizer
 
 
 @pytest.mark.parametrize(

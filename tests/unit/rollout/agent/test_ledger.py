@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.agent.ledger import TokenLedger, check_chunk, coalesce, join_chunks
+from rollout.agent.trajectory_builder import TokenLedger, check_chunk, coalesce, join_chunks
 from rollout.types import Completion, Segment
 
 

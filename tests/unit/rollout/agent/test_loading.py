@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from rollout.agent.loading import make_loop
 from rollout.agent.loop import SingleTurnLoop
+from rollout.agent.runner import make_loop
 from rollout.errors import PluginError
 
 if TYPE_CHECKING:

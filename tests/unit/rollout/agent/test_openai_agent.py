@@ -16,15 +16,13 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from rollout.agent.loading import make_loop
-from rollout.agent.openai_agent import OpenAiLoop, Task
-from rollout.agent.openai_server import MOST_BYTES
-from rollout.agent.play import play
-from rollout.agent.template import ChatTemplate
-from rollout.engine.router import NoReplica
+from rollout.agent.openai_agent import MOST_BYTES, OpenAiLoop, Task
+from rollout.agent.runner import make_loop, play
 from rollout.errors import AgentError, EngineDead, PluginError
+from rollout.fleet.scheduler import NoReplica
+from rollout.rendering import ChatTemplate
 from rollout.types import Completion, SamplingParams
-from rollout.worker import RolloutWorker
+from rollout.worker.worker import RolloutWorker
 from tests.fakes.chat_policy import END, ChatPolicy, by_turn, chat_tokenizer
 from tests.fakes.engine_client import FakeEngine
 from tests.unit.rollout.test_worker import length_score, spec

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rollout.agent.openai_api import assistant_message, normal, says_the_same
+from rollout.agent.openai_protocol import assistant_message, normal, says_the_same
 
 SAID = assistant_message(
     ' so\n<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>\n', call_prefix="call_1_", reads_calls=True

@@ -12,8 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from rollout.agent.loading import make_loop
-from rollout.agent.play import play
+from rollout.agent.runner import make_loop, play
 from tests.fakes.chat_policy import END, ChatPolicy, by_turn
 
 PROGRAM = """

@@ -12,10 +12,10 @@ import pytest
 from openai import AsyncOpenAI
 
 from rollout.agent.openai_agent import OpenAiLoop, Task
-from rollout.agent.openai_api import ApiError, parse_request
+from rollout.agent.openai_protocol import ApiError, parse_request
 from rollout.agent.openai_session import Session
-from rollout.agent.play import play
-from rollout.agent.template import ChatTemplate, Setting, TooLong
+from rollout.agent.runner import play
+from rollout.rendering import ChatTemplate, Setting, TooLong
 from rollout.types import Completion
 from tests.fakes.chat_policy import BEGIN, END, ChatPolicy, by_turn
 

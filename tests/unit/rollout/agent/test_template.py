@@ -9,8 +9,8 @@ import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from rollout.agent import template as module
-from rollout.agent.template import ChatTemplate, Setting, TooLong
+from rollout import rendering as module
+from rollout.rendering import ChatTemplate, Setting, TooLong
 
 if TYPE_CHECKING:
     from collections.abc import Callable

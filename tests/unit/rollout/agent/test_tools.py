@@ -14,16 +14,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from rollout.agent.ledger import join_chunks
-from rollout.agent.loading import make_loop
-from rollout.agent.play import play
+from rollout.agent.runner import make_loop, play
 from rollout.agent.tools import Toolbox, TurnTemplate
-from rollout.engine.base import EngineSpec
-from rollout.engine.scripted_engine import ScriptedEngine
+from rollout.agent.trajectory_builder import join_chunks
+from rollout.engine.interface import EngineSpec
 from rollout.errors import PluginError
 from rollout.types import Completion, Prompt, SamplingParams, Segment, ToolUse
 from tests.fakes.chat_tokenizer import END, PLAIN, THINKING, chat_tokenizer
 from tests.fakes.own_tokenizer import save_own_tokenizer
+from tests.fakes.scripted_engine import ScriptedEngine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from rollout.buffer.items import MAX_LOSSES
+from rollout.buffer.rollout_buffer import MAX_LOSSES
 from rollout.errors import WorkerLost
 from tests.fakes.virtual_time import run_virtual
 from tests.unit.rollout.buffer.test_work_buffer import admit_and_claim, blocks, group_of, new_buffer, prompt
 
 if TYPE_CHECKING:
-    from rollout.buffer.items import WorkItem
-    from rollout.buffer.work_buffer import WorkBuffer
+    from rollout.buffer.rollout_buffer import WorkBuffer, WorkItem
 
 B, STEPS = 3, 8
 

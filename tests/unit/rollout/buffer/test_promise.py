@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.buffer.work_buffer import WorkBuffer, WorkItem
+from rollout.buffer.rollout_buffer import WorkBuffer, WorkItem
 from rollout.types import Group, Prompt, Segment, Trajectory, Turn
 from tests.fakes.staleness_oracle import is_kept
 from tests.fakes.virtual_time import run_virtual
@@ -57,7 +57,7 @@ def new_prompt(prompt_id: str) -> Prompt:
 
 @dataclass
 class Simulation:
-    """The loops of `trainer.pipeline` in miniature. Keeps its own books, and asks an oracle instead of the buffer."""
+    """The loops of `trainer.driver` in miniature. Keeps its own books, and asks an oracle instead of the buffer."""
 
     world: World
     buffer: WorkBuffer

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from rollout.buffer.work_buffer import WorkBuffer
+from rollout.buffer.rollout_buffer import WorkBuffer
 from rollout.errors import BufferClosed, NoProgress
 from rollout.types import Group, Prompt, Segment, Trajectory, Turn
 from tests.fakes.virtual_time import run_virtual
@@ -17,7 +17,7 @@ from tests.fakes.virtual_time import run_virtual
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-    from rollout.buffer.items import WorkItem
+    from rollout.buffer.rollout_buffer import WorkItem
 
 
 def prompt(name: str) -> Prompt:

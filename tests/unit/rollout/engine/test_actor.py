@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from rollout.engine.actor import EngineActor, PauseWatchdog
-from rollout.engine.base import Engine, EngineSpec
-from rollout.engine.scripted_engine import ScriptedEngine
+from rollout.engine.interface import Engine, EngineSpec
 from rollout.errors import EngineDead
 from rollout.types import Completion, SamplingParams
+from tests.fakes.scripted_engine import ScriptedEngine
 from weight_sync.device import DeviceError, get_backend
 from weight_sync.wire import Reply, encode
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.engine.chunks import ChunkBuilder, VersionLabels
+from rollout.engine.request_state import ChunkBuilder, VersionLabels
 from rollout.types import Segment
 
 

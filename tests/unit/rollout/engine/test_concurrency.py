@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from rollout.engine.base import EngineLoad
-from rollout.engine.concurrency import CUT, KV_CRITICAL, KV_ROOM, TRIM, Bounds, Concurrency, Demand, growth_step
+from rollout.engine.interface import EngineLoad
+from rollout.fleet.adaptive_limit import CUT, KV_CRITICAL, KV_ROOM, TRIM, Bounds, Concurrency, Demand, growth_step
 
 BOUNDS = Bounds(lowest=8, highest=256)
 

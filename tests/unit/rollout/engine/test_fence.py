@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from rollout.engine.base import EngineSpec
-from rollout.engine.chunks import ChunkBuilder, VersionLabels
-from rollout.engine.live_answer import LiveAnswer
+from rollout.engine.interface import EngineSpec
+from rollout.engine.request_state import ChunkBuilder, LiveAnswer, VersionLabels
 from rollout.engine.vllm_engine import VllmEngine
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[4]
 PROGRAM = """
 import json, os, sys, time
-from rollout.engine import fork_server
+from rollout.engine import vllm_process as fork_server
 
 def tell(path):
     import torch

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from rollout.engine.gate import AdmissionGate
+from rollout.engine.weight_commit import AdmissionGate
 
 
 async def test_closing_waits_for_requests_in_the_passage() -> None:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from rollout.engine.base import EngineSpec
-from rollout.engine.launch import _known, engine_config, engine_pids, shut_down
+from rollout.engine.interface import EngineSpec
+from rollout.engine.vllm_process import _known, engine_config, engine_pids, shut_down
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -66,7 +66,7 @@ def test_the_processes_of_an_engine_are_its_own_and_those_of_its_workers(llm: An
 def test_workers_that_outlive_the_end_of_their_engine_are_told(
     llm: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollout.engine.launch._END_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("rollout.engine.vllm_process._END_TIMEOUT_S", 0.3)
     left = engine_pids(llm)[1:]
     shut_down(llm)
     assert f"engine processes {left} still run" in caplog.text

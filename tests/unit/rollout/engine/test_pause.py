@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from rollout.engine.actor import PauseWatchdog
-from rollout.engine.base import EngineSpec
-from rollout.engine.gate import AdmissionGate, GateTurns, Pause
-from rollout.engine.scripted_engine import ScriptedEngine
+from rollout.engine.interface import EngineSpec
+from rollout.engine.weight_commit import AdmissionGate, GateTurns, Pause
+from tests.fakes.scripted_engine import ScriptedEngine
 from weight_sync.wire import Reply, encode
 
 

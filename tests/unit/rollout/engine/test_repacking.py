@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.engine.concurrency import KV_ROOM
-from rollout.engine.repacking import Place, Repacking, has_doubled, replicas_to_free
+from rollout.fleet.adaptive_limit import KV_ROOM
+from rollout.fleet.consolidation import Place, Repacking, has_doubled, replicas_to_free
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

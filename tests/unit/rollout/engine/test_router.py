@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollout.engine.router import NoReplica, Router, order_of
+from rollout.fleet.scheduler import NoReplica, Router, order_of
 
 
 def test_a_new_group_goes_to_the_replica_with_fewest_outstanding_tokens() -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from rollout.engine.outputs import sampled_logprobs
+from rollout.engine.request_state import sampled_logprobs
 
 
 def output(token_ids: list[int], positions: list[list[float]], finish_reason: str | None = None) -> SimpleNamespace:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from rollout.engine.scripted_replica import ScriptedReplica, Workload
 from rollout.types import SamplingParams
+from tests.fakes.scripted_replica import ScriptedReplica, Workload
 from tests.fakes.virtual_time import run_virtual
 
 if TYPE_CHECKING:
-    from rollout.engine.base import EngineTimes
+    from rollout.engine.interface import EngineTimes
 
 PROMPT = np.array([1, 2], np.int32)
 

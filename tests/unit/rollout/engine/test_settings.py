@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from rollout.engine.base import EngineSpec
-from rollout.engine.settings import engine_args, process_env
+from rollout.engine.interface import EngineSpec
+from rollout.engine.vllm_config import engine_args, process_env
 
 
 def test_a_cpu_engine_of_one_worker_runs_in_one_process() -> None:
@@ -63,7 +63,7 @@ def test_a_spec_that_cannot_work_is_refused(name: str) -> None:
 
 
 def test_the_environment_is_set_only_while_processes_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rollout.engine.environment import environment
+    from rollout.engine.vllm_process import environment
 
     monkeypatch.setenv("TANDEM_A", "user")
     monkeypatch.setenv("TANDEM_B", "user")

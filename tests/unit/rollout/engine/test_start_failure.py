@@ -9,7 +9,7 @@ import textwrap
 
 import pytest
 
-from rollout.engine.start_failure import MOST_CHARS, find_cause
+from rollout.engine.startup_error import MOST_CHARS, find_cause
 
 CORE = "(EngineCore pid=2402) ERROR 11-21 23:25:52 [core.py:1510] "
 POINTER = "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"
@@ -72,7 +72,7 @@ def test_an_error_of_very_many_lines_is_cut() -> None:
 CHILD = "RuntimeError|the engine did not start: ValueError: the child says why|None"
 PROGRAM = """
 import os, subprocess, sys
-from rollout.engine.start_failure import printed_cause
+from rollout.engine.startup_error import printed_cause
 from rollout.errors import EngineDead
 kind, told = sys.argv[1:]
 print("Traceback (most recent call last):\\nOSError: of an earlier start", file=sys.stderr, flush=True)

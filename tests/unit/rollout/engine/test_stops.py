@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from rollout.engine.base import EngineSpec
-from rollout.engine.chunks import ChunkBuilder, VersionLabels
-from rollout.engine.live_answer import LiveAnswer, stop_watch
-from rollout.engine.scripted_replica import ScriptedReplica, Workload
-from rollout.engine.stops import StopWatch
+from rollout.engine.interface import EngineSpec
+from rollout.engine.request_state import ChunkBuilder, LiveAnswer, StopWatch, VersionLabels, stop_watch
 from rollout.engine.vllm_engine import VllmEngine
 from rollout.types import SamplingParams
+from tests.fakes.scripted_replica import ScriptedReplica, Workload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -6,9 +6,8 @@ import random
 
 import pytest
 
-from rollout.engine.router import NoReplica, Router
-from rollout.engine.turnstile import Turnstile, Waits
 from rollout.errors import EngineDead
+from rollout.fleet.scheduler import NoReplica, Router, Turnstile, Waits
 from tests.fakes.virtual_time import run_virtual
 
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from rollout.engine.base import EngineSpec
-from rollout.engine.roster import MAX_TIMES_OUT
+from rollout.engine.interface import EngineSpec
+from rollout.engine.request_state import MAX_TIMES_OUT
 from rollout.engine.vllm_engine import VllmEngine
 from rollout.errors import EngineDead
 from rollout.types import SamplingParams

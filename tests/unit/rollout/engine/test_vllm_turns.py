@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollout.engine.base import EngineSpec
+from rollout.engine.interface import EngineSpec
 from rollout.engine.vllm_engine import VllmEngine
 from rollout.errors import EngineDead
 from weight_sync.wire import Reply, encode

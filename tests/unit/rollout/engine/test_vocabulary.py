@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rollout.engine.vocabulary import check_token_ids, foreign_token
+from rollout.engine.vllm_config import check_token_ids, foreign_token
 
 
 @pytest.mark.parametrize(

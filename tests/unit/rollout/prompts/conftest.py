@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from rollout.prompts.readers import SourceSpec
+from rollout.prompts.datasets import SourceSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from rollout.errors import DataError
-from rollout.prompts import rendering
-from rollout.prompts.source import load_prompts
+from rollout.prompts import render_prompts as rendering
+from rollout.prompts.prompt_source import load_prompts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from rollout.prompts.readers import SourceSpec
-    from rollout.prompts.source import PromptSet
+    from rollout.prompts.datasets import SourceSpec
+    from rollout.prompts.prompt_source import PromptSet
 
     MakeSpec = Callable[..., SourceSpec]
 
@@ -311,7 +311,7 @@ def test_a_hub_name_that_cannot_be_reached_is_a_data_error(tmp_path: Path) -> No
     code = (
         "from rollout.errors import DataError\n"
         "from tests.unit.rollout.prompts.conftest import CharTokenizer, make_spec\n"
-        "from rollout.prompts.source import load_prompts\n"
+        "from rollout.prompts.prompt_source import load_prompts\n"
         "try: load_prompts(make_spec.__wrapped__()(path='nobody/nothing:main'), CharTokenizer())\n"
         "except DataError as error: print(error)\n"
     )

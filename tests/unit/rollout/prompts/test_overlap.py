@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from rollout.errors import DataError
-from rollout.prompts.overlap import refuse_overlap
-from rollout.prompts.source import load_prompts
+from rollout.prompts.datasets import refuse_overlap
+from rollout.prompts.prompt_source import load_prompts
 from tests.unit.rollout.prompts.test_loading import ROWS, write_jsonl
 
 if TYPE_CHECKING:

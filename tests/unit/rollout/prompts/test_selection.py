@@ -15,10 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.errors import DataError, NoProgress
-from rollout.prompts.columns import numbers
-from rollout.prompts.curriculum import Curriculum
-from rollout.prompts.pass_rates import PassRateBounds, PassRates
-from rollout.prompts.source import PromptSource
+from rollout.prompts.datasets import numbers
+from rollout.prompts.pass_rate_filter import PassRateBounds, PassRates
+from rollout.prompts.prompt_source import Curriculum, PromptSource
 from rollout.types import Group, Prompt, Trajectory
 from tests.unit.rollout.prompts.test_source import ids, prompt_set
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.errors import DataError
-from rollout.prompts.source import PromptSet, PromptSource, eval_subset, fingerprint
+from rollout.prompts.prompt_source import PromptSet, PromptSource, eval_subset, fingerprint
 from rollout.types import Prompt
 
 

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from rollout.errors import DataError, RewardError
-from rollout.reward import async_calls
-from rollout.reward.call import Item, call
-from rollout.reward.pipeline import RewardPipeline
+from rollout.reward import pool as async_calls
+from rollout.reward.call import Item, RewardResult, call
+from rollout.reward.pool import RewardPipeline
 from rollout.reward.registry import load
-from rollout.reward.result import RewardResult
 from tests.unit.rollout.reward.test_pipeline import a_prompt, is_running, values, wait_until_gone
 
 if TYPE_CHECKING:

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from rollout.reward.pipeline import RewardPipeline
-from rollout.reward.preflight import check_reward
-from rollout.reward.result import RewardResult
+from rollout.reward.call import RewardResult
+from rollout.reward.pool import RewardPipeline, check_reward
 from rollout.types import Prompt
 
 if TYPE_CHECKING:

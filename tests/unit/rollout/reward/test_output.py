@@ -11,7 +11,7 @@ import pytest
 from rollout.errors import RewardError
 from rollout.reward import output
 from rollout.reward.output import Output
-from rollout.reward.pipeline import RewardPipeline
+from rollout.reward.pool import RewardPipeline
 from tests.unit.rollout.reward.test_pipeline import a_prompt, values
 
 if TYPE_CHECKING:

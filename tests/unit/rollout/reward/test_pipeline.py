@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from rollout.errors import DataError, RewardError
-from rollout.reward.pipeline import RewardPipeline
+from rollout.reward.call import RewardResult
+from rollout.reward.pool import RewardPipeline
 from rollout.reward.process import DRIVER_ONLY
-from rollout.reward.result import RewardResult
 from rollout.types import Prompt
 from tests.fakes.process_life import is_running
 
@@ -299,7 +299,7 @@ async def test_a_reward_that_does_not_import_holds_up_no_other_and_is_tried_once
         assert "of the import" in str((await rewards.score_batch(a_prompt(reward=f"{broken}:reward"), [""]))[0])
         assert tries.read_text() == "x"
         broken.write_text("def reward(**_): return 6.0\n")
-        monkeypatch.setattr("rollout.reward.pipeline.RETRY_S", 0.0)
+        monkeypatch.setattr("rollout.reward.pool.RETRY_S", 0.0)
         assert (await rewards.score(a_prompt(reward=f"{broken}:reward"), "")).reward == 6.0
 
 
@@ -424,7 +424,7 @@ PARENT = """
 import asyncio, sys
 from pathlib import Path
 import numpy as np
-from rollout.reward.pipeline import RewardPipeline
+from rollout.reward.pool import RewardPipeline
 from rollout.reward.process import DRIVER_ONLY
 from rollout.types import Prompt
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rollout.errors import DataError
-from rollout.reward.preflight import check_reward
+from rollout.reward.pool import check_reward
 from rollout.types import Prompt
 
 if TYPE_CHECKING:

@@ -10,11 +10,11 @@ import pytest
 
 import rollout.reward.math
 from rollout.errors import RewardError
-from rollout.reward.length import overlong_penalty
+from rollout.reward.builtin import overlong_penalty
+from rollout.reward.call import RewardResult, to_result
 from rollout.reward.limited import LimitedCalls
 from rollout.reward.math import score
-from rollout.reward.pipeline import RewardPipeline
-from rollout.reward.result import RewardResult, to_result
+from rollout.reward.pool import RewardPipeline
 from rollout.types import Prompt
 
 

@@ -7,14 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from trainer.advise.diagnosis import SURE_STEPS, Diagnosis, Split, diagnose, splits_of
-from trainer.advise.facts import Setup, StepLine, TraceFacts
-from trainer.advise.reading import read_setup
-from trainer.advise.recommendation import as_arguments
-from trainer.advise.report import in_words
-from trainer.advise.steady import TooFewSteps, steady
 from trainer.config.dump import dump_yaml
 from trainer.config.load import load_config
+from trainer.tools.advise import SURE_STEPS, Diagnosis, Split, as_arguments, diagnose, in_words, splits_of
+from trainer.tools.run_records import Setup, StepLine, TooFewSteps, TraceFacts, read_setup, steady
 
 if TYPE_CHECKING:
     from pathlib import Path

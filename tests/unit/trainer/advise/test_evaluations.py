@@ -10,12 +10,10 @@ import pytest
 import yaml
 
 from tests.unit.trainer.advise.test_advise import SETUP, play, taking_turns
-from trainer.advise.__main__ import main
-from trainer.advise.diagnosis import diagnose
-from trainer.advise.reading import read_counted
-from trainer.advise.report import in_words
 from trainer.config.convert import to_plain
 from trainer.config.schema import RunConfig
+from trainer.tools.advise import diagnose, in_words, main
+from trainer.tools.run_records import read_counted
 
 if TYPE_CHECKING:
     from pathlib import Path

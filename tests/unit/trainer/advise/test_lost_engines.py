@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from tests.unit.trainer.advise.test_run_directory import write_run
-from trainer.advise.__main__ import main
-from trainer.advise.reading import read_counted
-from trainer.telemetry.environment import append, describe
+from trainer.telemetry.session import append, describe
+from trainer.tools.advise import main
+from trainer.tools.run_records import read_counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence

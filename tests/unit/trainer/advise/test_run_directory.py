@@ -10,19 +10,17 @@ import pytest
 import yaml
 
 from tests.unit.trainer.advise.test_advise import SETUP, play
-from trainer.advise.__main__ import main
-from trainer.advise.diagnosis import diagnose
-from trainer.advise.reading import idle_seconds, read_counted, read_lines, read_trace, spans_of
-from trainer.advise.steady import steady
 from trainer.config.convert import to_plain
 from trainer.config.schema import RunConfig
-from trainer.telemetry.environment import append, describe
-from trainer.telemetry.spans import Tracer
+from trainer.telemetry.session import append, describe
+from trainer.telemetry.trace import Tracer
+from trainer.tools.advise import diagnose, main
+from trainer.tools.run_records import idle_seconds, read_counted, read_lines, read_trace, spans_of, steady
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from trainer.advise.facts import StepLine
+    from trainer.tools.run_records import StepLine
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 3])

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.algorithms.advantages import GroupRewards, step_advantages
-from trainer.config.estimators import ESTIMATORS, AdvantageName
-from trainer.config.schema.algorithm import AlgorithmConfig
+from trainer.config.algorithm import ESTIMATORS, AdvantageName, AlgorithmConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.algorithms.aggregate import loss_weights
+from trainer.algorithms.token_weights import loss_weights
 from trainer.config.load import load_config
 
 COUNTS = [1, 3, 0, 4]

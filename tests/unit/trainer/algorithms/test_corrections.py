@@ -12,8 +12,7 @@ import torch
 
 from trainer.algorithms.corrections import Correction, correct, measure
 from trainer.algorithms.losses import LossInputs, policy_loss
-from trainer.config.schema.algorithm import AlgorithmConfig
-from trainer.config.schema.correction import ClampConfig, CorrectionConfig, MaskConfig, RejectConfig
+from trainer.config.algorithm import AlgorithmConfig, ClampConfig, CorrectionConfig, MaskConfig, RejectConfig
 
 OBJECTIVES = ("bypass", "decoupled", "loglinear")
 LEVELS = ("token", "sequence", "sequence_mean")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trainer.algorithms.gae import gae_advantages
+from trainer.algorithms.advantages import gae_advantages
 
 REWARDS, VALUES, ALL = [0.0, 0.0, 0.0, 1.0], [0.1, 0.2, 0.3, 0.4], [True] * 4
 ADVANTAGES = [0.799675, 0.7365, 0.67, 0.6]

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.algorithms.losses.kl import kl_penalty
-from trainer.algorithms.losses.values import value_loss
+from trainer.algorithms.losses import kl_penalty, value_loss
 
 ESTIMATORS = ("k1", "k2", "k3", "k1_straight_through", "k3_straight_through")
 

@@ -15,11 +15,8 @@ import torch
 from tests.unit.trainer.algorithms.test_losses import config_for, random_inputs
 from tests.unit.trainer.config.test_validate import config_with, keys_refused
 from trainer.algorithms.corrections import correct
-from trainer.algorithms.losses import policy_loss
-from trainer.algorithms.losses.kl import kl_penalty
-from trainer.algorithms.losses.values import value_loss
-from trainer.config.loss_keys import LOSS_KEYS, LossName
-from trainer.config.schema.correction import CorrectionConfig, Objective
+from trainer.algorithms.losses import kl_penalty, policy_loss, value_loss
+from trainer.config.algorithm import LOSS_KEYS, CorrectionConfig, LossName, Objective
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +29,7 @@ HELD_FIXED = ("cispo",)
 OF_A_SEQUENCE = ("gspo", "gmpo")
 """Losses whose token gradients are those of their own sequence's value; with one token in each they are the same."""
 SELECTION_KEYS = {"cov_frac", "cov_min", "cov_max"}
-"""Read by trainer.algorithms.selection, before there is a loss."""
+"""Read by trainer.algorithms.token_weights, before there is a loss."""
 
 
 @pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss not in HELD_FIXED])

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from trainer.algorithms.losses import LossInputs, policy_loss
-from trainer.config.loss_keys import LOSS_KEYS, SELECTING_LOSSES, LossName
-from trainer.config.schema.algorithm import AlgorithmConfig
+from trainer.config.algorithm import LOSS_KEYS, SELECTING_LOSSES, AlgorithmConfig, LossName
 
 LOSSES = get_args(LossName)
 SHARED = {"clip_low": 0.2, "clip_high": 0.28, "cov_kl_coef": 0.7, "dppo_threshold": 0.05, "dro_beta": 0.3}
@@ -309,7 +308,7 @@ def test_every_key_of_the_table_changes_its_loss() -> None:
         "clip_low": 0.05, "clip_high": 0.05, "clip_dual": 1.01, "sapo_tau_positive": 2.0, "sapo_tau_negative": 2.0,
         "cov_kl_coef": 3.0, "dppo_threshold": 1e-6, "dro_beta": 2.0,
     }  # fmt: skip
-    selection_keys = {"cov_frac", "cov_min", "cov_max"}  # read by trainer.algorithms.selection
+    selection_keys = {"cov_frac", "cov_min", "cov_max"}  # read by trainer.algorithms.token_weights
     assert LOSS_KEYS.keys() == set(LOSSES)
     for loss in LOSSES:
         plain, _ = value_and_grad(inputs, config_for(loss))

@@ -10,18 +10,17 @@ import torch
 
 from trainer.algorithms.advantages import GroupRewards, step_advantages
 from trainer.algorithms.losses import LossInputs, policy_loss
-from trainer.config.errors import ConfigurationError
-from trainer.config.estimators import OWN_TRAITS, EstimatorTraits, traits_of
-from trainer.config.schema.algorithm import AlgorithmConfig
+from trainer.config.algorithm import OWN_TRAITS, AlgorithmConfig, EstimatorTraits, traits_of
+from trainer.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-BUILT_IN = "trainer.algorithms.losses.clipped.ppo_clip_loss"
+BUILT_IN = "trainer.algorithms.losses.ppo_clip_loss"
 
 ESTIMATOR = """
 import numpy as np
-from trainer.config.estimators import EstimatorTraits, with_traits
+from trainer.config.algorithm import EstimatorTraits, with_traits
 
 def scaled(groups, *, scale=1.0):
     return [scale * (g.rewards_G - g.rewards_G.mean()) for g in groups]
@@ -48,7 +47,7 @@ def bad_text(groups):
 """
 
 LOSS = """
-from trainer.algorithms.losses.inputs import loss_stats, ratio_and_log
+from trainer.algorithms.losses import loss_stats, ratio_and_log
 
 def scaled(inputs, *, scale):
     ratio_L, _ = ratio_and_log(inputs)

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.algorithms.gae import gae_advantages
-from trainer.algorithms.returns import reward_to_go, token_rewards
+from trainer.algorithms.advantages import gae_advantages, reward_to_go, token_rewards
 
 
 def test_the_documented_example() -> None:

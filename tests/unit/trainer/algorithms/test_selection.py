@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trainer.algorithms.selection import lottery, select_tokens, token_covariances
-from trainer.config.schema.algorithm import AlgorithmConfig
+from trainer.algorithms.token_weights import lottery, select_tokens, token_covariances
+from trainer.config.algorithm import AlgorithmConfig
 
 
 def config_for(loss: str, **keys: float) -> AlgorithmConfig:

@@ -3,12 +3,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rollout.agent.loading import make_loop
 from rollout.agent.loop import Episode, check_episode
+from rollout.agent.runner import make_loop
 from rollout.errors import AgentError
 from rollout.types import Completion, FinishReason, Prompt, Segment
 
-FACTORY = "trainer.bench.agent.forced_lengths"
+FACTORY = "trainer.tools.bench_agent.forced_lengths"
 
 
 def prompt(length: object) -> Prompt:

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.bench.cases import BadCase, Case, overrides_of, parse_case, with_overrides
-from trainer.bench.workload import workload
+from trainer.tools.bench_workload import BadCase, Case, overrides_of, parse_case, with_overrides, workload
 
 W1 = workload("w1", is_tiny=False)
 

@@ -7,18 +7,9 @@ from typing import Any
 
 import pytest
 
-from trainer.advise.reading import Span
-from trainer.bench.cases import Case
-from trainer.bench.figures import (
-    Measure,
-    TooShort,
-    engine_rate,
-    figures_of,
-    start_up,
-    step_flops,
-    timeline_of,
-)
-from trainer.bench.workload import Workload, workload
+from trainer.tools.bench_figures import Measure, TooShort, engine_rate, figures_of, start_up, step_flops, timeline_of
+from trainer.tools.bench_workload import Case, Workload, workload
+from trainer.tools.run_records import Span
 
 WORK = replace(
     workload("uniform", is_tiny=True),

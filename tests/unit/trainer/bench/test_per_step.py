@@ -3,8 +3,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.unit.trainer.bench.test_figures import ASYNC_2, HOW, record
-from trainer.bench.per_step import ENTRIES, per_step
-from trainer.telemetry.metric_rows import METRICS
+from trainer.telemetry.metrics import METRICS
+from trainer.tools.bench_figures import ENTRIES, per_step
 
 
 def test_an_entry_is_what_the_record_says() -> None:

@@ -8,18 +8,16 @@ import pytest
 
 from tests.fakes.trainer_process import ROOT
 from tests.unit.trainer.bench.test_figures import ASYNC_2, HOW, SYNC, run_that_empties, sync_run
-from trainer.bench.__main__ import EXIT_DONE, EXIT_USAGE, examine, main
-from trainer.bench.figures import figures_of, timeline_of
-from trainer.bench.plot import can_plot, plot, steps_of
-from trainer.bench.report import OtherWorkload, Results, figures_as_values, table
-from trainer.bench.runs import Ended, output_of
-from trainer.bench.workload import workload
-from trainer.telemetry.spans import Tracer
+from trainer.telemetry.trace import Tracer
+from trainer.tools.bench import EXIT_DONE, EXIT_USAGE, Ended, examine, main, output_of
+from trainer.tools.bench_figures import figures_of, timeline_of
+from trainer.tools.bench_report import OtherWorkload, Results, can_plot, figures_as_values, plot, steps_of, table
+from trainer.tools.bench_workload import workload
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from trainer.advise.reading import Span
+    from trainer.tools.run_records import Span
 
 W1 = workload("w1", is_tiny=True)
 ENDED = Ended(

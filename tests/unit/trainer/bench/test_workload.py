@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from rollout.prompts.readers import SourceSpec
-from rollout.prompts.source import load_prompts
-from trainer.bench.workload import (
+from rollout.prompts.datasets import SourceSpec
+from rollout.prompts.prompt_source import load_prompts
+from trainer.config.convert import to_run_config
+from trainer.learner.weights import check_weights
+from trainer.tools.bench_workload import (
     LENGTH_COLUMN,
     NUM_PROMPTS,
     WORKLOADS,
@@ -20,8 +22,6 @@ from trainer.bench.workload import (
     workload,
     write_inputs,
 )
-from trainer.config.convert import to_run_config
-from trainer.learner.model_files import check_weights
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,8 +16,16 @@ import pytest
 
 from rollout.prompts.arithmetic import operand_pairs, question
 from trainer.builtin import tiny_model
-from trainer.builtin.tiny_model import Recipe, confuse_carry, make
-from trainer.builtin.tokenizer import EOS_ID, VOCABULARY, VOCABULARY_SIZE, build_tokenizer, encode
+from trainer.builtin.tiny_model import (
+    EOS_ID,
+    VOCABULARY,
+    VOCABULARY_SIZE,
+    Recipe,
+    build_tokenizer,
+    confuse_carry,
+    encode,
+    make,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from trainer.config.describe import all_keys
-from trainer.config.errors import ConfigurationError
+from trainer.config.keys import all_keys
 from trainer.config.load import load_config
 from trainer.config.other_names import OTHER_NAMES
+from trainer.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from pathlib import Path

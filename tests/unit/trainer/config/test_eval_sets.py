@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from trainer.config.convert import to_plain, to_run_config
-from trainer.config.document import configuration_markdown
-from trainer.config.errors import ConfigurationError
+from trainer.config.describe import describe_rollout
+from trainer.config.docs import configuration_markdown
 from trainer.config.load import load_config
-from trainer.config.objective import describe_rollout
-from trainer.config.schema.task import EvalSetConfig
+from trainer.config.schema import EvalSetConfig
 from trainer.config.validate_evaluation import RESERVED_NAMES
-from trainer.telemetry.catalog import find_row
-from trainer.telemetry.metric_rows import METRICS
+from trainer.errors import ConfigurationError
+from trainer.telemetry.metrics import METRICS, find_row
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,13 +11,13 @@ import pytest
 import yaml
 
 from trainer.__main__ import main
-from trainer.config.command_line import parse
-from trainer.config.describe import all_keys
+from trainer.config.cli import parse
 from trainer.config.dump import dump_yaml
-from trainer.config.errors import ConfigurationError
+from trainer.config.keys import all_keys
 from trainer.config.library import config_names, groups, packaged_configs
 from trainer.config.load import load_config, resolve
-from trainer.config.schema.run import RunConfig
+from trainer.config.schema import RunConfig
+from trainer.errors import ConfigurationError
 
 
 @pytest.fixture(autouse=True)
@@ -311,8 +311,8 @@ def test_auto_that_finds_a_cpu_compiles_only_what_was_asked_for(
 ) -> None:
     ran: list[RunConfig] = []
     fake = SimpleNamespace(run=lambda config, **_: ran.append(config), dry_run=lambda config, **_: ran.append(config))
-    monkeypatch.setitem(sys.modules, "trainer.pipeline.run", fake)
-    monkeypatch.setitem(sys.modules, "trainer.planning.dry_run", fake)
+    monkeypatch.setitem(sys.modules, "trainer.driver.run", fake)
+    monkeypatch.setitem(sys.modules, "trainer.tools.dry_run", fake)
     monkeypatch.setattr("weight_sync.device.select.get_backend", lambda: SimpleNamespace(ray_resource=resource))
     main(["--config-name", "grpo_7b", *arguments])
     (config,) = ran

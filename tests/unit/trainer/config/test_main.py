@@ -17,7 +17,7 @@ import pytest
 from ray.exceptions import RayTaskError
 
 import trainer.__main__ as main_module
-from trainer.config.errors import ConfigurationError, Problem, first_cause, note_log, one_line
+from trainer.errors import ConfigurationError, Problem, first_cause, note_log, one_line
 
 ROOT = Path(__file__).resolve().parents[4]
 

@@ -6,10 +6,16 @@ from typing import Any
 
 import pytest
 
-from trainer.config.estimators import EstimatorTraits, with_traits
-from trainer.config.objective import describe_objective
-from trainer.config.schema.algorithm import AlgorithmConfig
-from trainer.config.schema.correction import ClampConfig, CorrectionConfig, MaskConfig, RejectConfig
+from trainer.config.algorithm import (
+    AlgorithmConfig,
+    ClampConfig,
+    CorrectionConfig,
+    EstimatorTraits,
+    MaskConfig,
+    RejectConfig,
+    with_traits,
+)
+from trainer.config.describe import describe_objective
 
 
 def test_only_what_is_in_force_is_named() -> None:

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from trainer.config.command_line import parse
+from trainer.config.cli import parse
 from trainer.config.conflicts import value_of
-from trainer.config.describe import all_keys
 from trainer.config.dump import dump_yaml
-from trainer.config.errors import ConfigurationError
+from trainer.config.keys import all_keys
 from trainer.config.load import load_config, resolve
+from trainer.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from pathlib import Path

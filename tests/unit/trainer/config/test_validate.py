@@ -12,7 +12,7 @@ import pytest
 
 from trainer.config.convert import to_run_config
 from trainer.config.environment import check_environment, looks_local
-from trainer.config.schema.run import RunConfig
+from trainer.config.schema import RunConfig
 from trainer.config.validate import check_combinations
 
 if TYPE_CHECKING:

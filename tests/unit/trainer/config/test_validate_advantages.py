@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.unit.trainer.config.test_validate import config_with, keys_refused
-from trainer.config.estimators import ESTIMATORS
+from trainer.config.algorithm import ESTIMATORS
 from trainer.config.load import load_config
 
 WITH_PEERS = [name for name, traits in ESTIMATORS.items() if traits.needs_peers]

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.unit.trainer.config.test_validate import config_with, keys_refused
+from trainer.config.algorithm import CorrectionConfig
 from trainer.config.load import load_config
-from trainer.config.schema.correction import CorrectionConfig
-from trainer.config.schema.run import RunConfig
+from trainer.config.schema import RunConfig
 
 
 def refused(**keys: Any) -> list[str]:

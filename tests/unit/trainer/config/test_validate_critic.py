@@ -7,13 +7,11 @@ from typing import Any
 import pytest
 
 from tests.unit.trainer.config.test_validate import config_with, keys_refused
-from trainer.config.errors import ConfigurationError
+from trainer.config.algorithm import AlgorithmConfig, CriticConfig, KlConfig
+from trainer.config.describe import describe_critic, describe_objective
 from trainer.config.load import load_config
-from trainer.config.objective import describe_critic, describe_objective
-from trainer.config.schema.algorithm import AlgorithmConfig
-from trainer.config.schema.critic import CriticConfig
-from trainer.config.schema.kl import KlConfig
 from trainer.config.validate import check_combinations
+from trainer.errors import ConfigurationError
 
 GAE = {"algorithm__advantage": "gae"}
 SHARED = {**GAE, "critic__shared_backbone": True}

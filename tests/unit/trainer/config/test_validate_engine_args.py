@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from rollout.engine.base import EngineSpec
-from rollout.engine.settings import engine_args
+from rollout.engine.interface import EngineSpec
+from rollout.engine.vllm_config import engine_args
 from tests.unit.trainer.config.test_validate import config_with
 from trainer.config.validate import check_combinations
 from trainer.config.validate_engine_args import REFUSED
 
 if TYPE_CHECKING:
-    from trainer.config.errors import Problem
+    from trainer.errors import Problem
 
 
 def problems_with(**arguments: Any) -> list[Problem]:

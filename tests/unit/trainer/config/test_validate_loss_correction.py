@@ -7,10 +7,10 @@ from typing import Any, get_args
 import pytest
 
 from tests.unit.trainer.config.test_validate import config_with, keys_refused
-from trainer.config.errors import ConfigurationError
+from trainer.config.algorithm import LOSS_RATIOS, UNBOUNDED_LOSSES, LossName, held_ratio
 from trainer.config.load import load_config
-from trainer.config.loss_keys import LOSS_RATIOS, UNBOUNDED_LOSSES, LossName, held_ratio
 from trainer.config.validate import check_combinations
+from trainer.errors import ConfigurationError
 
 PREFIX = "algorithm.correction"
 SYNC = {"mode__name": "sync", "mode__max_staleness": 0}

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any, get_args
 import pytest
 import yaml
 
+from trainer.config.algorithm import LOSS_KEYS, AggregationName, AlgorithmConfig, LossName, unread_keys
 from trainer.config.convert import to_run_config
-from trainer.config.loss_keys import LOSS_KEYS, AggregationName, LossName, unread_keys
-from trainer.config.schema.algorithm import AlgorithmConfig
 from trainer.config.validate import check_combinations
 
 if TYPE_CHECKING:
-    from trainer.config.schema.run import RunConfig
+    from trainer.config.schema import RunConfig
 
 RECIPES = Path(__file__).parents[4] / "configs" / "algorithm"
 MOVED: dict[str, Any] = {

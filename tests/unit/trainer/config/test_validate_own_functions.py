@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
+from trainer.config.algorithm import LOSS_KEYS
 from trainer.config.convert import to_run_config
-from trainer.config.describe import all_keys, type_text
-from trainer.config.errors import ConfigurationError
+from trainer.config.describe import describe_objective
+from trainer.config.keys import all_keys, type_text
 from trainer.config.load import load_config
-from trainer.config.loss_keys import LOSS_KEYS
-from trainer.config.objective import describe_objective
 from trainer.config.validate import check_combinations
+from trainer.errors import ConfigurationError
 
 
 def problems(**algorithm: Any) -> list[str]:

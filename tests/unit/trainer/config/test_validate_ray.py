@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.trainer.config.test_validate import config_with, keys_refused
-from trainer.config.command_line import parse
+from trainer.config.cli import parse
 from trainer.config.library import config_names, packaged_configs
 from trainer.config.load import resolve
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from rollout.engine.concurrency import Bounds
-from rollout.engine.repacking import Repacking
+from rollout.fleet.adaptive_limit import Bounds
+from rollout.fleet.consolidation import Repacking
 from tests.unit.trainer.config.test_validate import config_with, keys_refused
-from trainer.config.errors import ConfigurationError
+from trainer.config.describe import describe_rollout
 from trainer.config.load import load_config
-from trainer.config.objective import describe_rollout
-from trainer.pipeline.compose import concurrency_of, most_at_once, repacking_of
+from trainer.driver.actors import concurrency_of, most_at_once, repacking_of
+from trainer.errors import ConfigurationError
 
 ADAPTIVE = {"rollout__concurrency": "adaptive"}
 REPACKED = {"rollout__repack_below": 8, "rollout__num_replicas": 2}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.config.errors import ConfigurationError
 from trainer.config.load import load_config
+from trainer.errors import ConfigurationError
 
 
 @pytest.mark.parametrize(

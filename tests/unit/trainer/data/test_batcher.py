@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.trainer.data.conftest import make_group, make_trajectory, make_turn, random_groups
-from trainer.config.schema.algorithm import AlgorithmConfig
-from trainer.data.batcher import BatchLimits, batch_stats, build_train_batch
+from trainer.config.algorithm import AlgorithmConfig
+from trainer.data.build import BatchLimits, batch_stats, build_train_batch
 
 if TYPE_CHECKING:
     from trainer.data.batch import MicroBatch, TrainBatch
@@ -159,7 +159,7 @@ def test_a_step_of_256_short_samples_is_built_in_milliseconds() -> None:
 
 def test_the_data_path_imports_without_torch() -> None:
     code = (
-        "import sys, trainer.data.batcher, rollout.prompts.source, rollout.reward.preflight\n"
+        "import sys, trainer.data.build, rollout.prompts.prompt_source, rollout.reward.pool\n"
         "print([m for m in ('torch', 'ray', 'transformers', 'datasets', 'sympy', 'hydra') if m in sys.modules])"
     )
     done = subprocess.run(

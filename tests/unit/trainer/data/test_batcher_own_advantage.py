@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from tests.unit.trainer.data.conftest import make_group, make_trajectory, random_groups
-from trainer.config.schema.algorithm import AlgorithmConfig
-from trainer.data.batcher import BatchLimits, build_train_batch
+from trainer.config.algorithm import AlgorithmConfig
+from trainer.data.build import BatchLimits, build_train_batch
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 MODULE = """
-from trainer.config.estimators import EstimatorTraits, with_traits
+from trainer.config.algorithm import EstimatorTraits, with_traits
 
 def centred(groups, *, scale):
     return [scale * (group.rewards_G - group.rewards_G.mean()) for group in groups]

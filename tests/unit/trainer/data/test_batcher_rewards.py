@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from rollout.types import ToolUse
 from tests.unit.trainer.data.conftest import make_group, make_trajectory, make_turn
-from trainer.data.batcher import batch_stats
-from trainer.telemetry.catalog import check_known
+from trainer.data.build import batch_stats
+from trainer.telemetry.metrics import check_known
 
 
 def test_a_baseline_has_a_metric_of_its_own_and_counts_in_no_other() -> None:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tests.unit.trainer.data.conftest import make_group, make_trajectory, random_groups
-from trainer.config.schema.algorithm import AlgorithmConfig
-from trainer.data.batcher import BatchLimits, build_train_batch
+from trainer.config.algorithm import AlgorithmConfig
+from trainer.data.build import BatchLimits, build_train_batch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

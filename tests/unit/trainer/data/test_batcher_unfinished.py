@@ -8,16 +8,15 @@ import numpy as np
 import pytest
 
 from tests.unit.trainer.data.conftest import make_group, make_trajectory, make_turn
-from trainer.config.schema.algorithm import AlgorithmConfig
-from trainer.config.schema.kl import KlConfig
-from trainer.data.batcher import BatchLimits, build_train_batch
+from trainer.config.algorithm import AlgorithmConfig, KlConfig
+from trainer.data.build import BatchLimits, build_train_batch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rollout.types import Group
     from trainer.data.batch import MicroBatch
-    from trainer.data.batcher import BuiltBatch
+    from trainer.data.build import BuiltBatch
 
 GAE = AlgorithmConfig(advantage="gae")
 IN_REWARD = KlConfig(coef=0.1, placement="reward")

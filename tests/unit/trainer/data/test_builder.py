@@ -10,11 +10,11 @@ import pytest
 
 from tests.unit.trainer.data.conftest import make_group, make_trajectory, make_turn
 from trainer.algorithms.advantages import step_advantages
+from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.library import groups as groups_of_options
 from trainer.config.library import packaged_configs
 from trainer.config.load import load_config
-from trainer.config.schema.algorithm import AlgorithmConfig
-from trainer.data.builder import BuiltSamples, build_samples
+from trainer.data.build import BuiltSamples, build_samples
 
 if TYPE_CHECKING:
     from rollout.types import Group

@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 
 from tests.unit.trainer.data.conftest import make_group, make_trajectory, make_turn
 from trainer.algorithms.advantages import step_advantages
-from trainer.config.schema.algorithm import AlgorithmConfig
-from trainer.config.schema.kl import KlConfig
-from trainer.data.batcher import BatchLimits, build_train_batch
-from trainer.data.builder import build_samples
+from trainer.config.algorithm import AlgorithmConfig, KlConfig
+from trainer.data.build import BatchLimits, build_samples, build_train_batch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,9 +10,8 @@ import pytest
 
 from tests.unit.trainer.data.conftest import make_group, make_trajectory, make_turn
 from trainer.algorithms.advantages import step_advantages
-from trainer.config.estimators import ESTIMATORS
-from trainer.config.schema.algorithm import AlgorithmConfig
-from trainer.data.builder import BuiltSamples, build_samples
+from trainer.config.algorithm import ESTIMATORS, AlgorithmConfig
+from trainer.data.build import BuiltSamples, build_samples
 
 if TYPE_CHECKING:
     from rollout.types import Group, Trajectory

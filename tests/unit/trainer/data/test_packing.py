@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.data.packing import balance, first_fit_decreasing, plan_micro_batches
+from trainer.data.batch import balance, first_fit_decreasing, plan_micro_batches
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=60)
 FEW_LENGTHS = st.lists(st.integers(1, 20), max_size=6)

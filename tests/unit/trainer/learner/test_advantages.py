@@ -12,12 +12,10 @@ import torch
 
 from tests.fakes.learner import gradients, make_learner
 from tests.fakes.rewarded import GROUP_SIZE, all_gradients, config, filler, pack_rewarded, rewarded
-from trainer.algorithms.advantages import GroupRewards, step_advantages
-from trainer.algorithms.step_baselines import normalized_over_tokens
-from trainer.config.schema.algorithm import AlgorithmConfig
-from trainer.config.schema.kl import KlConfig
+from trainer.algorithms.advantages import GroupRewards, normalized_over_tokens, step_advantages
+from trainer.config.algorithm import AlgorithmConfig, KlConfig
 from trainer.data.batch import StepRewards
-from trainer.learner.advantages import normalized_over_ranks, penalized_rewards, reward_advantages
+from trainer.learner.critic import normalized_over_ranks, penalized_rewards, reward_advantages
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,9 +11,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, GPT2Config, PreTrainedConfig
 
 from tests.fakes.learner import KINDS, TINY, make_learner, pack, run_config, sequences
-from trainer.config.schema.model import ModelConfig
-from trainer.learner import architecture
-from trainer.learner.errors import ModelError
+from trainer.config.schema import ModelConfig
+from trainer.errors import ModelError
+from trainer.learner import model as architecture
 from trainer.learner.model import check_model
 
 if TYPE_CHECKING:

@@ -11,19 +11,19 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.fakes.learner import KINDS, pack, save_tiny, sequences
-from trainer.learner import attention
-from trainer.learner.attention import (
+from trainer.errors import ModelError
+from trainer.learner import packed_inputs as attention
+from trainer.learner.packed_inputs import (
     ATTENTION_NAME,
     BLOCK_GROWTH,
     SHORTEST_BLOCK,
+    PackedInputs,
     best_layout,
     packed_attention,
     padded_layout,
     register_packed_attention,
     varlen_layout,
 )
-from trainer.learner.errors import ModelError
-from trainer.learner.inputs import PackedInputs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from trainer.errors import CheckpointError
 from trainer.learner.checkpoint import (
     abandon,
     begin,
@@ -20,7 +21,6 @@ from trainer.learner.checkpoint import (
     step_of,
     verify,
 )
-from trainer.learner.errors import CheckpointError
 
 
 def _save(directory: Path, step: int, content: bytes = b"weights") -> Path:

@@ -9,11 +9,10 @@ import pytest
 from torch.distributed.checkpoint import FileSystemReader
 
 from tests.fakes.learner import make_learner, run_config
-from trainer.config.schema.algorithm import AlgorithmConfig
-from trainer.config.schema.critic import CriticConfig
-from trainer.config.schema.model import LoraConfig
+from trainer.config.algorithm import AlgorithmConfig, CriticConfig
+from trainer.config.schema import LoraConfig
 from trainer.learner.checkpoint import begin
-from trainer.planning.learner import MASTER_BYTES, MOMENTS_BYTES
+from trainer.tools.memory_plan import MASTER_BYTES, MOMENTS_BYTES
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,19 +14,18 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from tests.fakes.learner import TINY, make_learner, run_config, save_tiny, weights
 from tests.fakes.rewarded import all_gradients, all_weights, config, filler, pack_rewarded, rewarded
-from trainer.config.schema.model import LoraConfig
+from trainer.config.schema import LoraConfig
+from trainer.errors import CheckpointError, ModelError, TrainingDiverged
 from trainer.learner.checkpoint import begin
-from trainer.learner.critic import OwnCritic, SharedCritic
-from trainer.learner.errors import CheckpointError, ModelError, TrainingDiverged
-from trainer.learner.rehearsal import largest_micro_batch
-from trainer.learner.values import ValueTotals
+from trainer.learner.critic import OwnCritic, SharedCritic, ValueTotals
+from trainer.learner.policy import largest_micro_batch
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from trainer.data.batch import MicroBatch, StepRewards
+    from trainer.learner.critic import ValueTargets
     from trainer.learner.policy import PolicyLearner
-    from trainer.learner.values import ValueTargets
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 GAMMA, LAMBDA = 0.9, 0.8

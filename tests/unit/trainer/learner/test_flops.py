@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config
 
 from tests.fakes.learner import KINDS, TINY, make_learner, pack, run_config, sequences, without_loss
 from tests.fakes.rewarded import config, pack_rewarded, rewarded
-from trainer.config.schema.model import LoraConfig
+from trainer.config.schema import LoraConfig
 from trainer.learner.flops import ModelFlops, model_flops, peak_flops
 
 if TYPE_CHECKING:

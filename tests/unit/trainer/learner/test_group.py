@@ -11,11 +11,10 @@ import pytest
 from ray.exceptions import ActorDiedError, OutOfMemoryError
 
 from tests.fakes.local_actor import Ref
-from trainer.config.errors import first_cause, one_line
 from trainer.data.batch import StepRewards, TrainBatch
-from trainer.learner.errors import CheckpointError, LearnerError
+from trainer.errors import CheckpointError, LearnerError, first_cause, one_line
 from trainer.learner.group import LearnerGroup
-from trainer.learner.result import StepResult
+from trainer.learner.step_stats import StepResult
 
 
 class Late:

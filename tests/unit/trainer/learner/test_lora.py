@@ -13,9 +13,9 @@ from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM
 
 from tests.fakes.learner import gradients, make_learner, pack, run_config, save_tiny, sequences, weights
-from trainer.config.schema.model import LoraConfig
+from trainer.config.schema import LoraConfig
+from trainer.errors import ModelError
 from trainer.learner.checkpoint import begin
-from trainer.learner.errors import ModelError
 from trainer.learner.lora import AdapterSource, adapters_of, is_adapter
 
 if TYPE_CHECKING:

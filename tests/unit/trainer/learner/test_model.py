@@ -9,11 +9,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from tests.fakes.learner import KINDS, TINY, drawn_config, make_learner, run_config, save_tiny, sequences, weights
-from trainer.config.schema.model import ModelConfig
-from trainer.learner.errors import ModelError
+from trainer.config.schema import ModelConfig
+from trainer.errors import ModelError
 from trainer.learner.model import check_model, torch_dtype
-from trainer.learner.model_files import INDEX_FILE
-from trainer.learner.weights import init_rows
+from trainer.learner.weights import INDEX_FILE, init_rows
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,10 +11,10 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import save_file
 
 from tests.fakes.scripted_run import config
-from trainer.config.schema.model import ModelConfig
-from trainer.learner.errors import ModelError
+from trainer.config.schema import ModelConfig
+from trainer.errors import ModelError
 from trainer.learner.model import hollow_model
-from trainer.learner.model_files import check_weights, checkpoint_files, has_weights, is_drawn, resolve_model_dir
+from trainer.learner.weights import check_weights, checkpoint_files, has_weights, is_drawn, resolve_model_dir
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,12 +10,12 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from tests.fakes.learner import make_learner, pack, run_config, save_tiny, sequences, weights
-from trainer.config.schema.kl import KlConfig
-from trainer.config.schema.model import ModelConfig
-from trainer.learner.errors import LearnerError
+from trainer.config.algorithm import KlConfig
+from trainer.config.schema import ModelConfig
+from trainer.errors import LearnerError
+from trainer.learner.actor import _described
+from trainer.learner.fsdp import sharded_like
 from trainer.learner.offload import ALIGNMENT, Offload, Place, place
-from trainer.learner.parallel import sharded_like
-from trainer.learner.worker import _described
 from weight_sync.device.select import get_backend
 from weight_sync.publisher import WeightPublisher
 

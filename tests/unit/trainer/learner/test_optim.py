@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.config.schema.learner import LearnerConfig
-from trainer.learner.optim import ShardedAdamW, learning_rate
+from trainer.config.schema import LearnerConfig
+from trainer.learner.fsdp import ShardedAdamW, learning_rate
 
 
 @pytest.mark.parametrize(

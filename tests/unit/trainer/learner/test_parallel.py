@@ -8,8 +8,8 @@ import socket
 import pytest
 
 from tests.fakes.ports import free_port
-from trainer.learner.errors import LearnerError
-from trainer.learner.parallel import Rendezvous
+from trainer.errors import LearnerError
+from trainer.learner.fsdp import Rendezvous
 
 
 def test_ranks_meet_at_the_port_that_was_asked_for() -> None:

@@ -19,11 +19,11 @@ from tests.fakes.learner import (
     weights,
     without_loss,
 )
-from trainer.algorithms.losses.clipped import ppo_clip_loss
-from trainer.config.schema.correction import ClampConfig, CorrectionConfig, MaskConfig, RejectConfig
-from trainer.learner.errors import TrainingDiverged
-from trainer.learner.inputs import loss_inputs
-from trainer.learner.rehearsal import largest_micro_batch
+from trainer.algorithms.losses import ppo_clip_loss
+from trainer.config.algorithm import ClampConfig, CorrectionConfig, MaskConfig, RejectConfig
+from trainer.errors import TrainingDiverged
+from trainer.learner.packed_inputs import loss_inputs
+from trainer.learner.policy import largest_micro_batch
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.fakes.learner import gradients, make_learner, pack, run_config, sequences, without_loss
 from trainer.algorithms.losses import policy_loss
-from trainer.config.schema.algorithm import AlgorithmConfig
-from trainer.learner.inputs import loss_inputs
+from trainer.config.algorithm import AlgorithmConfig
+from trainer.learner.packed_inputs import loss_inputs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.fakes.learner import gradients, make_learner, pack, run_config, sequences, without_loss
-from trainer.config.schema.algorithm import AlgorithmConfig
+from trainer.config.algorithm import AlgorithmConfig
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 def test_a_path_trains_as_the_name_does(tiny_dir: Path) -> None:
     numbers = {"clip_low": 0.1, "clip_high": 0.1}
     named = AlgorithmConfig(loss="gspo", clip_low=0.1, clip_high=0.1)
-    by_path = AlgorithmConfig(loss="trainer.algorithms.losses.sequence.gspo_loss", loss_args=numbers)
+    by_path = AlgorithmConfig(loss="trainer.algorithms.losses.gspo_loss", loss_args=numbers)
     parts = sequences(6)
     batches = [pack(parts[:2]), pack(parts[2:]), without_loss()]
     got = [gradients(make_learner(replace(run_config(tiny_dir), algorithm=a)), batches) for a in (named, by_path)]
@@ -33,7 +33,7 @@ def test_a_loss_that_averages_stops_the_step_by_name(
     tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "own_learner_loss_for_test.py").write_text(
-        "from trainer.algorithms.losses.inputs import loss_stats\n"
+        "from trainer.algorithms.losses import loss_stats\n"
         "def loss(inputs):\n    return (-inputs.advantages_L * inputs.logprobs_L).mean(), loss_stats(inputs)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))

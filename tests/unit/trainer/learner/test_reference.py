@@ -12,10 +12,8 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
 from tests.fakes.learner import gradients, make_learner, pack, run_config, sequences, weights
-from trainer.config.schema.algorithm import AlgorithmConfig
-from trainer.config.schema.correction import CorrectionConfig, MaskConfig
-from trainer.config.schema.kl import KlConfig
-from trainer.config.schema.model import LoraConfig
+from trainer.config.algorithm import AlgorithmConfig, CorrectionConfig, KlConfig, MaskConfig
+from trainer.config.schema import LoraConfig
 from trainer.learner.checkpoint import begin
 from trainer.learner.lora import adapters_of
 
@@ -24,8 +22,8 @@ if TYPE_CHECKING:
 
     from trainer.config.schema import RunConfig
     from trainer.data.batch import MicroBatch
+    from trainer.learner.critic import Reference
     from trainer.learner.policy import PolicyLearner
-    from trainer.learner.reference import Reference
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

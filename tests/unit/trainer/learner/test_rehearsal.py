@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from trainer.config.schema import RunConfig
-from trainer.learner.rehearsal import largest_micro_batch
+from trainer.learner.policy import largest_micro_batch
 
 
 def config(*, limit: int, prompt: int, response: int, loss: str = "ppo_clip") -> RunConfig:

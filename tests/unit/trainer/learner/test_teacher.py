@@ -11,13 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.fakes.learner import TINY, VOCAB, gradients, make_learner, pack, run_config, save_tiny, sequences, weights
-from trainer.config.schema.algorithm import AlgorithmConfig
-from trainer.config.schema.critic import CriticConfig
-from trainer.config.schema.kl import KlConfig
-from trainer.config.schema.model import LoraConfig
+from trainer.config.algorithm import AlgorithmConfig, CriticConfig, KlConfig
+from trainer.config.schema import LoraConfig
 from trainer.data.batch import MicroBatch, StepRewards, TokenRewards
-from trainer.learner.advantages import penalized_advantages
-from trainer.learner.errors import ModelError, TrainingDiverged
+from trainer.errors import ModelError, TrainingDiverged
+from trainer.learner.critic import penalized_advantages
 from trainer.learner.lora import adapters_of
 
 if TYPE_CHECKING:

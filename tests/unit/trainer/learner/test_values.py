@@ -10,10 +10,9 @@ import torch
 
 from rollout.types import Group, Prompt, Segment, Trajectory, Turn
 from tests.fakes.rewarded import rewarded
-from trainer.config.schema.algorithm import AlgorithmConfig
-from trainer.data.batcher import BatchLimits, build_train_batch
-from trainer.learner.advantages import penalized_rewards
-from trainer.learner.values import ValueTargets, ValueTotals, value_targets
+from trainer.config.algorithm import AlgorithmConfig
+from trainer.data.build import BatchLimits, build_train_batch
+from trainer.learner.critic import ValueTargets, ValueTotals, penalized_rewards, value_targets
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from transformers import Qwen2Config
 
-from trainer.config.schema import RunConfig
-from trainer.config.schema.model import ModelConfig
-from trainer.planning.model import model_shape
-from trainer.planning.plan import plan_run
-from trainer.planning.sizes import GIB, Device, Workload
+from trainer.config.schema import ModelConfig, RunConfig
+from trainer.tools.memory_plan import GIB, Device, Workload, model_shape
+from trainer.tools.run_plan import plan_run
 
 if TYPE_CHECKING:
-    from trainer.planning.plan import RunPlan
-    from trainer.planning.sizes import ModelShape
+    from trainer.tools.memory_plan import ModelShape
+    from trainer.tools.run_plan import RunPlan
 
 QWEN_7B = Qwen2Config(
     vocab_size=152064,

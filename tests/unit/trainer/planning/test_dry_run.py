@@ -12,14 +12,14 @@ from transformers import Qwen2Config
 
 from tests.fakes.learner import KINDS
 from trainer.__main__ import main
-from trainer.builtin.tokenizer import build_tokenizer
-from trainer.config.command_line import parse
-from trainer.config.errors import ConfigurationError
+from trainer.builtin.tiny_model import build_tokenizer
+from trainer.config.cli import parse
 from trainer.config.load import resolve
+from trainer.driver.datasets import training_source
+from trainer.driver.inputs import load_inputs
+from trainer.errors import ConfigurationError
 from trainer.learner import checkpoint
-from trainer.pipeline.data_selection import training_source
-from trainer.pipeline.inputs import load_inputs
-from trainer.planning.dry_run import dry_run
+from trainer.tools.dry_run import dry_run
 from weight_sync.device.select import build
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ import pytest
 from transformers import Qwen2Config
 
 from trainer.__main__ import main
-from trainer.builtin.tokenizer import build_tokenizer
-from trainer.config.errors import ConfigurationError
+from trainer.builtin.tiny_model import build_tokenizer
 from trainer.config.load import load_config
-from trainer.pipeline.preflight import preflight
+from trainer.driver.preflight import preflight
+from trainer.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,16 +11,16 @@ import pytest
 
 from rollout.types import Group, Prompt, Segment, Trajectory, Turn
 from tests.unit.trainer.planning.conftest import config, planned
-from trainer.config.schema.ray import RayConfig
-from trainer.data.batcher import BatchLimits, build_train_batch
-from trainer.planning.object_store import object_store
-from trainer.planning.report import in_words
-from trainer.planning.sizes import GIB, Workload
+from trainer.config.schema import RayConfig
+from trainer.data.build import BatchLimits, build_train_batch
+from trainer.tools.dry_run import in_words
+from trainer.tools.memory_plan import GIB, Workload
+from trainer.tools.run_plan import object_store
 
 if TYPE_CHECKING:
     from trainer.config.schema import RunConfig
-    from trainer.planning.object_store import ObjectStore
-    from trainer.planning.sizes import ModelShape
+    from trainer.tools.memory_plan import ModelShape
+    from trainer.tools.run_plan import ObjectStore
 
 PROMPT, ANSWER = 200, 1000
 

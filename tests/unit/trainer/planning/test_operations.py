@@ -13,23 +13,20 @@ from tests.fakes.learner import KINDS
 from tests.unit.trainer.planning.conftest import BIG, config, planned
 from trainer.config.library import config_names, packaged_configs
 from trainer.config.load import load_config
-from trainer.config.schema import RunConfig
-from trainer.config.schema.model import LoraConfig, ModelConfig
+from trainer.config.schema import LoraConfig, ModelConfig, RunConfig
 from trainer.learner import flops
-from trainer.learner.architecture import check_architecture
 from trainer.learner.lora import add_adapters
-from trainer.planning import schedule
-from trainer.planning.model import model_shape
-from trainer.planning.plan import plan_run
-from trainer.planning.report import in_words
-from trainer.planning.schedule import params_met
-from trainer.planning.sizes import Workload, total
+from trainer.learner.model import check_architecture
+from trainer.tools import memory_plan as schedule
+from trainer.tools.dry_run import in_words
+from trainer.tools.memory_plan import Workload, model_shape, params_met, total
+from trainer.tools.run_plan import plan_run
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from trainer.planning.plan import RunPlan
-    from trainer.planning.sizes import ModelShape
+    from trainer.tools.memory_plan import ModelShape
+    from trainer.tools.run_plan import RunPlan
 
 GAE = {"advantage": "gae"}
 

@@ -13,15 +13,15 @@ from transformers import AutoModelForCausalLM, DeepseekV2Config, Gemma4TextConfi
 
 from tests.fakes.learner import KINDS, process_group, run_config, save_tiny
 from tests.unit.trainer.planning.conftest import BIG, NUM_7B, QWEN_7B, config, planned
-from trainer.config.schema import RunConfig
-from trainer.config.schema.model import LoraConfig, ModelConfig
-from trainer.learner.parallel import UNSHARDED_SHARE
+from trainer.config.schema import LoraConfig, ModelConfig, RunConfig
+from trainer.learner.fsdp import UNSHARDED_SHARE
 from trainer.learner.policy import PolicyLearner
-from trainer.planning import engine, learner, plan
-from trainer.planning.model import model_shape
-from trainer.planning.plan import engine_plan, learner_plan, plan_run, problems
-from trainer.planning.report import in_words
-from trainer.planning.sizes import GIB, Device, ModelShape, Workload, total
+from trainer.tools import memory_plan as engine
+from trainer.tools import memory_plan as learner
+from trainer.tools import run_plan as plan
+from trainer.tools.dry_run import in_words
+from trainer.tools.memory_plan import GIB, Device, ModelShape, Workload, model_shape, total
+from trainer.tools.run_plan import engine_plan, learner_plan, plan_run, problems
 from weight_sync.device.select import get_backend
 from weight_sync.landing import SHADOW_HEADROOM
 from weight_sync.layout import chunk_rows

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.unit.trainer.planning.conftest import config, planned
-from trainer.planning.report import in_words
-from trainer.planning.schedule import Side, params_met, step_work
+from trainer.tools.dry_run import in_words
+from trainer.tools.memory_plan import Side, params_met, step_work
 
 if TYPE_CHECKING:
-    from trainer.planning.schedule import StepWork
-    from trainer.planning.sizes import ModelShape
+    from trainer.tools.memory_plan import ModelShape, StepWork
 
 ANSWERS, PROMPT_TOKENS = 32 * 8, 512
 PROMPTS = ANSWERS * PROMPT_TOKENS

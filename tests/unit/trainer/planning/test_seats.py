@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.unit.trainer.planning.conftest import config
-from trainer.config.errors import ConfigurationError
-from trainer.pipeline.placement import Node, assign_nodes, check_fits, plan_placement
-from trainer.planning.seats import numbered, seat
+from trainer.driver.placement import Node, assign_nodes, check_fits, plan_placement
+from trainer.errors import ConfigurationError
+from trainer.tools.dry_run import numbered, seat
 
 if TYPE_CHECKING:
     from trainer.config.schema import RunConfig
-    from trainer.planning.seats import Seating
+    from trainer.tools.dry_run import Seating
 
 
 def sized(ranks: int, replicas: int, tp: int, *, mode: str = "async", workers: int = 1) -> RunConfig:

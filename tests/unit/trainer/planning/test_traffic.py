@@ -8,18 +8,15 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.unit.trainer.planning.conftest import BIG, NUM_7B, config, planned
-from trainer.planning.plan import plan_run
-from trainer.planning.report import in_words
-from trainer.planning.schedule import Parties, sync_traffic
-from trainer.planning.seats import seat
-from trainer.planning.sizes import Workload
+from trainer.tools.dry_run import in_words, seat
+from trainer.tools.memory_plan import Parties, Workload, sync_traffic
+from trainer.tools.run_plan import plan_run
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from trainer.config.schema import RunConfig
-    from trainer.planning.schedule import SyncTraffic
-    from trainer.planning.sizes import ModelShape
+    from trainer.tools.memory_plan import ModelShape, SyncTraffic
 
 HALF = {"gpu_memory_utilization": 0.5}
 """Room for a shadow, so that engines may hand versions on."""

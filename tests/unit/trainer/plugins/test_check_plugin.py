@@ -12,13 +12,12 @@ from typing import get_args
 
 import pytest
 
-from trainer import check_plugin
-from trainer.config.estimators import AdvantageName
-from trainer.config.loss_keys import AggregationName, LossName
+from trainer.config.algorithm import AdvantageName, AggregationName, LossName
+from trainer.tools import check_plugin
 
 ROOT = Path(__file__).parents[4]
 DOCUMENT = (ROOT / "docs" / "add_a_loss.md").read_text()
-BUILT_IN = "trainer.algorithms.losses.clipped"
+BUILT_IN = "trainer.algorithms.losses"
 
 
 @pytest.fixture

@@ -13,16 +13,17 @@ import torch
 from rollout.reward.call import Item
 from rollout.reward.registry import BUILTIN_REWARDS
 from trainer.algorithms.advantages import step_advantages
-from trainer.algorithms.losses import policy_loss
-from trainer.algorithms.losses.inputs import LossInputs, loss_stats, ratio_and_log
-from trainer.config.estimators import ESTIMATORS, OWN_TRAITS, EstimatorTraits
-from trainer.config.loss_keys import SELECTING_LOSSES, LossName
-from trainer.config.schema.algorithm import AlgorithmConfig
-from trainer.plugins.advantage_contract import advantage_checks
-from trainer.plugins.contract import Broken, Check, outcomes, require
-from trainer.plugins.judge import Judge
-from trainer.plugins.loss_contract import loss_checks
-from trainer.plugins.reward_contract import reward_checks
+from trainer.algorithms.losses import LossInputs, loss_stats, policy_loss, ratio_and_log
+from trainer.config.algorithm import (
+    ESTIMATORS,
+    OWN_TRAITS,
+    SELECTING_LOSSES,
+    AlgorithmConfig,
+    EstimatorTraits,
+    LossName,
+)
+from trainer.tools.loss_contract import loss_checks
+from trainer.tools.plugin_contracts import Broken, Check, Judge, advantage_checks, outcomes, require, reward_checks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

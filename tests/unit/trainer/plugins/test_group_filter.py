@@ -16,14 +16,13 @@ import pytest
 from rollout.types import Group, Prompt
 from tests.fakes.scripted_run import trajectory
 from tests.unit.trainer.plugins.test_contract import broken
-from trainer import check_plugin
 from trainer.algorithms.group_filter import FinishedGroup, GroupFilterError, finished, own_group_filter
-from trainer.config.errors import ConfigurationError
+from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.load import load_config
-from trainer.config.schema.algorithm import AlgorithmConfig
-from trainer.pipeline import loops, preflight
-from trainer.plugins.contract import require
-from trainer.plugins.group_filter_contract import group_filter_checks
+from trainer.driver import loops, preflight
+from trainer.errors import ConfigurationError
+from trainer.tools import check_plugin
+from trainer.tools.plugin_contracts import group_filter_checks, require
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

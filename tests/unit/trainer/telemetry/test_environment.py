@@ -6,8 +6,8 @@ import json
 import subprocess
 from typing import TYPE_CHECKING, Any
 
-from trainer.telemetry import environment
-from trainer.telemetry.environment import append, describe, versions
+from trainer.telemetry import session as environment
+from trainer.telemetry.session import append, describe, versions
 
 if TYPE_CHECKING:
     from pathlib import Path

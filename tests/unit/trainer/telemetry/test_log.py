@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from tests.fakes.full_disk import file_limit
-from trainer.telemetry.log import logging_to
+from trainer.telemetry.console import logging_to
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from scripts.plot_run import complete_spans, main, numbers, read_events, read_records, reward_limits
-from trainer.telemetry.spans import Tracer
+from trainer.telemetry.trace import Tracer
 
 if TYPE_CHECKING:
     from pathlib import Path

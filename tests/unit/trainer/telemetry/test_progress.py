@@ -15,9 +15,8 @@ from rich.console import Console
 from rich.text import Text
 
 from trainer.config.convert import to_run_config
-from trainer.telemetry import progress as progress_module
-from trainer.telemetry.progress import Progress
-from trainer.telemetry.screen import Screen
+from trainer.telemetry import console as progress_module
+from trainer.telemetry.console import Progress, Screen
 
 if TYPE_CHECKING:
     from pathlib import Path

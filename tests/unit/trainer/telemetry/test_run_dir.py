@@ -17,17 +17,16 @@ import pytest
 from rich.console import Console
 
 from tests.fakes.full_disk import file_limit
-from trainer.config.errors import ConfigurationError
-from trainer.config.schema.run import RunConfig
-from trainer.pipeline.telemetry import claimed_run_dir
-from trainer.telemetry.log import SHOWN_BEFORE, logging_to
+from trainer.config.schema import RunConfig
+from trainer.errors import ConfigurationError
+from trainer.telemetry.console import SHOWN_BEFORE, logging_to
 from trainer.telemetry.run_dir import RunDirLost, open_run_dir, write_atomically
-from trainer.telemetry.summary import Summary, write_summary
+from trainer.telemetry.session import Summary, claimed_run_dir, write_summary
 
 ROOT = Path(__file__).resolve().parents[4]
 HOLD_LOCK = """
 import sys, time
-from trainer.config.schema.run import RunConfig
+from trainer.config.schema import RunConfig
 from trainer.telemetry.run_dir import open_run_dir
 run_dir = open_run_dir(RunConfig(run_dir=sys.argv[1]))
 print("held", flush=True)
@@ -174,9 +173,9 @@ def test_third_parties_are_quiet_on_the_screen_and_kept_in_the_file(tmp_path: Pa
     before = (root.level, list(root.handlers))
     screen = io.StringIO()
     with logging_to(tmp_path / "log.txt", level="info", console=Console(file=screen)):
-        logging.getLogger("trainer.pipeline").info("step done")
-        logging.getLogger("trainer.pipeline").debug("detail")
-        logging.getLogger("trainer.pipeline").warning("said at first", extra=SHOWN_BEFORE)
+        logging.getLogger("trainer.driver").info("step done")
+        logging.getLogger("trainer.driver").debug("detail")
+        logging.getLogger("trainer.driver").warning("said at first", extra=SHOWN_BEFORE)
         logging.getLogger("some_library").info("chatter")
         logging.getLogger("some_library").warning("trouble")
         logging.getLogger("urllib3").info("connection")

@@ -12,19 +12,16 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.fakes.full_disk import file_limit
 from trainer.config.convert import to_run_config
-from trainer.telemetry.catalog import REQUIRED, check_complete, check_known
-from trainer.telemetry.earlier_records import cut_records, set_records_aside
-from trainer.telemetry.metric_rows import METRICS
+from trainer.telemetry.metrics import METRICS, REQUIRED, check_complete, check_known
 from trainer.telemetry.run_dir import open_run_dir
-from trainer.telemetry.sinks.build import MetricWriter, build_writer
-from trainer.telemetry.sinks.jsonl import JsonlSink, truncate_after
-from trainer.telemetry.sinks.tensorboard import TensorBoardSink
+from trainer.telemetry.session import cut_records, set_records_aside
+from trainer.telemetry.sinks import JsonlSink, MetricWriter, TensorBoardSink, build_writer, truncate_after
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from trainer.config.schema.run import RunConfig
+    from trainer.config.schema import RunConfig
 
 
 class Broken:

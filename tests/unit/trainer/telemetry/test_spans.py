@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from scripts.plot_run import complete_spans
 from tests.fakes.full_disk import file_limit
-from trainer.telemetry.spans import Tracer
+from trainer.telemetry.trace import Tracer
 
 if TYPE_CHECKING:
     from pathlib import Path

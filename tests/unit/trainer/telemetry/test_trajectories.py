@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollout.buffer.items import WorkItem
+from rollout.buffer.rollout_buffer import WorkItem
 from rollout.types import Group, Prompt, Segment, ToolUse, Trajectory, Turn
 from tests.fakes.full_disk import file_limit
 from trainer.telemetry.trajectories import TrajectoryRecorder

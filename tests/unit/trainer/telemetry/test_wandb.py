@@ -15,13 +15,13 @@ import pytest
 
 from trainer.config.convert import to_run_config
 from trainer.telemetry.run_dir import RunDir, open_run_dir
-from trainer.telemetry.sinks.build import build_writer
-from trainer.telemetry.sinks.wandb import WandbSink
+from trainer.telemetry.sinks import build_writer
+from trainer.telemetry.wandb import WandbSink
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from trainer.config.schema.run import RunConfig
+    from trainer.config.schema import RunConfig
 
 STAND_IN = """\
 import json, os, pathlib, sys, threading
@@ -247,7 +247,7 @@ def test_nothing_is_left_where_the_driver_is_killed_while_the_package_hangs(
     calls: Path, monkeypatch: pytest.MonkeyPatch, opened: tuple[RunConfig, RunDir]
 ) -> None:
     monkeypatch.setenv("STAND_IN_HANGS_AT", "log")
-    monkeypatch.setattr("trainer.telemetry.sinks.wandb.FINISH_S", 0.2)
+    monkeypatch.setattr("trainer.telemetry.wandb.FINISH_S", 0.2)
     sink = WandbSink(*opened)
     sink._socket.sendall(b'{"step": 1}\n')
     sink._answers.close()

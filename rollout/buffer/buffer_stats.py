@@ -1,0 +1,165 @@
+"""Counters of the buffer, and the guard that ends a run in which no group becomes trainable."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rollout.errors import NoProgress
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferStats:
+    """Where the groups are now, and what became of those that left. Counts span resumes, seconds do not."""
+
+    num_slots: int
+    """Open now."""
+    num_slots_used: int
+    num_queued: int
+    num_running: int
+    num_ready: int
+    num_taken: int
+    """Taken by a step whose weights are not live yet."""
+    oldest_age: int
+    """Age at the next step of the oldest outstanding group, in policy versions; 0 without any."""
+    version: int
+    admitted: int
+    """Different prompts admitted; retries and readmissions after a resume do not count again."""
+    finished: int
+    trained: int
+    """Released after their step: trained, and the weights are live."""
+    filtered: Mapping[str, int]
+    """By reason."""
+    failed: int
+    """Failed attempts, retried or not."""
+    retried: int
+    dropped: Mapping[str, int]
+    """Groups given up after their last retry, by type of the last error."""
+    refilled: int
+    """Filtered and dropped groups together: each made room for one more prompt."""
+    discarded_tokens: int
+    """Generated tokens of finished groups that are neither ready nor taken. Must be 0."""
+    take_wait_s: float
+    """Total time that `take` waited for groups."""
+    forced_wait_s: float
+    """Part of `take_wait_s` spent waiting for old groups while B others were ready: the price of the bound."""
+    slot_wait_s: float
+    """Total time that `wait_for_slot` waited for a slot."""
+
+
+class Tally:
+    """Counts what became of groups, and how long others waited for them. A checkpoint keeps the counts."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        """admitted, finished, trained, failed, retried."""
+        self.filtered: Counter[str] = Counter()
+        self.dropped: Counter[str] = Counter()
+        self.seconds = {"take": 0.0, "forced": 0.0, "slot": 0.0}
+
+    def take_waited(self, seconds: float, *, is_forced: bool) -> None:
+        self.seconds["take"] += seconds
+        self.seconds["forced"] += seconds if is_forced else 0.0
+
+    def stats(self, **now: int) -> BufferStats:
+        """`now`: the fields that are about what is in the buffer."""
+        return BufferStats(
+            admitted=self.counts["admitted"],
+            finished=self.counts["finished"],
+            trained=self.counts["trained"],
+            filtered=dict(self.filtered),
+            failed=self.counts["failed"],
+            retried=self.counts["retried"],
+            dropped=dict(self.dropped),
+            refilled=self.filtered.total() + self.dropped.total(),
+            take_wait_s=self.seconds["take"],
+            forced_wait_s=self.seconds["forced"],
+            slot_wait_s=self.seconds["slot"],
+            **now,
+        )
+
+    def state_dict(self, *, num_trained: int) -> dict[str, Any]:
+        """As plain JSON values. `num_trained` groups count as trained, and no others as finished."""
+        return {
+            "counts": {**self.counts, "finished": num_trained, "trained": num_trained},
+            "filtered": dict(self.filtered),
+            "dropped": dict(self.dropped),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse, into a new tally."""
+        self.counts.update(state["counts"])
+        self.filtered.update(state["filtered"])
+        self.dropped.update(state["dropped"])
+
+
+class ProgressGuard:
+    """Counts groups that led nowhere; pure policy, the buffer acts on it.
+
+    Args:
+        groups_per_step: B.
+        max_refills_per_step: more than this many times B filtered groups while fewer than B worked, or this many
+            dropped prompts in a row without a group that worked, mean that there is no progress.
+    """
+
+    def __init__(self, *, groups_per_step: int, max_refills_per_step: int) -> None:
+        self._groups_per_step = groups_per_step
+        self._max_refills_per_step = max_refills_per_step
+        self._filtered: Counter[str] = Counter()
+        self._num_finished = 0
+        self._dropped: list[Exception] = []
+        self._first_failure, self._num_failed = "", 0
+
+    def on_finished(self) -> None:
+        """A group worked, so dropped ones are not in a row; with a step's worth of them filtered ones are forgiven,
+        also while the learner is busy and takes none."""
+        self._dropped.clear()
+        self._num_finished += 1
+        if self._num_finished >= self._groups_per_step:
+            self._num_finished = 0
+            self._filtered.clear()
+            self._first_failure, self._num_failed = "", 0
+
+    def on_filtered(self, reason: str, *, failure: str = "") -> NoProgress | None:
+        """
+        Args:
+            failure: what failed in the group, if that is why it cannot be trained.
+        """
+        self._dropped.clear()
+        self._filtered[reason] += 1
+        self._first_failure = self._first_failure or failure
+        self._num_failed += bool(failure)
+        total = self._filtered.total()
+        if total <= self._max_refills_per_step * self._groups_per_step:
+            return None
+        reasons = ", ".join(f"{name}: {count}" for name, count in self._filtered.most_common())
+        why = ""
+        if 2 * self._num_failed < total:
+            why = (
+                "Look at the recorded trajectories: the reward may not tell answers apart, or the task be far too easy "
+                "or too hard. "
+            )
+        if self._first_failure:
+            first_line = self._first_failure.partition("\n")[0]  # a traceback may follow; the trajectories have it
+            why += f"The first failure: {first_line}"
+        return NoProgress(
+            f"{total} groups were filtered ({reasons}) without one step of {self._groups_per_step} groups; at most "
+            f"max_refills_per_step={self._max_refills_per_step} times {self._groups_per_step} are allowed. "
+            f"{why.rstrip()}"
+        )
+
+    def on_dropped(self, error: Exception) -> NoProgress | None:
+        self._dropped.append(error)
+        if len(self._dropped) < self._max_refills_per_step:
+            return None
+        first = self._dropped[0]
+        no_progress = NoProgress(
+            f"{len(self._dropped)} prompts in a row were given up after all their retries, without one group that "
+            f"worked between them; the first failed with {type(first).__name__}: {first}"
+        )
+        no_progress.__cause__ = first
+        return no_progress

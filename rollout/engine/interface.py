@@ -1,0 +1,258 @@
+"""What an engine is to the rest of rollout: its spec, its reports, its methods.
+
+An `Engine` is one replica: it takes token ids, gives tokens with log-probabilities back in chunks, and swaps its
+weights between two steps when told to. Importing this module needs neither torch nor vLLM nor Ray.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Mapping
+
+    import numpy as np
+
+    from rollout.types import Completion, SamplingParams
+    from weight_sync.wire import CommitResult
+
+
+InFlight = Literal["keep", "recompute", "abort"]
+"""What a commit does to running requests: go on with their KV (those without a token begin again), rebuild their KV
+under the new weights, or end them with finish reason "abort" (the caller resubmits prompt plus tokens so far)."""
+
+
+SleepLevel = Literal[0, 1, 2]
+"""What a sleeping engine gives back: 2 all its device memory, 1 the same but weights are kept on the host (where a sync
+does not bring all of them: below an adapter), 0 only compute (a device whose memory vLLM cannot give back)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """Everything needed to start one engine replica, as plain values (it travels to a Ray actor).
+
+    Example:
+        EngineSpec(model="/data/qwen2-7b", device="cuda", dtype="bfloat16", max_model_len=4096)
+    """
+
+    model: str
+    """Directory with config and weights (or any name the engine can resolve)."""
+    tokenizer: str = ""
+    """Where the tokenizer's end token is read from; it also finds stop strings. Empty asks `model`'s generation config
+    alone, and refuses stop strings. The engine itself never tokenises: it is token-in, token-out."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model or tokenizer."""
+    device: str = "cpu"
+    """Name of the device backend. "cpu" starts one process less and sizes the KV cache by `kv_cache_gib`."""
+    dtype: str = "bfloat16"
+    tensor_parallel_size: int = 1
+    max_model_len: int = 4096
+    max_num_seqs: int = 256
+    gpu_memory_utilization: float = 0.85
+    kv_cache_gib: float = 1.0
+    num_threads: int = 1
+    """Compute threads per worker, on "cpu"."""
+    enforce_eager: bool = False
+    reports_load: bool = False
+    """Whether the engine counts what `Engine.load` says of its cache and queue; costs it a little at every step."""
+    stream_tokens: int = 64
+    """Most tokens of one chunk: what a caller loses if the engine dies."""
+    seed: int = 0
+    in_flight: InFlight = "keep"
+    initial_version: int = 0
+    """The policy version of the weights the engine starts with."""
+    stop_token_ids: tuple[int, ...] = ()
+    """End tokens beside those of the model's generation config and the tokenizer."""
+    lora_rank: int = 0
+    """Rank of the policy's LoRA adapter, which is all that weight sync then moves; 0 syncs the whole model."""
+    lora_targets: tuple[str, ...] = ()
+    """Layers that have adapters, by their last name: ("q_proj", "v_proj")."""
+    sleep_level: SleepLevel | None = None
+    """How deep `sleep` goes; None for an engine that never sleeps."""
+    extension: str = ""
+    """Dotted path of the class whose methods `call_workers` reaches; empty for none."""
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
+    """Further vLLM engine arguments; they win over ours."""
+    forks: bool = True
+    """Whether the engine's process may be forked from one that has imported vLLM; see `fork_server`."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Environment of the engine's processes; wins over ours and over the inherited one."""
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_parallel_size", "max_model_len", "max_num_seqs", "num_threads", "stream_tokens"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ValueError(f"EngineSpec.{name} must be >= 1, got {value}; fix it in the `rollout` section")
+
+    def check_prompt(self, num_tokens: int) -> None:
+        """Raises ValueError unless a prompt of `num_tokens` leaves room for at least one generated token."""
+        if not 1 <= num_tokens < self.max_model_len:
+            raise ValueError(
+                f"prompt has {num_tokens} tokens, must be >= 1 and < max_model_len={self.max_model_len}; "
+                "drop overlong prompts (task.max_prompt_tokens) or raise rollout.max_model_len"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """Facts about a started engine."""
+
+    engine: str
+    """"vllm" or "scripted"."""
+    engine_version: str
+    max_model_len: int
+    num_workers: int
+    """Length of the list that `call_workers` returns."""
+    kv_cache_tokens: int
+    """Tokens that fit into the KV cache; 0 if unknown."""
+    stop_token_ids: tuple[int, ...]
+    startup_s: Mapping[str, float]
+    """Seconds by stage, in order. The last one is the first generation, with its one-time compilations."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """A snapshot of one engine."""
+
+    version: int
+    running: int
+    """Requests that have generated at least one token and are not finished."""
+    waiting: int
+    """Requests that wait for admission, a slot, or their prefill."""
+    generated_tokens: int
+    """Since start, warm-up excluded."""
+    prompt_tokens: int
+    finished_requests: int
+    kv_usage_frac: float | None
+    """None where the engine does not say."""
+    paused_s: float
+    """How long generation has been paused by now; 0 while it runs."""
+    is_dead: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineTimes:
+    """The life of one engine so far, by its own clock, in seconds."""
+
+    began_at: float
+    """Tells it from one that took its place."""
+    up_s: float
+    busy_s: float
+    """For how long it has had requests inside it, whoever sent them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    """How busy an engine is, as of its last step: what decides whether it gets more requests or fewer.
+
+    Example: `EngineLoad(running=64, waiting=0, kv_usage_frac=0.4, num_preemptions=0)`
+    """
+
+    running: int
+    """Requests in its batch."""
+    waiting: int
+    """Requests that wait inside it for a place in the batch or in the cache."""
+    kv_usage_frac: float | None
+    """Share of the KV cache that running requests hold; None where the engine does not say."""
+    num_preemptions: int | None
+    """Requests that lost their cache to others, since start; None where the engine does not say."""
+    still_s: float = 0.0
+    """For how long it has had requests and given no token; 0 while it may not generate: paused, asleep, or idle."""
+    times: EngineTimes | None = None
+    """For how long it has had requests; None where the engine does not say."""
+
+
+class Engine(ABC):
+    """One engine replica.
+
+    Promises that every implementation keeps (tests/contract/engine):
+    - every sampled token is labelled with the policy version that sampled it, commits in mid-answer included;
+    - an end token that was sampled is part of the completion (`finish_reason="stop"`), and so are the tokens of a stop
+      string, also of one that began in the answer's prefix; the token that completes it is the last one;
+    - a commit never loses a request, and generation runs again when `commit` returns or raises, unless the workers
+      report that their weights are a mixture;
+    - after the engine died every call raises `EngineDead`; no call waits for ever.
+    """
+
+    @abstractmethod
+    async def start(self) -> EngineInfo:
+        """Load the model and generate once, so that the first real request is not slow. Call once."""
+
+    @abstractmethod
+    def generate(
+        self, request_id: str, token_ids: np.ndarray, params: SamplingParams
+    ) -> AsyncGenerator[Completion, None]:
+        """Stream one completion of `token_ids` (int32[T]) in chunks of at most `stream_tokens` tokens.
+
+        The last chunk, and only it, has a `finish_reason`. Closing the generator early aborts the request.
+
+        Raises:
+            EngineDead: the engine is dead or died meanwhile; tokens already yielded are good.
+            ValueError: the prompt does not fit or has tokens that the model has not, `request_id` is already running,
+                or stop strings are asked for and the engine was started without a tokenizer.
+        """
+
+    @abstractmethod
+    async def abort(self, request_id: str) -> None:
+        """End a request: its stream yields what it has, with finish reason "abort". Unknown ids are ignored."""
+
+    @abstractmethod
+    async def call_workers(self, method: str, *args: object, timeout_s: float) -> list[Any]:
+        """Call `method` of the extension in every worker; one result per worker, in rank order.
+
+        Generation stands still while a worker runs it, so a long method must start a thread and return.
+
+        Raises:
+            TimeoutError: no answer within `timeout_s` seconds. The workers are in an unknown state, so the engine is
+                declared dead; a method that can take long bounds its own time below `timeout_s` and answers.
+            EngineDead: the engine is dead.
+        """
+
+    @abstractmethod
+    async def commit(self, version: int, method: str, *args: object, timeout_s: float) -> CommitResult:
+        """Pause, call `method` in every worker, and go on as `version` if all of them say it worked.
+
+        Requests are treated as `EngineSpec.in_flight` says. Workers answer with `weight_sync.wire.Reply` bytes; if one
+        reports a mixture of versions, the engine stays paused until a later commit works or `end_pause` is called.
+        The commit runs to its end even if the caller goes away.
+
+        Raises:
+            TimeoutError, EngineDead: as `call_workers`.
+        """
+
+    async def sleep(self) -> None:
+        """Leave the device to a learner that shares it, as far as `EngineSpec.sleep_level` says. Running requests end
+        with finish reason "abort"; new ones wait. The next commit takes the memory again and wakes the engine: it must
+        write every weight, since what was there may be gone.
+
+        Raises:
+            ValueError: the engine was not started with `EngineSpec.sleep_level`.
+            TimeoutError, EngineDead: as `call_workers`.
+        """
+        raise ValueError("this engine cannot sleep; start it with EngineSpec.sleep_level")
+
+    @abstractmethod
+    async def end_pause(self, reason: str) -> None:
+        """Last resort of a watchdog: resume a paused engine if its weights are whole, else declare it dead."""
+
+    @property
+    @abstractmethod
+    def version(self) -> int:
+        """The policy version that samples now."""
+
+    @abstractmethod
+    def stats(self) -> EngineStats: ...
+
+    @abstractmethod
+    def load(self) -> EngineLoad:
+        """Without waiting.
+
+        Raises:
+            EngineDead: the engine is dead.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Stop the engine and its processes. Idempotent; running streams raise `EngineDead`."""

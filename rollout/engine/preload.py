@@ -1,0 +1,30 @@
+"""What the fork server imports before it starts vLLM's core.
+
+A module that is missing here is imported by the engine process itself, later; one that fails fails there again, where
+people are told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from importlib import import_module
+
+MODULES = (
+    "ray",  # the engine process imports the main module of its parent, which is Ray's
+    "vllm.v1.engine.core",
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.model_executor.models.registry",
+    "weight_sync.worker_service",  # not the extension itself, whose import has an effect
+)
+
+
+def import_all() -> None:
+    """Imports only: a device must not be touched before the fork."""
+    for name in MODULES:
+        with contextlib.suppress(Exception):
+            import_module(name)
+
+
+import_all()

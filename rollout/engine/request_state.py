@@ -1,0 +1,325 @@
+"""The requests inside one engine: what each has generated, under which version, and when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rollout.types import Completion, FinishReason, Segment
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from vllm.v1.engine.output_processor import RequestOutputCollector
+
+    from rollout.engine.load_meter import Activity
+    from rollout.types import SamplingParams
+
+
+MAX_TIMES_OUT = 8
+"""A request that was taken out so often stays in: one whose prompt takes longer than the time between two commits
+would never have a token."""
+
+
+class Roster:
+    """A request is known from its call to its last chunk, and has to enter vLLM: again, whenever it was taken out.
+
+    stay ─> outside ─ enter ─> inside ─ take_out ─> outside ...
+
+    An abort reaches a request at every moment: inside by way of vLLM, and whatever enters is asked for earlier ones.
+    """
+
+    def __init__(self, activity: Activity) -> None:
+        self.inside: dict[str, LiveAnswer] = {}
+        """What was taken out is in here, too, until it is back: its stream must hear of the engine's death."""
+        self._activity = activity
+        self._outside, self._aborted = set[str](), set[str]()
+        self._times_out = Counter[str]()
+
+    @contextmanager
+    def stay(self, request_id: str) -> Iterator[None]:
+        """Around all of a request; it begins outside.
+
+        Raises:
+            ValueError: there is one with this id.
+        """
+        if request_id in self.inside or request_id in self._outside:
+            raise ValueError(f"request {request_id!r} is already running; request ids must be unique per engine")
+        self._outside.add(request_id)
+        try:
+            yield
+        finally:
+            self._outside.discard(request_id)
+            self._aborted.discard(request_id)
+            self._times_out.pop(request_id, None)
+            if self.inside.pop(request_id, None) is not None and not self.inside:
+                self._activity.end()
+
+    def enter(self, request_id: str, live: LiveAnswer) -> bool:
+        """vLLM has the request. False if it was aborted before, and vLLM must be told."""
+        if not self.inside:
+            self._activity.begin()
+        self.inside[request_id] = live
+        self._outside.discard(request_id)
+        return request_id not in self._aborted
+
+    def is_outside(self, request_id: str) -> bool:
+        return request_id in self._outside
+
+    def note_abort(self, request_id: str) -> bool:
+        """Whether vLLM must be told. In any case it is remembered: the request may just be taken out."""
+        if request_id in self.inside or request_id in self._outside:
+            self._aborted.add(request_id)
+        return request_id in self.inside
+
+    def num_tokens(self, request_states: Mapping[str, Any]) -> list[tuple[str, LiveAnswer, int]]:
+        """Of each request that vLLM has and can go on with: how many tokens it has been given so far.
+
+        Args:
+            request_states: of vLLM's output processor. Finished requests have left it; they get no more tokens.
+        """
+        found = [(key, live, request_states.get(live.queue.request_id)) for key, live in self.inside.items()]
+        return [
+            (key, live, state.detokenizer.num_output_tokens())
+            for key, live, state in found
+            if state is not None and state.detokenizer is not None
+        ]
+
+    def take_out_tokenless(self, request_states: Mapping[str, Any]) -> list[str]:
+        """Requests without a token, oldest first, by the ids that vLLM has for them: it must abort these. Their streams
+        find out by what that gives them, and enter again."""
+        tokenless = {
+            key: live
+            for key, live, num_tokens in self.num_tokens(request_states)
+            if not num_tokens and self._times_out[key] < MAX_TIMES_OUT
+        }
+        self._outside.update(tokenless)
+        self._times_out.update(tokenless.keys())
+        return [live.queue.request_id for live in tokenless.values()]
+
+
+class Fence:
+    """Looks like one (empty) engine output to AsyncLLM's output handler, and tells when the handler came to it."""
+
+    engine_index = 0
+    scheduler_stats = None
+    timestamp = 0.0
+    weight_version = None
+
+    def __init__(self) -> None:
+        self.reached = asyncio.Event()
+
+    @property
+    def outputs(self) -> list[Any]:
+        self.reached.set()
+        return []
+
+
+async def next_output(queue: RequestOutputCollector) -> Any:
+    """Of one request. One that is there already costs no turn of the event loop."""
+    return queue.get_nowait() or await queue.get()
+
+
+def sampled_logprobs(completion: Any) -> list[float]:
+    """The sampled token's log-prob per new token: vLLM puts it first in its position.
+
+    An abort, which has no new tokens, carries all log-probs so far in 0.25.1, which slices them with `[-0:]`. They
+    stand behind those of tokens that nobody had read when it came, since outputs that wait are merged.
+    """
+    num_tokens, logprobs = len(completion.token_ids), completion.logprobs
+    if not num_tokens or logprobs is None:
+        return []
+    starts = logprobs.start_indices[:num_tokens] if completion.finish_reason == "abort" else logprobs.start_indices
+    return [logprobs.logprobs[start] for start in starts]
+
+
+def known_finish_reason(reason: str | None) -> FinishReason:
+    match reason:
+        case "stop" | "length" | "abort":
+            return reason
+        case _:
+            raise RuntimeError(f"engine ended a request with {reason!r}; known are stop, length and abort")
+
+
+if TYPE_CHECKING:
+    Decode = Callable[[Sequence[int]], str]
+    """Tokens to text, special tokens spelled out."""
+
+_BYTES_PER_CHARACTER = 4
+_CONTEXT_TOKENS = 4
+"""Decoded in front of the answer: some tokenizers drop the white space that a text begins with."""
+
+
+class StopWatch:
+    """Follows one answer token by token, from behind the tokens that it had when it came here.
+
+    Args:
+        decode: gives the text.
+        token_ids: int32[T], what the engine continues; the last `params.num_prefix_tokens` belong to the answer.
+        params: with at least one stop string.
+
+    Example:
+        watch = StopWatch(tokenizer.decode, prompt, SamplingParams(max_tokens=9, stop=("</search>",)))
+        watch.end(new_tokens)  # 3: the third of them completes it; None: none does
+    """
+
+    def __init__(self, decode: Decode, token_ids: np.ndarray, params: SamplingParams) -> None:
+        self._decode, self._stop = decode, params.stop
+        # A token is at least a byte of the text, so no string is longer than this many tokens.
+        self._window = _BYTES_PER_CHARACTER * max(map(len, params.stop))
+        num_kept = min(params.num_prefix_tokens, self._window)
+        self._tokens: list[int] = token_ids[-(num_kept + _CONTEXT_TOKENS) :].tolist()
+        self._first = len(self._tokens) - num_kept
+        """Where in `_tokens` the part of the answer begins that a match may begin in."""
+        self._num_seen = 0
+
+    @property
+    def is_past_prefix(self) -> bool:
+        """Whether no string can begin in what the answer had when it came here."""
+        return self._num_seen >= self._window
+
+    def end(self, token_ids: Sequence[int]) -> int | None:
+        """How many of the next tokens the answer has, the completing one included; None if none completes a string."""
+        for number, token_id in enumerate(token_ids, start=1):
+            self._num_seen += 1
+            self._tokens.append(token_id)
+            self._first = max(self._first, len(self._tokens) - self._window)
+            del self._tokens[: max(0, self._first - _CONTEXT_TOKENS)]
+            self._first = min(self._first, _CONTEXT_TOKENS)
+            text = self._decode(self._tokens)
+            begin = len(self._decode(self._tokens[: self._first]))
+            if any(text.find(stop, begin) >= 0 for stop in self._stop):
+                return number
+        return None
+
+
+@dataclass(slots=True)
+class LiveAnswer:
+    """A request inside the engine."""
+
+    queue: RequestOutputCollector
+    chunks: ChunkBuilder
+    watch: StopWatch | None = None
+    """For stop strings that vLLM does not end an answer at: those that begin before what it generates; with speculative
+    decoding all, since 0.25.1 leaves what the same step drafted behind them. None once there can be none."""
+    drafts: bool = False
+    """Whether a step may give an answer several tokens."""
+
+    def take(self, completion: Any) -> FinishReason | None:
+        """Add vLLM's new tokens, up to a stop string that it left inside. The reason if the answer ends there."""
+        token_ids, logprobs = completion.token_ids, sampled_logprobs(completion)
+        reason = completion.finish_reason
+        finish = None if reason is None else known_finish_reason(reason)
+        end = None if self.watch is None else self.watch.end(token_ids)
+        if end is not None:
+            token_ids, logprobs, finish = token_ids[:end], logprobs[:end], "stop"
+        elif self.watch is not None and self.watch.is_past_prefix and not self.drafts:
+            self.watch = None
+        self.chunks.add(token_ids, logprobs)
+        return finish
+
+
+def stop_watch(
+    tokenizer: Any, token_ids: np.ndarray, params: SamplingParams, *, drafts: bool = False
+) -> StopWatch | None:
+    """What finds stop strings that vLLM does not end an answer at (see `LiveAnswer.watch`); None where there are none.
+
+    Args:
+        token_ids: int32[T], the prompt and the prefix of an answer that goes on here.
+
+    Raises:
+        ValueError: there are stop strings, and no tokenizer (None) to find them with.
+    """
+    if not params.stop:
+        return None
+    if tokenizer is None:
+        raise ValueError(f"stop strings {params.stop} need text; give the engine EngineSpec.tokenizer")
+    if not params.num_prefix_tokens and not drafts:
+        return None
+    return StopWatch(partial(tokenizer.decode, clean_up_tokenization_spaces=False), token_ids, params)
+
+
+class VersionLabels:
+    """Which policy version sampled which token of one request.
+
+    Example: a request that started under version 3 and had 10 tokens when version 4 was committed:
+        labels = VersionLabels(3); labels.switch(10, 4)
+        labels.segments(8, 12) == (Segment(version=3, num_tokens=2), Segment(version=4, num_tokens=2))
+    """
+
+    def __init__(self, version: int) -> None:
+        self._starts: list[tuple[int, int]] = [(0, version)]
+
+    def switch(self, at: int, version: int) -> None:
+        """Tokens from index `at` on are sampled by `version`.
+
+        Raises:
+            ValueError: `at` lies before an earlier switch.
+        """
+        last_at = self._starts[-1][0]
+        if at < last_at:
+            raise ValueError(f"switch at token {at} lies before the last switch at {last_at}; switches go forward")
+        if at == last_at:
+            self._starts[-1] = (at, version)
+        else:
+            self._starts.append((at, version))
+
+    def segments(self, start: int, stop: int) -> tuple[Segment, ...]:
+        """The labels of tokens `[start, stop)`; empty for an empty range."""
+        ends = [begin for begin, _ in self._starts[1:]] + [stop]
+        found = []
+        for (begin, version), end in zip(self._starts, ends, strict=True):
+            num_tokens = min(end, stop) - max(begin, start)
+            if num_tokens > 0:
+                found.append(Segment(version=version, num_tokens=num_tokens))
+        return tuple(found)
+
+
+class ChunkBuilder:
+    """Collects a request's tokens and cuts them into completions of at most `stream_tokens` tokens."""
+
+    def __init__(self, labels: VersionLabels, stream_tokens: int) -> None:
+        self.labels = labels
+        self._stream_tokens = stream_tokens
+        self._token_ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._num_emitted = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens received, emitted or not."""
+        return self._num_emitted + len(self._token_ids)
+
+    def add(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        if len(token_ids) != len(logprobs):
+            raise ValueError(f"got {len(token_ids)} tokens with {len(logprobs)} log-probs; the engine must give both")
+        self._token_ids.extend(token_ids)
+        self._logprobs.extend(logprobs)
+
+    def cut(self, finish_reason: FinishReason | None) -> Iterator[Completion]:
+        """Every full chunk; with a finish reason also the rest, and the reason on the last one (which may be empty)."""
+        if finish_reason is None:
+            while len(self._token_ids) >= self._stream_tokens:
+                yield self._emit(self._stream_tokens, None)
+            return
+        while len(self._token_ids) > self._stream_tokens:
+            yield self._emit(self._stream_tokens, None)
+        yield self._emit(len(self._token_ids), finish_reason)
+
+    def _emit(self, num_tokens: int, finish_reason: FinishReason | None) -> Completion:
+        start = self._num_emitted
+        completion = Completion(
+            token_ids=np.array(self._token_ids[:num_tokens], np.int32),
+            logprobs=np.array(self._logprobs[:num_tokens], np.float32),
+            segments=self.labels.segments(start, start + num_tokens),
+            finish_reason=finish_reason,
+        )
+        del self._token_ids[:num_tokens], self._logprobs[:num_tokens]
+        self._num_emitted += num_tokens
+        return completion

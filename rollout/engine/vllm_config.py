@@ -1,0 +1,122 @@
+"""Tandem's engine settings as vLLM's arguments."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from weight_sync.vllm_compat import engine_lora_rank
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from rollout.engine.interface import EngineSpec
+
+
+_GIB = 1 << 30
+
+
+def engine_args(spec: EngineSpec) -> dict[str, Any]:
+    """Keyword arguments for vLLM's `AsyncEngineArgs`; `spec.engine_args` wins."""
+    args: dict[str, Any] = {
+        "model": spec.model,
+        "dtype": spec.dtype,
+        "tensor_parallel_size": spec.tensor_parallel_size,
+        "max_model_len": spec.max_model_len,
+        "max_num_seqs": spec.max_num_seqs,
+        "enforce_eager": spec.enforce_eager,
+        "seed": spec.seed,
+        "trust_remote_code": spec.trust_remote_code,
+        # Token-in, token-out: no tokenizer is loaded, stop tokens are given with each request.
+        "skip_tokenizer_init": True,
+        # Log-probs of the distribution that was sampled from, after temperature.
+        "logprobs_mode": "processed_logprobs",
+        # One output per chunk instead of one per step: the event loop wakes stream_tokens times less often.
+        "stream_interval": spec.stream_tokens,
+        "disable_log_stats": True,
+    }
+    if spec.sleep_level:
+        args["enable_sleep_mode"] = True
+    if spec.extension:
+        args["worker_extension_cls"] = spec.extension
+    return {**args, **_device_args(spec), **_lora_args(spec), **spec.engine_args}
+
+
+def _device_args(spec: EngineSpec) -> dict[str, Any]:
+    """In which processes it computes, and in how much memory."""
+    args: dict[str, Any] = {}
+    if spec.tensor_parallel_size > 1:
+        # Within a placement group, which a run on a shared cluster has, vLLM would make Ray actors of its workers.
+        args["distributed_executor_backend"] = "mp"
+    elif spec.device == "cpu":
+        # The worker lives in the engine's own process: one interpreter, one import and one hop per step less.
+        args["distributed_executor_backend"] = "uni"
+    if spec.device == "cpu":
+        args["kv_cache_memory_bytes"] = int(spec.kv_cache_gib * _GIB)
+    else:
+        args["gpu_memory_utilization"] = spec.gpu_memory_utilization
+    return args
+
+
+def _lora_args(spec: EngineSpec) -> dict[str, Any]:
+    """One adapter, the policy, in one slot that weight sync writes in place."""
+    if not spec.lora_rank:
+        return {}
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_cpu_loras": 1,
+        "max_lora_rank": engine_lora_rank(spec.lora_rank),
+        "lora_target_modules": list(spec.lora_targets),
+    }
+
+
+def process_env(spec: EngineSpec) -> dict[str, str]:
+    """Environment an engine wants. A variable that is already set wins, except over `spec.env`."""
+    env = {
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+    }
+    if spec.device == "cpu":
+        # No third-party plugin is imported in every process. (Elsewhere the platform itself may be a plugin.)
+        env["VLLM_PLUGINS"] = ""
+        env["OMP_NUM_THREADS"] = str(spec.num_threads)
+        if spec.tensor_parallel_size == 1:
+            # The CPU platform turns "uni" back into a worker process unless this is off (it manages OpenMP per
+            # process); AsyncLLM's engine process does not depend on it. OMP_NUM_THREADS above does that job.
+            env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        else:
+            first = range(0, spec.tensor_parallel_size * spec.num_threads, spec.num_threads)
+            env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(
+                str(core) if spec.num_threads == 1 else f"{core}-{core + spec.num_threads - 1}" for core in first
+            )
+        if spec.enforce_eager:
+            # In eager mode vLLM still compiles one tiny function of the sampler, with a C++ compiler, at the first
+            # request: 2-16 s for a comparison and a sum.
+            env["TORCHDYNAMO_DISABLE"] = "1"
+    return env
+
+
+def foreign_token(token_ids: np.ndarray, vocab_size: int) -> int | None:
+    """Of `token_ids` (int[T]) the one furthest above [0, vocab_size), or else below it; None if all are inside."""
+    if not len(token_ids):
+        return None
+    highest, lowest = int(token_ids.max()), int(token_ids.min())
+    if highest >= vocab_size:
+        return highest
+    return lowest if lowest < 0 else None
+
+
+def check_token_ids(token_ids: np.ndarray, vocab_size: int) -> None:
+    """Raises ValueError unless these are integers in one row (int[T]), and the model has a row for each."""
+    if token_ids.ndim != 1 or token_ids.dtype.kind not in "iu":
+        raise ValueError(
+            f"token ids must be integers in one row, got {token_ids.dtype} of shape {token_ids.shape}; an agent loop "
+            "must give generate() an int32[T]"
+        )
+    token = foreign_token(token_ids, vocab_size)
+    if token is not None:
+        raise ValueError(
+            f"prompt has token id {token}, must be >= 0 and < {vocab_size}, the vocabulary of the model; use the "
+            "model's own tokenizer (an agent must too), or resize the embedding of the model"
+        )

@@ -1,0 +1,268 @@
+"""Starts vLLM's processes, waits for them, and ends them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from contextlib import contextmanager
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from typing import TYPE_CHECKING, Any
+
+from rollout.engine.vllm_config import engine_args
+from rollout.rendering import load_tokenizer
+from weight_sync import vllm_compat
+from weight_sync.device.environment import temporary_environment
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    import psutil
+    from vllm.config import VllmConfig
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from rollout.engine.interface import EngineSpec
+    from rollout.engine.load_meter import LoadMeter
+    from rollout.types import SamplingParams
+
+
+PR_SET_PDEATHSIG = 1
+"""Of `prctl(2)`: the signal that a process gets when its parent has died."""
+PRELOAD = ("rollout.engine.preload",)
+
+
+class EngineProcess(ForkServerProcess):
+    """Gets the environment of its parent as it is at the start, as a spawned process would; the server is older."""
+
+    def start(self) -> None:
+        self._environment = dict(os.environ)
+        super().start()
+
+    def run(self) -> None:
+        _die_with_the_server()
+        _become(self._environment)
+        _set_threads(self._environment.get("OMP_NUM_THREADS", ""))
+        super().run()
+
+
+class EngineContext(ForkServerContext):
+    """What vLLM takes for its `multiprocessing` context."""
+
+    Process = EngineProcess  # pyright: ignore[reportAssignmentType]
+
+
+def begin_imports() -> None:
+    """Start the server, if there is none yet. Does not wait for its imports.
+
+    Its socket lies where those of vLLM do, if the run has set that: this process ends by a kill, and would leave one in
+    the temporary directory.
+    """
+    if folder := os.environ.get("VLLM_RPC_BASE_PATH"):
+        multiprocessing.current_process()._config["tempdir"] = folder  # pyright: ignore[reportAttributeAccessIssue]
+    multiprocessing.set_forkserver_preload(list(PRELOAD))
+    forkserver.ensure_running()
+
+
+def _die_with_the_server() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The server waits for the end of all who hold this pipe open: of its owner alone, from here on.
+    alive_fd = getattr(forkserver._forkserver, "_forkserver_alive_fd", None)  # pyright: ignore[reportAttributeAccessIssue]
+    if alive_fd is not None:
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, alive_fd)
+        os.close(nothing)
+
+
+def _become(environment: Mapping[str, str]) -> None:
+    """Changes only what differs: whoever sets the process's title looks for it beside the environment it began with."""
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update({name: value for name, value in environment.items() if os.environ.get(name) != value})
+
+
+def _set_threads(text: str) -> None:
+    """OpenMP has read the variable in the server, where it may have been another."""
+    torch: Any = sys.modules.get("torch")
+    if torch is not None:
+        with contextlib.suppress(ValueError):
+            torch.set_num_threads(int(text))
+
+
+log = logging.getLogger(__name__)
+_END_TIMEOUT_S = 30.0
+"""Of a process that was killed. It ends when the call it makes to its device does."""
+_END_POLL_S = 0.05
+
+
+def import_vllm() -> None:
+    """What `launch` imports, so that its seconds can be told from those of the model."""
+    import vllm.engine.arg_utils
+    import vllm.v1.engine.async_llm  # noqa: F401
+
+
+def launch(spec: EngineSpec, meter: LoadMeter) -> tuple[AsyncLLM, list[int], Any]:
+    """Import vLLM and start its processes (blocking). The engine, the tokens that end an answer, and the tokenizer
+    (None without `spec.tokenizer`), which finds stop strings in front of the engine; the engine itself has none.
+
+    `meter` is told what every step says of the load, with `spec.reports_load`.
+    """
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    vllm_compat.check_vllm_version()
+    vllm_compat.start_engines_in(EngineContext() if spec.forks else None)
+    config = engine_config(spec)
+    stop = set(spec.stop_token_ids)
+    found = config.model_config.try_get_generation_config().get("eos_token_id")
+    if found is not None:
+        stop.update([found] if isinstance(found, int) else found)
+    tokenizer: Any = None
+    if spec.tokenizer:
+        tokenizer = load_tokenizer(spec.tokenizer, trust_remote_code=spec.trust_remote_code)
+        stop.update(set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id})
+    listeners: list[Any] | None = [_listener(meter)] if spec.reports_load else None
+    llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True, stat_loggers=listeners)
+    llm.output_processor.tokenizer = tokenizer
+    return llm, _known(stop, config.model_config.get_vocab_size()), tokenizer
+
+
+def engine_config(spec: EngineSpec) -> VllmConfig:
+    """vLLM's configuration of the engine, on the device of this process.
+
+    For a use that is neither its server nor its offline class vLLM has a step hold 2048 tokens on every device, which
+    all figures in docs/benchmarks.md were taken with. Its server's steps hold up to four times as many on large
+    devices: whoever decodes, and a commit, would wait longer for the prefills of others, and less memory would be left
+    for the KV cache.
+    """
+    from vllm.config import SchedulerConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    args = AsyncEngineArgs(**engine_args(spec))
+    if args.max_num_batched_tokens is None and spec.max_num_seqs > SchedulerConfig.DEFAULT_MAX_NUM_BATCHED_TOKENS:
+        args.max_num_batched_tokens = spec.max_num_seqs  # vLLM refuses fewer: a decoding step holds a token of each
+    return args.create_engine_config(UsageContext.ENGINE_CONTEXT)
+
+
+def _known(stop: set[int], vocab_size: int) -> list[int]:
+    """Without tokens that the model has no row for: it cannot sample them, and vLLM 0.32 refuses requests with them."""
+    if unknown := sorted(token for token in stop if not 0 <= token < vocab_size):
+        log.warning("end tokens %s are not in the model's vocabulary of %d and can end no answer", unknown, vocab_size)
+    return sorted(stop.difference(unknown))
+
+
+def vllm_sampling(params: SamplingParams, stop_token_ids: list[int]) -> Any:
+    """Text is made only where a stop string is looked for, and of every token, so that none is cut from the answer."""
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import SamplingParams as VllmParams
+
+    return VllmParams(
+        max_tokens=params.max_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        seed=params.seed,
+        ignore_eos=params.ignore_eos,
+        stop_token_ids=None if params.ignore_eos else stop_token_ids,
+        stop=list(params.stop),
+        include_stop_str_in_output=True,
+        skip_special_tokens=False,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=bool(params.stop),
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+def engine_pids(llm: AsyncLLM) -> list[int]:
+    """vLLM's engine process and all below it: the workers of tensor parallelism hold the devices.
+
+    To be asked while it runs: what outlives the engine process gets another parent.
+    """
+    return [process.pid for process in _process_tree(llm)]
+
+
+def shut_down(llm: AsyncLLM) -> None:
+    """Stop vLLM's processes and wait until they are gone (blocking). Says so if one is not.
+
+    vLLM itself does not wait for a process that it had to kill: its memory is not free yet, and its entry in the table
+    of processes stays for as long as this process lives.
+    """
+    processes, tree = _processes(llm), _process_tree(llm)
+    llm.shutdown()
+    deadline = time.monotonic() + _END_TIMEOUT_S
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    while (left := [process.pid for process in tree if _runs(process)]) and time.monotonic() < deadline:
+        time.sleep(_END_POLL_S)
+    if left:
+        log.error(
+            "engine processes %s still run %.0f s after they were killed; their device memory is not free",
+            left,
+            _END_TIMEOUT_S,
+        )
+
+
+def _processes(llm: AsyncLLM) -> list[Any]:
+    manager: Any = llm.engine_core.resources.engine_manager
+    return list(getattr(manager, "processes", ()))
+
+
+def _process_tree(llm: AsyncLLM) -> list[psutil.Process]:
+    import psutil  # comes with vLLM
+
+    tree: list[psutil.Process] = []
+    for process in _processes(llm):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            engine = psutil.Process(process.pid)
+            tree += [engine, *engine.children(recursive=True)]
+    return tree
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Not so a zombie: it holds nothing, and whoever has got it as a child may never look at it."""
+    import psutil
+
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _listener(meter: LoadMeter) -> type:
+    """A logger class for vLLM that passes everything on to `meter`.
+
+    With any logger of its own vLLM adds one for Prometheus, which costs more per step than all the rest, unless it is
+    given one that is of that class already. So this is one in name.
+    """
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+    class Listener(PrometheusStatLogger):
+        def __init__(self, vllm_config: Any, engine_indexes: Any = None) -> None:
+            del vllm_config, engine_indexes  # and no metric is registered
+
+        def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
+            meter.record(scheduler_stats, iteration_stats)
+
+        def log_engine_initialized(self) -> None: ...
+
+        def log(self) -> None: ...
+
+        def record_sleep_state(self, *_: Any, **__: Any) -> None: ...
+
+        def record_admission_rejection(self, *_: Any, **__: Any) -> None: ...
+
+    return Listener
+
+
+@contextmanager
+def environment(defaults: Mapping[str, str], overrides: Mapping[str, str]) -> Iterator[None]:
+    """Processes started inside see `defaults` (where nothing is set yet) and `overrides`; restored at the end."""
+    unset = {name: value for name, value in defaults.items() if name not in os.environ}
+    with temporary_environment({**unset, **overrides}):
+        yield

@@ -1,0 +1,87 @@
+"""`rollout.repack_below`: moves the last requests of a step to fewer engines.
+
+A replica is freed as a whole or not at all: one that keeps a request is as busy as before, and the others would have
+moved for nothing. Requests go from a replica to a fuller one, never back within a plan.
+
+A moved request is computed again, prompt and tokens so far. So it moves only once it is at least twice as long as it
+was when it was sent to where it is (`has_doubled`). Then whatever the plans, a request that ends with L tokens, P of
+them prompt, moves at most log2(L / P) times, and its moves together compute at most 2 L tokens again: each move costs
+at least twice as much as the one before, and the last one at most L. No request can go back and forth.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from rollout.fleet.adaptive_limit import KV_ROOM
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repacking:
+    """The rule. Example: `Repacking(below=16, most=256)`."""
+
+    below: int
+    """A replica with fewer requests than this is worth freeing."""
+    most: int
+    """No replica gets more requests than this through a plan."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """One replica that takes requests, as one sender sees it."""
+
+    running: int
+    """Requests of all senders that are there."""
+    own: int
+    """Those of this sender, which are all that it can move."""
+    limit: int | None = None
+    """Most requests that this sender may have there; None without a limit."""
+    is_queueing: bool = False
+    """Whether requests wait inside it."""
+    kv_frac: float | None = None
+    """Share of its KV cache in use; None where the engine does not say."""
+    may_leave: bool
+    """Whether everything of this sender that is there, or may come back there, may move now."""
+
+    def has_room(self, other: Place, most: int) -> bool:
+        """Whether everything of another replica of the same kind fits beside what it has."""
+        if self.is_queueing or self.running + other.running > most:
+            return False
+        if self.limit is not None and self.own + other.own > self.limit:
+            return False
+        return self.kv_frac is None or other.kv_frac is None or self.kv_frac + other.kv_frac < KV_ROOM
+
+    def joined(self, other: Place) -> Place:
+        kv_frac = None if self.kv_frac is None or other.kv_frac is None else self.kv_frac + other.kv_frac
+        return replace(self, running=self.running + other.running, own=self.own + other.own, kv_frac=kv_frac)
+
+
+def has_doubled(num_tokens: int, num_sent: int) -> bool:
+    """Whether a request of `num_tokens` tokens may move, which had `num_sent` when it was sent to its replica."""
+    return num_tokens >= 2 * num_sent
+
+
+def replicas_to_free(places: Mapping[str, Place], rule: Repacking) -> list[str]:
+    """The replicas to free now, the emptiest first; there is room for what they have on those that are not in the list.
+
+    Each one's requests are meant for a replica that is not worth freeing, the emptiest of these, because they are
+    fastest there; and if none of them has room, for the fullest of the others.
+    """
+    after, freed = dict(places), list[str]()
+    for name, place in sorted(places.items(), key=lambda item: (item[1].running, item[0])):
+        is_worth_it = 0 < place.running < rule.below and place.own > 0
+        if after[name] is not place or not is_worth_it or not place.may_leave:
+            continue
+        fuller = {n: p for n, p in after.items() if n not in freed and (p.running, n) > (place.running, name)}
+        targets = {n: p for n, p in fuller.items() if p.has_room(place, rule.most)}
+        if not targets:
+            continue
+        kept = {n: p.running for n, p in targets.items() if p.running >= rule.below}
+        target = min(kept, key=lambda n: kept[n]) if kept else max(targets, key=lambda n: targets[n].running)
+        after[target] = after[target].joined(place)
+        freed.append(name)
+    return freed

@@ -1,0 +1,438 @@
+"""Data sets: readers of JSONL, Parquet and Hugging Face data, columns, duplicates, overlap.
+
+A reader returns plain rows and knows nothing of tokenizers: `rendering.py` turns rows into prompts. Heavy libraries
+are imported only by the reader that needs them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from rollout.errors import DataError
+from rollout.prompts.arithmetic import operand_pairs, question
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from rollout.types import Prompt
+
+
+FILE_READERS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+"""Suffix -> the reader of such files. Files have no splits: a reader of files reads all that its path names."""
+
+
+def reader_of_suffix(path: str) -> str | None:
+    """The reader that `auto` means for the suffix alone; None where that does not tell."""
+    return FILE_READERS.get(Path(path).suffix)
+
+
+def files_of(given: str, reader: str) -> list[Path]:
+    """The file, or those of the directory that this reader of files reads, by name.
+
+    Raises:
+        DataError: there is no such file or directory, or nothing to read in it.
+    """
+    path = Path(given).expanduser()
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise missing(given)
+    suffixes = [suffix for suffix, name in FILE_READERS.items() if name == reader]
+    files = sorted(p for p in path.iterdir() if p.suffix in suffixes)
+    if not files:
+        raise DataError(f"directory {given!r} holds no {' or '.join(suffixes)} file; check the path")
+    return files
+
+
+def missing(given: str) -> DataError:
+    """That there is no such path, with names that are near."""
+    path = Path(given).expanduser()
+    if path.parent.is_dir():
+        names = [p.name for p in path.parent.iterdir()]
+        near = [str(path.parent / n) for n in difflib.get_close_matches(path.name, names, n=3, cutoff=0.6)]
+        hint = f"did you mean {' or '.join(near)}?" if near else f"nothing in {path.parent} has a similar name"
+    else:
+        hint = f"its directory {path.parent} does not exist either"
+    return DataError(f"data set {given!r} does not exist; {hint} (paths are relative to {Path.cwd()})")
+
+
+ReaderName = Literal["auto", "arithmetic", "jsonl", "parquet", "hf"]
+
+BUILTIN_ARITHMETIC = "builtin:arithmetic"
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceSpec:
+    """One data set and how its rows become prompts: the plain values of the `task` section of the config.
+
+    Example:
+        SourceSpec(path="data/math.jsonl", reader="auto", split="train", prompt_column="prompt",
+                   answer_column="answer", answer_required=True, reward_column="", reward_column_required=False,
+                   rewards_with_answer=frozenset(), apply_chat_template=True, system_prompt="", dedup=True,
+                   max_prompt_tokens=512, overlong_prompts="filter", max_operand=49)
+    """
+
+    path: str
+    """A file, a directory of files, a directory written by `save_to_disk`, a hub name (`owner/name` or
+    `owner/name:config`), or `builtin:arithmetic`."""
+    reader: ReaderName
+    split: str
+    """Hugging Face and builtin data sets only."""
+    prompt_column: str
+    """A column; `a.b` reaches into a struct column `a`."""
+    answer_column: str
+    answer_required: bool
+    """Whether rows without an answer, and without a reward of their own, are an error (the reward compares with it)."""
+    reward_column: str
+    """Column that names the reward of a row, as `answer_column`; null, empty and not there leave it to the task."""
+    reward_column_required: bool
+    """Whether a data set in which no row has that column is an error."""
+    rewards_with_answer: frozenset[str]
+    """Names of rewards that compare with an answer."""
+    apply_chat_template: bool
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of the chat template."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """JSON schemas of the functions that the chat template shows."""
+    system_prompt: str
+    dedup: bool
+    """Whether of rows with the same prompt, answer and reward only the first stays."""
+    max_prompt_tokens: int
+    overlong_prompts: Literal["error", "filter"]
+    max_operand: int
+    """builtin:arithmetic only."""
+    keep_messages: bool = False
+    """Whether prompts keep the chat messages that they were made of: as much memory again as their text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One raw row. `row_id` is stable as long as the data set is; `where` is for messages, e.g. `a.jsonl, line 3`."""
+
+    row_id: str
+    where: str
+    columns: Mapping[str, Any]
+
+
+def read_rows(spec: SourceSpec) -> list[Row]:
+    """All rows of the data set, in its own order.
+
+    Raises:
+        DataError: the data set is missing, unreadable or empty, or has no such split.
+    """
+    readers: dict[str, Callable[[SourceSpec], list[Row]]] = {
+        "arithmetic": _read_arithmetic,
+        "jsonl": _read_jsonl,
+        "parquet": _read_parquet,
+        "hf": _read_hugging_face,
+    }
+    kind = resolve_reader(spec) if spec.reader == "auto" else spec.reader
+    if kind not in readers:
+        raise DataError(f"unknown reader {kind!r}; allowed: auto, {', '.join(readers)}; set task.reader")
+    rows = readers[kind](spec)
+    if not rows:
+        raise DataError(f"data set {spec.path!r} has no rows (read as {kind}); give one with at least one prompt")
+    return rows
+
+
+def resolve_reader(spec: SourceSpec) -> str:
+    """Which reader `auto` means for a path: by its suffix, by what a directory holds, else a Hugging Face name."""
+    if spec.path == BUILTIN_ARITHMETIC:
+        return "arithmetic"
+    if spec.path.startswith("builtin:"):
+        raise DataError(f"there is no data set {spec.path!r}; the only built-in one is {BUILTIN_ARITHMETIC!r}")
+    by_suffix = reader_of_suffix(spec.path)
+    if by_suffix is not None:
+        return by_suffix
+    path = Path(spec.path).expanduser()
+    if path.is_dir():
+        kinds = {FILE_READERS[p.suffix] for p in path.iterdir() if p.suffix in FILE_READERS}
+        if len(kinds) > 1:
+            raise DataError(f"directory {spec.path!r} mixes JSONL and Parquet files; set task.reader to one of them")
+        return kinds.pop() if kinds else "hf"
+    if path.is_file():
+        raise DataError(
+            f"cannot tell how to read {spec.path!r} by its suffix {path.suffix!r}; known: {', '.join(FILE_READERS)}; "
+            "rename it, or set task.reader to jsonl or parquet"
+        )
+    if spec.path.startswith((".", "/", "~")) or not _HUB_NAME.fullmatch(spec.path):
+        raise missing(spec.path)
+    return "hf"
+
+
+def _read_arithmetic(spec: SourceSpec) -> list[Row]:
+    if spec.path != BUILTIN_ARITHMETIC:
+        raise DataError(
+            f"reader 'arithmetic' makes its own data and cannot read {spec.path!r}; "
+            f"use {BUILTIN_ARITHMETIC!r} as the path, or task.reader=auto"
+        )
+    pairs = operand_pairs(spec.split, max_operand=spec.max_operand)
+    return [
+        Row(
+            row_id=f"arithmetic/{a}+{b}",
+            where=f"{BUILTIN_ARITHMETIC}, {a}+{b}",
+            columns={spec.prompt_column: question(a, b), spec.answer_column: str(a + b)},
+        )
+        for a, b in pairs
+    ]
+
+
+def _read_jsonl(spec: SourceSpec) -> list[Row]:
+    rows: list[Row] = []
+    for path, label in _labelled(files_of(spec.path, "jsonl")):
+        for number, text in _lines(path):
+            try:
+                columns = json.loads(text)
+            except json.JSONDecodeError as error:
+                raise DataError(
+                    f"{path}, line {number}: not valid JSON ({error.msg}, column {error.colno}); "
+                    "a .jsonl file holds one JSON object per line"
+                ) from error
+            except (ValueError, RecursionError) as error:  # valid JSON, and more than Python reads
+                raise DataError(
+                    f"{path}, line {number}: cannot be read ({error}); write an integer of thousands of digits as a "
+                    "string, and nest less deeply"
+                ) from error
+            if not isinstance(columns, dict):
+                raise DataError(
+                    f"{path}, line {number}: got a JSON {type(columns).__name__}; each line must be one JSON object"
+                )
+            rows.append(Row(row_id=f"{label}/{number}", where=f"{path}, line {number}", columns=columns))
+    return rows
+
+
+def _labelled(paths: Sequence[Path]) -> list[tuple[Path, str]]:
+    """With what the ids of their rows begin with: names without suffix, or with it where these are not unique."""
+    stems = [path.stem for path in paths]
+    are_unique = len(set(stems)) == len(stems)
+    return [(path, path.stem if are_unique else path.name) for path in paths]
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Non-blank lines with their numbers, from 1."""
+    number = 0
+    try:
+        with path.open("rb") as file:
+            for number, raw in enumerate(file, start=1):
+                text = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+                if text:
+                    yield number, text
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}, line {number}: not UTF-8 ({error.reason}); save the file as UTF-8") from error
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}; check that it is a readable file") from error
+
+
+def _read_parquet(spec: SourceSpec) -> list[Row]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows: list[Row] = []
+    for path, label in _labelled(files_of(spec.path, "parquet")):
+        try:
+            table = pq.ParquetFile(path).read()
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(
+                f"{path} is not a readable Parquet file: {error}; write it again, or set task.reader"
+            ) from error
+        for index, columns in enumerate(table.to_pylist()):
+            rows.append(Row(row_id=f"{label}/{index}", where=f"{path}, row {index}", columns=columns))
+    return rows
+
+
+def _read_hugging_face(spec: SourceSpec) -> list[Row]:
+    if not Path(spec.path).expanduser().exists() and not _HUB_NAME.fullmatch(spec.path):
+        raise missing(spec.path)
+    splits = _load_hugging_face(spec)
+    if spec.split not in splits:
+        raise DataError(
+            f"data set {spec.path!r} has no split {spec.split!r}; its splits are {', '.join(sorted(splits))}; "
+            "set task.train_split, task.eval_split or the split of task.eval_sets.NAME"
+        )
+    return [
+        Row(row_id=f"{spec.split}/{index}", where=f"{spec.path}, {spec.split} row {index}", columns=columns)
+        for index, columns in enumerate(splits[spec.split])
+    ]
+
+
+def _load_hugging_face(spec: SourceSpec) -> dict[str, Any]:
+    """Split name -> iterable of rows. A data set saved without splits counts as the split that was asked for."""
+    import datasets
+    from datasets.exceptions import DatasetsError
+
+    path = Path(spec.path).expanduser()
+    try:
+        if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+            saved = datasets.load_from_disk(str(path))
+            return _by_name(saved) if isinstance(saved, datasets.DatasetDict) else {spec.split: saved}
+        if path.is_dir():
+            return _by_name(datasets.load_dataset(str(path)))
+        name, _, config = spec.path.partition(":")
+        return _by_name(datasets.load_dataset(name, config if config else None))
+    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
+        # OSError covers the hub's connection and file-not-found errors; ValueError a missing or unknown config;
+        # RuntimeError a data set that is a loading script, which Datasets 4 and later do not run.
+        raise DataError(
+            f"cannot load Hugging Face data set {spec.path!r}: {type(error).__name__}: {error}; check the name "
+            "(owner/name, or owner/name:config), the network, or give a local file or directory"
+        ) from error
+
+
+def _by_name(splits: Mapping[Any, Any]) -> dict[str, Any]:
+    return {str(name): rows for name, rows in splits.items()}
+
+
+MISSING = object()
+"""What `find` gives where there is no such column."""
+
+
+def find(columns: Mapping[str, Any], name: str) -> Any:
+    """The value of a column, `a.b` reaching into a struct; `MISSING` if there is none."""
+    if name in columns:
+        return columns[name]
+    value: Any = columns
+    for part in name.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return MISSING
+        value = value[part]
+    return value
+
+
+def numbers(prompts: Sequence[Prompt], name: str, *, setting: str) -> list[float | None]:
+    """A column of the prompts' metadata as one finite number per prompt; None where the data set has null.
+
+    Args:
+        setting: the configuration key that names the column, for messages.
+
+    Raises:
+        DataError: a prompt has no such column, or something else in it.
+    """
+    return [_number(prompt, name, setting) for prompt in prompts]
+
+
+def _number(prompt: Prompt, name: str, setting: str) -> float | None:
+    value = find(prompt.metadata, name)
+    if value is MISSING:
+        existing = ", ".join(prompt.metadata) if prompt.metadata else "none"
+        raise DataError(
+            f"prompt {prompt.prompt_id}: no column {name!r}; the columns beside prompt and answer are: {existing}; "
+            f"set {setting}"
+        )
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
+        raise DataError(
+            f"prompt {prompt.prompt_id}: column {name!r} holds {type(value).__name__} {value!r:.80}; {setting} names a "
+            "column of finite numbers"
+        )
+    return float(value)
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer of more than 308 digits
+        return False
+
+
+def drop_duplicates(rows: Sequence[Row], spec: SourceSpec) -> list[Row]:
+    """The first row of each prompt with its answer and its reward, in order. Other columns are not compared.
+
+    Compared as they are in the data set, before any is tokenized. Rows without a prompt stay, for `render` to refuse.
+    """
+    seen: set[bytes] = set()
+    kept: list[Row] = []
+    for row in rows:
+        key = _key(row, spec)
+        if key is None or key not in seen:
+            kept.append(row)
+        if key is not None:
+            seen.add(key)
+    return kept
+
+
+def _key(row: Row, spec: SourceSpec) -> bytes | None:
+    names = (spec.prompt_column, spec.answer_column, *([spec.reward_column] if spec.reward_column else []))
+    values = [find(row.columns, name) for name in names]
+    if values[0] is MISSING:
+        return None
+    # The type goes in with the value, or a missing answer and the text "null" would be the same.
+    told = [["missing"] if value is MISSING else [type(value).__name__, value] for value in values]
+    return hashlib.blake2b(json.dumps(told, sort_keys=True, default=repr).encode(), digest_size=16).digest()
+
+
+_NUM_SHOWN = 3
+
+
+def drop_overlong(
+    prompts: Sequence[Prompt], *, max_prompt_tokens: int, policy: Literal["error", "filter"]
+) -> tuple[tuple[Prompt, ...], int]:
+    """The prompts of at most `max_prompt_tokens` tokens, and how many were dropped.
+
+    Raises:
+        DataError: under the policy "error" if any is too long; under "filter" if all are.
+    """
+    overlong = [p for p in prompts if len(p.token_ids) > max_prompt_tokens]
+    if overlong and policy == "error":
+        shown = ", ".join(f"{p.prompt_id} ({len(p.token_ids)} tokens)" for p in overlong[:_NUM_SHOWN])
+        raise DataError(
+            f"{len(overlong)} of {len(prompts)} prompts are longer than task.max_prompt_tokens={max_prompt_tokens}: "
+            f"{shown}{', ...' if len(overlong) > _NUM_SHOWN else ''}; raise the limit, or set "
+            "task.overlong_prompts=filter to drop them"
+        )
+    kept = tuple(p for p in prompts if len(p.token_ids) <= max_prompt_tokens)
+    if not kept:
+        shortest = min(len(p.token_ids) for p in prompts)
+        raise DataError(
+            f"all {len(prompts)} prompts are longer than task.max_prompt_tokens={max_prompt_tokens} (the shortest has "
+            f"{shortest} tokens); raise the limit"
+        )
+    return kept, len(overlong)
+
+
+def refuse_overlap(
+    train: SourceSpec, held_out: SourceSpec, *, key: str = "task.eval_path", split_key: str = "task.eval_split"
+) -> None:
+    """Readers of files know no splits: a directory with `train-0.jsonl` and `test-0.jsonl` is read whole for both sets.
+
+    One file for both, named twice, is a choice; so is one directory with the same split for both.
+
+    Args:
+        key, split_key: what names the path and the split of `held_out`.
+
+    Raises:
+        DataError: both sets read a file, and nobody has chosen that; or a path names nothing to read.
+    """
+    shared = sorted(_files(train) & _files(held_out))
+    if not shared or _is_chosen(train, held_out):
+        return
+    names = ", ".join(str(path) for path in shared[:_NUM_SHOWN])
+    more = f" and {len(shared) - _NUM_SHOWN} more" if len(shared) > _NUM_SHOWN else ""
+    raise DataError(
+        f"task.train_path={train.path} and {key}={held_out.path} both read {names}{more}: files have no "
+        f"splits, so task.train_split={train.split} and {split_key}={held_out.split} do not tell them apart; name the "
+        "file or directory of each, or set task.reader=hf, which finds the splits of a directory by the names of its "
+        "files"
+    )
+
+
+def _files(spec: SourceSpec) -> set[Path]:
+    """What a reader of files reads, links followed; empty for the other readers."""
+    reader = resolve_reader(spec) if spec.reader == "auto" else spec.reader
+    if reader not in FILE_READERS.values():
+        return set()
+    return {path.resolve() for path in files_of(spec.path, reader)}
+
+
+def _is_chosen(train: SourceSpec, held_out: SourceSpec) -> bool:
+    train_path, held_out_path = (Path(spec.path).expanduser().resolve() for spec in (train, held_out))
+    return train_path == held_out_path and (train_path.is_file() or train.split == held_out.split)

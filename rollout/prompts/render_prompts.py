@@ -1,0 +1,221 @@
+"""Rows of a data set to prompts: messages, chat template, token ids, answers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from rollout.errors import DataError
+from rollout.prompts.datasets import MISSING, find
+from rollout.rendering import arguments_of
+from rollout.types import Prompt
+
+if TYPE_CHECKING:
+    from rollout.prompts.datasets import Row, SourceSpec
+
+
+ROWS_AT_ONCE = 1024
+"""Tokenized together; until they are prompts, a tokenizer keeps 100 bytes and more per token."""
+
+
+class Tokenizer(Protocol):
+    """What we use of a Hugging Face tokenizer."""
+
+    def __call__(self, text: list[str], *, add_special_tokens: bool) -> Mapping[str, Any]: ...
+
+    def apply_chat_template(
+        self, conversation: list[dict[str, Any]], *, tokenize: bool, add_generation_prompt: bool, **kwargs: Any
+    ) -> str: ...
+
+
+def render(rows: Sequence[Row], *, spec: SourceSpec, tokenizer: Tokenizer) -> list[Prompt]:
+    """Rows as prompts.
+
+    A list of chat messages always goes through the chat template; a string does if `spec.apply_chat_template`. A
+    templated text carries its own special tokens; a bare string gets the tokenizer's (such as a BOS). Many texts go to
+    the tokenizer together, which works on them with all cores.
+
+    Raises:
+        DataError: a column is missing or has the wrong type, a prompt is empty or no text, or there is no chat
+            template.
+    """
+    prompts: list[Prompt] = []
+    for start in range(0, len(rows), ROWS_AT_ONCE):
+        some = rows[start : start + ROWS_AT_ONCE]
+        texts = [_checked_text(row, spec, tokenizer) for row in some]
+        tokens = _tokenized(texts, tokenizer)
+        prompts += [_prompt(row, text, ids, spec) for row, text, ids in zip(some, texts, tokens, strict=True)]
+    return prompts
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """A prompt as text."""
+
+    text: str
+    messages: Sequence[Mapping[str, Any]] | None
+    """What the chat template made it of; None for a plain string."""
+
+
+def _tokenized(texts: Sequence[_Text], tokenizer: Tokenizer) -> list[Sequence[int]]:
+    tokens: dict[int, Sequence[int]] = {}
+    for is_templated in (False, True):
+        chosen = [index for index, text in enumerate(texts) if (text.messages is not None) == is_templated]
+        if chosen:
+            found = tokenizer([texts[index].text for index in chosen], add_special_tokens=not is_templated)
+            tokens.update(zip(chosen, found["input_ids"], strict=True))
+    return [tokens[index] for index in range(len(texts))]
+
+
+def _prompt(row: Row, text: _Text, token_ids: Sequence[int], spec: SourceSpec) -> Prompt:
+    if len(token_ids) == 0:
+        raise DataError(f"{row.where}: the prompt has no tokens; remove the row or fill column {spec.prompt_column!r}")
+    used = {spec.prompt_column, spec.answer_column}
+    reward = _reward(row, spec)
+    is_required = reward in spec.rewards_with_answer if reward else spec.answer_required
+    return Prompt(
+        prompt_id=row.row_id,
+        token_ids=np.asarray(token_ids, np.int32),
+        text=text.text,
+        answer=_answer(row, spec, is_required=is_required),
+        reward=reward,
+        metadata={name: value for name, value in row.columns.items() if name not in used},
+        messages=tuple(text.messages or ()) if spec.keep_messages else (),
+    )
+
+
+def has_column(row: Row, name: str) -> bool:
+    return find(row.columns, name) is not MISSING
+
+
+def _checked_text(row: Row, spec: SourceSpec, tokenizer: Tokenizer) -> _Text:
+    """JSON can spell half a surrogate pair (`"\\ud83d"`), which no tokenizer takes."""
+    messages = _messages(row, spec)
+    plain = messages is None
+    text = str(find(row.columns, spec.prompt_column)) if plain else _apply_template(messages, row, spec, tokenizer)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{row.where}: column {spec.prompt_column!r} holds {text[error.start]!r}, half a surrogate pair and no "
+            "character; write the character whole, or remove the row"
+        ) from error
+    return _Text(text, messages)
+
+
+def _messages(row: Row, spec: SourceSpec) -> list[dict[str, Any]] | None:
+    """What goes through the chat template; None if the prompt is a plain string that does not."""
+    value = find(row.columns, spec.prompt_column)
+    match value:
+        case str() if not spec.apply_chat_template:
+            _check_plain(row, spec)
+            return None
+        case str():
+            messages: list[dict[str, Any]] = [{"role": "user", "content": value}]
+        case list():
+            messages = _checked_messages(value, row, spec)
+        case _ if value is MISSING:
+            raise missing_column(row, spec.prompt_column, "task.prompt_column")
+        case _:
+            raise DataError(
+                f"{row.where}: column {spec.prompt_column!r} holds a {type(value).__name__}; a prompt is a string or a "
+                "list of {'role', 'content'} messages"
+            )
+    if spec.system_prompt:
+        if messages[0]["role"] == "system":
+            raise DataError(
+                f"{row.where}: the messages bring their own system message, and task.system_prompt is set too; "
+                "clear one of them"
+            )
+        messages = [{"role": "system", "content": spec.system_prompt}, *messages]
+    return messages
+
+
+def _check_plain(row: Row, spec: SourceSpec) -> None:
+    """Raises DataError if something is to be in a prompt that only a chat template could put there."""
+    wanted = {
+        "task.system_prompt is set": (spec.system_prompt, "clear task.system_prompt"),
+        "task.chat_template_kwargs is set": (spec.chat_template_kwargs, "clear task.chat_template_kwargs"),
+        "task.agent shows its tools in the prompt": (spec.tools, "tools_in_prompt=false among task.agent_args"),
+    }
+    for what, (value, instead) in wanted.items():
+        if value:
+            raise DataError(
+                f"{row.where}: {what}, but this prompt is a plain string that goes through no chat template; set "
+                f"task.apply_chat_template=true, or {instead}"
+            )
+
+
+def _checked_messages(value: Sequence[Any], row: Row, spec: SourceSpec) -> list[dict[str, Any]]:
+    if not value:
+        raise DataError(f"{row.where}: column {spec.prompt_column!r} holds no message; give at least one")
+    for position, message in enumerate(value):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise DataError(
+                f"{row.where}: message {position} of column {spec.prompt_column!r} is {message!r}; "
+                "each message is {'role': ..., 'content': ...}"
+            )
+    return [dict(message) for message in value]
+
+
+def _apply_template(messages: list[dict[str, Any]], row: Row, spec: SourceSpec, tokenizer: Tokenizer) -> str:
+    if getattr(tokenizer, "chat_template", MISSING) is None:
+        raise DataError(
+            f"{row.where}: the prompt needs a chat template, but the model's tokenizer has none; use an instruction-"
+            "tuned model's tokenizer, or plain string prompts with task.apply_chat_template=false"
+        )
+    try:
+        more = arguments_of(spec.tools, spec.chat_template_kwargs)
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **more)
+    except (ValueError, TypeError, _template_error()) as error:
+        roles = ", ".join(str(m["role"]) for m in messages)
+        raise DataError(
+            f"{row.where}: the tokenizer's chat template refused the messages (roles: {roles}): {error}"
+        ) from error
+
+
+def _template_error() -> type[Exception]:
+    from jinja2.exceptions import TemplateError  # what a chat template's raise_exception() becomes
+
+    return TemplateError
+
+
+def _reward(row: Row, spec: SourceSpec) -> str:
+    """The name of its own reward; empty if it has none."""
+    value = find(row.columns, spec.reward_column) if spec.reward_column else None
+    if value is None or value is MISSING:
+        return ""
+    if not isinstance(value, str):
+        raise DataError(
+            f"{row.where}: column {spec.reward_column!r} holds {type(value).__name__} {value!r:.80}; it names the "
+            "reward of the row, as task.reward.name does, and null leaves it to that; set task.reward.column"
+        )
+    return value
+
+
+def _answer(row: Row, spec: SourceSpec, *, is_required: bool) -> str:
+    value = find(row.columns, spec.answer_column)
+    match value:
+        case str():
+            return value
+        case bool():
+            pass
+        case int() | float() if isinstance(value, int) or math.isfinite(value):
+            return str(value)
+        case _ if value is MISSING and is_required:
+            raise missing_column(row, spec.answer_column, "task.answer_column")
+        case _ if (value is MISSING or value is None) and not is_required:
+            return ""
+    raise DataError(
+        f"{row.where}: column {spec.answer_column!r} holds {type(value).__name__} {value!r:.80}; an answer is a string "
+        "or a finite number; convert the column, or point task.answer_column at another (`a.b` reaches into a struct)"
+    )
+
+
+def missing_column(row: Row, name: str, setting: str) -> DataError:
+    existing = ", ".join(row.columns) if row.columns else "none"
+    return DataError(f"{row.where}: no column {name!r}; the columns are: {existing}; set {setting}")

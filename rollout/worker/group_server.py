@@ -1,0 +1,125 @@
+"""Many groups in one call of the driver.
+
+A remote call costs about a millisecond of the driver, whatever it brings; a group of one answer costs it far less.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import pickle
+from typing import TYPE_CHECKING
+
+from rollout.errors import AgentError, BaselineError
+from rollout.fleet.scheduler import NoReplica
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterable, Mapping
+
+    from rollout.buffer.rollout_buffer import WorkItem
+    from rollout.types import Group
+
+
+log = logging.getLogger(__name__)
+
+EVERY_S = 0.02
+"""At most one call per worker and direction in this time; what comes sooner goes together. Nothing else waits."""
+MOST_BYTES = 100_000
+"""Of one answer, unless a single group is larger. Ray sends up to 100 kB to the driver itself. A larger answer stays in
+the object store until the last of its groups is trained, because they are views of it; so it has one group."""
+EXPECTED = (NoReplica, TimeoutError, AgentError, BaselineError)
+"""What a group may fail with; anything else is a defect, and goes to the log with where it came from."""
+
+
+class GroupServer:
+    """Runs groups side by side, each under the ticket that its caller gave it.
+
+    Args:
+        run_group: generates and rewards one group.
+    """
+
+    def __init__(self, run_group: Callable[[WorkItem], Awaitable[Group]]) -> None:
+        self._run_group = run_group
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._ended: dict[int, tuple[Group | Exception, int]] = {}
+        """With the size of each when it is sent, in bytes."""
+        self._num_bytes = 0
+        self._told: set[type[Exception]] = set()
+        """Errors whose origin is in the log."""
+        self._has_ended = asyncio.Event()
+        self._not_before_s = 0.0
+
+    def submit(self, items: Mapping[int, WorkItem], given_up: Iterable[int]) -> None:
+        """Begin these groups, and end those that nobody waits for any more; one that has ended is left out."""
+        for ticket, item in items.items():
+            self._running[ticket] = asyncio.create_task(self._run(ticket, item), name=f"group {item.group_id}")
+        for ticket in given_up:
+            if task := self._running.pop(ticket, None):
+                task.cancel()
+            elif ended := self._ended.pop(ticket, None):
+                self._num_bytes -= ended[1]
+
+    async def ended(self) -> dict[int, Group | Exception]:
+        """What has ended since the last call, the oldest first, or why it failed; at most `MOST_BYTES`, or one group.
+
+        Waits for: the end of a group, and `EVERY_S` after the last answer. Unblocked by: cancellation; its caller
+        watches whether the worker lives.
+        """
+        loop = asyncio.get_running_loop()
+        taken: dict[int, Group | Exception] = {}
+        while not taken:
+            await self._has_ended.wait()
+            if self._num_bytes < MOST_BYTES:
+                await asyncio.sleep(self._not_before_s - loop.time())
+            taken = self._take()
+        self._not_before_s = loop.time() + EVERY_S
+        return taken
+
+    def close(self) -> None:
+        """Cancel what runs."""
+        running, self._running = self._running, {}
+        for task in running.values():
+            task.cancel()
+
+    def _take(self) -> dict[int, Group | Exception]:
+        taken, num_bytes = dict[int, "Group | Exception"](), 0
+        for ticket, (outcome, size) in self._ended.items():
+            if taken and num_bytes + size > MOST_BYTES:
+                break
+            taken[ticket] = outcome
+            num_bytes += size
+        for ticket in taken:
+            del self._ended[ticket]
+        self._num_bytes -= num_bytes
+        if not self._ended:
+            self._has_ended.clear()
+        return taken
+
+    async def _run(self, ticket: int, item: WorkItem) -> None:
+        outcome: Group | Exception
+        size = 0
+        try:
+            outcome = await self._run_group(item)
+            size = len(pickle.dumps(outcome))
+        except asyncio.CancelledError:
+            if ticket not in self._running:
+                raise  # it was given up
+            outcome = RuntimeError("something that an agent loop or a reward waited for was cancelled")
+        except Exception as error:
+            if not isinstance(error, EXPECTED) and type(error) not in self._told:
+                self._told.add(type(error))
+                log.exception("group %d failed, the first with this error", item.group_id)
+            outcome = _portable(error)
+        self._running.pop(ticket, None)
+        self._ended[ticket] = outcome, size
+        self._num_bytes += size
+        self._has_ended.set()
+
+
+def _portable(error: Exception) -> Exception:
+    """The error, or what it says where it does not survive the way to another process."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 - whatever its class does when it is pickled
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error

@@ -1,0 +1,392 @@
+"""Runs groups of trajectories: agent, engines and rewards together.
+
+`RolloutWorker` is plain asyncio and knows engines, tokenizer and rewards only by what they do; its shell for Ray
+is `rollout/worker/actor.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from rollout.agent.loop import AgentLoop, Episode, SingleTurnLoop
+from rollout.agent.runner import play
+from rollout.agent.trajectory_builder import TokenLedger
+from rollout.errors import AgentError, BaselineError, RewardError
+from rollout.fleet.engine_monitor import LoadReport, LoadWatch
+from rollout.fleet.generation import EngineClient, GroupContext, GroupGenerator
+from rollout.fleet.scheduler import Router, Turnstile
+from rollout.reward.call import RewardResult
+from rollout.types import Group, Prompt, SamplingParams, Trajectory
+
+if TYPE_CHECKING:
+    from rollout.buffer.rollout_buffer import WorkItem
+    from rollout.fleet.adaptive_limit import Bounds
+    from rollout.fleet.consolidation import Repacking
+
+
+class Decoder(Protocol):
+    """The part of a Hugging Face tokenizer that a worker needs."""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
+
+
+SILENCE_S = 120.0
+"""Longer than any step of a model and whatever is compiled on the way; far shorter than a request's deadline."""
+EVALUATION = -1
+"""In the place of a group's id, in the seeds of an evaluation."""
+Score = Callable[[Prompt, str], Awaitable[RewardResult]]
+"""(prompt, generated text) -> reward; raises RewardError."""
+NumJudges = Callable[[Prompt], Awaitable[tuple[str, int]]]
+"""See `RewardPipeline.num_at_once`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    """Everything a rollout worker is built from, besides engines; plain values that pickle."""
+
+    group_size: int
+    sampling: SamplingParams
+    """Of training rollouts. `max_tokens` bounds everything after the prompt; `seed` is ignored."""
+    request_timeout_s: float
+    """Longest time one generation may take, resubmissions and waits for room included."""
+    evaluation_window: int = 256
+    """Answers of an evaluation that its replica has at once; the others wait, and their time does not run."""
+    concurrency: Bounds | None = None
+    """Of the requests that one replica has from this worker at once; None sends everything at once."""
+    repacking: Repacking | None = None
+    """When the last requests of a replica move to others; None for never."""
+    silence_timeout_s: float = SILENCE_S
+    """How long a replica may answer nothing, or generate nothing of what it should, before it is given up."""
+    greedy_baseline: bool = False
+    """Every group gets one more answer, sampled greedily, for the baseline of its advantages."""
+    agent: str = ""
+    """Dotted path of the factory of the agent loop; empty is the single turn."""
+    agent_args: Mapping[str, object] = field(default_factory=dict)
+    chat_template_kwargs: Mapping[str, object] = field(default_factory=dict)
+    """For agent loops that render chat templates."""
+    agent_timeout_s: float | None = None
+    """Longest time one trajectory may take, environment included; None leaves it to `request_timeout_s`."""
+    agent_max_sequences: int = 1
+    """Token sequences that a trajectory may consist of."""
+    seed: int
+    """Of the run."""
+    seed_requests: bool = True
+    """Give every request of training its own seed, so that a synchronous run repeats itself bit for bit. Costs an
+    engine some speed, because it samples seeded requests one by one. Evaluations are always seeded."""
+    tokenizer_path: str = ""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the tokenizer."""
+    reward: str = ""
+    reward_timeout_s: float = 10.0
+    reward_processes: int = 2
+    reward_queue_timeout_s: float = 600.0
+    reward_concurrency: int = 32
+    """Calls at once of a reward that is `async def`."""
+    reward_directory: str | None = None
+    """What relative paths of rewards are relative to, where rows name them; None is the working directory."""
+
+
+class RolloutWorker:
+    """Generates and rewards groups; any number at the same time.
+
+    Args:
+        spec: sizes, limits and seed.
+        engines: the replicas, each with its own name.
+        tokenizer: decodes generated tokens, once per trajectory.
+        score: rewards one text.
+        loop: how a trajectory comes about.
+        num_judges: of a prompt, the queue for its reward and how many answers of an evaluation leave that at once;
+            None is one queue for all, with `spec.reward_processes`.
+        clock: seconds, for `Trajectory.timings`.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        engines: Sequence[EngineClient],
+        *,
+        tokenizer: Decoder,
+        score: Score,
+        loop: AgentLoop | None = None,
+        num_judges: NumJudges | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._spec = spec
+        self._engines: dict[str, EngineClient] = {engine.name: engine for engine in engines}
+        self._turnstile = Turnstile(Router(self._engines))
+        self._evaluations: set[Turnstile] = set()
+        self._watch = LoadWatch(
+            self._engines,
+            self._turnstile,
+            bounds=spec.concurrency,
+            silence_timeout_s=spec.silence_timeout_s,
+            give_up=self.quarantine,
+            repacking=spec.repacking,
+        )
+        self._tokenizer = tokenizer
+        self._score = score
+        self._loop = SingleTurnLoop() if loop is None else loop
+        self._clock = clock
+        self._num_judges = num_judges
+        self._num_evaluations = self._num_lost_tokens = 0
+        self._timeout_error = f"generation took longer than request_timeout_s={spec.request_timeout_s:g}"
+
+    async def run_group(self, item: WorkItem) -> Group:
+        """All samples of one prompt, in order of sample index, each with its reward; and the greedy one, if any.
+
+        A sample that ran out of time, or whose loop or reward failed, is `failed` with the reason; the others count.
+
+        Raises:
+            NoReplica: all replicas are quarantined.
+            TimeoutError: every sample ran out of time.
+            AgentError: the agent loop brought none of the samples to its end.
+            BaselineError: the greedy answer failed.
+        """
+        size, sampling = self._spec.group_size, self._spec.sampling
+
+        def params_of(sample: int, submission: int) -> SamplingParams:
+            if sample == size:  # the baseline; nothing is drawn, so nothing is seeded
+                return SamplingParams(max_tokens=sampling.max_tokens, temperature=0.0, stop=sampling.stop)
+            if not self._spec.seed_requests:
+                return sampling
+            return replace(sampling, seed=self._seed(item.prompt.prompt_id, item.group_id, sample, submission))
+
+        context = GroupContext(
+            key=f"g{item.group_id}.{item.attempt}",
+            order=(item.start_version, item.group_id),
+            min_version=item.start_version,
+            timeout_s=self._spec.request_timeout_s,
+            params_of=params_of,
+        )
+        async with GroupGenerator(context, self._engines, self._turnstile) as generator:
+            try:
+                return await self._attempt(item, generator)
+            except BaseException:  # a group that nobody waits for any more, too
+                self._num_lost_tokens += generator.tokens_of.total()
+                raise
+
+    async def _attempt(self, item: WorkItem, generator: GroupGenerator) -> Group:
+        size = self._spec.group_size
+        answers = await _gather(
+            [
+                self._run_sample(item.prompt, i, self._spec.sampling.max_tokens, generator)
+                for i in range(size + self._spec.greedy_baseline)
+            ]
+        )
+        # Its loop may have failed, given a generation up, or asked for several and taken one.
+        trajectories = [
+            replace(one, num_lost_tokens=max(0, generator.tokens_of[number] - one.num_generated_tokens))
+            for number, one in enumerate(answers)
+        ]
+        self._require_an_end(item.prompt, trajectories[:size])
+        baseline = trajectories[size] if self._spec.greedy_baseline else None
+        if baseline is not None and baseline.status == "failed":
+            raise BaselineError(f"the greedy answer to prompt {item.prompt.prompt_id} failed: {baseline.error}")
+        return Group(
+            group_id=item.group_id,
+            prompt=item.prompt,
+            trajectories=trajectories[:size],
+            start_version=item.start_version,
+            baseline=baseline,
+        )
+
+    def _require_an_end(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> None:
+        """Raises if not one sample got as far as its reward."""
+        if any("reward_s" in trajectory.timings for trajectory in trajectories):
+            return
+        errors = [trajectory.error for trajectory in trajectories]
+        kind = TimeoutError if set(errors) == {self._timeout_error} else AgentError
+        raise kind(f"no sample of prompt {prompt.prompt_id} ended: {errors[0]}")
+
+    async def evaluate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        engine: str,
+        numbers: Sequence[int] | None = None,
+    ) -> list[Trajectory]:
+        """One trajectory per prompt, in order, all generated by the replica `engine`.
+
+        With `params.temperature=0` it is greedy; else a prompt that comes several times is sampled that often, with
+        the same seeds in every evaluation. Rewards as in training. At most `spec.evaluation_window` answers are on the
+        way at once, and as many are judged as can be judged at once; the time of each runs from then on. The whole
+        has no limit but cancellation.
+
+        Args:
+            numbers: the places of `prompts` in an evaluation that several replicas share, for the seeds; all of it
+                without them.
+
+        Raises:
+            NoReplica: `engine` died. An evaluation does not move: it judges the version that this replica has.
+        """
+        self._num_evaluations += 1
+        asked = dict(enumerate(prompts) if numbers is None else zip(numbers, prompts, strict=True))
+
+        def params_of(sample: int, submission: int) -> SamplingParams:
+            if params.temperature == 0:
+                return params
+            return replace(params, seed=self._seed(asked[sample].prompt_id, EVALUATION, sample, submission))
+
+        context = GroupContext(
+            key=f"eval{self._num_evaluations}",
+            order=(0, 0),
+            min_version=0,
+            timeout_s=self._spec.request_timeout_s,
+            params_of=params_of,
+        )
+        # A turnstile of its own: training's limits, and that the replica rests for training, do not concern it.
+        turnstile = Turnstile(Router([engine]))
+        # Without `judges` all rewards would wait in the queue that they share with training, whose time runs.
+        room, judges = asyncio.Semaphore(self._spec.evaluation_window), self._queues_for_judges()
+
+        async def run(number: int, prompt: Prompt) -> Trajectory:
+            async with room:
+                trajectory = await self._generate_sample(prompt, number, params.max_tokens, generator)
+            async with await judges(prompt):
+                return await self._judge(prompt, trajectory)
+
+        self._evaluations.add(turnstile)
+        try:
+            async with GroupGenerator(context, {engine: self._engines[engine]}, turnstile) as generator:
+                return await _gather([run(number, prompt) for number, prompt in asked.items()])
+        finally:
+            self._evaluations.discard(turnstile)
+
+    def _queues_for_judges(self) -> Callable[[Prompt], Awaitable[asyncio.Semaphore]]:
+        """Prompt -> the queue for its reward, in one evaluation."""
+        queues: dict[str, asyncio.Semaphore] = {}
+
+        async def queue_of(prompt: Prompt) -> asyncio.Semaphore:
+            name, number = "", self._spec.reward_processes
+            if self._num_judges is not None:
+                name, number = await self._num_judges(prompt)
+            return queues.setdefault(name, asyncio.Semaphore(number))
+
+        return queue_of
+
+    async def close(self) -> None:
+        """Closes the agent loop, if it has an `async def close(self)`."""
+        if close := getattr(self._loop, "close", None):
+            await close()
+
+    def quarantine(self, name: str, reason: str) -> None:
+        """Sends nothing more to this replica. What runs there goes on elsewhere, from what it has; an evaluation there
+        fails with `NoReplica`."""
+        for turnstile in (self._turnstile, *self._evaluations):
+            if name in turnstile.router.num_requests:
+                turnstile.quarantine(name, reason)
+
+    def rest(self, name: str) -> None:
+        """Sends nothing new to this replica until `resume`. What runs there goes on."""
+        self._turnstile.rest(name)
+
+    def resume(self, name: str) -> None:
+        """Ends a rest; a quarantine stays."""
+        self._turnstile.resume(name)
+
+    def replace(self, engine: EngineClient) -> None:
+        """A new engine, which has the live weights, takes the place of the one with its name from now on."""
+        self._engines[engine.name] = engine
+        self._watch.start_over(engine.name)
+        self._turnstile.restore(engine.name)
+
+    async def watch_loads(self) -> None:
+        """Adapts the limits of the replicas to what they say of themselves; see `LoadWatch.run`."""
+        await self._watch.run()
+
+    def loads(self) -> LoadReport:
+        """The replicas as this worker sees them."""
+        return replace(self._watch.report(), lost_tokens=self._num_lost_tokens)
+
+    @property
+    def quarantined(self) -> dict[str, str]:
+        """Replica to reason."""
+        return self._turnstile.router.quarantined
+
+    @property
+    def outstanding_tokens(self) -> dict[str, int]:
+        """Replica to tokens that this worker has sent there and that have not come back."""
+        return self._turnstile.router.outstanding_tokens
+
+    async def _run_sample(
+        self, prompt: Prompt, sample_index: int, max_tokens: int, generator: GroupGenerator
+    ) -> Trajectory:
+        return await self._judge(prompt, await self._generate_sample(prompt, sample_index, max_tokens, generator))
+
+    async def _generate_sample(
+        self, prompt: Prompt, sample_index: int, max_tokens: int, generator: GroupGenerator
+    ) -> Trajectory:
+        started = self._clock()
+        try:
+            episode = await play(
+                self._loop,
+                prompt,
+                max_tokens,
+                generate=partial(generator.generate, sample_index),
+                timeout_s=self._spec.agent_timeout_s,
+                max_sequences=self._spec.agent_max_sequences,
+            )
+            error = self._timeout_error if episode.status == "failed" else ""
+        except AgentError as failure:
+            error = f"agent loop {self._spec.agent!r}: {failure}"
+            episode = Episode(turns=TokenLedger(prompt.token_ids).turns(), status="failed")
+        generated = self._clock()
+        generated_ids = np.concatenate([turn.token_ids[turn.is_generated] for turn in episode.turns]).tolist()
+        return Trajectory(
+            prompt_id=prompt.prompt_id,
+            sample_index=sample_index,
+            turns=episode.turns,
+            reward=math.nan,
+            reward_parts={},
+            status=episode.status,
+            timings={"generate_s": generated - started, "engine_wait_s": generator.waits.seconds(sample_index)},
+            text=self._tokenizer.decode(generated_ids, skip_special_tokens=True),
+            error=error,
+            tool_use=episode.tool_use,
+        )
+
+    async def _judge(self, prompt: Prompt, trajectory: Trajectory) -> Trajectory:
+        """With its reward; one that has failed before stays as it is."""
+        if trajectory.error:
+            return trajectory
+        started = self._clock()
+        try:
+            result = await self._score(prompt, trajectory.text)
+        except RewardError as error:
+            timings = {**trajectory.timings, "reward_s": self._clock() - started}
+            return replace(trajectory, status="failed", error=str(error), timings=timings)
+        timings = {**trajectory.timings, "reward_s": self._clock() - started}
+        return replace(trajectory, reward=result.reward, reward_parts=result.parts, timings=timings)
+
+    def _seed(self, prompt_id: str, group_id: int, sample_index: int, submission: int) -> int:
+        return derive_seed(self._spec.seed, prompt_id, group_id, sample_index, submission)
+
+
+def derive_seed(run_seed: int, *parts: str | int) -> int:
+    """A seed in [0, 2**31) that depends on every part, the same in every process and on every machine.
+
+    31 bits fit the seed type of every engine.
+    """
+    text = "\0".join(str(part) for part in (run_seed, *parts))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") % 2**31
+
+
+async def _gather(coroutines: Sequence[Coroutine[Any, Any, Trajectory]]) -> list[Trajectory]:
+    """All results in order. The first error ends the others, and is the one that is raised."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,297 @@
+"""An engine without a model: it says what a script says.
+
+`ScriptedEngine` keeps the same contract as the real engine (chunks, labels, commits, death) without a model, a process
+or a device, so the code around an engine can be tested in milliseconds. It is never reachable from a configuration.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rollout.engine.interface import Engine, EngineInfo, EngineLoad, EngineSpec, EngineStats
+from rollout.engine.load_meter import Activity
+from rollout.engine.request_state import ChunkBuilder, StopWatch, VersionLabels
+from rollout.engine.weight_commit import AdmissionGate, GateTurns, Pause
+from rollout.errors import EngineDead
+from weight_sync.wire import CommitResult, Reply, encode, reply_state
+
+if TYPE_CHECKING:
+    from rollout.types import Completion, FinishReason, SamplingParams
+
+
+Script = Callable[[np.ndarray, int, int], tuple[int, float]]
+"""(prompt int32[T], position of the token in the answer, live version) -> (token id, log-prob)."""
+WorkerScript = Callable[[str, tuple[object, ...]], list[Any]]
+"""(method, arguments) -> one result per worker. May raise."""
+
+
+def letter_script(prompt: np.ndarray, position: int, version: int) -> tuple[int, float]:
+    """Every token is `100 + version`: the token itself tells which version sampled it."""
+    return 100 + version, -0.5
+
+
+def obedient_workers(method: str, args: tuple[object, ...]) -> list[Any]:
+    """One worker that agrees to everything."""
+    return [encode(Reply(ok=True))]
+
+
+@dataclass(slots=True)
+class _Live:
+    chunks: ChunkBuilder
+    stops: StopWatch | None
+    ended_by: FinishReason | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Faults:
+    """What shall go wrong; tests change the fields while the engine runs."""
+
+    hang_workers: bool = False
+    """Worker calls never answer, so the engine is declared dead after their `timeout_s`."""
+    die_after_tokens: int | None = None
+    """The engine dies when it has generated this many tokens in all."""
+    hang_generation: bool = False
+    """Streams stand still."""
+    load: EngineLoad | None = None
+    """What the engine says of its load; None counts its requests."""
+    worker_calls: list[tuple[str, tuple[object, ...]]] = field(default_factory=list)
+    """Record of every worker call."""
+
+
+class ScriptedEngine(Engine):
+    """Generates what `script` says: `token_s` per token and `worker_s` per worker call, in seconds of `sleep`. Stop
+    strings need `decode`."""
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        *,
+        script: Script = letter_script,
+        workers: WorkerScript = obedient_workers,
+        decode: Callable[[Sequence[int]], str] | None = None,
+        token_s: float = 0.0,
+        worker_s: float = 0.0,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._spec = spec
+        self._script = script
+        self._workers = workers
+        self._decode = decode
+        self._token_s = token_s
+        self._worker_s = worker_s
+        self._sleep = sleep
+        self._clock = clock
+        self.faults = Faults()
+        self._version = spec.initial_version
+        self._gate = AdmissionGate()
+        self._turns = GateTurns(self._gate)
+        self._pause = Pause(clock)
+        self._activity = Activity(clock)
+        self._live: dict[str, _Live] = {}
+        self._entering: set[str] = set()
+        self._cancelled: set[str] = set()
+        self._changed = asyncio.Condition()
+        self._dead_reason = "it is not started"
+        self._generated_tokens = self._prompt_tokens = self._finished_requests = 0
+
+    async def start(self) -> EngineInfo:
+        self._dead_reason = ""
+        return EngineInfo(
+            engine="scripted",
+            engine_version="0",
+            max_model_len=self._spec.max_model_len,
+            num_workers=self._spec.tensor_parallel_size,
+            kv_cache_tokens=0,
+            stop_token_ids=self._spec.stop_token_ids,
+            startup_s={},
+        )
+
+    async def generate(
+        self, request_id: str, token_ids: np.ndarray, params: SamplingParams
+    ) -> AsyncGenerator[Completion, None]:
+        live = await self._admit(request_id, token_ids, params)
+        try:
+            finish = live.ended_by
+            while finish is None:
+                finish = await self._step(live, token_ids, params)
+                for chunk in live.chunks.cut(None) if finish is None else ():
+                    yield chunk
+            for chunk in live.chunks.cut(finish):
+                yield chunk
+            self._finished_requests += 1
+        finally:
+            self._live.pop(request_id, None)
+            if not self._live:
+                self._activity.end()
+
+    async def _admit(self, request_id: str, token_ids: np.ndarray, params: SamplingParams) -> _Live:
+        if request_id in self._live or request_id in self._entering:
+            raise ValueError(f"request {request_id!r} is already running; request ids must be unique per engine")
+        self._spec.check_prompt(len(token_ids))
+        stops = self._watch(token_ids, params) if params.stop else None
+        self._check_alive()
+        self._entering.add(request_id)
+        try:
+            async with self._gate.passage():
+                self._check_alive()
+                live = _Live(ChunkBuilder(VersionLabels(self._version), self._spec.stream_tokens), stops)
+                live.ended_by = "abort" if request_id in self._cancelled else None
+                if not self._live:
+                    self._activity.begin()
+                self._live[request_id] = live
+                self._prompt_tokens += len(token_ids)
+                return live
+        finally:
+            self._entering.discard(request_id)
+            self._cancelled.discard(request_id)
+
+    def _watch(self, token_ids: np.ndarray, params: SamplingParams) -> StopWatch:
+        if self._decode is None:
+            raise ValueError(f"stop strings {params.stop} need text; give the scripted engine a `decode`")
+        return StopWatch(self._decode, token_ids, params)
+
+    async def _step(self, live: _Live, prompt: np.ndarray, params: SamplingParams) -> FinishReason | None:
+        """Sample one token, unless the request ended meanwhile. The reason it ends with now, or None."""
+        await self._sleep(self._token_s)
+        async with self._changed:
+            await self._changed.wait_for(self._can_step)
+        self._check_alive()
+        if live.ended_by is not None:
+            return live.ended_by
+        position = live.chunks.num_tokens
+        token_id, logprob = self._script(prompt, position, self._version)
+        live.chunks.add([token_id], [logprob])
+        self._generated_tokens += 1
+        self._activity.moved()
+        if self.faults.die_after_tokens is not None and self._generated_tokens >= self.faults.die_after_tokens:
+            await self.die("scripted death")
+        if token_id in self._spec.stop_token_ids and not params.ignore_eos:
+            return "stop"
+        if live.stops is not None and live.stops.end([token_id]) is not None:
+            return "stop"
+        at_limit = position + 1 >= params.max_tokens or len(prompt) + position + 1 >= self._spec.max_model_len
+        return "length" if at_limit else None
+
+    def _can_step(self) -> bool:
+        return bool(self._dead_reason) or not (self._pause.is_on or self.faults.hang_generation)
+
+    async def abort(self, request_id: str) -> None:
+        if request_id in self._entering:
+            self._cancelled.add(request_id)
+        if request_id in self._live:
+            self._live[request_id].ended_by = "abort"
+
+    async def call_workers(self, method: str, *args: object, timeout_s: float) -> list[Any]:
+        self._check_alive()
+        self.faults.worker_calls.append((method, args))
+        if self.faults.hang_workers:
+            await self._sleep(timeout_s)
+            await self.die(f"worker call {method} did not end within {timeout_s:.1f} s")
+            raise TimeoutError(f"worker call {method} did not end within {timeout_s:.1f} s")
+        await self._sleep(self._worker_s)
+        return self._workers(method, args)
+
+    async def commit(self, version: int, method: str, *args: object, timeout_s: float) -> CommitResult:
+        return await asyncio.shield(asyncio.ensure_future(self._commit(version, method, args, timeout_s)))
+
+    async def _commit(self, version: int, method: str, args: tuple[object, ...], timeout_s: float) -> CommitResult:
+        async with self._turns.commit():
+            self._check_alive()
+            begin = self._clock()
+            async with self._pause.commit(is_asleep=lambda: self._turns.is_asleep, resume=self._resume) as attempt:
+                if self._spec.in_flight == "abort":
+                    self._end_all("abort")
+                results = await self.call_workers(method, *args, timeout_s=timeout_s)
+                attempt.state = reply_state(results)
+                if attempt.state == "ok":
+                    self._turns.is_asleep = False
+                    for live in self._live.values():
+                        live.chunks.labels.switch(live.chunks.num_tokens, version)
+                    self._version = version
+            return CommitResult(results=results, pause_s=self._clock() - begin)
+
+    async def sleep(self) -> None:
+        if self._spec.sleep_level is None:
+            return await super().sleep()
+        return await asyncio.shield(asyncio.ensure_future(self._fall_asleep()))
+
+    async def _fall_asleep(self) -> None:
+        async with self._turns.sleep():
+            self._check_alive()
+            if self._turns.is_asleep:
+                return
+            self._end_all("abort")
+            await self._sleep(self._worker_s)
+
+    def _end_all(self, reason: FinishReason) -> None:
+        for live in self._live.values():
+            live.ended_by = reason
+
+    async def _resume(self) -> None:
+        self._pause.lift()
+        await self.wake()
+
+    async def wake(self) -> None:
+        """Let streams look at `faults` again."""
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def end_pause(self, reason: str) -> None:
+        if not self._dead_reason:
+            await self._pause.cut_short(reason, resume=self._resume, give_up=self._give_up)
+            await self.wake()
+
+    async def die(self, reason: str) -> None:
+        """Die now: every stream and every later call raises `EngineDead`."""
+        self._give_up(reason)
+        await self.wake()
+
+    def _give_up(self, reason: str) -> None:
+        self._dead_reason = self._dead_reason or reason
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    def stats(self) -> EngineStats:
+        started: Sequence[_Live] = [live for live in self._live.values() if live.chunks.num_tokens]
+        return EngineStats(
+            version=self._version,
+            running=len(started),
+            waiting=len(self._live) - len(started) + self._gate.num_waiting,
+            generated_tokens=self._generated_tokens,
+            prompt_tokens=self._prompt_tokens,
+            finished_requests=self._finished_requests,
+            kv_usage_frac=None,
+            paused_s=self._pause.seconds,
+            is_dead=bool(self._dead_reason),
+        )
+
+    def load(self) -> EngineLoad:
+        self._check_alive()
+        if self.faults.load is not None:
+            return self.faults.load
+        should_generate = bool(self._live) and not (self._pause.is_on or self._turns.is_asleep)
+        return EngineLoad(
+            running=len(self._live),
+            waiting=self._gate.num_waiting,
+            kv_usage_frac=None,
+            num_preemptions=None,
+            still_s=self._activity.still_s(should_generate=should_generate),
+            times=self._activity.times(),
+        )
+
+    async def close(self) -> None:
+        self._dead_reason = "closed"
+        await self.wake()
+
+    def _check_alive(self) -> None:
+        if self._dead_reason:
+            raise EngineDead(f"engine is dead: {self._dead_reason}; use another replica")

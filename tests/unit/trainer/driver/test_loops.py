@@ -1,0 +1,378 @@
+"""The four loops around the real buffer, prompt source, batcher and telemetry; workers, learner and sync scripted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections import Counter
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from rollout.errors import NoProgress
+from rollout.types import Group, Prompt
+from tests.fakes.scripted_run import Script, ScriptedRun, trajectory
+from trainer.driver import loops
+from trainer.driver.loops import StalenessBroken, check_ages
+from trainer.driver.weight_updates import OwnDevices
+from trainer.telemetry.metrics import check_complete, check_known
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from rollout.buffer.rollout_buffer import WorkItem
+
+    Make = Callable[..., ScriptedRun]
+    Play = Callable[..., loops.Parts]
+
+
+def lines(run: ScriptedRun) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in run.telemetry.run_dir.metrics.read_text().splitlines()]
+
+
+def recorded(run: ScriptedRun) -> list[dict[str, Any]]:
+    files = sorted(run.telemetry.run_dir.trajectories.glob("*.jsonl"))
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+def watch_batches(parts: loops.Parts, seen: list[list[Group]]) -> None:
+    take = parts.buffer.take
+
+    async def watching(step: int) -> list[Group]:
+        groups = await take(step)
+        seen.append(groups)
+        return groups
+
+    parts.buffer.take = watching  # type: ignore[method-assign]
+
+
+SLOW_SYNC = Script(train_s=0.2, pull_s=4.0)
+"""Several versions are trained while one is on its way."""
+
+
+@pytest.mark.parametrize(
+    "script", [Script(), SLOW_SYNC, Script(generate_s=(0.1, 30.0), seed=3)], ids=["even", "slow-sync", "long-tail"]
+)
+@pytest.mark.parametrize("max_staleness", [0, 1, 4])
+def test_a_run_trains_every_step_and_no_group_is_too_old(
+    scripted: Make, play: Play, max_staleness: int, script: Script
+) -> None:
+    run = scripted(script, mode={"max_staleness": max_staleness}, trainer={"total_steps": 12})
+    seen: list[list[Group]] = []
+    play(run, meddle=lambda parts: watch_batches(parts, seen))
+    assert run.world.numbers("trained") == list(range(12))
+    assert run.state.step == run.world.live == run.state.live_version == 12
+    ages = [step - group.start_version for step, groups in enumerate(seen) for group in groups]
+    assert len(ages) == 12 * 3
+    assert 0 <= min(ages) <= max(ages) <= max_staleness
+    written = lines(run)
+    assert [line["step"] for line in written] == [line["version"] for line in written] == list(range(1, 13))
+    for line in written:
+        check_known(line)
+        check_complete(line)
+        assert line["discarded_tokens"] == 0
+        assert line["staleness/group_max"] <= max_staleness
+    assert any(line["perf/rollout_tokens_per_s"] > 0 for line in written)
+    assert run.buffer.stats().trained == 12 * 3
+
+
+def test_with_staleness_the_run_does_reach_the_bound(scripted: Make, play: Play) -> None:
+    """Otherwise the test above would prove little."""
+    run = scripted(SLOW_SYNC, mode={"max_staleness": 2}, trainer={"total_steps": 12})
+    play(run)
+    assert max(line["staleness/group_max"] for line in lines(run)) == 2
+
+
+@pytest.mark.parametrize(
+    ("script", "slots", "last_ages"),
+    [
+        (Script(train_s=10.0, generate_s=(0.1, 2.0)), {6}, {1}),
+        (Script(train_s=10.0, generate_s=(15.0, 15.0)), {6, 9}, {2}),
+        (Script(train_s=1.0, generate_s=(4.0, 20.0)), {6, 9, 12, 15}, {4}),
+    ],
+    ids=["engines are faster", "answers take longer than a step", "the learner is faster"],
+)
+def test_generation_gets_a_longer_lead_while_the_learner_has_to_wait_and_no_longer(
+    scripted: Make, play: Play, script: Script, slots: set[int], last_ages: set[int]
+) -> None:
+    """With S = 4 and 3 groups per step."""
+    run = scripted(script, mode={"max_staleness": 4}, trainer={"total_steps": 20})
+    play(run)
+    written = lines(run)
+    assert {line["buffer/num_slots"] for line in written} == slots
+    assert {line["staleness/group_max"] for line in written[-8:-4]} == last_ages
+
+
+def test_every_prompt_is_trained_once_or_still_outstanding(scripted: Make, play: Play) -> None:
+    run = scripted(Script(generate_s=(0.1, 9.0)), mode={"max_staleness": 4}, trainer={"total_steps": 10})
+    seen: list[list[Group]] = []
+    play(run, meddle=lambda parts: watch_batches(parts, seen))
+    trained = Counter(group.group_id for groups in seen[:10] for group in groups)
+    owed = Counter(entry["group_id"] for entry in run.buffer.state_dict(10)["prompts"])
+    assert trained + owed == Counter(range(run.buffer.stats().admitted))
+
+
+def test_without_staleness_generation_and_training_take_turns(scripted: Make, play: Play) -> None:
+    run = scripted(mode={"max_staleness": 0}, trainer={"total_steps": 5, "eval_every": 0, "eval_at_start": False})
+    play(run)
+    events = [(what, number) for _, what, number in run.world.events if what != "generate"]
+    expected: list[tuple[str, int]] = []
+    for step in range(5):
+        done, events = events[:3], events[3:]
+        assert sorted(done) == [("generated", 3 * step + i) for i in range(3)]
+        expected = [("train", step), ("trained", step), ("live", step + 1)]
+        assert events[:3] == expected
+        events = events[3:]
+    begun = [time for time, what, _ in run.world.events if what == "generate"]
+    live = [time for time, what, _ in run.world.events if what == "live"]
+    assert all(begun[3 * step] >= live[step - 1] for step in range(1, 5))
+
+
+def test_without_staleness_the_timing_changes_nothing(scripted: Make, play: Play, tmp_path: Path) -> None:
+    trained: list[list[list[str]]] = []
+    for script in (Script(seed=1), Script(seed=2, generate_s=(0.0, 60.0), pull_s=9.0)):
+        run = scripted(script, mode={"max_staleness": 0})
+        seen: list[list[Group]] = []
+        play(run, meddle=lambda parts, seen=seen: watch_batches(parts, seen))
+        trained.append([[group.prompt.prompt_id for group in groups] for groups in seen])
+        run.telemetry.run_dir.close()
+    assert trained[0] == trained[1]
+
+
+def test_a_group_that_is_too_old_stops_the_run_with_its_name(scripted: Make, play: Play) -> None:
+    """The buffer is broken on purpose: from step 3 on it hands out the groups of step 0 again."""
+    run = scripted(mode={"max_staleness": 1})
+
+    def break_buffer(parts: loops.Parts) -> None:
+        take, first = parts.buffer.take, []
+
+        async def broken(step: int) -> list[Group]:
+            groups = await take(step)
+            first.extend(groups if step == 0 else ())
+            return list(first) if step == 3 else groups
+
+        parts.buffer.take = broken  # type: ignore[method-assign]
+
+    with pytest.raises(StalenessBroken, match=r"step 3 with max_staleness=1 .* version 0 \(group \d\)"):
+        play(run, meddle=break_buffer)
+    assert run.world.numbers("train") == [0, 1, 2]
+
+
+def test_a_token_that_is_too_old_is_caught_even_in_a_young_group() -> None:
+    prompt = Prompt(prompt_id="p", token_ids=np.array([1], np.int32), text="", answer="")
+    group = Group(
+        group_id=7, prompt=prompt, trajectories=[trajectory(prompt, 0, [(2, 1), (4, 3)], reward=0.0)], start_version=4
+    )
+    check_ages([group], step=4, max_staleness=2)
+    with pytest.raises(StalenessBroken, match=r"version 2 \(group 7\)"):
+        check_ages([group], step=4, max_staleness=1)
+
+
+class Offloading(OwnDevices):
+    """The learner's memory leaves in 3 s once it has packed."""
+
+    async def publish(self, version: int) -> float:
+        seconds = await super().publish(version)
+        await asyncio.sleep(self.offload_s)
+        return seconds
+
+    @property
+    def offload_s(self) -> float:
+        return 3.0
+
+
+def test_what_leaves_shared_devices_is_no_wait_for_the_sync(scripted: Make, play: Play) -> None:
+    run = scripted(Script(pack_s=0.5))
+
+    def share(parts: loops.Parts) -> None:
+        anything: Any = run.world
+        shared = Offloading(anything)
+        object.__setattr__(parts, "devices", shared)
+        parts.pump._coordinator = shared
+
+    play(run, meddle=share)
+    assert [line["wait/learner_for_sync_s"] for line in lines(run)] == pytest.approx([0.5] * run.state.step)
+
+
+def test_a_request_to_stop_takes_effect_between_two_steps(scripted: Make, play: Play) -> None:
+    run = scripted(Script(train_s=5.0), trainer={"total_steps": 50})
+
+    async def interrupt() -> None:
+        while len(run.world.numbers("train")) < 3:
+            await asyncio.sleep(0.5)
+        run.state.stop("interrupted")
+
+    play(run, meddle=lambda _parts: interrupt())
+    assert run.world.numbers("trained") == run.world.numbers("train") == [0, 1, 2]
+    assert [line["step"] for line in lines(run)] == [1, 2, 3]
+    assert run.world.live == 3
+
+
+def test_a_run_that_waits_for_groups_can_be_stopped(scripted: Make, play: Play) -> None:
+    run = scripted(Script(hangs=lambda item: item.start_version >= 2), checkpoint={"save_at_end": True})
+
+    async def interrupt() -> None:
+        await asyncio.sleep(500)
+        run.state.stop("interrupted")
+
+    play(run, meddle=lambda _parts: interrupt())
+    assert 2 <= run.state.step < 6
+    assert run.world.numbers("saved") == [run.state.step]
+
+
+def test_a_stalled_run_ends_with_the_reason(scripted: Make, play: Play) -> None:
+    run = scripted(Script(hangs=lambda item: item.group_id == 4), trainer={"stall_timeout_s": 77.0, "total_steps": 50})
+    run.world.lost_engines["engine_1"] = "lost (no answer)"
+    with pytest.raises(loops.Stalled, match=r"no batch for step \d+ within trainer.stall_timeout_s=77: .*4") as caught:
+        play(run)
+    assert "num_running=1" in str(caught.value)
+    assert "engines lost: {'engine_1': 'lost (no answer)'}" in str(caught.value)
+
+
+def test_a_failing_group_is_retried_then_dropped_and_never_ends_the_run(scripted: Make, play: Play) -> None:
+    def fails(item: WorkItem) -> Exception | None:
+        if item.group_id == 4 or (item.group_id == 6 and item.attempt == 0):
+            return ValueError(f"group {item.group_id}")
+        return None
+
+    run = scripted(Script(fails=fails))
+    play(run)
+    stats = run.buffer.stats()
+    assert (stats.failed, stats.retried, dict(stats.dropped)) == (3, 2, {"ValueError": 1})
+    last = lines(run)[-1]
+    assert (last["buffer/failed"], last["buffer/retried"], last["buffer/dropped/ValueError"]) == (3, 2, 1)
+    assert run.state.step == 6
+    ready = {group["group_id"] for group in recorded(run) if group["status"] == "ready"}
+    assert 4 not in ready and 6 in ready
+    failures = [line for line in recorded(run) if line["status"] != "ready"]
+    assert sorted((line["group_id"], line["attempts"], line["status"], line["reason"]) for line in failures) == [
+        (4, 1, "retried", "ValueError: group 4"),
+        (4, 2, "dropped", "ValueError: group 4"),
+        (6, 1, "retried", "ValueError: group 6"),
+    ]
+
+
+def test_a_run_in_which_everything_fails_ends_with_the_first_error(scripted: Make, play: Play) -> None:
+    run = scripted(Script(fails=lambda item: ValueError(f"cannot do {item.group_id}")))
+    with pytest.raises(BaseException) as caught:
+        play(run)
+    assert isinstance(root(caught.value), ValueError)
+    assert [line["status"] for line in recorded(run)].count("dropped") == 4, "the one that ended it, too"
+
+
+def root(error: BaseException) -> BaseException:
+    while True:
+        inner = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error.__cause__
+        if inner is None:
+            return error
+        error = inner
+
+
+def test_filtered_groups_are_recorded_and_replaced(scripted: Make, play: Play) -> None:
+    even = Script(reward_of=lambda group_id, sample: float(sample) if group_id % 2 else 1.0)
+    run = scripted(even, algorithm={"filter_zero_variance": True, "max_refills_per_step": 4})
+    seen: list[list[Group]] = []
+    play(run, meddle=lambda parts: watch_batches(parts, seen))
+    assert all(group.group_id % 2 for groups in seen for group in groups)
+    assert run.buffer.stats().filtered["zero_variance"] > 0
+    for group in recorded(run):
+        expected = ("ready", "") if group["group_id"] % 2 else ("filtered", "zero_variance")
+        assert (group["status"], group["reason"]) == expected
+
+
+def test_a_run_that_filters_everything_ends_with_the_reason(scripted: Make, play: Play) -> None:
+    run = scripted(Script(reward_of=lambda *_: 1.0), algorithm={"filter_zero_variance": True})
+    with pytest.raises(BaseException) as caught:
+        play(run)
+    cause = root(caught.value)
+    assert isinstance(cause, NoProgress)
+    assert "zero_variance: 13" in str(cause)
+
+
+def judge_is_down(group_id: int, sample: int) -> float:
+    """Of every group the second answer has no reward."""
+    return 1.0 if sample == 0 else math.nan
+
+
+def test_failed_responses_are_counted_warned_about_and_never_hidden_in_a_mean(
+    scripted: Make, play: Play, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = scripted(Script(reward_of=lambda group, sample: judge_is_down(group, sample) if group == 4 else sample % 2))
+    failed = play(run).state.failed_responses
+    assert failed.num_failed == 1 and failed.num_responses >= 36 and "judge is down" in failed.first_error
+    shares = [line["response/failed_frac"] for line in lines(run)]
+    assert sum(share > 0 for share in shares) == 1, "of a group that is not trained, and said all the same"
+    assert len([one for one in caplog.records if "failed and got no reward" in one.message]) == 1
+
+
+def test_a_judge_that_is_always_down_ends_the_run_with_its_own_error(
+    scripted: Make, play: Play, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = scripted(Script(reward_of=judge_is_down))
+    with pytest.raises(BaseException) as caught:
+        play(run)
+    cause = root(caught.value)
+    assert isinstance(cause, NoProgress)
+    assert "rewards_failed: 13" in str(cause) and "RuntimeError: judge is down" in str(cause)
+    assert "too easy" not in str(cause)
+    assert 1 < len([one for one in caplog.records if "failed and got no reward" in one.message]) < 6, "at each doubling"
+
+
+def test_one_failure_is_not_blamed_for_groups_that_were_filtered_for_another_reason(scripted: Make, play: Play) -> None:
+    run = scripted(
+        Script(reward_of=lambda group, sample: judge_is_down(group, sample) if group == 0 else 1.0),
+        algorithm={"filter_zero_variance": True},
+    )
+    with pytest.raises(BaseException) as caught:
+        play(run)
+    assert "too easy" in str(root(caught.value)) and "judge is down" in str(root(caught.value))
+
+
+def test_a_learner_that_fails_ends_the_run_with_its_error(scripted: Make, play: Play) -> None:
+    run = scripted(Script(learner_error=lambda step: OSError("rank 1 is gone") if step == 2 else None))
+    with pytest.raises(OSError, match="rank 1 is gone"):
+        play(run)
+    assert [line["step"] for line in lines(run)] == [1, 2]
+    assert run.world.num_generating == 0
+
+
+def test_a_sync_that_fails_ends_the_run_with_its_error(scripted: Make, play: Play) -> None:
+    run = scripted(Script(sync_error=lambda version: OSError("no replica") if version == 2 else None))
+    with pytest.raises(OSError, match="no replica"):
+        play(run)
+
+
+def test_a_slot_is_not_freed_before_weights_are_live(scripted: Make, play: Play) -> None:
+    run = scripted(Script(generate_s=(0.1, 0.1), train_s=0.1, pull_s=50.0), mode={"max_staleness": 1})
+    play(run)
+    first_live = next(time for time, what, _ in run.world.events if what == "live")
+    assert first_live > 50
+    assert sum(what == "generate" and time < first_live for time, what, _ in run.world.events) == 2 * 3
+
+
+@pytest.mark.parametrize(
+    ("rewards", "statuses", "wants_filter", "reason"),
+    [
+        ([1, 0], "cc", True, ""),
+        ([1, 1], "cc", True, "zero_variance"),
+        ([1, 1], "cc", False, ""),
+        ([1, 0], "cf", False, "rewards_failed"),
+        ([1, 0, 1], "cfc", True, "zero_variance"),
+        ([1, 0, 0], "cft", True, ""),
+        ([1], "c", False, ""),
+        ([1], "f", False, "rewards_failed"),
+    ],
+)
+def test_why_a_group_is_replaced(rewards: list[float], statuses: str, wants_filter: bool, reason: str) -> None:
+    prompt = Prompt(prompt_id="p", token_ids=np.array([1], np.int32), text="", answer="")
+    names: dict[str, Any] = {"c": "completed", "f": "failed", "t": "truncated"}
+    answers = [
+        replace(trajectory(prompt, i, [(0, 2)], reward=float(reward)), status=names[status])
+        for i, (reward, status) in enumerate(zip(rewards, statuses, strict=True))
+    ]
+    group = Group(group_id=0, prompt=prompt, trajectories=answers, start_version=0)
+    assert loops.filter_reason(group, filter_zero_variance=wants_filter) == reason

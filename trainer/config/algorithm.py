@@ -1,0 +1,476 @@
+"""The configuration of the objective, and what each loss and advantage estimator needs and reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeVar, cast
+
+from trainer.config.field import key
+from trainer.config.own_function import OwnFunction, is_own, load_own
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+
+AdvantageName = Literal[
+    "grpo", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "opo", "gpg", "pass_at_k", "gdpo", "remax",
+    "gae", "zero",
+]  # fmt: skip
+
+GpgScale = Literal["nonzero_rewards", "valid_groups"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EstimatorTraits:
+    """Properties of one estimator; the rewards of the group are always read, except with `uses_parts`."""
+
+    needs_peers: bool
+    """Compares the answers of one prompt: needs at least 2, and learns nothing from a group of equal rewards."""
+    spans_step: bool = False
+    """An advantage also depends on the other groups of the step."""
+    reads_normalize_by_std: bool = False
+    """`algorithm.normalize_by_std` switches the division by the group's standard deviation."""
+    uses_parts: bool = False
+    """Reads the named parts of the reward, and not their total."""
+    reward_to_go: bool = False
+    """A token's advantage comes from the rewards of its own turn and later ones, not from the sum of all turns."""
+    greedy_baseline: bool = False
+    """Every group needs one more answer, sampled greedily, whose reward is the baseline."""
+
+
+ESTIMATORS: Mapping[AdvantageName, EstimatorTraits] = {
+    "grpo": EstimatorTraits(needs_peers=True, reads_normalize_by_std=True),
+    "rloo": EstimatorTraits(needs_peers=True),
+    "reinforce": EstimatorTraits(needs_peers=False, reward_to_go=True),
+    "reinforce_pp": EstimatorTraits(needs_peers=False, spans_step=True, reward_to_go=True),
+    "reinforce_pp_baseline": EstimatorTraits(needs_peers=True, spans_step=True),
+    "opo": EstimatorTraits(needs_peers=True),
+    "gpg": EstimatorTraits(needs_peers=True, spans_step=True),
+    "pass_at_k": EstimatorTraits(needs_peers=True, reads_normalize_by_std=True),
+    "gdpo": EstimatorTraits(needs_peers=True, spans_step=True, uses_parts=True),
+    "remax": EstimatorTraits(needs_peers=False, greedy_baseline=True),
+    "gae": EstimatorTraits(needs_peers=False),
+    "zero": EstimatorTraits(needs_peers=False),
+}
+
+OWN_TRAITS = EstimatorTraits(needs_peers=True, spans_step=True)
+"""Of a user's estimator that declares none. They promise least: it never sees a lone answer, and nothing relies on the
+advantages of a group to depend on that group alone."""
+
+_DECLARED = "estimator_traits"
+_Estimator = TypeVar("_Estimator", bound=OwnFunction)
+
+
+def with_traits(traits: EstimatorTraits) -> Callable[[_Estimator], _Estimator]:
+    """A decorator that declares what a user's estimator looks at, in place of `OWN_TRAITS`.
+
+    Example:
+        @with_traits(EstimatorTraits(needs_peers=False))
+        def my_estimator(groups, *, scale=1.0): ...
+    """
+
+    def declare(estimator: _Estimator) -> _Estimator:
+        setattr(estimator, _DECLARED, traits)
+        return estimator
+
+    return declare
+
+
+def declared_traits(estimator: OwnFunction) -> EstimatorTraits:
+    """What `with_traits` declared, else `OWN_TRAITS`."""
+    return cast(EstimatorTraits, getattr(estimator, _DECLARED, OWN_TRAITS))
+
+
+def traits_of(algorithm: AlgorithmConfig) -> EstimatorTraits:
+    """Of the estimator that `algorithm.advantage` names; a user's own, by dotted path, is imported for it.
+
+    Raises:
+        ConfigurationError: the path does not lead to an estimator.
+        ValueError: no such name.
+    """
+    advantage = algorithm.advantage
+    if is_own(advantage):
+        return declared_traits(load_own(advantage, key="algorithm.advantage", args=algorithm.advantage_args))
+    for name, traits in ESTIMATORS.items():
+        if name == advantage:
+            return traits
+    raise ValueError(f"algorithm.advantage must be one of {', '.join(ESTIMATORS)}, or a dotted path, got {advantage!r}")
+
+
+LossName = Literal[
+    "ppo_clip", "reinforce", "importance_sampling", "gspo", "gmpo", "cispo", "sapo", "clip_cov", "kl_cov",
+    "dppo_tv", "dppo_kl", "dro",
+]  # fmt: skip
+
+AggregationName = Literal[
+    "token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"
+]
+
+_RATIO_BOUNDS = ("clip_low", "clip_high")
+
+LOSS_KEYS: Mapping[LossName, tuple[str, ...]] = {
+    "ppo_clip": (*_RATIO_BOUNDS, "clip_dual"),
+    "reinforce": (),
+    "importance_sampling": (),
+    "gspo": _RATIO_BOUNDS,
+    "gmpo": _RATIO_BOUNDS,
+    "cispo": _RATIO_BOUNDS,
+    "sapo": ("sapo_tau_positive", "sapo_tau_negative"),
+    "clip_cov": (*_RATIO_BOUNDS, "cov_frac", "cov_min", "cov_max"),
+    "kl_cov": ("cov_frac", "cov_kl_coef"),
+    "dppo_tv": ("dppo_threshold",),
+    "dppo_kl": ("dppo_threshold",),
+    "dro": ("dro_beta",),
+}
+"""Keys that only some losses read; those that are not here, every loss reads."""
+
+RatioLevel = Literal["token", "sequence_mean"]
+
+LOSS_RATIOS: Mapping[LossName, RatioLevel | None] = {
+    "ppo_clip": "token",
+    "reinforce": None,
+    "importance_sampling": "token",
+    "gspo": "sequence_mean",
+    "gmpo": "sequence_mean",
+    "cispo": None,
+    "sapo": None,
+    "clip_cov": "token",
+    "kl_cov": "token",
+    "dppo_tv": "token",
+    "dppo_kl": "token",
+    "dro": None,
+}
+"""The ratio that a loss is proportional to, at least where it cuts nothing; None: it has none, or bounds it itself."""
+
+UNBOUNDED_LOSSES: tuple[LossName, ...] = ("importance_sampling",)
+"""Losses that hold a ratio and nothing that keeps it near 1."""
+
+SELECTING_LOSSES: tuple[LossName, ...] = ("clip_cov", "kl_cov")
+"""Losses that treat tokens differently which are chosen over the whole step."""
+
+LOSSES_WITHOUT_RATIO: tuple[LossName, ...] = ("reinforce", "dro")
+"""Losses whose gradient is not weighted by the ratio of the policy to the old one."""
+
+
+def held_ratio(loss: str) -> RatioLevel | None:
+    """See `LOSS_RATIOS`; a loss of the user, by dotted path, is taken to hold the ratio of the token.
+
+    Raises:
+        ValueError: no such loss.
+    """
+    if is_own(loss):
+        return "token"
+    for name, level in LOSS_RATIOS.items():
+        if name == loss:
+            return level
+    raise ValueError(_unknown(loss))
+
+
+def read_keys(loss: str) -> tuple[str, ...]:
+    """Keys of the table that `loss` reads; a loss of the user, by dotted path, reads none of them.
+
+    Raises:
+        ValueError: no such loss.
+    """
+    if is_own(loss):
+        return ()
+    for name, keys in LOSS_KEYS.items():
+        if name == loss:
+            return keys
+    raise ValueError(_unknown(loss))
+
+
+def _unknown(loss: str) -> str:
+    return f"algorithm.loss must be one of {', '.join(LOSS_KEYS)}, or a dotted path, got {loss!r}"
+
+
+def unread_keys(loss: str) -> list[str]:
+    """Keys of other losses that `loss` does not read, in the order of the table."""
+    read = read_keys(loss)
+    return [key for key in dict.fromkeys(k for keys in LOSS_KEYS.values() for k in keys) if key not in read]
+
+
+Level = Literal["token", "sequence", "sequence_mean"]
+Metric = Literal["ratio", "k1", "k2", "k3", "tv"]
+Objective = Literal["bypass", "decoupled", "loglinear"]
+
+_METRICS = (
+    "the ratio r itself, the KL estimates k1 = -log r, k2 = (log r)^2 / 2 and k3 = r - 1 - log r, or "
+    "tv = |r - 1| / 2, the total variation."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClampConfig:
+    lower: float | None = key(None, "Smallest importance weight; null for no bound.", gt=0)
+    upper: float | None = key(None, "Largest importance weight (TIS); null for no bound.", gt=0)
+
+    @property
+    def is_active(self) -> bool:
+        return self.lower is not None or self.upper is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskConfig:
+    metric: Metric = key("ratio", f"What the bounds are of: {_METRICS}")
+    lower: float | None = key(None, "Tokens with less of the metric carry no loss; null for no bound.")
+    upper: float | None = key(None, "Tokens with more of the metric carry no loss (MIS, IcePop); null for no bound.")
+
+    @property
+    def is_active(self) -> bool:
+        return self.lower is not None or self.upper is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RejectConfig:
+    level: Level = key(
+        "sequence_mean",
+        "What has to keep within the bounds: the metric of every single token, its sum over the answer (for `ratio` "
+        "the product), or its mean (for `ratio` the geometric mean).",
+    )
+    metric: Metric = key("ratio", f"What the bounds are of: {_METRICS}")
+    lower: float | None = key(None, "Answers with less of the metric carry no loss; null for no bound.")
+    upper: float | None = key(None, "Answers with more of the metric carry no loss; null for no bound.")
+
+    @property
+    def is_active(self) -> bool:
+        return self.lower is not None or self.upper is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorrectionConfig:
+    objective: Objective = key(
+        "bypass",
+        "Old policy of the loss. `bypass`: the one that sampled. `decoupled`: the learner's at the start of the step "
+        "(a batch is one step, so no forward pass is needed, and a loss with a bound of its own is refused), with its "
+        "ratio to the sampling policy as weight of the token. `loglinear`: the same, but interpolated between the two "
+        "by the age of the token (A-3PO).",
+    )
+    level: Level = key(
+        "token",
+        "Ratio that `clamp` and `mask` look at, and that `decoupled` and `loglinear` weigh with: of the token, of the "
+        "whole answer (product), or the geometric mean over the answer. A clamp with `bypass` needs the one that the "
+        "loss holds.",
+    )
+    clamp: ClampConfig = key(factory=ClampConfig, doc="Keep importance weights within bounds.")
+    mask: MaskConfig = key(factory=MaskConfig, doc="Tokens out of bounds carry no loss.")
+    reject: RejectConfig = key(factory=RejectConfig, doc="Answers out of bounds carry no loss at all.")
+
+
+KlEstimator = Literal["k1", "k2", "k3", "k1_straight_through", "k3_straight_through"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KlConfig:
+    coef: float = key(
+        0.0,
+        "Weight of the KL divergence of the policy to the reference; 0 keeps no reference.",
+        ge=0,
+    )
+    path: str | None = key(
+        None,
+        "The reference: a Hugging Face model directory or hub name, of any architecture with the policy's tokens (a "
+        "teacher); null takes the policy that the run began with.",
+        is_path=True,
+    )
+    placement: Literal["loss", "reward", "advantage"] = key(
+        "loss",
+        "`loss` adds the KL of the policy being trained to every token's loss (GRPO); `reward` takes the KL of the "
+        "policy that sampled off every token's reward, so that the advantages see it (PPO for RLHF); `advantage` takes "
+        "it off the token's own advantage, whatever the estimator (on-policy distillation).",
+    )
+    estimator: KlEstimator = key(
+        "k3",
+        "From one sampled token, with d = log policy - log reference: k1 = d (not in the loss; the only one in the "
+        "advantage), k2 = d^2 / 2, "
+        "k3 = exp(-d) - 1 + d; the straight-through forms (only in the loss) have the value of k1 or k3 and the "
+        "gradient of k2, which is that of the KL.",
+    )
+
+    @property
+    def in_loss(self) -> bool:
+        return self.coef > 0 and self.placement == "loss"
+
+    @property
+    def in_reward(self) -> bool:
+        return self.coef > 0 and self.placement == "reward"
+
+    @property
+    def in_advantage(self) -> bool:
+        return self.coef > 0 and self.placement == "advantage"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlgorithmConfig:
+    name: str = key("grpo", "Shown in logs; the parts below define the objective.")
+    advantage: AdvantageName | str = key(
+        "grpo",
+        "Advantage estimator: the reward against the group's mean (grpo), the mean of the others (rloo), or a "
+        "length-weighted mean (opo); only the single best answer of a group (pass_at_k); the plain reward (reinforce); "
+        "the reward normalised over the step's tokens (reinforce_pp), after the group's mean is taken off "
+        "(reinforce_pp_baseline); the group's mean with a factor for answers that teach nothing (gpg); each reward "
+        "part normalised in its group (gdpo); per token from the values of a critic (gae); the reward of one "
+        "more, greedy answer per group (remax); 0, whatever the reward (zero), "
+        "where a teacher alone teaches. Of several turns reinforce and reinforce_pp credit a token with the rewards "
+        "from its turn on; the group estimators add them up.",
+    )
+    advantage_args: dict[str, float] = key(
+        factory=dict, doc="Your own estimator (a dotted path in `algorithm.advantage`): its numbers, by name."
+    )
+    normalize_by_std: bool = key(
+        True, "GRPO and pass@k: divide by the group's standard deviation; false with grpo is Dr. GRPO."
+    )
+    gpg_scale: GpgScale = key(
+        "nonzero_rewards",
+        "GPG: the factor is all answers of the step over those with a reward other than 0 (the released "
+        "implementation, for rewards of 0 and 1), or over those in groups with unequal rewards (the paper's eq. 7).",
+    )
+    gae_gamma: float = key(
+        1.0, "GAE: discount per generated token. Below 1, an early token hardly sees the outcome of a long answer.",
+        gt=0, le=1,
+    )  # fmt: skip
+    gae_lambda: float = key(
+        1.0,
+        "GAE: 1 takes the return minus the value, which a critic that starts at 0 cannot bias; below 1 trusts the "
+        "critic, and fades the outcome by a factor of lambda per token.",
+        ge=0,
+        le=1,
+    )
+    whiten_advantages: bool = key(
+        True, "GAE: bring the advantages of all loss tokens of the step to mean 0 and standard deviation 1."
+    )
+    gdpo_weights: dict[str, float] = key(
+        factory=dict, doc="GDPO: weight per named part of the reward; empty takes all parts once, else only these."
+    )
+    loss: LossName | str = key(
+        "ppo_clip",
+        "Policy loss: clipped surrogate (PPO, DAPO), plain policy gradient (reinforce), the same with the ratio "
+        "(importance_sampling), ratio of the sequence (gspo, gmpo), clipped weight (cispo), soft gate (sapo), "
+        "covariance (clip_cov, kl_cov), divergence mask (dppo_tv, dppo_kl), or square around the old policy (dro).",
+    )
+    loss_args: dict[str, float] = key(
+        factory=dict, doc="Your own loss (a dotted path in `algorithm.loss`): its numbers, by name."
+    )
+    clip_low: float = key(
+        0.2,
+        "ppo_clip, gspo, cispo, clip_cov: lower bound of the ratio is 1 - clip_low; gmpo: of the log-ratio, -clip_low.",
+        gt=0,
+        le=1,
+    )
+    clip_high: float = key(
+        0.2,
+        "ppo_clip, gspo, cispo, clip_cov: upper bound of the ratio is 1 + clip_high; gmpo: of the log-ratio, "
+        "clip_high.",
+        gt=0,
+    )
+    clip_dual: float | None = key(
+        None, "ppo_clip: dual clip constant c (> 1) for negative advantages; null turns it off.", gt=1
+    )
+    sapo_tau_positive: float = key(1.0, "sapo: temperature of the gate where the advantage is positive.", gt=0)
+    sapo_tau_negative: float = key(1.05, "sapo: temperature of the gate elsewhere.", gt=0)
+    cov_frac: float = key(
+        0.0002,
+        "clip_cov, kl_cov: fraction of the step's loss tokens that is held back; at least one token.",
+        gt=0,
+        le=1,
+    )
+    cov_min: float = key(1.0, "clip_cov: tokens are drawn from those whose covariance is above this.")
+    cov_max: float = key(5.0, "clip_cov: tokens are drawn from those whose covariance is below this.")
+    cov_kl_coef: float = key(1.0, "kl_cov: coefficient of the penalty on the chosen tokens.", gt=0)
+    dppo_threshold: float = key(
+        0.15, "dppo: largest divergence of a token that may still move away; published: 0.15 (tv), 0.05 (kl).", gt=0
+    )
+    dro_beta: float = key(0.05, "dro: weight of the squared log-ratio.", gt=0)
+    entropy_coef: float = key(
+        0.0, "Entropy bonus: this times the entropy of each loss token is subtracted from its loss; 0 costs nothing.",
+        ge=0,
+    )  # fmt: skip
+    aggregation: AggregationName = key(
+        "token_mean", "How token losses become one number; the denominator is global over ranks and micro-batches."
+    )
+    aggregation_norm_tokens: int | None = key(
+        None, "seq_mean_token_sum_norm: its constant divisor; null takes `rollout.max_response_tokens`.", ge=1
+    )
+    filter_zero_variance: bool = key(
+        False, "Dynamic sampling (DAPO): drop groups of equal rewards (remax: equal to the greedy one), and refill."
+    )
+    group_filter: str = key(
+        "",
+        "Your own filter of finished groups, as `package.module.function`: gives None, or the reason why a group is "
+        "not worth a training slot. It is asked after the built-in filters; empty asks nobody.",
+    )
+    group_filter_args: dict[str, float] = key(factory=dict, doc="Its numbers, by name.")
+    max_refills_per_step: int = key(
+        64,
+        "When a run stops because nothing comes of its groups: more than this many times `trainer.groups_per_step` of "
+        "them were filtered (zero variance, or failed rewards) while not one step's groups worked; or so many prompts "
+        "in a row were dropped after their retries.",
+        ge=1,
+    )
+    overlong_buffer_tokens: int = key(
+        0, "DAPO overlong reward shaping: penalty grows over the last so many response tokens; 0 turns it off.", ge=0
+    )
+    overlong_penalty: float = key(1.0, "Largest overlong penalty.", ge=0)
+    mask_truncated: bool = key(False, "DAPO overlong filtering: truncated answers carry no loss.")
+    kl: KlConfig = key(factory=KlConfig, doc="KL to the reference, the first policy or a teacher.")
+    correction: CorrectionConfig = key(factory=CorrectionConfig, doc="Off-policy correction.")
+
+    @property
+    def uses_critic(self) -> bool:
+        return self.advantage == "gae"
+
+    @property
+    def finishes_on_ranks(self) -> bool:
+        """Whether advantages need the learner: the values of a critic, or the log-probs of the reference."""
+        return self.uses_critic or self.kl.in_reward
+
+
+DEFAULT_LR_RATIO = 10.0
+"""Peak learning rate of the critic over that of the policy, if `lr` is null."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticConfig:
+    path: str | None = key(
+        None,
+        "Hugging Face model directory or hub name that the critic's backbone starts from, with the policy's tokens; "
+        "null takes `model.path`. Its output matrix is not used: a value head that starts at 0 is.",
+        is_path=True,
+    )
+    shared_backbone: bool = key(
+        False,
+        "Put the value head on the policy's own hidden states. Both losses then train one model with one optimizer: "
+        "no second model in memory, but the two tasks share weights.",
+    )
+    value_coef: float = key(
+        0.5, "With `shared_backbone`: weight of the value loss beside the policy loss (PPO's c1).", gt=0
+    )
+    lr: float | None = key(
+        None,
+        "Peak learning rate of the critic; null takes 10 times `learner.lr`. It follows `learner.lr_schedule` and "
+        "`learner.warmup_steps`.",
+        gt=0,
+    )
+    weight_decay: float = key(0.01, "AdamW weight decay of the critic (not on norms and biases).", ge=0)
+    max_grad_norm: float = key(1.0, "Gradient norm of the critic is clipped to this.", gt=0)
+    warmup_steps: int = key(
+        0,
+        "First steps that train the critic alone. The policy is not computed; its version counts on with unchanged "
+        "weights, and its learning-rate schedule starts after them.",
+        ge=0,
+    )
+    updates_per_step: int = key(
+        1,
+        "Optimizer updates of the critic per step, each over the whole batch towards the same returns. The policy "
+        "makes one.",
+        ge=1,
+    )
+    value_clip: float | None = key(
+        None,
+        "Largest distance that a value may win by moving from where it was when the advantages were computed; null "
+        "does not clip. The first update of a step starts there, so only `updates_per_step` > 1 is ever clipped.",
+        gt=0,
+    )
+    cpu_offload: bool = key(
+        False, "Keep the critic's parameters and optimizer state in host memory (FSDP2 CPU offload)."
+    )

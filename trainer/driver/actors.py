@@ -1,0 +1,495 @@
+"""What every actor is built with, and how actors start and stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from rollout.buffer.rollout_buffer import WorkBuffer
+from rollout.engine.actor import PAUSE_LIMIT_S, engine_actor
+from rollout.engine.interface import EngineSpec
+from rollout.fleet.adaptive_limit import Bounds
+from rollout.fleet.consolidation import Repacking
+from rollout.fleet.scheduler import order_of
+from rollout.plugins import is_file
+from rollout.reward.process import LOAD_TIMEOUT_S
+from rollout.reward.registry import BUILTIN_REWARDS, lookup
+from rollout.types import SamplingParams
+from rollout.worker.actor import rollout_worker_actor
+from rollout.worker.worker import WorkerSpec, derive_seed
+from trainer.builtin import tiny_model
+from trainer.config.algorithm import traits_of
+from trainer.config.schema import with_model_paths
+from trainer.driver.cluster import actor_options
+from trainer.driver.datasets import training_source
+from trainer.driver.fleet import WorkerPool
+from trainer.driver.inputs import with_model_directory
+from trainer.driver.placement import RESTARTED, ranks_beside, shared_visibility
+from trainer.driver.weight_updates import OwnDevices, SharedDevices, no_engine_returns
+from trainer.errors import first_cause, one_line
+from trainer.learner.actor import learner_actor
+from trainer.learner.group import LearnerGroup
+from trainer.remote import EngineReplica, answer, started
+from weight_sync.coordinator import SyncCoordinator, SyncOptions
+from weight_sync.device import merge_env
+from weight_sync.vllm_compat import EXTENSION
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+
+    from rollout.engine.interface import SleepLevel
+    from rollout.prompts.prompt_source import PromptSource
+    from trainer.config.schema import RolloutConfig, RunConfig
+    from trainer.driver.checkpointing import Resumed
+    from trainer.driver.inputs import Inputs
+    from trainer.driver.placement import Placement
+    from trainer.driver.weight_updates import AwaitEngine
+    from trainer.telemetry.console import Progress
+    from trainer.telemetry.trace import Tracer
+    from weight_sync.device.base import Backend, Role
+
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Actors:
+    """The actors of a run, created and not yet started."""
+
+    learner: LearnerGroup
+    engines: dict[str, Any]
+    workers: list[Any]
+
+    async def close(self, *, timeout_s: float) -> None:
+        """Let everybody end in order for a moment, then end their processes. Never raises."""
+        endings = [self.learner.close()]
+        names = [*(f"rollout_worker_{index}" for index in range(len(self.workers))), *self.engines]
+        others = zip(names, (*self.workers, *self.engines.values()), strict=True)
+        endings += [_end(actor, name, timeout_s=timeout_s) for name, actor in others]
+        for result in await asyncio.gather(*endings, return_exceptions=True):
+            if isinstance(result, Exception):
+                log.warning("an actor did not close in order: %s", one_line(first_cause(result)))
+
+
+async def _end(actor: Any, name: str, *, timeout_s: float) -> None:
+    try:
+        do = "it is killed; trainer.shutdown_timeout_s gives it longer"
+        await answer(actor.close.remote(), timeout_s=timeout_s, who=name, call="close", do=do)
+    finally:
+        ray.kill(actor)
+
+
+async def create_actors(
+    cfg: RunConfig, placement: Placement, backend: Backend, *, version: int
+) -> tuple[Actors, Placement]:
+    """Create learner and engines. They begin to import their libraries; the model need not be there yet.
+
+    Engines that share devices wait until Ray has given those to the learners; the placement that comes back knows them.
+    """
+    own = for_actors(cfg)
+    # Decided here once: a learner's node might find another kind by itself.
+    own = replace(own, device=replace(own.device, name=backend.name))
+    world_size = cfg.learner.num_ranks
+    ranks = [
+        learner_actor()
+        .options(**_options(cfg, backend, placement, role="learner", name=f"learner_{rank}"))
+        .remote(own, rank=rank, world_size=world_size)
+        for rank in range(world_size)
+    ]
+    learner = LearnerGroup(ranks, timeout_s=cfg.learner.timeout_s)
+    replicas = [f"replica_{index}" for index in range(cfg.rollout.num_replicas)]
+    if placement.is_paired and backend.visible_devices_var is not None:
+        shown = shared_devices_env(cfg, backend, await learner.visible_devices())
+        placement = replace(placement, engine_env=dict(zip(replicas, shown, strict=True)))
+    engines = {name: new_engine(cfg, placement, backend, name=name, version=version) for name in replicas}
+    return Actors(learner=learner, engines=engines, workers=[]), placement
+
+
+def shared_devices_env(cfg: RunConfig, backend: Backend, seen: Sequence[str]) -> list[dict[str, str]]:
+    """For each engine the variables that show it the devices of its learners. `seen`: what each rank sees.
+
+    The alias is set too: the host of an engine may have one, which would disagree.
+    """
+    shown = [shared_visibility([seen[rank] for rank in ranks_beside(i, cfg)]) for i in range(cfg.rollout.num_replicas)]
+    names = [name for name in (backend.visible_devices_var, backend.visible_devices_alias) if name is not None]
+    return [dict.fromkeys(names, text) for text in shown]
+
+
+def new_engine(cfg: RunConfig, placement: Placement, backend: Backend, *, name: str, version: int) -> Any:
+    """One engine actor, not yet started."""
+    cfg = with_located_models(cfg)
+    options = _options(cfg, backend, placement, role="engine", name=name)
+    spec = engine_spec(cfg, backend, name=name, version=version)
+    # A sync may pause an engine for all of its time; its end is the coordinator's to say.
+    pause_limit_s = max(PAUSE_LIMIT_S, 2 * cfg.weight_sync.timeout_s)
+    return engine_actor().options(**options).remote(spec, pause_limit_s=pause_limit_s)
+
+
+async def replace_engine(
+    name: str,
+    make: Callable[[], Any],
+    *,
+    engines: dict[str, Any],
+    coordinator: SyncCoordinator,
+    workers: WorkerPool,
+    timeout_s: float,
+) -> int | None:
+    """End the engine `name` for good and put a new one in its place, with the newest weights; returns their version.
+
+    Raises:
+        WeightSyncError, TimeoutError, RayError: the new engine did not start, or did not get the weights.
+    """
+    # Also for a rollout worker that comes meanwhile: until it has joined, the new engine holds no weights.
+    await workers.quarantine(name, "it is started again")
+    ray.kill(engines[name])
+    engines[name] = make()
+    try:
+        await started(engines[name], name, timeout_s=timeout_s)
+        version = await coordinator.join(EngineReplica(name, engines[name]))
+    except BaseException:
+        ray.kill(engines[name])  # it would keep its device memory
+        raise
+    await workers.replace(name, engines[name])
+    return version
+
+
+def with_workers(cfg: RunConfig, placement: Placement, actors: Actors) -> Actors:
+    """Create the rollout workers too. They read the tokenizer at once, so the model must be there."""
+    names = [f"rollout_worker_{index}" for index in range(cfg.rollout.num_workers)]
+    workers = [new_worker(cfg, placement, actors.engines, index=index, name=name) for index, name in enumerate(names)]
+    return replace(actors, workers=workers)
+
+
+def new_worker(cfg: RunConfig, placement: Placement, engines: Mapping[str, Any], *, index: int, name: str) -> Any:
+    """Rollout worker `index` as an actor, not yet started."""
+    spec = worker_spec(for_actors(cfg))
+    order = order_of(list(engines), worker=index, num_workers=cfg.rollout.num_workers)
+    actor = rollout_worker_actor().options(**placement.options(name), name=name, max_restarts=0)
+    return actor.remote(spec, {engine: engines[engine] for engine in order})
+
+
+def make_coordinator(cfg: RunConfig, actors: Actors) -> SyncCoordinator:
+    """Weight sync between all learner ranks and all engines."""
+    options = SyncOptions(
+        transport=cfg.weight_sync.transport,
+        commit=cfg.weight_sync.commit,
+        num_slots=cfg.weight_sync.num_slots,
+        timeout_s=cfg.weight_sync.timeout_s,
+        verify=cfg.weight_sync.verify,
+        relay=cfg.weight_sync.relay,
+        rolling=not cfg.mode.shares_devices,
+        # On one host nobody else needs to reach the control sockets.
+        host="127.0.0.1" if cfg.ray.address == "local" else None,
+    )
+    replicas = [EngineReplica(name, actor) for name, actor in actors.engines.items()]
+    return SyncCoordinator(actors.learner.ranks, replicas, options=options)
+
+
+def make_devices(cfg: RunConfig, actors: Actors, coordinator: SyncCoordinator, tracer: Tracer) -> OwnDevices:
+    """Whose turn it is on the devices of the run."""
+    if not cfg.mode.shares_devices:
+        return OwnDevices(coordinator)
+    return SharedDevices(
+        coordinator, actors.learner, actors.engines, tracer=tracer, sleep_timeout_s=cfg.weight_sync.timeout_s
+    )
+
+
+def make_buffer(cfg: RunConfig, resumed: Resumed | None, source: PromptSource) -> WorkBuffer:
+    buffer = WorkBuffer(
+        groups_per_step=cfg.trainer.groups_per_step,
+        max_staleness=cfg.mode.max_staleness,
+        max_retries=cfg.rollout.max_retries,
+        max_refills_per_step=cfg.algorithm.max_refills_per_step,
+        version=0 if resumed is None else resumed.step,
+        end_step=cfg.trainer.total_steps,
+    )
+    if resumed is not None:
+        buffer.load_state_dict(resumed.state["buffer"], source.find)
+    return buffer
+
+
+def make_source(cfg: RunConfig, inputs: Inputs, resumed: Resumed | None) -> PromptSource:
+    """Raises DataError if a column does not fit, no prompt is left, or the data is not that of the checkpoint."""
+    source = training_source(cfg, inputs.train)
+    if resumed is not None:
+        source.load_state_dict(resumed.state["source"])
+    source.require_prompt()
+    return source
+
+
+def make_pool(
+    cfg: RunConfig, placement: Placement, actors: Actors, await_engine: AwaitEngine = no_engine_returns
+) -> WorkerPool:
+    """The rollout workers; those that are lost are started again."""
+    reward = cfg.task.reward
+    generation_s = cfg.task.agent_timeout_s if cfg.task.agent else cfg.rollout.request_timeout_s
+    reward_s = reward.queue_timeout_s + LOAD_TIMEOUT_S + reward.timeout_s
+
+    async def restart(index: int, number: int) -> Any:
+        # Ray frees a name some time after its actor's death, so every worker has one of its own.
+        name = f"rollout_worker_{index}{RESTARTED}{number}"
+        actors.workers[index] = actor = new_worker(cfg, placement, actors.engines, index=index, name=name)
+        try:
+            await started(actor, name, timeout_s=cfg.trainer.startup_timeout_s)
+        except BaseException:
+            ray.kill(actor)
+            raise
+        return actor
+
+    return WorkerPool(
+        actors.workers,
+        group_timeout_s=generation_s + reward_s,
+        # Half: an engine seems to wait for a worker that does not read its stream, and would look silent with it.
+        silence_timeout_s=cfg.rollout.silence_timeout_s / 2,
+        restart=restart,
+        max_restarts=cfg.rollout.max_worker_restarts,
+        await_engine=await_engine,
+    )
+
+
+def engine_spec(cfg: RunConfig, backend: Backend, *, name: str, version: int) -> EngineSpec:
+    """The engine section of the configuration as the engine `name` takes it."""
+    rollout = cfg.rollout
+    needed = cfg.task.max_prompt_tokens + rollout.max_response_tokens
+    return EngineSpec(
+        model=cfg.model.path,
+        tokenizer=_tokenizer_path(cfg),
+        trust_remote_code=cfg.model.trust_remote_code,
+        device=backend.name,
+        dtype=cfg.model.rollout_dtype,
+        tensor_parallel_size=rollout.tensor_parallel_size,
+        max_model_len=rollout.max_model_len if rollout.max_model_len else needed,
+        max_num_seqs=rollout.max_num_seqs,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        kv_cache_gib=rollout.kv_cache_gib,
+        num_threads=cfg.device.cpu_threads,
+        enforce_eager=rollout.enforce_eager,
+        stream_tokens=rollout.stream_tokens,
+        reports_load=rollout.report_load or rollout.concurrency == "adaptive",
+        seed=derive_seed(cfg.seed, name),  # engines that draw the same numbers would repeat each other's luck
+        in_flight=cfg.mode.in_flight,
+        sleep_level=sleep_level(cfg, backend),
+        initial_version=version,
+        stop_token_ids=tuple(rollout.stop_token_ids),
+        lora_rank=cfg.model.lora.rank,
+        lora_targets=tuple(cfg.model.lora.target_modules.split("+")),
+        extension=EXTENSION,
+        forks=backend.capabilities().engine_forks,
+        engine_args={
+            **_load_format(cfg),
+            **backend.engine_defaults(),
+            **rollout.engine_args,
+        },
+    )
+
+
+def _load_format(cfg: RunConfig) -> dict[str, Any]:
+    """Engines read no weights where the first version, which is there before the first request, brings all of them."""
+    return {} if why_engines_read_weights(cfg) else {"load_format": "dummy"}
+
+
+def why_engines_read_weights(cfg: RunConfig) -> str | None:
+    """The key because of which engines load `model.path`: a sync does not bring what lies below an adapter, nor scales
+    of a cache, nor a model that drafts. None if they need none of it."""
+    if cfg.model.lora.rank:
+        return "model.lora.rank"
+    keys = (key for key in ("quantization", "kv_cache_dtype", "speculative_config") if key in cfg.rollout.engine_args)
+    return next((f"rollout.engine_args.{key}" for key in keys), None)
+
+
+def sleep_level(cfg: RunConfig, backend: Backend) -> SleepLevel | None:
+    """How deep engines sleep while the learner has the devices; None where they have devices of their own."""
+    if not cfg.mode.shares_devices:
+        return None
+    if not backend.capabilities().sleep_mode:
+        return 0
+    return 1 if cfg.model.lora.rank else 2  # a sync brings adapters only: what they adapt stays on the host
+
+
+def concurrency_of(rollout: RolloutConfig) -> Bounds | None:
+    """What one of the rollout workers may have on one replica; None for everything at once."""
+    if rollout.concurrency == "adaptive":
+        highest = rollout.max_num_seqs if rollout.max_concurrency is None else rollout.max_concurrency
+        return Bounds(lowest=rollout.min_concurrency, highest=highest).share(rollout.num_workers)
+    if rollout.max_concurrency is None:
+        return None
+    return Bounds(lowest=rollout.max_concurrency, highest=rollout.max_concurrency).share(rollout.num_workers)
+
+
+def most_at_once(rollout: RolloutConfig) -> int:
+    """What one engine takes at once."""
+    most = rollout.max_num_seqs
+    return most if rollout.max_concurrency is None else min(most, rollout.max_concurrency)
+
+
+def repacking_of(rollout: RolloutConfig) -> Repacking | None:
+    """When requests move so that an engine is free; None for never."""
+    if rollout.repack_below is None:
+        return None
+    return Repacking(below=rollout.repack_below, most=rollout.max_num_seqs)
+
+
+def worker_spec(cfg: RunConfig) -> WorkerSpec:
+    rollout, task, reward = cfg.rollout, cfg.task, cfg.task.reward
+    return WorkerSpec(
+        group_size=rollout.group_size,
+        sampling=SamplingParams(
+            max_tokens=rollout.max_response_tokens,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            stop=tuple(rollout.stop),
+        ),
+        request_timeout_s=rollout.request_timeout_s,
+        evaluation_window=most_at_once(rollout),
+        concurrency=concurrency_of(rollout),
+        repacking=repacking_of(rollout),
+        silence_timeout_s=rollout.silence_timeout_s,
+        greedy_baseline=traits_of(cfg.algorithm).greedy_baseline,
+        agent=task.agent,
+        agent_args=task.agent_args,
+        chat_template_kwargs=task.chat_template_kwargs,
+        agent_timeout_s=task.agent_timeout_s if task.agent else None,
+        agent_max_sequences=task.agent_max_sequences,
+        seed=cfg.seed,
+        seed_requests=cfg.mode.max_staleness == 0 if rollout.seed_requests is None else rollout.seed_requests,
+        tokenizer_path=_tokenizer_path(cfg),
+        trust_remote_code=cfg.model.trust_remote_code,
+        reward=reward.name,
+        reward_timeout_s=reward.timeout_s,
+        reward_processes=reward.num_processes,
+        reward_queue_timeout_s=reward.queue_timeout_s,
+        reward_concurrency=reward.max_concurrency,
+        reward_directory=str(Path.cwd()),
+    )
+
+
+def _options(cfg: RunConfig, backend: Backend, placement: Placement, *, role: Role, name: str) -> dict[str, Any]:
+    env = merge_env(backend.process_env(role), {**cfg.device.env, **placement.env(name)}, dict(os.environ))
+    return actor_options(placement.options(name), env=env, name=name)
+
+
+def _tokenizer_path(cfg: RunConfig) -> str:
+    return cfg.model.tokenizer_path if cfg.model.tokenizer_path else cfg.model.path
+
+
+TRACK = "start"
+
+
+async def start_actors(cfg: RunConfig, actors: Actors, resumed: Resumed | None, tracer: Tracer) -> None:
+    """Load models into learner and engines, side by side, and start the reward processes.
+
+    On shared devices the learner comes first and leaves: an engine measures at its start what memory is free.
+
+    Raises:
+        TimeoutError: not all were ready within `trainer.startup_timeout_s`.
+    """
+    limit_s = cfg.trainer.startup_timeout_s
+    begin_s = time.time()
+
+    async def learner() -> None:
+        ranks = await actors.learner.setup()
+        for text in dict.fromkeys(text for rank in ranks for text in rank.warnings):
+            log.warning("learner: %s", text)
+        stages = slowest([rank.seconds for rank in ranks])
+        if resumed is not None:
+            loading_s = time.time()
+            await actors.learner.load(resumed.path)
+            stages["checkpoint"] = time.time() - loading_s
+        _tell("learner", begin_s, stages, tracer)
+
+    async def engine(name: str, actor: Any) -> None:
+        info = await started(actor, name, timeout_s=limit_s)
+        _tell(name, begin_s, info.startup_s, tracer)
+
+    async def engines() -> None:
+        if cfg.mode.shares_devices:
+            await learner_ready
+            await actors.learner.offload()
+        await _all_or_first_failure(engine(name, actor) for name, actor in actors.engines.items())
+
+    async def worker(name: str, actor: Any) -> None:
+        await started(actor, name, timeout_s=limit_s)
+        _tell(name, begin_s, {}, tracer)
+
+    try:
+        async with asyncio.timeout(limit_s):
+            learner_ready = asyncio.ensure_future(learner())
+            workers = [worker(f"rollout_worker_{i}", actor) for i, actor in enumerate(actors.workers)]
+            await _all_or_first_failure([learner_ready, engines(), *workers])
+    except TimeoutError as error:
+        raise TimeoutError(
+            f"not all actors were ready within trainer.startup_timeout_s={limit_s:g}; raise it if they were still "
+            "loading (actor_logs/ says), for large models and slow disks"
+        ) from error
+
+
+@contextlib.contextmanager
+def start_phase(progress: Progress, tracer: Tracer, name: str) -> Iterator[None]:
+    """A phase of the start that is shown and traced."""
+    with progress.phase(name), tracer.span(TRACK, name, overlapping=True):
+        yield
+
+
+def slowest(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of every stage the seconds of the rank that took longest."""
+    return {stage: max(rank[stage] for rank in ranks) for stage in ranks[0]}
+
+
+def _tell(name: str, begin_s: float, stages: Mapping[str, float], tracer: Tracer) -> None:
+    """What the stages leave of the whole is the process itself, or its wait for others."""
+    end_s = time.time()
+    tracer.add_span(TRACK, name, start_s=begin_s, end_s=end_s, overlapping=True, **stages)
+    parts = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in stages.items())
+    log.info("%s is ready after %.1f s%s", name, end_s - begin_s, f" ({parts})" if parts else "")
+
+
+async def _all_or_first_failure(starts: Iterable[Awaitable[Any]]) -> None:
+    """Wait for all; the first failure is raised, and the others are no longer waited for."""
+    tasks = [asyncio.ensure_future(start) for start in starts]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def for_actors(cfg: RunConfig) -> RunConfig:
+    """The configuration with built-in models by their directories, and relative paths made absolute.
+
+    A name that is no directory here stays as it is: it may be one of the hub.
+
+    Raises:
+        DataError: there is no such reward, or no such file.
+    """
+    reward = cfg.task.reward
+    task = replace(cfg.task, reward=replace(reward, name=_located_reward(reward.name)))
+    return replace(with_located_models(cfg), task=task)
+
+
+def with_located_models(cfg: RunConfig) -> RunConfig:
+    """The part of it that an engine needs, whatever has become of the reward since the run began."""
+    cfg = with_model_paths(with_model_directory(cfg), _located)
+    return replace(cfg, model=replace(cfg.model, tokenizer_path=_located(cfg.model.tokenizer_path)))
+
+
+def _located(path: str) -> str:
+    is_here = Path(path).is_dir() or Path(path) == tiny_model.cached_path()  # which may not have been made yet
+    return str(Path(path).absolute()) if path and is_here else path
+
+
+def _located_reward(name: str) -> str:
+    """A built-in one by its name, a function by the absolute path of its file or by its module."""
+    if name in BUILTIN_REWARDS:
+        return name
+    target = lookup(name).target
+    return target if is_file(target.rpartition(":")[0]) else name

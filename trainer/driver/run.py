@@ -1,0 +1,455 @@
+"""One run, from the checked configuration to its exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import itertools
+import logging
+import math
+import shlex
+import signal
+import sys
+import threading
+import time
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from rollout.errors import DataError
+from rollout.worker.actor import rare_collections
+from trainer.config.describe import describe_critic, describe_objective, describe_rollout
+from trainer.driver import actors as compose
+from trainer.driver import loops
+from trainer.driver.actors import start_actors, start_phase
+from trainer.driver.checkpointing import Checkpointer, RunState, take_over, tell_resumed
+from trainer.driver.cluster import Cluster
+from trainer.driver.engine_restarts import EngineKeeper, leave_out
+from trainer.driver.evaluation import Evaluator, leased, members
+from trainer.driver.inputs import ensure_model, tell_inputs
+from trainer.driver.loops import evaluate_at_start, rescue
+from trainer.driver.placement import RESTARTED
+from trainer.driver.preflight import Checked, look_again, preflight, tell_weights
+from trainer.driver.supervise import Supervisor
+from trainer.driver.weight_updates import SyncPump
+from trainer.errors import CheckpointError, ConfigurationError, ModelError, first_cause, note_log, one_line
+from trainer.learner import checkpoint
+from trainer.telemetry import session as environment
+from trainer.telemetry import session as telemetry
+from trainer.telemetry.last_words import ACTOR_LOGS
+from trainer.telemetry.session import ExitReason, Summary, write_summary
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from trainer.config.schema import RunConfig
+    from trainer.driver.weight_updates import AwaitEngine, OwnDevices
+    from trainer.telemetry.run_dir import RunDir
+    from trainer.telemetry.session import Telemetry
+    from weight_sync.coordinator import SyncCoordinator
+    from weight_sync.types import SyncReport
+
+
+log = logging.getLogger(__name__)
+
+EXIT_CODES: dict[ExitReason, int] = {"completed": 0, "accuracy_reached": 0, "failed": 1, "interrupted": 130}
+
+START_ERRORS = (ConfigurationError, DataError, ModelError, CheckpointError)
+"""What they say is that a run cannot begin as it is configured (exit code 2)."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Ctrl-C, the end that a scheduler asks for, and a terminal that is closed (not with `nohup`, which ignores it)."""
+SAME_SIGNAL_S = 1.0
+"""Signals closer together count as one: a terminal and a parent process may both pass the same Ctrl-C on."""
+_MIN_STEPS = 5
+"""So many, and two more for each step of staleness, and `trainer.advise` has something to say."""
+
+
+def run(cfg: RunConfig, *, started_at: float) -> int:
+    """Run to the end. Returns the exit code: 0 done, 130 interrupted after a clean save.
+
+    `started_at` is the Unix time of the process start.
+
+    Raises:
+        ConfigurationError, DataError: before anything was started or written (exit code 2).
+        Exception: the first cause of a failure (exit code 1); everything is stopped and written by then.
+    """
+    checked = preflight(cfg)
+    console = Console(file=sys.stdout)
+    state = RunState(started_at=started_at, wall_clock=time.time)
+    with telemetry.claimed_run_dir(cfg, console) as run_dir:
+        checked = look_again(cfg, checked, run_dir.checkpoints)
+        tell_inputs(cfg, checked.inputs)
+        tell_weights(cfg)
+        if checked.resumed is not None:
+            tell_resumed(cfg, checked.resumed)
+            state.load_state_dict(checked.resumed.state["run"])
+        with (
+            # Earlier records are not cut yet: see `take_over`.
+            telemetry.opened(cfg, run_dir, console) as sinks,
+            _summary(cfg, state, run_dir),
+        ):
+            started = environment.describe(device=checked.backend.name, resumed_from_step=state.resumed_from_step)
+            environment.append(run_dir.environment, started)
+            sinks.progress.update(step=state.step)
+            sinks.progress.note(f"run directory: {run_dir.path}")
+            sinks.progress.note(f"objective: {describe_objective(cfg.algorithm)}")
+            sinks.progress.note(f"rollout: {describe_rollout(cfg)}")
+            if cfg.algorithm.uses_critic:
+                sinks.progress.note(describe_critic(cfg.critic, policy_lr=cfg.learner.lr))
+            try:
+                asyncio.run(Driver(cfg, state, sinks, checked).run())
+            finally:
+                sinks.progress.end(_exit_reason(state).replace("_", " "))
+    _say_goodbye(console, state, run_dir, max_staleness=cfg.mode.max_staleness)
+    return EXIT_CODES[_exit_reason(state)]
+
+
+class TrainingFailed(RuntimeError):
+    """Training had begun, so its cause is no fault of the configuration, whatever its type (exit code 1)."""
+
+
+class Driver:
+    """Starts the parts of a run in order, runs the loops, and stops everything, however it ends."""
+
+    def __init__(self, cfg: RunConfig, state: RunState, sinks: Telemetry, checked: Checked) -> None:
+        self._cfg, self._state, self._telemetry, self._checked = cfg, state, sinks, checked
+        self._cluster: Cluster | None = None
+        self._is_training = False
+        self._failure: Exception | None = None
+        self._interrupted_at = -math.inf
+        self._listen: Callable[[], None] = lambda: None
+
+    async def run(self) -> None:
+        """The whole life; returns when everything is stopped. An interrupted run returns like a finished one."""
+        work = asyncio.create_task(self._work(), name="work")
+        with _on_signals(partial(self._interrupt, work)) as self._listen:
+            try:
+                await work
+            except asyncio.CancelledError:
+                if self._failure is not None:
+                    raise self._failure  # noqa: B904 - it was interrupted on its way out, and has a cause of its own
+                if self._state.stop_reason != "interrupted":
+                    raise
+
+    def _interrupt(self, work: asyncio.Task[None]) -> None:
+        """First Ctrl-C: end after this step, with a checkpoint. Second, or before training: end now."""
+        now = asyncio.get_running_loop().time()
+        if now - self._interrupted_at < SAME_SIGNAL_S:
+            return
+        self._interrupted_at = now
+        if self._is_training and not self._state.stop_requested.is_set():
+            log.warning("interrupted: finishing this step and saving; interrupt again to stop at once")
+            self._state.stop("interrupted")
+            return
+        log.warning("interrupted: stopping now")
+        if self._failure is None:
+            self._state.stop_reason = "interrupted"  # whatever it was: this run does not end in order
+        work.cancel()
+
+    async def _work(self) -> None:
+        cfg, progress = self._cfg, self._telemetry.progress
+        model = asyncio.create_task(ensure_model(cfg), name="model")
+        try:
+            with start_phase(progress, self._telemetry.tracer, "starting Ray"):
+                known = {
+                    "run_dir": str(self._telemetry.run_dir.path),
+                    "seed": cfg.seed,
+                    "started_at": self._state.started_at,
+                }
+                self._cluster = cluster = await _start_cluster(cfg, self._checked, known)
+                self._checked = replace(self._checked, placement=cluster.placement)
+                self._listen()  # Ray has put a handler for SIGTERM in place that ends the process
+            try:
+                await self._with_cluster(model)
+            finally:
+                is_orderly = self._state.stop_reason in ("accuracy_reached", "completed")
+                logs = None if is_orderly else self._telemetry.run_dir.path / ACTOR_LOGS
+                await asyncio.to_thread(cluster.stop, keep_logs_in=logs)
+        finally:
+            model.cancel()
+            await asyncio.gather(model, return_exceptions=True)
+
+    async def _with_cluster(self, model: asyncio.Task[None]) -> None:
+        cfg, progress, tracer = self._cfg, self._telemetry.progress, self._telemetry.tracer
+        actors, placement = await compose.create_actors(
+            cfg, self._checked.placement, self._checked.backend, version=self._state.step - 1
+        )
+        self._checked = checked = replace(self._checked, placement=placement)
+        coordinator = compose.make_coordinator(cfg, actors)
+        devices = compose.make_devices(cfg, actors, coordinator, tracer)
+        try:
+            with start_phase(progress, tracer, "preparing the model"):
+                await model
+            actors = compose.with_workers(cfg, checked.placement, actors)
+            with start_phase(progress, tracer, "starting engines and learners"):
+                await start_actors(cfg, actors, checked.resumed, tracer)
+            with start_phase(progress, tracer, "opening weight sync"):
+                await coordinator.open()
+                await devices.to_learner()
+                await devices.publish(self._state.step)
+                live = await devices.sync(self._state.step)
+                if cfg.weight_sync.self_test:
+                    await coordinator.self_test()
+            # Not before: a start that fails must not cost what earlier processes did.
+            await asyncio.to_thread(take_over, cfg, self._telemetry.run_dir, checked.resumed)
+            with rare_collections():
+                await self._train(actors, coordinator, devices, live)
+        finally:
+            with progress.phase("stopping"):
+                await coordinator.close()
+                await actors.close(timeout_s=cfg.trainer.shutdown_timeout_s)
+
+    async def _train(
+        self, actors: compose.Actors, coordinator: SyncCoordinator, devices: OwnDevices, live: SyncReport
+    ) -> None:
+        async with Supervisor() as supervisor:
+
+            async def await_engine(error: Exception) -> None:
+                await keeper.wait(error)
+
+            parts = self._parts(
+                actors, coordinator, devices, supervisor=supervisor, live=live, await_engine=await_engine
+            )
+            keeper = self._keeper(actors, coordinator, parts)
+            self._is_training = True
+            try:
+                await leave_out(coordinator, parts.workers)  # one may have missed the first version
+                await self._run_loops(parts, keeper, supervisor)
+                self._state.stop("completed")
+            except Exception as error:
+                self._is_training = False  # an interrupt does not wait for what comes now
+                self._failure, self._state.stop_reason = _as_failure(error, self._state.step), "failed"
+                await supervisor.stop()
+                await rescue(parts)
+                if self._failure is error:
+                    raise
+                raise self._failure from error
+            finally:
+                self._state.discarded_tokens = parts.buffer.stats().discarded_tokens
+                await supervisor.stop()
+                parts.workers.close()
+                parts.buffer.close()
+
+    async def _run_loops(self, parts: loops.Parts, keeper: EngineKeeper, supervisor: Supervisor) -> None:
+        """All of them, until the last step is saved and evaluated. Raises the first failure."""
+        supervisor.spawn(loops.watch_workers(parts), name="load_watch", may_end=True)
+        supervisor.spawn(keeper.run(), name="engine_keeper")
+        if self._cluster is not None:
+            supervisor.spawn(self._cluster.watch(), name="ray", may_end=True)
+        await evaluate_at_start(parts, supervisor)
+        loops.start(parts, supervisor)
+        await supervisor.until(loops.train_loop(parts))
+
+    def _keeper(self, actors: compose.Actors, coordinator: SyncCoordinator, parts: loops.Parts) -> EngineKeeper:
+        cfg, checked, numbers = self._cfg, self._checked, itertools.count(1)
+
+        async def restart(name: str) -> int | None:
+            def make() -> Any:
+                # Ray frees a name some time after its actor's death, so every engine has one of its own.
+                return compose.new_engine(
+                    cfg,
+                    checked.placement,
+                    checked.backend,
+                    name=f"{name}{RESTARTED}{next(numbers)}",
+                    version=self._state.live_version,
+                )
+
+            async with parts.devices.engines_turn():
+                return await compose.replace_engine(
+                    name,
+                    make,
+                    engines=actors.engines,
+                    coordinator=coordinator,
+                    workers=parts.workers,
+                    timeout_s=cfg.trainer.startup_timeout_s,
+                )
+
+        return EngineKeeper(
+            partial(members, coordinator, parts.workers),
+            restart,
+            max_restarts=cfg.rollout.max_engine_restarts,
+            is_over=lambda: parts.is_trained,
+        )
+
+    def _parts(
+        self,
+        actors: compose.Actors,
+        coordinator: SyncCoordinator,
+        devices: OwnDevices,
+        *,
+        supervisor: Supervisor,
+        live: SyncReport,
+        await_engine: AwaitEngine,
+    ) -> loops.Parts:
+        cfg, state, sinks, resumed = self._cfg, self._state, self._telemetry, self._checked.resumed
+        source = compose.make_source(cfg, self._checked.inputs, resumed)
+        buffer = compose.make_buffer(cfg, resumed, source)
+        workers = compose.make_pool(cfg, self._checked.placement, actors, await_engine)
+
+        async def on_live(report: SyncReport) -> None:
+            await leave_out(coordinator, workers)
+            await loops.on_live(parts, supervisor, report)
+
+        parts = loops.Parts(
+            cfg=cfg,
+            state=state,
+            telemetry=sinks,
+            source=source,
+            buffer=buffer,
+            workers=workers,
+            learner=actors.learner,
+            devices=devices,
+            pump=SyncPump(devices, on_live=on_live, tracer=sinks.tracer, first=live, await_engine=await_engine),
+            evaluator=Evaluator(
+                cfg,
+                self._checked.inputs.evaluation,
+                freeze=partial(leased, coordinator=coordinator, workers=workers),
+                generate=workers.evaluate,
+                members=partial(members, coordinator, workers),
+                first_version=state.step,
+            ),
+            checkpointer=Checkpointer(cfg, sinks, learner=actors.learner, buffer=buffer, source=source, state=state),
+        )
+        return parts
+
+
+def _as_failure(error: Exception, step: int) -> Exception:
+    """What the run ends with, once training has begun."""
+    log.error("training failed after %d steps: %s", step, one_line(first_cause(error)))
+    if not isinstance(error, START_ERRORS):
+        return error
+    failure = TrainingFailed(f"training failed after {step} steps")
+    failure.__cause__ = error
+    return failure
+
+
+async def _start_cluster(cfg: RunConfig, checked: Checked, last_words: Mapping[str, object]) -> Cluster:
+    """Start Ray in a thread that the process does not wait for, since Ray has no deadline for an address that takes
+    connections and does not answer. The kernel ends Ray's processes with the thread that started them, so it stays.
+
+    A start that is cancelled is finished first, or nobody would stop it; for that it has `trainer.shutdown_timeout_s`.
+
+    Raises:
+        TimeoutError: Ray has not answered within `trainer.startup_timeout_s`, beside `ray.placement_timeout_s` on a
+            cluster that is joined.
+    """
+    limit_s = cfg.trainer.startup_timeout_s + (cfg.ray.placement_timeout_s if cfg.ray.address != "local" else 0.0)
+    outcome: concurrent.futures.Future[Cluster] = concurrent.futures.Future()
+
+    def work() -> None:
+        try:
+            outcome.set_result(Cluster.start(cfg, checked.placement, checked.backend, last_words=last_words))
+        except BaseException as error:  # noqa: BLE001 - whoever waits raises it
+            outcome.set_exception(error)
+        threading.Event().wait()
+
+    threading.Thread(target=work, name="ray", daemon=True).start()
+    start = asyncio.wrap_future(outcome)
+    try:
+        await asyncio.wait({start}, timeout=limit_s)
+    except asyncio.CancelledError:
+        await asyncio.wait({start}, timeout=cfg.trainer.shutdown_timeout_s)
+        if start.done() and start.exception() is None:
+            await asyncio.to_thread(start.result().stop, keep_logs_in=None)
+        raise
+    if not start.done():
+        raise TimeoutError(
+            f"Ray at ray.address={cfg.ray.address} gave no answer for {limit_s:g} s; look at its host and port, or "
+            "raise trainer.startup_timeout_s"
+        )
+    return start.result()
+
+
+@contextlib.contextmanager
+def _on_signals(interrupt: Callable[[], None]) -> Iterator[Callable[[], None]]:
+    """`SIGNALS` call `interrupt` in the event loop while the block runs.
+
+    Yields a function that puts the handlers in place again, for after somebody else has put theirs there.
+    """
+    loop = asyncio.get_running_loop()
+    is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    heard = [number for number in SIGNALS if not (is_nohup and number == signal.SIGHUP)]
+
+    def listen() -> None:
+        for number in heard:
+            loop.add_signal_handler(number, interrupt)
+
+    listen()
+    try:
+        yield listen
+    finally:
+        for number in heard:
+            loop.remove_signal_handler(number)
+
+
+@contextlib.contextmanager
+def _summary(cfg: RunConfig, state: RunState, run_dir: RunDir) -> Iterator[None]:
+    """Write summary.json when the block ends, also when it fails. A disk that refuses it is told in the log."""
+    error = ""
+    try:
+        yield
+    except BaseException as failure:
+        error = one_line(first_cause(failure))
+        state.stop_reason = "failed"
+        log.exception("the run failed")
+        note_log(failure, run_dir.log)
+        raise
+    finally:
+        evaluation = state.last_evaluation
+        summary = Summary(
+            exit_reason=_exit_reason(state),
+            steps=state.step,
+            version=state.live_version,
+            wall_s=state.time_s,
+            startup_s=state.startup_s,
+            first_accuracy=state.first_accuracy,
+            last_accuracy=None if evaluation is None else evaluation.accuracy,
+            seed=cfg.seed,
+            resumed_from_step=state.resumed_from_step,
+            discarded_tokens=state.discarded_tokens,
+            num_responses=state.failed_responses.num_responses,
+            num_failed_responses=state.failed_responses.num_failed,
+            first_failure=state.failed_responses.first_error,
+            eval_sets=state.told_of_sets(),
+            error=error,
+        )
+        try:
+            write_summary(run_dir.summary, summary)
+        except OSError as refused:  # what was trained is safe, and this is no reason to fail
+            log.warning("%s is not written: %s", run_dir.summary, refused)
+
+
+def _exit_reason(state: RunState) -> ExitReason:
+    return "failed" if state.stop_reason is None else state.stop_reason
+
+
+def _say_goodbye(console: Console, state: RunState, run_dir: RunDir, *, max_staleness: int) -> None:
+    """How it ended, as the last line; before it the way to `trainer.advise`, where the run made enough steps for it."""
+    last = state.reached if state.stop_reason == "accuracy_reached" else state.last_evaluation
+    own = state.step - (state.resumed_from_step or 0)
+    steps = f"{state.step} steps in" if own == state.step else f"{state.step} steps, {own} of them in this process, in"
+    parts = [f"{_exit_reason(state).replace('_', ' ')}: {steps} {state.time_s:.0f} s"]
+    if state.stop_reason == "completed" and state.step == state.resumed_from_step:
+        parts.append("nothing was left to train, raise trainer.total_steps to go on")
+    if last is not None and state.first_accuracy is not None:
+        of_sets = [f", {name} {begin:.3f} -> {end:.3f}" for name, (begin, end) in state.set_accuracies.items()]
+        parts.append(
+            f"held-out accuracy {state.first_accuracy:.3f} -> {last.accuracy:.3f} (v{last.version}){''.join(of_sets)}"
+        )
+    if state.stop_reason == "interrupted":
+        saved = checkpoint.find_latest(run_dir.checkpoints)
+        if saved is None:
+            text = "no checkpoint was saved, so the same command begins anew"
+        else:
+            text = f"to go on from {saved.name}: the same command with run_dir={shlex.quote(str(run_dir.path))}"
+        console.print(text, highlight=False, soft_wrap=True, markup=False)
+    if state.failed_responses.num_failed:
+        console.print(f"warning: {state.failed_responses}", highlight=False, soft_wrap=True, markup=False)
+    parts.append(f"see {run_dir.path}")
+    if own >= _MIN_STEPS + 2 * max_staleness:
+        command = f"python -m trainer.advise {shlex.quote(str(run_dir.path))}"
+        console.print(f"who waited for whom: {command}", highlight=False, soft_wrap=True, markup=False)
+    console.print("; ".join(parts), highlight=False, soft_wrap=True, markup=False)

@@ -1,0 +1,364 @@
+"""New weights to the engines, and whose turn it is on shared devices."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rollout.worker.actor import kill_actor
+from trainer.errors import first_cause, one_line
+from trainer.remote import answer
+from weight_sync.errors import PublisherLost, VersionUnavailable, WeightSyncError
+from weight_sync.types import ReplicaTimes, SyncReport
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+
+    from trainer.telemetry.trace import Tracer
+
+
+log = logging.getLogger(__name__)
+
+
+class Coordinator(Protocol):
+    """`trainer.driver.weight_updates.OwnDevices`, or a `weight_sync.coordinator.SyncCoordinator` by itself."""
+
+    async def publish(self, version: int) -> float: ...
+
+    async def sync(self, version: int) -> SyncReport: ...
+
+
+OnLive = Callable[[SyncReport], Awaitable[None]]
+AwaitEngine = Callable[[Exception], Awaitable[None]]
+"""(why no engine took a version): returns when it may be tried again; raises that error if nothing has changed."""
+
+
+async def no_engine_returns(error: Exception) -> None:
+    """Where nobody starts engines again."""
+    raise error
+
+
+class SyncPump:
+    """Publishing blocks the learner for the pack only; moving and committing happens in `run`.
+
+    At most one version is on its way and at most one waits. A newer version replaces the one that waits: its steps
+    become live together with the newer one. Where no engine takes a version, it waits until one has been started again.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        *,
+        on_live: OnLive,
+        tracer: Tracer,
+        first: SyncReport,
+        await_engine: AwaitEngine = no_engine_returns,
+    ) -> None:
+        """`first` is the report of the version that is live already."""
+        self._coordinator = coordinator
+        self._on_live = on_live
+        self._await_engine = await_engine
+        self._tracer = tracer
+        self._waiting: int | None = None
+        self._is_packing = False
+        self._published = self._live = first.version
+        self._changed = asyncio.Condition()
+        self.num_superseded = 0
+        self.last_report = first
+        """Of the last sync that ended."""
+
+    @property
+    def live_version(self) -> int:
+        """Newest version that every healthy engine generates from."""
+        return self._live
+
+    async def publish(self, version: int) -> float:
+        """Pack `version` on all learner ranks; returns the seconds that took.
+
+        Raises:
+            WeightSyncError: a rank could not pack.
+        """
+        if self._waiting is not None:
+            # Nobody has begun to read it, so its slot may be taken; `run` must not begin while it is overwritten.
+            log.debug("version %d supersedes %d before it was moved", version, self._waiting)
+            self._waiting = None
+            self.num_superseded += 1
+        # Stays so if the pack fails: that ends the run, and `run` must not end it first with what followed from it.
+        self._is_packing = True
+        with self._tracer.span("sync", f"pack v{version}"):
+            seconds = await self._coordinator.publish(version)
+        async with self._changed:
+            self._waiting = self._published = version
+            self._is_packing = False
+            self._changed.notify_all()
+        return seconds
+
+    async def run(self) -> None:
+        """Consumes: the newest published version. Waits for: `publish`, then the engines; without any, for one that is
+        started again. Unblocked by: cancellation, or the deadlines of sync and restart.
+
+        Raises:
+            PublisherLost: a learner is gone; no engine can help.
+            WeightSyncError, TimeoutError: no engine took a version, and none comes back.
+        """
+        while True:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._waiting is not None)
+                version, self._waiting = self._waiting, None
+            assert version is not None
+            report = await self._bring(version)
+            if report is None:
+                self.num_superseded += 1
+                continue
+            self.last_report = report
+            await self._on_live(report)
+            async with self._changed:
+                self._live = version
+                self._changed.notify_all()
+
+    async def _bring(self, version: int) -> SyncReport | None:
+        """None if a newer version has taken its place: that one goes live for both."""
+        while True:
+            try:
+                report = await self._coordinator.sync(version)
+            except VersionUnavailable as error:
+                # It waited too long for its turn.
+                if not await self._is_superseded():
+                    raise
+                log.info("version %d was superseded on its way: %s", version, error)
+                return None
+            except PublisherLost:
+                raise
+            except (WeightSyncError, TimeoutError) as error:
+                await self._await_engine(error)
+                if await self._is_superseded():
+                    return None
+            else:
+                # It may have waited for an evaluation before it began.
+                self._trace(report, time.time() - report.end_to_end_s)
+                return report
+
+    async def _is_superseded(self) -> bool:
+        """Whether a newer version waits. One that is being packed is waited for: its slot is already taken."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._is_packing)
+            return self._waiting is not None
+
+    async def drained(self) -> None:
+        """Wait until the newest published version is live. Bounded by the deadline of the sync, which fails the run."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._live >= self._published)
+
+    def _trace(self, report: SyncReport, started_at: float) -> None:
+        self._tracer.add_span(
+            "sync",
+            f"sync v{report.version}",
+            start_s=started_at,
+            end_s=started_at + report.end_to_end_s,
+            overlapping=True,
+            bytes=report.nbytes,
+            gb_per_s=report.pull_bytes_per_s / 1e9,
+            **{f"learner_{rank}_s": seconds for rank, seconds in report.pull_by_source.items()},
+        )
+        for name, times in report.replicas.items():
+            self._trace_replica(f"v{report.version}", name, times, started_at)
+
+    def _trace_replica(self, version: str, name: str, times: ReplicaTimes, started_at: float) -> None:
+        """Where a replica was: bytes and digests on the way to it, and the pause of its generation."""
+        pulled_at = started_at + times.pull_at_s
+        attested_at = pulled_at + times.pull_s
+        live_at = started_at + times.live_at_s
+        for what, begin, end in (
+            ("pull", pulled_at, attested_at),
+            ("digests", attested_at, attested_at + times.attest_s),
+        ):
+            self._tracer.add_span("sync", f"{what} {version} {name}", start_s=begin, end_s=end, overlapping=True)
+        self._tracer.add_span(
+            f"engine {name}",
+            f"paused for {version}",
+            start_s=live_at - times.pause_s,
+            end_s=live_at,
+            drain_s=times.drain_s,
+        )
+
+
+class FleetCoordinator(Protocol):
+    """The part of `weight_sync.coordinator.SyncCoordinator` that is used here."""
+
+    @property
+    def members(self) -> Mapping[str, str]: ...
+
+    async def publish(self, version: int) -> float: ...
+
+    async def sync(self, version: int) -> SyncReport: ...
+
+
+class Moved(Protocol):
+    """What a learner rank says about its move; see `trainer.learner.actor.OffloadReport`."""
+
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def free_bytes(self) -> int: ...
+    @property
+    def total_bytes(self) -> int: ...
+
+
+class Learner(Protocol):
+    """The part of `trainer.learner.group.LearnerGroup` that is used here."""
+
+    async def offload(self) -> Sequence[Moved]: ...
+
+    async def onload(self) -> Sequence[Moved]: ...
+
+
+class OwnDevices:
+    """Learners and engines have devices of their own: everything at any time."""
+
+    def __init__(self, coordinator: FleetCoordinator) -> None:
+        self._coordinator = coordinator
+
+    async def to_learner(self) -> None:
+        return
+
+    @asynccontextmanager
+    async def engines_turn(self) -> AsyncIterator[None]:
+        """Around what an engine needs its device for, beside generation."""
+        yield
+
+    async def publish(self, version: int) -> float:
+        return await self._coordinator.publish(version)
+
+    async def sync(self, version: int) -> SyncReport:
+        return await self._coordinator.sync(version)
+
+    @property
+    def offload_s(self) -> float:
+        """Part of the last `publish` in which the learner's memory left the devices."""
+        return 0.0
+
+    def record(self) -> dict[str, object]:
+        """Metrics of the last turns."""
+        return {}
+
+
+class SharedDevices(OwnDevices):
+    """One learner rank and one engine worker on every device. Either side's memory is there, never both.
+
+    What stays on a device all the time: two contexts, the arena with the packed weights, captured graphs.
+    """
+
+    def __init__(
+        self,
+        coordinator: FleetCoordinator,
+        learner: Learner,
+        engines: Mapping[str, Any],
+        *,
+        tracer: Tracer,
+        sleep_timeout_s: float,
+        kill: Callable[[Any], None] = kill_actor,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            engines: actors by name; whoever restarts one puts it in here.
+            sleep_timeout_s: deadline of an engine that is told to sleep.
+        """
+        super().__init__(coordinator)
+        self._learner, self._engines = learner, engines
+        self._tracer, self._kill, self._clock = tracer, kill, clock
+        self._sleep_timeout_s = sleep_timeout_s
+        self._engines_have_it = asyncio.Lock()
+        """Held by whoever wants the engines' turn to last, and by the learner until its version was on its way."""
+        self._have_version = asyncio.Event()
+        """The engines have taken what the learner published last."""
+        self._have_version.set()
+        self._is_learners_turn = self._is_learner_here = False
+        self._record: dict[str, float] = {}
+
+    async def to_learner(self) -> None:
+        """Consumes: nothing. Waits for: the end of the last sync, and of a restart. Unblocked by: `sync`, which has a
+        deadline. Does nothing in the learner's turn.
+
+        Raises:
+            LearnerError: a rank did not get its memory back.
+        """
+        if self._is_learner_here:
+            return
+        await self._have_version.wait()
+        await self._engines_have_it.acquire()
+        self._have_version.clear()
+        self._record = {}
+        self._is_learners_turn = self._is_learner_here = True
+        with self._timed("sleep"):
+            await self._put_to_sleep()
+        with self._timed("onload"):
+            moved = await self._learner.onload()
+        self._record["devices/onload_bytes"] = sum(one.nbytes for one in moved)
+
+    async def publish(self, version: int) -> float:
+        """As the coordinator's; the learner's memory is on the host afterwards."""
+        seconds = await super().publish(version)
+        with self._timed("offload"):
+            moved = await self._learner.offload()
+        self._is_learner_here = False
+        self._record["devices/free_frac"] = min(one.free_bytes / one.total_bytes for one in moved)
+        return seconds
+
+    async def sync(self, version: int) -> SyncReport:
+        """As the coordinator's; it ends the learner's turn. One that fails leaves the devices to engines that are
+        started again, but not to the learner: `sync` must be tried again first."""
+        if not self._is_learners_turn:
+            await self._engines_have_it.acquire()
+        try:
+            report = await super().sync(version)
+        finally:
+            self._is_learners_turn = False
+            self._engines_have_it.release()
+        self._have_version.set()
+        return report
+
+    @asynccontextmanager
+    async def engines_turn(self) -> AsyncIterator[None]:
+        """Consumes: nothing. Waits for: the end of the learner's turn. Unblocked by: `sync`."""
+        async with self._engines_have_it:
+            yield
+
+    @property
+    def offload_s(self) -> float:
+        return self._record.get("devices/offload_s", 0.0)
+
+    def record(self) -> dict[str, object]:
+        return {**self._record}
+
+    async def _put_to_sleep(self) -> None:
+        """Engines that are lost, or do not fall asleep, are ended: they would keep their memory. The next sync sees who
+        is gone, and the others go on."""
+        members = self._coordinator.members
+        names = [name for name, state in members.items() if state == "live"]
+        for name in members.keys() - set(names):
+            self._kill(self._engines[name])
+        do = "raise weight_sync.timeout_s if it was on its way"
+        calls = (
+            answer(self._engines[name].sleep.remote(), timeout_s=self._sleep_timeout_s, who=name, call="sleep", do=do)
+            for name in names
+        )
+        failures = {
+            name: result
+            for name, result in zip(names, await asyncio.gather(*calls, return_exceptions=True), strict=True)
+            if isinstance(result, BaseException)
+        }
+        for name, error in failures.items():
+            log.warning("%s did not fall asleep and is ended: %s", name, one_line(first_cause(error)))
+            self._kill(self._engines[name])
+
+    @contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        began = self._clock()
+        with self._tracer.span("devices", what):
+            yield
+        self._record[f"devices/{what}_s"] = self._clock() - began

@@ -1,0 +1,166 @@
+"""Writes a policy as a Hugging Face directory."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from rollout.rendering import load_tokenizer
+from trainer.learner.checkpoint import put_in_place
+from trainer.learner.lora import ADAPTER_DIR, gather_adapters, merged_parameters, write_adapter
+from weight_sync.checkpoint_names import persistent_buffers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from trainer.config.schema import ModelConfig
+
+
+TOKENIZER_FILES = (
+    "*.json",
+    "*.txt",
+    "*.jinja",
+    "additional_chat_templates/*.jinja",
+    "*.model",
+    "*.tiktoken",
+    "*.vocab",
+    "*.bpe",
+    "*.spm",
+    "*.py",
+)
+"""Copied as they are: loading and saving a tokenizer again may change it. By kind, since one with code of its own names
+its files as it likes; not all that is there, which may be a directory of checkpoints."""
+MODEL_FILES = ("config.json", "generation_config.json", "adapter_config.json", "*quant*.json", "*.index.json")
+"""Of those, what describes the weights beside the tokenizer, and not the ones that are written."""
+GENERATION_FILE = "generation_config.json"
+"""Copied, too: it may name more end tokens than config.json, from which a model is built here."""
+
+log = logging.getLogger(__name__)
+
+
+def export_hf(path: Path, *, model: PreTrainedModel, source_dir: Path, config: ModelConfig, rank: int) -> None:
+    """Collective: `write_hf` by rank 0, which every rank waits for.
+
+    Raises:
+        OSError: rank 0 cannot write to `path`.
+    """
+    write_hf(path, model=model, source_dir=source_dir, config=config, rank=rank)
+    dist.barrier()
+
+
+def write_hf(path: Path, *, model: PreTrainedModel, source_dir: Path, config: ModelConfig, rank: int) -> None:
+    """Gather one parameter after another to the host of rank 0, which writes them as safetensors. Collective if the
+    model is sharded.
+
+    `AutoModelForCausalLM.from_pretrained(path)` and engines load the result. Weights are in `model.rollout_dtype`: what
+    the engines generated with. The directory appears whole or not at all, and replaces what is there (see
+    `put_in_place`). LoRA adapters are merged into the weights, and written once more by themselves in `adapter/`.
+
+    Raises:
+        OSError: rank 0 cannot write to `path`.
+    """
+    dtype = getattr(torch, config.rollout_dtype)
+    state: dict[str, Tensor] = {}
+    for name, whole in _whole_parameters(model, dtype, with_adapters=config.lora.rank > 0):  # in lockstep over ranks
+        if rank == 0:
+            state[name] = whole.to(dtype).cpu()
+    state |= {name: buffer.detach().cpu() for name, buffer in persistent_buffers(model)}
+    adapter = gather_adapters(model)
+    if rank == 0:
+        tmp = path.with_name(f"{path.name}.tmp")
+        try:
+            _write(tmp, state, adapter, model=model, source_dir=source_dir, config=config)
+            put_in_place(tmp, path)
+        finally:
+            shutil.rmtree(tmp, ignore_errors=True)
+
+
+def _whole_parameters(
+    model: PreTrainedModel, dtype: torch.dtype, *, with_adapters: bool
+) -> Iterator[tuple[str, Tensor]]:
+    if with_adapters:
+        yield from merged_parameters(model)
+        return
+    for name, param in model.named_parameters():
+        local = param.detach().to(dtype)  # first, because it halves what is gathered
+        yield name, local.full_tensor() if isinstance(local, DTensor) else local
+
+
+def _write(
+    tmp: Path,
+    state: dict[str, Tensor],
+    adapter: dict[str, Tensor],
+    *,
+    model: PreTrainedModel,
+    source_dir: Path,
+    config: ModelConfig,
+) -> None:
+    shutil.rmtree(tmp, ignore_errors=True)
+    tmp.mkdir(parents=True)
+    # A hollow model of the original class writes the files: it knows the class name, tied weights and renamed experts.
+    with torch.device("meta"):
+        hollow = AutoModelForCausalLM.from_config(
+            model.config, dtype=getattr(torch, config.rollout_dtype), trust_remote_code=config.trust_remote_code
+        )
+    hollow.generation_config = model.generation_config
+    hollow.save_pretrained(tmp, state_dict=state)
+    for weights in tmp.glob("*.safetensors"):  # written for their owner alone; whoever may read the rest may read them
+        weights.chmod((tmp / "config.json").stat().st_mode)
+    if (source_dir / GENERATION_FILE).is_file():
+        shutil.copyfile(source_dir / GENERATION_FILE, tmp / GENERATION_FILE)
+    if _copy_tokenizer(_tokenizer_dir(config, source_dir), tmp):
+        _try_tokenizer(tmp, config)
+    else:
+        log.warning("no tokenizer files found for %s; the exported model has none", config.path)
+    if adapter:
+        write_adapter(tmp / ADAPTER_DIR, adapter, config.lora, base=config.path)
+
+
+def _copy_tokenizer(source: Path, target: Path) -> bool:
+    """Whether there was any file of it."""
+    found = [
+        path.relative_to(source)
+        for pattern in TOKENIZER_FILES
+        for path in source.glob(pattern)
+        if path.is_file() and not path.name.startswith(".") and not any(map(path.match, MODEL_FILES))
+    ]
+    for name in found:
+        (target / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(source / name, target / name)
+    return bool(found)
+
+
+def _try_tokenizer(path: Path, config: ModelConfig) -> None:
+    """A warning if it does not open from there; the weights are worth having without it."""
+    try:
+        load_tokenizer(str(path), trust_remote_code=config.trust_remote_code)
+    except Exception as error:  # noqa: BLE001 - code that comes with a tokenizer may raise anything
+        log.warning(
+            "the tokenizer of the exported model does not open: %s: %s; copy what it misses from %s",
+            type(error).__name__,
+            (str(error).strip().splitlines() or ["no message"])[0],
+            config.tokenizer_path if config.tokenizer_path else config.path,
+        )
+
+
+def _tokenizer_dir(config: ModelConfig, source_dir: Path) -> Path:
+    """Where its files lie; those of a hub name are downloaded into (or found in) the hub cache."""
+    path = Path(config.tokenizer_path).expanduser() if config.tokenizer_path else source_dir
+    if path.is_dir():
+        return path
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(config.tokenizer_path, allow_patterns=list(TOKENIZER_FILES)))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        log.warning("model.tokenizer_path %r cannot be had: %s", config.tokenizer_path, error)
+        return path

@@ -1,0 +1,394 @@
+"""The tensors of one micro-batch, and attention over packed sequences.
+
+Sequences lie end to end in one row of `T` tokens; no token may see another sequence. Two ways to compute it:
+`VarlenLayout` hands the boundaries to torch's variable-length kernel; `PaddedLayout` works on every device: it gathers
+sequences of similar length into dense blocks, so that hundreds of short sequences cost a handful of kernel calls.
+
+Shape legend: `T` packed tokens, `N` sequences of a block, `L` padded length of a block, `H` heads, `D` head size.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from trainer.algorithms.losses import LossInputs
+from trainer.errors import TESTED, ModelError, one_line
+
+if TYPE_CHECKING:
+    from trainer.data.batch import MicroBatch
+
+
+log = logging.getLogger(__name__)
+
+ATTENTION_NAME = "tandem_packed"
+"""Name of our function in transformers' attention interface."""
+
+SHORTEST_BLOCK = 16
+BLOCK_GROWTH = 1.25
+"""A block holds lengths in (L / 1.25, L], or all up to 16: padding costs little, kernel calls cost much."""
+
+
+class PackedLayout(Protocol):
+    """Where the sequences of a packed row begin and end, in the form one kernel wants it."""
+
+    def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, scale: float, window: int | None) -> Tensor:
+        """Causal attention inside each sequence; keys may have fewer heads (GQA).
+
+        Args:
+            window: a token sees itself and the `window - 1` tokens before it; None means all before it.
+
+        Returns:
+            [T, H, D], dtype of `q_THD`.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VarlenLayout:
+    """For `torch.nn.attention.varlen` (half precision on devices that have the kernel).
+
+    Nothing promises that the kernel's backward repeats to the last bit, so two equal steps may differ by rounding.
+    """
+
+    cu_seqlens: Tensor
+    """int32[N+1]"""
+    max_seqlen: int
+
+    def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, scale: float, window: int | None) -> Tensor:
+        return _varlen(q_THD, k_THD, v_THD, self.cu_seqlens, self.max_seqlen, scale=scale, window=window)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """`num_seqs` sequences padded to `length`."""
+
+    num_seqs: int
+    length: int
+    token_index: Tensor
+    """int64[N*L]: packed token at each place; padding repeats a token of the same sequence."""
+    place_index: Tensor
+    """int64[real tokens]: places of the block that are not padding ..."""
+    packed_index: Tensor
+    """int64[real tokens]: ... and the packed token each of them holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaddedLayout:
+    """For scaled-dot-product attention, any device and dtype. Padding sits after the real tokens, so causality alone
+    keeps it from being seen."""
+
+    blocks: tuple[Block, ...]
+    restore_index: Tensor
+    """int64[T]: place of packed token t in the concatenation of all blocks."""
+
+    def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, scale: float, window: int | None) -> Tensor:
+        return _attend_blocks(self, q_THD, k_THD, v_THD, scale=scale, window=window)  # pyright: ignore[reportCallIssue]
+
+
+def register_packed_attention() -> None:
+    """Make `ATTENTION_NAME` known to transformers. Idempotent; called where a model is built, not at import."""
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, packed_attention)
+
+
+def packed_attention(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Attention function of transformers' interface: [1, H, T, D] in, [1, T, H, D] out.
+
+    The layout arrives as keyword `packed` from the call of the model.
+
+    Raises:
+        ModelError: the model asks for something this function does not compute (a mask of its own, soft-capping,
+            attention sinks, a position bias, values of another size than keys), or is called without a layout.
+    """
+    kind, layout = type(module).__name__, kwargs.get("packed")
+    if layout is None:
+        raise ModelError(f"{kind} was not given packed=<layout>, or its model does not hand it on; use {TESTED}")
+    asked = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
+    if attention_mask is not None:
+        asked.append("attention_mask")
+    if value.shape[-1] != query.shape[-1]:
+        asked.append(f"values of size {value.shape[-1]} and keys of size {query.shape[-1]}")
+    if asked:
+        raise ModelError(
+            f"{kind} uses attention with {', '.join(asked)}, which the packed attention does not compute; use {TESTED}"
+        )
+    scaling = kwargs.get("scaling")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    q_THD, k_THD, v_THD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    out_THD = layout.attend(q_THD, k_THD, v_THD, scale=scale, window=kwargs.get("sliding_window"))
+    return out_THD.unsqueeze(0), None
+
+
+@functools.cache
+def best_layout(device: torch.device, dtype: torch.dtype, *, head_dim: int) -> LayoutFn:
+    """The packed layout for a model of this compute dtype: `varlen_layout` where its kernel works, else
+    `padded_layout`, with a warning that says why not, once per process. On CPU that is the normal way: nothing is said.
+
+    Raises:
+        torch.OutOfMemoryError: the kernel could not be tried.
+    """
+    if device.type == "cpu":
+        return padded_layout
+    reason = why_no_varlen_kernel(device, dtype, head_dim=head_dim)
+    if reason is None:
+        return varlen_layout
+    log.warning(
+        "attention is computed in padded blocks, which costs time and memory: torch's variable-length kernel does not "
+        "work on %s for %s and heads of size %d: %s",
+        device, dtype, head_dim, reason,
+    )  # fmt: skip
+    return padded_layout
+
+
+def why_no_varlen_kernel(device: torch.device, dtype: torch.dtype, *, head_dim: int) -> str | None:
+    """Why torch's variable-length kernel does not work here; None if it does: it is run forward and backward once."""
+    if dtype not in (torch.float16, torch.bfloat16):
+        return "it computes in half precision only"
+    try:
+        q_THD = torch.ones(2, 2, head_dim, device=device, dtype=dtype, requires_grad=True)
+        kv_THD = torch.ones(2, 1, head_dim, device=device, dtype=dtype)
+        cu_seqlens = torch.tensor([0, 1, 2], device=device, dtype=torch.int32)
+        out = _varlen(q_THD, kv_THD, kv_THD, cu_seqlens, 1, scale=1.0, window=None)
+        out.sum().backward()
+    except torch.OutOfMemoryError:  # says nothing about the kernel
+        raise
+    except (ImportError, RuntimeError) as error:  # NotImplementedError is a RuntimeError
+        return one_line(error)
+    return None if torch.isfinite(out).all() else "its result is not finite"
+
+
+def varlen_layout(cu_seqlens: np.ndarray, device: torch.device) -> VarlenLayout:
+    """`cu_seqlens`: int32[N+1]."""
+    return VarlenLayout(
+        cu_seqlens=torch.from_numpy(np.ascontiguousarray(cu_seqlens, np.int32)).to(device, non_blocking=True),
+        max_seqlen=int(np.diff(cu_seqlens).max()),
+    )
+
+
+def padded_layout(cu_seqlens: np.ndarray, device: torch.device) -> PaddedLayout:
+    """`cu_seqlens`: int32[N+1], every sequence at least one token long."""
+    starts, lengths = cu_seqlens[:-1].astype(np.int64), np.diff(cu_seqlens).astype(np.int64)
+    order = np.argsort(lengths, kind="stable")
+    restore, blocks, offset = np.empty(int(cu_seqlens[-1]), np.int64), [], 0
+    for rows in _split_by_length(order, lengths):
+        length = int(lengths[rows].max())
+        position = np.arange(length)[None, :]
+        is_real = position < lengths[rows][:, None]
+        tokens = starts[rows][:, None] + np.minimum(position, lengths[rows][:, None] - 1)
+        places, packed = np.flatnonzero(is_real), tokens[is_real]
+        restore[packed] = offset + places
+        offset += is_real.size
+        token_index, place_index, packed_index = (
+            torch.from_numpy(x).to(device, non_blocking=True) for x in (tokens.reshape(-1), places, packed)
+        )
+        blocks.append(
+            Block(
+                num_seqs=len(rows),
+                length=length,
+                token_index=token_index,
+                place_index=place_index,
+                packed_index=packed_index,
+            )
+        )
+    return PaddedLayout(blocks=tuple(blocks), restore_index=torch.from_numpy(restore).to(device, non_blocking=True))
+
+
+def _split_by_length(order: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
+    """Cut sequences, ascending in length, wherever a length outgrows the block that began with the shortest one."""
+    sorted_lengths, cuts, limit = lengths[order], [], 0.0
+    limit = max(SHORTEST_BLOCK, sorted_lengths[0] * BLOCK_GROWTH)
+    while True:
+        cut = int(np.searchsorted(sorted_lengths, limit, side="right"))
+        if cut == len(order):
+            return np.split(order, cuts)
+        cuts.append(cut)
+        limit = sorted_lengths[cut] * BLOCK_GROWTH
+
+
+@torch.compiler.disable
+def _attend_blocks(
+    layout: PaddedLayout, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, scale: float, window: int | None
+) -> Tensor:
+    """Not compiled: the number and shapes of blocks differ in every micro-batch."""
+    outputs = [_attend_block(block, q_THD, k_THD, v_THD, scale=scale, window=window) for block in layout.blocks]
+    flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return _Scatterless.apply(flat, layout.restore_index)  # pyright: ignore[reportReturnType]
+
+
+def _attend_block(
+    block: Block, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, scale: float, window: int | None
+) -> Tensor:
+    """[N*L, H, D]: output at every place of the block."""
+    q_NHLD, k_NHLD, v_NHLD = (
+        _GatherBlock.apply(x, block).view(block.num_seqs, block.length, *x.shape[1:]).transpose(1, 2)  # pyright: ignore[reportOptionalMemberAccess]
+        for x in (q_THD, k_THD, v_THD)
+    )
+    mask = None
+    if window is not None and window < block.length:
+        distance = torch.arange(block.length, device=q_THD.device)
+        distance = distance[:, None] - distance[None, :]
+        mask = (distance >= 0) & (distance < window)
+    out_NHLD = scaled_dot_product_attention(
+        q_NHLD,
+        k_NHLD,
+        v_NHLD,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=q_NHLD.shape[1] != k_NHLD.shape[1],
+    )
+    return out_NHLD.transpose(1, 2).reshape(block.num_seqs * block.length, *q_THD.shape[1:])
+
+
+class _GatherBlock(torch.autograd.Function):
+    """Packed tokens -> places of one block. Padding gets no gradient (nothing sees it), so the backward is a gather of
+    the real places too, several times faster than the scatter-add that autograd would run."""
+
+    @staticmethod
+    def forward(ctx: Any, x_THD: Tensor, block: Block) -> Tensor:
+        ctx.block, ctx.num_tokens = block, x_THD.shape[0]
+        return x_THD.index_select(0, block.token_index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        block, grad = ctx.block, grads[0]
+        real = grad.index_select(0, block.place_index)
+        out = grad.new_zeros(ctx.num_tokens, *grad.shape[1:])
+        return out.index_copy_(0, block.packed_index, real), None
+
+
+class _Scatterless(torch.autograd.Function):
+    """`x[index]` for an `index` without repeats: the backward writes each row once instead of adding."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.num_rows = x.shape[0]
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (index,), grad = ctx.saved_tensors, grads[0]
+        return grad.new_zeros(ctx.num_rows, *grad.shape[1:]).index_copy_(0, index, grad), None
+
+
+def _varlen(
+    q_THD: Tensor,
+    k_THD: Tensor,
+    v_THD: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    *,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    kwargs: dict[str, Any] = {}
+    if q_THD.shape[1] != k_THD.shape[1]:
+        if _varlen_knows_gqa():
+            kwargs["enable_gqa"] = True
+        else:  # torch 2.11's kernel has no such argument; can go when 2.12 is the oldest we support.
+            repeats = q_THD.shape[1] // k_THD.shape[1]
+            k_THD, v_THD = (x.repeat_interleave(repeats, dim=1) for x in (k_THD, v_THD))
+    # (-1, 0): everything to the left, nothing to the right. The kernel's left side does not count the token itself.
+    sides = (-1 if window is None else window - 1, 0)
+    out = varlen_attn(
+        q_THD, k_THD, v_THD, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale=scale, window_size=sides, **kwargs
+    )
+    assert isinstance(out, Tensor)  # a tuple only with return_aux
+    return out
+
+
+def _varlen_knows_gqa() -> bool:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+LayoutFn = Callable[[np.ndarray, torch.device], "PackedLayout"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedInputs:
+    """What one forward needs. The logits of token t come from position t - 1, so `source_L = positions_of_loss - 1`."""
+
+    token_ids_1T: Tensor
+    """int64"""
+    position_ids_1T: Tensor
+    """int64, restarts at 0 in every sequence."""
+    layout: PackedLayout
+    source_L: Tensor
+    """int64: packed position whose hidden state predicts the loss token."""
+    target_L: Tensor
+    """int64: the loss token itself."""
+
+    @staticmethod
+    def of(batch: MicroBatch, *, device: torch.device, layout: LayoutFn) -> PackedInputs:
+        """Raises ValueError if a first token of a sequence carries loss: nothing predicts it."""
+        cu_seqlens = batch.cu_seqlens
+        lengths = np.diff(cu_seqlens)
+        if len(lengths) == 0 or lengths.min() < 1 or cu_seqlens[0] != 0 or cu_seqlens[-1] != len(batch.token_ids):
+            raise ValueError(
+                f"cu_seqlens must rise from 0 to the {len(batch.token_ids)} tokens, got {cu_seqlens.tolist()[:20]}"
+            )
+        if batch.loss_mask[cu_seqlens[:-1]].any():
+            raise ValueError("loss_mask is True on the first token of a sequence, which nothing predicts; mask it out")
+        loss_positions = np.flatnonzero(batch.loss_mask)
+        positions = np.arange(len(batch.token_ids)) - np.repeat(cu_seqlens[:-1].astype(np.int64), lengths)
+        return PackedInputs(
+            token_ids_1T=to_device(batch.token_ids.astype(np.int64), device).unsqueeze(0),
+            position_ids_1T=to_device(positions, device).unsqueeze(0),
+            layout=layout(cu_seqlens, device),
+            source_L=to_device(loss_positions - 1, device),
+            target_L=to_device(batch.token_ids[loss_positions].astype(np.int64), device),
+        )
+
+
+def loss_inputs(batch: MicroBatch, logprobs_L: Tensor) -> LossInputs:
+    """The batch's loss tokens beside their log-probs under the policy being trained, on the device of those."""
+    mask, device = batch.loss_mask, logprobs_L.device
+    num_sequences = len(batch.cu_seqlens) - 1
+    sequence_T = np.repeat(np.arange(num_sequences), np.diff(batch.cu_seqlens))
+    selected = batch.cov_selected
+    return LossInputs(
+        logprobs_L=logprobs_L,
+        old_logprobs_L=to_device(batch.behaviour_logprobs[mask], device),
+        advantages_L=to_device(batch.advantages[mask], device),
+        sequence_L=to_device(sequence_T[mask], device),
+        num_sequences=num_sequences,
+        selected_L=None if selected is None else to_device(selected[mask], device),
+    )
+
+
+def token_ages(batch: MicroBatch, *, step: int, device: torch.device) -> Tensor:
+    """Version that step `step` starts with minus the version that sampled the token: int64[L], >= 0.
+
+    Raises:
+        ValueError: a token is younger than the weights that are trained on it.
+    """
+    age_L = step - batch.versions[batch.loss_mask].astype(np.int64)
+    if age_L.size and age_L.min() < 0:
+        raise ValueError(
+            f"a token was sampled by version {step - int(age_L.min())}, but step {step} trains version {step}; "
+            "engines can only have versions that the learner has made"
+        )
+    return to_device(age_L, device)
+
+
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """Copy to `device`. The array is made writable first (Ray hands out read-only ones, about which torch warns)."""
+    owned = array if array.flags.writeable else array.copy()
+    return torch.from_numpy(np.ascontiguousarray(owned)).to(device, non_blocking=True)

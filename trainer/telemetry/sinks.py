@@ -1,0 +1,247 @@
+"""Where metrics go: metrics.jsonl, TensorBoard, and the writer that feeds every sink. Imports without torch."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import socket
+import time
+from typing import TYPE_CHECKING, Protocol
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from trainer.telemetry.run_dir import append_line, to_jsonable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from trainer.config.schema import RunConfig
+    from trainer.telemetry.run_dir import RunDir
+
+
+class MetricSink(Protocol):
+    """Takes one record per step. May raise whatever it likes: `MetricWriter` logs and counts it."""
+
+    name: str
+
+    def write(self, record: Mapping[str, object]) -> None:
+        """`record` is JSON-able and holds `step`."""
+        ...
+
+    def close(self) -> None:
+        """Write out what is buffered. Called once."""
+        ...
+
+
+class JsonlSink:
+    """Appends to `path`, which is opened for every line: before the first one it may be cut, or moved away.
+
+    A line that a crash has left incomplete is cut off at once. Raises `OSError` if the file cannot be written.
+    """
+
+    def __init__(self, path: Path, *, name: str = "jsonl") -> None:
+        self.name = name
+        self._path = path
+        _cut_incomplete_line(path)
+        path.open("ab").close()
+
+    def write(self, record: Mapping[str, object]) -> None:
+        append_line(self._path, json.dumps(record, allow_nan=False).encode() + b"\n")
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+
+def truncate_after(path: Path, step: int, *, key: str = "step") -> int:
+    """Remove the lines whose `key` is after `step`, and lines that are not complete. Returns how many were removed.
+
+    A resumed run computes those steps again. The file is replaced atomically; a file that does not exist is left so.
+    """
+    if not path.exists():
+        return 0
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if _number_of(line, key) <= step]
+    if len(kept) == len(lines):
+        return 0
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_bytes(b"".join(kept))
+    temporary.replace(path)
+    return len(lines) - len(kept)
+
+
+def _number_of(line: bytes, key: str) -> float:
+    """Infinity for a line that cannot be read, so that it is removed."""
+    if not line.endswith(b"\n"):
+        return float("inf")
+    try:
+        number = json.loads(line)[key]
+    except (ValueError, KeyError, TypeError):
+        return float("inf")
+    return number if isinstance(number, int | float) else float("inf")
+
+
+def _cut_incomplete_line(path: Path) -> None:
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    if content and not content.endswith(b"\n"):
+        os.truncate(path, content.rfind(b"\n") + 1)
+
+
+logger = logging.getLogger(__name__)
+
+_LOG_EVERY = 100
+
+
+class MetricWriter:
+    """Gives every record to every sink. A sink that fails is logged and counted, and never stops the run.
+
+    The count stands in the next record as `telemetry/sink_errors`.
+    """
+
+    def __init__(self, sinks: Sequence[MetricSink], evaluations: MetricSink, *, missing: Sequence[str] = ()) -> None:
+        """`missing`: sinks that were asked for and cannot be made. Each record is one that they did not get."""
+        self._sinks, self._evaluations, self._missing = tuple(sinks), evaluations, tuple(missing)
+        self._num_errors = dict.fromkeys((*(sink.name for sink in (*self._sinks, evaluations)), *missing), 0)
+        self._told: set[str] = set()
+        """Metrics whose value could not be written, which is in the log."""
+
+    @property
+    def num_errors(self) -> int:
+        return sum(self._num_errors.values())
+
+    def write(self, record: Mapping[str, object]) -> None:
+        """`record` holds `step` and metrics by name. Numbers that are not finite are written as null and logged."""
+        plain = self._plain(record)
+        plain["telemetry/sink_errors"] = self.num_errors
+        for sink in self._sinks:
+            self._guarded(sink, lambda sink=sink: sink.write(plain))
+        for name in self._missing:
+            self._num_errors[name] += 1
+
+    def write_evaluation(self, line: Mapping[str, object]) -> None:
+        """One evaluation, as soon as it ended: several may end during one step."""
+        plain = self._plain(line)
+        self._guarded(self._evaluations, lambda: self._evaluations.write(plain))
+
+    def close(self) -> None:
+        for sink in (*self._sinks, self._evaluations):
+            self._guarded(sink, sink.close)
+        for name, count in self._num_errors.items():
+            if count:
+                logger.warning("metric sink %s failed %d times in all; metrics are missing there", name, count)
+
+    def _guarded(self, sink: MetricSink, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception:
+            count = self._num_errors[sink.name] = self._num_errors[sink.name] + 1
+            if count % _LOG_EVERY == 1:
+                logger.exception("metric sink %s failed (%d times so far); the run goes on", sink.name, count)
+
+    def _plain(self, record: Mapping[str, object]) -> dict[str, object]:
+        """As JSON says it. What cannot be said is left out, or null, and logged the first time."""
+        plain: dict[str, object] = {}
+        for name, value in record.items():
+            try:
+                plain[name] = to_jsonable(value)
+            except TypeError as error:
+                self._tell_once(name, f"metric {name} is left out: {error}")
+                continue
+            if plain[name] is None and value is not None:
+                where = f"step {record['step']}" if "step" in record else "an evaluation"
+                self._tell_once(name, f"metric {name} is {value} at {where}; it is written as null")
+        return plain
+
+    def _tell_once(self, name: str, what: str) -> None:
+        if name not in self._told:
+            self._told.add(name)
+            logger.warning("%s", what)
+
+
+def build_writer(config: RunConfig, run_dir: RunDir) -> MetricWriter:
+    """The sinks of the `telemetry` section. Until the first record, lines of earlier processes may still be cut.
+
+    metrics.jsonl and evaluations.jsonl must work, and raise `OSError` if they do not; any other sink that cannot be
+    made is logged, left out, and counted at every record.
+    """
+    sinks: list[MetricSink] = [JsonlSink(run_dir.metrics)]
+    makers = {"tensorboard": _tensorboard, "wandb": _wandb}
+    wanted = {"tensorboard": config.telemetry.tensorboard, "wandb": config.telemetry.wandb}
+    missing: list[str] = []
+    for name, make in makers.items():
+        if not wanted[name]:
+            continue
+        try:
+            sinks.append(make(config, run_dir))
+        except Exception:
+            logger.exception("metric sink %s cannot be made; the run goes on without it", name)
+            missing.append(name)
+    return MetricWriter(sinks, JsonlSink(run_dir.evaluations, name="evaluations"), missing=missing)
+
+
+def _tensorboard(config: RunConfig, run_dir: RunDir) -> MetricSink:
+    from trainer.telemetry.sinks import TensorBoardSink
+
+    return TensorBoardSink(run_dir.tensorboard)
+
+
+def _wandb(config: RunConfig, run_dir: RunDir) -> MetricSink:
+    from trainer.telemetry.wandb import WandbSink
+
+    return WandbSink(config, run_dir)
+
+
+_FILE_VERSION = "brain.Event:2"
+
+
+class TensorBoardSink:
+    """Numbers become scalars; everything else is left to metrics.jsonl.
+
+    With the first record it tells TensorBoard to hide what an earlier process wrote for that step and later ones.
+    `EventFileWriter` is not used: after one write that the disk refuses, its thread writes nothing any more.
+    """
+
+    name = "tensorboard"
+
+    def __init__(self, folder: Path, *, clock: Callable[[], float] = time.time) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        # TensorBoard reads the files of a folder in the order of their names.
+        self._path = folder / f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
+        self._clock = clock
+        self._has_begun = False
+
+    def write(self, record: Mapping[str, object]) -> None:
+        """Raises `OSError` if it cannot be written; the file is as it was."""
+        step = record["step"]
+        assert isinstance(step, int), f"step must be an integer, got {step!r}"
+        values = [
+            Summary.Value(tag=name, simple_value=float(value))
+            for name, value in record.items()
+            if name != "step" and isinstance(value, int | float)
+        ]
+        now = self._clock()
+        events = [Event(wall_time=now, step=step, summary=Summary(value=values))]
+        if not self._has_begun:
+            start = SessionLog(status=SessionLog.START)
+            first = Event(wall_time=now, file_version=_FILE_VERSION)
+            events = [first, Event(wall_time=now, step=step, session_log=start), *events]
+        append_line(self._path, _framed(events))
+        self._has_begun = True
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+
+def _framed(events: list[Event]) -> bytes:
+    """As they stand in an event file: each with its length and checksums."""
+    buffer = io.BytesIO()
+    writer = RecordWriter(buffer)
+    for event in events:
+        writer.write(event.SerializeToString())
+    return buffer.getvalue()

@@ -1,1 +1,0 @@
-"""Where metrics go. One file per destination; `build.py` makes those that the configuration asks for."""

@@ -1,0 +1,184 @@
+"""trace.json: what each part of a run did when, for a trace viewer.
+
+The file is an array of events. It is whole after every flush: each batch of events is written together with the
+closing bracket, over the one of the batch before. Should a crash tear the last batch, both viewers still read the rest,
+because the trace format allows a missing bracket; a resumed run cuts the torn line and goes on behind it.
+Every process of a run has a `pid` of its own, counted from 1, so each has its own numbers of tracks and spans.
+Times are Unix time, so that the events of a resumed run stand where they belong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import re
+import threading
+import time
+from typing import IO, TYPE_CHECKING
+
+from trainer.telemetry.run_dir import to_jsonable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+    from pathlib import Path
+
+
+logger = logging.getLogger(__name__)
+
+_FLUSH_EVENTS = 256
+_FLUSH_AFTER_S = 1.0
+_MAX_EVENTS = 2_000_000
+_END = b"\n]\n"
+_PID = re.compile(rb'"pid":(\d+)')
+
+
+class Tracer:
+    """Writes events to `path`; without a path it takes them and does nothing. Safe to use from several threads.
+
+    Tracks are rows of the picture, e.g. "learner", "engine 0", "sync", "batch_loop"; they appear at their first event.
+    At most `max_events` are written by one process, and at most a few hundred are in memory.
+    """
+
+    def __init__(
+        self, path: Path | None, *, clock: Callable[[], float] = time.time, max_events: int = _MAX_EVENTS
+    ) -> None:
+        self._clock = clock
+        self._max_events = max_events
+        self._file, self._pid = (None, 1) if path is None else _try_open(path)
+        self._lock = threading.Lock()
+        self._pending: list[bytes] = []
+        self._tracks: dict[str, int] = {}
+        self._num_events = 0
+        self._next_id = 0
+        self._flushed_at = clock()
+        self.num_dropped = 0
+        """Events left out: over the limit, or because the disk refused them."""
+        self._is_wanted = path is not None
+
+    @contextlib.contextmanager
+    def span(self, track: str, name: str, *, overlapping: bool = False, **args: object) -> Generator[None]:
+        """Time the block. `overlapping` if spans of this track do not nest, such as requests in flight."""
+        start_s = self._clock()
+        try:
+            yield
+        finally:
+            self.add_span(track, name, start_s=start_s, end_s=self._clock(), overlapping=overlapping, **args)
+
+    def add_span(
+        self, track: str, name: str, *, start_s: float, end_s: float, overlapping: bool = False, **args: object
+    ) -> None:
+        """A span that was timed elsewhere, with Unix times. With or without a file, it is in the log at level debug."""
+        logger.debug("%s: %s took %.3f s %s", track, name, end_s - start_s, args or "")
+        event = {"name": name, "cat": track, "ts": start_s * 1e6, "args": args}
+        if not overlapping:
+            self._add(track, {**event, "ph": "X", "dur": max(0.0, end_s - start_s) * 1e6})
+            return
+        with self._lock:
+            self._next_id += 1
+            number = self._next_id
+        self._add(track, {**event, "ph": "b", "id": number})
+        self._add(track, {"name": name, "cat": track, "ph": "e", "id": number, "ts": end_s * 1e6})
+
+    def instant(self, track: str, name: str, **args: object) -> None:
+        """A point in time."""
+        self._add(track, {"name": name, "cat": track, "ph": "i", "s": "t", "ts": self._clock() * 1e6, "args": args})
+
+    def counter(self, name: str, **values: float) -> None:
+        """A curve (or several stacked) over time, e.g. `counter("buffer", ready=3, in_flight=5)`."""
+        self._add("counters", {"name": name, "ph": "C", "ts": self._clock() * 1e6, "args": values})
+
+    def flush(self) -> None:
+        with self._lock:
+            self._flush()
+
+    def close(self) -> None:
+        """Write what is pending and close the file. Idempotent; events that come later are dropped and counted."""
+        with self._lock:
+            self._flush()
+            if self._file is not None:
+                self._file.close()
+
+    def _add(self, track: str, event: dict[str, object]) -> None:
+        if not self._is_wanted:
+            return
+        with self._lock:
+            if self._file is None or self._num_events >= self._max_events or self._file.closed:
+                self.num_dropped += 1
+                return
+            if not self._tracks:
+                self._append({"name": "process_name", "ph": "M", "args": {"name": f"start {self._pid}"}}, tid=0)
+            if track not in self._tracks:
+                self._tracks[track] = len(self._tracks) + 1
+                name = {"name": "thread_name", "ph": "M", "args": {"name": track}}
+                self._append(name, tid=self._tracks[track])
+            self._append(event, tid=self._tracks[track])
+            if len(self._pending) >= _FLUSH_EVENTS or self._clock() - self._flushed_at >= _FLUSH_AFTER_S:
+                self._flush()
+
+    def _append(self, event: dict[str, object], *, tid: int) -> None:
+        whole = to_jsonable({**event, "pid": self._pid, "tid": tid})
+        self._pending.append(json.dumps(whole, separators=(",", ":")).encode())
+        self._num_events += 1
+
+    def _flush(self) -> None:
+        self._flushed_at = self._clock()
+        if self._file is None or self._file.closed or not self._pending:
+            return
+        batch, self._pending = self._pending, []
+        try:
+            _append_events(self._file, batch)
+        except OSError as error:
+            if self.num_dropped == 0:
+                logger.warning("trace.json cannot be written (%s); the run goes on without these events", error)
+            self.num_dropped += len(batch)
+
+
+def _try_open(path: Path) -> tuple[IO[bytes] | None, int]:
+    """As `_open_trace`; no file where there cannot be one, and then every event is dropped and counted."""
+    try:
+        return _open_trace(path)
+    except OSError as error:
+        logger.warning("%s cannot be opened (%s); the run goes on without a trace", path, error)
+        return None, 1
+
+
+def _open_trace(path: Path) -> tuple[IO[bytes], int]:
+    """Positioned over the closing bracket, and the pid of this process. A file of an earlier process is continued."""
+    content = path.read_bytes() if path.exists() else b""
+    whole = content.rstrip()
+    if whole.endswith(b"]"):
+        body = whole[:-1].rstrip()
+    else:
+        # Torn by a crash: keep what lies before the last line break, which stands behind a whole event.
+        body = whole[: whole.rfind(b"\n")].rstrip().rstrip(b",") if b"\n" in whole else b""
+    file = path.open("r+b" if content else "wb", buffering=0)
+    try:
+        file.seek(0)
+        file.write((body or b"[") + _END)
+        file.truncate()
+    except OSError:
+        file.close()
+        raise
+    return file, _last_pid(body) + 1
+
+
+def _last_pid(body: bytes) -> int:
+    """Of the last event, which ends with it and its track: the greatest. 0 if there is none."""
+    found = _PID.match(body, max(0, body.rfind(b'"pid":')))
+    return int(found[1]) if found else 0
+
+
+def _append_events(file: IO[bytes], events: list[bytes]) -> None:
+    """All of them, or none. Raises `OSError`."""
+    end = file.seek(0, 2) - len(_END)
+    is_first = end == 1
+    batch = (b"\n" if is_first else b",\n") + b",\n".join(events) + _END
+    file.seek(end)
+    if file.write(batch) < len(batch):  # a full disk takes a part, and the next batch would stand behind a torn one
+        file.truncate(end)
+        file.seek(end)
+        file.write(_END)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -1,0 +1,369 @@
+"""Workloads of the benchmark.
+
+Lengths are drawn for every answer, from a seed and the prompt's number, and written into the data set, so they cannot
+depend on the mode, the engine or the weights.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import string
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import numpy as np
+
+from trainer.builtin.tiny_model import build_tokenizer
+from weight_sync.bench.shapes import Architecture, architecture
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+
+LENGTH_COLUMN = "response_tokens"
+"""Column of the data set: tokens of each answer to this prompt."""
+NUM_PROMPTS = 4096
+"""Rows of the data set; a run that needs more begins again."""
+TINY_SHAPE = Architecture(
+    name="tiny", model_type="qwen2", hidden=64, layers=2, heads=2, kv_heads=2, head_dim=32, intermediate=128, vocab=128,
+    has_qkv_bias=True, max_positions=4096,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """One step's worth of work, and its distribution of lengths: Pareto of shape 1, cut at `max_response_tokens`.
+
+    Example:
+        workload("w1", is_tiny=False).lengths_of(17)
+    """
+
+    name: str
+    shape: str
+    """Of the model: a name in `weight_sync.bench.shapes`, or "tiny"."""
+    dtype: str
+    prompt_tokens: int
+    min_response_tokens: int
+    max_response_tokens: int
+    """Equal to the minimum: all answers have that length."""
+    groups_per_step: int
+    group_size: int
+    micro_batch_tokens: int
+    activation_checkpointing: bool
+    seed: int = 1
+    lengths_per: str = "response"
+    """Files of figures that lack it were measured with one length for all answers to a prompt, which is easier where
+    generation and learning overlap."""
+
+    def lengths_of(self, index: int) -> list[int]:
+        """Tokens of each answer to prompt number `index`."""
+        uniform = np.random.default_rng([self.seed, index]).random(self.group_size)  # [0, 1): 1 - uniform is never 0
+        drawn = (self.min_response_tokens / (1.0 - uniform)).astype(np.int64)
+        return [int(length) for length in np.minimum(drawn, self.max_response_tokens)]
+
+    def lengths(self, num_prompts: int) -> list[int]:
+        """Of all answers to the first so many prompts, which come round again after `NUM_PROMPTS`."""
+        return [length for index in range(num_prompts) for length in self.lengths_of(index % NUM_PROMPTS)]
+
+    def architecture(self) -> Architecture:
+        """Raises ValueError if there is no such shape."""
+        return TINY_SHAPE if self.shape == TINY_SHAPE.name else architecture(self.shape)
+
+
+_W1 = Workload(
+    name="w1",
+    shape="qwen2.5-7b",
+    dtype="bfloat16",
+    prompt_tokens=512,
+    min_response_tokens=256,
+    max_response_tokens=4096,
+    groups_per_step=32,
+    group_size=8,
+    micro_batch_tokens=16384,
+    # Without it, the activations of 16,384 tokens of this shape alone take more than 100 GiB.
+    activation_checkpointing=True,
+)
+WORKLOADS = {
+    "w1": _W1,
+    "w1-heavy": replace(_W1, name="w1-heavy", max_response_tokens=16384, micro_batch_tokens=512 + 16384),
+    "uniform": replace(_W1, name="uniform", max_response_tokens=256),
+}
+
+
+def workload(name: str, *, is_tiny: bool, shape: str = _W1.shape) -> Workload:
+    """
+    Args:
+        is_tiny: the same distribution scaled down, for a model that trains on a CPU: shows that it works, not how fast.
+        shape: another model for the same prompts and lengths; a tiny workload has its own.
+
+    Raises:
+        ValueError: no such workload or shape.
+    """
+    if name not in WORKLOADS:
+        raise ValueError(f"workload must be one of {', '.join(WORKLOADS)}, got {name!r}")
+    chosen = WORKLOADS[name]
+    if not is_tiny:
+        named = name if shape == _W1.shape else f"{name} ({shape})"
+        return replace(chosen, name=named, shape=architecture(shape).name)
+    shortest, scale = 8, 32
+    return replace(
+        chosen,
+        name=f"{name} (tiny)",
+        shape=TINY_SHAPE.name,
+        dtype="float32",
+        prompt_tokens=16,
+        min_response_tokens=shortest,
+        max_response_tokens=chosen.max_response_tokens // scale,
+        groups_per_step=8,
+        group_size=4,
+        micro_batch_tokens=max(1024, 16 + chosen.max_response_tokens // scale),
+        activation_checkpointing=False,
+    )
+
+
+def write_inputs(work: Workload, folder: Path) -> tuple[Path, Path]:
+    """(model directory without weights, data set) in `folder`, written anew."""
+    model, prompts = folder / "model", folder / "prompts.jsonl"
+    model.mkdir(parents=True, exist_ok=True)
+    # No end token anywhere: nothing but its budget ends an answer.
+    config = {**work.architecture().config(work.dtype), "bos_token_id": None, "eos_token_id": None}
+    (model / "config.json").write_text(json.dumps(config, indent=1))
+    tokenizer = build_tokenizer()
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(model)
+    with prompts.open("w", encoding="utf-8") as file:
+        for index in range(NUM_PROMPTS):
+            row = {"prompt": _text(work, index), "answer": "", LENGTH_COLUMN: work.lengths_of(index)}
+            file.write(json.dumps(row) + "\n")
+    return model, prompts
+
+
+def run_config(work: Workload, model: Path, prompts: Path, *, device: str) -> dict[str, Any]:
+    """A whole configuration for `python -m trainer --config-dir`; a mode adds its devices. No CPU compiles."""
+    dtypes = {"rollout_dtype": work.dtype, "compute_dtype": work.dtype}
+    long_s = 3600.0  # what bounds a run here is the deadline of the benchmark
+    return {
+        "defaults": [{"device": "auto"}, {"algorithm": "grpo"}, {"correction": "none"}, {"mode": "async"}, "_self_"],
+        "name": "bench",
+        "model": {"path": str(model), **dtypes},
+        "task": {
+            "name": work.name,
+            "train_path": str(prompts),
+            "eval_path": "",
+            "max_prompt_tokens": work.prompt_tokens,
+            "overlong_prompts": "error",
+            "shuffle": False,
+            "agent": "trainer.tools.bench_agent.forced_lengths",
+            "agent_timeout_s": long_s,
+            "reward": {"name": "zero"},
+        },
+        "rollout": {
+            "group_size": work.group_size,
+            "max_response_tokens": work.max_response_tokens,
+            "request_timeout_s": long_s,
+            "enforce_eager": work.shape == TINY_SHAPE.name,
+            "kv_cache_gib": 0.25,
+        },
+        "learner": {
+            "max_tokens_per_micro_batch": work.micro_batch_tokens,
+            "activation_checkpointing": work.activation_checkpointing,
+            "compile": device != "cpu" and work.shape != TINY_SHAPE.name,
+        },
+        "trainer": {
+            "groups_per_step": work.groups_per_step,
+            "eval_every": 0,
+            "eval_at_start": False,
+            "eval_at_end": False,
+        },
+        "checkpoint": {"every_steps": 0, "save_at_end": False, "export_hf": False},
+        "telemetry": {"progress": "plain", "tensorboard": False},
+    }
+
+
+def attention_tokens(work: Workload, num_prompts: int) -> float:
+    """Mean length of the sequence that a token stands in: sum of squares over sum, prompts included; of the first
+    `num_prompts`."""
+    whole = np.array(work.lengths(num_prompts), np.float64) + work.prompt_tokens
+    return float((whole**2).sum() / whole.sum())
+
+
+def _text(work: Workload, index: int) -> str:
+    """A character per token. No two prompts begin alike, so that a prefix cache helps within a group only."""
+    rng = np.random.default_rng([work.seed, index, 1])
+    letters = rng.choice(list(string.ascii_letters), work.prompt_tokens)
+    return f"{index:06d}"[: work.prompt_tokens] + "".join(letters[6:])
+
+
+Mode = Literal["async", "sync", "colocated"]
+
+
+STALENESS: dict[Mode, int] = {"async": 1, "sync": 0, "colocated": 0}
+"""`mode.max_staleness` of a mode that says nothing else."""
+
+
+STALENESS_KEY, STEPS_KEY = "mode.max_staleness", "trainer.total_steps"
+
+
+MODEL_KEY = "model.path"
+
+
+_TOLD_OTHERWISE = {
+    STEPS_KEY: "is --warmup + --steps + S; give --steps N for N steps that count",
+    **dict.fromkeys(("mode", "mode.name"), "is the MODE of --case MODE:SPLIT"),
+    **dict.fromkeys(("learner.num_ranks", "rollout.num_replicas"), "follows from the SPLIT of --case MODE:SPLIT"),
+    "rollout.tensor_parallel_size": "is --tp",
+    **dict.fromkeys(
+        ("trainer.groups_per_step", "rollout.group_size"), "is the workload's, which figures are reckoned by"
+    ),
+    "device": "is --device",
+    "run_dir": "is the benchmark's own",
+}
+"""Key -> why a setting does not say it."""
+
+
+MOST_SEQUENCES = 512
+"""Answers that an engine is set up to run at once at most, unless a case says otherwise."""
+
+
+_SPEC = re.compile(r"(?:(?P<name>[\w.+-]+)=)?(?P<mode>\w+):(?P<split>.+)")
+
+
+class BadCase(ValueError):
+    """A case on the command line makes no sense; the message says what is allowed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One run."""
+
+    name: str
+    mode: Mode
+    num_ranks: int
+    num_replicas: int
+    tensor_parallel_size: int
+    overrides: tuple[str, ...] = ()
+    """KEY=VALUE of this case alone; they win over what the benchmark sets."""
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that it occupies: engines and learner share them if it is colocated."""
+        engines = self.num_replicas * self.tensor_parallel_size
+        return max(self.num_ranks, engines) if self.mode == "colocated" else self.num_ranks + engines
+
+    @property
+    def max_staleness(self) -> int:
+        """S of the run."""
+        given = [text.partition("=")[2] for text in self.overrides if _key(text) == STALENESS_KEY]
+        return int(given[-1]) if given else STALENESS[self.mode]
+
+    @property
+    def has_own_model(self) -> bool:
+        """Whether a setting names the model, so that its weights and its shape are not the workload's."""
+        return any(_key(text) == MODEL_KEY for text in self.overrides)
+
+
+def parse_case(text: str, *, tensor_parallel_size: int) -> Case:
+    """`[NAME=]MODE:SPLIT`, where SPLIT is LEARNERS+ENGINES in devices, or for colocated the devices of both.
+
+    Raises:
+        BadCase: it cannot be read, or the devices do not go up.
+
+    Example:
+        parse_case("async:2+2", tensor_parallel_size=1).name  # "async 2+2"
+    """
+    found = _SPEC.fullmatch(text)
+    if found is None or found["mode"] not in get_args(Mode):
+        modes = ", ".join(get_args(Mode))
+        raise BadCase(f"case {text!r} must be [NAME=]MODE:SPLIT with MODE one of {modes}, e.g. async:2+2, colocated:4")
+    mode: Mode = found["mode"]  # pyright: ignore[reportAssignmentType]
+    learners, engines = _split(found["split"], mode, text)
+    if engines % tensor_parallel_size:
+        raise BadCase(f"case {text!r}: {engines} engine devices cannot be shared out to engines of --tp devices each")
+    return Case(
+        name=found["name"] if found["name"] else f"{mode} {found['split']}",
+        mode=mode,
+        num_ranks=learners,
+        num_replicas=engines // tensor_parallel_size,
+        tensor_parallel_size=tensor_parallel_size,
+    )
+
+
+def with_overrides(cases: Sequence[Case], settings: Sequence[str]) -> list[Case]:
+    """The cases with what `WHICH:KEY=VALUE` adds to them; WHICH is a mode, the name of a case, or `all`.
+
+    Raises:
+        BadCase: a setting cannot be read, reaches no case or is not for it to say, or two cases have one name.
+    """
+    names = [case.name for case in cases]
+    if double := {name for name in names if names.count(name) > 1}:
+        raise BadCase(f"two cases are called {', '.join(sorted(double))}; give one a name of its own: NAME=MODE:SPLIT")
+    found: dict[str, list[str]] = {case.name: [] for case in cases}
+    for setting in settings:
+        which, colon, override = setting.partition(":")
+        if not colon or "=" not in override:
+            raise BadCase(f"setting {setting!r} must be WHICH:KEY=VALUE, e.g. sync:rollout.max_num_seqs=256")
+        _check(override)
+        reached = [case.name for case in cases if which in ("all", case.mode, case.name)]
+        if not reached:
+            raise BadCase(f"setting {setting!r} reaches no case; there are {', '.join(names)}")
+        for name in reached:
+            found[name].append(override)
+    return [
+        Case(
+            name=case.name,
+            mode=case.mode,
+            num_ranks=case.num_ranks,
+            num_replicas=case.num_replicas,
+            tensor_parallel_size=case.tensor_parallel_size,
+            overrides=tuple(found[case.name]),
+        )
+        for case in cases
+    ]
+
+
+def overrides_of(case: Case, work: Workload, *, num_steps: int, device: str) -> list[str]:
+    """The command line of a case behind `--config-name bench`; `num_steps` are all that the run makes.
+
+    The workload's model has no weights; one that a setting names has its own, unless that says otherwise.
+
+    Every engine has seats for all answers that can be under way, not for its share of them: the router shares out
+    tokens, so one engine may have more answers than the others, and none is to queue in it, whatever the mode.
+    """
+    answers = (case.max_staleness + 1) * work.groups_per_step * work.group_size
+    return [
+        f"device={device}",
+        f"mode={case.mode}",
+        f"learner.num_ranks={case.num_ranks}",
+        f"rollout.num_replicas={case.num_replicas}",
+        f"rollout.tensor_parallel_size={case.tensor_parallel_size}",
+        f"rollout.num_workers={case.num_replicas}",
+        f"rollout.max_num_seqs={min(MOST_SEQUENCES, answers)}",
+        f"{STEPS_KEY}={num_steps}",
+        *([] if case.has_own_model else ["model.random_weights=true"]),
+        *case.overrides,
+    ]
+
+
+def _check(override: str) -> None:
+    """Raises BadCase if figures would be of something else than the case says."""
+    key, value = _key(override), override.partition("=")[2]
+    if key in _TOLD_OTHERWISE:
+        raise BadCase(f"{key} is not for --set: it {_TOLD_OTHERWISE[key]}")
+    if key == STALENESS_KEY and not value.isdecimal():
+        raise BadCase(f"{STALENESS_KEY} must be a number >= 0, got {value!r}")
+
+
+def _key(override: str) -> str:
+    """Of KEY=VALUE, which Hydra takes with signs before it too."""
+    return override.partition("=")[0].lstrip("+")
+
+
+def _split(split: str, mode: Mode, text: str) -> tuple[int, int]:
+    """Devices of the learner and of the engines."""
+    parts = split.split("+")
+    if not all(part.isdecimal() and int(part) > 0 for part in parts) or len(parts) != (1 if mode == "colocated" else 2):
+        form = "the number of devices, e.g. 4" if mode == "colocated" else "LEARNERS+ENGINES, e.g. 2+2"
+        raise BadCase(f"case {text!r}: the split of mode {mode} must be {form}")
+    return int(parts[0]), int(parts[-1])

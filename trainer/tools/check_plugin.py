@@ -1,0 +1,161 @@
+"""`python -m trainer.check_plugin`: tries a function of the user against its contract, without a run.
+
+    python -m trainer.check_plugin loss my_package.losses.my_loss [NUMBER=VALUE ...]
+    python -m trainer.check_plugin advantage my_package.estimators.my_estimator [NUMBER=VALUE ...]
+    python -m trainer.check_plugin group_filter my_package.filters.my_filter [NUMBER=VALUE ...] [--metadata JSON]
+    python -m trainer.check_plugin reward my_package.rewards.my_reward --prompt TEXT --response TEXT --answer TEXT
+
+Prints every check. A reward is called in a process of its own, as in a run. Exit code 0 if all passed, 1 if one failed,
+2 if the function cannot be loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import math
+import sys
+from typing import TYPE_CHECKING, Any, cast
+
+from rollout.errors import DataError
+from trainer.config.own_function import load_own
+from trainer.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from trainer.tools.plugin_contracts import Check
+
+
+EXIT_KEPT, EXIT_BROKEN, EXIT_UNUSABLE = 0, 1, 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    line = _parser().parse_args(argv)
+    with contextlib.ExitStack() as stack:
+        try:
+            checks = _checks(line, stack)
+        except (ConfigurationError, DataError) as error:
+            sys.stderr.write(f"{error}\n")
+            return EXIT_UNUSABLE
+        failed = _tell(checks)
+    verdict = f"{failed} of {len(checks)} checks failed" if failed else f"all {len(checks)} checks passed"
+    sys.stdout.write(f"{line.kind} {line.path}: {verdict}\n")
+    return EXIT_BROKEN if failed else EXIT_KEPT
+
+
+def _tell(checks: Sequence[Check]) -> int:
+    """Prints each outcome as it comes; how many failed."""
+    from trainer.tools.plugin_contracts import outcomes
+
+    failed = 0
+    for outcome in outcomes(checks):
+        failed += bool(outcome.reason)
+        sys.stdout.write(f"{outcome}\n")
+        sys.stdout.flush()
+    return failed
+
+
+def _checks(line: argparse.Namespace, stack: contextlib.ExitStack) -> list[Check]:
+    """What they need is open as long as `stack`. Raises ConfigurationError or DataError if the function cannot be
+    loaded."""
+    match line.kind:
+        case "loss":
+            return _loss_checks(line.path, dict(line.numbers))
+        case "advantage":
+            return _advantage_checks(line.path, dict(line.numbers))
+        case "group_filter":
+            return _group_filter_checks(line.path, dict(line.numbers), line.metadata)
+        case "reward":
+            return _reward_checks(line, stack)
+        case _:
+            raise ValueError(f"kind must be loss, advantage, group_filter or reward, got {line.kind!r}")
+
+
+def _loss_checks(path: str, numbers: Mapping[str, float]) -> list[Check]:
+    from trainer.tools.loss_contract import LossFn, loss_checks
+
+    loss = load_own(path, key="algorithm.loss", args=numbers)
+    return loss_checks(cast("LossFn", functools.partial(loss, **numbers)))
+
+
+def _advantage_checks(path: str, numbers: Mapping[str, float]) -> list[Check]:
+    from trainer.config.algorithm import declared_traits
+    from trainer.tools.plugin_contracts import EstimatorFn, advantage_checks
+
+    estimator = load_own(path, key="algorithm.advantage", args=numbers)
+    bound = cast("EstimatorFn", functools.partial(estimator, **numbers))
+    return advantage_checks(bound, traits=declared_traits(estimator))
+
+
+def _group_filter_checks(path: str, numbers: Mapping[str, float], metadata: Mapping[str, object]) -> list[Check]:
+    from trainer.tools.plugin_contracts import group_filter_checks
+
+    function = load_own(path, key="algorithm.group_filter", args=numbers)
+    return group_filter_checks(functools.partial(function, **numbers), metadata=metadata)
+
+
+def _reward_checks(line: argparse.Namespace, stack: contextlib.ExitStack) -> list[Check]:
+    from rollout.reward.call import Item
+    from trainer.tools.plugin_contracts import Judge, reward_checks
+
+    response = line.answer if line.response is None else line.response
+    item = Item(prompt=line.prompt, response=response, answer=line.answer, metadata=line.metadata)
+    return reward_checks(stack.enter_context(Judge(line.path, timeout_s=line.timeout)), item=item)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer.check_plugin", description="Try your own function against its contract.",
+        epilog="Exit code: 0 all checks passed, 1 a check failed, 2 the function cannot be loaded.",
+    )  # fmt: skip
+    kinds = parser.add_subparsers(dest="kind", required=True)
+    for kind in ("loss", "advantage", "group_filter"):
+        one = kinds.add_parser(kind, help=f"a function for algorithm.{kind}")
+        one.add_argument("path", help="dotted path, package.module.function")
+        one.add_argument("numbers", nargs="*", type=_number, metavar="NAME=VALUE", help=f"as in algorithm.{kind}_args")
+        if kind == "group_filter":
+            one.add_argument("--metadata", **_METADATA)
+    reward = kinds.add_parser("reward", help="a function for task.reward.name")
+    reward.add_argument("path", help="as in task.reward.name")
+    reward.add_argument("--prompt", default="1+1=", help="default %(default)s")
+    reward.add_argument("--answer", default="2", help="ground truth of the prompt; default %(default)s")
+    reward.add_argument("--response", help="a right response; default: the answer")
+    reward.add_argument("--metadata", **_METADATA)
+    reward.add_argument("--timeout", type=_seconds, default=10.0, metavar="S", help="of one call; default %(default)s")
+    return parser
+
+
+def _number(text: str) -> tuple[str, float]:
+    name, _, value = text.partition("=")
+    if not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    return name, float(value)
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"must be finite and > 0, got {text}")
+    return value
+
+
+def _mapping(text: str) -> dict[str, object]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return cast("dict[str, object]", value)
+
+
+_METADATA: dict[str, Any] = {
+    "type": _mapping,
+    "default": {},
+    "metavar": "JSON",
+    "help": "other columns of the data set",
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

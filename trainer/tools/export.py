@@ -1,0 +1,186 @@
+"""Writes a checkpoint of the policy as a Hugging Face model directory.
+
+Usage: python -m trainer.export CHECKPOINT OUT [--model PATH] [--config FILE]
+
+CHECKPOINT is run_dir/checkpoints/step_N, or a run directory: its newest checkpoint. OUT is a directory that
+does not exist, or is empty. It gets what a run writes to run_dir/export when it ends in order: weights in
+model.rollout_dtype, the model's config, the tokenizer's files, and of a LoRA run the merged weights and adapter/.
+
+The configuration is read from config.yaml in the run directory of the checkpoint. model.path of the run has to be there
+still, for the config and the tokenizer, and with LoRA for the weights below the adapters.
+
+Memory: one copy of the model in model.rollout_dtype, with LoRA two.
+
+Exit codes: 0 written, 1 OUT could not be written, 2 refused: the message says what was found and what to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import yaml
+
+from trainer.config.convert import to_run_config
+from trainer.errors import CheckpointError, ModelError, one_line
+from trainer.learner import checkpoint
+from trainer.learner.checkpoint import load_weights, verify
+from trainer.learner.hf_export import write_hf
+from trainer.learner.lora import add_adapters
+from trainer.learner.model import fill, hollow_model, materialise, torch_dtype
+from trainer.learner.weights import has_weights
+from weight_sync.checkpoint_names import persistent_buffers
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from trainer.config.schema import RunConfig
+
+
+EXIT_WRITTEN, EXIT_FAILED, EXIT_REFUSED = 0, 1, 2
+CONFIG_FILE = "config.yaml"
+
+
+class Refused(Exception):
+    """What was asked for cannot be done; the message says what to do."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    args = _parser().parse_args(argv)
+    try:
+        out = _checked_out(args.out)
+        path = checkpoint.locate(args.checkpoint)
+        state = checkpoint.read_state(path)
+        cfg = with_origin(read_config(path, args.config), state.get("origin", {}), model_path=args.model)
+        _export(path, out, cfg)
+    except (Refused, CheckpointError, ModelError) as error:
+        hint = "; if the model was moved, say where it is with --model PATH" if isinstance(error, ModelError) else ""
+        sys.stderr.write(f"refused: {error}{hint}\n")
+        return EXIT_REFUSED
+    except (OSError, RuntimeError) as error:
+        sys.stderr.write(f"failed: {args.out} is not written: {one_line(error)}\n")
+        return EXIT_FAILED
+    sys.stdout.write(f"wrote {out} from {path}, in {cfg.model.rollout_dtype}\n")
+    return EXIT_WRITTEN
+
+
+def _export(path: Path, out: Path, cfg: RunConfig) -> None:
+    # Here, so that what is refused without them does not wait for these imports.
+    from trainer.driver.inputs import ensure_model, with_model_directory
+    from trainer.tools.export import export_checkpoint
+
+    asyncio.run(ensure_model(cfg))
+    export_checkpoint(path, out, with_model_directory(cfg))
+
+
+def read_config(path: Path, given: Path | None) -> RunConfig:
+    """The configuration of the run that the checkpoint `path` lies in, or the file that is `given`.
+
+    Raises:
+        Refused: there is none, or it cannot be read.
+    """
+    file = given
+    if file is None:
+        # run_dir/checkpoints/step_N, or run_dir/checkpoints/abandoned/step_N
+        candidates = [parent / CONFIG_FILE for parent in list(path.parents)[1:3]]
+        file = next((candidate for candidate in candidates if candidate.is_file()), None)
+        if file is None:
+            raise Refused(f"{candidates[0]} does not exist; name the run's {CONFIG_FILE} with --config FILE")
+    try:
+        data = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise Refused(f"{file} cannot be read: {one_line(error)}; name another with --config FILE") from error
+    if not isinstance(data, dict):
+        raise Refused(f"{file} holds no configuration; name another with --config FILE")
+    # Only the model matters here; other keys may be of another version.
+    config, problems = to_run_config(data)
+    wrong = [problem for problem in problems if problem.key.partition(".")[0] in {"model", "seed"}]
+    if wrong:
+        raise Refused(f"{file} cannot be used:\n" + "\n".join(str(problem) for problem in wrong))
+    return config
+
+
+def with_origin(cfg: RunConfig, origin: Mapping[str, Any], *, model_path: str | None) -> RunConfig:
+    """The configuration with the model that the run began with: where `model_path` says, else as the checkpoint wrote
+    it down (an absolute path, which the configuration need not have); the tokenizer likewise."""
+    path = origin.get("model.path", cfg.model.path) if model_path is None else model_path
+    tokenizer = origin.get("model.tokenizer_path", cfg.model.tokenizer_path)
+    seed = origin.get("seed")
+    model = replace(cfg.model, path=path, tokenizer_path=tokenizer)
+    return replace(cfg, seed=cfg.seed if seed is None else seed, model=model)
+
+
+def _checked_out(given: Path) -> Path:
+    """Raises Refused if something would be overwritten."""
+    out = given.expanduser().absolute()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        what = "is not empty" if out.is_dir() else "is a file"
+        raise Refused(f"{given} {what}; give a directory that does not exist, or is empty")
+    unfinished = out.with_name(f"{out.name}.tmp")
+    if unfinished.exists():
+        raise Refused(f"{unfinished} exists, where {out.name} is written first; remove it, or choose another OUT")
+    return out
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer.export",
+        description=(__doc__ or "").partition("\n\nUsage")[0],
+        epilog=(__doc__ or "").partition("[--config FILE]\n\n")[2],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="checkpoint, or run directory")
+    parser.add_argument("out", metavar="OUT", type=Path, help="directory to write")
+    parser.add_argument("--model", metavar="PATH", help="where the model is that the run began with, if it was moved")
+    parser.add_argument("--config", metavar="FILE", type=Path, help="config.yaml of the run, if it lies elsewhere")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
+
+
+def export_checkpoint(checkpoint: Path, out: Path, cfg: RunConfig) -> None:
+    """Write what `PolicyLearner.export_hf` would write after `load(checkpoint)`, into `out`, which is replaced.
+
+    Equal bit for bit, with one exception: LoRA adapters are merged on the CPU, and a learner merges them on its device,
+    whose matrix products may differ in the last bit.
+
+    Peak memory: one copy of the model in `model.rollout_dtype` (with LoRA two: the frozen base in
+    `model.compute_dtype`, and the merged weights), and the largest parameter in float32 twice. Moments are not read.
+
+    Args:
+        cfg: of the run that made the checkpoint; `model.path` is a directory or a hub name. It is read for the model's
+            config and tokenizer, and for what is not trained: with LoRA the base, and buffers that a model saves.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete or damaged, or is of another model than `cfg` says.
+        ModelError: `model.path` cannot be read, with LoRA has no weights, or PEFT is missing.
+        OSError: `out` cannot be written.
+    """
+    verify(checkpoint)
+    hollow, model = hollow_model(cfg.model.path, cfg), cfg.model
+    hf, cpu = hollow.hf, torch.device("cpu")
+    if model.lora.rank:
+        if not has_weights(hollow.source_dir):
+            raise ModelError(
+                f"{hollow.source_dir} has no weights: below its adapters the run had a model that was made from the "
+                "seed on its device, and the host would make another one; only the run itself can export it "
+                "(checkpoint.export_hf)"
+            )
+        add_adapters(hf, hollow.blocks, model.lora, base_dtype=torch_dtype(model.compute_dtype))
+    else:
+        for param in hf.parameters():
+            param.data = param.data.to(getattr(torch, model.rollout_dtype))
+    materialise(hf, hf, cpu, buffers=cpu)
+    hf.tie_weights()  # every module has memory of its own now
+    if model.lora.rank or any(True for _ in persistent_buffers(hf)):
+        fill(hollow, cfg, device=cpu)
+    load_weights(checkpoint, {name: param.detach() for name, param in hf.named_parameters() if param.requires_grad})
+    write_hf(out, model=hf, source_dir=hollow.source_dir, config=model, rank=0)

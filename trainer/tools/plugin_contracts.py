@@ -1,0 +1,496 @@
+"""The contracts of a user's reward, group filter and advantage estimator, as checks that can be run."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import numpy as np
+
+from rollout.errors import RewardError
+from rollout.reward.pool import RewardPipeline
+from rollout.reward.registry import load, lookup
+from rollout.types import Prompt
+from trainer.algorithms.advantages import FloatArray, GroupRewards
+from trainer.algorithms.group_filter import FinishedGroup, GroupFilterError, checked_reason
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import TracebackType
+
+    from rollout.reward.call import Item, RewardResult
+    from trainer.config.algorithm import EstimatorTraits
+
+
+_NUM_FRAMES = 2
+_Function = TypeVar("_Function")
+_Trial = TypeVar("_Trial")
+
+
+class Broken(Exception):
+    """A check found that the function does not keep its contract; the message says how."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One thing that a function promises.
+
+    Example:
+        Check(promise="two calls give the same bits", run=lambda: compare(f(x), f(x)))
+    """
+
+    promise: str
+    run: Callable[[], None]
+    """Raises Broken, or whatever the function raises."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of one check."""
+
+    promise: str
+    reason: str
+    """Why it failed; empty if it passed."""
+
+    def __str__(self) -> str:
+        return f"FAIL  {self.promise}\n      {self.reason}" if self.reason else f"ok    {self.promise}"
+
+
+def on_every(
+    trials: Sequence[_Trial], check: Callable[[_Function, _Trial], object], function: _Function
+) -> Callable[[], None]:
+    """`check` on all trials, as what a `Check` runs."""
+
+    def run() -> None:
+        for trial in trials:
+            check(function, trial)
+
+    return run
+
+
+def outcomes(checks: Sequence[Check]) -> Iterator[Outcome]:
+    """Run every check, also after one has failed, when its outcome is asked for."""
+    for check in checks:
+        yield Outcome(promise=check.promise, reason=_reason(check))
+
+
+def require(checks: Sequence[Check]) -> None:
+    """For a test: run every check.
+
+    Raises:
+        Broken: with every failure.
+
+    Example:
+        def test_my_loss_keeps_the_contract() -> None:
+            require(loss_checks(my_loss))
+    """
+    failed = [str(outcome) for outcome in outcomes(checks) if outcome.reason]
+    if failed:
+        raise Broken("\n".join([f"{len(failed)} of {len(checks)} checks failed:", *failed]))
+
+
+def _reason(check: Check) -> str:
+    try:
+        check.run()
+    except Broken as error:
+        return str(error)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001 - user code may raise anything, sys.exit() included
+        frames = traceback.extract_tb(error.__traceback__)[-_NUM_FRAMES:]
+        where = ", ".join(f"{frame.filename}:{frame.lineno}" for frame in frames)
+        return f"raised {type(error).__name__}: {error} ({where})"
+    return ""
+
+
+_WATCH = "trainer.tools.plugin_contracts:call_watched"
+_PROMPT_ID = "trial"
+
+
+class Judge:
+    """One reward process, for code outside of any event loop; a context manager that leaves nothing behind.
+
+    Example:
+        with Judge("my_package.rewards.reward", timeout_s=10.0) as judge:
+            require(reward_checks(judge, item=item))
+    """
+
+    def __init__(self, name: str, *, timeout_s: float) -> None:
+        """Starts nothing yet.
+
+        Args:
+            name: as in `task.reward.name`.
+            timeout_s: of one call.
+
+        Raises:
+            DataError: there is no such reward.
+        """
+        self.timeout_s = timeout_s
+        self._name, self._target = name, lookup(name).target
+        self._pipeline = RewardPipeline(name, timeout_s=timeout_s, num_processes=1)
+        self._runner = asyncio.Runner()
+
+    def __enter__(self) -> Self:
+        """Raises DataError if the function does not import."""
+        try:
+            self._runner.run(self._pipeline.start())
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
+
+    def score(self, item: Item) -> RewardResult:
+        """The reward of one response. Raises Broken if there is none: the function raised, hung, ended its process or
+        returned something else."""
+        return self._score(item, self._name)
+
+    def check_metadata(self, item: Item) -> None:
+        """Raises Broken if a call changes the metadata of its item, or fails."""
+        self._score(replace(item, metadata={"target": self._target, "metadata": dict(item.metadata)}), _WATCH)
+
+    def _score(self, item: Item, name: str) -> RewardResult:
+        prompt = Prompt(
+            prompt_id=_PROMPT_ID,
+            token_ids=np.empty(0, np.int32),
+            text=item.prompt,
+            answer=item.answer,
+            reward=name,
+            metadata=item.metadata,
+        )
+        try:
+            return self._runner.run(self._pipeline.score(prompt, item.response))
+        except RewardError as error:
+            reason = str(error).removeprefix(f"reward {name!r}, prompt {_PROMPT_ID!r}: ")
+            raise Broken(f"response {item.response!r:.40}: {reason}") from error
+
+    def _close(self) -> None:
+        try:
+            self._runner.run(self._pipeline.close())
+        finally:
+            self._runner.close()
+
+
+def call_watched(*, prompt: str, response: str, answer: str, metadata: dict[str, Any]) -> float:
+    """A reward that calls another one; 0.0.
+
+    Args:
+        metadata: "target" of the other one, and the "metadata" that it gets.
+
+    Raises:
+        RewardError: that changed it.
+    """
+    passed = metadata["metadata"]
+    before = repr(passed)
+    outcome = load(metadata["target"])(prompt=prompt, response=response, answer=answer, metadata=passed)
+    if inspect.iscoroutine(outcome):
+        asyncio.run(outcome)
+    if repr(passed) != before:
+        raise RewardError(f"metadata was {before:.80} and is {passed!r:.80}; work on a copy")
+    return 0.0
+
+
+def reward_checks(judge: Judge, *, item: Item) -> list[Check]:
+    """The contract of the judge's reward, tried on a right response and on empty, broken, long and foreign ones.
+
+    Args:
+        item: a prompt with its answer; its response is taken for a right one.
+    """
+    items = _items(item)
+
+    def on_items(check: Callable[[Judge, Item], object]) -> Callable[[], None]:
+        return on_every(items, check, judge)
+
+    return [
+        Check(
+            promise=f"gives a finite number, or a dict of them with the key reward, within {judge.timeout_s:g} s",
+            run=on_items(_score),
+        ),
+        Check(promise="every response has the same named parts", run=lambda: _parts(judge, items)),
+        Check(promise="two calls give the same result", run=on_items(_deterministic)),
+        Check(promise="leaves metadata alone", run=lambda: judge.check_metadata(item)),
+        Check(promise="a right response gets at least as much as an empty one", run=lambda: _direction(judge, item)),
+    ]
+
+
+def _items(item: Item) -> list[Item]:
+    """The right response, and what policies really write."""
+    right = item.response
+    responses = [
+        right,
+        f" {right}\n",
+        "",
+        " ",
+        "?",
+        right + " " + right,
+        "\\boxed{",
+        "x" * 20_000,
+        "\u4f60\u597d \ud83d\ude00",
+    ]
+    return [replace(item, response=text) for text in responses]
+
+
+def _score(judge: Judge, item: Item) -> None:
+    judge.score(item)
+
+
+def _parts(judge: Judge, items: Sequence[Item]) -> None:
+    expected = sorted(judge.score(items[0]).parts)
+    for item in items:
+        names = sorted(judge.score(item).parts)
+        if names != expected:
+            raise Broken(f"response {item.response!r:.40} has the parts {names}, the right response {expected}")
+
+
+def _deterministic(judge: Judge, item: Item) -> None:
+    first, second = judge.score(item), judge.score(item)
+    if first != second:
+        raise Broken(f"response {item.response!r:.40} got {first}, and then {second}")
+
+
+def _direction(judge: Judge, item: Item) -> None:
+    right, empty = (judge.score(one).reward for one in (item, replace(item, response="")))
+    if right < empty:
+        raise Broken(f"the right response gets {right:g} and the empty one {empty:g}; check the sign, or --answer")
+
+
+GroupFilterFn = Callable[[FinishedGroup], object]
+
+MAX_CALL_S = 0.01
+"""The filter runs in the driver's event loop, where nothing else goes on meanwhile."""
+_NUM_TIMED = 3
+
+
+def group_filter_checks(function: GroupFilterFn, *, metadata: Mapping[str, object] | None = None) -> list[Check]:
+    """The contract of a filter; its numbers are bound already, e.g. with `functools.partial`.
+
+    Args:
+        metadata: further columns of the data set, if the filter reads any.
+    """
+
+    def fresh() -> list[FinishedGroup]:
+        return _groups({} if metadata is None else metadata)
+
+    def on_groups(check: Callable[[GroupFilterFn, FinishedGroup], object]) -> Callable[[], None]:
+        return on_every(fresh(), check, function)  # groups of its own: an earlier check may have let them be changed
+
+    return [
+        Check(promise="gives None, or a reason that can name a metric", run=on_groups(_reason_given)),
+        Check(promise="two calls give the same reason", run=on_groups(_repeatable)),
+        Check(promise="leaves the group alone", run=on_groups(_untouched)),
+        Check(promise="the order of answers does not matter", run=on_groups(_order)),
+        Check(promise="lets some group in", run=lambda: _lets_in(function, fresh())),
+        Check(promise=f"a call takes less than {MAX_CALL_S:g} s", run=on_groups(_time)),
+    ]
+
+
+def _groups(metadata: Mapping[str, object]) -> list[FinishedGroup]:
+    """What comes back in runs: mixed, equal, graded, negative and lone rewards; short, long, empty answers."""
+    rewards = [[1.0, 0.0, 0.0, 1.0], [0.0] * 4, [1.0] * 4, [0.0, 0.2, 0.5, 1.0, 1.0], [-1.0, 2.5, -3.0], [1.0]]
+    lengths = [[12, 40, 7, 90], [8000] * 4, [3, 0, 1, 2], [100, 200, 300, 400, 500], [1, 9, 5], [30]]
+    return [
+        FinishedGroup(
+            prompt=Prompt(
+                prompt_id=f"train/{i}",
+                token_ids=np.array([1, 2, 3], np.int32),
+                text="1+1=",
+                answer="2",
+                metadata=dict(metadata),
+            ),
+            rewards_G=np.array(rewards_G),
+            lengths_G=np.array(lengths_G, np.int64),
+            is_truncated_G=np.array(lengths_G) >= 8000,
+            num_failed=i % 2,
+        )
+        for i, (rewards_G, lengths_G) in enumerate(zip(rewards, lengths, strict=True))
+    ]
+
+
+def _reason_given(function: GroupFilterFn, group: FinishedGroup) -> str:
+    try:
+        return checked_reason(function(group))
+    except GroupFilterError as error:
+        raise Broken(f"rewards {group.rewards_G.tolist()}: {error}") from error
+
+
+def _repeatable(function: GroupFilterFn, group: FinishedGroup) -> None:
+    first, second = _reason_given(function, group), _reason_given(function, group)
+    if first != second:
+        raise Broken(f"rewards {group.rewards_G.tolist()} got {first!r}, then {second!r}; keep no state between calls")
+
+
+def _untouched(function: GroupFilterFn, group: FinishedGroup) -> None:
+    before = repr(group)
+    _reason_given(function, group)
+    if repr(group) != before:
+        raise Broken("an array of the group, or the metadata of its prompt, was changed in place; work on a copy")
+
+
+def _order(function: GroupFilterFn, group: FinishedGroup) -> None:
+    backwards = FinishedGroup(
+        prompt=group.prompt,
+        rewards_G=group.rewards_G[::-1].copy(),
+        lengths_G=group.lengths_G[::-1].copy(),
+        is_truncated_G=group.is_truncated_G[::-1].copy(),
+        num_failed=group.num_failed,
+    )
+    forth, back = (
+        _reason_given(function, group),
+        _reason_given(function, backwards),
+    )
+    if forth != back:
+        raise Broken(f"rewards {group.rewards_G.tolist()} got {forth!r}, and backwards {back!r}")
+
+
+def _lets_in(function: GroupFilterFn, groups: list[FinishedGroup]) -> None:
+    reasons = sorted({_reason_given(function, group) for group in groups})
+    if "" not in reasons:
+        raise Broken(f"every group was filtered ({', '.join(reasons)}), also one of unequal rewards; a run would end")
+
+
+def _time(function: GroupFilterFn, group: FinishedGroup) -> None:
+    took_s = min(_seconds_of_a_call(function, group) for _ in range(_NUM_TIMED))
+    if took_s > MAX_CALL_S:
+        raise Broken(f"rewards {group.rewards_G.tolist()} took {took_s:.3f} s; the run would stand still meanwhile")
+
+
+def _seconds_of_a_call(function: GroupFilterFn, group: FinishedGroup) -> float:
+    started = time.perf_counter()
+    _reason_given(function, group)
+    return time.perf_counter() - started
+
+
+EstimatorFn = Callable[[Sequence[GroupRewards]], Sequence[FloatArray]]
+
+_PARTS = ("correct", "format")
+_SIZES = (4, 2, 7, 3)
+
+
+def advantage_checks(estimator: EstimatorFn, *, traits: EstimatorTraits) -> list[Check]:
+    """The contract of an estimator; its numbers are bound already, e.g. with `functools.partial`.
+
+    Args:
+        traits: what it declares, see `trainer.config.algorithm`; `OWN_TRAITS` if it declares nothing.
+    """
+    trial = _EstimatorTrial(estimator=estimator, traits=traits)
+    return [
+        Check(promise="gives one float per answer, in a list of one array per group", run=trial.form),
+        Check(promise="advantages are finite, also where all rewards are equal", run=trial.finite),
+        Check(promise="two calls give the same bits and leave the groups alone", run=trial.repeatable),
+        Check(promise="the order of answers in a group does not matter", run=trial.order_of_answers),
+        Check(promise="the order of groups does not matter", run=trial.order_of_groups),
+        Check(promise="other groups do not matter, unless it declares spans_step", run=trial.independence),
+        Check(promise="a better answer of a group never gets less than a worse one", run=trial.direction),
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _EstimatorTrial:
+    estimator: EstimatorFn
+    traits: EstimatorTraits
+
+    def form(self) -> None:
+        self._call(self._groups(0))
+
+    def finite(self) -> None:
+        sizes = _SIZES if self.traits.needs_peers else (1, *_SIZES)
+        equal = [[np.full(n, value) for n in sizes] for value in (0.0, 1.0)]
+        for rewards in [*equal, *(self._rewards(seed, sizes) for seed in range(3))]:
+            for values_G, rewards_G in zip(self._call(self._of(rewards)), rewards, strict=True):
+                if not np.isfinite(values_G).all():
+                    raise Broken(f"{values_G.tolist()} for the rewards {rewards_G.tolist()}; guard the division")
+
+    def repeatable(self) -> None:
+        groups = self._groups(1)
+        before = [group.rewards_G.copy() for group in groups]
+        first, second = self._call(groups), self._call(groups)
+        if any(not np.array_equal(a, b) for a, b in zip(first, second, strict=True)):
+            raise Broken("the second call gave other numbers; use no randomness and keep no state between calls")
+        if any(not np.array_equal(old, group.rewards_G) for old, group in zip(before, groups, strict=True)):
+            raise Broken("rewards_G was changed in place; work on a copy")
+
+    def order_of_answers(self) -> None:
+        groups, rng = self._groups(2), np.random.default_rng(2)
+        orders = [rng.permutation(group.rewards_G.size) for group in groups]
+        shuffled = [_reordered(group, order) for group, order in zip(groups, orders, strict=True)]
+        expected = [values_G[order] for values_G, order in zip(self._call(groups), orders, strict=True)]
+        _expect_equal(self._call(shuffled), expected, "after reordering its answers")
+
+    def order_of_groups(self) -> None:
+        groups = self._groups(3)
+        _expect_equal(self._call(groups[::-1])[::-1], self._call(groups), "after reordering the groups")
+
+    def independence(self) -> None:
+        groups = self._groups(4)
+        if not self.traits.spans_step:
+            alone = [self._call([group])[0] for group in groups]
+            _expect_equal(alone, self._call(groups), "without the other groups (declare spans_step if that is meant)")
+
+    def direction(self) -> None:
+        """Answers of equal length, graded: a better one may not get less, and somewhere gets more."""
+        rewards = [np.array([1.0, 0.4, 0.0]), np.array([0.0, 1.0, 0.7, 0.7]), np.array([1.0, 0.0])]
+        gaps: list[float] = []
+        for values_G, rewards_G in zip(self._call(self._of(rewards)), rewards, strict=True):
+            sorted_G = values_G[np.argsort(rewards_G, kind="stable")]
+            if (np.diff(sorted_G)[np.diff(np.sort(rewards_G)) > 0] < -1e-9).any():
+                raise Broken(f"{values_G.round(4).tolist()} for the rewards {rewards_G.tolist()}; check the sign")
+            gaps.append(sorted_G[-1] - sorted_G[0])
+        if max(gaps) <= 1e-9:
+            raise Broken("the best answer never gets more than the worst one, so nothing is learned")
+
+    def _groups(self, seed: int) -> list[GroupRewards]:
+        return self._of(self._rewards(seed, _SIZES))
+
+    def _rewards(self, seed: int, sizes: Sequence[int]) -> list[FloatArray]:
+        rng = np.random.default_rng(seed)
+        return [rng.normal(size=n) if i % 2 else rng.integers(0, 2, n).astype(np.float64) for i, n in enumerate(sizes)]
+
+    def _of(self, rewards: Sequence[FloatArray]) -> list[GroupRewards]:
+        """Groups with these rewards: equal lengths, and parts that rank the answers as their total does."""
+        return [
+            GroupRewards(
+                rewards_G=rewards_G.copy(),
+                lengths_G=np.full(rewards_G.size, 5 + i),
+                parts_G={name: rewards_G / len(_PARTS) for name in _PARTS} if self.traits.uses_parts else {},
+                baseline=0.25 if self.traits.greedy_baseline else None,
+            )
+            for i, rewards_G in enumerate(rewards)
+        ]
+
+    def _call(self, groups: Sequence[GroupRewards]) -> list[FloatArray]:
+        """The advantages, after their form was checked."""
+        given = self.estimator(groups)
+        if not isinstance(given, Sequence) or len(given) != len(groups):
+            what = f"{len(given)} of them" if isinstance(given, Sequence) else f"a {type(given).__name__}"
+            raise Broken(f"expected a list of one array for each of {len(groups)} groups, got {what}")
+        found = [np.asarray(values_G, np.float64) for values_G in given]
+        for values_G, group in zip(found, groups, strict=True):
+            if values_G.shape != group.rewards_G.shape:
+                raise Broken(f"expected shape {group.rewards_G.shape}, one advantage per answer, got {values_G.shape}")
+        return found
+
+
+def _reordered(group: GroupRewards, order: np.ndarray) -> GroupRewards:
+    return replace(
+        group,
+        rewards_G=group.rewards_G[order],
+        lengths_G=group.lengths_G[order],
+        parts_G={name: values_G[order] for name, values_G in group.parts_G.items()},
+    )
+
+
+def _expect_equal(got: Sequence[FloatArray], expected: Sequence[FloatArray], when: str) -> None:
+    for i, (values_G, expected_G) in enumerate(zip(got, expected, strict=True)):
+        if not np.allclose(values_G, expected_G, rtol=1e-9, atol=1e-9):
+            raise Broken(
+                f"group {i} gets {values_G.round(4).tolist()} {when}, and {expected_G.round(4).tolist()} before"
+            )
