@@ -39,7 +39,7 @@ import zmq.utils.z85
 
 from weight_sync.decoding import decode_typed
 from weight_sync.errors import StaleEpoch, WeightSyncError
-from weight_sync.relay import RelayHandle  # noqa: TC001 - msgspec reads the annotations
+from weight_sync.types import RelayHandle  # noqa: TC001 - msgspec reads the annotations
 
 log = logging.getLogger(__name__)
 

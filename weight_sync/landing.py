@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from weight_sync.device.base import DeviceError
+from weight_sync.device.errors import DeviceError
 from weight_sync.errors import PlanMismatch
 from weight_sync.fallback import BUCKET_BYTES, VIRTUAL_PREFIX, Fallback, bind_buckets, plan_buckets, virtual_bytes
 from weight_sync.pull import ShadowPlan, pieces, shadow_plan

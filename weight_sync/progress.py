@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from weight_sync.device.base import DeviceError
 from weight_sync.device.cpu import CpuBackend
+from weight_sync.device.errors import DeviceError
 from weight_sync.device.exporter import require_alive
 from weight_sync.errors import RelayStalled
 

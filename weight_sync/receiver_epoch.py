@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
     from weight_sync.control import LinkRequest
     from weight_sync.device.base import Backend, Digester, Mover
-    from weight_sync.relay import RelayHandle
-    from weight_sync.types import Manifest, PullPlan
+    from weight_sync.types import Manifest, PullPlan, RelayHandle
     from weight_sync.wire import OpenReceiver
 
 

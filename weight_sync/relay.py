@@ -35,11 +35,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from weight_sync.device.base import DeviceError, IpcHandle
+from weight_sync.device.errors import DeviceError
 from weight_sync.errors import PlanMismatch
 from weight_sync.progress import PATIENCE_S, ProgressReader, ProgressWriter
 from weight_sync.pull import PIECE_BYTES
 from weight_sync.transports import base as transport
+from weight_sync.types import RelayHandle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -64,16 +65,6 @@ class ShadowMap(NamedTuple):
     """Source rank -> its stretch, by rank."""
     digest: str
     """Equal for two receivers exactly if their layouts are."""
-
-
-class RelayHandle(msgspec.Struct, frozen=True, kw_only=True):
-    """How a successor finds a receiver's shadow and progress."""
-
-    owner: str
-    """Name for messages, "replica/worker"."""
-    shadow: IpcHandle
-    progress: IpcHandle
-    layout: str
 
 
 def map_shadow(block: PersistentBlock, pieces: Mapping[int, Sequence[Piece]]) -> ShadowMap:

@@ -6,7 +6,7 @@ import logging
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from weight_sync.device.base import DeviceError
+from weight_sync.device.errors import DeviceError
 from weight_sync.errors import PlanMismatch, RelayStalled
 from weight_sync.relay import RelayInlet, RelayOutlet, ShadowMap, map_shadow
 from weight_sync.transports.base import OnArrived, ignore
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from weight_sync.control import LinkRequest
     from weight_sync.device.base import Backend
     from weight_sync.landing import Landing
-    from weight_sync.relay import RelayHandle
     from weight_sync.transports.base import Piece
+    from weight_sync.types import RelayHandle
 
 log = logging.getLogger(__name__)
 

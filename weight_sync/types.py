@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import msgspec
 
+from weight_sync.device.base import IpcHandle  # noqa: TC001 - msgspec reads the annotations
+
 Version = int
 """Policy version: counts optimizer steps that were published. Version 0 is the initial checkpoint."""
 
@@ -171,3 +173,13 @@ class SyncReport(msgspec.Struct, frozen=True, kw_only=True):
     """Allocations, registrations, sockets, ... since the epoch opened; must not grow after the first sync."""
     replicas: dict[str, ReplicaTimes]
     """By name, of the replicas that took the version."""
+
+
+class RelayHandle(msgspec.Struct, frozen=True, kw_only=True):
+    """How a successor finds a receiver's shadow and progress."""
+
+    owner: str
+    """Name for messages, "replica/worker"."""
+    shadow: IpcHandle
+    progress: IpcHandle
+    layout: str

@@ -13,8 +13,7 @@ import msgspec
 from weight_sync import errors
 from weight_sync.decoding import decode_typed
 from weight_sync.device.base import IpcHandle  # noqa: TC001 - msgspec reads the annotations
-from weight_sync.relay import RelayHandle  # noqa: TC001 - likewise
-from weight_sync.types import ParamMeta, ShardDesc  # noqa: TC001 - likewise
+from weight_sync.types import ParamMeta, RelayHandle, ShardDesc  # noqa: TC001 - likewise
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

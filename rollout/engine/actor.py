@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollout.engine.vllm_config import process_env
 from rollout.engine.vllm_engine import VllmEngine
-from weight_sync.device.base import DeviceError
+from weight_sync.device.errors import DeviceError
 from weight_sync.device.select import build as backend_called
 from weight_sync.device.visibility import show_own_devices
 

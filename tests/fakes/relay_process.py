@@ -14,9 +14,9 @@ from tests.fakes.protocol_traps import signal_and_see
 from weight_sync.device.select import get_backend
 from weight_sync.errors import RelayStalled
 from weight_sync.pull import shadow_plan
-from weight_sync.relay import RelayHandle, RelayInlet, RelayOutlet, map_shadow
+from weight_sync.relay import RelayInlet, RelayOutlet, map_shadow
 from weight_sync.transports.base import Piece
-from weight_sync.types import Run
+from weight_sync.types import RelayHandle, Run
 from weight_sync.wire import decode, encode
 
 if TYPE_CHECKING:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.house.source import ROOT, modules, runtime_imports, words_of_code
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.house.source import Module
 
 # Regular expressions of the files that may import a library, by library.
 PLACES = {
@@ -29,6 +37,25 @@ LIGHT = (
     "trainer.config", "trainer.data", "trainer.telemetry", "trainer.__main__",
 )  # fmt: skip
 
+
+def name_of(module: Module) -> str:
+    return module.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def imported_modules(module: Module) -> Iterator[str]:
+    """Modules of ours that it imports anywhere, without the packages that it is in."""
+    known, me = {name_of(other) for other in modules()}, name_of(module)
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name in known else node.module for name in names]
+        else:
+            continue
+        yield from (n for n in names if n in known and not f"{me}.".startswith(f"{n}.") and not n.startswith(f"{me}."))
+
+
 IMPORT_ALL = """
 import importlib, pkgutil, sys
 for name in sys.argv[1:]:
@@ -47,6 +74,15 @@ def test_import_contracts_hold() -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
+
+
+def test_no_module_imports_itself_over_others() -> None:
+    """Type-only imports included: a reader of one such module has to read the others, too."""
+    graph = {name_of(module): set(imported_modules(module)) for module in modules()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
 
 
 @pytest.mark.parametrize("library", PLACES)

@@ -26,12 +26,13 @@ from trainer.driver.inputs import (
 from trainer.driver.placement import Placement, check_cpus, check_fits, plan_placement
 from trainer.errors import ConfigurationError, ModelError, Problem
 from trainer.learner.weights import check_weights, is_drawn
-from weight_sync.device.base import Backend, DeviceError
+from weight_sync.device.errors import DeviceError
 from weight_sync.device.select import build, get_backend
 
 if TYPE_CHECKING:
     from rollout.agent.loop import AgentLoop
     from trainer.config.schema import RunConfig
+    from weight_sync.device.base import Backend
 
 
 log = logging.getLogger(__name__)

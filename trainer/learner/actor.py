@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from trainer.errors import LearnerError
-from weight_sync.device.base import DeviceError
+from weight_sync.device.errors import DeviceError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -18,7 +18,7 @@ from trainer.errors import (
     one_line,
     tells_its_cause,
 )
-from weight_sync.device.base import DeviceError
+from weight_sync.device.errors import DeviceError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -22,8 +22,9 @@ from weight_sync.worker_service import WorkerService
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from weight_sync.bench.baselines import GroupSpec, Party
+    from weight_sync.bench.baselines import GroupSpec
     from weight_sync.bench.case import Case
+    from weight_sync.bench.party import Party
     from weight_sync.device.base import Backend, IpcHandle
 
 GROWTH = 1.0625

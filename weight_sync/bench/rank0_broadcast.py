@@ -13,7 +13,7 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from weight_sync.bench.baselines import Party
+    from weight_sync.bench.party import Party
     from weight_sync.types import ParamMeta
 
 ALIGN_BYTES = 16

@@ -16,7 +16,7 @@ from weight_sync.bench.engines import BETWEEN_SYNCS_S, Generation, vllm_replicas
 from weight_sync.bench.processes import Fleet, synthetic_replica
 from weight_sync.bench.results import BaselineResult, Results, SyncSample
 from weight_sync.coordinator import SyncCoordinator, SyncOptions
-from weight_sync.device.base import DeviceError
+from weight_sync.device.errors import DeviceError
 from weight_sync.device.select import get_backend
 from weight_sync.errors import DigestMismatch, WeightSyncError
 from weight_sync.vllm_compat import UnsupportedVllm

@@ -1,17 +1,8 @@
 """The device layer: one `Backend` per kind of accelerator, and `get_backend` to choose one. See docs/backends.md."""
 
-from weight_sync.device.base import (
-    Backend,
-    Capabilities,
-    DeviceError,
-    Digester,
-    EnvVar,
-    IpcHandle,
-    Mover,
-    PersistentBlock,
-    Role,
-)
-from weight_sync.device.environment import merge_env
+from weight_sync.device.base import Backend, Capabilities, Digester, IpcHandle, Mover, PersistentBlock, Role
+from weight_sync.device.environment import EnvVar, merge_env
+from weight_sync.device.errors import DeviceError
 from weight_sync.device.select import get_backend
 
 __all__ = [

@@ -10,6 +10,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from weight_sync.device.errors import DeviceError
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import AbstractContextManager
@@ -17,14 +19,11 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.distributed_c10d import Store
 
+    from weight_sync.device.environment import EnvVar
     from weight_sync.device.process_groups import PairGroup
 
 Role = Literal["driver", "learner", "engine"]
 """Which kind of process an environment is meant for."""
-
-
-class DeviceError(Exception):
-    """A device is missing, misconfigured or refused a call. The message says what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,17 +40,6 @@ class Capabilities:
     """The engine captures device graphs, so parameter addresses must never change."""
     engine_forks: bool
     """To import vLLM touches no device here, so a process that has done no more may be forked into an engine."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EnvVar:
-    """An environment variable a role needs. A value the user has set wins over ours."""
-
-    name: str
-    value: str
-    why: str
-    before_ray_start: bool = False
-    """True if it only works when set before the Ray daemon (`ray start`) came up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from weight_sync.device.base import DeviceError
+from weight_sync.device.errors import DeviceError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

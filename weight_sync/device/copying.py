@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from weight_sync.device.base import DeviceError
+from weight_sync.device.errors import DeviceError
 
 
 def bytes_to_copy(dst: torch.Tensor, src: torch.Tensor) -> int:

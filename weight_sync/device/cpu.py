@@ -15,18 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from weight_sync.device.base import (
-    Backend,
-    Capabilities,
-    DeviceError,
-    EnvVar,
-    IpcHandle,
-    PersistentBlock,
-    Role,
-)
+from weight_sync.device.base import Backend, Capabilities, IpcHandle, PersistentBlock, Role
 from weight_sync.device.copying import as_bytes, bytes_to_copy, require_size
 from weight_sync.device.digest import digest_bytes
-from weight_sync.device.environment import missing_variables
+from weight_sync.device.environment import EnvVar, missing_variables
+from weight_sync.device.errors import DeviceError
 from weight_sync.device.exporter import describe_self, require_alive
 from weight_sync.device.host_memory import host_memory
 from weight_sync.device.process_groups import GlooGroup, PairGroup

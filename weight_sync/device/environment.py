@@ -8,12 +8,12 @@ from __future__ import annotations
 import os
 import re
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from weight_sync.device.base import EnvVar
 
 TELLING = (
     "ASCEND_", "CUBLAS_", "CUDA_", "CUDNN_", "GLOO_", "HCCL_", "HIP_", "HSA_", "KMP_", "MKL_", "NCCL_", "OMP_",
@@ -95,3 +95,14 @@ def temporary_environment(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvVar:
+    """An environment variable a role needs. A value the user has set wins over ours."""
+
+    name: str
+    value: str
+    why: str
+    before_ray_start: bool = False
+    """True if it only works when set before the Ray daemon (`ray start`) came up."""

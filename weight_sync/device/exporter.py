@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weight_sync.device.base import DeviceError
+from weight_sync.device.errors import DeviceError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

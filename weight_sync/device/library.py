@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weight_sync.device.base import DeviceError
+from weight_sync.device.errors import DeviceError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

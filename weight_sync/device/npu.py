@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weight_sync.device.accelerator import AcceleratorBackend, cuda_like_env
-from weight_sync.device.base import Capabilities, EnvVar, Role
+from weight_sync.device.base import Capabilities, Role
 from weight_sync.device.binding import NpuBinding, TorchBinding
 from weight_sync.device.driver import AclDriver
-from weight_sync.device.environment import is_true
+from weight_sync.device.environment import EnvVar, is_true
 from weight_sync.device.library import load_library
 from weight_sync.device.process_groups import PairGroup, hccl_group
 

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from weight_sync.device.base import DeviceError
+from weight_sync.device.errors import DeviceError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
-    from weight_sync.device.base import Backend
+
+class Streams(Protocol):
+    """The part of a `weight_sync.device.base.Backend` that is used here."""
+
+    def new_stream(self) -> Any: ...
+
+    def use_stream(self, stream: Any | None) -> AbstractContextManager[None]: ...
+
+    def digest(self, data: torch.Tensor) -> int: ...
 
 
 class PlainDigester:
     """A loop over `Backend.digest`, on a stream of its own where there are streams."""
 
-    def __init__(self, backend: Backend, views: Sequence[torch.Tensor]) -> None:
+    def __init__(self, backend: Streams, views: Sequence[torch.Tensor]) -> None:
         self._backend = backend
         self._views = require_bytes(views)
         self._stream = backend.new_stream()
@@ -30,7 +39,7 @@ class PlainDigester:
 class PlainMover:
     """torch's copies; the list goes down in one call."""
 
-    def __init__(self, backend: Backend, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def __init__(self, backend: Streams, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._backend = backend
         filled = require_pairs(pairs)
         self._targets = [target for target, _ in filled]

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 
-from weight_sync.device.base import DeviceError
 from weight_sync.device.environment import temporary_environment
+from weight_sync.device.errors import DeviceError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

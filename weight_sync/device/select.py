@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from weight_sync.device.base import Backend, DeviceError
+from typing import TYPE_CHECKING
+
+from weight_sync.device.errors import DeviceError
+
+if TYPE_CHECKING:
+    from weight_sync.device.base import Backend
 
 AUTO_ORDER = ("cuda", "rocm", "npu", "cpu")
 """`auto` takes the first of these that is available."""

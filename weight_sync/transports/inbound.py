@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import zmq
 
 from weight_sync.control import PairDrop, PairMeet, PairMet, PairSend, PairState, PairWatch
-from weight_sync.device.base import DeviceError
 from weight_sync.device.cpu import CpuBackend
+from weight_sync.device.errors import DeviceError
 from weight_sync.device.process_groups import LinkBroken
 from weight_sync.errors import PublisherLost, TransportUnusable, WeightSyncError
 from weight_sync.transports.base import Line, Piece, require_slot

@@ -13,7 +13,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from weight_sync.control import PairDrop, PairMeet, PairMet, PairSend, PairState, PairWatch
-from weight_sync.device.base import DeviceError
+from weight_sync.device.errors import DeviceError
 from weight_sync.device.process_groups import LinkBroken
 from weight_sync.errors import VersionUnavailable
 from weight_sync.transports.messages import BATCHES_IN_FLIGHT, Timing, batches

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from weight_sync.device.base import DeviceError
+from weight_sync.device.errors import DeviceError
 from weight_sync.errors import PullTimeout, TransportUnusable
 from weight_sync.transports import mapped, pair
 from weight_sync.transports.base import Check, OnArrived, ignore

@@ -15,7 +15,8 @@ from typing import Any
 
 import msgspec
 
-from weight_sync.device.base import Backend, DeviceError, IpcHandle, PersistentBlock
+from weight_sync.device.base import Backend, IpcHandle, PersistentBlock
+from weight_sync.device.errors import DeviceError
 
 ROOT = Path(__file__).parents[3]
 

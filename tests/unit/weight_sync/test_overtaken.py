@@ -11,7 +11,7 @@ import pytest
 
 from tests.fakes.sync_world import LocalReplica
 from tests.unit.weight_sync.test_coordinator import World, opened
-from weight_sync.device.base import DeviceError
+from weight_sync.device.errors import DeviceError
 from weight_sync.errors import PullTimeout, VersionUnavailable, WeightSyncError
 
 if TYPE_CHECKING:
