@@ -20,7 +20,6 @@ import numpy as np
 
 from rollout.engine.interface import Engine, EngineInfo, EngineLoad, EngineSpec, EngineStats
 from rollout.engine.load_meter import Activity, LoadMeter
-from rollout.engine.reaper import OrphanReaper
 from rollout.engine.request_state import ChunkBuilder, Fence, LiveAnswer, Roster, VersionLabels, next_output, stop_watch
 from rollout.engine.startup_error import printed_cause
 from rollout.engine.vllm_config import check_token_ids, process_env
@@ -35,6 +34,7 @@ from rollout.engine.vllm_process import (
 )
 from rollout.engine.weight_commit import AdmissionGate, GateTurns, Pause
 from rollout.errors import EngineDead
+from rollout.processes import OrphanReaper
 from rollout.types import Completion, SamplingParams
 from weight_sync import vllm_compat
 from weight_sync.wire import CommitResult, open_reply, reply_state

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import multiprocessing
 import os
-import signal
 import sys
 import time
 from contextlib import contextmanager
@@ -16,6 +14,7 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import TYPE_CHECKING, Any
 
 from rollout.engine.vllm_config import engine_args
+from rollout.processes import kill_with_parent
 from rollout.rendering import load_tokenizer
 from weight_sync import vllm_compat
 from weight_sync.device.environment import temporary_environment
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
     from rollout.types import SamplingParams
 
 
-PR_SET_PDEATHSIG = 1
-"""Of `prctl(2)`: the signal that a process gets when its parent has died."""
 PRELOAD = ("rollout.engine.preload",)
 
 
@@ -70,7 +67,7 @@ def begin_imports() -> None:
 
 
 def _die_with_the_server() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    kill_with_parent()
     # The server waits for the end of all who hold this pipe open: of its owner alone, from here on.
     alive_fd = getattr(forkserver._forkserver, "_forkserver_alive_fd", None)  # pyright: ignore[reportAttributeAccessIssue]
     if alive_fd is not None:

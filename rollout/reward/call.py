@@ -40,7 +40,7 @@ def to_result(value: object) -> RewardResult:
         raise RewardError(f'returned a dict without the key "reward" (keys: {sorted(map(str, value))}); add it')
     if len(value) > _MAX_PARTS:
         raise RewardError(f"returned a dict of {len(value)} entries; at most {_MAX_PARTS} parts are recorded")
-    parts = {str(name): _finite(part, f"entry {str(name)!r}") for name, part in value.items()}
+    parts = {clip(str(name)): _finite(part, f"entry {str(name)!r}") for name, part in value.items()}
     return RewardResult(reward=parts.pop("reward"), parts=parts)
 
 
@@ -73,27 +73,30 @@ class Item:
     metadata: Mapping[str, object]
 
 
-def call(function: RewardFn, item: Item) -> RewardResult | RewardError:
-    """Calls the function; the error tells what it raised (with the last frames) or what it wrongly returned."""
+def call(function: RewardFn, item: Item) -> RewardResult:
+    """Calls the function.
+
+    Raises:
+        RewardError: what it raised, with the last frames, or what it wrongly returned.
+    """
     if is_async(function):
         return asyncio.run(call_async(function, item))
     try:
         return to_result(function(**_arguments(item)))
-    except BaseException as error:  # noqa: BLE001 - user code may raise anything, sys.exit() included
-        return _error(error)
+    except BaseException as error:  # user code may raise anything, sys.exit() included
+        raise _error(error) from error
 
 
-async def call_async(function: RewardFn, item: Item) -> RewardResult | RewardError:
-    """Calls an `async def` function; as `call` otherwise. Only a cancellation of this call itself is raised."""
+async def call_async(function: RewardFn, item: Item) -> RewardResult:
+    """Calls an `async def` function; as `call` otherwise. A cancellation of this call itself is raised as it is."""
     try:
         value: object = await function(**_arguments(item))  # type: ignore[misc]
         return to_result(value)
-    except asyncio.CancelledError as error:
-        if (task := asyncio.current_task()) is not None and task.cancelling():
+    except BaseException as error:  # user code may raise anything, sys.exit() included
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
             raise
-        return _error(error)
-    except BaseException as error:  # noqa: BLE001 - user code may raise anything, sys.exit() included
-        return _error(error)
+        raise _error(error) from error
 
 
 def is_async(function: RewardFn) -> bool:
@@ -118,5 +121,6 @@ def _error(error: BaseException) -> RewardError:
 
 
 def clip(text: str) -> str:
-    """The text, cut to a length that fits a log line and the answer pipe."""
-    return text if len(text) <= _MAX_MESSAGE_CHARS else f"{text[:_MAX_MESSAGE_CHARS]}..."
+    """The text, cut to a length that fits a log line and the pipe, and without what cannot be encoded."""
+    text = text if len(text) <= _MAX_MESSAGE_CHARS else f"{text[:_MAX_MESSAGE_CHARS]}..."
+    return text.encode(errors="replace").decode()

@@ -1,58 +1,62 @@
-"""The inside of a reward process: reads requests, calls reward functions, answers one line per item.
+"""The inside of a reward process: imports reward functions, calls them, and answers. `wire.py` describes the messages.
 
-Wire, over two pipes that belong to the protocol alone (what user code prints goes to stderr):
-  in    8 bytes length, then pickle of `Request`       (the parent's own objects; metadata may be anything)
-  out   one JSON line "loaded" or "load_error", then one JSON line per item, in order
-A function that is `async def` is asked for with no item first, and has its process for itself then: `async_child.py`.
-The process never outlives its parent: `guard.py` ends it with all that it started, and a closed pipe ends it.
+The pipes belong to the protocol alone: what user code prints goes to stderr. A plain function is called in the main
+thread, outside of any event loop, one call after the other. The first call of an `async def` function opens an event
+loop, and from then on the process takes nothing but calls of it, many at once.
+The process never outlives its parent: its guards end it with all that it started, and a closed pipe ends it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pickle
+import signal
 import sys
 import threading
-import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, BinaryIO
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from rollout.errors import DataError
-from rollout.reward.async_child import serve
-from rollout.reward.call import Item, call, clip, is_async
-from rollout.reward.guard import fork_under_guard
+from rollout.errors import DataError, RewardError
+from rollout.processes import exit_with_parent, fork_under_guards
+from rollout.reward.call import call, call_async, clip, is_async
 from rollout.reward.registry import load
-from rollout.reward.wire import answer, outcome_message, read_frame
+from rollout.reward.wire import Begun, Call, Cancel, Failed, NotImported, Scored, decode_call, encode
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rollout.reward.call import Item, RewardResult
     from rollout.reward.registry import RewardFn
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    target: str
-    items: tuple[Item, ...]
+MAX_THREADS = 1024
+"""For `asyncio.to_thread` in a reward; they start as they are needed."""
 
 
 def main(parent_pid: int) -> None:
-    """Serves requests until the parent closes the pipe or is gone; after one for an async function its calls alone."""
-    _die_with_parent(parent_pid)
+    """Serves calls until the parent closes the pipe or is gone."""
+    if sys.platform == "linux":
+        fork_under_guards(parent_pid)
+    else:
+        exit_with_parent(parent_pid)
     requests, answers = _take_protocol_pipes()
     functions: dict[str, RewardFn] = {}
-    while (payload := read_frame(requests)) is not None:
-        request: Request = pickle.loads(payload)
-        try:
-            if request.target not in functions:
-                functions[request.target] = load(request.target)
-        except DataError as error:
-            answer(answers, {"load_error": clip(str(error))})
+    for line in requests:
+        message = decode_call(line)
+        if isinstance(message, Cancel):
             continue
-        function = functions[request.target]
-        answer(answers, {"loaded": True, "is_async": is_async(function)})
+        try:
+            if message.target not in functions:
+                functions[message.target] = load(message.target)
+        except DataError as error:
+            _answer(answers, NotImported(number=message.number, error=clip(str(error))))
+            continue
+        function = functions[message.target]
+        _answer(answers, Begun(number=message.number, is_async=is_async(function)))
         if is_async(function):
-            serve(function, requests, answers)
-        for item in request.items:
-            answer(answers, outcome_message(call(function, item)))
+            asyncio.run(_serve_async(function, requests, answers))
+        if message.request is not None:
+            _answer(answers, _score(function, message))
 
 
 def _take_protocol_pipes() -> tuple[BinaryIO, BinaryIO]:
@@ -65,14 +69,90 @@ def _take_protocol_pipes() -> tuple[BinaryIO, BinaryIO]:
     return requests, answers
 
 
-def _die_with_parent(parent_pid: int) -> None:
-    if sys.platform == "linux":
-        fork_under_guard(parent_pid)
-    else:
-        threading.Thread(target=_watch_parent, args=(parent_pid,), daemon=True).start()
+def _answer(answers: BinaryIO, message: Begun | NotImported | Scored | Failed) -> None:
+    answers.write(encode(message))
+    answers.flush()
 
 
-def _watch_parent(parent_pid: int) -> None:
-    while os.getppid() == parent_pid:
-        time.sleep(1.0)
-    os._exit(1)
+def _score(function: RewardFn, message: Call) -> Scored | Failed:
+    if message.cpu_limit_s is not None:  # its default action ends the process, also inside of a single operation
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_PROF, message.cpu_limit_s)
+    try:
+        return _scored(message, call(function, _request(message)))
+    except RewardError as error:
+        return Failed(number=message.number, error=str(error))
+    finally:
+        if message.cpu_limit_s is not None:
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
+
+
+def _request(message: Call) -> Item:
+    assert message.request is not None
+    try:
+        return pickle.loads(message.request)
+    except Exception as error:
+        raise RewardError(clip(f"cannot take the prompt's metadata: {type(error).__name__}: {error}")) from error
+
+
+def _scored(message: Call, result: RewardResult) -> Scored:
+    return Scored(number=message.number, reward=result.reward, parts=dict(result.parts))
+
+
+# ---------------------------------------------------------------- async functions
+
+
+class _Threads(ThreadPoolExecutor):
+    """Knows what runs in it: a thread goes on after the call that waited for it was cancelled."""
+
+    def __init__(self) -> None:
+        super().__init__(max_workers=MAX_THREADS)
+        self.busy: set[Future[Any]] = set()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future = super().submit(fn, *args, **kwargs)
+        self.busy.add(future)
+        future.add_done_callback(self.busy.discard)
+        return future
+
+
+async def _serve_async(function: RewardFn, requests: BinaryIO, answers: BinaryIO) -> None:
+    """Consumes: calls. Waits for: the next one. Unblocked by: the end of the pipe.
+
+    Does not return: threads of the reward may never end.
+    """
+    loop = asyncio.get_running_loop()
+    threads = _Threads()
+    loop.set_default_executor(threads)
+    messages: asyncio.Queue[Call | Cancel | None] = asyncio.Queue()
+
+    def read() -> None:
+        for line in requests:
+            loop.call_soon_threadsafe(messages.put_nowait, decode_call(line))
+        loop.call_soon_threadsafe(messages.put_nowait, None)
+
+    threading.Thread(target=read, daemon=True).start()
+    running: dict[int, asyncio.Task[None]] = {}
+
+    async def run(message: Call) -> None:
+        try:
+            async with asyncio.timeout(message.timeout_s):
+                answer = _scored(message, await call_async(function, _request(message)))
+        except RewardError as error:
+            answer = Failed(number=message.number, error=str(error))
+        except TimeoutError:
+            text = f"the call took longer than {message.timeout_s:g} s; it was cancelled"
+            num_stuck = max(0, len(threads.busy) - len(running) + 1)  # this call has ended
+            answer = Failed(number=message.number, error=text, num_stuck=num_stuck)
+        _answer(answers, answer)
+
+    while (message := await messages.get()) is not None:
+        if isinstance(message, Cancel):
+            if task := running.get(message.number):
+                task.cancel()
+            continue
+        _answer(answers, Begun(number=message.number, is_async=True))
+        if message.request is not None:
+            task = running[message.number] = asyncio.create_task(run(message))
+            task.add_done_callback(lambda _, number=message.number: running.pop(number))
+    os._exit(0)

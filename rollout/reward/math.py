@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import logging
 import re
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from latex2sympy2_extended.antlr_parser import PSParser
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
-
-from rollout.reward.limited import CallTooLong, LimitedCalls
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,31 +28,13 @@ def score(*, prompt: str, response: str, answer: str, metadata: Mapping[str, obj
     boxes also count as one answer of several values. A percentage equals its fraction. `answer` may be bare LaTeX, a
     number, a boxed expression, or a worked solution that ends with GSM8K's `#### 42`.
 
-    A response that takes more than 3 s of processor time, such as a tower of powers, gets 0.0. math-verify's own limits
-    are signal handlers of Python, which do not run within an operation on large integers.
+    Some responses, such as a tower of powers, take forever to evaluate, and math-verify's own limits are signal
+    handlers of Python, which do not run within an operation on large integers: see `RewardEntry.cpu_limit_s`.
 
     Raises:
-        ValueError: `answer` holds nothing that can be compared with, or nothing that can be within that time.
-        CallEnded: the process that compares crashed, which says nothing of the response.
+        ValueError: `answer` holds nothing that can be compared with.
     """
     del prompt, metadata
-    try:
-        return 1.0 if _compare(answer, response) else 0.0
-    except CallTooLong:
-        _refuse_endless(answer)
-        return 0.0
-
-
-@lru_cache(maxsize=4096)
-def _refuse_endless(answer: str) -> None:
-    """Raises ValueError if it takes as long whatever the response says."""
-    try:
-        _compare(answer, f"{_BOX}{{0}}")
-    except CallTooLong as error:
-        raise ValueError(f"the answer {answer!r:.80} cannot be evaluated: {error}; check task.answer_column") from error
-
-
-def _is_right(answer: str, response: str) -> bool:
     # It warns on every call that its time limits are off.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     _know_percentages()
@@ -65,10 +44,7 @@ def _is_right(answer: str, response: str) -> bool:
         raise ValueError(f"the answer {answer!r:.80} is not a mathematical expression; check task.answer_column")
     # math-verify reads all boxes as one set, which would punish a response that corrects itself.
     last_box = response[max(response.rfind(_BOX), 0) :]
-    return _is_equal(gold, last_box) or (last_box != response and _is_equal(gold, response))
-
-
-_compare = LimitedCalls(_is_right, cpu_s=3.0)
+    return float(_is_equal(gold, last_box) or (last_box != response and _is_equal(gold, response)))
 
 
 def _is_equal(gold: list[Any], response: str) -> bool:

@@ -34,20 +34,27 @@ class RewardEntry:
     """Runs in the caller's process, without a time limit: only for functions that trivially end (a comparison)."""
     needs_answer: bool
     """A prompt without an answer is an error of the data set."""
-
-
-def _builtin(name: str, target: str, *, inline: bool, needs_answer: bool = True) -> RewardEntry:
-    return RewardEntry(name=name, target=target, inline=inline, needs_answer=needs_answer)
+    cpu_limit_s: float | None = None
+    """Processor time of one call, so what else the host does has no part in it. The response that exceeds it gets 0.0.
+    For functions that hang inside a single operation, where the kernel alone can end them. Not for `async def`."""
+    cheap_response: str = ""
+    """If a call with it exceeds `cpu_limit_s`, too, the fault is with the answer of the prompt."""
 
 
 BUILTIN_REWARDS: Mapping[str, RewardEntry] = MappingProxyType(
     {
-        entry.name: entry
-        for entry in (
-            _builtin("arithmetic", "rollout.reward.builtin:arithmetic", inline=True),
-            _builtin("math", "rollout.reward.math:score", inline=False),
-            _builtin("zero", "rollout.reward.builtin:zero", inline=True, needs_answer=False),
-        )
+        "arithmetic": RewardEntry(
+            name="arithmetic", target="rollout.reward.builtin:arithmetic", inline=True, needs_answer=True
+        ),
+        "math": RewardEntry(
+            name="math",
+            target="rollout.reward.math:score",
+            inline=False,
+            needs_answer=True,
+            cpu_limit_s=3.0,
+            cheap_response=r"\boxed{0}",
+        ),
+        "zero": RewardEntry(name="zero", target="rollout.reward.builtin:zero", inline=True, needs_answer=False),
     }
 )
 """Register a further built-in reward by a row here."""

@@ -1,50 +1,60 @@
-"""What goes through the pipes of a reward process: framed pickles in, JSON lines out."""
+"""What goes through the pipes of a reward process: one message per line, JSON of a struct.
+
+Into it: a `Call` for every response, or with no request to import the function only; `Cancel` ends a call of an `async
+def` function. Out of it, for every call by its number: `Begun` once the function is imported, then `Scored` or
+`Failed`; or `NotImported` alone. Requests are pickles, since metadata may be anything; answers never are, since code of
+users can write to the pipe.
+"""
 
 from __future__ import annotations
 
-import json
-import math
-import struct
-from typing import TYPE_CHECKING, Any, BinaryIO
-
-from rollout.errors import RewardError
-from rollout.reward.call import RewardResult
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-_LENGTH = struct.Struct("<Q")
+import msgspec
 
 
-def frame(payload: bytes) -> bytes:
-    """With its length in front."""
-    return _LENGTH.pack(len(payload)) + payload
+class Call(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    number: int
+    target: str
+    """See `RewardEntry.target`."""
+    request: bytes | None = None
+    """Pickle of an `Item`."""
+    timeout_s: float = 0.0
+    """Wall-clock time until an `async def` call is cancelled. Any other is timed by the parent."""
+    cpu_limit_s: float | None = None
+    """See `RewardEntry.cpu_limit_s`."""
 
 
-def read_frame(requests: BinaryIO) -> bytes | None:
-    """The next payload; None at the end of the pipe. Blocks."""
-    header = requests.read(_LENGTH.size)
-    return requests.read(_LENGTH.unpack(header)[0]) if header else None
+class Cancel(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    number: int
 
 
-def answer(answers: BinaryIO, message: Mapping[str, object]) -> None:
-    answers.write(json.dumps(message).encode() + b"\n")
-    answers.flush()
+class Begun(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    number: int
+    is_async: bool
 
 
-def outcome_message(outcome: RewardResult | RewardError) -> dict[str, object]:
-    """As plain values, for `read_outcome` on the other side."""
-    if isinstance(outcome, RewardError):
-        return {"error": str(outcome)}
-    return {"reward": outcome.reward, "parts": dict(outcome.parts)}
+class NotImported(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    number: int
+    error: str
 
 
-def read_outcome(message: Mapping[str, Any]) -> RewardResult | RewardError:
-    """What `outcome_message` made into plain values. Raises KeyError, TypeError or ValueError for anything else."""
-    if "error" in message:
-        return RewardError(str(message["error"]))
-    reward, parts = message["reward"], message["parts"]
-    numbers = [reward, *parts.values()] if isinstance(parts, dict) else [None]
-    if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
-        raise ValueError("no finite numbers")
-    return RewardResult(reward=reward, parts=parts)
+class Scored(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    number: int
+    reward: float
+    parts: dict[str, float]
+
+
+class Failed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    number: int
+    error: str
+    num_stuck: int = 0
+    """Threads that are busy for no call that still runs, if each running call has one."""
+
+
+Answer = Begun | NotImported | Scored | Failed
+decode_call = msgspec.json.Decoder(Call | Cancel).decode
+decode_answer = msgspec.json.Decoder(Answer).decode
+"""Raises msgspec.DecodeError or UnicodeDecodeError for anything else. JSON has no NaN, so numbers are finite."""
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    return msgspec.json.encode(message) + b"\n"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rollout.agent.runner import make_loop
 from rollout.errors import EngineDead
 from rollout.rendering import load_tokenizer
-from rollout.reward.pool import RewardPipeline
+from rollout.reward.pool import RewardPool
 from rollout.reward.process import DRIVER_ONLY
 from rollout.worker.group_server import GroupServer
 from rollout.worker.worker import RolloutWorker
@@ -164,7 +164,7 @@ class RolloutWorkerActor:
     def __init__(self, spec: WorkerSpec, engines: Mapping[str, Any]) -> None:
         self._spec, self._engines = spec, engines
         self._sender = uuid.uuid4().hex[:8]
-        self._rewards = RewardPipeline(
+        self._rewards = RewardPool(
             spec.reward,
             timeout_s=spec.reward_timeout_s,
             num_processes=spec.reward_processes,

@@ -46,7 +46,7 @@ EVALUATION = -1
 Score = Callable[[Prompt, str], Awaitable[RewardResult]]
 """(prompt, generated text) -> reward; raises RewardError."""
 NumJudges = Callable[[Prompt], Awaitable[tuple[str, int]]]
-"""See `RewardPipeline.num_at_once`."""
+"""See `RewardPool.num_at_once`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,8 +19,6 @@ import shutil
 import string
 import sys
 import tempfile
-import threading
-import time
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rollout.processes import exit_with_parent
 from rollout.prompts.arithmetic import operand_pairs, question
 
 if TYPE_CHECKING:
@@ -233,18 +232,6 @@ class _Examples:
         )
 
 
-def _end_with_parent() -> None:
-    """A driver that is killed takes the maker with it; nobody else would end it."""
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
 if __name__ == "__main__":
-    _end_with_parent()
+    exit_with_parent()  # a driver that is killed takes the maker with it
     make(Path(sys.argv[1]))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import numpy as np
 
 from rollout.errors import RewardError
-from rollout.reward.pool import RewardPipeline
+from rollout.reward.pool import RewardPool
 from rollout.reward.registry import load, lookup
 from rollout.types import Prompt
 from trainer.algorithms.advantages import FloatArray, GroupRewards
@@ -132,7 +132,7 @@ class Judge:
         """
         self.timeout_s = timeout_s
         self._name, self._target = name, lookup(name).target
-        self._pipeline = RewardPipeline(name, timeout_s=timeout_s, num_processes=1)
+        self._pipeline = RewardPool(name, timeout_s=timeout_s, num_processes=1)
         self._runner = asyncio.Runner()
 
     def __enter__(self) -> Self:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import ray
 
-from rollout.reward.pool import RewardPipeline
+from rollout.reward.pool import RewardPool
 from rollout.types import Prompt
 from tests.fakes.process_life import is_running
 
@@ -31,7 +31,7 @@ class Scorer:
     """Has one reward process, and leaves it to others to end it."""
 
     async def score(self, target: str, pid_file: str) -> None:
-        self._rewards = RewardPipeline(target, timeout_s=600.0, num_processes=1)
+        self._rewards = RewardPool(target, timeout_s=600.0, num_processes=1)
         await self._rewards.start()
         await self._rewards.score(
             Prompt(prompt_id="p", token_ids=np.array([1], np.int32), text="", answer=""), pid_file

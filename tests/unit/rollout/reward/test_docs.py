@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from rollout.reward.call import RewardResult
-from rollout.reward.pool import RewardPipeline, check_reward
+from rollout.reward.pool import RewardPool, check_reward
 from rollout.types import Prompt
 
 if TYPE_CHECKING:
@@ -78,6 +78,6 @@ async def test_the_documented_judge_is_asked_for_all_answers_at_once_and_again_w
     monkeypatch.setenv("JUDGE_URL", judge_url)
     (tmp_path / "my_judge.py").write_text(example(1))
     answers = [f"that is {number}" for number in range(NUM_ANSWERS)]
-    async with RewardPipeline(f"{tmp_path}/my_judge.py:reward", timeout_s=30.0, num_processes=1) as rewards:
+    async with RewardPool(f"{tmp_path}/my_judge.py:reward", timeout_s=30.0, num_processes=1) as rewards:
         results = await asyncio.gather(*(rewards.score(SAMPLE, answer) for answer in answers))
     assert [result.reward for result in results] == [float(number == 2) for number in range(NUM_ANSWERS)]

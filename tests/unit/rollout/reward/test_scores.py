@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
 import pytest
 
-import rollout.reward.math
 from rollout.errors import RewardError
+from rollout.reward import registry
 from rollout.reward.builtin import overlong_penalty
 from rollout.reward.call import RewardResult, to_result
-from rollout.reward.limited import LimitedCalls
 from rollout.reward.math import score
-from rollout.reward.pool import RewardPipeline
-from rollout.types import Prompt
+from rollout.reward.pool import RewardPool
+from tests.unit.rollout.reward.scoring import outcome, outcomes
 
 
 def judged(response: str, answer: str) -> float:
@@ -73,41 +73,17 @@ def test_math_refuses_an_answer_that_is_no_mathematics(answer: str) -> None:
         judged(r"\boxed{1}", answer)
 
 
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half a second of processor time for an answer, in place of three."""
-    compare = LimitedCalls(rollout.reward.math._is_right, cpu_s=0.5)
-    monkeypatch.setattr(rollout.reward.math, "_compare", compare)
-
-
-@pytest.mark.usefixtures("impatient")
-@pytest.mark.parametrize(
-    "endless",
-    [
-        r"10^{10^{10}}",
-        r"9^{9^9}",
-        r"2^{2023^{2024}} \mod 7",
-        r"\sum_{k=1}^{1000000}k^k",
-        r"\binom{10^9}{10^8}",
-        r"(10^9)!",
-    ],
-)
-def test_math_gives_nothing_for_what_cannot_be_evaluated(endless: str) -> None:
-    assert judged(rf"\boxed{{{endless}}}", "7") == 0.0
-    assert judged(r"\boxed{7}", "7") == 1.0
-
-
-@pytest.mark.usefixtures("impatient")
-def test_math_refuses_a_reference_that_cannot_be_evaluated() -> None:
-    with pytest.raises(ValueError, match=r"'9\^\{9\^9\}' cannot be evaluated.*took longer than 0.5 s"):
-        judged(r"\boxed{7}", "9^{9^9}")
-
-
-async def test_a_tower_of_powers_costs_no_reward_process() -> None:
-    prompt = Prompt(prompt_id="p", text="", token_ids=np.zeros(1, np.int32), answer="7")
-    async with RewardPipeline("math", timeout_s=60.0, num_processes=1) as rewards:
-        outcomes = await rewards.score_batch(prompt, [r"\boxed{10^{10^{10}}}", r"\boxed{7}"])
-    assert outcomes == [RewardResult(reward=0.0), RewardResult(reward=1.0)]
+async def test_math_gives_nothing_for_what_cannot_be_evaluated_and_refuses_such_a_reference(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    math_reward = replace(registry.BUILTIN_REWARDS["math"], cpu_limit_s=0.5)
+    monkeypatch.setattr(registry, "BUILTIN_REWARDS", {"math": math_reward})
+    endless = [r"10^{10^{10}}", r"2^{2023^{2024}} \mod 7", r"\sum_{k=1}^{1000000}k^k"]
+    async with RewardPool("math", timeout_s=60.0, num_processes=1) as rewards:
+        assert await outcomes(rewards, [rf"\boxed{{{formula}}}" for formula in endless], answer="7") == [0.0] * 3
+        assert await outcome(rewards, r"\boxed{7}", answer="7") == 1.0
+        failure = str(await outcome(rewards, r"\boxed{7}", answer="9^{9^9}"))
+        assert "'9^{9^9}' cannot be evaluated: it took longer than 0.5 s of processor time" in failure
 
 
 @pytest.mark.parametrize(

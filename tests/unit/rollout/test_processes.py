@@ -9,12 +9,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollout.engine.reaper import OrphanReaper
+from rollout.processes import OrphanReaper
 from tests.fakes.process_life import is_running
 
 OWNER = """
 import subprocess, sys, time
-from rollout.engine.reaper import OrphanReaper
+from rollout.processes import OrphanReaper
 gone = subprocess.Popen(["true"])
 gone.wait()
 child = subprocess.Popen(["sleep", "60"])

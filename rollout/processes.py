@@ -1,0 +1,213 @@
+"""Processes that must not outlive their owner, nor leave behind what they have started.
+
+`fork_under_guards` is for a process that runs code of users, which may start programs; `OrphanReaper` is for processes
+that a library has started; `exit_with_parent` and `kill_with_parent` are for a child that starts none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import psutil
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_GUARD_SIGNALS = {signal.SIGTERM, signal.SIGCHLD}
+_KILL_TREE_S = 5.0
+"""Time to kill a tree; what the kernel does not let go of by then stays."""
+_PARENT_POLL_S = 0.5
+_SHARED_MEMORY = tuple(f"/dev/shm/{name}" for name in ("psm_", "vllm_dist_", "sem.mp-"))
+
+
+def kill_with_parent() -> None:
+    """From here on the kernel kills this process when the thread that started it ends. Linux only."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def exit_with_parent(parent_pid: int | None = None) -> None:
+    """From here on this process exits, within half a second, when its parent is gone. On every system, and without
+    regard to threads of the parent. None is the parent of this moment."""
+    parent_pid = os.getppid() if parent_pid is None else parent_pid
+
+    def watch() -> None:
+        while os.getppid() == parent_pid:
+            time.sleep(_PARENT_POLL_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+# ---------------------------------------------------------------- guards
+
+
+def fork_under_guards(parent_pid: int) -> None:
+    """Returns in a grandchild. This process and the one between become its guards, which outlive both it and the parent
+    and kill all that it has started: when the parent sends SIGTERM or is gone, or when the grandchild ends. They end as
+    it does.
+
+    Orphans below the guards become their children ("subreaper"), also those that have left the session, as programs of
+    a reward for code often do. There are two guards because one may be killed: Ray kills the children of a worker that
+    ends, and a program may kill its parent. The other one then does the work.
+
+    To be called in a process with one thread. Linux only.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, _GUARD_SIGNALS)
+    for _ in range(2):
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        # "Parent" is the thread that started us. That is the thread of the event loop, which lives as long as the pool.
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent_pid:  # it died before the line above
+            os._exit(1)
+        parent_pid = os.getpid()
+        if child := os.fork():
+            _guard(child)
+    kill_with_parent()
+    if os.getppid() != parent_pid:
+        os._exit(1)
+    os.setsid()  # a signal to the group of the grandchild does not reach the guards
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _GUARD_SIGNALS)
+
+
+def _guard(child: int) -> NoReturn:
+    """Waits for: SIGTERM, or the end of the child."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for pipe in (0, 1):  # their ends are those of the child
+        os.dup2(nothing, pipe)
+    status = _status_at_end(child)
+    _kill_descendants()
+    if not os.WIFSIGNALED(status):
+        os._exit(os.waitstatus_to_exitcode(status))
+    number = os.WTERMSIG(status)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(OSError):  # SIGKILL has no action to be set
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+    os.kill(os.getpid(), number)
+    os._exit(1)
+
+
+def _status_at_end(child: int) -> int:
+    """How the child ended, as `os.waitpid` reports it; as if by SIGKILL after SIGTERM to us."""
+    while signal.sigwait(_GUARD_SIGNALS) != signal.SIGTERM:
+        while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
+            if ended[0] == child:
+                return ended[1]
+    return int(signal.SIGKILL)
+
+
+def _kill_descendants() -> None:
+    """Kills until there are none: the children of a killed process become ours. Groups first, since nothing that forks
+    outruns the end of its whole group."""
+    deadline = time.monotonic() + _KILL_TREE_S
+    while time.monotonic() < deadline:
+        found = _descendants()
+        for group in set(found.values()) - {os.getpgrp()}:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(group, signal.SIGKILL)
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG) != (0, 0):
+                pass
+        except ChildProcessError:
+            return
+        signal.sigtimedwait({signal.SIGCHLD}, 0.05)
+
+
+def _descendants() -> dict[int, int]:
+    """Children, their children and so on, each with its process group."""
+    found: dict[int, int] = {}
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(ProcessLookupError):
+            found[process.pid] = os.getpgid(process.pid)
+    return found
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(option, value)
+
+
+# ---------------------------------------------------------------- the reaper of engine processes
+
+
+class OrphanReaper:
+    """Kills `pids` when this process ends, however it dies, or with `close`, and unlinks their shared memory.
+
+    vLLM's engine process does not notice that its parent is gone: after a SIGKILL (out of memory, `ray.kill`) it lives
+    on with its device memory. Its workers notice that it is gone, but end of their own accord, and so never out of a
+    call to their device that hangs. Here a small process holds the reading end of a pipe, whose other end the kernel
+    closes with this process. Can go when vLLM's processes are killed with their parents.
+
+    Tensor-parallel engines talk through named shared memory (hundreds of megabytes), which outlives processes that are
+    killed. What they have mapped of it when they are up, and at their end, is unlinked once they are dead.
+    """
+
+    def __init__(self, pids: Iterable[int]) -> None:
+        """Pids that are gone by now are left out; one that is reused later is not hit."""
+        program = f"import sys; sys.path[:] = {sys.path!r}; from rollout.processes import reap; reap({[*pids]})"
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", program],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            env={},  # without the mark of the run, whose own cleaner would end it before it is done
+        )
+        assert self._process.stdout is not None
+        self._process.stdout.readline()  # it has seen their shared memory, and is nobody's child
+        self._process.wait()
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Kill those that still run: the workers of an engine process that has crashed have no parent, and no one else
+        knows their pids. Idempotent; takes milliseconds."""
+        if not self._is_closed:
+            self._is_closed = True
+            with contextlib.suppress(subprocess.TimeoutExpired, BrokenPipeError):
+                self._process.communicate(timeout=5.0)
+
+
+def reap(pids: Sequence[int]) -> None:
+    """The reaper's process: waits for the end of standard input, then kills and unlinks. It forks, and a grandchild of
+    the owner does the work: Ray kills the children of an actor that it ends."""
+    processes: list[psutil.Process] = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            processes.append(psutil.Process(pid))
+    segments = _shared_memory(processes)
+    if os.fork():
+        os._exit(0)
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    sys.stdin.read()
+    segments |= _shared_memory(processes)
+    for process in processes:
+        with contextlib.suppress(psutil.Error):  # `kill` looks whether the pid is another process by now
+            process.kill()
+    for path in segments:
+        with contextlib.suppress(FileNotFoundError):
+            Path(path).unlink()
+
+
+def _shared_memory(processes: Iterable[psutil.Process]) -> set[str]:
+    """From the maps and not by psutil, which reads how much of each mapping is resident: slow for a large process."""
+    found: set[str] = set()
+    for process in processes:
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines() if process.is_running() else []
+            paths = (line.split(None, 5)[5] for line in lines if "/dev/shm/" in line)
+            found.update(path for path in paths if path.startswith(_SHARED_MEMORY) and not path.endswith("(deleted)"))
+    return found
