@@ -49,6 +49,20 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutRequest:
+    """An admitted prompt whose group is to be generated."""
+
+    group_id: int
+    prompt: Prompt
+    start_version: int
+    """The policy version that was live at admission; no token of the group may come from an older one."""
+    attempt: int = 0
+    """0, or which retry this is."""
+    num_worker_losses: int = 0
+    """Rollout workers that were lost while they generated it, for which it was not blamed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to sample one completion. `temperature=0` is greedy."""
 

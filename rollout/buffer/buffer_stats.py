@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rollout.errors import NoProgress
 
@@ -51,54 +51,8 @@ class BufferStats:
     """Total time that `wait_for_slot` waited for a slot."""
 
 
-class Tally:
-    """Counts what became of groups, and how long others waited for them. A checkpoint keeps the counts."""
-
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        """admitted, finished, trained, failed, retried."""
-        self.filtered: Counter[str] = Counter()
-        self.dropped: Counter[str] = Counter()
-        self.seconds = {"take": 0.0, "forced": 0.0, "slot": 0.0}
-
-    def take_waited(self, seconds: float, *, is_forced: bool) -> None:
-        self.seconds["take"] += seconds
-        self.seconds["forced"] += seconds if is_forced else 0.0
-
-    def stats(self, **now: int) -> BufferStats:
-        """`now`: the fields that are about what is in the buffer."""
-        return BufferStats(
-            admitted=self.counts["admitted"],
-            finished=self.counts["finished"],
-            trained=self.counts["trained"],
-            filtered=dict(self.filtered),
-            failed=self.counts["failed"],
-            retried=self.counts["retried"],
-            dropped=dict(self.dropped),
-            refilled=self.filtered.total() + self.dropped.total(),
-            take_wait_s=self.seconds["take"],
-            forced_wait_s=self.seconds["forced"],
-            slot_wait_s=self.seconds["slot"],
-            **now,
-        )
-
-    def state_dict(self, *, num_trained: int) -> dict[str, Any]:
-        """As plain JSON values. `num_trained` groups count as trained, and no others as finished."""
-        return {
-            "counts": {**self.counts, "finished": num_trained, "trained": num_trained},
-            "filtered": dict(self.filtered),
-            "dropped": dict(self.dropped),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse, into a new tally."""
-        self.counts.update(state["counts"])
-        self.filtered.update(state["filtered"])
-        self.dropped.update(state["dropped"])
-
-
-class ProgressGuard:
-    """Counts groups that led nowhere; pure policy, the buffer acts on it.
+class StarvationGuard:
+    """Counts groups that led nowhere, and decides when there is no progress; the buffer acts on it.
 
     Args:
         groups_per_step: B.
@@ -125,10 +79,7 @@ class ProgressGuard:
             self._first_failure, self._num_failed = "", 0
 
     def on_filtered(self, reason: str, *, failure: str = "") -> NoProgress | None:
-        """
-        Args:
-            failure: what failed in the group, if that is why it cannot be trained.
-        """
+        """`failure`: what failed in the group, if that is why it cannot be trained."""
         self._dropped.clear()
         self._filtered[reason] += 1
         self._first_failure = self._first_failure or failure

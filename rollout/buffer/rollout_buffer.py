@@ -1,17 +1,17 @@
 r"""The buffer between prompts, engines and learner: every group that is under way.
 
     prompt_loop   wait_for_slot -> readmit | admit      waits for a slot, if needed     woken by release, filter, fail
-    rollout_loop  claim -> finish | filter | fail       waits for an admitted prompt   woken by admit, fail (retry)
-    batch_loop    take(step)                            waits for finished groups      woken by finish, filter, ...
+    rollout_loop  claim -> finish | filter | fail       waits for an admitted prompt    woken by admit, fail (retry)
+    batch_loop    take(step)                            waits for finished groups       woken by finish, filter, fail
     train_loop    release(step, version=step + 1)       never waits
 
-    queued --claim--> running --finish--> ready --take--> taken --release--> (gone: slot free)
-       ^                 | \--filter-----------------------------------------> (gone: slot free, counted)
-       \--fail (retry)---/ \--fail (no retry left)---------------------------> (gone: slot free, counted)
+    queued --claim--> running --finish--> ready --take--> in training --release--> (gone: slot free)
+       ^                 | \--filter---------------------------------------------> (gone: slot free, counted)
+       \--fail (retry)---/ \--fail (no retry left)-------------------------------> (gone: slot free, counted)
 
 A group holds a slot in each of the four states. `staleness.py` has the rule of `take` and its proof.
 2*B slots are open at the start (B if S = 0), and B more whenever the learner has to wait, up to (S+1)*B. Near the end
-slots stay empty: nothing is admitted that no step is left for.
+of a run slots stay empty: no group is admitted that no remaining step would train.
 One event loop, no threads: every method that is not `async` is atomic.
 """
 
@@ -21,150 +21,38 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from rollout.buffer.buffer_stats import BufferStats, ProgressGuard, Tally
-from rollout.buffer.staleness import Outstanding, Selection, Wait, select
+from rollout.buffer.buffer_stats import BufferStats, StarvationGuard
+from rollout.buffer.staleness import GroupKey, Wait, select
 from rollout.errors import BufferClosed, NoProgress, WorkerLost
+from rollout.types import RolloutRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from rollout.types import Group, Prompt
 
-
-MAX_LOSSES = 2
-"""Rollout workers that may be lost with one group in hand before that is taken for the group's doing."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkItem:
-    """A prompt that was admitted: generate its group."""
-
-    group_id: int
-    prompt: Prompt
-    start_version: int
-    """The policy version that was live at admission; no token of the group may come from an older one."""
-    attempt: int = 0
-    """0, or which retry this is."""
-    num_losses: int = 0
-    """Rollout workers that were lost with it in hand, and that it was not blamed for."""
-
-
-class Stations:
-    """The four states of a group that holds a slot, and what follows from how many are in each."""
-
-    def __init__(self) -> None:
-        self.queued: deque[WorkItem] = deque()
-        self.running: dict[int, WorkItem] = {}
-        self.ready: dict[int, tuple[WorkItem, Group]] = {}
-        self.taken: dict[int, tuple[WorkItem, ...]] = {}
-        """By step, until its weights are live."""
-
-    @property
-    def num_used(self) -> int:
-        """Slots."""
-        return self.num_outstanding + self.num_taken
-
-    @property
-    def num_outstanding(self) -> int:
-        """Groups that no step has taken."""
-        return len(self.queued) + len(self.running) + len(self.ready)
-
-    @property
-    def num_taken(self) -> int:
-        return sum(len(items) for items in self.taken.values())
-
-    @property
-    def ready_tokens(self) -> int:
-        return sum(group.num_generated_tokens for _, group in self.ready.values())
-
-    def outstanding(self) -> tuple[WorkItem, ...]:
-        """Groups that no step has taken."""
-        return (*self.queued, *self.running.values(), *(item for item, _ in self.ready.values()))
-
-    def choose(self, step: int, *, groups_per_step: int, max_staleness: int) -> Selection | Wait:
-        """See `staleness.select`."""
-        ready = [_outstanding(item) for item, _ in self.ready.values()]
-        unfinished = [_outstanding(item) for item in (*self.queued, *self.running.values())]
-        return select(step, ready, unfinished, groups_per_step=groups_per_step, max_staleness=max_staleness)
-
-    def take(self, step: int, group_ids: tuple[int, ...]) -> list[Group]:
-        """Moves these from `ready` to `taken`."""
-        taken = [self.ready.pop(group_id) for group_id in group_ids]
-        self.taken[step] = tuple(item for item, _ in taken)
-        return [group for _, group in taken]
-
-
-def _outstanding(item: WorkItem) -> Outstanding:
-    return Outstanding(start_version=item.start_version, group_id=item.group_id)
-
-
-MOST_NAMES = 8
-
-
-class Taker:
-    """Wakes `take` no earlier than what its `Wait` asks for has come: a look costs time in proportion to the slots."""
-
-    def __init__(self) -> None:
-        self._wait: Wait | None = None
-        self._due: set[int] = set()
-        self._num_missing = 0
-        self._may_look = asyncio.Event()
-
-    @property
-    def is_waiting(self) -> bool:
-        """And not about to look again."""
-        return self._wait is not None and not self._may_look.is_set()
-
-    async def wait(self, choice: Wait) -> None:
-        """Waits for: what `choice` asks for. Unblocked by: `wake`; cancellation."""
-        self._wait = choice
-        self._due, self._num_missing = set(choice.group_ids), choice.num_needed
-        self._may_look.clear()
-        try:
-            await self._may_look.wait()
-        finally:
-            self._wait = None
-
-    def on_ended(self, group_id: int) -> None:
-        """A running group finished, or left the buffer."""
-        if group_id in self._due:
-            self._due.remove(group_id)
-            self._num_missing -= 1
-
-    def may_go_on(self, *, has_step: bool) -> bool:
-        """`has_step`: as many groups are ready as a step trains."""
-        if self._wait is not None and self._wait.is_forced:
-            return self._num_missing <= 0
-        return has_step
-
-    def wake(self) -> None:
-        self._may_look.set()
-
-
-def describe(wait: Wait, step: int, *, num_ready: int) -> str:
-    """In words for a person or a stall message."""
-    old = f" that are due, although {num_ready} are ready" if wait.is_forced else ""
-    names = ", ".join(str(group_id) for group_id in wait.group_ids[:MOST_NAMES]) or "none admitted"
-    more = f" and {len(wait.group_ids) - MOST_NAMES} more" if len(wait.group_ids) > MOST_NAMES else ""
-    return f"step {step} waits for {wait.num_needed} of the unfinished groups{old} ({names}{more})"
-
-
 log = logging.getLogger(__name__)
 
+MAX_WORKER_LOSSES = 2
+"""Rollout workers that may be lost while they generate one group before the group is blamed for it."""
 
-class WorkBuffer:
+MAX_NAMES = 8
+"""Group ids in a message."""
+
+
+class RolloutBuffer:
     """Admits prompts, hands them out, and gives finished groups to the learner in time.
 
     Args:
         groups_per_step: B, groups per optimizer step.
         max_staleness: S, the largest age in policy versions at which a group may be trained.
         max_retries: how often a failed group is tried again before its prompt is dropped.
-        max_refills_per_step: when to give up with `NoProgress`, see `ProgressGuard`.
+        max_refills_per_step: when to give up with `NoProgress`, see `StarvationGuard`.
         version: the policy version that is live now; the first step to be taken.
-        end_step: the step that is not taken any more; None for no end.
+        end_step: the first step that is not taken any more; None for no end.
         next_group_id: the first group id to hand out.
         clock: seconds, for waiting times only; no decision depends on it.
     """
@@ -195,16 +83,26 @@ class WorkBuffer:
         self._next_group_id = next_group_id
         self._clock = clock
 
-        self._returning: deque[tuple[int, Prompt]] = deque()
-        self._at = Stations()
-        self._tally = Tally()
-        self._tokens: Counter[str] = Counter()
-        self._progress = ProgressGuard(groups_per_step=groups_per_step, max_refills_per_step=max_refills_per_step)
+        self._returning: deque[tuple[int, Prompt]] = deque()  # of a resumed run, not admitted again yet
+        self._queued: deque[RolloutRequest] = deque()
+        self._running: dict[int, RolloutRequest] = {}
+        self._ready: dict[int, tuple[RolloutRequest, Group]] = {}
+        self._in_training: dict[int, list[RolloutRequest]] = {}  # by step, until its weights are live
 
-        self._taker = Taker()
+        self._counts: Counter[str] = Counter()  # admitted, finished, trained, failed, retried
+        self._filtered: Counter[str] = Counter()
+        self._dropped: Counter[str] = Counter()
+        self._tokens: Counter[str] = Counter()  # finished, taken
+        self._seconds = {"take": 0.0, "forced": 0.0, "slot": 0.0}
+        self._guard = StarvationGuard(groups_per_step=groups_per_step, max_refills_per_step=max_refills_per_step)
+
+        # `take` looks again no earlier than when its `Wait` may be over: a look takes time in proportion to the slots.
+        self._wait: Wait | None = None
+        self._awaited: set[int] = set()
+        self._may_take = asyncio.Event()
         self._closed: BufferClosed | None = None
-        # Level-triggered: set exactly while there is a slot to fill / a queued item (or the buffer is closed), so that
-        # no wake-up is lost when a waiter is cancelled.
+        # Level-triggered: set exactly while there is a slot to fill / a queued request (or the buffer is closed), so
+        # that no wake-up is lost when a waiter is cancelled.
         self._has_slot = asyncio.Event()
         self._has_queued = asyncio.Event()
         self._notify()
@@ -217,10 +115,10 @@ class WorkBuffer:
         try:
             await self._has_slot.wait()
         finally:
-            self._tally.seconds["slot"] += self._clock() - started
+            self._seconds["slot"] += self._clock() - started
         self._raise_if_closed()
 
-    def readmit(self) -> WorkItem | None:
+    def readmit(self) -> RolloutRequest | None:
         """Admits the next prompt that a resumed run owes (under its old group id), or returns None if there is none.
 
         Prompts that were in flight at the checkpoint come back before any new one, so that none is lost.
@@ -231,7 +129,7 @@ class WorkBuffer:
         group_id, prompt = self._returning.popleft()
         return self._enqueue(group_id, prompt)
 
-    def admit(self, prompt: Prompt) -> WorkItem:
+    def admit(self, prompt: Prompt) -> RolloutRequest:
         """Takes a slot for `prompt`, stamps it with the live version and queues it.
 
         Raises:
@@ -242,21 +140,21 @@ class WorkBuffer:
             raise RuntimeError(f"{len(self._returning)} prompts of the resumed run come first; call readmit()")
         group_id = self._next_group_id
         self._next_group_id += 1
-        self._tally.counts["admitted"] += 1
+        self._counts["admitted"] += 1
         return self._enqueue(group_id, prompt)
 
     # --- rollout_loop ------------------------------------------------------------------------------------------------
 
-    async def claim(self) -> WorkItem:
+    async def claim(self) -> RolloutRequest:
         """The next queued prompt, first in first out, retries first. Whoever claims must finish, filter or fail it."""
         while True:
             await self._has_queued.wait()
             self._raise_if_closed()
-            if self._at.queued:  # another claimer may have been woken first
-                item = self._at.queued.popleft()
-                self._at.running[item.group_id] = item
+            if self._queued:  # another claimer may have been woken first
+                request = self._queued.popleft()
+                self._running[request.group_id] = request
                 self._notify()
-                return item
+                return request
 
     def finish(self, group: Group) -> None:
         """Puts a claimed group where `take` finds it.
@@ -264,17 +162,17 @@ class WorkBuffer:
         Raises:
             ValueError: the group is not running, or carries another start version than it was claimed with.
         """
-        item = self._end_running(group.group_id, "finish")
-        if group.start_version != item.start_version:
-            self._at.running[group.group_id] = item
+        request = self._require_running(group.group_id, "finish")
+        if group.start_version != request.start_version:
             raise ValueError(
-                f"group {group.group_id} was claimed with start_version {item.start_version} but finished with "
-                f"{group.start_version}; copy it from the WorkItem"
+                f"group {group.group_id} was claimed with start_version {request.start_version} but finished with "
+                f"{group.start_version}; copy it from the RolloutRequest"
             )
-        self._at.ready[group.group_id] = (item, group)
-        self._tally.counts["finished"] += 1
+        self._end_running(group.group_id)
+        self._ready[group.group_id] = (request, group)
+        self._counts["finished"] += 1
         self._tokens["finished"] += group.num_generated_tokens
-        self._progress.on_finished()
+        self._guard.on_finished()
         self._notify()
 
     def filter(self, group_id: int, reason: str, *, failure: str = "") -> None:
@@ -286,36 +184,38 @@ class WorkBuffer:
         Raises:
             NoProgress: too many were filtered while not one step's groups worked. The buffer is closed with this error.
         """
-        self._end_running(group_id, "filter")
-        self._tally.filtered[reason] += 1
+        self._require_running(group_id, "filter")
+        self._end_running(group_id)
+        self._filtered[reason] += 1
         self._notify()
-        self._stop_if(self._progress.on_filtered(reason, failure=failure))
+        self._close_if(self._guard.on_filtered(reason, failure=failure))
 
     def fail(self, group_id: int, error: Exception) -> Literal["retried", "dropped"]:
         """Ends a claimed attempt that produced nothing: retried with the live version as its start, or dropped.
 
-        A `WorkerLost` is not the group's failure and costs no retry, unless the same group sees `MAX_LOSSES` more.
+        A `WorkerLost` is not the group's failure and costs no retry, until `MAX_WORKER_LOSSES` were lost with it.
 
         Raises:
             NoProgress: many prompts in a row were dropped. Carries the first error; the buffer is closed with it.
         """
-        item = self._end_running(group_id, "fail")
-        self._tally.counts["failed"] += 1
-        is_blameless = isinstance(error, WorkerLost) and item.num_losses < MAX_LOSSES
-        if is_blameless or item.attempt < self._max_retries:
-            self._tally.counts["retried"] += 1
-            item = replace(
-                item,
+        request = self._require_running(group_id, "fail")
+        self._end_running(group_id)
+        self._counts["failed"] += 1
+        is_blameless = isinstance(error, WorkerLost) and request.num_worker_losses < MAX_WORKER_LOSSES
+        if is_blameless or request.attempt < self._max_retries:
+            self._counts["retried"] += 1
+            again = replace(
+                request,
                 start_version=self._version,
-                attempt=item.attempt + (not is_blameless),
-                num_losses=item.num_losses + is_blameless,
+                attempt=request.attempt + (not is_blameless),
+                num_worker_losses=request.num_worker_losses + is_blameless,
             )
-            self._at.queued.appendleft(item)
+            self._queued.appendleft(again)
             self._notify()
             return "retried"
-        self._tally.dropped[type(error).__name__] += 1
+        self._dropped[type(error).__name__] += 1
         self._notify()
-        self._stop_if(self._progress.on_dropped(error))
+        self._close_if(self._guard.on_dropped(error))
         return "dropped"
 
     # --- batch_loop --------------------------------------------------------------------------------------------------
@@ -336,31 +236,39 @@ class WorkBuffer:
             started = self._clock()
             choice = self._choose()
             if not isinstance(choice, Wait):
-                return self._hand_over(step, choice.group_ids)
+                return self._start_training(step, choice)
+            self._wait, self._awaited = choice, set(choice.group_ids)
+            self._may_take.clear()
             try:
-                await self._taker.wait(choice)
+                await self._may_take.wait()
             finally:
-                self._tally.take_waited(self._clock() - started, is_forced=choice.is_forced)
+                self._wait = None
+                waited_s = self._clock() - started
+                self._seconds["take"] += waited_s
+                self._seconds["forced"] += waited_s if choice.for_old_groups else 0.0
 
-    def _choose(self) -> Selection | Wait:
+    def _choose(self) -> tuple[int, ...] | Wait:
+        ready = _keys(request for request, _ in self._ready.values())
+        unfinished = _keys((*self._queued, *self._running.values()))
         sizes = {"groups_per_step": self._groups_per_step, "max_staleness": self._max_staleness}
-        return self._at.choose(self._next_step, **sizes)
+        return select(self._next_step, ready, unfinished, **sizes)
 
-    def _hand_over(self, step: int, group_ids: tuple[int, ...]) -> list[Group]:
-        groups = self._at.take(step, group_ids)
-        self._tokens["taken"] += sum(group.num_generated_tokens for group in groups)
+    def _start_training(self, step: int, group_ids: tuple[int, ...]) -> list[Group]:
+        taken = [self._ready.pop(group_id) for group_id in group_ids]
+        self._in_training[step] = [request for request, _ in taken]
+        self._tokens["taken"] += sum(group.num_generated_tokens for _, group in taken)
         self._next_step = step + 1
         self._notify()
-        return groups
+        return [group for _, group in taken]
 
     # --- train_loop --------------------------------------------------------------------------------------------------
 
-    def learner_waits(self) -> None:
-        """The learner has nothing to do. If it is groups that are missing, B more slots are open from now on.
+    def grow_slots(self) -> None:
+        """The learner has nothing to do: if it is groups that are missing, B more slots are open from now on.
 
         Not before the first step, for which nothing can be ready.
         """
-        is_needed = self._taker.is_waiting and self._is_group_missing and self._next_step > self._first_step
+        is_needed = self._is_take_waiting and self._is_group_missing and self._next_step > self._first_step
         if is_needed and self._num_slots < (self._max_staleness + 1) * self._groups_per_step:
             self._num_slots += self._groups_per_step
             log.info("step %d waits for groups: %d may be under way from now on", self._next_step, self._num_slots)
@@ -371,20 +279,20 @@ class WorkBuffer:
 
         Steps before it that were not released (their weights were superseded on the way) are released with it.
         """
-        taken = self._at.taken
+        taken = self._in_training
         if step not in taken:
             raise ValueError(f"step {step} was released but not taken, or released twice; taken: {sorted(taken)}")
         if version != step + 1:
             raise ValueError(f"step {step} makes policy version {step + 1}, but was released with {version}")
         for earlier in [s for s in taken if s <= step]:
-            self._tally.counts["trained"] += len(taken.pop(earlier))
+            self._counts["trained"] += len(taken.pop(earlier))
         self._version = max(self._version, version)
         self._notify()
 
     # --- shutdown, statistics, resume --------------------------------------------------------------------------------
 
     def close(self, error: BaseException | None = None) -> None:
-        """Wakes every waiter with `BufferClosed`, now and for ever; `error` is its cause. The first call counts."""
+        """Wakes every waiter with `BufferClosed`, now and forever; `error` is its cause. The first call counts."""
         if self._closed is None:
             self._closed = BufferClosed(f"closed by {type(error).__name__}: {error}" if error else "closed")
             self._closed.__cause__ = error
@@ -396,45 +304,64 @@ class WorkBuffer:
 
     @property
     def waiting_for(self) -> str:
-        """What `take` waits for, in words for a person or a stall message; empty if it does not wait."""
-        wait = self._choose() if self._taker.is_waiting else None
-        return describe(wait, self._next_step, num_ready=len(self._at.ready)) if isinstance(wait, Wait) else ""
+        """What `take` waits for, as text for a person or a stall message; empty if it does not wait."""
+        wait = self._choose() if self._is_take_waiting else None
+        if not isinstance(wait, Wait):
+            return ""
+        old = f" that are due, although {len(self._ready)} are ready" if wait.for_old_groups else ""
+        names = ", ".join(str(group_id) for group_id in wait.group_ids[:MAX_NAMES]) or "none admitted"
+        more = f" and {len(wait.group_ids) - MAX_NAMES} more" if len(wait.group_ids) > MAX_NAMES else ""
+        return f"step {self._next_step} waits for {wait.num_needed} of the unfinished groups{old} ({names}{more})"
 
     def stats(self) -> BufferStats:
-        at, start_versions = self._at, [item.start_version for item in self._at.outstanding()]
-        return self._tally.stats(
+        start_versions = [request.start_version for request in self._outstanding()]
+        ready_tokens = sum(group.num_generated_tokens for _, group in self._ready.values())
+        return BufferStats(
             num_slots=self._num_slots,
-            num_slots_used=at.num_used,
-            num_queued=len(at.queued),
-            num_running=len(at.running),
-            num_ready=len(at.ready),
-            num_taken=at.num_taken,
+            num_slots_used=self._num_slots_used,
+            num_queued=len(self._queued),
+            num_running=len(self._running),
+            num_ready=len(self._ready),
+            num_taken=self._num_slots_used - self._num_outstanding,
             oldest_age=self._next_step - min(start_versions, default=self._next_step),
             version=self._version,
-            discarded_tokens=self._tokens["finished"] - self._tokens["taken"] - at.ready_tokens,
+            admitted=self._counts["admitted"],
+            finished=self._counts["finished"],
+            trained=self._counts["trained"],
+            filtered=dict(self._filtered),
+            failed=self._counts["failed"],
+            retried=self._counts["retried"],
+            dropped=dict(self._dropped),
+            refilled=self._filtered.total() + self._dropped.total(),
+            discarded_tokens=self._tokens["finished"] - self._tokens["taken"] - ready_tokens,
+            take_wait_s=self._seconds["take"],
+            forced_wait_s=self._seconds["forced"],
+            slot_wait_s=self._seconds["slot"],
         )
 
     def state_dict(self, step: int) -> dict[str, Any]:
         """What a checkpoint of policy version `step` must remember, as plain JSON values.
 
         Steps before `step` count as trained; every other prompt in the buffer, those taken for `step` and later
-        included, is written down, to be admitted anew. Take it in the same event-loop turn as the state of the prompt
+        included, is written down, to be admitted again. Take it in the same event-loop turn as the state of the prompt
         source, or a prompt between the two is lost.
         """
-        if step < self._next_step - len(self._at.taken) or step > self._next_step:
+        if not self._next_step - len(self._in_training) <= step <= self._next_step:
             raise ValueError(
-                f"no checkpoint of step {step} can be made: taken and not released are {sorted(self._at.taken)}"
+                f"no checkpoint of step {step} can be made: taken and not released are {sorted(self._in_training)}"
             )
-        taken = [item for taken_by, items in self._at.taken.items() if taken_by >= step for item in items]
-        untrained = [*self._at.outstanding(), *taken]
-        owed = sorted([(item.group_id, item.prompt) for item in untrained] + list(self._returning), key=lambda o: o[0])
-        trained = self._tally.counts["trained"] + sum(len(items) for s, items in self._at.taken.items() if s < step)
+        untrained = [request for by, requests in self._in_training.items() if by >= step for request in requests]
+        num_trained = self._counts["trained"] + sum(len(r) for by, r in self._in_training.items() if by < step)
+        owed = [(request.group_id, request.prompt) for request in (*self._outstanding(), *untrained)]
+        owed = sorted([*owed, *self._returning], key=lambda entry: entry[0])
         return {
             "step": step,
             "next_group_id": self._next_group_id,
             "prompts": [{"group_id": group_id, "prompt_id": prompt.prompt_id} for group_id, prompt in owed],
-            "num_finished": len(self._at.ready) + len(taken),
-            **self._tally.state_dict(num_trained=trained),
+            "num_finished": len(self._ready) + len(untrained),
+            "counts": {**self._counts, "finished": num_trained, "trained": num_trained},
+            "filtered": dict(self._filtered),
+            "dropped": dict(self._dropped),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], find: Callable[[str], Prompt]) -> None:
@@ -446,56 +373,87 @@ class WorkBuffer:
         Raises:
             ValueError: the buffer is in use, or starts at another version than the checkpoint.
         """
-        if self._at.num_used or self._tally.counts or self._returning:
+        if self._num_slots_used or self._counts or self._returning:
             raise ValueError("load_state_dict needs a buffer that was not used yet")
         if state["step"] != self._version:
             raise ValueError(f"the checkpoint is of step {state['step']}, but this buffer starts at {self._version}")
         self._next_group_id = state["next_group_id"]
         self._returning.extend((entry["group_id"], find(_prompt_id(entry))) for entry in state["prompts"])
-        self._tally.load_state_dict(state)
+        self._counts.update(state["counts"])
+        self._filtered.update(state["filtered"])
+        self._dropped.update(state["dropped"])
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
-    def _enqueue(self, group_id: int, prompt: Prompt) -> WorkItem:
-        item = WorkItem(group_id=group_id, prompt=prompt, start_version=self._version)
-        self._at.queued.append(item)
-        self._notify()
-        return item
+    @property
+    def _num_outstanding(self) -> int:
+        return len(self._queued) + len(self._running) + len(self._ready)
 
-    def _end_running(self, group_id: int, verb: str) -> WorkItem:
+    @property
+    def _num_slots_used(self) -> int:
+        return self._num_outstanding + sum(len(requests) for requests in self._in_training.values())
+
+    def _outstanding(self) -> tuple[RolloutRequest, ...]:
+        """Groups that no step has taken."""
+        return (*self._queued, *self._running.values(), *(request for request, _ in self._ready.values()))
+
+    def _enqueue(self, group_id: int, prompt: Prompt) -> RolloutRequest:
+        request = RolloutRequest(group_id=group_id, prompt=prompt, start_version=self._version)
+        self._queued.append(request)
+        self._notify()
+        return request
+
+    def _require_running(self, group_id: int, verb: str) -> RolloutRequest:
         self._raise_if_closed()
-        if group_id not in self._at.running:
+        if group_id not in self._running:
             raise ValueError(f"cannot {verb} group {group_id}: it is not running; claim it first, and end it once")
-        self._taker.on_ended(group_id)
-        return self._at.running.pop(group_id)
+        return self._running[group_id]
+
+    def _end_running(self, group_id: int) -> None:
+        del self._running[group_id]
+        self._awaited.discard(group_id)
 
     def _require_slot(self) -> None:
         self._raise_if_closed()
-        if self._at.num_used >= self._num_slots:
+        if self._num_slots_used >= self._num_slots:
             raise RuntimeError(f"all {self._num_slots} slots are in use; await wait_for_slot() first")
 
     def _raise_if_closed(self) -> None:
         if self._closed is not None:
             raise BufferClosed(*self._closed.args) from self._closed.__cause__
 
-    def _stop_if(self, error: NoProgress | None) -> None:
+    def _close_if(self, error: NoProgress | None) -> None:
         if error is not None:
             self.close(error)
             raise error
 
     def _notify(self) -> None:
-        """Brings the events up to date after any change, and lets the taker look again if that may help it."""
+        """Brings the events up to date after any change, and lets `take` look again if its wait may be over."""
         is_closed = self._closed is not None
-        _set(self._has_slot, is_closed or (self._at.num_used < self._num_slots and self._is_group_missing))
-        _set(self._has_queued, is_closed or bool(self._at.queued))
-        if is_closed or self._taker.may_go_on(has_step=len(self._at.ready) >= self._groups_per_step):
-            self._taker.wake()
+        _set(self._has_slot, is_closed or (self._num_slots_used < self._num_slots and self._is_group_missing))
+        _set(self._has_queued, is_closed or bool(self._queued))
+        if is_closed or self._is_wait_over():
+            self._may_take.set()
+
+    def _is_wait_over(self) -> bool:
+        if self._wait is not None and self._wait.for_old_groups:
+            return len(self._wait.group_ids) - len(self._awaited) >= self._wait.num_needed
+        return len(self._ready) >= self._groups_per_step
+
+    @property
+    def _is_take_waiting(self) -> bool:
+        """And not about to look again."""
+        return self._wait is not None and not self._may_take.is_set()
 
     @property
     def _is_group_missing(self) -> bool:
-        """Whether the steps that are left need more groups than are outstanding."""
+        """Whether the remaining steps need more groups than are outstanding."""
         end = self._end_step
-        return end is None or self._at.num_outstanding < (end - self._next_step) * self._groups_per_step
+        return end is None or self._num_outstanding < (end - self._next_step) * self._groups_per_step
+
+
+def _keys(requests: Iterable[RolloutRequest]) -> list[GroupKey]:
+    return [GroupKey(start_version=request.start_version, group_id=request.group_id) for request in requests]
 
 
 def _prompt_id(entry: Mapping[str, Any]) -> str:

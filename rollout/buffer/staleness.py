@@ -64,36 +64,26 @@ class StalenessViolation(Exception):
     """A group is older than it may be: a broken promise of this module or of its caller, never a normal event."""
 
 
-class Outstanding(NamedTuple):
-    """A group that was admitted and not yet taken. Orders by age, oldest first; a tuple, because it is sorted a lot."""
+class GroupKey(NamedTuple):
+    """An outstanding group. Orders by age, oldest first; a tuple, because it is sorted a lot."""
 
     start_version: int
     group_id: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Selection:
-    """The groups that this step trains, ascending."""
-
-    group_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
     """The step cannot be taken until at least `num_needed` of `group_ids` finish (or leave the buffer).
 
-    `is_forced` tells waiting for old groups, although B are ready, from waiting for any groups at all. With no
-    `group_ids` it is admissions that are missing.
+    `for_old_groups`: B others are ready, but these are due. With no `group_ids` it is admissions that are missing.
     """
 
     group_ids: tuple[int, ...]
     num_needed: int
-    is_forced: bool
+    for_old_groups: bool
 
 
-def first_late(
-    groups: Iterable[Outstanding], first_step: int, *, groups_per_step: int, max_staleness: int
-) -> int | None:
+def first_late(groups: Iterable[GroupKey], first_step: int, *, groups_per_step: int, max_staleness: int) -> int | None:
     """Index, in order of age, of the first group that misses its deadline in the timetable from `first_step`.
 
     None if the timetable is kept. Of several groups with one deadline, later ones sit in later rows.
@@ -106,36 +96,34 @@ def first_late(
 
 def select(
     step: int,
-    ready: Sequence[Outstanding],
-    unfinished: Sequence[Outstanding],
+    ready: Sequence[GroupKey],
+    unfinished: Sequence[GroupKey],
     *,
     groups_per_step: int,
     max_staleness: int,
-) -> Selection | Wait:
-    """Chooses the groups of `step` from the finished ones, or says what must finish first.
+) -> tuple[int, ...] | Wait:
+    """The ids of the finished groups that `step` trains, ascending; or what must finish first.
 
     Raises:
         StalenessViolation: the outstanding groups do not keep the timetable from `step`, so no choice can be right.
     """
-    if (
-        first_late([*ready, *unfinished], step, groups_per_step=groups_per_step, max_staleness=max_staleness)
-        is not None
-    ):
+    sizes = {"groups_per_step": groups_per_step, "max_staleness": max_staleness}
+    if first_late([*ready, *unfinished], step, **sizes) is not None:
         raise StalenessViolation(_describe_violation(step, ready, unfinished, groups_per_step, max_staleness))
     by_age = sorted(ready)
     chosen, left_ready = by_age[:groups_per_step], by_age[groups_per_step:]
     if len(chosen) < groups_per_step:
         waiting_for = tuple(group.group_id for group in sorted(unfinished))
-        return Wait(group_ids=waiting_for, num_needed=groups_per_step - len(chosen), is_forced=False)
+        return Wait(group_ids=waiting_for, num_needed=groups_per_step - len(chosen), for_old_groups=False)
     behind = sorted([*left_ready, *unfinished])
-    late = first_late(behind, step + 1, groups_per_step=groups_per_step, max_staleness=max_staleness)
+    late = first_late(behind, step + 1, **sizes)
     if late is None:
-        return Selection(group_ids=tuple(sorted(group.group_id for group in chosen)))
+        return tuple(sorted(group.group_id for group in chosen))
     return _forced_wait(step, unfinished, behind[late].start_version, groups_per_step, max_staleness)
 
 
 def _forced_wait(
-    step: int, unfinished: Sequence[Outstanding], start_version: int, groups_per_step: int, max_staleness: int
+    step: int, unfinished: Sequence[GroupKey], start_version: int, groups_per_step: int, max_staleness: int
 ) -> Wait:
     """Too many groups up to this age would stay behind; all of them are unfinished, as ready ones were chosen first.
 
@@ -143,11 +131,11 @@ def _forced_wait(
     """
     due = [group for group in sorted(unfinished) if group.start_version <= start_version]
     room = (start_version + max_staleness - step) * groups_per_step
-    return Wait(group_ids=tuple(g.group_id for g in due), num_needed=len(due) - room, is_forced=True)
+    return Wait(group_ids=tuple(g.group_id for g in due), num_needed=len(due) - room, for_old_groups=True)
 
 
 def _describe_violation(
-    step: int, ready: Sequence[Outstanding], unfinished: Sequence[Outstanding], groups_per_step: int, max_staleness: int
+    step: int, ready: Sequence[GroupKey], unfinished: Sequence[GroupKey], groups_per_step: int, max_staleness: int
 ) -> str:
     ages = sorted((step - group.start_version for group in [*ready, *unfinished]), reverse=True)
     return (

@@ -24,10 +24,9 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from rollout.buffer.rollout_buffer import WorkItem
     from rollout.engine.interface import EngineLoad
     from rollout.fleet.engine_monitor import LoadReport
-    from rollout.types import Completion, Group, Prompt, SamplingParams, Trajectory
+    from rollout.types import Completion, Group, Prompt, RolloutRequest, SamplingParams, Trajectory
     from rollout.worker.worker import WorkerSpec
 
 
@@ -208,10 +207,10 @@ class RolloutWorkerActor:
             raise RuntimeError("the rollout worker is not started; await start() first")
         return self._started
 
-    async def run_group(self, item: WorkItem) -> Group:
+    async def run_group(self, item: RolloutRequest) -> Group:
         return await self._worker.run_group(item)
 
-    async def submit(self, items: Mapping[int, WorkItem], given_up: Sequence[int]) -> None:
+    async def submit(self, items: Mapping[int, RolloutRequest], given_up: Sequence[int]) -> None:
         """Begin groups by their tickets, and give others up; see `GroupServer`."""
         self._groups.submit(items, given_up)
 

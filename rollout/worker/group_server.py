@@ -16,8 +16,7 @@ from rollout.fleet.scheduler import NoReplica
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping
 
-    from rollout.buffer.rollout_buffer import WorkItem
-    from rollout.types import Group
+    from rollout.types import Group, RolloutRequest
 
 
 log = logging.getLogger(__name__)
@@ -38,7 +37,7 @@ class GroupServer:
         run_group: generates and rewards one group.
     """
 
-    def __init__(self, run_group: Callable[[WorkItem], Awaitable[Group]]) -> None:
+    def __init__(self, run_group: Callable[[RolloutRequest], Awaitable[Group]]) -> None:
         self._run_group = run_group
         self._running: dict[int, asyncio.Task[None]] = {}
         self._ended: dict[int, tuple[Group | Exception, int]] = {}
@@ -49,7 +48,7 @@ class GroupServer:
         self._has_ended = asyncio.Event()
         self._not_before_s = 0.0
 
-    def submit(self, items: Mapping[int, WorkItem], given_up: Iterable[int]) -> None:
+    def submit(self, items: Mapping[int, RolloutRequest], given_up: Iterable[int]) -> None:
         """Begin these groups, and end those that nobody waits for any more; one that has ended is left out."""
         for ticket, item in items.items():
             self._running[ticket] = asyncio.create_task(self._run(ticket, item), name=f"group {item.group_id}")
@@ -95,7 +94,7 @@ class GroupServer:
             self._has_ended.clear()
         return taken
 
-    async def _run(self, ticket: int, item: WorkItem) -> None:
+    async def _run(self, ticket: int, item: RolloutRequest) -> None:
         outcome: Group | Exception
         size = 0
         try:

@@ -28,9 +28,9 @@ from rollout.reward.call import RewardResult
 from rollout.types import Group, Prompt, SamplingParams, Trajectory
 
 if TYPE_CHECKING:
-    from rollout.buffer.rollout_buffer import WorkItem
     from rollout.fleet.adaptive_limit import Bounds
     from rollout.fleet.consolidation import Repacking
+    from rollout.types import RolloutRequest
 
 
 class Decoder(Protocol):
@@ -140,7 +140,7 @@ class RolloutWorker:
         self._num_evaluations = self._num_lost_tokens = 0
         self._timeout_error = f"generation took longer than request_timeout_s={spec.request_timeout_s:g}"
 
-    async def run_group(self, item: WorkItem) -> Group:
+    async def run_group(self, item: RolloutRequest) -> Group:
         """All samples of one prompt, in order of sample index, each with its reward; and the greedy one, if any.
 
         A sample that ran out of time, or whose loop or reward failed, is `failed` with the reason; the others count.
@@ -174,7 +174,7 @@ class RolloutWorker:
                 self._num_lost_tokens += generator.tokens_of.total()
                 raise
 
-    async def _attempt(self, item: WorkItem, generator: GroupGenerator) -> Group:
+    async def _attempt(self, item: RolloutRequest, generator: GroupGenerator) -> Group:
         size = self._spec.group_size
         answers = await _gather(
             [

@@ -15,8 +15,7 @@ from trainer.learner.step_stats import Metric, StepResult
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rollout.buffer.rollout_buffer import WorkItem
-    from rollout.types import Group, Prompt
+    from rollout.types import Group, Prompt, RolloutRequest
     from trainer.data.batch import MicroBatch, StepRewards
 
 
@@ -48,7 +47,7 @@ class ScriptedWorker(RolloutWorkerActor):
         for replica in self._replicas:
             replica.commit(version, pause_s=0.0)
 
-    async def run_group(self, item: WorkItem) -> Group:
+    async def run_group(self, item: RolloutRequest) -> Group:
         group = await super().run_group(item)
         self._num_tokens += group.num_generated_tokens
         return group

@@ -154,7 +154,7 @@ class Samples:
             await asyncio.sleep(SAMPLE_S)
 
     def look(self, parts: loops.Parts) -> None:
-        self.groups_running.append(len(vars(parts.buffer)["_at"].running))
+        self.groups_running.append(parts.buffer.stats().num_running)
         memory = _memory_bytes()
         self.private_bytes.append(memory["RssAnon"])
         self.shared_bytes.append(memory["RssShmem"])

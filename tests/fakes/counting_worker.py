@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING
 from rollout.worker.actor import RolloutWorkerActor
 
 if TYPE_CHECKING:
-    from rollout.buffer.rollout_buffer import WorkItem
-    from rollout.types import Group
+    from rollout.types import Group, RolloutRequest
 
 
 class CountingWorker(RolloutWorkerActor):
     _num_groups = 0
 
-    async def run_group(self, item: WorkItem) -> Group:
+    async def run_group(self, item: RolloutRequest) -> Group:
         self._num_groups += 1
         try:
             return await super().run_group(item)

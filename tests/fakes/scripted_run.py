@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from rich.console import Console
 
-from rollout.buffer.rollout_buffer import WorkBuffer
+from rollout.buffer.rollout_buffer import RolloutBuffer
 from rollout.prompts.prompt_source import PromptSet, PromptSource, fingerprint
 from rollout.types import Group, Prompt, Segment, Trajectory, Turn
 from trainer.config.algorithm import AlgorithmConfig
@@ -52,8 +52,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Sequence
     from pathlib import Path
 
-    from rollout.buffer.rollout_buffer import WorkItem
-    from rollout.types import SamplingParams
+    from rollout.types import RolloutRequest, SamplingParams
     from trainer.data.batch import TrainBatch
     from trainer.driver.checkpointing import RunState
 
@@ -136,8 +135,8 @@ class Script:
     save_s: float = 0.2
     seed: int = 0
     reward_of: Callable[[int, int], float] = lambda _group_id, sample: float(sample % 2)
-    fails: Callable[[WorkItem], Exception | None] = lambda _item: None
-    hangs: Callable[[WorkItem], bool] = lambda _item: False
+    fails: Callable[[RolloutRequest], Exception | None] = lambda _item: None
+    hangs: Callable[[RolloutRequest], bool] = lambda _item: False
     accuracy_of: Callable[[int], float] = lambda version: min(1.0, version / 10)
     sync_error: Callable[[int], Exception | None] = lambda _version: None
     learner_error: Callable[[int], Exception | None] = lambda _step: None
@@ -172,7 +171,7 @@ class World:
         return [number for _, name, number in self.events if name == what]
 
     # as WorkerPool
-    async def run_group(self, item: WorkItem) -> Group:
+    async def run_group(self, item: RolloutRequest) -> Group:
         first = self.live
         self.note("generate", item.group_id)
         self.num_generating += 1
@@ -315,7 +314,7 @@ class ScriptedRun:
     def __post_init__(self) -> None:
         cfg, world = self.cfg, self.world
         world.live = self.state.step
-        self.buffer = WorkBuffer(
+        self.buffer = RolloutBuffer(
             groups_per_step=cfg.trainer.groups_per_step,
             max_staleness=cfg.mode.max_staleness,
             max_retries=cfg.rollout.max_retries,

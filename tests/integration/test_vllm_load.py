@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollout.buffer.rollout_buffer import WorkItem
 from rollout.engine.vllm_engine import VllmEngine
 from rollout.fleet.adaptive_limit import Bounds
 from rollout.reward.call import RewardResult
-from rollout.types import Prompt, SamplingParams
+from rollout.types import Prompt, RolloutRequest, SamplingParams
 from rollout.worker.worker import RolloutWorker, WorkerSpec
 from tests.integration.test_vllm_engine import make_spec, model_dir, random_prompt  # noqa: F401 - a fixture
 
@@ -92,7 +91,7 @@ async def adaptive_concurrency_keeps_what_runs_in_the_cache(engine: VllmEngine) 
     worker = RolloutWorker(spec, [InProcess(engine)], tokenizer=Silent(), score=score)
     watch = asyncio.create_task(worker.watch_loads())
     prompts = [Prompt(prompt_id=f"p{i}", token_ids=random_prompt(i), text="", answer="") for i in range(6)]
-    items = [WorkItem(group_id=i, prompt=prompt, start_version=0) for i, prompt in enumerate(prompts)]
+    items = [RolloutRequest(group_id=i, prompt=prompt, start_version=0) for i, prompt in enumerate(prompts)]
     groups = [asyncio.create_task(worker.run_group(item)) for item in items]
     most_held, lowest = 0, 4
     async with asyncio.timeout(300):

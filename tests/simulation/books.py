@@ -11,8 +11,8 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rollout.buffer.rollout_buffer import WorkBuffer, WorkItem
-    from rollout.types import Group, Trajectory
+    from rollout.buffer.rollout_buffer import RolloutBuffer
+    from rollout.types import Group, RolloutRequest, Trajectory
     from tests.simulation.fleet import Plan
 
 
@@ -30,7 +30,7 @@ class Books:
     num_resumed: int = 0
     """Answers that more than one version or call sampled."""
 
-    def on_attempt(self, item: WorkItem) -> None:
+    def on_attempt(self, item: RolloutRequest) -> None:
         self.most_attempts = max(self.most_attempts, item.attempt + 1)
 
     def on_end(self, group_id: int, fate: str) -> None:
@@ -54,7 +54,7 @@ class Books:
             assert 0 <= step - segment.version <= self.plan.max_staleness
             self.ages[step - segment.version] += segment.num_tokens
 
-    def watch(self, buffer: WorkBuffer, total_steps: int) -> None:
+    def watch(self, buffer: RolloutBuffer, total_steps: int) -> None:
         """Writes down what leaves the buffer, from outside."""
         watched: Any = buffer
         take, drop, fail = buffer.take, buffer.filter, buffer.fail

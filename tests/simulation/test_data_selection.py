@@ -25,9 +25,8 @@ from trainer.learner import checkpoint
 from trainer.telemetry.metrics import check_known
 
 if TYPE_CHECKING:
-    from rollout.buffer.rollout_buffer import WorkItem
     from rollout.prompts.prompt_source import PromptSet
-    from rollout.types import Group
+    from rollout.types import Group, RolloutRequest
     from trainer.driver import loops
 
 NUM_PROMPTS, GROUPS_PER_STEP = 60, 3
@@ -37,7 +36,7 @@ BOUNDS = {"pass_rate_min": 0.1, "pass_rate_max": 0.9}
 class Graded(World):
     """Of three prompts one is never solved, one always, and one by every second answer."""
 
-    async def run_group(self, item: WorkItem) -> Group:
+    async def run_group(self, item: RolloutRequest) -> Group:
         group = await super().run_group(item)
         rewards = [(0.0, 0.0), (1.0, 1.0), (0.0, 1.0)][number(item.prompt.prompt_id) % 3]
         answers = [replace(t, reward=reward) for t, reward in zip(group.trajectories, rewards, strict=True)]

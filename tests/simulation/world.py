@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from rich.console import Console
 
-from rollout.buffer.rollout_buffer import WorkBuffer
+from rollout.buffer.rollout_buffer import RolloutBuffer
 from rollout.errors import RewardError
 from rollout.fleet.adaptive_limit import Bounds
 from rollout.fleet.consolidation import Repacking
@@ -52,9 +52,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from rollout.buffer.rollout_buffer import WorkItem
     from rollout.fleet.engine_monitor import LoadReport
-    from rollout.types import Group, Prompt, Trajectory
+    from rollout.types import Group, Prompt, RolloutRequest, Trajectory
     from tests.fakes.scripted_replica import ScriptedReplica
     from trainer.config.schema import RunConfig
     from weight_sync.types import SyncReport
@@ -86,7 +85,7 @@ class _Served(ServesGroups):
         super().__init__()
         self.worker, self._books = worker, books
 
-    async def run_group(self, item: WorkItem) -> Group:
+    async def run_group(self, item: RolloutRequest) -> Group:
         self._books.on_attempt(item)
         return await self.worker.run_group(item)
 
@@ -172,7 +171,7 @@ class Simulation:
             max_restarts=1_000_000,
             await_engine=self.keeper.wait,
         )
-        self.buffer = WorkBuffer(
+        self.buffer = RolloutBuffer(
             groups_per_step=self.plan.groups_per_step,
             max_staleness=self.plan.max_staleness,
             max_retries=self.plan.max_retries,
@@ -335,8 +334,7 @@ class Simulation:
 
     def _look(self, parts: loops.Parts) -> None:
         buffer = vars(parts.buffer)
-        stations = vars(buffer["_at"])
-        sizes = {f"buffer.{name}": len(stations[name]) for name in ("queued", "running", "ready", "taken")}
+        sizes = {f"buffer.{name}": len(buffer[f"_{name}"]) for name in ("queued", "running", "ready", "in_training")}
         sizes["buffer.tokens"] = len(buffer["_tokens"])
         sizes |= {"tasks": len(asyncio.all_tasks()), "calls at workers": sum(len(w.tasks) for w in self.workers)}
         sizes["streams"] = sum(replica.num_streams for replica in self.fleet.replicas.values())

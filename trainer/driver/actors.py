@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from rollout.buffer.rollout_buffer import WorkBuffer
+from rollout.buffer.rollout_buffer import RolloutBuffer
 from rollout.engine.actor import PAUSE_LIMIT_S, engine_actor
 from rollout.engine.interface import EngineSpec
 from rollout.fleet.adaptive_limit import Bounds
@@ -202,8 +202,8 @@ def make_devices(cfg: RunConfig, actors: Actors, coordinator: SyncCoordinator, t
     )
 
 
-def make_buffer(cfg: RunConfig, resumed: Resumed | None, source: PromptSource) -> WorkBuffer:
-    buffer = WorkBuffer(
+def make_buffer(cfg: RunConfig, resumed: Resumed | None, source: PromptSource) -> RolloutBuffer:
+    buffer = RolloutBuffer(
         groups_per_step=cfg.trainer.groups_per_step,
         max_staleness=cfg.mode.max_staleness,
         max_retries=cfg.rollout.max_retries,

@@ -18,7 +18,7 @@ from weight_sync.device.select import get_backend
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from rollout.buffer.rollout_buffer import WorkBuffer
+    from rollout.buffer.rollout_buffer import RolloutBuffer
     from rollout.prompts.prompt_source import PromptSource
     from rollout.types import Group
     from trainer.config.schema import RunConfig
@@ -276,7 +276,7 @@ class Checkpointer:
         telemetry: Telemetry,
         *,
         learner: LearnerGroup,
-        buffer: WorkBuffer,
+        buffer: RolloutBuffer,
         source: PromptSource,
         state: RunState,
     ) -> None:

@@ -28,10 +28,9 @@ from trainer.remote import NoAnswer, answer
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 
-    from rollout.buffer.rollout_buffer import WorkItem
     from rollout.engine.interface import EngineTimes
     from rollout.fleet.engine_monitor import LoadReport, ReplicaLoad
-    from rollout.types import Group, Prompt, SamplingParams, Trajectory
+    from rollout.types import Group, Prompt, RolloutRequest, SamplingParams, Trajectory
     from trainer.driver.weight_updates import AwaitEngine
 
 
@@ -52,12 +51,12 @@ class GroupCalls:
         self._ask = ask
         self._tickets = itertools.count()
         self._waiting: dict[int, asyncio.Future[Group]] = {}
-        self._to_begin: dict[int, WorkItem] = {}
+        self._to_begin: dict[int, RolloutRequest] = {}
         self._given_up: list[int] = []
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._lost: WorkerLost | None = None
 
-    async def run(self, item: WorkItem) -> Group:
+    async def run(self, item: RolloutRequest) -> Group:
         """Generate and reward one group. Cancelled, it ends in the worker too.
 
         Waits for: the worker's answer. Unblocked by: its caller's deadline; the loss of the worker.
@@ -302,7 +301,7 @@ class WorkerPool:
         self.lost_engines: dict[str, str] = {}
         """Replica -> why some worker gave it up, by the last look. Replaced ones are not in it."""
 
-    async def run_group(self, item: WorkItem) -> Group:
+    async def run_group(self, item: RolloutRequest) -> Group:
         """Generate and reward one group. Raises what the worker raised.
 
         Where no engine is left it waits for one and begins anew, which costs the group no retry.
@@ -318,7 +317,7 @@ class WorkerPool:
             except NoReplica as error:
                 await self._await_engine(error)
 
-    async def _run_once(self, item: WorkItem) -> Group:
+    async def _run_once(self, item: RolloutRequest) -> Group:
         worker = await self._choose()
         if worker.calls is None:
             worker.calls = GroupCalls(worker.actor, partial(self._ask, worker, actor=worker.actor, timeout_s=None))

@@ -37,8 +37,9 @@ from trainer.errors import GradientsDiverged, first_cause, one_line
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Coroutine, Sequence
 
-    from rollout.buffer.rollout_buffer import WorkBuffer, WorkItem
+    from rollout.buffer.rollout_buffer import RolloutBuffer
     from rollout.prompts.prompt_source import PromptSource
+    from rollout.types import RolloutRequest
     from trainer.algorithms.group_filter import OwnFilter
     from trainer.config.schema import RunConfig
     from trainer.driver.checkpointing import Checkpointer, RunState
@@ -230,7 +231,7 @@ class Parts:
     state: RunState
     telemetry: Telemetry
     source: PromptSource
-    buffer: WorkBuffer
+    buffer: RolloutBuffer
     workers: WorkerPool
     learner: LearnerGroup
     pump: SyncPump
@@ -315,7 +316,7 @@ async def rollout_loop(parts: Parts) -> None:
             groups.create_task(_roll_out(parts, item, own), name=f"group {item.group_id}")
 
 
-async def _roll_out(parts: Parts, item: WorkItem, own: OwnFilter | None) -> None:
+async def _roll_out(parts: Parts, item: RolloutRequest, own: OwnFilter | None) -> None:
     started_at = time.time()
     parts.flow.claimed(item.group_id)
     try:
@@ -345,7 +346,7 @@ async def _roll_out(parts: Parts, item: WorkItem, own: OwnFilter | None) -> None
         parts.buffer.finish(group)
 
 
-async def _give_back(parts: Parts, item: WorkItem, error: Exception) -> None:
+async def _give_back(parts: Parts, item: RolloutRequest, error: Exception) -> None:
     """An attempt raised: its group is tried again or dropped, and written down with the reason.
 
     Raises:
@@ -430,7 +431,7 @@ async def train_loop(parts: Parts) -> None:
 async def _next_batch(parts: Parts) -> Ready | None:
     """The next batch, or None once the run is asked to stop or none comes. Fails when nothing comes for too long."""
     if parts.batches.empty():
-        parts.buffer.learner_waits()
+        parts.buffer.grow_slots()
     get = asyncio.create_task(parts.batches.get())
     stops = [asyncio.create_task(event.wait()) for event in (parts.state.stop_requested, parts.generation_over)]
     limit_s, now = parts.cfg.trainer.stall_timeout_s, asyncio.get_running_loop().time

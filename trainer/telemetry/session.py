@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from rollout.buffer.rollout_buffer import WorkItem
-    from rollout.types import Group
+    from rollout.types import Group, RolloutRequest
     from trainer.config.schema import RunConfig
     from trainer.telemetry.trajectories import FailureStatus
 
@@ -73,7 +72,7 @@ class Telemetry:
         if self.recorder is not None:
             await self._in_thread(lambda recorder: recorder.write(group, status, reason=reason), self.recorder)
 
-    async def record_failure(self, item: WorkItem, status: FailureStatus, reason: str) -> None:
+    async def record_failure(self, item: RolloutRequest, status: FailureStatus, reason: str) -> None:
         """An attempt at a group that raised."""
         if self.recorder is not None:
             await self._in_thread(lambda recorder: recorder.write_failure(item, status, reason=reason), self.recorder)

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from rollout.buffer.rollout_buffer import WorkItem
-    from rollout.types import Group, Prompt, Trajectory, Turn
+    from rollout.types import Group, Prompt, RolloutRequest, Trajectory, Turn
 
 logger = logging.getLogger(__name__)
 
@@ -75,9 +74,9 @@ class TrajectoryRecorder:
         if self._append(lambda: {"status": status, "reason": reason, **_group(group)}):
             self.num_groups += 1
 
-    def write_failure(self, item: WorkItem, status: FailureStatus, *, reason: str) -> None:
+    def write_failure(self, item: RolloutRequest, status: FailureStatus, *, reason: str) -> None:
         """An attempt that raised `reason`, and how many there were. Blocking, as `write`."""
-        attempts = item.attempt + item.num_losses + 1
+        attempts = item.attempt + item.num_worker_losses + 1
         self._append(lambda: {"status": status, "reason": reason, "attempts": attempts, **_nothing_of(item)})
 
     def begin_evaluation(self, folder: Path, version: int) -> Path | None:
@@ -180,7 +179,7 @@ def _escaped(value: object) -> object:
     return value
 
 
-def _nothing_of(item: WorkItem) -> dict[str, object]:
+def _nothing_of(item: RolloutRequest) -> dict[str, object]:
     return {
         "group_id": item.group_id,
         "start_version": item.start_version,

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import ray
 
-from rollout.buffer.rollout_buffer import WorkBuffer
+from rollout.buffer.rollout_buffer import RolloutBuffer
 from rollout.types import Group, Prompt, SamplingParams
 from rollout.worker.actor import RolloutWorkerActor, kill_actor
 from rollout.worker.worker import WorkerSpec
@@ -73,7 +73,7 @@ class Run:
     membership: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def start(self, *, num_workers: int, num_engines: int) -> None:
-        self.buffer = WorkBuffer(
+        self.buffer = RolloutBuffer(
             groups_per_step=GROUPS_PER_STEP, max_staleness=1, max_retries=0, max_refills_per_step=1
         )
         for index in range(num_engines):

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 import ray
 
-from rollout.buffer.rollout_buffer import WorkItem
 from rollout.fleet.consolidation import Repacking
 from rollout.fleet.scheduler import NoReplica
-from rollout.types import Group, Prompt, SamplingParams
+from rollout.types import Group, Prompt, RolloutRequest, SamplingParams
 from rollout.worker.actor import rollout_worker_actor
 from rollout.worker.worker import WorkerSpec
 from tests.fakes.counting_worker import CountingWorker
@@ -28,9 +27,9 @@ if TYPE_CHECKING:
 MAX_TOKENS, TOKEN_S = 60, 0.03
 
 
-def item(group_id: int) -> WorkItem:
+def item(group_id: int) -> RolloutRequest:
     prompt = Prompt(prompt_id=f"p{group_id}", token_ids=np.array([7, 8, 9], np.int32), text="1+2=", answer="3")
-    return WorkItem(group_id=group_id, prompt=prompt, start_version=1)
+    return RolloutRequest(group_id=group_id, prompt=prompt, start_version=1)
 
 
 def check(group: Group, versions: set[tuple[int, ...]]) -> None:

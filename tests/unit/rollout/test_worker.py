@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from rollout.buffer.rollout_buffer import WorkItem
 from rollout.errors import RewardError
 from rollout.fleet.scheduler import NoReplica
 from rollout.reward.call import RewardResult
-from rollout.types import Prompt, SamplingParams, Segment, Trajectory
+from rollout.types import Prompt, RolloutRequest, SamplingParams, Segment, Trajectory
 from rollout.worker.worker import RolloutWorker, WorkerSpec, derive_seed
 from tests.fakes.engine_client import FakeEngine, decode, expected_answer
 from tests.fakes.virtual_time import run_virtual
@@ -42,9 +41,9 @@ def spec(**changes: Any) -> WorkerSpec:
     return WorkerSpec(**(settings | changes))
 
 
-def item(*, group_id: int = 5, start_version: int = 0, prompt_id: str = "train/1") -> WorkItem:
+def item(*, group_id: int = 5, start_version: int = 0, prompt_id: str = "train/1") -> RolloutRequest:
     prompt = Prompt(prompt_id=prompt_id, token_ids=np.array([7, 8, 9], np.int32), text="", answer="")
-    return WorkItem(group_id=group_id, prompt=prompt, start_version=start_version)
+    return RolloutRequest(group_id=group_id, prompt=prompt, start_version=start_version)
 
 
 def worker(*engines: FakeEngine, score: Any = length_score, **changes: Any) -> RolloutWorker:

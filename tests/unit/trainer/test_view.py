@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from rollout.buffer.rollout_buffer import WorkItem
-from rollout.types import Group, Prompt, Segment, Trajectory, Turn
+from rollout.types import Group, Prompt, RolloutRequest, Segment, Trajectory, Turn
 from trainer.telemetry.trajectories import TrajectoryRecorder
 from trainer.tools.view import main
 
@@ -63,7 +62,7 @@ def run_dir(tmp_path: Path) -> Path:
     first.write(
         group(1, [sample(0, 0.0, text="nothing"), sample(1, 0.0)], version=0), "filtered", reason="zero_variance"
     )
-    item = WorkItem(group_id=2, prompt=prompt(2), attempt=0, start_version=0)
+    item = RolloutRequest(group_id=2, prompt=prompt(2), attempt=0, start_version=0)
     first.write_failure(item, "retried", reason="RuntimeError: judge is down")
     second = TrajectoryRecorder(run / "trajectories")
     failed = sample(1, float("nan"), text="two", error="reward hung")

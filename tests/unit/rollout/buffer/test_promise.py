@@ -11,10 +11,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.buffer.rollout_buffer import WorkBuffer, WorkItem
-from rollout.types import Group, Prompt, Segment, Trajectory, Turn
+from rollout.buffer.rollout_buffer import RolloutBuffer
+from rollout.types import Group, Prompt, RolloutRequest
 from tests.fakes.staleness_oracle import is_kept
 from tests.fakes.virtual_time import run_virtual
+from tests.unit.rollout.buffer.test_rollout_buffer import group_of
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Simulation:
     """The loops of `trainer.driver` in miniature. Keeps its own books, and asks an oracle instead of the buffer."""
 
     world: World
-    buffer: WorkBuffer
+    buffer: RolloutBuffer
     rng: random.Random
     first_prompt: int = 0
     start_version: dict[int, int] = field(default_factory=dict)
@@ -100,7 +101,7 @@ class Simulation:
             self.fate[item.prompt.prompt_id] += 0
             self.note(item)
 
-    def note(self, item: WorkItem) -> None:
+    def note(self, item: RolloutRequest) -> None:
         self.start_version[item.group_id] = self.live
         self.prompt_of[item.group_id] = item.prompt.prompt_id
         assert item.start_version == self.live
@@ -157,7 +158,7 @@ class Simulation:
         pending: asyncio.Task[None] | None = None
         for _ in range(self.world.num_steps):
             if queue.empty() and self.rng.random() < self.world.opens_frac:
-                self.buffer.learner_waits()
+                self.buffer.grow_slots()
             step, groups = await queue.get()
             for group in groups:
                 assert 0 <= step - group.start_version <= self.world.max_staleness
@@ -178,29 +179,8 @@ class Simulation:
             self.live = step + 1
 
 
-def group_of(item: WorkItem, num_tokens: int = 1) -> Group:
-    turn = Turn(
-        token_ids=np.arange(num_tokens, dtype=np.int32),
-        is_generated=np.ones(num_tokens, bool),
-        logprobs=np.zeros(num_tokens, np.float32),
-        segments=(Segment(version=item.start_version, num_tokens=num_tokens),),
-    )
-    trajectory = Trajectory(
-        prompt_id=item.prompt.prompt_id,
-        sample_index=0,
-        turns=(turn,),
-        reward=0.0,
-        reward_parts={},
-        status="completed",
-        timings={},
-    )
-    return Group(
-        group_id=item.group_id, prompt=item.prompt, trajectories=[trajectory], start_version=item.start_version
-    )
-
-
-def new_buffer(world: World, version: int = 0) -> WorkBuffer:
-    return WorkBuffer(
+def new_buffer(world: World, version: int = 0) -> RolloutBuffer:
+    return RolloutBuffer(
         groups_per_step=world.groups_per_step,
         max_staleness=world.max_staleness,
         max_retries=2,
@@ -233,7 +213,7 @@ def test_no_group_is_too_old_none_is_discarded_and_no_take_waits_longer_than_it_
 def test_a_resumed_run_keeps_the_promise_and_loses_no_prompt(world: World, stop_at: int) -> None:
     """Killed after step `stop_at`; the second life starts from the checkpoint with other timings."""
 
-    async def life(buffer: WorkBuffer, first_step: int, num_steps: int, fate: Counter[str]) -> Simulation:
+    async def life(buffer: RolloutBuffer, first_step: int, num_steps: int, fate: Counter[str]) -> Simulation:
         shorter = World(**{**vars(world), "num_steps": num_steps})
         rng = random.Random(world.seed + first_step)
         simulation = Simulation(world=shorter, buffer=buffer, rng=rng, fate=fate, first_prompt=len(fate))

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout.buffer.rollout_buffer import WorkItem
 from rollout.reward.process import LOAD_TIMEOUT_S
-from rollout.types import Prompt
+from rollout.types import Prompt, RolloutRequest
 from tests.fakes.local_actor import LocalActor, ServesGroups
 from tests.fakes.scripted_run import config
 from tests.fakes.virtual_time import run_virtual
@@ -46,7 +45,7 @@ class Silent:
         return self.refs[-1]
 
 
-ITEM = WorkItem(
+ITEM = RolloutRequest(
     group_id=3, prompt=Prompt(prompt_id="p", token_ids=np.array([1], np.int32), text="", answer=""), start_version=0
 )
 
@@ -64,7 +63,7 @@ def test_a_group_without_an_answer_says_why() -> None:
 
 def test_a_worker_that_ran_out_of_time_itself_says_so() -> None:
     class OutOfTime(ServesGroups):
-        async def run_group(self, _item: WorkItem) -> Any:
+        async def run_group(self, _item: RolloutRequest) -> Any:
             raise TimeoutError("no sample ended")
 
     with pytest.raises(TimeoutError, match="no sample ended"):

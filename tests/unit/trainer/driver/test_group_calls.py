@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout.buffer.rollout_buffer import WorkItem
 from rollout.errors import WorkerLost
-from rollout.types import Group, Prompt, Segment, Trajectory, Turn
+from rollout.types import Group, Prompt, RolloutRequest, Segment, Trajectory, Turn
 from rollout.worker.group_server import EVERY_S, MOST_BYTES, GroupServer
 from tests.fakes.local_actor import LocalActor, ServesGroups
 from tests.fakes.virtual_time import run_virtual
@@ -20,11 +19,11 @@ from trainer.driver.fleet import WorkerPool
 PROMPT = Prompt(prompt_id="p", token_ids=np.array([1], np.int32), text="", answer="")
 
 
-def item(group_id: int) -> WorkItem:
-    return WorkItem(group_id=group_id, prompt=PROMPT, start_version=0)
+def item(group_id: int) -> RolloutRequest:
+    return RolloutRequest(group_id=group_id, prompt=PROMPT, start_version=0)
 
 
-def group_of(item: WorkItem, *, num_tokens: int = 4) -> Group:
+def group_of(item: RolloutRequest, *, num_tokens: int = 4) -> Group:
     turn = Turn(
         token_ids=np.full(num_tokens, item.group_id, np.int32),
         is_generated=np.ones(num_tokens, bool),
@@ -48,7 +47,7 @@ class Worker(ServesGroups):
         self.ran: list[int] = []
         self.cancelled: list[int] = []
 
-    async def run_group(self, item: WorkItem) -> Group:
+    async def run_group(self, item: RolloutRequest) -> Group:
         self.ran.append(item.group_id)
         try:
             await asyncio.sleep(self.seconds if isinstance(self.seconds, float) else self.seconds[item.group_id])
@@ -152,7 +151,7 @@ def test_the_error_of_one_group_is_its_own() -> None:
         """Cannot leave its process: it is local to a function."""
 
     class Failing(Worker):
-        async def run_group(self, item: WorkItem) -> Group:
+        async def run_group(self, item: RolloutRequest) -> Group:
             if item.group_id == 1:
                 raise NoPickle("a defect")
             return await super().run_group(item)
@@ -169,7 +168,7 @@ def test_the_error_of_one_group_is_its_own() -> None:
 
 def test_a_group_that_something_inside_it_cancelled_fails_at_once() -> None:
     class Cancelled(Worker):
-        async def run_group(self, item: WorkItem) -> Group:
+        async def run_group(self, item: RolloutRequest) -> Group:
             inner = asyncio.create_task(asyncio.sleep(50.0))
             asyncio.get_running_loop().call_later(1.0, inner.cancel)
             await inner

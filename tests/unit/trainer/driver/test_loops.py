@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from rollout.buffer.rollout_buffer import WorkItem
+    from rollout.types import RolloutRequest
 
     Make = Callable[..., ScriptedRun]
     Play = Callable[..., loops.Parts]
@@ -234,7 +234,7 @@ def test_a_stalled_run_ends_with_the_reason(scripted: Make, play: Play) -> None:
 
 
 def test_a_failing_group_is_retried_then_dropped_and_never_ends_the_run(scripted: Make, play: Play) -> None:
-    def fails(item: WorkItem) -> Exception | None:
+    def fails(item: RolloutRequest) -> Exception | None:
         if item.group_id == 4 or (item.group_id == 6 and item.attempt == 0):
             return ValueError(f"group {item.group_id}")
         return None

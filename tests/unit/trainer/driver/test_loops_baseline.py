@@ -16,7 +16,7 @@ from trainer.driver.step_metrics import StepRecorder
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rollout.buffer.rollout_buffer import WorkItem
+    from rollout.types import RolloutRequest
 
 PROMPT = prompt_set(1).prompts[0]
 REMAX: dict[str, Any] = {"advantage": "remax", "loss": "ppo_clip"}
@@ -27,7 +27,7 @@ WRONG_EVERY_THIRD = Script(reward_of=lambda group_id, sample: float(group_id % 3
 def with_baselines(run: ScriptedRun) -> ScriptedRun:
     run_group = run.world.run_group
 
-    async def more(item: WorkItem) -> Group:
+    async def more(item: RolloutRequest) -> Group:
         group = await run_group(item)
         greedy = trajectory(item.prompt, 2, [(run.world.live, 7)], reward=1.0)
         return replace(group, baseline=greedy)

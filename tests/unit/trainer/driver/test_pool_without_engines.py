@@ -7,14 +7,13 @@ import asyncio
 import numpy as np
 import pytest
 
-from rollout.buffer.rollout_buffer import WorkItem
 from rollout.fleet.scheduler import NoReplica
-from rollout.types import Group, Prompt
+from rollout.types import Group, Prompt, RolloutRequest
 from tests.fakes.local_actor import LocalActor, ServesGroups
 from tests.fakes.virtual_time import run_virtual
 from trainer.driver.fleet import WorkerPool
 
-ITEM = WorkItem(
+ITEM = RolloutRequest(
     group_id=3, prompt=Prompt(prompt_id="p", token_ids=np.array([1], np.int32), text="", answer=""), start_version=0
 )
 
@@ -25,9 +24,9 @@ class Worker(ServesGroups):
     def __init__(self, num_failures: int) -> None:
         super().__init__()
         self.num_failures = num_failures
-        self.items: list[WorkItem] = []
+        self.items: list[RolloutRequest] = []
 
-    async def run_group(self, item: WorkItem) -> Group:
+    async def run_group(self, item: RolloutRequest) -> Group:
         self.items.append(item)
         if len(self.items) <= self.num_failures:
             raise NoReplica("all 1 engine replicas are quarantined")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.buffer.rollout_buffer import WorkBuffer
+from rollout.buffer.rollout_buffer import RolloutBuffer
 from rollout.types import Group
 from tests.fakes.scripted_run import config, prompt_set, sync_report, trajectory
 from trainer.data.build import BatchLimits, BuiltBatch, build_train_batch
@@ -142,7 +142,7 @@ def test_answers_that_the_loss_leaves_out_are_not_among_the_trained_lengths() ->
 
 def test_a_line_is_known_and_complete() -> None:
     trained = groups([2, 4])
-    buffer = WorkBuffer(groups_per_step=2, max_staleness=1, max_retries=0, max_refills_per_step=4)
+    buffer = RolloutBuffer(groups_per_step=2, max_staleness=1, max_retries=0, max_refills_per_step=4)
     record = {
         "step": 1,
         "version": 1,

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollout.buffer.rollout_buffer import WorkItem
-from rollout.types import Group, Prompt, Segment, ToolUse, Trajectory, Turn
+from rollout.types import Group, Prompt, RolloutRequest, Segment, ToolUse, Trajectory, Turn
 from tests.fakes.full_disk import file_limit
 from trainer.telemetry.trajectories import TrajectoryRecorder
 
@@ -79,7 +78,7 @@ def test_a_group_is_recorded_in_full(tmp_path: Path) -> None:
 
 def test_an_attempt_that_raised_is_recorded_with_prompt_attempts_and_reason(tmp_path: Path) -> None:
     recorder = TrajectoryRecorder(tmp_path, clock=lambda: 12.5)
-    item = WorkItem(group_id=7, prompt=make_group(7).prompt, start_version=2, attempt=1, num_losses=1)
+    item = RolloutRequest(group_id=7, prompt=make_group(7).prompt, start_version=2, attempt=1, num_worker_losses=1)
     recorder.write_failure(item, "dropped", reason="TimeoutError: no sample ended")
     (line,) = recorded(tmp_path)
     assert (line["status"], line["reason"], line["attempts"]) == ("dropped", "TimeoutError: no sample ended", 3)
@@ -110,7 +109,7 @@ def test_past_its_limit_a_folder_gets_no_more_which_is_told_once_and_counted(
     recorder = TrajectoryRecorder(tmp_path, max_bytes=int(3.5 * size), max_file_bytes=size)
     for group_id in range(1, 5):  # what the process before has written counts
         recorder.write(make_group(group_id), "ready")
-    item = WorkItem(group_id=7, prompt=make_group(7).prompt, start_version=2)
+    item = RolloutRequest(group_id=7, prompt=make_group(7).prompt, start_version=2)
     recorder.write_failure(item, "dropped", reason="nothing of it is written, however small")
     assert [line["group_id"] for line in recorded(tmp_path)] == [0, 1, 2]
     assert (recorder.num_groups, recorder.num_left_out, recorder.num_errors) == (2, 3, 0)
@@ -158,7 +157,7 @@ def with_half_a_pair() -> Group:
 def test_half_a_surrogate_pair_is_escaped_and_the_group_kept(tmp_path: Path) -> None:
     recorder, group = TrajectoryRecorder(tmp_path), with_half_a_pair()
     recorder.write(group, "ready")
-    item = WorkItem(group_id=4, prompt=group.prompt, start_version=2)
+    item = RolloutRequest(group_id=4, prompt=group.prompt, start_version=2)
     recorder.write_failure(item, "dropped", reason="RewardFailed: \udfff")
     line, failure = recorded(tmp_path)
     assert line["prompt"]["answer"] == "ä \\ud83d"

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
+from collections import Counter
 from dataclasses import replace
 from datetime import date
 from typing import TYPE_CHECKING, Any
@@ -9,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from rollout.buffer.rollout_buffer import WorkBuffer
-from rollout.errors import BufferClosed, NoProgress
+from rollout.buffer.rollout_buffer import MAX_WORKER_LOSSES, RolloutBuffer
+from rollout.errors import BufferClosed, NoProgress, WorkerLost
 from rollout.types import Group, Prompt, Segment, Trajectory, Turn
 from tests.fakes.virtual_time import run_virtual
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-    from rollout.buffer.rollout_buffer import WorkItem
+    from rollout.types import RolloutRequest
 
 
 def prompt(name: str) -> Prompt:
@@ -26,12 +28,12 @@ def prompt(name: str) -> Prompt:
     )
 
 
-def new_buffer(**changes: Any) -> WorkBuffer:
+def new_buffer(**changes: Any) -> RolloutBuffer:
     settings = {"groups_per_step": 2, "max_staleness": 1, "max_retries": 1, "max_refills_per_step": 3}
-    return WorkBuffer(**(settings | changes))
+    return RolloutBuffer(**(settings | changes))
 
 
-def group_of(item: WorkItem, *, num_tokens: int = 3, start_version: int | None = None) -> Group:
+def group_of(item: RolloutRequest, *, num_tokens: int = 3, start_version: int | None = None) -> Group:
     turn = Turn(
         token_ids=np.zeros(num_tokens, np.int32),
         is_generated=np.ones(num_tokens, bool),
@@ -51,26 +53,26 @@ def group_of(item: WorkItem, *, num_tokens: int = 3, start_version: int | None =
     return Group(group_id=item.group_id, prompt=item.prompt, trajectories=[trajectory], start_version=version)
 
 
-async def admit_and_claim(buffer: WorkBuffer, *names: str) -> list[WorkItem]:
+async def admit_and_claim(buffer: RolloutBuffer, *names: str) -> list[RolloutRequest]:
     for name in names:
         buffer.admit(prompt(name))
     return [await buffer.claim() for _ in names]
 
 
-async def let_the_learner_wait(buffer: WorkBuffer, step: int, num_times: int) -> list[int]:
+async def let_the_learner_wait(buffer: RolloutBuffer, step: int, num_times: int) -> list[int]:
     """For the groups of `step`, of which none is ready. Returns the slots that are open after each time."""
     taking = asyncio.create_task(buffer.take(step))
     await asyncio.sleep(0)
     found: list[int] = []
     for _ in range(num_times):
-        buffer.learner_waits()
+        buffer.grow_slots()
         found.append(buffer.stats().num_slots)
     taking.cancel()
     await asyncio.wait([taking])
     return found
 
 
-async def train_one(buffer: WorkBuffer, step: int, *names: str) -> None:
+async def train_one(buffer: RolloutBuffer, step: int, *names: str) -> None:
     for item in await admit_and_claim(buffer, *names):
         buffer.finish(group_of(item))
     await buffer.take(step)
@@ -136,17 +138,17 @@ def test_slots_stay_as_they_are_before_the_first_step_and_while_groups_are_not_w
         buffer = new_buffer(max_staleness=3, version=7)
         taking = asyncio.create_task(buffer.take(7))
         await asyncio.sleep(0)
-        buffer.learner_waits()  # nothing can be ready before the first step
+        buffer.grow_slots()  # nothing can be ready before the first step
         for item in await admit_and_claim(buffer, "a", "b"):
             buffer.finish(group_of(item))
         await taking
         buffer.release(7, version=8)
-        buffer.learner_waits()  # nobody takes: a batch is being built
+        buffer.grow_slots()  # nobody takes: a batch is being built
         taking = asyncio.create_task(buffer.take(8))
         await asyncio.sleep(0)
         for item in await admit_and_claim(buffer, "c", "d"):
             buffer.finish(group_of(item))
-        buffer.learner_waits()  # the groups are there, and will be taken in a moment
+        buffer.grow_slots()  # the groups are there, and will be taken in a moment
         await taking
         assert buffer.stats().num_slots == 4
 
@@ -360,7 +362,7 @@ def test_one_success_between_failures_keeps_the_run_going() -> None:
     run_virtual(main())
 
 
-WAITS: dict[str, Callable[[WorkBuffer], Coroutine[Any, Any, Any]]] = {
+WAITS: dict[str, Callable[[RolloutBuffer], Coroutine[Any, Any, Any]]] = {
     "slot": lambda buffer: buffer.wait_for_slot(),
     "claim": lambda buffer: buffer.claim(),
     "take": lambda buffer: buffer.take(0),
@@ -414,7 +416,7 @@ def test_a_group_ends_once_and_only_after_it_was_claimed(verb: str) -> None:
     async def main() -> None:
         buffer = new_buffer(max_retries=0)
 
-        def end(item: WorkItem) -> None:
+        def end(item: RolloutRequest) -> None:
             match verb:
                 case "finish":
                     buffer.finish(group_of(item))
@@ -517,3 +519,153 @@ def test_a_checkpoint_of_another_step_is_refused() -> None:
 def test_a_size_out_of_range_is_refused_by_name(name: str, value: int) -> None:
     with pytest.raises(ValueError, match=f"{name} must be >= {value + 1}, got {value}"):
         new_buffer(**{name: value})
+
+
+# --- the end of a run, and lost workers ---
+
+B, STEPS = 3, 8
+
+
+class Fates:
+    """What becomes of groups, drawn anew for each."""
+
+    def __init__(self, seed: int, *, filtered: float = 0.0, failed: float = 0.0) -> None:
+        self.rng = random.Random(seed)
+        self.filtered, self.failed = filtered, failed
+        self.ended: Counter[str] = Counter()
+        self.trained: list[int] = []
+
+    async def roll_out(self, buffer: RolloutBuffer, item: RolloutRequest) -> None:
+        await asyncio.sleep(self.rng.paretovariate(1.2))
+        draw = self.rng.random()
+        if draw < self.filtered:
+            buffer.filter(item.group_id, "zero_variance")
+        elif draw < self.filtered + self.failed:
+            self.ended[buffer.fail(item.group_id, OSError("no answer"))] += 1
+        else:
+            buffer.finish(group_of(item))
+            self.ended["finished"] += 1
+
+
+async def play(buffer: RolloutBuffer, fates: Fates, *, first: int = 0, end: int = STEPS, rest_s: float = 100.0) -> None:
+    """The loops of a run around the buffer, and some time after its last step."""
+
+    async def admit() -> None:
+        while True:
+            await buffer.wait_for_slot()
+            if buffer.readmit() is None:
+                buffer.admit(prompt("p"))
+
+    async def roll_out() -> None:
+        async with asyncio.TaskGroup() as groups:
+            while True:
+                groups.create_task(fates.roll_out(buffer, await buffer.claim()))
+
+    loops = [asyncio.create_task(admit()), asyncio.create_task(roll_out())]
+    for step in range(first, end):
+        fates.trained += [group.group_id for group in await buffer.take(step)]
+        await asyncio.sleep(fates.rng.expovariate(1.0))
+        buffer.release(step, version=step + 1)
+    await asyncio.sleep(rest_s)
+    for loop in loops:
+        assert not loop.done()
+        loop.cancel()
+    await asyncio.gather(*loops, return_exceptions=True)
+
+
+def with_end(**changes: Any) -> RolloutBuffer:
+    return new_buffer(**({"groups_per_step": B, "max_refills_per_step": 1000, "end_step": STEPS} | changes))
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 4, 20])
+@pytest.mark.parametrize(("filtered", "failed"), [(0.0, 0.0), (0.4, 0.0), (0.2, 0.3)])
+def test_every_group_that_is_generated_to_its_end_is_trained(
+    max_staleness: int, filtered: float, failed: float
+) -> None:
+    for seed in range(5):
+        buffer, fates = with_end(max_staleness=max_staleness), Fates(seed, filtered=filtered, failed=failed)
+        run_virtual(play(buffer, fates))
+        stats = buffer.stats()
+        assert fates.ended["finished"] == len(fates.trained) == STEPS * B
+        assert stats.num_slots_used == 0
+        assert stats.admitted == STEPS * B + stats.refilled, "those that led nowhere were replaced, and no others came"
+        if filtered:
+            assert stats.refilled > 0
+
+
+def test_what_leaves_near_the_end_is_replaced_and_nothing_more() -> None:
+    async def main() -> None:
+        buffer = new_buffer(end_step=1, max_retries=0)
+        first, second = await admit_and_claim(buffer, "a", "b")
+        waiting = await blocks(buffer.wait_for_slot())  # two of four slots are free, and nobody needs them
+        buffer.filter(first.group_id, "zero_variance")
+        await asyncio.wait_for(waiting, 1.0)
+        (third,) = await admit_and_claim(buffer, "c")
+        waiting = await blocks(buffer.wait_for_slot())
+        buffer.fail(second.group_id, OSError("no answer"))
+        await asyncio.wait_for(waiting, 1.0)
+        (fourth,) = await admit_and_claim(buffer, "d")
+        for item in (third, fourth):
+            buffer.finish(group_of(item))
+        assert len(await buffer.take(0)) == 2
+        waiting = await blocks(buffer.wait_for_slot())
+        waiting.cancel()
+
+    run_virtual(main())
+
+
+def test_a_run_that_goes_on_with_more_steps_trains_every_prompt_once() -> None:
+    first = with_end(max_staleness=2)
+    fates = Fates(0)
+    run_virtual(play(first, fates, end=STEPS - 3, rest_s=0.0))
+    state = json.loads(json.dumps(first.state_dict(STEPS - 3)))
+    again = with_end(max_staleness=2, version=STEPS - 3, end_step=STEPS + 4)
+    again.load_state_dict(state, prompt)
+    run_virtual(play(again, fates, first=STEPS - 3, end=STEPS + 4))
+    assert sorted(fates.trained) == list(range((STEPS + 4) * B))
+
+
+def test_a_resumed_run_that_owes_more_than_it_needs_keeps_the_rest_for_later() -> None:
+    first, fates = with_end(max_staleness=4, end_step=None), Fates(0)
+    run_virtual(play(first, fates, end=1, rest_s=0.0))
+    again = with_end(max_staleness=4, version=1, end_step=2)
+    again.load_state_dict(first.state_dict(1), prompt)
+    run_virtual(play(again, fates, first=1, end=2))
+    assert again.stats().num_slots_used == 0
+    owed = [entry["group_id"] for entry in again.state_dict(2)["prompts"]]
+    assert sorted(fates.trained + owed) == list(range(again.stats().admitted))
+    assert len(fates.trained) == 2 * B
+
+
+def test_a_lost_worker_costs_a_group_none_of_its_retries() -> None:
+    async def main() -> None:
+        buffer = new_buffer(max_retries=1, max_refills_per_step=1)
+        (item,) = await admit_and_claim(buffer, "a")
+        assert buffer.fail(item.group_id, WorkerLost("rollout worker 0 died")) == "retried"
+        item = await buffer.claim()
+        assert item.attempt == 0
+        assert buffer.fail(item.group_id, OSError("its own fault")) == "retried"
+        item = await buffer.claim()
+        assert item.attempt == 1
+        assert buffer.fail(item.group_id, WorkerLost("rollout worker 1 died")) == "retried"
+        item = await buffer.claim()
+        assert item.attempt == 1
+        buffer.finish(group_of(item))
+        stats = buffer.stats()
+        assert (stats.failed, stats.retried, stats.dropped) == (3, 3, {})
+
+    run_virtual(main())
+
+
+def test_a_group_that_loses_one_worker_after_the_other_is_blamed_in_the_end() -> None:
+    async def main() -> None:
+        buffer = new_buffer(max_retries=1)
+        (item,) = await admit_and_claim(buffer, "poison")
+        lost = WorkerLost("a rollout worker died")
+        for _ in range(MAX_WORKER_LOSSES + 1):  # the last of them costs its one retry
+            assert buffer.fail(item.group_id, lost) == "retried"
+            item = await buffer.claim()
+        assert buffer.fail(item.group_id, lost) == "dropped"
+        assert buffer.stats().dropped == {"WorkerLost": 1}
+
+    run_virtual(main())
