@@ -9,9 +9,9 @@ This module imports without torch, Ray or vLLM.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence  # noqa: TC003 - dataclasses are introspected at runtime
+from collections.abc import Iterator, Mapping, Sequence  # noqa: TC003 - dataclasses are introspected at runtime
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -86,71 +86,62 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
-    """`num_tokens` consecutive generated tokens, all sampled under policy `version`."""
+class TokenChunk:
+    """Consecutive tokens that engines sampled for one request: a piece of an answer, or all of it.
 
-    version: int
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
-    """What an engine generated for one request (or one chunk of it).
-
-    `logprobs[t]` is the log-probability of `token_ids[t]` under the distribution it was sampled from
-    (after temperature), at the moment it was sampled. `segments` sum up to `len(token_ids)`.
+    Raises:
+        ValueError: the arrays differ in length.
     """
 
     token_ids: np.ndarray
     """int32[T]"""
     logprobs: np.ndarray
-    """float32[T]"""
-    segments: tuple[Segment, ...]
+    """float32[T]: of each token when it was sampled, under the distribution it was sampled from (after temperature)."""
+    versions: np.ndarray
+    """int32[T]: the policy version that sampled each token."""
     finish_reason: FinishReason | None
     """None on a chunk that is not the last."""
+
+    def __post_init__(self) -> None:
+        num_tokens, num_logprobs, num_versions = len(self.token_ids), len(self.logprobs), len(self.versions)
+        if not num_tokens == num_logprobs == num_versions:
+            raise ValueError(
+                f"an engine returned {num_tokens} tokens with {num_logprobs} logprobs and version labels for "
+                f"{num_versions}; every sampled token needs one of each"
+            )
+
+
+def join_chunks(chunks: Sequence[TokenChunk], finish_reason: FinishReason | None) -> TokenChunk:
+    """Consecutive chunks of one answer as one, whichever engines they came from."""
+    return TokenChunk(
+        token_ids=_concatenate([chunk.token_ids for chunk in chunks], np.int32),
+        logprobs=_concatenate([chunk.logprobs for chunk in chunks], np.float32),
+        versions=_concatenate([chunk.versions for chunk in chunks], np.int32),
+        finish_reason=finish_reason,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """A stretch of a trajectory: context tokens, generated tokens, or both in order.
-
-    A turn continues the tokens of the turns before it, unless it `begins_anew`: a trajectory is one token sequence or
-    several. `logprobs` is NaN wherever `is_generated` is False. `segments` cover the generated tokens, in order.
-    """
+    """A view of one turn of a trajectory: context tokens, then the tokens that the policy sampled after them."""
 
     token_ids: np.ndarray
     """int32[T]"""
     is_generated: np.ndarray
     """bool[T]"""
     logprobs: np.ndarray
-    """float32[T]"""
-    segments: tuple[Segment, ...]
+    """float32[T]; 0 where nothing was sampled."""
+    versions: np.ndarray
+    """int32[T]; -1 where nothing was sampled."""
     reward: float = 0.0
-    """Given by the environment for this turn, on top of the reward of the outcome. Finite."""
+    """Given by the environment for this turn, on top of the reward of the outcome."""
     begins_anew: bool = False
-    """The first turn of a sequence of its own: nothing of the turns before it is in its context."""
+    """The first turn of a sequence that does not begin with the prompt: nothing before it is in its context."""
 
-    def __post_init__(self) -> None:
-        if not math.isfinite(self.reward):
-            raise ValueError(f"Turn has reward {self.reward}; it must be finite, 0 if the environment gives none")
-        if self.reward != 0 and not np.any(self.is_generated):
-            raise ValueError(f"Turn has reward {self.reward} and no generated token that could have earned it")
-        num_tokens = len(self.token_ids)
-        if len(self.is_generated) != num_tokens or len(self.logprobs) != num_tokens:
-            raise ValueError(
-                f"Turn arrays differ in length: token_ids {num_tokens}, is_generated {len(self.is_generated)}, "
-                f"logprobs {len(self.logprobs)}; give one entry per token"
-            )
-        labelled, generated = sum(s.num_tokens for s in self.segments), int(np.sum(self.is_generated))
-        if labelled != generated:
-            raise ValueError(f"Turn has {generated} generated tokens but its segments label {labelled}")
-
-
-def split_sequences(turns: Sequence[Turn]) -> tuple[tuple[Turn, ...], ...]:
-    """The turns of each token sequence. `[a, b, c (begins anew), d] -> ((a, b), (c, d))`; of no turns one empty
-    sequence."""
-    starts = [number for number, turn in enumerate(turns) if turn.begins_anew and number]
-    return tuple(tuple(turns[start:stop]) for start, stop in pairwise([0, *starts, len(turns)]))
+    @property
+    def segments(self) -> tuple[tuple[int, int], ...]:
+        """(policy version, number of tokens) of each run of sampled tokens of one version, in order."""
+        return tuple((version, len(list(run))) for version, run in groupby(self.versions[self.is_generated].tolist()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,16 +163,36 @@ class ToolUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """One sampled answer to a prompt, with its reward."""
+    """One sampled answer to a prompt: its tokens, and its reward.
 
-    prompt_id: str
-    sample_index: int
-    turns: tuple[Turn, ...]
-    reward: float
-    """Of the outcome, without the rewards of the turns. NaN only when status is "failed"."""
-    reward_parts: Mapping[str, float]
+    An agent loop returns the tokens, `status` and `tool_use` (`TrajectoryBuilder.finish`); the rollout worker adds the
+    others. All sequences and turns stand end to end. `T` tokens, `K` turns, `Q` sequences.
+
+    Raises:
+        ValueError: arrays disagree, or a turn is rewarded in which nothing was sampled.
+    """
+
+    token_ids: np.ndarray
+    """int32[T]: the prompt, what the policy sampled, and the context between."""
+    loss_mask: np.ndarray
+    """bool[T]: what the policy sampled."""
+    logprobs: np.ndarray
+    """float32[T]: see `TokenChunk`; 0 outside the mask."""
+    versions: np.ndarray
+    """int32[T]: the policy version that sampled each token; -1 outside the mask."""
+    turn_ends: np.ndarray
+    """int32[K]: index behind the last token of each turn; the last one is T."""
+    turn_rewards: np.ndarray
+    """float64[K]: given by the environment for each turn, on top of the reward of the outcome. Finite."""
+    sequence_starts: np.ndarray
+    """int32[Q]: first token of each sequence that does not begin with the prompt. Empty in most trajectories."""
     status: TrajectoryStatus
-    timings: Mapping[str, float]
+    prompt_id: str = ""
+    sample_index: int = 0
+    reward: float = math.nan
+    """Of the outcome, without the rewards of the turns. NaN until it is scored, and if status is "failed"."""
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    timings: Mapping[str, float] = field(default_factory=dict)
     """Seconds: "generate_s", an agent's tools included; "engine_wait_s", the part of it that was a wait for room at an
     engine; "reward_s", the wait for a free reward process included."""
     text: str = ""
@@ -189,33 +200,90 @@ class Trajectory:
     error: str = ""
     """Why status is "failed"; empty otherwise."""
     num_lost_tokens: int = 0
-    """Generated for it, and in none of its turns: its agent loop failed, gave a generation up, or did not use it."""
+    """Generated for it, and not in it: its agent loop failed, cancelled a generation, or did not use it."""
     tool_use: ToolUse | None = None
     """None if its agent loop counts no calls, or failed."""
+
+    def __post_init__(self) -> None:
+        num_tokens, ends = len(self.token_ids), [int(end) for end in self.turn_ends]
+        if not num_tokens == len(self.loss_mask) == len(self.logprobs) == len(self.versions):
+            raise ValueError(
+                f"arrays of a trajectory differ in length: token_ids {num_tokens}, loss_mask {len(self.loss_mask)}, "
+                f"logprobs {len(self.logprobs)}, versions {len(self.versions)}; give one entry per token"
+            )
+        if ends != sorted(ends) or (ends or [0])[-1] != num_tokens or len(ends) != len(self.turn_rewards):
+            raise ValueError(
+                f"a trajectory of {num_tokens} tokens has turns that end at {ends} and {len(self.turn_rewards)} rewards"
+                "; the last turn must end with the tokens, and each turn needs one reward"
+            )
+        for turn, (reward, (start, end)) in enumerate(zip(self.turn_rewards, self._turn_bounds(), strict=True)):
+            if not math.isfinite(reward):
+                raise ValueError(f"turn {turn} has reward {reward}; it must be finite, 0 if the environment gives none")
+            if reward != 0 and not np.any(self.loss_mask[start:end]):
+                raise ValueError(f"turn {turn} has reward {reward} and no generated token that could have earned it")
+
+    @classmethod
+    def of_turns(cls, turns: Sequence[Turn], *, status: TrajectoryStatus, **others: Any) -> Trajectory:
+        """The trajectory that `turns` are the view of."""
+        lengths = [len(turn.token_ids) for turn in turns]
+        starts = np.cumsum([0, *lengths])[: len(turns)]
+        return cls(
+            token_ids=_concatenate([turn.token_ids for turn in turns], np.int32),
+            loss_mask=_concatenate([np.asarray(turn.is_generated, np.bool_) for turn in turns], np.bool_),
+            logprobs=_concatenate(
+                [np.where(turn.is_generated, turn.logprobs, np.float32(0)) for turn in turns], np.float32
+            ),
+            versions=_concatenate([turn.versions for turn in turns], np.int32),
+            turn_ends=np.cumsum(lengths, dtype=np.int32),
+            turn_rewards=np.array([turn.reward for turn in turns], np.float64),
+            sequence_starts=starts[[turn.begins_anew for turn in turns]].astype(np.int32)
+            if turns
+            else np.empty(0, np.int32),
+            status=status,
+            **others,
+        )
+
+    def turns(self) -> tuple[Turn, ...]:
+        """Read-only views, in order."""
+        begin_anew = set(self.sequence_starts.tolist())
+        return tuple(
+            Turn(
+                token_ids=self.token_ids[start:end],
+                is_generated=self.loss_mask[start:end],
+                logprobs=self.logprobs[start:end],
+                versions=self.versions[start:end],
+                reward=float(reward),
+                begins_anew=start in begin_anew,
+            )
+            for reward, (start, end) in zip(self.turn_rewards, self._turn_bounds(), strict=True)
+        )
+
+    def sequences(self) -> tuple[slice, ...]:
+        """Where in the arrays each token sequence stands, in order; at least one."""
+        bounds = [0, *(start for start in self.sequence_starts.tolist() if start), len(self.token_ids)]
+        return tuple(slice(start, end) for start, end in pairwise(bounds))
 
     @property
     def total_reward(self) -> float:
         """Outcome and turns together; NaN if there is no outcome."""
-        return self.reward + math.fsum(turn.reward for turn in self.turns)
+        return self.reward + math.fsum(self.turn_rewards)
 
     @property
     def num_generated_tokens(self) -> int:
-        return sum(s.num_tokens for turn in self.turns for s in turn.segments)
+        return int(np.count_nonzero(self.loss_mask))
 
     @property
     def num_generated_turns(self) -> int:
         """Turns in which the policy said something."""
-        return sum(any(s.num_tokens for s in turn.segments) for turn in self.turns)
+        return sum(bool(np.any(self.loss_mask[start:end])) for start, end in self._turn_bounds())
 
     @property
-    def sequences(self) -> tuple[tuple[Turn, ...], ...]:
-        """The turns of each token sequence, in order; at least one sequence."""
-        return split_sequences(self.turns)
+    def policy_versions(self) -> tuple[int, ...]:
+        """The versions that sampled any token, ascending."""
+        return tuple(np.unique(self.versions[self.loss_mask]).tolist())
 
-    @property
-    def versions(self) -> tuple[int, ...]:
-        """The policy versions that sampled any token, ascending."""
-        return tuple(sorted({s.version for turn in self.turns for s in turn.segments if s.num_tokens}))
+    def _turn_bounds(self) -> Iterator[tuple[int, int]]:
+        return pairwise([0, *self.turn_ends.tolist()])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,3 +318,7 @@ class Group:
     def num_generated_tokens(self) -> int:
         """Of everything that was generated."""
         return sum(t.num_generated_tokens + t.num_lost_tokens for t in self.generated)
+
+
+def _concatenate(arrays: Sequence[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
+    return np.concatenate([np.empty(0, dtype), *arrays], dtype=dtype, casting="same_kind")

@@ -1,7 +1,7 @@
 """How one trajectory comes about: who speaks when, and when it is over.
 
-A loop knows nothing of replicas, seeds, deadlines or rewards. It gets a `Generate` that continues a token sequence, and
-returns the turns. Token-in, token-out: nothing is re-tokenised between turns. The reward of the outcome comes later,
+A loop knows nothing of engines, seeds, deadlines or rewards. It gets a `Generate` that continues a token sequence, and
+returns a trajectory. Token-in, token-out: nothing is re-tokenised between turns. The reward of the outcome comes later,
 from the reward function; a loop may add rewards of single turns.
 """
 
@@ -11,19 +11,17 @@ import asyncio
 import inspect
 import logging
 from dataclasses import dataclass, replace
-from itertools import chain
-from typing import TYPE_CHECKING, Any, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from rollout.agent.trajectory_builder import TokenLedger
-from rollout.errors import AgentError
-from rollout.types import ToolUse, TrajectoryStatus, split_sequences
+from rollout.agent.trajectory_builder import TrajectoryBuilder
+from rollout.types import Trajectory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from rollout.types import Completion, FinishReason, Prompt, Turn
+    from rollout.types import FinishReason, Prompt, TokenChunk, ToolUse, TrajectoryStatus, Turn
 
 
 log = logging.getLogger(__name__)
@@ -37,7 +35,7 @@ class Generate(Protocol):
 
     async def __call__(
         self, token_ids: np.ndarray, max_tokens: int, *, stop: str | Sequence[str] | None = None
-    ) -> Completion:
+    ) -> TokenChunk:
         """Samples up to `max_tokens` tokens after `token_ids` (int32[T]). "abort" means that time ran out.
 
         Args:
@@ -56,7 +54,7 @@ class Reply:
     """
 
     token_ids: np.ndarray | Sequence[int] | None
-    """int32[T]: context tokens, template tokens included; None ends the episode."""
+    """int32[T]: context tokens, template tokens included; None ends the trajectory."""
     reward: float = 0.0
     """For the turn that has just ended; finite."""
 
@@ -74,38 +72,35 @@ class Environment(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Episode:
-    """What a loop made of a prompt: one token sequence, or several where turns begin anew.
-
-    `status` is "failed" if generation ran out of time.
-    """
-
-    turns: tuple[Turn, ...]
-    status: TrajectoryStatus
-    tool_use: ToolUse | None = None
-    """None if the loop counts no calls of tools."""
-
-
 class AgentLoop(Protocol):
     """Makes one trajectory out of a prompt. One with an attribute `tools`, JSON schemas of functions, has them shown by
     the chat template of the prompts. One with an attribute `tool_names` has the run warn at its start where prompts do
     not name them."""
 
-    async def run(self, prompt: Prompt, max_tokens: int, generate: Generate) -> Episode:
-        """`max_tokens` bounds everything after the prompt; of a sequence that begins anew, its tokens less the length
-        of the prompt."""
+    async def run(self, prompt: Prompt, max_tokens: int, generate: Generate) -> Trajectory:
+        """One token sequence, or several; status "failed" if generation ran out of time.
+
+        `max_tokens` bounds everything after the prompt; of a sequence that begins anew, its tokens less the length of
+        the prompt.
+        """
         ...
+
+
+def Episode(  # noqa: N802 - the name of the class that older loops return
+    *, turns: Sequence[Turn], status: TrajectoryStatus, tool_use: ToolUse | None = None
+) -> Trajectory:
+    """What older loops return; `TrajectoryBuilder.finish` needs no turns."""
+    return Trajectory.of_turns(turns, status=status, tool_use=tool_use)
 
 
 class SingleTurnLoop:
     """Prompt, one answer, done."""
 
-    async def run(self, prompt: Prompt, max_tokens: int, generate: Generate) -> Episode:
-        ledger = TokenLedger(prompt.token_ids)
-        completion = await generate(prompt.token_ids, max_tokens)
-        ledger.add_generated(completion)
-        return Episode(turns=ledger.turns(), status=_status(completion.finish_reason))
+    async def run(self, prompt: Prompt, max_tokens: int, generate: Generate) -> Trajectory:
+        builder = TrajectoryBuilder(prompt.token_ids)
+        answer = await generate(prompt.token_ids, max_tokens)
+        builder.add_generated(answer)
+        return builder.finish(_status(answer.finish_reason))
 
 
 class MultiTurnLoop:
@@ -135,31 +130,31 @@ class MultiTurnLoop:
         self._stop = stop
         self.tools, self.tool_names = tools, tool_names
 
-    async def run(self, prompt: Prompt, max_tokens: int, generate: Generate) -> Episode:
+    async def run(self, prompt: Prompt, max_tokens: int, generate: Generate) -> Trajectory:
         environment = self._make_environment(prompt)
         try:
-            episode = await self._talk(environment, prompt, max_tokens, generate)
-            return replace(episode, tool_use=getattr(environment, "tool_use", None))
+            trajectory = await self._talk(environment, prompt, max_tokens, generate)
+            return replace(trajectory, tool_use=getattr(environment, "tool_use", None))
         finally:
             await _close(environment, prompt)
 
-    async def _talk(self, environment: Environment, prompt: Prompt, max_tokens: int, generate: Generate) -> Episode:
-        ledger = TokenLedger(prompt.token_ids)
+    async def _talk(self, environment: Environment, prompt: Prompt, max_tokens: int, generate: Generate) -> Trajectory:
+        builder = TrajectoryBuilder(prompt.token_ids)
         for number in range(1, self._max_turns + 1):
-            left = max_tokens - ledger.num_response_tokens
-            completion = await generate(ledger.token_ids(), left, stop=self._stop)
-            ledger.add_generated(completion)
-            if completion.finish_reason != "stop":
-                return Episode(turns=ledger.turns(), status=_status(completion.finish_reason))
-            reply = await environment.step(ledger.turns())
-            ledger.add_reward(reply.reward)
-            if reply.token_ids is None:
-                return Episode(turns=ledger.turns(), status="completed")
-            tokens = np.asarray(reply.token_ids)
-            if number == self._max_turns or ledger.num_response_tokens + len(tokens) >= max_tokens:
-                break  # nobody is to read the reply, or there is no room for it and a token after it
-            ledger.add_context(tokens)
-        return Episode(turns=ledger.turns(), status="truncated")
+            left = max_tokens - builder.num_response_tokens
+            answer = await generate(builder.token_ids(), left, stop=self._stop)
+            builder.add_generated(answer)
+            if answer.finish_reason != "stop":
+                return builder.finish(_status(answer.finish_reason))
+            result = await environment.step(builder.turns())
+            builder.add_reward(result.reward)
+            if result.token_ids is None:
+                return builder.finish("completed")
+            tokens = np.asarray(result.token_ids)
+            if number == self._max_turns or builder.num_response_tokens + len(tokens) >= max_tokens:
+                break  # the policy will not read the reply, or there is no room for it and a token after it
+            builder.add_context(tokens)
+        return builder.finish("truncated")
 
 
 async def _close(environment: Environment, prompt: Prompt) -> None:
@@ -171,70 +166,8 @@ async def _close(environment: Environment, prompt: Prompt) -> None:
         async with asyncio.timeout(CLOSE_S):
             if inspect.isawaitable(closing := close()):
                 await closing
-    except Exception as error:  # noqa: BLE001 - it is a user's, and is told
+    except Exception as error:  # noqa: BLE001 - user code; logged
         log.warning("the environment of prompt %s did not close: %s: %s", prompt.prompt_id, type(error).__name__, error)
-
-
-def check_episode(episode: object, prompt: Prompt, max_tokens: int, *, max_sequences: int = 1) -> Episode:
-    """The episode, if a loop kept its contract; without context that nothing was generated after in its sequence, which
-    no engine has seen and nothing is trained on.
-
-    Args:
-        max_tokens: of every sequence, after as many tokens as the prompt has.
-        max_sequences: that have generated tokens.
-
-    Raises:
-        AgentError: what is wrong, and what to do.
-    """
-    if not isinstance(episode, Episode):
-        raise AgentError(f"run() returned a {type(episode).__name__}; return an Episode")
-    if episode.status not in get_args(TrajectoryStatus):
-        allowed = ", ".join(get_args(TrajectoryStatus))
-        raise AgentError(f"the status of an episode must be one of {allowed}, got {episode.status!r}")
-    if not isinstance(episode.tool_use, ToolUse | None):
-        raise AgentError(f"tool_use must be a ToolUse or None, got {episode.tool_use!r}")
-    sequences = split_sequences(episode.turns)
-    for turns in sequences:
-        _check_sequence(turns, prompt, max_tokens)
-    if not all(np.isfinite(turn.logprobs[turn.is_generated]).all() for turn in episode.turns):
-        raise AgentError("a generated token has no finite log-probability; add what generate() returned as it is")
-    used = [cut for turns in sequences if (cut := _up_to_the_last_token(turns))]
-    if len(used) > max_sequences:
-        raise AgentError(
-            f"the trajectory consists of {len(used)} token sequences, task.agent_max_sequences={max_sequences} allows "
-            "no more; raise it, or rewrite less of what was said"
-        )
-    return replace(episode, turns=tuple(chain.from_iterable(used)) or sequences[0])
-
-
-def _check_sequence(turns: tuple[Turn, ...], prompt: Prompt, max_tokens: int) -> None:
-    tokens = np.concatenate([np.empty(0, np.int32), *(turn.token_ids for turn in turns)])
-    num_prompt = len(prompt.token_ids)
-    if turns and turns[0].begins_anew:
-        if not len(tokens) or np.concatenate([turn.is_generated for turn in turns])[0]:
-            raise AgentError("a sequence that begins anew must begin with context; give begin_anew() its tokens")
-    elif not np.array_equal(tokens[:num_prompt], prompt.token_ids) or any(
-        turn.is_generated[: max(num_prompt - start, 0)].any() for start, turn in _starts(turns)
-    ):
-        raise AgentError("the turns must begin with the prompt's tokens as context; begin a TokenLedger with them")
-    if len(tokens) - num_prompt > max_tokens:
-        raise AgentError(
-            f"the turns hold {len(tokens) - num_prompt} tokens after the prompt, at most max_tokens={max_tokens} are "
-            "allowed; end the episode as truncated before"
-        )
-
-
-def _up_to_the_last_token(turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
-    """The turns up to the last one that has a generated token; none if no turn has one."""
-    return turns[: max((n for n, turn in enumerate(turns, start=1) if turn.is_generated.any()), default=0)]
-
-
-def _starts(turns: tuple[Turn, ...]) -> Iterator[tuple[int, Turn]]:
-    """Every turn with the index of its first token."""
-    start = 0
-    for turn in turns:
-        yield start, turn
-        start += len(turn.token_ids)
 
 
 def _status(finish_reason: FinishReason | None) -> TrajectoryStatus:

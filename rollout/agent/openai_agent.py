@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 from aiohttp import web
 
-from rollout.agent.loop import Episode
 from rollout.agent.openai_protocol import MODEL, ApiError, events, parse_request, response
 from rollout.agent.openai_session import Session
 from rollout.errors import AgentError
 from rollout.plugins import load
 from rollout.rendering import ChatTemplate, load_tokenizer
+from rollout.types import Trajectory
 from weight_sync.addresses import reachable_host
 
 if TYPE_CHECKING:
@@ -279,7 +279,7 @@ class OpenAiLoop:
         self._server = Server(host, variables or {})
         self._threads = ThreadPoolExecutor(max_workers=_MOST_THREADS, thread_name_prefix="agent")
 
-    async def run(self, prompt: Prompt, max_tokens: int, generate: Generate) -> Episode:
+    async def run(self, prompt: Prompt, max_tokens: int, generate: Generate) -> Trajectory:
         loop = asyncio.get_running_loop()
         limit = asyncio.timeout(None)
         session = Session(
@@ -299,7 +299,8 @@ class OpenAiLoop:
                 raise
         if session.failure is not None:
             raise session.failure
-        return Episode(turns=_rewarded(session.turns(), reward, status=_status(session)), status=_status(session))
+        status = _status(session)
+        return Trajectory.of_turns(_rewarded(session.turns(), reward, status=status), status=status)
 
     async def close(self) -> None:
         """Stops the server. Agents that still run in threads are not waited for."""
@@ -332,7 +333,7 @@ def _status(session: Session) -> TrajectoryStatus:
 
 def _rewarded(turns: tuple[Turn, ...], reward: float | None, *, status: TrajectoryStatus) -> tuple[Turn, ...]:
     """With the agent's reward at the last turn in which the policy spoke."""
-    last = max((number for number, turn in enumerate(turns) if turn.segments), default=None)
+    last = max((number for number, turn in enumerate(turns) if turn.is_generated.any()), default=None)
     if last is None and status == "completed":
         raise AgentError("solve returned, and the policy has said nothing; ask it at task.base_url")
     if reward is None:

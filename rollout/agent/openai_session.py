@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rollout.agent.openai_protocol import Answer, ApiError, assistant_message, normal, says_the_same
-from rollout.agent.trajectory_builder import TokenLedger
+from rollout.agent.trajectory_builder import TrajectoryBuilder
 from rollout.rendering import TemplateError, TooLong
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rollout.agent.loop import Generate
     from rollout.agent.openai_protocol import ChatRequest
     from rollout.rendering import ChatTemplate, Setting
-    from rollout.types import Completion, Prompt, Turn
+    from rollout.types import Prompt, TokenChunk, Turn
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class _Conversation:
     """`messages` are those that `ledger` holds the tokens of. The policy spoke last; both are empty until it did."""
 
     setting: Setting
-    ledger: TokenLedger = field(default_factory=lambda: TokenLedger(np.empty(0, np.int32)))
+    ledger: TrajectoryBuilder = field(default_factory=lambda: TrajectoryBuilder(np.empty(0, np.int32)))
     messages: list[Mapping[str, Any]] = field(default_factory=list)
     said: set[int] = field(default_factory=set)
     """Indices of the messages that the policy sampled."""
@@ -51,7 +51,7 @@ class _Conversation:
     def add(
         self,
         context: np.ndarray,
-        completion: Completion,
+        completion: TokenChunk,
         *,
         asked: Sequence[Mapping[str, Any]],
         said: Mapping[str, Any],
@@ -83,7 +83,7 @@ class Session:
         self._prompt, self._most_tokens = prompt, len(prompt.token_ids) + max_tokens
         self._generate, self._template, self._give_up = generate, template, give_up
         self._conversations: list[_Conversation] = []
-        self._generating: set[asyncio.Task[Completion]] = set()
+        self._generating: set[asyncio.Task[TokenChunk]] = set()
         self._is_closed = self._ran_out_of_room = self._ran_out_of_time = False
         self._failure: Exception | None = None
         self._num_answers = 0
@@ -139,7 +139,7 @@ class Session:
             # Only the first sequence may be the one of the prompt.
             begins_anew = bool(turns) or not np.array_equal(opening, self._prompt.token_ids)
             turns += [replace(first, begins_anew=begins_anew), *others]
-        return tuple(turns) or TokenLedger(self._prompt.token_ids).turns()
+        return tuple(turns) or TrajectoryBuilder(self._prompt.token_ids).turns()
 
     def _refuse_if_over(self) -> None:
         if self._is_closed or self._ran_out_of_time or self._failure is not None:
@@ -182,10 +182,10 @@ class Session:
         self._ran_out_of_room = completion.finish_reason == "length" and max_tokens == left
         return self._answer(completion, message, request, num_prompt_tokens=len(asked))
 
-    async def _generated(self, asked: np.ndarray, max_tokens: int, request: ChatRequest) -> Completion:
+    async def _generated(self, asked: np.ndarray, max_tokens: int, request: ChatRequest) -> TokenChunk:
         """In a task of its own, so that closing ends the generation, and not the request that waits for it."""
 
-        async def generate() -> Completion:
+        async def generate() -> TokenChunk:
             return await self._generate(asked, max_tokens, stop=request.stop)
 
         task = asyncio.create_task(generate())
@@ -226,7 +226,7 @@ class Session:
             code="context_length_exceeded",
         )
 
-    def _message(self, completion: Completion, request: ChatRequest) -> dict[str, Any]:
+    def _message(self, completion: TokenChunk, request: ChatRequest) -> dict[str, Any]:
         text = self._template.text(completion.token_ids.tolist(), spelled_out=False)
         for stop in request.stop or ():
             text = text.partition(stop)[0]  # it is part of the turn, and not of what OpenAI's API returns
@@ -235,7 +235,7 @@ class Session:
         return assistant_message(text, call_prefix=prefix, reads_calls=bool(request.setting.tools))
 
     def _answer(
-        self, completion: Completion, message: Mapping[str, Any], request: ChatRequest, *, num_prompt_tokens: int
+        self, completion: TokenChunk, message: Mapping[str, Any], request: ChatRequest, *, num_prompt_tokens: int
     ) -> Answer:
         logprobs = None
         if request.logprobs:

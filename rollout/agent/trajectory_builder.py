@@ -6,92 +6,44 @@ Tokens are only ever appended to a sequence, never decoded and encoded again: wh
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rollout.types import Completion, FinishReason, Segment, Turn
+from rollout.types import TokenChunk, Trajectory, join_chunks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from rollout.types import ToolUse, TrajectoryStatus, Turn
 
 
-def coalesce(segments: Iterable[Segment]) -> tuple[Segment, ...]:
-    """Joins neighbours of the same version and drops empty segments. `[3:2, 3:1, 4:5] -> [3:3, 4:5]`."""
-    joined: list[Segment] = []
-    for segment in segments:
-        if segment.num_tokens == 0:
-            continue
-        if joined and joined[-1].version == segment.version:
-            joined[-1] = Segment(version=segment.version, num_tokens=joined[-1].num_tokens + segment.num_tokens)
-        else:
-            joined.append(segment)
-    return tuple(joined)
-
-
-def join_chunks(chunks: Sequence[Completion], finish_reason: FinishReason | None) -> Completion:
-    """One completion out of consecutive chunks of one generation, whichever replicas they came from."""
-    return Completion(
-        token_ids=_concatenate([chunk.token_ids for chunk in chunks], np.int32),
-        logprobs=_concatenate([chunk.logprobs for chunk in chunks], np.float32),
-        segments=coalesce(segment for chunk in chunks for segment in chunk.segments),
-        finish_reason=finish_reason,
-    )
-
-
-def check_chunk(chunk: Completion) -> None:
-    """Refuses a chunk whose arrays and segments disagree, before it spoils an account.
-
-    Raises:
-        ValueError: with all three counts.
-    """
-    num_tokens, labelled = len(chunk.token_ids), sum(segment.num_tokens for segment in chunk.segments)
-    if not num_tokens == len(chunk.logprobs) == labelled:
-        raise ValueError(
-            f"an engine returned {num_tokens} tokens with {len(chunk.logprobs)} logprobs and version labels for "
-            f"{labelled}; every sampled token needs one of each"
-        )
-
-
-def check_logprobs(chunk: Completion) -> None:
-    """Refuses a chunk of an engine whose model computed no numbers.
-
-    Raises:
-        ValueError: a log-probability is not finite.
-    """
-    if not np.isfinite(chunk.logprobs).all():
-        number = int(np.sum(~np.isfinite(chunk.logprobs)))
-        raise ValueError(
-            f"the engine computed no finite log-probability for {number} of {len(chunk.logprobs)} tokens; look for NaN "
-            "or infinity in the weights (learner/grad_norm), and whether model.rollout_dtype holds them (float16 ends "
-            "at 65504)"
-        )
-
-
-class TokenLedger:
+class TrajectoryBuilder:
     """The tokens of one trajectory so far: context and generated stretches, in order.
 
     A turn is a stretch of context followed by a stretch that was generated; a new turn begins where context follows
-    generated tokens. The first turn begins with the prompt. A conversation whose history is rewritten goes on in a new
-    sequence (`begin_anew`).
+    generated tokens. The first turn begins with the prompt. A conversation whose history is rewritten continues in a
+    new sequence (`start_sequence`).
 
     Example:
-        ledger = TokenLedger(prompt.token_ids)
-        ledger.add_generated(completion)
-        ledger.add_reward(0.5)
-        ledger.add_context(tool_result_ids)
-        ledger.turns()  # (Turn(prompt + completion, reward 0.5), Turn(tool result))
+        builder = TrajectoryBuilder(prompt.token_ids)
+        builder.add_generated(await generate(builder.token_ids(), 100))
+        builder.add_reward(0.5)
+        builder.add_context(tool_result_ids)
+        builder.turns()  # (Turn(prompt and answer, reward 0.5), Turn(tool result))
+        return builder.finish("completed")
     """
 
     def __init__(self, prompt_token_ids: np.ndarray) -> None:
-        self._closed_turns: list[Turn] = []
-        self._context = [np.asarray(prompt_token_ids, np.int32)]
-        self._generated: list[Completion] = []
-        self._reward = 0.0
         self._num_prompt_tokens = len(prompt_token_ids)
-        self._sequence_start = 0
-        self._begins_anew = False
+        self._chunks: list[TokenChunk] = []
+        """Context as chunks of version -1."""
+        self._num_tokens = 0
+        self._turn_starts, self._turn_rewards = [0], [0.0]
+        self._sequence_starts: list[int] = []
+        self._first_of_turn = self._first_of_sequence = 0
+        """Indices of chunks."""
+        self._has_generated = False
+        """In the last turn."""
+        self._add_context(np.asarray(prompt_token_ids, np.int32))
 
     def add_context(self, token_ids: np.ndarray) -> None:
         """Appends tokens that the policy did not sample, e.g. the result of a tool.
@@ -100,12 +52,11 @@ class TokenLedger:
             ValueError: they are no whole numbers in one row.
         """
         tokens = _row(token_ids)
-        if self._generated:
-            self._close_turn()
-        self._context.append(tokens)
+        self._start_turn()
+        self._add_context(tokens)
 
-    def begin_anew(self, token_ids: np.ndarray) -> None:
-        """Begins another sequence with these tokens as its context: history that was rewritten, shortened or left
+    def start_sequence(self, token_ids: np.ndarray) -> None:
+        """Starts another sequence with these tokens as its context: history that was rewritten, shortened or left
         behind. What was generated so far stays in the sequences that it belongs to; context that nothing was generated
         after is dropped.
 
@@ -115,16 +66,20 @@ class TokenLedger:
         tokens = _row(token_ids)
         if not len(tokens):
             raise ValueError("a sequence that begins anew needs at least one token of context, got none")
-        if self._generated:
-            self._close_turn()
-        self._context, self._begins_anew = [tokens], True
-        self._sequence_start = len(self._closed_turns)
+        self._start_turn()
+        start = self._turn_starts[-1]
+        del self._chunks[self._first_of_turn :]
+        self._num_tokens, self._first_of_sequence = start, len(self._chunks)
+        self._sequence_starts = [*(one for one in self._sequence_starts if one < start), start]
+        self._add_context(tokens)
 
-    def add_generated(self, completion: Completion) -> None:
+    begin_anew = start_sequence
+
+    def add_generated(self, chunk: TokenChunk) -> None:
         """Appends sampled tokens with their log-probabilities and versions."""
-        check_chunk(completion)
-        if len(completion.token_ids):
-            self._generated.append(completion)
+        if len(chunk.token_ids):
+            self._has_generated = True
+            self._add(chunk)
 
     def add_reward(self, reward: float) -> None:
         """Rewards the turn that was generated last, on top of what it has, also if context has followed it.
@@ -134,44 +89,57 @@ class TokenLedger:
         """
         if not math.isfinite(reward):
             raise ValueError(f"reward of a turn must be a finite number, got {reward}; give 0 for none")
-        if self._generated:
-            self._reward += float(reward)
-        elif self._closed_turns:
-            last = self._closed_turns[-1]
-            self._closed_turns[-1] = replace(last, reward=last.reward + float(reward))
+        if self._has_generated:
+            self._turn_rewards[-1] += float(reward)
+        elif len(self._turn_rewards) > 1:  # every turn but the last has generated tokens
+            self._turn_rewards[-2] += float(reward)
         elif reward != 0:
             raise ValueError(f"a reward of {reward} for a turn, but none was generated yet; call add_generated() first")
 
     def token_ids(self) -> np.ndarray:
         """int32[T]: the whole of the last sequence so far, as an engine should continue it."""
-        tokens = [turn.token_ids for turn in self._closed_turns[self._sequence_start :]] + self._context
-        return _concatenate(tokens + [completion.token_ids for completion in self._generated], np.int32)
+        return join_chunks(self._chunks[self._first_of_sequence :], None).token_ids
 
     @property
     def num_response_tokens(self) -> int:
         """Tokens of the last sequence, generated and context, less those of the prompt: `max_tokens` of a loop bounds
         this in every sequence."""
-        return len(self.token_ids()) - self._num_prompt_tokens
+        return self._num_tokens - (self._sequence_starts or [0])[-1] - self._num_prompt_tokens
 
     def turns(self) -> tuple[Turn, ...]:
-        """All turns of all sequences, in order."""
-        return (*self._closed_turns, self._open_turn())
+        """All turns of all sequences so far, in order."""
+        return self.finish("completed").turns()
 
-    def _close_turn(self) -> None:
-        self._closed_turns.append(self._open_turn())
-        self._context, self._generated, self._reward, self._begins_anew = [], [], 0.0, False
-
-    def _open_turn(self) -> Turn:
-        context = _concatenate(self._context, np.int32)
-        generated = join_chunks(self._generated, None)
-        return Turn(
-            token_ids=np.concatenate([context, generated.token_ids]),
-            is_generated=np.repeat([False, True], [len(context), len(generated.token_ids)]),
-            logprobs=np.concatenate([np.full(len(context), np.nan, np.float32), generated.logprobs]),
-            segments=generated.segments,
-            reward=self._reward,
-            begins_anew=self._begins_anew,
+    def finish(self, status: TrajectoryStatus, *, tool_use: ToolUse | None = None) -> Trajectory:
+        """What an agent loop returns."""
+        tokens = join_chunks(self._chunks, None)
+        return Trajectory(
+            token_ids=tokens.token_ids,
+            loss_mask=tokens.versions >= 0,
+            logprobs=tokens.logprobs,
+            versions=tokens.versions,
+            turn_ends=np.array([*self._turn_starts[1:], self._num_tokens], np.int32),
+            turn_rewards=np.array(self._turn_rewards, np.float64),
+            sequence_starts=np.array(self._sequence_starts, np.int32),
+            status=status,
+            tool_use=tool_use,
         )
+
+    def _start_turn(self) -> None:
+        """Unless nothing was generated in this one."""
+        if self._has_generated:
+            self._turn_starts.append(self._num_tokens)
+            self._turn_rewards.append(0.0)
+            self._first_of_turn, self._has_generated = len(self._chunks), False
+
+    def _add_context(self, tokens: np.ndarray) -> None:
+        num_tokens = len(tokens)
+        logprobs, versions = np.zeros(num_tokens, np.float32), np.full(num_tokens, -1, np.int32)
+        self._add(TokenChunk(token_ids=tokens, logprobs=logprobs, versions=versions, finish_reason=None))
+
+    def _add(self, chunk: TokenChunk) -> None:
+        self._chunks.append(chunk)
+        self._num_tokens += len(chunk.token_ids)
 
 
 def _row(token_ids: np.ndarray) -> np.ndarray:
@@ -179,7 +147,3 @@ def _row(token_ids: np.ndarray) -> np.ndarray:
     if tokens.ndim != 1 or (tokens.dtype.kind not in "iu" and len(tokens)):
         raise ValueError(f"context must be token ids in one row, got {tokens.dtype} of shape {tokens.shape}")
     return tokens.astype(np.int32)
-
-
-def _concatenate(arrays: Sequence[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
-    return np.concatenate([np.empty(0, dtype), *arrays], dtype=dtype, casting="same_kind")

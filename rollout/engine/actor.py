@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from rollout.engine.interface import Engine, EngineInfo, EngineLoad, EngineSpec, EngineStats
-    from rollout.types import Completion, SamplingParams
+    from rollout.types import SamplingParams, TokenChunk
     from weight_sync.wire import CommitResult
 
 log = logging.getLogger(__name__)
@@ -105,14 +105,14 @@ class EngineActor:
 
     async def generate(
         self, request_id: str, token_ids: np.ndarray, params: SamplingParams
-    ) -> AsyncGenerator[Completion, None]:
+    ) -> AsyncGenerator[TokenChunk, None]:
         """One request; see `Engine.generate`."""
         async for chunk in self._engine.generate(request_id, token_ids, params):
             yield chunk
 
     async def generate_group(
         self, request_ids: Sequence[str], token_ids: np.ndarray, params: Sequence[SamplingParams]
-    ) -> AsyncGenerator[list[tuple[int, Completion]], None]:
+    ) -> AsyncGenerator[list[tuple[int, TokenChunk]], None]:
         """Several samples of one prompt: lists of (index into `request_ids`, chunk) as they come.
 
         Chunks that are ready together travel together. Each sample's chunks keep their order, and its last one has a
@@ -121,7 +121,7 @@ class EngineActor:
         Raises:
             EngineDead: after every chunk that was ready has been yielded.
         """
-        queue: asyncio.Queue[tuple[int, Completion] | BaseException | object] = asyncio.Queue()
+        queue: asyncio.Queue[tuple[int, TokenChunk] | BaseException | object] = asyncio.Queue()
 
         async def pump(index: int, request_id: str, sampling: SamplingParams) -> None:
             try:

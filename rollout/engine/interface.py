@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from rollout.types import Completion, SamplingParams
+    from rollout.types import SamplingParams, TokenChunk
     from weight_sync.wire import CommitResult
 
 
@@ -183,7 +183,7 @@ class Engine(ABC):
     @abstractmethod
     def generate(
         self, request_id: str, token_ids: np.ndarray, params: SamplingParams
-    ) -> AsyncGenerator[Completion, None]:
+    ) -> AsyncGenerator[TokenChunk, None]:
         """Stream one completion of `token_ids` (int32[T]) in chunks of at most `stream_tokens` tokens.
 
         The last chunk, and only it, has a `finish_reason`. Closing the generator early aborts the request.

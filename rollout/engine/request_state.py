@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollout.types import Completion, FinishReason, Segment
+from rollout.types import FinishReason, TokenChunk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -245,18 +245,18 @@ def stop_watch(
     return StopWatch(partial(tokenizer.decode, clean_up_tokenization_spaces=False), token_ids, params)
 
 
-class VersionLabels:
+class VersionSpans:
     """Which policy version sampled which token of one request.
 
     Example: a request that started under version 3 and had 10 tokens when version 4 was committed:
-        labels = VersionLabels(3); labels.switch(10, 4)
-        labels.segments(8, 12) == (Segment(version=3, num_tokens=2), Segment(version=4, num_tokens=2))
+        spans = VersionSpans(3); spans.append(10, 4)
+        spans.versions(8, 12)  # [3, 3, 4, 4]
     """
 
     def __init__(self, version: int) -> None:
         self._starts: list[tuple[int, int]] = [(0, version)]
 
-    def switch(self, at: int, version: int) -> None:
+    def append(self, at: int, version: int) -> None:
         """Tokens from index `at` on are sampled by `version`.
 
         Raises:
@@ -270,21 +270,16 @@ class VersionLabels:
         else:
             self._starts.append((at, version))
 
-    def segments(self, start: int, stop: int) -> tuple[Segment, ...]:
-        """The labels of tokens `[start, stop)`; empty for an empty range."""
-        ends = [begin for begin, _ in self._starts[1:]] + [stop]
-        found = []
-        for (begin, version), end in zip(self._starts, ends, strict=True):
-            num_tokens = min(end, stop) - max(begin, start)
-            if num_tokens > 0:
-                found.append(Segment(version=version, num_tokens=num_tokens))
-        return tuple(found)
+    def versions(self, start: int, stop: int) -> np.ndarray:
+        """int32[stop - start]: of tokens `[start, stop)`."""
+        begins, versions = zip(*self._starts, strict=True)
+        return np.array(versions, np.int32)[np.searchsorted(begins, np.arange(start, stop), side="right") - 1]
 
 
 class ChunkBuilder:
     """Collects a request's tokens and cuts them into completions of at most `stream_tokens` tokens."""
 
-    def __init__(self, labels: VersionLabels, stream_tokens: int) -> None:
+    def __init__(self, labels: VersionSpans, stream_tokens: int) -> None:
         self.labels = labels
         self._stream_tokens = stream_tokens
         self._token_ids: list[int] = []
@@ -302,7 +297,7 @@ class ChunkBuilder:
         self._token_ids.extend(token_ids)
         self._logprobs.extend(logprobs)
 
-    def cut(self, finish_reason: FinishReason | None) -> Iterator[Completion]:
+    def cut(self, finish_reason: FinishReason | None) -> Iterator[TokenChunk]:
         """Every full chunk; with a finish reason also the rest, and the reason on the last one (which may be empty)."""
         if finish_reason is None:
             while len(self._token_ids) >= self._stream_tokens:
@@ -312,12 +307,12 @@ class ChunkBuilder:
             yield self._emit(self._stream_tokens, None)
         yield self._emit(len(self._token_ids), finish_reason)
 
-    def _emit(self, num_tokens: int, finish_reason: FinishReason | None) -> Completion:
+    def _emit(self, num_tokens: int, finish_reason: FinishReason | None) -> TokenChunk:
         start = self._num_emitted
-        completion = Completion(
+        completion = TokenChunk(
             token_ids=np.array(self._token_ids[:num_tokens], np.int32),
             logprobs=np.array(self._logprobs[:num_tokens], np.float32),
-            segments=self.labels.segments(start, start + num_tokens),
+            versions=self.labels.versions(start, start + num_tokens),
             finish_reason=finish_reason,
         )
         del self._token_ids[:num_tokens], self._logprobs[:num_tokens]

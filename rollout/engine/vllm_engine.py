@@ -20,7 +20,7 @@ import numpy as np
 
 from rollout.engine.interface import Engine, EngineInfo, EngineLoad, EngineSpec, EngineStats
 from rollout.engine.load_meter import Activity, LoadMeter
-from rollout.engine.request_state import ChunkBuilder, Fence, LiveAnswer, Roster, VersionLabels, next_output, stop_watch
+from rollout.engine.request_state import ChunkBuilder, Fence, LiveAnswer, Roster, VersionSpans, next_output, stop_watch
 from rollout.engine.startup_error import printed_cause
 from rollout.engine.vllm_config import check_token_ids, process_env
 from rollout.engine.vllm_process import (
@@ -35,7 +35,7 @@ from rollout.engine.vllm_process import (
 from rollout.engine.weight_commit import AdmissionGate, GateTurns, Pause
 from rollout.errors import EngineDead
 from rollout.processes import OrphanReaper
-from rollout.types import Completion, SamplingParams
+from rollout.types import SamplingParams, TokenChunk
 from weight_sync import vllm_compat
 from weight_sync.wire import CommitResult, open_reply, reply_state
 
@@ -165,7 +165,7 @@ class VllmEngine(Engine):
 
     async def generate(
         self, request_id: str, token_ids: np.ndarray, params: SamplingParams
-    ) -> AsyncGenerator[Completion, None]:
+    ) -> AsyncGenerator[TokenChunk, None]:
         self._spec.check_prompt(len(token_ids))
         watch = stop_watch(self._tokenizer, token_ids, params, drafts=self._drafts)
         check_token_ids(token_ids, self._engine.model_config.get_vocab_size())  # raises EngineDead, too
@@ -203,7 +203,7 @@ class VllmEngine(Engine):
             sampling = vllm_sampling(params, self._stop_token_ids)
             queue = await self._guard(engine.add_request(request_id, prompt, sampling, lora_request=self._adapter))
             engine = self._engine  # if it died meanwhile, nobody would wake the stream
-            chunks = ChunkBuilder(VersionLabels(self._version), self._spec.stream_tokens)
+            chunks = ChunkBuilder(VersionSpans(self._version), self._spec.stream_tokens)
             live = LiveAnswer(queue, chunks, watch, self._drafts)
             if not self._roster.enter(request_id, live):
                 await self._within(engine.abort(request_id), _ABORT_TIMEOUT_S, "abort")
@@ -251,7 +251,7 @@ class VllmEngine(Engine):
                     if attempt.state == "ok":
                         await self._wake_up(engine, left_s())
                         for _, live, num_tokens in boundaries:
-                            live.chunks.labels.switch(num_tokens, version)
+                            live.chunks.labels.append(num_tokens, version)
                         self._version = version
                         if self._spec.in_flight == "keep":
                             taken_out = await self._take_out_tokenless(engine)

@@ -19,17 +19,17 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from rollout.agent.trajectory_builder import check_chunk, check_logprobs, join_chunks
 from rollout.errors import EngineDead
 from rollout.fleet.consolidation import has_doubled
 from rollout.fleet.scheduler import Waits
+from rollout.types import join_chunks
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
     from rollout.engine.interface import EngineLoad
     from rollout.fleet.scheduler import Order, Turnstile
-    from rollout.types import Completion, FinishReason, SamplingParams
+    from rollout.types import FinishReason, SamplingParams, TokenChunk
 
 
 MAX_FRUITLESS_SUBMISSIONS = 100
@@ -45,7 +45,7 @@ class EngineClient(Protocol):
 
     def stream_group(
         self, request_ids: Sequence[str], token_ids: Sequence[np.ndarray], params: Sequence[SamplingParams]
-    ) -> AsyncGenerator[tuple[int, Completion], None]:
+    ) -> AsyncGenerator[tuple[int, TokenChunk], None]:
         """Generates for all requests at once; yields (index of the request, next chunk) in any order.
 
         A chunk holds only new tokens. The last one of a request has a finish reason; "abort" means that the engine
@@ -77,13 +77,13 @@ class _Request:
         self.sample_index = sample_index
         self.max_tokens = max_tokens
         self.stop = stop
-        self.answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self.answer: asyncio.Future[TokenChunk] = asyncio.get_running_loop().create_future()
         self.has_lost_replica = False
         """The last one that it was sent to was lost."""
         self.abort: Callable[[], None] = lambda: None
         """Has the replica that it was sent to give it back; does not wait."""
         self._context = context
-        self._chunks: list[Completion] = []
+        self._chunks: list[TokenChunk] = []
         self._num_tokens = self._num_sent = 0
         self._is_leaving = False
 
@@ -126,9 +126,8 @@ class _Request:
     def token_ids(self) -> np.ndarray:
         return np.concatenate([self._context, *(chunk.token_ids for chunk in self._chunks)])
 
-    def add(self, chunk: Completion) -> None:
-        check_chunk(chunk)
-        check_logprobs(chunk)
+    def add(self, chunk: TokenChunk) -> None:
+        _check_logprobs(chunk)
         self._num_tokens += len(chunk.token_ids)
         if self.budget < 0:
             raise ValueError(f"an engine returned {self._num_tokens} tokens where at most {self.max_tokens} were asked")
@@ -210,7 +209,7 @@ class GroupGenerator:
 
     async def generate(
         self, sample_index: int, token_ids: np.ndarray, max_tokens: int, *, stop: str | Sequence[str] | None = None
-    ) -> Completion:
+    ) -> TokenChunk:
         """Continues `token_ids` (int32[T]) by up to `max_tokens` tokens. `stop` takes the place of the stop strings of
         `params_of`.
 
@@ -353,10 +352,25 @@ class GroupGenerator:
         stop = params.stop if request.stop is None else request.stop
         return replace(params, max_tokens=request.budget, stop=stop, num_prefix_tokens=request.num_tokens)
 
-    def _check_version(self, name: str, chunk: Completion) -> None:
-        oldest = min((segment.version for segment in chunk.segments), default=self._context.min_version)
+    def _check_version(self, name: str, chunk: TokenChunk) -> None:
+        oldest = int(chunk.versions.min(initial=self._context.min_version))
         if oldest < self._context.min_version:
             raise EngineDead(
                 f"{name} samples with policy version {oldest} although {self._context.min_version} is live; it "
                 "missed a weight sync"
             )
+
+
+def _check_logprobs(chunk: TokenChunk) -> None:
+    """Refuses a chunk of an engine whose model computed no numbers.
+
+    Raises:
+        ValueError: a log-probability is not finite.
+    """
+    if not np.isfinite(chunk.logprobs).all():
+        number = int(np.sum(~np.isfinite(chunk.logprobs)))
+        raise ValueError(
+            f"the engine computed no finite log-probability for {number} of {len(chunk.logprobs)} tokens; look for NaN "
+            "or infinity in the weights (learner/grad_norm), and whether model.rollout_dtype holds them (float16 ends "
+            "at 65504)"
+        )

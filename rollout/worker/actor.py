@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from rollout.engine.interface import EngineLoad
     from rollout.fleet.engine_monitor import LoadReport
-    from rollout.types import Completion, Group, Prompt, RolloutRequest, SamplingParams, Trajectory
+    from rollout.types import Group, Prompt, RolloutRequest, SamplingParams, TokenChunk, Trajectory
     from rollout.worker.worker import WorkerSpec
 
 
@@ -69,7 +69,7 @@ class RayEngine:
 
     async def stream_group(
         self, request_ids: Sequence[str], token_ids: Sequence[np.ndarray], params: Sequence[SamplingParams]
-    ) -> AsyncGenerator[tuple[int, Completion], None]:
+    ) -> AsyncGenerator[tuple[int, TokenChunk], None]:
         """See `EngineClient`."""
         from ray.exceptions import ObjectLostError, RayTaskError
 
@@ -118,7 +118,7 @@ class RayEngine:
         request_ids: Sequence[str],
         token_ids: Sequence[np.ndarray],
         params: Sequence[SamplingParams],
-    ) -> AsyncGenerator[tuple[int, Completion], None]:
+    ) -> AsyncGenerator[tuple[int, TokenChunk], None]:
         ids, sampling = [self._full_id(request_ids[index]) for index in indices], [params[index] for index in indices]
         async for ref in self._handle.generate_group.remote(ids, token_ids[indices[0]], sampling):
             for position, chunk in await ref:
@@ -129,12 +129,12 @@ class RayEngine:
 
 
 async def _merge(
-    streams: Sequence[AsyncGenerator[tuple[int, Completion], None]],
-) -> AsyncGenerator[tuple[int, Completion], None]:
+    streams: Sequence[AsyncGenerator[tuple[int, TokenChunk], None]],
+) -> AsyncGenerator[tuple[int, TokenChunk], None]:
     """The items of all streams as they come. The first stream that fails ends it."""
-    queue: asyncio.Queue[tuple[int, Completion] | asyncio.Task[None]] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[int, TokenChunk] | asyncio.Task[None]] = asyncio.Queue()
 
-    async def pump(stream: AsyncGenerator[tuple[int, Completion], None]) -> None:
+    async def pump(stream: AsyncGenerator[tuple[int, TokenChunk], None]) -> None:
         async with aclosing(stream):
             async for one in stream:
                 queue.put_nowait(one)

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-
-from rollout.agent.loop import AgentLoop, Episode, SingleTurnLoop
-from rollout.agent.runner import play
-from rollout.agent.trajectory_builder import TokenLedger
+from rollout.agent.loop import AgentLoop, SingleTurnLoop
+from rollout.agent.runner import run_episode
+from rollout.agent.trajectory_builder import TrajectoryBuilder
 from rollout.errors import AgentError, BaselineError, RewardError
 from rollout.fleet.engine_monitor import LoadReport, LoadWatch
 from rollout.fleet.generation import EngineClient, GroupContext, GroupGenerator
@@ -328,7 +325,7 @@ class RolloutWorker:
     ) -> Trajectory:
         started = self._clock()
         try:
-            episode = await play(
+            trajectory = await run_episode(
                 self._loop,
                 prompt,
                 max_tokens,
@@ -336,23 +333,19 @@ class RolloutWorker:
                 timeout_s=self._spec.agent_timeout_s,
                 max_sequences=self._spec.agent_max_sequences,
             )
-            error = self._timeout_error if episode.status == "failed" else ""
+            error = self._timeout_error if trajectory.status == "failed" else ""
         except AgentError as failure:
             error = f"agent loop {self._spec.agent!r}: {failure}"
-            episode = Episode(turns=TokenLedger(prompt.token_ids).turns(), status="failed")
+            trajectory = TrajectoryBuilder(prompt.token_ids).finish("failed")
         generated = self._clock()
-        generated_ids = np.concatenate([turn.token_ids[turn.is_generated] for turn in episode.turns]).tolist()
-        return Trajectory(
+        generated_ids = trajectory.token_ids[trajectory.loss_mask].tolist()
+        return replace(
+            trajectory,
             prompt_id=prompt.prompt_id,
             sample_index=sample_index,
-            turns=episode.turns,
-            reward=math.nan,
-            reward_parts={},
-            status=episode.status,
             timings={"generate_s": generated - started, "engine_wait_s": generator.waits.seconds(sample_index)},
             text=self._tokenizer.decode(generated_ids, skip_special_tokens=True),
             error=error,
-            tool_use=episode.tool_use,
         )
 
     async def _judge(self, prompt: Prompt, trajectory: Trajectory) -> Trajectory:

@@ -12,9 +12,8 @@ import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rollout.agent.trajectory_builder import join_chunks
 from rollout.engine.interface import EngineSpec
-from rollout.types import Completion, Prompt, SamplingParams
+from rollout.types import Prompt, SamplingParams, TokenChunk, join_chunks
 from tests.fakes.scripted_engine import ScriptedEngine
 
 if TYPE_CHECKING:
@@ -95,7 +94,7 @@ class ChatPolicy:
 
     async def generate(
         self, token_ids: np.ndarray, max_tokens: int, *, stop: str | Sequence[str] | None = None
-    ) -> Completion:
+    ) -> TokenChunk:
         self.asked.append(self.text(token_ids))
         self.max_tokens.append(max_tokens)
         self.has_begun.set()

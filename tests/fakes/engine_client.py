@@ -15,7 +15,7 @@ import numpy as np
 
 from rollout.engine.request_state import StopWatch
 from rollout.errors import EngineDead
-from rollout.types import Completion, Segment
+from rollout.types import TokenChunk
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
@@ -79,7 +79,7 @@ class FakeEngine:
 
     async def stream_group(
         self, request_ids: Sequence[str], token_ids: Sequence[np.ndarray], params: Sequence[SamplingParams]
-    ) -> AsyncGenerator[tuple[int, Completion], None]:
+    ) -> AsyncGenerator[tuple[int, TokenChunk], None]:
         call = Call(list(request_ids), [tokens.tolist() for tokens in token_ids], list(params))
         self.calls.append(call)
         sequences = [tokens.tolist() for tokens in token_ids]
@@ -117,7 +117,7 @@ class FakeEngine:
             raise EngineDead(f"{self.name} does not answer")
         return self.said_load
 
-    def _chunk(self, sequence: list[int], budget: int, stops: StopWatch | None) -> Completion:
+    def _chunk(self, sequence: list[int], budget: int, stops: StopWatch | None) -> TokenChunk:
         tokens: list[int] = []
         while len(tokens) < min(self.chunk_tokens, budget):
             tokens.append(next_token(np.array(sequence, np.int32), self.stop_one_in))
@@ -126,10 +126,10 @@ class FakeEngine:
                 return self._completion(tokens, "stop")
         return self._completion(tokens, "length" if len(tokens) == budget else None)
 
-    def _completion(self, tokens: list[int], finish_reason: FinishReason | None) -> Completion:
-        return Completion(
+    def _completion(self, tokens: list[int], finish_reason: FinishReason | None) -> TokenChunk:
+        return TokenChunk(
             token_ids=np.array(tokens, np.int32),
             logprobs=-np.array(tokens, np.float32),
-            segments=(Segment(version=self.version, num_tokens=len(tokens)),) if tokens else (),
+            versions=np.full(len(tokens), self.version, np.int32),
             finish_reason=finish_reason,
         )

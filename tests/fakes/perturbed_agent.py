@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rollout.agent.loop import Episode, Generate, SingleTurnLoop
+from rollout.agent.loop import Generate, SingleTurnLoop
 
 if TYPE_CHECKING:
-    from rollout.types import Completion, Prompt
+    from rollout.types import Prompt, TokenChunk, Trajectory
 
 
 class PerturbedLoop:
@@ -26,8 +26,8 @@ class PerturbedLoop:
         self._loop = SingleTurnLoop()
         self._std, self._frac = std, frac
 
-    async def run(self, prompt: Prompt, max_tokens: int, generate: Generate) -> Episode:
-        async def perturbed(token_ids: np.ndarray, max_tokens: int) -> Completion:
+    async def run(self, prompt: Prompt, max_tokens: int, generate: Generate) -> Trajectory:
+        async def perturbed(token_ids: np.ndarray, max_tokens: int, *, stop: object = None) -> TokenChunk:
             completion = await generate(token_ids, max_tokens)
             text = token_ids.tobytes() + completion.token_ids.tobytes()
             seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")

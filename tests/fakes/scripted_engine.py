@@ -16,13 +16,13 @@ import numpy as np
 
 from rollout.engine.interface import Engine, EngineInfo, EngineLoad, EngineSpec, EngineStats
 from rollout.engine.load_meter import Activity
-from rollout.engine.request_state import ChunkBuilder, StopWatch, VersionLabels
+from rollout.engine.request_state import ChunkBuilder, StopWatch, VersionSpans
 from rollout.engine.weight_commit import AdmissionGate, GateTurns, Pause
 from rollout.errors import EngineDead
 from weight_sync.wire import CommitResult, Reply, encode, reply_state
 
 if TYPE_CHECKING:
-    from rollout.types import Completion, FinishReason, SamplingParams
+    from rollout.types import FinishReason, SamplingParams, TokenChunk
 
 
 Script = Callable[[np.ndarray, int, int], tuple[int, float]]
@@ -115,7 +115,7 @@ class ScriptedEngine(Engine):
 
     async def generate(
         self, request_id: str, token_ids: np.ndarray, params: SamplingParams
-    ) -> AsyncGenerator[Completion, None]:
+    ) -> AsyncGenerator[TokenChunk, None]:
         live = await self._admit(request_id, token_ids, params)
         try:
             finish = live.ended_by
@@ -141,7 +141,7 @@ class ScriptedEngine(Engine):
         try:
             async with self._gate.passage():
                 self._check_alive()
-                live = _Live(ChunkBuilder(VersionLabels(self._version), self._spec.stream_tokens), stops)
+                live = _Live(ChunkBuilder(VersionSpans(self._version), self._spec.stream_tokens), stops)
                 live.ended_by = "abort" if request_id in self._cancelled else None
                 if not self._live:
                     self._activity.begin()
@@ -213,7 +213,7 @@ class ScriptedEngine(Engine):
                 if attempt.state == "ok":
                     self._turns.is_asleep = False
                     for live in self._live.values():
-                        live.chunks.labels.switch(live.chunks.num_tokens, version)
+                        live.chunks.labels.append(live.chunks.num_tokens, version)
                     self._version = version
             return CommitResult(results=results, pause_s=self._clock() - begin)
 

@@ -17,9 +17,9 @@ import numpy as np
 
 from rollout.engine.interface import EngineLoad
 from rollout.engine.load_meter import Activity
-from rollout.engine.request_state import VersionLabels
+from rollout.engine.request_state import VersionSpans
 from rollout.errors import EngineDead
-from rollout.types import Completion, FinishReason
+from rollout.types import FinishReason, TokenChunk
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
@@ -58,7 +58,7 @@ class _Answer:
         self._finish_reason: FinishReason = length[1]
         self._num_context = num_context
         self._token_s = token_s
-        self._labels = VersionLabels(version)
+        self._labels = VersionSpans(version)
         self._num_emitted = 0
         self._began = self.due = 0.0
         self.is_over = False
@@ -74,7 +74,7 @@ class _Answer:
 
     def switch(self, now: float, version: int, pause_s: float) -> None:
         """`version` samples everything from now on, after a pause."""
-        self._labels.switch(self.num_sampled(now), version)
+        self._labels.append(self.num_sampled(now), version)
         self._began += pause_s
         self.due += pause_s
 
@@ -82,7 +82,7 @@ class _Answer:
         """Ends now with what was sampled."""
         self.num_tokens, self._finish_reason, self.due = self.num_sampled(now), "abort", now
 
-    def cut(self, now: float, stream_tokens: int) -> Completion:
+    def cut(self, now: float, stream_tokens: int) -> TokenChunk:
         """The chunk that is due; the next one begins. The ids are the positions in the whole sequence."""
         first, last = self._num_emitted, min(self._num_emitted + stream_tokens, self.num_tokens)
         self._num_emitted = last
@@ -90,10 +90,10 @@ class _Answer:
         self.is_over = is_last
         if not is_last:
             self.begin_chunk(now, stream_tokens)
-        return Completion(
+        return TokenChunk(
             token_ids=np.arange(self._num_context + first, self._num_context + last, dtype=np.int32),
             logprobs=np.full(last - first, -1.0, np.float32),
-            segments=self._labels.segments(first, last),
+            versions=self._labels.versions(first, last),
             finish_reason=self._finish_reason if is_last else None,
         )
 
@@ -144,7 +144,7 @@ class _Stream:
             if timer is not None:
                 timer.cancel()
 
-    def cut(self, now: float, stream_tokens: int) -> tuple[int, Completion] | None:
+    def cut(self, now: float, stream_tokens: int) -> tuple[int, TokenChunk] | None:
         """The next chunk that is due by now, if there is one."""
         if not self._due or self._due[0][0] > now:
             return None
@@ -211,7 +211,7 @@ class ScriptedReplica:
 
     async def stream_group(
         self, request_ids: Sequence[str], token_ids: Sequence[np.ndarray], params: Sequence[SamplingParams]
-    ) -> AsyncGenerator[tuple[int, Completion], None]:
+    ) -> AsyncGenerator[tuple[int, TokenChunk], None]:
         """See `EngineClient`.
 
         Raises:

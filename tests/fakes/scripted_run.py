@@ -19,7 +19,8 @@ from rich.console import Console
 
 from rollout.buffer.rollout_buffer import RolloutBuffer
 from rollout.prompts.prompt_source import PromptSet, PromptSource, fingerprint
-from rollout.types import Group, Prompt, Segment, Trajectory, Turn
+from rollout.types import Group, Prompt, Trajectory
+from tests.fakes.trajectories import make_turn
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.schema import (
     CheckpointConfig,
@@ -101,19 +102,11 @@ def prompt_set(num_prompts: int = 40) -> PromptSet:
 
 def trajectory(prompt: Prompt, index: int, segments: Sequence[tuple[int, int]], *, reward: float) -> Trajectory:
     """The prompt, then `segments` of (version, num_tokens). Failed if the reward is NaN."""
-    num_context, num_generated = len(prompt.token_ids), sum(n for _, n in segments)
-    logprobs = np.full(num_context + num_generated, -1.0, np.float32)
-    logprobs[:num_context] = np.nan
-    turn = Turn(
-        token_ids=np.concatenate([prompt.token_ids, np.full(num_generated, 5, np.int32)]),
-        is_generated=np.arange(num_context + num_generated) >= num_context,
-        logprobs=logprobs,
-        segments=tuple(Segment(version=v, num_tokens=n) for v, n in segments),
-    )
-    return Trajectory(
+    turn = make_turn(prompt.token_ids, [5] * sum(n for _, n in segments), segments)
+    return Trajectory.of_turns(
+        [turn],
         prompt_id=prompt.prompt_id,
         sample_index=index,
-        turns=(turn,),
         reward=reward,
         reward_parts={},
         status="failed" if math.isnan(reward) else "completed",

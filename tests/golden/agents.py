@@ -62,7 +62,7 @@ def _tokens(rng: random.Random) -> list[int]:
 
 def play(given: tuple[str, Any], _folder: Path) -> Any:
     kind, script = given
-    return seams.conversed(**script) if kind == "loop" else seams.kept_in_ledger(**script)
+    return seams.conversed(**script) if kind == "loop" else seams.kept_by_builder(**script)
 
 
 AGENTS = Part(name="agents", cases=cases, play=play)

@@ -25,9 +25,10 @@ import torch.distributed as dist
 import yaml
 from rich.console import Console
 
-from rollout.agent.loop import MultiTurnLoop, Reply, check_episode
-from rollout.agent.trajectory_builder import TokenLedger
-from rollout.types import Completion, Group, Prompt, Segment, Trajectory, Turn
+from rollout.agent.loop import MultiTurnLoop, Reply
+from rollout.agent.runner import check_trajectory
+from rollout.agent.trajectory_builder import TrajectoryBuilder
+from rollout.types import Group, Prompt, TokenChunk, Trajectory, Turn
 from tests.fakes.learner import (
     KINDS,
     make_learner,
@@ -51,6 +52,7 @@ from tests.fakes.scripted_run import (
     telemetry_in,
 )
 from tests.fakes.trainer_process import ROOT
+from tests.fakes.trajectories import make_chunk, make_turn
 from tests.fakes.virtual_time import run_virtual
 from tests.golden.clocks import logged, virtual_clocks
 from tests.golden.net import digest, sums
@@ -193,10 +195,10 @@ def group(given: Mapping[str, Any]) -> Group:
 
 
 def _trajectory(prompt_id: str, given: Mapping[str, Any]) -> Trajectory:
-    return Trajectory(
+    return Trajectory.of_turns(
+        list(map(_turn, given["turns"])),
         prompt_id=prompt_id,
         sample_index=given["sample"],
-        turns=tuple(map(_turn, given["turns"])),
         reward=given["reward"],
         reward_parts=given["parts"],
         status=given["status"],
@@ -206,12 +208,11 @@ def _trajectory(prompt_id: str, given: Mapping[str, Any]) -> Trajectory:
 
 
 def _turn(given: Mapping[str, Any]) -> Turn:
-    num_context, num_generated = len(given["context"]), len(given["generated"])
-    return Turn(
-        token_ids=np.array([*given["context"], *given["generated"]], np.int32),
-        is_generated=np.arange(num_context + num_generated) >= num_context,
-        logprobs=np.array([np.nan] * num_context + given["logprobs"], np.float32),
-        segments=tuple(Segment(version=version, num_tokens=count) for version, count in given["segments"]),
+    return make_turn(
+        given["context"],
+        given["generated"],
+        given["segments"],
+        logprobs=given["logprobs"],
         reward=given["reward"],
         begins_anew=given["begins_anew"],
     )
@@ -520,8 +521,8 @@ def _taken(groups: Sequence[Group]) -> list[Any]:
     for one in groups:
         for trajectory in one.trajectories:
             arrays.append([trajectory.sample_index])
-            for turn in trajectory.turns:
-                arrays += [turn.token_ids, [[segment.version, segment.num_tokens] for segment in turn.segments]]
+            for turn in trajectory.turns():
+                arrays += [turn.token_ids, list(map(list, turn.segments))]
     return [[one.group_id for one in groups], digest(*arrays)]
 
 
@@ -651,10 +652,10 @@ def conversed(
     asked: list[Any] = []
     said, replied = iter(answers), iter(replies)
 
-    async def generate(token_ids: Any, max_tokens: int, *, stop: Any = None) -> Completion:
+    async def generate(token_ids: Any, max_tokens: int, *, stop: Any = None) -> TokenChunk:
         asked.append([token_ids.tolist(), max_tokens, stop])
         answer = next(said)
-        return replace(_completion(answer), finish_reason=answer["finish"])
+        return replace(_chunk(answer), finish_reason=answer["finish"])
 
     class Talking:
         async def step(self, turns: Any) -> Reply:
@@ -663,38 +664,33 @@ def conversed(
 
     given = Prompt(prompt_id="train/0", token_ids=np.array(prompt, np.int32), text="", answer="")
     loop = MultiTurnLoop(lambda _prompt: Talking(), max_turns=max_turns, stop="END")
-    episode = check_episode(run_virtual(loop.run(given, max_tokens, generate)), given, max_tokens=100)
-    return {"asked": asked, "status": episode.status, "turns": list(map(_plain_turn, episode.turns))}
+    trajectory = check_trajectory(run_virtual(loop.run(given, max_tokens, generate)), given, max_tokens=100)
+    return {"asked": asked, "status": trajectory.status, "turns": list(map(_plain_turn, trajectory.turns()))}
 
 
-def kept_in_ledger(prompt: Sequence[int], steps: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+def kept_by_builder(prompt: Sequence[int], steps: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """Turns, and the tokens that an engine would go on from."""
-    ledger = TokenLedger(np.array(prompt, np.int32))
+    builder = TrajectoryBuilder(np.array(prompt, np.int32))
     for kind, given in steps:
         match kind:
             case "generated":
-                ledger.add_generated(_completion(given))
+                builder.add_generated(_chunk(given))
             case "reward":
-                ledger.add_reward(given)
+                builder.add_reward(given)
             case "context":
-                ledger.add_context(np.array(given, np.int32))
+                builder.add_context(np.array(given, np.int32))
             case _:
-                ledger.begin_anew(np.array(given, np.int32))
-    return {"turns": list(map(_plain_turn, ledger.turns())), "token_ids": ledger.token_ids().tolist()}
+                builder.start_sequence(np.array(given, np.int32))
+    return {"turns": list(map(_plain_turn, builder.turns())), "token_ids": builder.token_ids().tolist()}
 
 
-def _completion(given: Mapping[str, Any]) -> Completion:
-    return Completion(
-        token_ids=np.array(given["tokens"], np.int32),
-        logprobs=np.array(given["logprobs"], np.float32),
-        segments=tuple(Segment(version=version, num_tokens=count) for version, count in given["segments"]),
-        finish_reason="stop",
-    )
+def _chunk(given: Mapping[str, Any]) -> TokenChunk:
+    return make_chunk(given["tokens"], given["segments"], logprobs=given["logprobs"])
 
 
 def _plain_turn(turn: Turn) -> list[Any]:
     """Context, sampled tokens, their log-probs, [version, tokens], reward, and whether a sequence begins."""
     sampled = turn.is_generated
     arrays = (turn.token_ids[~sampled], turn.token_ids[sampled], turn.logprobs[sampled])
-    segments = [[segment.version, segment.num_tokens] for segment in turn.segments]
+    segments = list(map(list, turn.segments))
     return [*(array.tolist() for array in arrays), segments, turn.reward, turn.begins_anew]

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from rollout.types import Group, Prompt, SamplingParams, Segment, Trajectory, Turn
+from rollout.types import Group, Prompt, SamplingParams, Trajectory
 from rollout.worker.worker import derive_seed
 from tests.fakes.trainer_process import ROOT, TrainerProcess
+from tests.fakes.trajectories import make_turn
 from trainer.config.load import load_config
 from trainer.data.build import BatchLimits, build_train_batch
 from trainer.driver import actors as compose
@@ -110,18 +111,13 @@ async def one_answer(
     chunks = [await ref async for ref in engine.generate.remote(f"plain/{group_id}/{sample}", prompt.token_ids, params)]
     answer = np.concatenate([chunk.token_ids for chunk in chunks]).astype(np.int32)
     logprobs = np.concatenate([chunk.logprobs for chunk in chunks])
-    (version,) = {segment.version for chunk in chunks for segment in chunk.segments}
-    turn = Turn(
-        token_ids=np.concatenate([prompt.token_ids, answer]),
-        is_generated=np.arange(len(prompt.token_ids) + len(answer)) >= len(prompt.token_ids),
-        logprobs=np.concatenate([np.full(len(prompt.token_ids), np.nan, np.float32), logprobs]),
-        segments=(Segment(version=version, num_tokens=len(answer)),),
-    )
+    (version,) = {version for chunk in chunks for version in chunk.versions.tolist()}
+    turn = make_turn(prompt.token_ids, answer, [(version, len(answer))], logprobs=logprobs.tolist())
     text = checked.inputs.tokenizer.decode(answer.tolist(), skip_special_tokens=True)
-    return Trajectory(
+    return Trajectory.of_turns(
+        [turn],
         prompt_id=prompt.prompt_id,
         sample_index=sample,
-        turns=(turn,),
         reward=float(text == prompt.answer),
         reward_parts={},
         status={"stop": "completed", "length": "truncated"}[chunks[-1].finish_reason],  # type: ignore[arg-type]
@@ -133,11 +129,11 @@ async def one_answer(
 def remember(story: Story, groups: list[Group], metrics: dict[str, float]) -> None:
     for group in groups:
         for t in group.trajectories:
-            key, turn = (group.group_id, t.sample_index), t.turns[0]
+            key, turn = (group.group_id, t.sample_index), t.turns()[0]
             story.tokens[key] = turn.token_ids.tolist()
             story.logprobs[key] = np.round(turn.logprobs[turn.is_generated].astype(np.float64), 5).tolist()
             story.rewards[key] = t.reward
-            story.versions[key] = list(t.versions)
+            story.versions[key] = list(t.policy_versions)
     rewards = np.array([t.reward for group in groups for t in group.trajectories])
     story.metrics.append({**metrics, "reward/mean": float(rewards.mean())})
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from rollout.engine.interface import EngineLoad
-    from rollout.types import Completion
+    from rollout.types import TokenChunk
 
 LONG = SamplingParams(max_tokens=1500, temperature=1.0, ignore_eos=True)
 
@@ -54,8 +54,8 @@ class InProcess:
 
     async def stream_group(
         self, request_ids: Sequence[str], token_ids: Sequence[np.ndarray], params: Sequence[SamplingParams]
-    ) -> AsyncGenerator[tuple[int, Completion], None]:
-        queue: asyncio.Queue[tuple[int, Completion]] = asyncio.Queue()
+    ) -> AsyncGenerator[tuple[int, TokenChunk], None]:
+        queue: asyncio.Queue[tuple[int, TokenChunk]] = asyncio.Queue()
 
         async def pump(index: int) -> None:
             async for chunk in self.engine.generate(request_ids[index], token_ids[index], params[index]):

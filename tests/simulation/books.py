@@ -45,14 +45,14 @@ class Books:
                 self._check(step, trajectory)
 
     def _check(self, step: int, trajectory: Trajectory) -> None:
-        (turn,) = trajectory.turns
+        (turn,) = trajectory.turns()
         tokens = turn.token_ids[turn.is_generated]
         first = len(turn.token_ids) - len(tokens)
         assert np.array_equal(tokens, np.arange(first, first + len(tokens))), "a token was lost or came twice"
         self.num_resumed += len(turn.segments) > 1
-        for segment in turn.segments:
-            assert 0 <= step - segment.version <= self.plan.max_staleness
-            self.ages[step - segment.version] += segment.num_tokens
+        for version, num_tokens in turn.segments:
+            assert 0 <= step - version <= self.plan.max_staleness
+            self.ages[step - version] += num_tokens
 
     def watch(self, buffer: RolloutBuffer, total_steps: int) -> None:
         """Writes down what leaves the buffer, from outside."""

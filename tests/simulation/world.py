@@ -329,7 +329,7 @@ class Simulation:
         self, prompts: Sequence[Prompt], params: SamplingParams, engine: str, numbers: Sequence[int]
     ) -> list[Trajectory]:
         answers = await self.pool.evaluate(prompts, params, engine, numbers)
-        self.evaluated.append({version for answer in answers for version in answer.versions})
+        self.evaluated.append({version for answer in answers for version in answer.policy_versions})
         return answers
 
     def _look(self, parts: loops.Parts) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count, groupby, pairwise
+from itertools import count, groupby
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,7 +19,7 @@ from trainer.data.batch import MicroBatch, StepRewards, TokenRewards, TrainBatch
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from rollout.types import Group, Trajectory, Turn
+    from rollout.types import Group, Trajectory
     from trainer.config.algorithm import AlgorithmConfig
 
 
@@ -116,24 +116,24 @@ class _Stretches:
 def _stretches(trajectory: Trajectory, outcome: float, *, to_go: bool) -> _Stretches:
     """The stretches of a trajectory whose outcome is worth `outcome`: its turns with what is still to come (`to_go`),
     else one with the sum of all; at least one, of no token if there is none."""
-    turns, num_generated = trajectory.turns, trajectory.num_generated_tokens
+    num_generated = trajectory.num_generated_tokens
     if not to_go or num_generated == 0:
-        total = outcome + sum(turn.reward for turn in turns)
+        total = outcome + sum(trajectory.turn_rewards.tolist())
         return _Stretches(rewards_K=np.array([total]), lengths_K=np.array([num_generated]))
-    loss_mask_T, rewards_T = _joined(turns, "is_generated"), _token_rewards(turns, outcome)
-    lengths = [int(np.sum(turn.is_generated)) for turn in turns]
+    loss_mask_T, rewards_T = trajectory.loss_mask, _token_rewards(trajectory, outcome)
+    lengths = [int(np.sum(turn.is_generated)) for turn in trajectory.turns()]
     lengths_K = np.array([n for n in lengths if n], np.int64)
     # Nothing is rewarded between the tokens of a turn, so its first token stands for all of them.
     firsts_K = np.cumsum(lengths_K) - lengths_K
     return _Stretches(rewards_K=reward_to_go(rewards_T, loss_mask_T)[loss_mask_T][firsts_K], lengths_K=lengths_K)
 
 
-def _token_rewards(turns: Sequence[Turn], outcome: float) -> np.ndarray:
+def _token_rewards(trajectory: Trajectory, outcome: float) -> np.ndarray:
     """float64[T]"""
     return token_rewards(
-        _joined(turns, "is_generated"),
-        turn_rewards_K=[turn.reward for turn in turns],
-        turn_lengths_K=[len(turn.token_ids) for turn in turns],
+        trajectory.loss_mask,
+        turn_rewards_K=trajectory.turn_rewards.tolist(),
+        turn_lengths_K=np.diff(trajectory.turn_ends, prepend=0).tolist(),
         outcome=outcome,
     )
 
@@ -148,7 +148,7 @@ def _group_rewards(
 ) -> GroupRewards:
     traits, baseline = traits_of(algorithm), None
     if traits.greedy_baseline and group.baseline is not None:
-        baseline = shape(group.baseline) + sum(turn.reward for turn in group.baseline.turns)
+        baseline = shape(group.baseline) + sum(group.baseline.turn_rewards.tolist())
     return GroupRewards(
         rewards_G=np.concatenate([one.rewards_K for one in stretches]),
         lengths_G=np.concatenate([one.lengths_K for one in stretches]),
@@ -189,24 +189,19 @@ def _reason_to_exclude(trajectory: Trajectory, algorithm: AlgorithmConfig) -> st
 
 def _sample(trajectory: Trajectory, group_id: int, *, answer: int, outcome: float) -> TrainSample:
     """All its sequences end to end, with advantages of 0, to be filled in."""
-    turns = trajectory.turns
-    loss_mask = _joined(turns, "is_generated")
-    logprobs = np.where(loss_mask, _joined(turns, "logprobs"), np.float32(0)).astype(np.float32, copy=False)
+    loss_mask, logprobs = trajectory.loss_mask, trajectory.logprobs
     if not np.isfinite(logprobs).all():
         bad = int(np.flatnonzero(~np.isfinite(logprobs))[0])
         raise ValueError(
             f"{_name(trajectory)}: generated token {bad} has log-probability {logprobs[bad]}; it must be finite"
         )
-    segments = [s for turn in turns for s in turn.segments]
-    versions = np.full(len(loss_mask), -1, np.int32)
-    versions[loss_mask] = np.repeat([s.version for s in segments], [s.num_tokens for s in segments])
     return TrainSample(
-        token_ids=_joined(turns, "token_ids").astype(np.int32, copy=False),
+        token_ids=trajectory.token_ids,
         loss_mask=loss_mask,
         behaviour_logprobs=logprobs,
         advantages=np.zeros(len(loss_mask), np.float32),
-        versions=versions,
-        rewards=_token_rewards(turns, outcome).astype(np.float32),
+        versions=trajectory.versions,
+        rewards=_token_rewards(trajectory, outcome).astype(np.float32),
         answer=answer,
         group_id=group_id,
         sample_index=trajectory.sample_index,
@@ -216,25 +211,15 @@ def _sample(trajectory: Trajectory, group_id: int, *, answer: int, outcome: floa
 
 def _cut(sample: TrainSample, trajectory: Trajectory) -> list[TrainSample]:
     """One sample per token sequence."""
-    lengths = [sum(len(turn.token_ids) for turn in turns) for turns in trajectory.sequences]
-    starts = np.cumsum([0, *lengths])
-    if sample.loss_mask[starts[:-1]].any():
+    sequences = trajectory.sequences()
+    if any(sample.loss_mask[sequence][0] for sequence in sequences):
         raise ValueError(
             f"{_name(trajectory)} begins with a generated token; the first turn must begin with the prompt's tokens"
         )
-    if len(lengths) == 1:
+    if len(sequences) == 1:
         return [sample]
     names = ("token_ids", "loss_mask", "behaviour_logprobs", "advantages", "versions", "rewards")
-    return [
-        replace(sample, **{name: getattr(sample, name)[start:stop] for name in names})
-        for start, stop in pairwise(starts.tolist())
-    ]
-
-
-def _joined(turns: Sequence[Turn], name: str) -> np.ndarray:
-    if len(turns) == 1:
-        return getattr(turns[0], name)
-    return np.concatenate([getattr(turn, name) for turn in turns])
+    return [replace(sample, **{name: getattr(sample, name)[sequence] for name in names}) for sequence in sequences]
 
 
 def _name(trajectory: Trajectory) -> str:
@@ -424,7 +409,7 @@ def batch_stats(groups: Sequence[Group], step: int) -> dict[str, float]:
 
 def _turn_rewards(judged: Sequence[Trajectory]) -> dict[str, float]:
     """Absent where no environment rewarded a turn."""
-    rewards = [sum(turn.reward for turn in t.turns) for t in judged]
+    rewards = [sum(t.turn_rewards.tolist()) for t in judged]
     return {"reward/turns_mean": float(np.mean(rewards))} if any(rewards) else {}
 
 

@@ -518,7 +518,7 @@ async def leased(
 
 def check_one_version(trajectories: Sequence[Trajectory], version: int) -> None:
     """Raises RuntimeError if any token came from another version: the result would belong to no policy."""
-    seen = {v for trajectory in trajectories for v in trajectory.versions}
+    seen = {v for trajectory in trajectories for v in trajectory.policy_versions}
     if seen - {version}:
         raise RuntimeError(f"evaluation of version {version} holds tokens of versions {sorted(seen)}; freeze is broken")
 

@@ -177,7 +177,7 @@ def check_ages(groups: Sequence[Group], *, step: int, max_staleness: int) -> Non
         StalenessBroken: with every group that is too old.
     """
     old = {g.group_id: g.start_version for g in groups if step - g.start_version > max_staleness}
-    tokens = {g.group_id: min(v) for g in groups if (v := [v for t in g.generated for v in t.versions])}
+    tokens = {g.group_id: min(v) for g in groups if (v := [v for t in g.generated for v in t.policy_versions])}
     old |= {group: version for group, version in tokens.items() if step - version > max_staleness}
     if old:
         raise StalenessBroken(

@@ -101,11 +101,7 @@ class StepRecorder:
         """A group came back from the engines, whatever becomes of it."""
         self._generated_tokens += group.num_generated_tokens
         self._generated_lengths.append(
-            [
-                sum(s.num_tokens for turn in turns for s in turn.segments)
-                for t in group.trajectories
-                for turns in t.sequences
-            ]
+            [int(t.loss_mask[sequence].sum()) for t in group.trajectories for sequence in t.sequences()]
         )
 
     def step_record(

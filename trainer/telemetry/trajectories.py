@@ -231,10 +231,10 @@ def _trajectory(trajectory: Trajectory) -> dict[str, object]:
         "text": trajectory.text,
         "error": trajectory.error,
         "num_generated_tokens": trajectory.num_generated_tokens,
-        "versions": list(trajectory.versions),
+        "versions": list(trajectory.policy_versions),
         "timings": to_jsonable(trajectory.timings),
         "tool_use": None if trajectory.tool_use is None else asdict(trajectory.tool_use),
-        "turns": [_turn(turn) for turn in trajectory.turns],
+        "turns": [_turn(turn) for turn in trajectory.turns()],
     }
 
 
@@ -246,7 +246,7 @@ def _turn(turn: Turn) -> dict[str, object]:
         # float32 has 7 digits; 5 behind the point are plenty for people and half the file.
         "logprobs": np.round(turn.logprobs[turn.is_generated].astype(np.float64), 5).tolist(),
         "reward": to_jsonable(turn.reward),
-        "segments": [[segment.version, segment.num_tokens] for segment in turn.segments],
+        "segments": [list(segment) for segment in turn.segments],
         "begins_anew": turn.begins_anew,
     }
 

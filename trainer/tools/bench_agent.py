@@ -6,13 +6,12 @@ import zlib
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from rollout.agent.loop import Episode
-from rollout.agent.trajectory_builder import TokenLedger
+from rollout.agent.trajectory_builder import TrajectoryBuilder
 from rollout.errors import AgentError
 
 if TYPE_CHECKING:
     from rollout.agent.loop import AgentLoop, Generate
-    from rollout.types import Prompt
+    from rollout.types import Prompt, Trajectory
 
 
 def forced_lengths(*, column: str = "response_tokens") -> AgentLoop:
@@ -27,7 +26,7 @@ class _ForcedLengths:
         self._num_begun: Counter[str] = Counter()
         """By prompt. The answers of a group begin one after the other in one worker, so each has its own length."""
 
-    async def run(self, prompt: Prompt, max_tokens: int, generate: Generate) -> Episode:
+    async def run(self, prompt: Prompt, max_tokens: int, generate: Generate) -> Trajectory:
         """Exactly so many tokens: an end token does not end the answer, it goes on behind it.
 
         Rewarded with a number that depends on the sampled tokens alone and differs from answer to answer, so that
@@ -42,12 +41,12 @@ class _ForcedLengths:
         self._num_begun[prompt.prompt_id] += 1
         if not isinstance(wanted, int) or not 1 <= wanted <= max_tokens:
             raise AgentError(f"column {self._column!r} must hold 1 to {max_tokens} tokens, got {wanted!r}")
-        ledger = TokenLedger(prompt.token_ids)
-        while (left := wanted - ledger.num_response_tokens) > 0:
-            completion = await generate(ledger.token_ids(), left)
-            ledger.add_generated(completion)
+        builder = TrajectoryBuilder(prompt.token_ids)
+        while (left := wanted - builder.num_response_tokens) > 0:
+            completion = await generate(builder.token_ids(), left)
+            builder.add_generated(completion)
             if completion.finish_reason == "abort":
-                return Episode(turns=ledger.turns(), status="failed")
-        answer = ledger.token_ids()[len(prompt.token_ids) :]
-        ledger.add_reward(zlib.crc32(answer.tobytes()) % 1000 / 999)
-        return Episode(turns=ledger.turns(), status="completed")
+                return builder.finish("failed")
+        answer = builder.token_ids()[len(prompt.token_ids) :]
+        builder.add_reward(zlib.crc32(answer.tobytes()) % 1000 / 999)
+        return builder.finish("completed")

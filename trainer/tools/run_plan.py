@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from trainer.config.schema import RunConfig
 
 
-TURN_BYTES = 4 + 1 + 4
-"""Per token of prompt and answer in `rollout.types.Turn`: token_ids, is_generated, logprobs."""
+TRAJECTORY_BYTES = 4 + 1 + 4 + 4
+"""Per token of prompt and answer in `rollout.types.Trajectory`: token_ids, loss_mask, logprobs, versions."""
 TEXT_BYTES = 4
 """Per token of the answer in `Trajectory.text`; assumed, as for English."""
 MICRO_BATCH_BYTES = 4 + 1 + 4 + 4 + 4 + 4
@@ -95,7 +95,7 @@ def object_store(cfg: RunConfig, workload: Workload, *, num_slots: int, group_si
 
 def answer_bytes(workload: Workload, *, response_tokens: int) -> int:
     """Of one trajectory, without what does not grow with its length."""
-    return int(TURN_BYTES * workload.prompt_tokens) + (TURN_BYTES + TEXT_BYTES) * response_tokens
+    return int(TRAJECTORY_BYTES * workload.prompt_tokens) + (TRAJECTORY_BYTES + TEXT_BYTES) * response_tokens
 
 
 def _part(name: str, nbytes: int) -> Part:

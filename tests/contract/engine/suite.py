@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from rollout.errors import EngineDead
-from rollout.types import Completion, SamplingParams
+from rollout.types import SamplingParams, TokenChunk
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Container, Iterator, Sequence
@@ -29,7 +29,7 @@ PROMPT = np.array([3, 4, 5], np.int32)
 class Answer:
     """All chunks of one completion, joined."""
 
-    chunks: list[Completion]
+    chunks: list[TokenChunk]
 
     @property
     def tokens(self) -> list[int]:
@@ -42,7 +42,7 @@ class Answer:
     @property
     def labels(self) -> list[int]:
         """The version of every token."""
-        return [s.version for chunk in self.chunks for s in chunk.segments for _ in range(s.num_tokens)]
+        return [version for chunk in self.chunks for version in chunk.versions.tolist()]
 
     @property
     def finish_reason(self) -> str | None:
@@ -99,7 +99,7 @@ class EngineContract:
         for chunk in answer.chunks:
             assert chunk.token_ids.dtype == np.int32
             assert chunk.logprobs.dtype == np.float32
-            assert len(chunk.logprobs) == len(chunk.token_ids) == sum(s.num_tokens for s in chunk.segments)
+            assert len(chunk.logprobs) == len(chunk.token_ids) == len(chunk.versions)
         assert (answer.logprobs <= 0).all()
 
     async def test_the_load_counts_the_requests_that_are_inside(self, engine: Engine) -> None:

@@ -168,7 +168,7 @@ class Run:
         assert len(ids) + outstanding == stats.admitted, "a group was lost"
         for group in self.trained:
             for trajectory in group.trajectories:
-                (turn,) = trajectory.turns
+                (turn,) = trajectory.turns()
                 assert turn.token_ids.tolist() == [*CONTEXT, *range(3, 3 + MAX_TOKENS)]
                 assert trajectory.error == ""
 

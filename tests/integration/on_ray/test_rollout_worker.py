@@ -34,10 +34,10 @@ def item(group_id: int) -> RolloutRequest:
 
 def check(group: Group, versions: set[tuple[int, ...]]) -> None:
     for trajectory in group.trajectories:
-        (turn,) = trajectory.turns
+        (turn,) = trajectory.turns()
         assert turn.token_ids.tolist() == [7, 8, 9, *range(3, 3 + MAX_TOKENS)]
         assert trajectory.text.split() == [str(number) for number in range(3, 3 + MAX_TOKENS)]
-        assert trajectory.versions in versions
+        assert trajectory.policy_versions in versions
         assert trajectory.error == ""
         assert np.isfinite(trajectory.reward)
 
@@ -63,7 +63,7 @@ async def test_groups_survive_the_death_of_a_replica_and_evaluation_names_the_de
     prompts = [item(index).prompt for index in range(8)]
     trajectories = await worker.evaluate.remote(prompts, greedy, "e1")
     assert [trajectory.prompt_id for trajectory in trajectories] == [prompt.prompt_id for prompt in prompts]
-    assert all(trajectory.versions == (2,) for trajectory in trajectories)
+    assert all(trajectory.policy_versions == (2,) for trajectory in trajectories)
 
     async with asyncio.timeout(20.0):  # the worker asks the engines how busy they are
         while any(one.load is None for one in (await worker.loads.remote()).replicas.values()):
@@ -80,7 +80,7 @@ async def test_groups_survive_the_death_of_a_replica_and_evaluation_names_the_de
     groups = await asyncio.gather(*running)
     for group in groups:
         check(group, {(1, 2), (2,)})
-    begun = [t for group in groups for t in group.trajectories if t.versions == (1, 2)]
+    begun = [t for group in groups for t in group.trajectories if t.policy_versions == (1, 2)]
     assert begun, "answers of the dead engine went on in the other one"
     assert (await worker.loads.remote()).rescued_requests >= len(begun)
     assert list(await worker.quarantined.remote()) == ["e0"]

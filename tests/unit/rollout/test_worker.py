@@ -13,7 +13,7 @@ import pytest
 from rollout.errors import RewardError
 from rollout.fleet.scheduler import NoReplica
 from rollout.reward.call import RewardResult
-from rollout.types import Prompt, RolloutRequest, SamplingParams, Segment, Trajectory
+from rollout.types import Prompt, RolloutRequest, SamplingParams, Trajectory
 from rollout.worker.worker import RolloutWorker, WorkerSpec, derive_seed
 from tests.fakes.engine_client import FakeEngine, decode, expected_answer
 from tests.fakes.virtual_time import run_virtual
@@ -52,12 +52,12 @@ def worker(*engines: FakeEngine, score: Any = length_score, **changes: Any) -> R
 
 
 def generated(trajectory: Trajectory) -> list[int]:
-    (turn,) = trajectory.turns
+    (turn,) = trajectory.turns()
     return turn.token_ids[turn.is_generated].tolist()
 
 
 def segments(trajectory: Trajectory) -> list[tuple[int, int]]:
-    return [(segment.version, segment.num_tokens) for turn in trajectory.turns for segment in turn.segments]
+    return [segment for turn in trajectory.turns() for segment in turn.segments]
 
 
 ANSWER = expected_answer(item().prompt.token_ids, MAX_TOKENS)
@@ -71,7 +71,7 @@ def test_a_group_has_every_sample_in_order_with_exact_tokens_and_rewards() -> No
         assert [trajectory.sample_index for trajectory in group.trajectories] == [0, 1, 2, 3]
         for trajectory in group.trajectories:
             assert generated(trajectory) == ANSWER
-            (turn,) = trajectory.turns
+            (turn,) = trajectory.turns()
             assert turn.token_ids[:3].tolist() == [7, 8, 9]
             np.testing.assert_array_equal(turn.logprobs[3:], -np.array(ANSWER, np.float32))
             assert segments(trajectory) == [(2, MAX_TOKENS)]
@@ -173,7 +173,7 @@ def test_a_replica_with_older_weights_than_the_group_may_have_is_quarantined() -
     async def main() -> None:
         busy = worker(FakeEngine("e0", version=3), FakeEngine("e1", version=4))
         group = await busy.run_group(item(start_version=4))
-        assert all(trajectory.versions == (4,) for trajectory in group.trajectories)
+        assert all(trajectory.policy_versions == (4,) for trajectory in group.trajectories)
         assert "policy version 3 although 4 is live" in busy.quarantined["e0"]
 
     run_virtual(main())
@@ -189,7 +189,7 @@ def test_versions_that_change_in_mid_answer_are_labelled_exactly() -> None:
 
         group, _ = await asyncio.gather(worker(engine).run_group(item()), commit())
         assert [segments(trajectory) for trajectory in group.trajectories] == [[(0, 9), (1, 11)]] * 4
-        assert group.trajectories[0].turns[0].segments[0] == Segment(version=0, num_tokens=9)
+        assert group.trajectories[0].turns()[0].segments[0] == (0, 9)
 
     run_virtual(main())
 
@@ -336,7 +336,7 @@ def test_evaluation_runs_on_the_given_replica_in_one_call_and_in_order() -> None
         trajectories = await worker(*engines).evaluate(prompts, greedy, engine="e1")
         assert [trajectory.prompt_id for trajectory in trajectories] == [prompt.prompt_id for prompt in prompts]
         assert all(generated(trajectory) == ANSWER[:8] for trajectory in trajectories)
-        assert all(trajectory.versions == (6,) and trajectory.reward == 8.0 for trajectory in trajectories)
+        assert all(trajectory.policy_versions == (6,) and trajectory.reward == 8.0 for trajectory in trajectories)
         assert (len(engines[0].calls), len(engines[1].calls)) == (0, 1)
         assert {(one.temperature, one.seed) for one in engines[1].calls[0].params} == {(0.0, None)}
 

@@ -11,12 +11,12 @@ from unittest.mock import AsyncMock
 import numpy as np
 import pytest
 
-from rollout.agent.loop import Episode, MultiTurnLoop, Reply
-from rollout.agent.trajectory_builder import TokenLedger
+from rollout.agent.loop import MultiTurnLoop, Reply
+from rollout.agent.trajectory_builder import TrajectoryBuilder
 from rollout.errors import AgentError
 from rollout.fleet.adaptive_limit import Bounds
 from rollout.fleet.scheduler import NoReplica
-from rollout.types import SamplingParams, ToolUse, Turn
+from rollout.types import SamplingParams, ToolUse, Trajectory, Turn
 from rollout.worker.worker import RolloutWorker
 from tests.fakes.engine_client import FakeEngine, decode
 from tests.fakes.virtual_time import run_virtual
@@ -58,7 +58,7 @@ def test_turns_carry_their_rewards_and_the_outcome_comes_on_top() -> None:
         ended = [t for t in group.trajectories if t.status == "completed"]
         assert ended
         for trajectory in ended:
-            assert [turn.reward for turn in trajectory.turns] == [0.5, 2.0]
+            assert [turn.reward for turn in trajectory.turns()] == [0.5, 2.0]
             assert trajectory.total_reward == trajectory.reward + 2.5 == len(trajectory.text.split()) + 2.5
 
     run_virtual(main())
@@ -83,9 +83,9 @@ def test_evaluation_and_the_greedy_baseline_use_the_loop_too() -> None:
         busy = agent_worker(loop, FakeEngine("e0", stop_one_in=4), greedy_baseline=True, group_size=1)
         group = await busy.run_group(item())
         assert group.baseline is not None
-        assert len(group.baseline.turns) == 2
+        assert len(group.baseline.turns()) == 2
         (trajectory,) = await busy.evaluate([item().prompt], SamplingParams(max_tokens=20), engine="e0")
-        assert [turn.reward for turn in trajectory.turns] == [0.5, 2.0]
+        assert [turn.reward for turn in trajectory.turns()] == [0.5, 2.0]
 
     run_virtual(main())
 
@@ -94,11 +94,11 @@ def test_evaluation_and_the_greedy_baseline_use_the_loop_too() -> None:
 def test_the_stop_strings_of_a_call_take_the_place_of_those_of_the_run(stop: Any, num_tokens: int) -> None:
     stop = decode(ANSWER[5:8]) if stop == "second" else (decode(ANSWER[5:8]), "never") if stop else stop
 
-    async def asks(prompt: Prompt, max_tokens: int, generate: Generate) -> Episode:
-        ledger = TokenLedger(prompt.token_ids)
+    async def asks(prompt: Prompt, max_tokens: int, generate: Generate) -> Trajectory:
+        builder = TrajectoryBuilder(prompt.token_ids)
         completion = await generate(prompt.token_ids, max_tokens, stop=stop)
-        ledger.add_generated(completion)
-        return Episode(turns=ledger.turns(), status="completed" if completion.finish_reason == "stop" else "truncated")
+        builder.add_generated(completion)
+        return builder.finish("completed" if completion.finish_reason == "stop" else "truncated")
 
     async def main() -> None:
         sampling = SamplingParams(max_tokens=20, stop=(decode(ANSWER[10:14]),))
@@ -112,13 +112,13 @@ def test_the_stop_strings_of_a_call_take_the_place_of_those_of_the_run(stop: Any
     run_virtual(main())
 
 
-async def says_it_twice(prompt: Prompt, max_tokens: int, generate: Generate) -> Episode:
+async def says_it_twice(prompt: Prompt, max_tokens: int, generate: Generate) -> Trajectory:
     """An answer, and another one to the prompt and the last token of the first."""
-    ledger = TokenLedger(prompt.token_ids)
+    builder = TrajectoryBuilder(prompt.token_ids)
     for _ in range(2):
-        ledger.add_generated(await generate(ledger.token_ids(), max_tokens - 1))
-        ledger.begin_anew(np.array([*prompt.token_ids, ledger.token_ids()[-1]], np.int32))
-    return Episode(turns=ledger.turns(), status="completed")
+        builder.add_generated(await generate(builder.token_ids(), max_tokens - 1))
+        builder.start_sequence(np.array([*prompt.token_ids, builder.token_ids()[-1]], np.int32))
+    return builder.finish("completed")
 
 
 def test_a_trajectory_may_consist_of_several_sequences_if_it_is_allowed() -> None:
@@ -127,7 +127,7 @@ def test_a_trajectory_may_consist_of_several_sequences_if_it_is_allowed() -> Non
         group = await allowed.run_group(item())
         for trajectory in group.trajectories:
             assert trajectory.status == "completed" and trajectory.num_lost_tokens == 0
-            first, second = (turn for (turn,) in trajectory.sequences)
+            first, second = trajectory.turns()
             asked = item().prompt.token_ids.tolist()
             assert second.token_ids[: len(asked) + 1].tolist() == [*asked, first.token_ids[-1]]
             assert len(trajectory.text.split()) == trajectory.num_generated_tokens
@@ -149,7 +149,7 @@ def failing_on_odd_calls(fail: Any) -> AgentLoop:
     """Every second trajectory goes wrong in its own way, the others answer in one turn."""
     calls = 0
 
-    async def run(prompt: Prompt, max_tokens: int, generate: Generate) -> Episode:
+    async def run(prompt: Prompt, max_tokens: int, generate: Generate) -> Trajectory:
         nonlocal calls
         calls += 1
         if calls % 2 == 0:
@@ -177,13 +177,12 @@ async def waits_for_what_others_cancelled(*_: Any) -> Any:
     await shared
 
 
-async def makes_a_turn_of_lists(prompt: Prompt, *_: Any) -> Any:
-    tokens = prompt.token_ids.tolist()
-    turn = Turn(token_ids=tokens, is_generated=[False] * len(tokens), logprobs=[0.0] * len(tokens), segments=())  # type: ignore[arg-type]
-    return Episode(turns=(turn,), status="completed")
+async def returns_lists(prompt: Prompt, *_: Any) -> Any:
+    finished = TrajectoryBuilder(prompt.token_ids).finish("completed")
+    return replace(finished, turn_ends=finished.turn_ends.tolist())
 
 
-async def replies_with_text(prompt: Prompt, max_tokens: int, generate: Generate) -> Episode:
+async def replies_with_text(prompt: Prompt, max_tokens: int, generate: Generate) -> Trajectory:
     class Talking:
         async def step(self, turns: tuple[Turn, ...]) -> Reply:
             return Reply(token_ids=[1.9, 2.5])  # type: ignore[list-item]
@@ -215,7 +214,7 @@ async def continues_two_rows(prompt: Prompt, max_tokens: int, generate: Generate
     await generate(np.stack([prompt.token_ids, prompt.token_ids]), max_tokens)
 
 
-async def rewards_with_nan(prompt: Prompt, max_tokens: int, generate: Generate) -> Episode:
+async def rewards_with_nan(prompt: Prompt, max_tokens: int, generate: Generate) -> Trajectory:
     class Broken:
         async def step(self, turns: tuple[Turn, ...]) -> Reply:
             return Reply(token_ids=None, reward=float("nan"))
@@ -229,10 +228,10 @@ async def rewards_with_nan(prompt: Prompt, max_tokens: int, generate: Generate) 
         (raises, r"agent loop 'mine.make': raised KeyError: 'tool' \(test_worker_agent.py:\d+\)"),
         (exits, r"raised SystemExit: 3 \+ 4"),
         (waits_for_what_others_cancelled, "raised CancelledError"),
-        (makes_a_turn_of_lists, "raised AttributeError: 'list' object has no attribute 'any'"),
+        (returns_lists, "raised AttributeError: 'list' object has no attribute 'tolist'"),
         (replies_with_text, r"raised ValueError: context must be token ids in one row, got float64 of shape \(2,\)"),
         (hangs, r"the trajectory took longer than task.agent_timeout_s=100"),
-        (returns_nothing, "returned a NoneType; return an Episode"),
+        (returns_nothing, "returned a NoneType; return what TrajectoryBuilder.finish"),
         (asks_for_nothing, "needs max_tokens >= 1 and whole, got 0"),
         (asks_for_half_a_token, "needs max_tokens >= 1 and whole, got 10.0"),
         (continues_fractions, r"needs whole numbers in one row, got float64 of shape \(\d+,\)"),
@@ -246,7 +245,7 @@ def test_a_loop_that_fails_costs_its_trajectory_and_not_the_others(fail: Any, me
         group = await agent_worker(failing_on_odd_calls(fail), FakeEngine("e0", stop_one_in=4)).run_group(item())
         good, bad = group.trajectories[::2], group.trajectories[1::2]
         assert {t.status for t in bad} == {"failed"}
-        assert all(np.isnan(t.reward) and len(t.turns) == 1 and not t.turns[0].is_generated.any() for t in bad)
+        assert all(np.isnan(t.reward) and len(t.turns()) == 1 and not t.turns()[0].is_generated.any() for t in bad)
         assert all(t.status == "completed" and t.error == "" for t in good)
         with pytest.raises(AssertionError, match=message):
             raise AssertionError(bad[0].error)
@@ -269,11 +268,11 @@ def test_tokens_of_a_loop_that_fails_after_a_turn_are_counted_as_those_of_a_fail
 
 
 def test_a_loop_may_ask_for_several_answers_at_once() -> None:
-    async def asks_twice(prompt: Prompt, max_tokens: int, generate: Generate) -> Episode:
+    async def asks_twice(prompt: Prompt, max_tokens: int, generate: Generate) -> Trajectory:
         both = await asyncio.gather(generate(prompt.token_ids, 5), generate(prompt.token_ids, 5))
-        ledger = TokenLedger(prompt.token_ids)
-        ledger.add_generated(both[1])
-        return Episode(turns=ledger.turns(), status="completed")
+        builder = TrajectoryBuilder(prompt.token_ids)
+        builder.add_generated(both[1])
+        return builder.finish("completed")
 
     async def main() -> None:
         engine = FakeEngine("e0")
@@ -305,12 +304,12 @@ def test_an_engine_that_computes_no_numbers_is_told_as_such_and_is_no_fault_of_t
 
 
 def test_a_generation_that_its_loop_gives_up_ends_in_the_engine_and_its_tokens_are_told_as_lost() -> None:
-    async def thinks_for_a_moment(prompt: Prompt, max_tokens: int, generate: Generate) -> Episode:
+    async def thinks_for_a_moment(prompt: Prompt, max_tokens: int, generate: Generate) -> Trajectory:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(generate(prompt.token_ids, 15), 0.025)
-        ledger = TokenLedger(prompt.token_ids)
-        ledger.add_generated(await generate(prompt.token_ids, 9))
-        return Episode(turns=ledger.turns(), status="completed")
+        builder = TrajectoryBuilder(prompt.token_ids)
+        builder.add_generated(await generate(prompt.token_ids, 9))
+        return builder.finish("completed")
 
     async def main() -> None:
         engine = FakeEngine("e0", step_s=0.01)
@@ -345,14 +344,14 @@ def test_tokens_that_a_loop_gave_up_are_lost_once_when_the_group_fails_later() -
 def test_a_generation_that_is_given_up_before_there_was_room_never_gets_to_an_engine() -> None:
     num_late = 0
 
-    async def gives_the_first_late_one_up(prompt: Prompt, max_tokens: int, generate: Generate) -> Episode:
+    async def gives_the_first_late_one_up(prompt: Prompt, max_tokens: int, generate: Generate) -> Trajectory:
         nonlocal num_late
         num_late += prompt.prompt_id == "late"
-        ledger = TokenLedger(prompt.token_ids)
+        builder = TrajectoryBuilder(prompt.token_ids)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.015 if num_late == 1 else None):
-                ledger.add_generated(await generate(prompt.token_ids, max_tokens))
-        return Episode(turns=ledger.turns(), status="completed")
+                builder.add_generated(await generate(prompt.token_ids, max_tokens))
+        return builder.finish("completed")
 
     async def main() -> None:
         engine = FakeEngine("e0", step_s=0.01)
@@ -376,7 +375,7 @@ def test_a_loop_that_always_fails_fails_the_group_with_its_reason() -> None:
 
 
 def test_a_failure_of_the_engines_is_none_of_the_loop_whatever_the_loop_makes_of_it() -> None:
-    async def swallow(prompt: Prompt, max_tokens: int, generate: Generate) -> Episode:
+    async def swallow(prompt: Prompt, max_tokens: int, generate: Generate) -> Trajectory:
         try:
             await generate(prompt.token_ids, max_tokens)
         except NoReplica as error:

@@ -110,10 +110,10 @@ def test_a_replica_at_rest_finishes_what_it_has_and_serves_an_evaluation_but_get
         busy.rest("e0")
         other.version = 2  # a commit that passes e0 by
         new = await asyncio.gather(*(busy.run_group(item(group_id=i, start_version=2)) for i in range(1, 6)))
-        assert {t.versions for group in new for t in group.trajectories} == {(2,)}
-        assert {t.versions for t in (await running).trajectories} == {(1,)}
+        assert {t.policy_versions for group in new for t in group.trajectories} == {(2,)}
+        assert {t.policy_versions for t in (await running).trajectories} == {(1,)}
         evaluated = await busy.evaluate([item().prompt], SamplingParams(max_tokens=4, temperature=0.0), engine="e0")
-        assert evaluated[0].versions == (1,)
+        assert evaluated[0].policy_versions == (1,)
         assert busy.quarantined == {}
         leased.version = 2
         busy.resume("e0")

@@ -77,7 +77,7 @@ def test_waits_of_all_turns_of_an_answer_add_up() -> None:
         loop = MultiTurnLoop(lambda _: Countdown(2), max_turns=2)
         busy = agent_worker(loop, engine(stop_one_in=4), group_size=1, **room(1))
         alone = await agent_worker(loop, engine(stop_one_in=4), group_size=1).run_group(item())
-        assert len(alone.trajectories[0].turns) == 2
+        assert len(alone.trajectories[0].turns()) == 2
         groups = await asyncio.gather(*(busy.run_group(item(group_id=i)) for i in range(2)))
         generating_s = alone.trajectories[0].timings["generate_s"]
         for group in groups:

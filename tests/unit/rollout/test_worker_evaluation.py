@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rollout.reward.call import RewardResult
-from rollout.types import Completion, Prompt, SamplingParams, Segment
+from rollout.types import Prompt, SamplingParams, TokenChunk
 from rollout.worker.worker import NumJudges, RolloutWorker
 from tests.fakes.engine_client import FakeEngine
 from tests.fakes.virtual_time import run_virtual
@@ -48,10 +48,10 @@ class OneByOne(FakeEngine):
                 self.now, left = self.now - 1, left - 1
                 yield (
                     index,
-                    Completion(
+                    TokenChunk(
                         token_ids=np.array([5], np.int32),
                         logprobs=np.array([-1.0], np.float32),
-                        segments=(Segment(version=0, num_tokens=1),),
+                        versions=np.zeros(1, np.int32),
                         finish_reason="stop",
                     ),
                 )

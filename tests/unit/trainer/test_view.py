@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from rollout.types import Group, Prompt, RolloutRequest, Segment, Trajectory, Turn
+from rollout.types import Group, Prompt, RolloutRequest, Trajectory
+from tests.fakes.trajectories import make_turn
 from trainer.telemetry.trajectories import TrajectoryRecorder
 from trainer.tools.view import main
 
@@ -34,14 +35,9 @@ def prompt(number: int) -> Prompt:
 def sample(
     index: int, reward: float, *, text: str = "", error: str = "", versions: tuple[int, ...] = (0,)
 ) -> Trajectory:
-    turn = Turn(
-        token_ids=np.arange(1 + len(versions), dtype=np.int32),
-        is_generated=np.array([False, *[True] * len(versions)]),
-        logprobs=np.zeros(1 + len(versions), np.float32),
-        segments=tuple(Segment(version=version, num_tokens=1) for version in versions),
-    )
-    return Trajectory(
-        prompt_id="p", sample_index=index, turns=(turn,), reward=reward, timings={}, text=text, error=error,
+    turn = make_turn([0], range(1, 1 + len(versions)), [(version, 1) for version in versions])
+    return Trajectory.of_turns(
+        [turn], prompt_id="p", sample_index=index, reward=reward, timings={}, text=text, error=error,
         reward_parts={} if error else {"exact": reward}, status="failed" if error else "completed",
     )  # fmt: skip
 

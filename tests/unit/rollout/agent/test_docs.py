@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollout.agent.runner import make_loop, play
+from rollout.agent.runner import make_loop, run_episode
 from rollout.types import Prompt
-from tests.unit.rollout.agent.test_loop import Scripted
+from tests.unit.rollout.agent.test_trajectory import Scripted
 from trainer.builtin.tiny_model import build_tokenizer
 
 
@@ -32,6 +32,6 @@ async def test_the_documented_environment_pays_as_it_says(
     prompt = Prompt(prompt_id="p", token_ids=np.array(tokenizer.encode("12+7="), np.int32), text="12+7=", answer="19")
     generate = Scripted(*((tokenizer.encode(answer), "stop") for answer in answers))
     loop = make_loop("agents_of_the_docs.second_chance", {"tokenizer": str(tmp_path / "tokenizer")})
-    episode = await play(loop, prompt, 40, generate=generate, timeout_s=5.0)
+    episode = await run_episode(loop, prompt, 40, generate=generate, timeout_s=5.0)
     assert episode.status == "completed"
-    assert [turn.reward for turn in episode.turns] == rewards
+    assert [turn.reward for turn in episode.turns()] == rewards

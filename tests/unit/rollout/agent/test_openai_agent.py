@@ -17,11 +17,11 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from rollout.agent.openai_agent import MOST_BYTES, OpenAiLoop, Task
-from rollout.agent.runner import make_loop, play
+from rollout.agent.runner import make_loop, run_episode
 from rollout.errors import AgentError, EngineDead, PluginError
 from rollout.fleet.scheduler import NoReplica
 from rollout.rendering import ChatTemplate
-from rollout.types import Completion, SamplingParams
+from rollout.types import SamplingParams, TokenChunk
 from rollout.worker.worker import RolloutWorker
 from tests.fakes.chat_policy import END, ChatPolicy, by_turn, chat_tokenizer
 from tests.fakes.engine_client import FakeEngine
@@ -30,7 +30,8 @@ from tests.unit.rollout.test_worker import length_score, spec
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from rollout.agent.loop import Episode, Generate
+    from rollout.agent.loop import Generate
+    from rollout.types import Trajectory
 
 Message = dict[str, Any]
 USER: Message = {"role": "user", "content": "2+3?"}
@@ -51,11 +52,11 @@ async def client_of(task: Task) -> AsyncIterator[Callable[..., Any]]:
         yield chat
 
 
-async def played(solve: Any, policy: ChatPolicy, *, generate: Generate | None = None, **changes: Any) -> Episode:
+async def played(solve: Any, policy: ChatPolicy, *, generate: Generate | None = None, **changes: Any) -> Trajectory:
     loop = OpenAiLoop(solve, template=ChatTemplate(policy.tokenizer), host=changes.pop("host", "127.0.0.1"))
     try:
         limits: dict[str, Any] = {"max_tokens": 300, "timeout_s": 20.0} | changes
-        return await play(
+        return await run_episode(
             loop,
             policy.prompt(),
             limits["max_tokens"],
@@ -91,7 +92,7 @@ async def test_an_agent_that_raises_for_want_of_room_has_a_truncated_trajectory(
 
     episode = await played(solve, policy, max_tokens=100)
     assert (episode.status, codes) == ("truncated", [("context_length_exceeded", True)])
-    assert len([turn for turn in episode.turns if turn.is_generated.any()]) > 1
+    assert len([turn for turn in episode.turns() if turn.is_generated.any()]) > 1
 
 
 async def test_an_answer_that_is_cut_for_want_of_room_truncates(policy: ChatPolicy) -> None:
@@ -120,7 +121,7 @@ async def test_an_agent_that_goes_on_with_less_history_is_not_truncated(policy: 
 async def test_a_generation_that_runs_out_of_time_fails_the_trajectory_at_once(policy: ChatPolicy) -> None:
     ended = []
 
-    async def generate(token_ids: np.ndarray, max_tokens: int, *, stop: Any = None) -> Completion:
+    async def generate(token_ids: np.ndarray, max_tokens: int, *, stop: Any = None) -> TokenChunk:
         return replace(await policy.generate(token_ids, 2, stop=stop), finish_reason="abort")
 
     async def solve(task: Task) -> None:
@@ -153,7 +154,7 @@ async def test_an_agent_that_hangs_ends_at_the_deadline_with_its_generation_and_
     loop = OpenAiLoop(asks_once_and_notes(tasks), template=ChatTemplate(policy.tokenizer))
     before = asyncio.all_tasks()
     with pytest.raises(AgentError, match=r"longer than task\.agent_timeout_s=3"):
-        await play(loop, policy.prompt(), 300, generate=policy.generate, timeout_s=3.0)
+        await run_episode(loop, policy.prompt(), 300, generate=policy.generate, timeout_s=3.0)
     assert (len(policy.asked), policy.engine._live) == (1, {})
     with pytest.raises(openai.NotFoundError, match="no such trajectory, or it has ended"):
         await asks_once(tasks[0])
@@ -187,7 +188,7 @@ async def test_a_request_that_is_under_way_when_the_trajectory_ends_is_answered_
 
 @pytest.mark.parametrize("answer", ["raise", "hang", "ask"])
 async def test_an_engine_that_fails_is_no_failure_of_the_agent_and_ends_it(policy: ChatPolicy, answer: str) -> None:
-    async def generate(token_ids: np.ndarray, max_tokens: int, *, stop: Any = None) -> Completion:
+    async def generate(token_ids: np.ndarray, max_tokens: int, *, stop: Any = None) -> TokenChunk:
         raise NoReplica("all are dead")
 
     async def solve(task: Task) -> None:
@@ -208,7 +209,7 @@ async def test_a_client_in_a_thread_is_told_once_what_an_engine_raised(policy: C
     told: asyncio.Queue[Exception] = asyncio.Queue()
     here, num_asked = asyncio.get_running_loop(), [0]
 
-    async def generate(token_ids: np.ndarray, max_tokens: int, *, stop: Any = None) -> Completion:
+    async def generate(token_ids: np.ndarray, max_tokens: int, *, stop: Any = None) -> TokenChunk:
         num_asked[0] += 1
         raise NoReplica("all are dead")
 
@@ -249,12 +250,12 @@ async def test_many_trajectories_share_a_server_and_nothing_else(policy: ChatPol
     prompts = [replace(policy.prompt(), text=f"number {n}", answer=str(n)) for n in range(200)]
     async with openai.DefaultAsyncHttpxClient() as shared:
         episodes = await asyncio.gather(
-            *(play(loop, prompt, 300, generate=policy.generate, timeout_s=60.0) for prompt in prompts)
+            *(run_episode(loop, prompt, 300, generate=policy.generate, timeout_s=60.0) for prompt in prompts)
         )
     await loop.close()
     for n, episode in enumerate(episodes):
-        assert f"user\nnumber {n}{END}" in policy.spoken(episode.turns)
-        assert episode.turns[0].reward == n
+        assert f"user\nnumber {n}{END}" in policy.spoken(episode.turns())
+        assert episode.turns()[0].reward == n
 
 
 async def test_a_plain_function_may_block(policy: ChatPolicy) -> None:
@@ -264,7 +265,7 @@ async def test_a_plain_function_may_block(policy: ChatPolicy) -> None:
             answer = client.chat.completions.create(model=task.model, messages=[message])
             return float(answer.choices[0].message.content == "one")
 
-    assert [turn.reward for turn in (await played(solve, policy)).turns] == [1.0]
+    assert [turn.reward for turn in (await played(solve, policy)).turns()] == [1.0]
 
 
 @pytest.mark.parametrize("messages", [(), ({"role": "system", "content": "Be brief."}, USER)])
@@ -272,7 +273,7 @@ async def test_an_agent_gets_the_prompt_as_messages(policy: ChatPolicy, messages
     seen: list[Task] = []
     loop = OpenAiLoop(asks_once_and_notes(seen), template=ChatTemplate(policy.tokenizer))
     prompt = replace(policy.prompt(), messages=messages)
-    await play(loop, prompt, 300, generate=policy.generate, timeout_s=20.0)
+    await run_episode(loop, prompt, 300, generate=policy.generate, timeout_s=20.0)
     await loop.close()
     assert list(seen[0].messages) == (list(messages) or [{"role": "user", "content": prompt.text}])
 
@@ -285,7 +286,7 @@ async def test_a_reward_goes_to_the_last_turn(policy: ChatPolicy, reward: Any, e
             await chat(USER, {"role": "assistant", "content": "one"}, USER)
             return reward
 
-    assert [turn.reward for turn in (await played(solve, policy)).turns] == [0.0, expected]
+    assert [turn.reward for turn in (await played(solve, policy)).turns()] == [0.0, expected]
 
 
 @pytest.mark.parametrize("reward", [float("nan"), True, "1", [1.0]])
@@ -316,8 +317,10 @@ async def test_an_address_of_nobody_here_is_told_and_not_remembered(
     with monkeypatch.context() as patch:
         patch.setattr(socket.socket, "bind", refuses)
         with pytest.raises(AgentError, match="cannot be reached"):
-            await play(loop, policy.prompt(), 300, generate=policy.generate, timeout_s=20.0)
-    assert (await play(loop, policy.prompt(), 300, generate=policy.generate, timeout_s=20.0)).status == "completed"
+            await run_episode(loop, policy.prompt(), 300, generate=policy.generate, timeout_s=20.0)
+    assert (
+        await run_episode(loop, policy.prompt(), 300, generate=policy.generate, timeout_s=20.0)
+    ).status == "completed"
     await loop.close()
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from rollout.agent.runner import make_loop, play
+from rollout.agent.runner import make_loop, run_episode
 from tests.fakes.chat_policy import END, ChatPolicy, by_turn
 
 PROGRAM = """
@@ -56,18 +56,18 @@ async def test_the_documented_function_pays_as_it_says(make: Make, answers: list
     policy = await ChatPolicy(by_turn(*(answer + END for answer in answers))).start()
     loop = make("solve", policy)
     prompt = replace(policy.prompt(), messages=({"role": "user", "content": "2+3?"},))
-    episode = await play(loop, prompt, 200, generate=policy.generate, timeout_s=30.0)
+    episode = await run_episode(loop, prompt, 200, generate=policy.generate, timeout_s=30.0)
     await loop.close()
-    assert [turn.reward for turn in episode.turns] == rewards
+    assert [turn.reward for turn in episode.turns()] == rewards
 
 
 async def test_the_documented_program_is_paid_for_its_answer(make: Make, tmp_path: Path) -> None:
     policy = await ChatPolicy(by_turn(f"5{END}")).start()
     loop = make("solve_in_a_program", policy)
     prompt = replace(policy.prompt(), text="2+3?")
-    episode = await play(loop, prompt, 200, generate=policy.generate, timeout_s=60.0)
+    episode = await run_episode(loop, prompt, 200, generate=policy.generate, timeout_s=60.0)
     await loop.close()
-    assert (episode.turns[-1].reward, episode.status) == (1.0, "completed")
+    assert (episode.turns()[-1].reward, episode.status) == (1.0, "completed")
     await nothing_runs(tmp_path)
 
 
@@ -75,7 +75,7 @@ async def test_the_documented_program_ends_with_the_trajectory(make: Make, tmp_p
     policy = await ChatPolicy(by_turn(f"5{END}")).start()
     policy.engine.faults.hang_generation = True
     loop = make("solve_in_a_program", policy)
-    playing = asyncio.create_task(play(loop, policy.prompt(), 200, generate=policy.generate, timeout_s=60.0))
+    playing = asyncio.create_task(run_episode(loop, policy.prompt(), 200, generate=policy.generate, timeout_s=60.0))
     await policy.has_begun.wait()
     assert len(running(tmp_path)) == 2
     playing.cancel()

@@ -14,13 +14,13 @@ from openai import AsyncOpenAI
 from rollout.agent.openai_agent import OpenAiLoop, Task
 from rollout.agent.openai_protocol import ApiError, parse_request
 from rollout.agent.openai_session import Session
-from rollout.agent.runner import play
+from rollout.agent.runner import run_episode
 from rollout.rendering import ChatTemplate, Setting, TooLong
-from rollout.types import Completion
 from tests.fakes.chat_policy import BEGIN, END, ChatPolicy, by_turn
+from tests.fakes.trajectories import make_chunk
 
 if TYPE_CHECKING:
-    from rollout.agent.loop import Episode
+    from rollout.types import TokenChunk, Trajectory
     from weight_sync.wire import CommitResult
 
 USER: dict[str, Any] = {"role": "user", "content": "2+3?"}
@@ -34,7 +34,7 @@ Chat = Callable[..., Awaitable[Any]]
 
 async def played(
     policy: ChatPolicy, talk: Callable[[Chat], Awaitable[float | None]], *, max_sequences: int = 9, **changes: Any
-) -> Episode:
+) -> Trajectory:
     """An agent that does `talk` with a function that asks the policy."""
 
     async def solve(task: Task) -> float | None:
@@ -49,7 +49,7 @@ async def played(
     loop = OpenAiLoop(solve, template=ChatTemplate(policy.tokenizer), variables=changes.pop("variables", {}))
     try:
         limits: dict[str, Any] = {"max_tokens": 500, "timeout_s": 20.0} | changes
-        return await play(
+        return await run_episode(
             loop,
             policy.prompt(),
             limits["max_tokens"],
@@ -84,11 +84,11 @@ async def test_turns_of_one_conversation_are_one_sequence_of_what_was_sampled() 
     episode = await played(policy, talk, max_sequences=1)
     # The template would have left the thoughts out: what was sampled stays.
     expected = ASKED + "{<think>add</think>\n 5 " + END + "}" + ASKED_AGAIN + "{yes" + END + "}"
-    assert (policy.spoken(episode.turns), episode.status) == (expected, "completed")
+    assert (policy.spoken(episode.turns()), episode.status) == (expected, "completed")
     assert policy.asked == [ASKED, ASKED + f"<think>add</think>\n 5 {END}" + ASKED_AGAIN]
-    for turn in episode.turns:
+    for turn in episode.turns():
         assert (turn.logprobs[turn.is_generated] == -0.5).all()
-        assert np.isnan(turn.logprobs[~turn.is_generated]).all()
+        assert (turn.logprobs[~turn.is_generated] == 0).all()
 
 
 THOUGHT, FIVE = "<think>add</think>5", {"role": "assistant", "content": "5"}
@@ -128,7 +128,7 @@ async def test_a_history_that_is_not_what_was_said_is_a_sequence_of_its_own(
 
     episode = await played(policy, talk)
     answer = THOUGHT if asked == ASKED else "yes"
-    assert policy.spoken(episode.turns) == f"{ASKED}{{{THOUGHT}{END}}}---\n{asked}{{{answer}{END}}}"
+    assert policy.spoken(episode.turns()) == f"{ASKED}{{{THOUGHT}{END}}}---\n{asked}{{{answer}{END}}}"
 
 
 async def test_a_first_conversation_that_is_not_the_prompt_begins_anew() -> None:
@@ -138,7 +138,7 @@ async def test_a_first_conversation_that_is_not_the_prompt_begins_anew() -> None
         await chat(OTHER)
 
     episode = await played(policy, talk, max_sequences=1)
-    assert policy.spoken(episode.turns) == f"---\n{ASKED_AGAIN[1:]}{{yes{END}}}"
+    assert policy.spoken(episode.turns()) == f"---\n{ASKED_AGAIN[1:]}{{yes{END}}}"
 
 
 async def test_requests_at_once_do_not_share_a_sequence() -> None:
@@ -159,7 +159,7 @@ async def test_requests_at_once_do_not_share_a_sequence() -> None:
         await both
 
     episode = await played(policy, talk)
-    one, two = policy.spoken(episode.turns).split("---\n")
+    one, two = policy.spoken(episode.turns()).split("---\n")
     third = ASKED_AGAIN.replace("sure?", "third")
     begin = f"{ASKED}{{one{END}}}"
     assert {one, two} in (
@@ -178,7 +178,7 @@ async def test_a_question_on_the_side_leaves_the_conversation_where_it_was() -> 
 
     episode = await played(policy, talk, max_sequences=2)
     main = f"{ASKED}{{one{END}}}{ASKED_AGAIN}{{two{END}}}"
-    assert policy.spoken(episode.turns) == f"{main}---\n{ASKED_AGAIN[1:]}{{one{END}}}"
+    assert policy.spoken(episode.turns()) == f"{main}---\n{ASKED_AGAIN[1:]}{{one{END}}}"
 
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": %d}}\n</tool_call>'
@@ -205,7 +205,7 @@ async def test_calls_of_tools_are_read_and_what_tools_return_follows_in_the_same
     opening = f"---\n<|im_start|>system\nadd{END}\n{ASKED}"
     results = "".join(f"<|im_start|>user\n<tool_response>r{n}</tool_response>{END}\n" for n in range(2))
     first = f"{{{text}{CALL % 1}{CALL % 2}{END}}}"
-    assert policy.spoken(episode.turns) == f"{opening}{first}\n{results}{BEGIN}{{5{END}}}"
+    assert policy.spoken(episode.turns()) == f"{opening}{first}\n{results}{BEGIN}{{5{END}}}"
 
 
 @pytest.mark.parametrize("text", ['<tool_call>{"name": "add", </tool_call>', CALL % 1], ids=["no-json", "no-tools"])
@@ -232,7 +232,7 @@ async def test_stop_texts_and_limits_of_a_request_end_the_answer() -> None:
 
     episode = await played(policy, talk, max_sequences=1)
     # The end of a turn that was cut is context, and what a stop text ended is trained with it.
-    assert policy.spoken(episode.turns) == f"{ASKED}{{123}}{END}{ASKED_AGAIN}{{yes</a>}}"
+    assert policy.spoken(episode.turns()) == f"{ASKED}{{123}}{END}{ASKED_AGAIN}{{yes</a>}}"
     assert (policy.max_tokens, episode.status) == ([3, 50], "completed")
 
 
@@ -273,11 +273,11 @@ async def test_a_commit_between_and_within_answers_labels_every_token() -> None:
         await asking
 
     episode = await played(policy, talk)
-    segments = [[(s.version, s.num_tokens) for s in turn.segments] for turn in episode.turns]
+    segments = [list(turn.segments) for turn in episode.turns()]
     assert segments[:2] == [[(0, 4)], [(1, 4)]]
     assert [version for version, _ in segments[2]] == [1, 2]
-    for turn in episode.turns:  # the policy's log-probabilities tell its version
-        versions = np.repeat([s.version for s in turn.segments], [s.num_tokens for s in turn.segments])
+    for turn in episode.turns():  # the policy's log-probabilities tell its version
+        versions = turn.versions[turn.is_generated]
         assert turn.logprobs[turn.is_generated].tolist() == (-0.5 - versions).tolist()
 
 
@@ -297,7 +297,7 @@ async def test_a_client_that_goes_away_ends_its_generation_and_leaves_the_conver
         await chat(USER, first, OTHER)
 
     episode = await played(policy, talk, max_sequences=1)
-    assert policy.spoken(episode.turns) == f"{ASKED}{{one{END}}}{ASKED_AGAIN}{{two{END}}}"
+    assert policy.spoken(episode.turns()) == f"{ASKED}{{one{END}}}{ASKED_AGAIN}{{two{END}}}"
 
 
 async def test_an_answer_that_is_given_up_in_a_conversation_of_its_own_leaves_nothing() -> None:
@@ -314,7 +314,7 @@ async def test_an_answer_that_is_given_up_in_a_conversation_of_its_own_leaves_no
         await chat(USER)
 
     episode = await played(policy, talk, max_sequences=1)
-    assert policy.spoken(episode.turns) == f"{ASKED}{{one{END}}}"
+    assert policy.spoken(episode.turns()) == f"{ASKED}{{one{END}}}"
 
 
 def session_of(policy: ChatPolicy, *, generate: Any = None) -> Session:
@@ -336,10 +336,9 @@ async def test_an_answer_without_tokens_leaves_the_conversation_as_it_was() -> N
     policy = await ChatPolicy(by_turn(f"one{END}", f"two{END}")).start()
     is_silent = [False]
 
-    async def generate(token_ids: np.ndarray, max_tokens: int, *, stop: Any = None) -> Completion:
+    async def generate(token_ids: np.ndarray, max_tokens: int, *, stop: Any = None) -> TokenChunk:
         if is_silent[0]:
-            nothing = np.empty(0, np.int32)
-            return Completion(token_ids=nothing, logprobs=nothing.astype(np.float32), segments=(), finish_reason="stop")
+            return make_chunk([])
         return await policy.generate(token_ids, max_tokens, stop=stop)
 
     session = session_of(policy, generate=generate)
@@ -380,7 +379,7 @@ async def test_what_a_policy_in_training_cannot_do_is_refused_once(
         await chat(USER, temperature=0.1, seed=3, user="me", parallel_tool_calls=True, response_format={"type": "text"})
 
     episode = await played(policy, talk, max_sequences=1)
-    assert policy.spoken(episode.turns) == f"{ASKED}{{one{END}}}"
+    assert policy.spoken(episode.turns()) == f"{ASKED}{{one{END}}}"
     assert len(policy.asked) == 1
 
 
@@ -402,7 +401,7 @@ async def test_text_comes_in_parts_too() -> None:
         await chat({"role": "user", "content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "3?"}]})
 
     episode = await played(policy, talk)
-    assert policy.spoken(episode.turns) == f"{ASKED}{{one{END}}}"
+    assert policy.spoken(episode.turns()) == f"{ASKED}{{one{END}}}"
 
 
 async def test_half_a_surrogate_pair_is_replaced_as_no_tokenizer_takes_it() -> None:

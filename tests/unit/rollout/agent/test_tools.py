@@ -14,22 +14,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from rollout.agent.runner import make_loop, play
+from rollout.agent.runner import make_loop, run_episode
 from rollout.agent.tools import Toolbox, TurnTemplate
-from rollout.agent.trajectory_builder import join_chunks
 from rollout.engine.interface import EngineSpec
 from rollout.errors import PluginError
-from rollout.types import Completion, Prompt, SamplingParams, Segment, ToolUse
+from rollout.types import Prompt, SamplingParams, TokenChunk, ToolUse, join_chunks
 from tests.fakes.chat_tokenizer import END, PLAIN, THINKING, chat_tokenizer
 from tests.fakes.own_tokenizer import save_own_tokenizer
 from tests.fakes.scripted_engine import ScriptedEngine
+from tests.fakes.trajectories import make_chunk
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from transformers import PreTrainedTokenizerFast
 
-    from rollout.agent.loop import Episode
+    from rollout.types import Trajectory
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def agent_args(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: PreTr
 
 async def play_on_engine(
     tokenizer: PreTrainedTokenizerFast, agent_args: dict[str, Any], said: Sequence[str], *, max_tokens: int = 800
-) -> Episode:
+) -> Trajectory:
     """A policy that says `said`, turn by turn, on an engine that ends at stop texts."""
     answers = [tokenizer(one, add_special_tokens=False)["input_ids"] for one in said]
     begin = tokenizer("<|im_start|>assistant", add_special_tokens=False)["input_ids"]
@@ -69,7 +69,7 @@ async def play_on_engine(
     await engine.start()
     numbers = iter(range(100))
 
-    async def generate(token_ids: np.ndarray, max_tokens: int, *, stop: Any = None) -> Completion:
+    async def generate(token_ids: np.ndarray, max_tokens: int, *, stop: Any = None) -> TokenChunk:
         params = SamplingParams(max_tokens=max_tokens, stop=tuple(stop))
         chunks = [chunk async for chunk in engine.generate(str(next(numbers)), token_ids, params)]
         return join_chunks(chunks, chunks[-1].finish_reason)
@@ -77,7 +77,7 @@ async def play_on_engine(
     ids = tokenizer.apply_chat_template([{"role": "user", "content": "?"}], add_generation_prompt=True)["input_ids"]
     prompt = Prompt(prompt_id="p", token_ids=np.array(ids, np.int32), text="?", answer="42")
     loop = make_loop("rollout.agent.tools.tool_agent", agent_args)
-    return await play(loop, prompt, max_tokens, generate=generate, timeout_s=10.0)
+    return await run_episode(loop, prompt, max_tokens, generate=generate, timeout_s=10.0)
 
 
 def test_a_tokenizer_that_brings_its_own_code_needs_trust(agent_args: dict[str, Any], tmp_path: Path) -> None:
@@ -94,8 +94,8 @@ async def test_the_tokens_are_those_of_the_whole_conversation_and_only_generated
     # The first turn would go on and make the result up; the second ends by itself with its call.
     said = [f"{first}\n<tool_response>41</tool_response>", second, f"It is 42.{END}"]
     episode = await play_on_engine(tokenizer, agent_args, said)
-    tokens = np.concatenate([turn.token_ids for turn in episode.turns]).tolist()
-    generated = ["".join(tokenizer.decode(turn.token_ids[turn.is_generated])) for turn in episode.turns]
+    tokens = np.concatenate([turn.token_ids for turn in episode.turns()]).tolist()
+    generated = ["".join(tokenizer.decode(turn.token_ids[turn.is_generated])) for turn in episode.turns()]
     assert (generated, episode.status) == ([first, second, said[2]], "completed")
     conversation = [
         {"role": "user", "content": "?"},
@@ -107,9 +107,9 @@ async def test_the_tokens_are_those_of_the_whole_conversation_and_only_generated
     ]
     assert tokenizer.decode(tokens) + "\n" == tokenizer.apply_chat_template(conversation, tokenize=False)
     assert tokens == tokenizer.apply_chat_template(conversation)["input_ids"][:-1]
-    for turn in episode.turns:
+    for turn in episode.turns():
         assert (turn.logprobs[turn.is_generated] == -0.5).all()
-        assert np.isnan(turn.logprobs[~turn.is_generated]).all()
+        assert (turn.logprobs[~turn.is_generated] == 0).all()
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ async def test_too_many_calls_truncate(tokenizer: PreTrainedTokenizerFast, agent
     said = [call_of("calculator", expression="1 + 1")] * 3
     episode = await play_on_engine(tokenizer, agent_args | {"max_turns": 2}, said)
     assert episode.status == "truncated"
-    assert len([turn for turn in episode.turns if turn.is_generated.any()]) == 2
+    assert len([turn for turn in episode.turns() if turn.is_generated.any()]) == 2
 
 
 def test_the_end_of_a_turn_is_neither_left_out_nor_repeated(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -296,16 +296,14 @@ async def test_a_template_that_shows_tools_shows_them_and_its_arguments_hold_bet
     said = [call_of("calculator", expression="3 * 14"), "42"]
     asked: list[str] = []
 
-    async def generate(token_ids: np.ndarray, max_tokens: int, *, stop: Any = None) -> Completion:
+    async def generate(token_ids: np.ndarray, max_tokens: int, *, stop: Any = None) -> TokenChunk:
         asked.append(thinking.decode(token_ids))
         ids = thinking(said[len(asked) - 1], add_special_tokens=False)["input_ids"]
-        zeros = np.zeros(len(ids), np.float32)
-        segments = (Segment(version=0, num_tokens=len(ids)),)
-        return Completion(token_ids=np.array(ids, np.int32), logprobs=zeros, segments=segments, finish_reason="stop")
+        return make_chunk(ids)
 
     ids = thinking(text, add_special_tokens=False)["input_ids"]
     prompt = Prompt(prompt_id="p", token_ids=np.array(ids, np.int32), text=text, answer="42")
-    await play(loop, prompt, 2000, generate=generate, timeout_s=10.0)
+    await run_episode(loop, prompt, 2000, generate=generate, timeout_s=10.0)
     begin = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
     result = "<tool_response>\n42\n</tool_response>"
     assert asked[0].endswith(f"?{END}\n{begin}")

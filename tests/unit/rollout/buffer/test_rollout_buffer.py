@@ -13,7 +13,8 @@ import pytest
 
 from rollout.buffer.rollout_buffer import MAX_WORKER_LOSSES, RolloutBuffer
 from rollout.errors import BufferClosed, NoProgress, WorkerLost
-from rollout.types import Group, Prompt, Segment, Trajectory, Turn
+from rollout.types import Group, Prompt, Trajectory
+from tests.fakes.trajectories import make_turn
 from tests.fakes.virtual_time import run_virtual
 
 if TYPE_CHECKING:
@@ -34,16 +35,11 @@ def new_buffer(**changes: Any) -> RolloutBuffer:
 
 
 def group_of(item: RolloutRequest, *, num_tokens: int = 3, start_version: int | None = None) -> Group:
-    turn = Turn(
-        token_ids=np.zeros(num_tokens, np.int32),
-        is_generated=np.ones(num_tokens, bool),
-        logprobs=np.zeros(num_tokens, np.float32),
-        segments=(Segment(version=item.start_version, num_tokens=num_tokens),),
-    )
-    trajectory = Trajectory(
+    turn = make_turn([], np.zeros(num_tokens, np.int32), [(item.start_version, num_tokens)])
+    trajectory = Trajectory.of_turns(
+        [turn],
         prompt_id=item.prompt.prompt_id,
         sample_index=0,
-        turns=(turn,),
         reward=1.0,
         reward_parts={},
         status="completed",

@@ -11,7 +11,7 @@ import pytest
 from rollout.engine.actor import EngineActor, PauseWatchdog
 from rollout.engine.interface import Engine, EngineSpec
 from rollout.errors import EngineDead
-from rollout.types import Completion, SamplingParams
+from rollout.types import SamplingParams, TokenChunk
 from tests.fakes.scripted_engine import ScriptedEngine
 from weight_sync.device import DeviceError, get_backend
 from weight_sync.wire import Reply, encode
@@ -62,7 +62,7 @@ async def test_an_engine_whose_environment_is_wrong_says_so_and_is_not_started(
 async def test_a_group_stream_gives_every_sample_whole_and_in_order() -> None:
     actor, engine = make_actor()
     await actor.start()
-    by_index: dict[int, list[Completion]] = {0: [], 1: [], 2: []}
+    by_index: dict[int, list[TokenChunk]] = {0: [], 1: [], 2: []}
     num_items = 0
     async for items in actor.generate_group(["a", "b", "c"], PROMPT, group_params(3, 10, 17)):
         num_items += 1
@@ -101,7 +101,7 @@ async def test_an_abort_that_comes_right_behind_its_group_ends_it() -> None:
     actor, engine = make_actor()
     await actor.start()
 
-    async def consume() -> list[Completion]:
+    async def consume() -> list[TokenChunk]:
         stream = actor.generate_group(["a", "b"], PROMPT, group_params(4000, 4000))
         return [chunk async for items in stream for _, chunk in items]
 

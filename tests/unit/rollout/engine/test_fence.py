@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rollout.engine.interface import EngineSpec
-from rollout.engine.request_state import ChunkBuilder, LiveAnswer, VersionLabels
+from rollout.engine.request_state import ChunkBuilder, LiveAnswer, VersionSpans
 from rollout.engine.vllm_engine import VllmEngine
 
 
@@ -33,12 +33,12 @@ class SlowOutputPath:
 
 def make_engine(llm: SlowOutputPath) -> tuple[VllmEngine, LiveAnswer]:
     engine = VllmEngine(EngineSpec(model="m"))
-    chunks = ChunkBuilder(VersionLabels(0), 4)
+    chunks = ChunkBuilder(VersionSpans(0), 4)
     queue: Any = SimpleNamespace(request_id="inner-id")
     gone: Any = SimpleNamespace(request_id="finished-id")
     live = LiveAnswer(queue, chunks)
     engine._roster.enter("r", live)
-    engine._roster.enter("finished", LiveAnswer(gone, ChunkBuilder(VersionLabels(0), 4)))
+    engine._roster.enter("finished", LiveAnswer(gone, ChunkBuilder(VersionSpans(0), 4)))
     return engine, live
 
 

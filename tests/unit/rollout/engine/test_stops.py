@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rollout.engine.interface import EngineSpec
-from rollout.engine.request_state import ChunkBuilder, LiveAnswer, StopWatch, VersionLabels, stop_watch
+from rollout.engine.request_state import ChunkBuilder, LiveAnswer, StopWatch, VersionSpans, stop_watch
 from rollout.engine.vllm_engine import VllmEngine
 from rollout.types import SamplingParams
 from tests.fakes.scripted_replica import ScriptedReplica, Workload
@@ -90,7 +90,7 @@ def taken(outputs: list[tuple[list[int], str | None]], *, drafts: bool) -> tuple
     tokenizer: Any = SimpleNamespace(decode=lambda token_ids, **_: decode(token_ids))
     params = SamplingParams(max_tokens=99, stop=("</s>",))
     watch = stop_watch(tokenizer, np.array([0, 1], np.int32), params, drafts=drafts)
-    chunks = ChunkBuilder(VersionLabels(0), 100)
+    chunks = ChunkBuilder(VersionSpans(0), 100)
     live, number, finish = LiveAnswer(anything, chunks, watch, drafts), 0, None
     for tokens, reason in outputs:
         flat = SimpleNamespace(

@@ -27,10 +27,10 @@ BOUNDS = PassRateBounds(lowest=0.1, highest=0.9, retry_epochs=2, pass_reward=1.0
 def group(source: PromptSource, prompt_id: str, rewards: list[float], *, group_id: int, version: int = 0) -> Group:
     """NaN is an answer without a reward."""
     answers = [
-        Trajectory(
+        Trajectory.of_turns(
+            [],
             prompt_id=prompt_id,
             sample_index=i,
-            turns=(),
             reward=reward,
             reward_parts={},
             status="failed" if np.isnan(reward) else "completed",

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from rollout.types import Group, Prompt, Segment, Trajectory, Turn
+from rollout.types import Group, Prompt, Trajectory, Turn
+from tests.fakes import trajectories as fakes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,14 +22,9 @@ def make_turn(
     """Context tokens, then generated ones; `segments` are (version, num_tokens). Token i has logprob -i / 64."""
     num_generated = sum(n for _, n in segments)
     num_tokens = num_context + num_generated
-    logprobs = -np.arange(num_tokens, dtype=np.float32) / 64
-    logprobs[:num_context] = np.nan
-    return Turn(
-        token_ids=np.arange(first_token, first_token + num_tokens, dtype=np.int32),
-        is_generated=np.arange(num_tokens) >= num_context,
-        logprobs=logprobs,
-        segments=tuple(Segment(version=v, num_tokens=n) for v, n in segments),
-        reward=reward,
+    tokens, logprobs = np.arange(first_token, first_token + num_tokens), -np.arange(num_tokens) / 64
+    return fakes.make_turn(
+        tokens[:num_context], tokens[num_context:], segments, logprobs=logprobs[num_context:].tolist(), reward=reward
     )
 
 
@@ -43,7 +39,7 @@ def make_trajectory(sample_index: int, *, num_tokens: int = 4, version: int = 0,
         "status": "completed",
         "timings": {},
     }
-    return Trajectory(**(values | changes))
+    return Trajectory.of_turns(**(values | changes))
 
 
 def make_group(trajectories: Sequence[Trajectory], *, group_id: int = 0, start_version: int = 0) -> Group:

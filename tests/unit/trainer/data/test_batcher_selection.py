@@ -15,7 +15,7 @@ from trainer.data.build import BatchLimits, build_train_batch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rollout.types import Group
+    from rollout.types import Group, Trajectory
     from trainer.data.batch import MicroBatch
 
 CLIP_COV = AlgorithmConfig(loss="clip_cov", cov_frac=0.1, cov_min=-0.5, cov_max=0.5)
@@ -26,14 +26,11 @@ def with_noise(groups: Sequence[Group], seed: int) -> list[Group]:
     """Log-probs that differ from token to token."""
     rng = np.random.default_rng(seed)
 
-    def noisy(turn):
-        noise = -rng.exponential(1.0, len(turn.logprobs)).astype(np.float32)
-        return replace(turn, logprobs=np.where(turn.is_generated, noise, turn.logprobs).astype(np.float32))
+    def noisy(t: Trajectory) -> Trajectory:
+        noise = -rng.exponential(1.0, len(t.logprobs)).astype(np.float32)
+        return replace(t, logprobs=np.where(t.loss_mask, noise, t.logprobs))
 
-    return [
-        replace(g, trajectories=tuple(replace(t, turns=tuple(noisy(x) for x in t.turns)) for t in g.trajectories))
-        for g in groups
-    ]
+    return [replace(g, trajectories=tuple(map(noisy, g.trajectories))) for g in groups]
 
 
 def micro_batches(groups: Sequence[Group], config: AlgorithmConfig, *, ranks: int, tokens: int) -> list[MicroBatch]:

@@ -40,7 +40,8 @@ def cut(turns: Sequence[Turn], places: set[int]) -> tuple[Turn, ...]:
             turn,
             token_ids=np.concatenate([said, turn.token_ids]),
             is_generated=np.concatenate([np.zeros(len(said), np.bool_), turn.is_generated]),
-            logprobs=np.concatenate([np.full(len(said), np.nan, np.float32), turn.logprobs]),
+            logprobs=np.concatenate([np.zeros(len(said), np.float32), turn.logprobs]),
+            versions=np.concatenate([np.full(len(said), -1, np.int32), turn.versions]),
             begins_anew=True,
         )
     return tuple(found)

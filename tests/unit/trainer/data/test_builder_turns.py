@@ -58,7 +58,7 @@ def test_reinforce_pp_normalises_what_is_still_to_come_over_the_tokens_of_the_st
 
 def test_context_after_the_last_turn_changes_no_advantage() -> None:
     plain = in_turns(0, 1.0, 0.5, outcome=1.0)
-    longer = replace(plain, turns=(*plain.turns, make_turn(4, [])))
+    longer = make_trajectory(0, turns=(*plain.turns(), make_turn(4, [])), reward=plain.reward)
     for name in ("reinforce", "reinforce_pp"):
         both = [build(make_group([t, make_trajectory(1)]), advantage=name) for t in (plain, longer)]
         assert generated_advantages(both[0]) == generated_advantages(both[1])

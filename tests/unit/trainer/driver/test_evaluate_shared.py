@@ -11,16 +11,17 @@ import pytest
 
 from rollout.fleet.scheduler import NoReplica
 from rollout.reward.call import RewardResult
-from rollout.types import Completion, Prompt, SamplingParams, Segment
 from rollout.worker.worker import RolloutWorker, WorkerSpec
 from tests.fakes.engine_client import FakeEngine
 from tests.fakes.scripted_run import config, held_out
+from tests.fakes.trajectories import make_chunk
 from tests.fakes.virtual_time import run_virtual
 from trainer.driver.evaluation import EvaluationFailed, Evaluator, deal
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from rollout.types import Prompt, SamplingParams
     from trainer.driver.checkpointing import Evaluation
 
 SAMPLES = 3
@@ -44,12 +45,7 @@ class BySeed(FakeEngine):
             tokens = np.full(len(chunk.token_ids), params[index].seed % 997, np.int32)
             yield (
                 index,
-                Completion(
-                    token_ids=tokens,
-                    logprobs=chunk.logprobs,
-                    segments=(Segment(version=self.version, num_tokens=len(tokens)),),
-                    finish_reason=chunk.finish_reason,
-                ),
+                make_chunk(tokens, [(self.version, len(tokens))], finish_reason=chunk.finish_reason),
             )
 
 

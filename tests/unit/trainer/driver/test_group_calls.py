@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from rollout.errors import WorkerLost
-from rollout.types import Group, Prompt, RolloutRequest, Segment, Trajectory, Turn
+from rollout.types import Group, Prompt, RolloutRequest, Trajectory
 from rollout.worker.group_server import EVERY_S, MOST_BYTES, GroupServer
 from tests.fakes.local_actor import LocalActor, ServesGroups
+from tests.fakes.trajectories import make_turn
 from tests.fakes.virtual_time import run_virtual
 from trainer.driver import fleet as workers
 from trainer.driver.fleet import WorkerPool
@@ -24,14 +25,9 @@ def item(group_id: int) -> RolloutRequest:
 
 
 def group_of(item: RolloutRequest, *, num_tokens: int = 4) -> Group:
-    turn = Turn(
-        token_ids=np.full(num_tokens, item.group_id, np.int32),
-        is_generated=np.ones(num_tokens, bool),
-        logprobs=np.zeros(num_tokens, np.float32),
-        segments=(Segment(version=0, num_tokens=num_tokens),),
-    )
-    answer = Trajectory(
-        prompt_id="p", sample_index=0, turns=(turn,), reward=1.0, reward_parts={}, status="completed", timings={}
+    turn = make_turn([], np.full(num_tokens, item.group_id, np.int32), [(0, num_tokens)])
+    answer = Trajectory.of_turns(
+        [turn], prompt_id="p", sample_index=0, reward=1.0, reward_parts={}, status="completed", timings={}
     )
     return Group(group_id=item.group_id, prompt=item.prompt, trajectories=[answer], start_version=0)
 
@@ -81,7 +77,7 @@ def test_what_begins_and_ends_together_takes_one_call_each_way() -> None:
     worker = Worker(1.0)
     groups, ended_s = run_groups(worker, range(100))
     assert [group.group_id for group in groups] == list(range(100))
-    assert [turn.token_ids[0] for group in groups for turn in group.trajectories[0].turns] == list(range(100))
+    assert [turn.token_ids[0] for group in groups for turn in group.trajectories[0].turns()] == list(range(100))
     assert worker.submitted == [list(range(100))]
     assert worker.answered == [list(range(100))]
     assert ended_s == pytest.approx(1.0), "what comes alone waits for nothing"

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.buffer.rollout_buffer import RolloutBuffer
-from rollout.types import Group
+from rollout.types import Group, Trajectory
 from tests.fakes.scripted_run import config, prompt_set, sync_report, trajectory
 from trainer.data.build import BatchLimits, BuiltBatch, build_train_batch
 from trainer.driver.step_metrics import (
@@ -108,9 +108,10 @@ def test_a_preference_for_short_answers_shows_as_length_bias() -> None:
 def test_answers_of_several_token_sequences_that_are_all_trained_show_no_length_bias() -> None:
     recorder = StepRecorder(clock=lambda: 0.0)
     (group,) = groups([3])
-    turn = group.trajectories[0].turns[0]
+    turn = group.trajectories[0].turns()[0]
     turns = (turn, replace(turn, begins_anew=True), replace(turn, begins_anew=True))
-    group = replace(group, trajectories=[replace(t, turns=turns) for t in group.trajectories])
+    trajectories = [Trajectory.of_turns(turns, status=t.status, reward=t.reward) for t in group.trajectories]
+    group = replace(group, trajectories=trajectories)
     recorder.count_generated(group)
     record = recorder.step_record([group], built([group]), RESULT, TIMES, max_staleness=1)
     assert record["learner/num_sequences"] == 6 and record["length_bias/ks"] == 0.0

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.types import Group, Prompt, Segment, Trajectory, Turn
+from rollout.types import Group, Prompt, Trajectory
 from tests.fakes.rewarded import rewarded
+from tests.fakes.trajectories import make_turn
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.data.build import BatchLimits, build_train_batch
 from trainer.learner.critic import ValueTargets, ValueTotals, penalized_rewards, value_targets
@@ -26,19 +27,11 @@ def trajectory(index: int, turns: Sequence[tuple[int, int]]) -> Trajectory:
     """`turns` are (context tokens, generated tokens); the outcome is worth 1."""
     made = []
     for num_context, num_generated in turns:
-        is_generated = np.arange(num_context + num_generated) >= num_context
-        made.append(
-            Turn(
-                token_ids=np.arange(len(is_generated), dtype=np.int32),
-                is_generated=is_generated,
-                logprobs=np.where(is_generated, -1.0, np.nan).astype(np.float32),
-                segments=(Segment(version=0, num_tokens=num_generated),),
-            )
-        )
-    return Trajectory(
+        made.append(make_turn(range(num_context), range(num_context, num_context + num_generated)))
+    return Trajectory.of_turns(
+        made,
         prompt_id="a",
         sample_index=index,
-        turns=tuple(made),
         reward=1.0,
         reward_parts={},
         status="completed",

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from rollout.types import Group, Prompt, Segment, Trajectory, Turn
+from rollout.types import Group, Prompt, Trajectory
+from tests.fakes.trajectories import make_turn
 from tests.unit.trainer.planning.conftest import config, planned
 from trainer.config.schema import RayConfig
 from trainer.data.build import BatchLimits, build_train_batch
@@ -28,31 +29,17 @@ PROMPT, ANSWER = 200, 1000
 def group(num_answers: int) -> Group:
     """All answers of the same length, with four characters per token."""
     num_tokens = PROMPT + ANSWER
-    turn = Turn(
-        token_ids=np.arange(num_tokens, dtype=np.int32),
-        is_generated=np.arange(num_tokens) >= PROMPT,
-        logprobs=np.full(num_tokens, -0.5, np.float32),
-        segments=(Segment(version=0, num_tokens=ANSWER),),
-    )
+    # Each with arrays of its own: a pickle writes shared ones once.
     answers = [
-        Trajectory(
-            prompt_id="train/0", sample_index=i, turns=(turn_copy(turn),), reward=float(i % 2), reward_parts={},
+        Trajectory.of_turns(
+            [make_turn(range(PROMPT), range(PROMPT, num_tokens))], prompt_id="train/0", sample_index=i,
+            reward=float(i % 2), reward_parts={},
             status="completed", timings={"generate_s": 1.0}, text=f"{i:04d}" + "x" * (4 * ANSWER - 4),
         )
         for i in range(num_answers)
     ]  # fmt: skip
     prompt = Prompt(prompt_id="train/0", token_ids=np.arange(PROMPT, dtype=np.int32), text="", answer="")
     return Group(group_id=0, prompt=prompt, trajectories=answers, start_version=0)
-
-
-def turn_copy(turn: Turn) -> Turn:
-    """With arrays of its own: a pickle writes shared ones once."""
-    return Turn(
-        token_ids=turn.token_ids.copy(),
-        is_generated=turn.is_generated.copy(),
-        logprobs=turn.logprobs.copy(),
-        segments=turn.segments,
-    )
 
 
 def settings(**sections: dict[str, Any]) -> RunConfig:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollout.types import Group, Prompt, RolloutRequest, Segment, ToolUse, Trajectory, Turn
+from rollout.types import Group, Prompt, RolloutRequest, ToolUse, Trajectory, Turn
 from tests.fakes.full_disk import file_limit
 from trainer.telemetry.trajectories import TrajectoryRecorder
 
@@ -23,18 +23,18 @@ def make_group(group_id: int, *, text: str = "19", metadata: dict[str, object] |
     turn = Turn(
         token_ids=np.array([5, 6, 7, 8, 9], np.int32),
         is_generated=is_generated,
-        logprobs=np.where(is_generated, np.float32(-0.5), np.nan).astype(np.float32),
-        segments=(Segment(version=2, num_tokens=1), Segment(version=3, num_tokens=2)),
+        logprobs=np.where(is_generated, np.float32(-0.5), 0).astype(np.float32),
+        versions=np.array([-1, 2, 3, -1, 3], np.int32),
         reward=0.25,
     )
     trajectories = [
-        Trajectory(
-            prompt_id="train/1", sample_index=0, turns=(turn,), reward=1.0, reward_parts={"exact": 1.0},
+        Trajectory.of_turns(
+            [turn], prompt_id="train/1", sample_index=0, reward=1.0, reward_parts={"exact": 1.0},
             status="completed", timings={"generate_s": 0.5}, text=text,
             tool_use=ToolUse(num_calls=2, num_errors=1),
         ),
-        Trajectory(
-            prompt_id="train/1", sample_index=1, turns=(), reward=float("nan"), reward_parts={}, status="failed",
+        Trajectory.of_turns(
+            [], prompt_id="train/1", sample_index=1, reward=float("nan"), reward_parts={}, status="failed",
             timings={}, error="reward hung",
         ),
     ]  # fmt: skip
