@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import openai
 import pytest
 from openai import AsyncOpenAI
@@ -20,6 +19,8 @@ from tests.fakes.chat_policy import BEGIN, END, ChatPolicy, by_turn
 from tests.fakes.trajectories import make_chunk
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from rollout.types import TokenChunk, Trajectory
     from weight_sync.wire import CommitResult
 
