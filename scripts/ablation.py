@@ -35,7 +35,7 @@ GOAL = 0.9
 TIMEOUT_S, PATIENCE_S = 600.0, 120.0
 COMMON = ("device=cpu", "mode.max_staleness=2", "trainer.eval_every=10", "trainer.stop_at_accuracy=0.92")
 NOISE = (
-    "task.agent=tests.fakes.perturbed_agent.PerturbedLoop",
+    "task.agent=scripts.perturbed_agent.PerturbedLoop",
     "task.agent_args.std=5",
     "task.agent_args.frac=0.1",
     "trainer.total_steps=200",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from scripts.bench_control_plane import Case, in_own_process
-from scripts.control_plane.ray_run import RayCase
+from tests.simulation.bench.__main__ import Case, in_own_process
+from tests.simulation.bench.ray_run import RayCase
 
 
 def test_a_run_in_one_process_is_measured() -> None:

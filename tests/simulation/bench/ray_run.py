@@ -29,9 +29,9 @@ from rollout.prompts.prompt_source import PromptSet, PromptSource, fingerprint
 from rollout.types import Prompt, SamplingParams
 from rollout.worker.actor import rare_collections
 from rollout.worker.worker import WorkerSpec
-from scripts.control_plane.actors import ScriptedRank, ScriptedWorker
 from tests.fakes.scripted_replica import Workload
 from tests.fakes.scripted_run import config, sync_report
+from tests.simulation.bench.actors import ScriptedRank, ScriptedWorker
 from trainer.driver import loops
 from trainer.driver.actors import make_buffer
 from trainer.driver.checkpointing import Checkpointer, RunState
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from trainer.config.schema import RunConfig
     from weight_sync.types import SyncReport
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 CALL_TIMEOUT_S = 120.0
 RUN_TIMEOUT_S = 1_000.0
 REQUEST_TIMEOUT_S = 600.0

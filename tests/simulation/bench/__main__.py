@@ -3,11 +3,11 @@
 By default the real loops, work buffer, worker pool, rollout worker, dispatch, router, batcher and metric sinks run in
 one process around scripted replicas, learner and weight sync, in virtual time, so that nothing but work is measured
 (tests/simulation/world.py). With `--ray` rollout workers and learner ranks are Ray actors, in real time, and only the
-driver is measured (scripts/control_plane/ray_run.py). Every case has a process of its own.
+driver is measured (tests/simulation/bench/ray_run.py). Every case has a process of its own.
 
-    python -m scripts.bench_control_plane --json FILE                    from the root of the repository
-    python -m scripts.bench_control_plane --json FILE --ray              added to what the file has
-    python -m scripts.bench_control_plane --json FILE --replot --plot FILE        needs matplotlib
+    python -m tests.simulation.bench --json FILE                    from the root of the repository
+    python -m tests.simulation.bench --json FILE --ray              added to what the file has
+    python -m tests.simulation.bench --json FILE --replot --plot FILE        needs matplotlib
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any
 
 from rollout.worker.actor import rare_collections
-from scripts.control_plane import ray_run
-from scripts.control_plane.plot import plot
-from scripts.control_plane.ray_run import RayCase
 from tests.fakes.scripted_replica import Workload
 from tests.fakes.virtual_time import run_virtual
+from tests.simulation.bench import ray_run
+from tests.simulation.bench.plot import plot
+from tests.simulation.bench.ray_run import RayCase
 from tests.simulation.fleet import Plan
 from tests.simulation.world import simulation
 from trainer.telemetry.session import made_now
@@ -144,7 +144,7 @@ def ray_cases(most_groups: int) -> list[RayCase]:
 
 def in_own_process(case: Case | RayCase) -> dict[str, Any]:
     mode = ["--ray"] if isinstance(case, RayCase) else []
-    command = [sys.executable, "-m", "scripts.bench_control_plane", *mode, "--case", json.dumps(asdict(case))]
+    command = [sys.executable, "-m", "tests.simulation.bench", *mode, "--case", json.dumps(asdict(case))]
     done = subprocess.run(
         command, cwd=ray_run.REPOSITORY, capture_output=True, text=True, timeout=CASE_TIMEOUT_S, check=False
     )

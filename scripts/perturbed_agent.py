@@ -19,7 +19,7 @@ class PerturbedLoop:
     stays as it is.
 
     The noise depends on prompt and answer alone, so a synchronous run repeats itself. As an agent loop:
-    `task.agent=tests.fakes.perturbed_agent.PerturbedLoop task.agent_args.std=5 task.agent_args.frac=0.1`.
+    `task.agent=scripts.perturbed_agent.PerturbedLoop task.agent_args.std=5 task.agent_args.frac=0.1`.
     """
 
     def __init__(self, std: float, frac: float = 1.0) -> None:
