@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import pytest
 from safetensors import safe_open
 
+from tests.fakes.metric_names import check_complete, check_known
 from tests.fakes.trainer_process import TrainerProcess
 from trainer.builtin.tiny_model import build_tokenizer
-from trainer.telemetry.metrics import check_complete, check_known
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

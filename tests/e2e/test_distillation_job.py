@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.fakes.metric_names import check_complete, check_known
 from tests.fakes.trainer_process import TrainerProcess
 from trainer.builtin import tiny_model
-from trainer.telemetry.metrics import check_complete, check_known
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from rollout.errors import NoProgress
+from tests.fakes.metric_names import check_known
 from tests.fakes.scripted_run import Script, ScriptedRun, World, config, prompt_set, telemetry_in
 from tests.fakes.virtual_time import run_virtual
 from trainer.algorithms.group_filter import FinishedGroup, GroupFilterError
@@ -22,7 +23,6 @@ from trainer.driver.checkpointing import Resumed, RunState
 from trainer.driver.inputs import Inputs
 from trainer.errors import first_cause
 from trainer.learner import checkpoint
-from trainer.telemetry.metrics import check_known
 
 if TYPE_CHECKING:
     from rollout.prompts.prompt_source import PromptSet

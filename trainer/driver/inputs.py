@@ -35,7 +35,7 @@ from trainer.config.environment import context_problems, fit_problems, looks_loc
 from trainer.config.schema import model_paths, with_model_paths
 from trainer.driver.datasets import load_data
 from trainer.errors import ConfigurationError, ModelError, Problem
-from trainer.telemetry.console import SHOWN_BEFORE
+from trainer.telemetry.console import FILE_ONLY
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -279,7 +279,7 @@ def tell_inputs(cfg: RunConfig, inputs: Inputs) -> None:
     also = "".join(f", {one.name} {num}" for one, num in zip(inputs.evaluation[1:], further, strict=True))
     log.info("%d training prompts, %d held out%s", len(inputs.train.prompts), main, also)
     for text in inputs.left_out:
-        log.warning(text, extra=SHOWN_BEFORE)
+        log.warning(text, extra=FILE_ONLY)
     if cfg.task.reward.column:
         by_reward = Counter(prompt.reward if prompt.reward else cfg.task.reward.name for prompt in inputs.prompts)
         log.info("prompts by reward: %s", ", ".join(f"{name} {count}" for name, count in by_reward.most_common()))

@@ -205,7 +205,7 @@ def _surroundings(parts: Parts, groups: Sequence[Group]) -> dict[str, object]:
     }
     if telemetry.recorder is not None:
         record["telemetry/trajectory_errors"] = telemetry.recorder.num_errors
-        record["telemetry/trajectories_left_out"] = telemetry.recorder.num_left_out
+        record["telemetry/trajectories_left_out"] = telemetry.recorder.num_skipped
     report = parts.pump.last_report
     record |= {f"data/{name}": value for name, value in parts.source.record(groups).items()}
     record |= parts.workers.load_record | parts.devices.record()

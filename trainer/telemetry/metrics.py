@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MetricInfo:
+class MetricInfo(NamedTuple):
     """`name` may end in `/*`: any one word stands there."""
 
     name: str
@@ -20,72 +14,71 @@ class MetricInfo:
     healthy: str
 
 
-def row(name: str, unit: str, meaning: str, healthy: str) -> MetricInfo:
-    return MetricInfo(name=name, unit=unit, meaning=meaning, healthy=healthy)
+Rows = tuple[tuple[str, str, str, str], ...]
+"""Fields of `MetricInfo`."""
 
-
-ENGINES = (
-    row("sync/pack_s", "s", "Slowest learner rank: casting and packing its shard into the arena.", "steady"),
-    row("sync/seal_s", "s", "Slowest learner rank: digest of the packed bytes, beside training.", "< sync/pull_s"),
-    row("sync/lease_s", "s", "Slowest engine worker: from the request to the first byte.", "~ sync/seal_s"),
-    row("sync/pull_s", "s", "Slowest engine worker: reading the new weights.", "steady"),
-    row("sync/pull_gb_per_s", "GB/s", "Rate of the slowest engine worker's pull.", "> 80% of what the link can do"),
-    row("sync/pull_s/*", "s", "Slowest pull from one learner rank.", "alike for all ranks"),
-    row("sync/attest_s", "s", "Checking digests of what arrived.", "< sync/pull_s"),
-    row("sync/drain_s", "s", "From asking an engine to pause until the step under way had ended.", "one decode step"),
-    row("sync/pause_s", "s", "Longest time that any engine stood still for a commit.", "< 5% of perf/step_s"),
-    row("sync/commit_s", "s", "Slowest engine worker: putting the new weights in place.", "< sync/pause_s"),
-    row("sync/resume_s", "s", "Slowest engine: the end of its pause, after the weights were in place.", "short"),
-    row("sync/end_to_end_s", "s", "From when the sync begins until the last engine is live.", "< perf/step_s"),
-    row("sync/bytes", "bytes", "Weights moved per version.", "constant"),
-    row("sync/num_runs", "runs", "Contiguous copies per version.", "constant"),
-    row("sync/num_retries", "retries", "Repeated pulls.", "0"),
-    row("sync/num_stalls", "sources", "Reads from another engine that fell silent; the learner gave the rest.", "0"),
-    row("sync/replicas_live", "replicas", "Engines with the new version.", "rollout.num_replicas"),
-    row(
+ENGINES: Rows = (
+    ("sync/pack_s", "s", "Slowest learner rank: casting and packing its shard into the arena.", "steady"),
+    ("sync/seal_s", "s", "Slowest learner rank: digest of the packed bytes, beside training.", "< sync/pull_s"),
+    ("sync/lease_s", "s", "Slowest engine worker: from the request to the first byte.", "~ sync/seal_s"),
+    ("sync/pull_s", "s", "Slowest engine worker: reading the new weights.", "steady"),
+    ("sync/pull_gb_per_s", "GB/s", "Rate of the slowest engine worker's pull.", "> 80% of what the link can do"),
+    ("sync/pull_s/*", "s", "Slowest pull from one learner rank.", "alike for all ranks"),
+    ("sync/attest_s", "s", "Checking digests of what arrived.", "< sync/pull_s"),
+    ("sync/drain_s", "s", "From asking an engine to pause until the step under way had ended.", "one decode step"),
+    ("sync/pause_s", "s", "Longest time that any engine stood still for a commit.", "< 5% of perf/step_s"),
+    ("sync/commit_s", "s", "Slowest engine worker: putting the new weights in place.", "< sync/pause_s"),
+    ("sync/resume_s", "s", "Slowest engine: the end of its pause, after the weights were in place.", "short"),
+    ("sync/end_to_end_s", "s", "From when the sync begins until the last engine is live.", "< perf/step_s"),
+    ("sync/bytes", "bytes", "Weights moved per version.", "constant"),
+    ("sync/num_runs", "runs", "Contiguous copies per version.", "constant"),
+    ("sync/num_retries", "retries", "Repeated pulls.", "0"),
+    ("sync/num_stalls", "sources", "Reads from another engine that fell silent; the learner gave the rest.", "0"),
+    ("sync/replicas_live", "replicas", "Engines with the new version.", "rollout.num_replicas"),
+    (
         "sync/replicas_skipped",
         "replicas",
         "Engines left out of this sync: lost, or leased by an evaluation.",
         "0; 1 while an evaluation runs",
     ),
-    row("sync/version_lag", "versions", "Newest version minus the oldest that an engine still generates with.", "<= 1"),
-    row(
+    ("sync/version_lag", "versions", "Newest version minus the oldest that an engine still generates with.", "<= 1"),
+    (
         "sync/counter/*",
         "count",
         "Allocations, registrations, sockets and the like since the epoch opened.",
         "flat after version 1, but for answered requests and superseded versions",
     ),
-    row("engine/held", "requests", "Requests that wait for room on an engine.", "0 with a fixed concurrency of null"),
-    row(
+    ("engine/held", "requests", "Requests that wait for room on an engine.", "0 with a fixed concurrency of null"),
+    (
         "engine/moved_requests",
         "requests",
         "Moves of a request so that its engine is free, since the rollout workers began; with rollout.repack_below.",
         "a few per freed engine; 0 without the key",
     ),
-    row(
+    (
         "engine/moved_tokens",
         "tokens",
         "Tokens of these moves, prompts included, which the other engines computed again.",
         "< 20% of the generated tokens",
     ),
-    row("engine/rescued_requests", "requests", "Sent on when their engine was lost, since the workers began.", "0"),
-    row("engine/rescued_tokens", "tokens", "Tokens of answers that these had and kept.", "0"),
-    row("engine/limit/*", "requests", "Most requests that the engine is sent at once, now.", "steady"),
-    row("engine/in_flight/*", "requests", "Requests of training that the engine has.", "near engine/limit"),
-    row("engine/running/*", "requests", "Requests in the engine's batch.", "<= rollout.max_num_seqs"),
-    row(
+    ("engine/rescued_requests", "requests", "Sent on when their engine was lost, since the workers began.", "0"),
+    ("engine/rescued_tokens", "tokens", "Tokens of answers that these had and kept.", "0"),
+    ("engine/limit/*", "requests", "Most requests that the engine is sent at once, now.", "steady"),
+    ("engine/in_flight/*", "requests", "Requests of training that the engine has.", "near engine/limit"),
+    ("engine/running/*", "requests", "Requests in the engine's batch.", "<= rollout.max_num_seqs"),
+    (
         "engine/waiting/*",
         "requests",
         "Requests that wait inside the engine; they count as running unless it reports its load.",
         "0, but for a moment",
     ),
-    row(
+    (
         "engine/kv_usage_frac/*",
         "fraction",
         "KV cache that running requests hold; with rollout.report_load or concurrency=adaptive.",
         "0.5 .. 0.95",
     ),
-    row(
+    (
         "engine/preemptions/*",
         "requests",
         "Requests that lost their cache to others since the engine began; with rollout.report_load or "
@@ -95,188 +88,183 @@ ENGINES = (
 )
 
 
-LEARNER = (
-    row(
+LEARNER: Rows = (
+    (
         "learner/loss",
         "loss",
         "What the policy is trained on: its loss after the correction, with the entropy bonus and the KL penalty "
         "where they are in the loss; summed or averaged over the whole step by algorithm.aggregation.",
         "near 0; finite",
     ),
-    row("learner/skipped_steps", "0 or 1", "Whether the step was skipped, since a gradient is not finite.", "0"),
-    row("learner/grad_norm", "norm", "Gradient norm before clipping.", "no growth over 10x"),
-    row("learner/lr", "1", "Learning rate of the step.", "follows the schedule"),
-    row(
+    ("learner/skipped_steps", "0 or 1", "Whether the step was skipped, since a gradient is not finite.", "0"),
+    ("learner/grad_norm", "norm", "Gradient norm before clipping.", "no growth over 10x"),
+    ("learner/lr", "1", "Learning rate of the step.", "follows the schedule"),
+    (
         "learner/ratio_mean",
         "ratio",
         "Mean importance ratio, policy over the old policy that algorithm.correction.objective chooses; of tokens, "
         "also where the loss takes the ratio of a sequence.",
         "0.95 to 1.05",
     ),
-    row("learner/ratio_max", "ratio", "Largest importance ratio of a token.", "< 10"),
-    row(
+    ("learner/ratio_max", "ratio", "Largest importance ratio of a token.", "< 10"),
+    (
         "learner/clip_low_frac",
         "fraction",
         "Tokens with a negative advantage whose gradient the loss cut (cispo: tokens whose weight it raised).",
         "< 0.1; with gspo often more",
     ),
-    row(
+    (
         "learner/clip_high_frac",
         "fraction",
         "Tokens with a positive advantage whose gradient the loss cut (cispo: tokens whose weight it lowered).",
         "< 0.1; with gspo often more",
     ),
-    row("learner/clip_dual_frac", "fraction", "Tokens whose gradient the dual clip cut.", "< 0.01"),
-    row("learner/entropy", "nats/token", "Entropy of the policy on the trained tokens.", "falls slowly, not to 0"),
-    row("learner/kl_behaviour", "nats/token", "KL of the sampling policy to the trained one (k3).", "< 0.05"),
-    row(
+    ("learner/clip_dual_frac", "fraction", "Tokens whose gradient the dual clip cut.", "< 0.01"),
+    ("learner/entropy", "nats/token", "Entropy of the policy on the trained tokens.", "falls slowly, not to 0"),
+    ("learner/kl_behaviour", "nats/token", "KL of the sampling policy to the trained one (k3).", "< 0.05"),
+    (
         "learner/kl_reference",
         "nats/token",
         "KL of the policy to the reference (k3): the first policy, or a teacher; only with algorithm.kl.coef > 0.",
         "rises slowly, then levels off; falls to a teacher",
     ),
-    row(
+    (
         "learner/mismatch_engine",
         "nats/token",
         "Mean distance of the log-probs of learner and engine on tokens of age 0: same weights, other kernels.",
         "< 0.01 in float32, < 0.05 in bfloat16",
     ),
-    row("learner/mismatch_engine_kl", "nats/token", "KL of engine to learner on tokens of age 0 (k3).", "< 0.002"),
-    row(
+    ("learner/mismatch_engine_kl", "nats/token", "KL of engine to learner on tokens of age 0 (k3).", "< 0.002"),
+    (
         "learner/mismatch_stale",
         "nats/token",
         "The same distance on older tokens: what was learned since, on top of the engine's mismatch.",
         "a few times mismatch_engine",
     ),
-    row("learner/mismatch_stale_kl", "nats/token", "KL of engine to learner on older tokens (k3).", "< 0.05"),
-    row(
+    ("learner/mismatch_stale_kl", "nats/token", "KL of engine to learner on older tokens (k3).", "< 0.05"),
+    (
         "learner/correction_weight_mean",
         "weight",
         "Mean importance weight of a token after the correction; 0 on masked and rejected ones.",
         "near 1",
     ),
-    row("learner/correction_weight_max", "weight", "Largest of them.", "<= the upper bound, if there is one"),
-    row(
+    ("learner/correction_weight_max", "weight", "Largest of them.", "<= the upper bound, if there is one"),
+    (
         "learner/correction_ess_frac",
         "fraction",
         "Effective sample size: equally weighted tokens that would tell as much, over all tokens.",
         "> 0.8",
     ),
-    row("learner/correction_clamped_frac", "fraction", "Tokens whose weight was clamped.", "< 0.05"),
-    row("learner/correction_masked_frac", "fraction", "Tokens masked.", "< 0.05"),
-    row("learner/correction_rejected_frac", "fraction", "Tokens of rejected answers.", "< 0.1"),
-    row("learner/value_loss", "loss", "Half the mean squared error of the critic's values.", "falls"),
-    row("learner/value_mean", "reward", "Mean value of the trained tokens.", "near return_mean"),
-    row("learner/return_mean", "reward", "Mean return that the critic learns.", "rises"),
-    row(
+    ("learner/correction_clamped_frac", "fraction", "Tokens whose weight was clamped.", "< 0.05"),
+    ("learner/correction_masked_frac", "fraction", "Tokens masked.", "< 0.05"),
+    ("learner/correction_rejected_frac", "fraction", "Tokens of rejected answers.", "< 0.1"),
+    ("learner/value_loss", "loss", "Half the mean squared error of the critic's values.", "falls"),
+    ("learner/value_mean", "reward", "Mean value of the trained tokens.", "near return_mean"),
+    ("learner/return_mean", "reward", "Mean return that the critic learns.", "rises"),
+    (
         "learner/value_explained_variance",
         "fraction",
         "Part of the variance of returns that the values explain; absent where all returns are equal.",
         "0 at the start, then rises; below 0 it harms",
     ),
-    row(
+    (
         "learner/value_clip_frac",
         "fraction",
         "Tokens whose value gradient critic.value_clip cut, over all updates of the step.",
         "< 0.2",
     ),
-    row("learner/critic_grad_norm", "norm", "Critic's gradient norm before clipping, mean of its updates.", "steady"),
-    row(
+    ("learner/critic_grad_norm", "norm", "Critic's gradient norm before clipping, mean of its updates.", "steady"),
+    (
         "learner/critic_skipped_updates",
         "updates",
         "Later updates of the critic (critic.updates_per_step > 1) left out, since a gradient is not finite.",
         "0",
     ),
-    row("learner/critic_lr", "1", "Learning rate of the critic.", "follows the schedule"),
-    row(
-        "learner/num_tokens",
-        "tokens",
-        "Tokens of the answers in learner/num_samples, their prompts included.",
-        "steady",
-    ),
-    row("learner/num_loss_tokens", "tokens", "Tokens with loss.", "steady"),
-    row(
+    ("learner/critic_lr", "1", "Learning rate of the critic.", "follows the schedule"),
+    ("learner/num_tokens", "tokens", "Tokens of the answers in learner/num_samples, their prompts included.", "steady"),
+    ("learner/num_loss_tokens", "tokens", "Tokens with loss.", "steady"),
+    (
         "learner/num_samples",
         "answers",
         "Answers of the step that are trained: all but response/untrained.",
         "groups_per_step x group_size",
     ),
-    row(
+    (
         "learner/num_sequences",
         "sequences",
         "Token sequences of these answers; more than answers where an agent begins anew.",
         "learner/num_samples",
     ),
-    row("learner/num_micro_batches", "micro-batches", "Per rank.", "steady"),
-    row("learner/reference_s", "s", "Forward passes of the reference or teacher.", "about forward, by its size"),
-    row("learner/critic_s", "s", "Forward and backward passes and updates of the critic.", "about forward + backward"),
-    row("learner/advantages_s", "s", "Advantages that are finished on the learner without a critic.", "near 0"),
-    row("learner/forward_s", "s", "Forward passes.", "steady"),
-    row("learner/backward_s", "s", "Backward passes.", "about 2x forward"),
-    row("learner/optimizer_s", "s", "Gradient reduction, clipping and the optimizer.", "small"),
-    row("learner/step_s", "s", "The whole optimizer step, without waiting for data and sync.", "<= perf/step_s"),
-    row("learner/imbalance", "ratio", "Tokens of the fullest rank over the mean of all ranks.", "< 1.1"),
+    ("learner/num_micro_batches", "micro-batches", "Per rank.", "steady"),
+    ("learner/reference_s", "s", "Forward passes of the reference or teacher.", "about forward, by its size"),
+    ("learner/critic_s", "s", "Forward and backward passes and updates of the critic.", "about forward + backward"),
+    ("learner/advantages_s", "s", "Advantages that are finished on the learner without a critic.", "near 0"),
+    ("learner/forward_s", "s", "Forward passes.", "steady"),
+    ("learner/backward_s", "s", "Backward passes.", "about 2x forward"),
+    ("learner/optimizer_s", "s", "Gradient reduction, clipping and the optimizer.", "small"),
+    ("learner/step_s", "s", "The whole optimizer step, without waiting for data and sync.", "<= perf/step_s"),
+    ("learner/imbalance", "ratio", "Tokens of the fullest rank over the mean of all ranks.", "< 1.1"),
 )
 
 
-OUTCOMES = (
-    row("step", "steps", "Optimizer steps done, resumes included; this line is about the last one.", "+1 per line"),
-    row("version", "versions", "Policy version that this step made.", "= step"),
-    row("time_s", "s", "Since the process began; a resumed run begins at 0 again.", "grows within a process"),
-    row("reward/mean", "reward", "Mean reward of the step's answers, before shaping and filters of the loss.", "rises"),
-    row("reward/std", "reward", "Standard deviation of those rewards over all answers.", "> 0"),
-    row(
+TRAINING: Rows = (
+    ("step", "steps", "Optimizer steps done, resumes included; this line is about the last one.", "+1 per line"),
+    ("version", "versions", "Policy version that this step made.", "= step"),
+    ("time_s", "s", "Since the process began; a resumed run begins at 0 again.", "grows within a process"),
+    ("reward/mean", "reward", "Mean reward of the step's answers, before shaping and filters of the loss.", "rises"),
+    ("reward/std", "reward", "Standard deviation of those rewards over all answers.", "> 0"),
+    (
         "reward/turns_mean",
         "reward",
         "Part of reward/mean that an environment gave for turns; only on lines where it gave any.",
         "depends on the environment",
     ),
-    row(
+    (
         "reward/greedy_mean",
         "reward",
         "Mean reward of the greedy answers that remax compares with; they count in no other metric of rewards, lengths "
         "or ages.",
         "rises; near reward/mean or above",
     ),
-    row("reward/part/*", "reward", "Mean of one named part of the reward.", "depends on the reward"),
-    row(
+    ("reward/part/*", "reward", "Mean of one named part of the reward.", "depends on the reward"),
+    (
         "reward/zero_variance_frac",
         "fraction",
         "Groups whose answers all have the same reward (with remax: that of the greedy one); they teach nothing where "
         "answers are compared.",
         "< 0.8; 0 with dynamic sampling",
     ),
-    row("response/tokens_mean", "tokens", "Mean length of the step's answers.", "no steady drift to the limit"),
-    row("response/tokens_max", "tokens", "Longest answer of the step.", "<= rollout.max_response_tokens"),
-    row("response/truncated_frac", "fraction", "Answers that ran into a token limit.", "< 0.1"),
-    row(
+    ("response/tokens_mean", "tokens", "Mean length of the step's answers.", "no steady drift to the limit"),
+    ("response/tokens_max", "tokens", "Longest answer of the step.", "<= rollout.max_response_tokens"),
+    ("response/truncated_frac", "fraction", "Answers that ran into a token limit.", "< 0.1"),
+    (
         "agent/turns_mean",
         "turns",
         "Turns that the policy generated, per answer of the step. Absent where every answer is one turn and the agent "
         "does not count tool calls.",
         "> 1 once tools are used",
     ),
-    row(
+    (
         "agent/tool_calls_mean",
         "calls",
         "Tool calls per answer of the step. Failed and malformed calls count, a call that is cut off does not. Only "
         "with an agent that counts its calls, such as tool_agent.",
         "> 0; at 0 the policy never uses a tool",
     ),
-    row(
+    (
         "agent/tool_errors",
         "calls",
         "Tool calls of the step that returned an error to the policy: malformed, unknown tool, raised, or too slow.",
         "falls",
     ),
-    row(
+    (
         "response/failed_frac",
         "fraction",
         "Responses without a reward since the step before, because their reward function or agent failed; those of "
         "groups that are not trained included.",
         "0",
     ),
-    row(
+    (
         "eval/accuracy",
         "reward",
         "Mean reward of the held-out answers: an accuracy where rewards are 0 and 1. As all of eval/ but "
@@ -284,88 +272,88 @@ OUTCOMES = (
         "has them all.",
         "rises",
     ),
-    row(
+    (
         "eval/accuracy_stderr",
         "reward",
         "Standard error of eval/accuracy; prompts count, not answers, which are not independent. Absent with one.",
         "below the gain that you look for",
     ),
-    row("eval/accuracy/*", "reward", "The same of prompts that this reward judges, with task.reward.column.", "rises"),
-    row("eval/num_prompts/*", "prompts", "Held-out prompts that this reward judges.", "constant"),
-    row("eval/reward/part/*", "reward", "As reward/part, of the held-out answers.", "depends on the reward"),
-    row(
+    ("eval/accuracy/*", "reward", "The same of prompts that this reward judges, with task.reward.column.", "rises"),
+    ("eval/num_prompts/*", "prompts", "Held-out prompts that this reward judges.", "constant"),
+    ("eval/reward/part/*", "reward", "As reward/part, of the held-out answers.", "depends on the reward"),
+    (
         "eval/pass_at/*",
         "fraction",
         "Held-out prompts of which one of so many answers reaches trainer.eval_pass_reward, estimated unbiased from "
         "eval/num_samples answers each.",
         "rises",
     ),
-    row("eval/num_samples", "answers", "Answers per held-out prompt.", "trainer.eval_samples"),
-    row("eval/tokens_mean", "tokens", "Mean length of the held-out answers.", "no steady drift to the limit"),
-    row(
+    ("eval/num_samples", "answers", "Answers per held-out prompt.", "trainer.eval_samples"),
+    ("eval/tokens_mean", "tokens", "Mean length of the held-out answers.", "no steady drift to the limit"),
+    (
         "eval/failed_runs",
         "evaluations",
         "Evaluations so far that gave no number, because an answer could not be scored or time was up; log.txt and "
         "evaluations.jsonl have the reasons.",
         "0",
     ),
-    row("eval/version", "versions", "Policy version that was evaluated.", "<= version"),
-    row("eval/num_prompts", "prompts", "Held-out prompts of the evaluation.", "task.eval_size"),
-    row("eval/truncated_frac", "fraction", "Held-out answers that ran into a token limit.", "< 0.1"),
-    row("eval/time_s", "s", "Duration of the evaluation.", "short beside eval_every steps"),
-    row("staleness/mean", "versions", "Mean age of the trained tokens: step's version minus sampling version.", "<= S"),
-    row("staleness/max", "versions", "Largest age of a trained token.", "<= mode.max_staleness, always"),
-    row("staleness/p50", "versions", "Median age of the trained tokens.", "<= S"),
-    row("staleness/p90", "versions", "90th percentile of the age of the trained tokens.", "<= S"),
-    row("staleness/age_frac/*", "fraction", "Trained tokens of this age: 0, 1, ... S; they add up to 1.", "0 above S"),
-    row("staleness/group_mean", "versions", "Mean age of the trained groups, from their admission.", "<= S"),
-    row("staleness/group_max", "versions", "Largest age of a trained group.", "<= mode.max_staleness, always"),
-    row("discarded_tokens", "tokens", "Finished tokens thrown away for age since the process began.", "0, always"),
-    row("discarded/filtered_tokens", "tokens", "Tokens of groups that a filter replaced, since the last line.", "few"),
-    row(
+    ("eval/version", "versions", "Policy version that was evaluated.", "<= version"),
+    ("eval/num_prompts", "prompts", "Held-out prompts of the evaluation.", "task.eval_size"),
+    ("eval/truncated_frac", "fraction", "Held-out answers that ran into a token limit.", "< 0.1"),
+    ("eval/time_s", "s", "Duration of the evaluation.", "short beside eval_every steps"),
+    ("staleness/mean", "versions", "Mean age of the trained tokens: step's version minus sampling version.", "<= S"),
+    ("staleness/max", "versions", "Largest age of a trained token.", "<= mode.max_staleness, always"),
+    ("staleness/p50", "versions", "Median age of the trained tokens.", "<= S"),
+    ("staleness/p90", "versions", "90th percentile of the age of the trained tokens.", "<= S"),
+    ("staleness/age_frac/*", "fraction", "Trained tokens of this age: 0, 1, ... S; they add up to 1.", "0 above S"),
+    ("staleness/group_mean", "versions", "Mean age of the trained groups, from their admission.", "<= S"),
+    ("staleness/group_max", "versions", "Largest age of a trained group.", "<= mode.max_staleness, always"),
+    ("discarded_tokens", "tokens", "Finished tokens thrown away for age since the process began.", "0, always"),
+    ("discarded/filtered_tokens", "tokens", "Tokens of groups that a filter replaced, since the last line.", "few"),
+    (
         "discarded/failed_tokens",
         "tokens",
         "Tokens of answers without a usable reward, all that was generated for them, since the last line.",
         "0",
     ),
-    row(
+    (
         "discarded/given_up_tokens",
         "tokens",
         "Tokens that agent loops asked for and put into no turn of their answer, which has a reward; since the last "
         "line.",
         "0, unless loops ask for more than they use",
     ),
-    row(
+    (
         "response/untrained/*",
         "answers",
         "Of the step's answers, those that carry no loss, by reason: failed, truncated, no_generated_tokens, "
         "no_peer_in_group (the only one of its group with a reward). Absent at 0.",
         "few",
     ),
-    row(
+    (
         "discarded/excluded_tokens",
         "tokens",
         "Generated tokens of the step's judged answers that carry no loss, e.g. of truncated ones.",
         "few",
     ),
-    row("discarded/retried_s", "s", "Group-seconds of failed attempts that were retried, since the last line.", "0"),
-    row("discarded/dropped_s", "s", "The same of last attempts, after which the prompt was given up.", "0"),
-    row("discarded/attempt_tokens", "tokens", "Of failed and cancelled attempts, since the workers began.", "0"),
-    row(
+    ("discarded/retried_s", "s", "Group-seconds of failed attempts that were retried, since the last line.", "0"),
+    ("discarded/dropped_s", "s", "The same of last attempts, after which the prompt was given up.", "0"),
+    ("discarded/attempt_tokens", "tokens", "Of failed and cancelled attempts, since the workers began.", "0"),
+    (
         "length_bias/ks",
         "fraction",
         "KS distance between the lengths of generated and of trained answers, over the latest 256 groups or more; each "
         "token sequence of an answer counts.",
         "< 0.2",
     ),
-    row(
+    (
         "length_bias/early_ks",
         "fraction",
         "Of groups admitted under one version, the latest 16 of which all are trained: KS distance between the "
         "lengths of those trained first and of all. 0 if one step trains them whole.",
         "< 0.2",
     ),
-    row(
+    (
         "length_bias/early_length_ratio",
         "ratio",
         "Mean length of those trained first over that of all: below 1, short answers are trained earlier.",
@@ -374,77 +362,77 @@ OUTCOMES = (
 )
 
 
-PACE = (
-    row("perf/step_s", "s", "Time between the ends of this step and of the one before.", "steady"),
-    row(
+TIMING: Rows = (
+    ("perf/step_s", "s", "Time between the ends of this step and of the one before.", "steady"),
+    (
         "perf/rollout_tokens_per_s",
         "tokens/s",
         "Generated tokens of the groups that came back since the last step, per second, all engines, greedy baselines"
         " included. Groups count whole, where they end: steps shorter than a group have 0 beside peaks.",
         "steady over several lines",
     ),
-    row(
+    (
         "perf/train_tokens_per_s",
         "tokens/s",
         "Tokens trained (prompts included) per second of learner/step_s.",
         "steady",
     ),
-    row("perf/tokens_per_s", "tokens/s", "Tokens trained per second since the last step: the run's pace.", "steady"),
-    row("perf/learner_busy_frac", "fraction", "Utilisation of the learner: learner/step_s over perf/step_s.", "> 0.8"),
-    row(
+    ("perf/tokens_per_s", "tokens/s", "Tokens trained per second since the last step: the run's pace.", "steady"),
+    ("perf/learner_busy_frac", "fraction", "Utilisation of the learner: learner/step_s over perf/step_s.", "> 0.8"),
+    (
         "perf/engines_busy_frac",
         "fraction",
         "Utilisation of the engines: share of their time in which they had a request inside.",
         "near 1",
     ),
-    row("perf/groups_running", "groups", "Groups with a worker, as buffer/num_running; mean over the time.", "steady"),
-    row("perf/mfu", "fraction", "Model-flops utilisation of the learner in learner/step_s.", "> 0.3 on accelerators"),
-    row("wait/learner_for_data_s", "s", "The learner stood still: no batch was ready.", "small beside perf/step_s"),
-    row(
+    ("perf/groups_running", "groups", "Groups with a worker, as buffer/num_running; mean over the time.", "steady"),
+    ("perf/mfu", "fraction", "Model-flops utilisation of the learner in learner/step_s.", "> 0.3 on accelerators"),
+    ("wait/learner_for_data_s", "s", "The learner stood still: no batch was ready.", "small beside perf/step_s"),
+    (
         "wait/learner_for_evaluation_s",
         "s",
         "Part of wait/learner_for_data_s in which an evaluation ran; with one engine, syncs wait for that.",
         "0 on most lines",
     ),
-    row("wait/learner_for_sync_s", "s", "The learner stood still: weights were on their way.", "< 5% of perf/step_s"),
-    row(
+    ("wait/learner_for_sync_s", "s", "The learner stood still: weights were on their way.", "< 5% of perf/step_s"),
+    (
         "wait/engines_idle_s",
         "s",
         "Time that an engine had no request inside, mean over all engines, lost ones included. Engines measure it, and "
         "are asked once a second: of a step shorter than that it is the mean of a second. Pauses are in sync/pause_s.",
         "< 5% of perf/step_s, but with S = 0",
     ),
-    row(
+    (
         "wait/producer_for_slots_s",
         "s",
         "Admission waited because all slots were taken; counted where the wait ends.",
         "engines busy all the same",
     ),
-    row("queue/admitted_to_claimed_s", "s", "From admission until a worker got it, mean of the step's groups.", "0"),
-    row("queue/admitted_to_claimed_s_max", "s", "Longest of them.", "0"),
-    row(
+    ("queue/admitted_to_claimed_s", "s", "From admission until a worker got it, mean of the step's groups.", "0"),
+    ("queue/admitted_to_claimed_s_max", "s", "Longest of them.", "0"),
+    (
         "queue/claimed_to_finished_s",
         "s",
         "From then until its last reward: waits for room at an engine and for a free reward process, generation, "
         "rewards. Mean of the step's groups.",
         "steady",
     ),
-    row("queue/claimed_to_finished_s_max", "s", "Longest of them.", "<= S + 1 steps"),
-    row(
+    ("queue/claimed_to_finished_s_max", "s", "Longest of them.", "<= S + 1 steps"),
+    (
         "queue/for_engine_s",
         "s",
         "Part of it in which an answer waited in its worker for room at an engine (rollout.max_concurrency, engines at "
         "rest), all its turns and moves; mean of the step's answers.",
         "small beside queue/claimed_to_finished_s",
     ),
-    row("queue/for_engine_s_max", "s", "Longest of them.", "well below rollout.request_timeout_s"),
-    row("queue/finished_to_taken_s", "s", "From the end of a group until its step, mean of its groups.", "< S steps"),
-    row("queue/finished_to_taken_s_max", "s", "Longest of them.", "<= S + 1 steps"),
-    row("devices/sleep_s", "s", "Shared devices: engines ended their requests and gave their memory back.", "< 2 s"),
-    row("devices/onload_s", "s", "Shared devices: slowest rank took its memory back from the host.", "bytes / 50 GB/s"),
-    row("devices/offload_s", "s", "Shared devices: slowest rank moved its memory to the host.", "bytes / 50 GB/s"),
-    row("devices/onload_bytes", "bytes", "Shared devices: weights and moments that moved, all ranks.", "constant"),
-    row(
+    ("queue/for_engine_s_max", "s", "Longest of them.", "well below rollout.request_timeout_s"),
+    ("queue/finished_to_taken_s", "s", "From the end of a group until its step, mean of its groups.", "< S steps"),
+    ("queue/finished_to_taken_s_max", "s", "Longest of them.", "<= S + 1 steps"),
+    ("devices/sleep_s", "s", "Shared devices: engines ended their requests and gave their memory back.", "< 2 s"),
+    ("devices/onload_s", "s", "Shared devices: slowest rank took its memory back from the host.", "bytes / 50 GB/s"),
+    ("devices/offload_s", "s", "Shared devices: slowest rank moved its memory to the host.", "bytes / 50 GB/s"),
+    ("devices/onload_bytes", "bytes", "Shared devices: weights and moments that moved, all ranks.", "constant"),
+    (
         "devices/free_frac",
         "fraction",
         "Shared devices: free share of the fullest device when neither side is on it: what engines find.",
@@ -453,72 +441,72 @@ PACE = (
 )
 
 
-STOCK = (
-    row("buffer/num_slots", "groups", "Slots open: generation may run so far ahead.", "steady; <= (S+1) x B"),
-    row("buffer/num_slots_used", "groups", "Slots taken.", "near num_slots"),
-    row("buffer/num_queued", "groups", "Admitted, not yet sent to a worker.", "small"),
-    row("buffer/num_running", "groups", "With a worker: waiting there, generated or rewarded.", "> 0"),
-    row("buffer/num_ready", "groups", "Finished, waiting for a step.", "> 0 if the learner must not wait"),
-    row("buffer/num_taken", "groups", "Taken by a step whose weights are not live yet.", "<= num_slots"),
-    row("buffer/oldest_age", "versions", "Age at the next step of the oldest group outstanding.", "<= S"),
-    row("buffer/version", "versions", "Version that is live on the engines, as the buffer sees it.", "grows"),
-    row("buffer/admitted", "groups", "Prompts admitted since the start of the run.", "grows"),
-    row(
+BUFFER: Rows = (
+    ("buffer/num_slots", "groups", "Slots open: generation may run so far ahead.", "steady; <= (S+1) x B"),
+    ("buffer/num_slots_used", "groups", "Slots taken.", "near num_slots"),
+    ("buffer/num_queued", "groups", "Admitted, not yet sent to a worker.", "small"),
+    ("buffer/num_running", "groups", "With a worker: waiting there, generated or rewarded.", "> 0"),
+    ("buffer/num_ready", "groups", "Finished, waiting for a step.", "> 0 if the learner must not wait"),
+    ("buffer/num_taken", "groups", "Taken by a step whose weights are not live yet.", "<= num_slots"),
+    ("buffer/oldest_age", "versions", "Age at the next step of the oldest group outstanding.", "<= S"),
+    ("buffer/version", "versions", "Version that is live on the engines, as the buffer sees it.", "grows"),
+    ("buffer/admitted", "groups", "Prompts admitted since the start of the run.", "grows"),
+    (
         "buffer/finished",
         "groups",
         "Groups that finished since the start of the run, as all that follow but the waits.",
         "grows",
     ),
-    row("buffer/trained", "groups", "Groups trained, with weights live.", "grows"),
-    row("buffer/filtered/*", "groups", "Groups filtered, by reason.", "few"),
-    row("buffer/failed", "groups", "Failed attempts, retried or not.", "0"),
-    row("buffer/retried", "groups", "Attempts after a failure.", "0"),
-    row("buffer/dropped/*", "groups", "Groups given up after their last retry, by error.", "0"),
-    row("buffer/refilled", "groups", "Filtered and dropped groups, each replaced by one more prompt.", "few"),
-    row("buffer/discarded_tokens", "tokens", "As discarded_tokens.", "0, always"),
-    row(
+    ("buffer/trained", "groups", "Groups trained, with weights live.", "grows"),
+    ("buffer/filtered/*", "groups", "Groups filtered, by reason.", "few"),
+    ("buffer/failed", "groups", "Failed attempts, retried or not.", "0"),
+    ("buffer/retried", "groups", "Attempts after a failure.", "0"),
+    ("buffer/dropped/*", "groups", "Groups given up after their last retry, by error.", "0"),
+    ("buffer/refilled", "groups", "Filtered and dropped groups, each replaced by one more prompt.", "few"),
+    ("buffer/discarded_tokens", "tokens", "As discarded_tokens.", "0, always"),
+    (
         "buffer/take_wait_s",
         "s",
         "Wait for groups of the next step since the process began, the learner being idle or not.",
         "any",
     ),
-    row("buffer/forced_wait_s", "s", "Part of it spent on old groups while enough others were ready.", "any"),
-    row("buffer/slot_wait_s", "s", "Wait for a free slot since the process began.", "any"),
-    row("data/epoch", "epochs", "Epoch of the prompt that is admitted next, from 0.", "grows"),
-    row("data/difficulty_mean", "as the column", "Mean difficulty of the step's prompts; with a curriculum.", "rises"),
-    row(
+    ("buffer/forced_wait_s", "s", "Part of it spent on old groups while enough others were ready.", "any"),
+    ("buffer/slot_wait_s", "s", "Wait for a free slot since the process began.", "any"),
+    ("data/epoch", "epochs", "Epoch of the prompt that is admitted next, from 0.", "grows"),
+    ("data/difficulty_mean", "as the column", "Mean difficulty of the step's prompts; with a curriculum.", "rises"),
+    (
         "data/pass_rate_mean",
         "fraction",
         "Mean of the newest pass rates of all prompts that have one; with the pass-rate filter, as the next two.",
         "rises",
     ),
-    row("data/resting", "prompts", "Prompts outside task.pass_rate_min .. pass_rate_max, now.", "well below all"),
-    row(
+    ("data/resting", "prompts", "Prompts outside task.pass_rate_min .. pass_rate_max, now.", "well below all"),
+    (
         "data/skipped/*",
         "prompts",
         "Turns of a prompt that were passed over since the start of the run: too_hard, too_easy.",
         "grows",
     ),
-    row(
+    (
         "telemetry/sink_errors",
         "errors",
         "Records that a sink did not take since the process began, also one that was asked for and could not be made;"
         " log.txt has the reason.",
         "0",
     ),
-    row(
+    (
         "telemetry/trajectory_errors",
         "errors",
         "Groups and evaluations that could not be recorded since the process began.",
         "0",
     ),
-    row(
+    (
         "telemetry/trajectories_left_out",
         "records",
         "Groups, failed attempts and evaluations that were not recorded since telemetry.trajectories_gib was reached.",
         "0",
     ),
-    row(
+    (
         "telemetry/trace_dropped",
         "events",
         "Trace events left out since the process began: over the limit of 2 million, or refused by the disk.",
@@ -527,19 +515,16 @@ STOCK = (
 )
 
 
-SECTIONS: dict[str, tuple[MetricInfo, ...]] = {
-    "What is learned, from what": OUTCOMES,
-    "Pace and waits": PACE,
+SECTIONS: dict[str, Rows] = {
+    "What is learned, from what": TRAINING,
+    "Pace and waits": TIMING,
     "Weight sync and engines": ENGINES,
     "Learner": LEARNER,
-    "Buffer, data and telemetry": STOCK,
+    "Buffer, data and telemetry": BUFFER,
 }
 """By the heading in docs/metrics.md."""
 
-METRICS: tuple[MetricInfo, ...] = tuple(metric for section in SECTIONS.values() for metric in section)
-
-__all__ = ["METRICS", "SECTIONS", "MetricInfo"]
-
+METRICS = tuple(MetricInfo(*row) for section in SECTIONS.values() for row in section)
 
 REQUIRED: tuple[str, ...] = (
     "step", "version", "time_s", "reward/mean", "staleness/max", "staleness/mean", "discarded_tokens",
@@ -557,24 +542,6 @@ def find_row(name: str) -> MetricInfo | None:
     found = _BY_NAME.get(name) or _BY_NAME.get(f"{name.rpartition('/')[0]}/*")
     of_set = name.split("/", 2)
     return find_row(f"eval/{of_set[2]}") if found is None and of_set[0] == "eval" and len(of_set) == 3 else found
-
-
-def check_known(record: Mapping[str, object] | Iterable[str]) -> None:
-    """Raises `ValueError` if `record` holds a metric that the catalog does not know."""
-    unknown = sorted(name for name in record if find_row(name) is None)
-    if unknown:
-        close = {name: difflib.get_close_matches(name, _BY_NAME, n=1) for name in unknown}
-        listed = ", ".join(f"{name} (close: {close[name][0]})" if close[name] else name for name in unknown)
-        raise ValueError(f"metrics without a row in trainer/telemetry/metrics.py: {listed}; add one or use it")
-
-
-def check_complete(record: Mapping[str, object]) -> None:
-    """Raises `ValueError` if a step's record lacks a metric that every line must have."""
-    missing = [name for name in REQUIRED if name not in record]
-    if "eval/accuracy" in record and "eval/version" not in record:
-        missing.append("eval/version")
-    if missing:
-        raise ValueError(f"the record of step {record.get('step')} lacks {', '.join(missing)}")
 
 
 _INTRO = """\
@@ -612,6 +579,6 @@ def metrics_markdown() -> str:
     return f"{_INTRO}On every line: {required}. Where an evaluation ended: `eval/accuracy`, `eval/version`.\n\n{tables}"
 
 
-def _table(title: str, rows: Sequence[MetricInfo]) -> str:
-    lines = [f"| `{m.name}` | {m.unit} | {m.meaning} | {m.healthy} |" for m in rows]
+def _table(title: str, rows: Rows) -> str:
+    lines = [f"| `{name}` | {unit} | {meaning} | {healthy} |" for name, unit, meaning, healthy in rows]
     return "\n".join([f"## {title}", "", "| Name | Unit | Meaning | Healthy |", "|---|---|---|---|", *lines, ""])

@@ -71,7 +71,7 @@ class RunDir:
             number = next(n for n in range(1, 10_000) if not (self.path / f"config.{n}.yaml").exists())
             kept = self.path / f"config.{number}.yaml"
             self.config.rename(kept)
-            _tell_changes(earlier, config, kept=kept)
+            _log_changes(earlier, config, kept=kept)
         write_atomically(self.config, text)
 
     def check(self) -> None:
@@ -134,28 +134,28 @@ def cannot_be_written(path: Path, error: OSError) -> Problem:
     )
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """A reader sees the old file or the new one, never a part."""
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """A reader sees the old file or the new one, never a part. Raises `OSError`; then the old file stays."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
         temporary.replace(path)
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
 
 
-def _tell_changes(earlier: str, config: RunConfig, *, kept: Path) -> None:
+def _log_changes(earlier: str, config: RunConfig, *, kept: Path) -> None:
     """Every key with another value than in the text of the `earlier` configuration, as one warning."""
     try:
         data = yaml.safe_load(earlier)
     except yaml.YAMLError:
         data = None
     if not isinstance(data, dict):
-        logger.warning("%s cannot be read, so nobody knows what has changed since", kept)
+        logger.warning("%s cannot be read, so what has changed since is unknown", kept)
         return
     before, _ = to_run_config(cast("dict[str, object]", data))
-    # It is this directory, by whatever path.
+    # run_dir is this directory, under any path.
     keys = [path for path, key in all_keys().items() if not key.is_section and path != "run_dir"]
     values = {key: [attrgetter(key)(each) for each in (before, config)] for key in keys}
     changes = [f"{key}: {value_text(old)} -> {value_text(new)}" for key, (old, new) in values.items() if old != new]

@@ -14,7 +14,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ign
 from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from trainer.telemetry.run_dir import append_line, to_jsonable
+from trainer.telemetry.run_dir import append_line, to_jsonable, write_atomically
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class MetricSink(Protocol):
-    """Takes one record per step. May raise whatever it likes: `MetricWriter` logs and counts it."""
+    """Takes one record per step. May raise any exception: `MetricWriter` logs and counts it."""
 
     name: str
 
@@ -68,9 +68,7 @@ def truncate_after(path: Path, step: int, *, key: str = "step") -> int:
     kept = [line for line in lines if _number_of(line, key) <= step]
     if len(kept) == len(lines):
         return 0
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_bytes(b"".join(kept))
-    temporary.replace(path)
+    write_atomically(path, b"".join(kept))
     return len(lines) - len(kept)
 
 
@@ -105,11 +103,11 @@ class MetricWriter:
     """
 
     def __init__(self, sinks: Sequence[MetricSink], evaluations: MetricSink, *, missing: Sequence[str] = ()) -> None:
-        """`missing`: sinks that were asked for and cannot be made. Each record is one that they did not get."""
+        """`missing`: sinks that were asked for and cannot be opened. Each record counts as an error of theirs."""
         self._sinks, self._evaluations, self._missing = tuple(sinks), evaluations, tuple(missing)
         self._num_errors = dict.fromkeys((*(sink.name for sink in (*self._sinks, evaluations)), *missing), 0)
-        self._told: set[str] = set()
-        """Metrics whose value could not be written, which is in the log."""
+        self._warned: set[str] = set()
+        """Metrics whose value could not be written, each logged once."""
 
     @property
     def num_errors(self) -> int:
@@ -142,25 +140,25 @@ class MetricWriter:
         except Exception:
             count = self._num_errors[sink.name] = self._num_errors[sink.name] + 1
             if count % _LOG_EVERY == 1:
-                logger.exception("metric sink %s failed (%d times so far); the run goes on", sink.name, count)
+                logger.exception("metric sink %s failed (%d times so far); the run continues", sink.name, count)
 
     def _plain(self, record: Mapping[str, object]) -> dict[str, object]:
-        """As JSON says it. What cannot be said is left out, or null, and logged the first time."""
+        """In JSON types. What has none is left out, or null, and logged the first time."""
         plain: dict[str, object] = {}
         for name, value in record.items():
             try:
                 plain[name] = to_jsonable(value)
             except TypeError as error:
-                self._tell_once(name, f"metric {name} is left out: {error}")
+                self._warn_once(name, f"metric {name} is left out: {error}")
                 continue
             if plain[name] is None and value is not None:
                 where = f"step {record['step']}" if "step" in record else "an evaluation"
-                self._tell_once(name, f"metric {name} is {value} at {where}; it is written as null")
+                self._warn_once(name, f"metric {name} is {value} at {where}; it is written as null")
         return plain
 
-    def _tell_once(self, name: str, what: str) -> None:
-        if name not in self._told:
-            self._told.add(name)
+    def _warn_once(self, name: str, what: str) -> None:
+        if name not in self._warned:
+            self._warned.add(name)
             logger.warning("%s", what)
 
 
@@ -168,33 +166,28 @@ def build_writer(config: RunConfig, run_dir: RunDir) -> MetricWriter:
     """The sinks of the `telemetry` section. Until the first record, lines of earlier processes may still be cut.
 
     metrics.jsonl and evaluations.jsonl must work, and raise `OSError` if they do not; any other sink that cannot be
-    made is logged, left out, and counted at every record.
+    opened is logged, left out, and counted at every record.
     """
+
+    def wandb() -> MetricSink:
+        from trainer.telemetry.wandb import WandbSink
+
+        return WandbSink(config, run_dir)
+
     sinks: list[MetricSink] = [JsonlSink(run_dir.metrics)]
-    makers = {"tensorboard": _tensorboard, "wandb": _wandb}
-    wanted = {"tensorboard": config.telemetry.tensorboard, "wandb": config.telemetry.wandb}
+    openers: dict[str, Callable[[], MetricSink]] = {}
+    if config.telemetry.tensorboard:
+        openers["tensorboard"] = lambda: TensorBoardSink(run_dir.tensorboard)
+    if config.telemetry.wandb:
+        openers["wandb"] = wandb
     missing: list[str] = []
-    for name, make in makers.items():
-        if not wanted[name]:
-            continue
+    for name, open_sink in openers.items():
         try:
-            sinks.append(make(config, run_dir))
+            sinks.append(open_sink())
         except Exception:
-            logger.exception("metric sink %s cannot be made; the run goes on without it", name)
+            logger.exception("metric sink %s cannot be opened; the run continues without it", name)
             missing.append(name)
     return MetricWriter(sinks, JsonlSink(run_dir.evaluations, name="evaluations"), missing=missing)
-
-
-def _tensorboard(config: RunConfig, run_dir: RunDir) -> MetricSink:
-    from trainer.telemetry.sinks import TensorBoardSink
-
-    return TensorBoardSink(run_dir.tensorboard)
-
-
-def _wandb(config: RunConfig, run_dir: RunDir) -> MetricSink:
-    from trainer.telemetry.wandb import WandbSink
-
-    return WandbSink(config, run_dir)
 
 
 _FILE_VERSION = "brain.Event:2"

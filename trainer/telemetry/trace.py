@@ -36,10 +36,10 @@ _PID = re.compile(rb'"pid":(\d+)')
 
 
 class Tracer:
-    """Writes events to `path`; without a path it takes them and does nothing. Safe to use from several threads.
+    """Writes spans to `path`; without a path it drops them. Safe to use from several threads.
 
-    Tracks are rows of the picture, e.g. "learner", "engine 0", "sync", "batch_loop"; they appear at their first event.
-    At most `max_events` are written by one process, and at most a few hundred are in memory.
+    Tracks are rows of the picture, e.g. "learner", "engine 0", "sync", "batch_loop"; they appear at their first span.
+    One process writes at most `max_events`, and keeps at most a few hundred in memory.
     """
 
     def __init__(
@@ -81,14 +81,6 @@ class Tracer:
             number = self._next_id
         self._add(track, {**event, "ph": "b", "id": number})
         self._add(track, {"name": name, "cat": track, "ph": "e", "id": number, "ts": end_s * 1e6})
-
-    def instant(self, track: str, name: str, **args: object) -> None:
-        """A point in time."""
-        self._add(track, {"name": name, "cat": track, "ph": "i", "s": "t", "ts": self._clock() * 1e6, "args": args})
-
-    def counter(self, name: str, **values: float) -> None:
-        """A curve (or several stacked) over time, e.g. `counter("buffer", ready=3, in_flight=5)`."""
-        self._add("counters", {"name": name, "ph": "C", "ts": self._clock() * 1e6, "args": values})
 
     def flush(self) -> None:
         with self._lock:
@@ -132,7 +124,7 @@ class Tracer:
             _append_events(self._file, batch)
         except OSError as error:
             if self.num_dropped == 0:
-                logger.warning("trace.json cannot be written (%s); the run goes on without these events", error)
+                logger.warning("trace.json cannot be written (%s); the run continues without these events", error)
             self.num_dropped += len(batch)
 
 
@@ -141,7 +133,7 @@ def _try_open(path: Path) -> tuple[IO[bytes] | None, int]:
     try:
         return _open_trace(path)
     except OSError as error:
-        logger.warning("%s cannot be opened (%s); the run goes on without a trace", path, error)
+        logger.warning("%s cannot be opened (%s); the run continues without a trace", path, error)
         return None, 1
 
 

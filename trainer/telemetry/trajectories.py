@@ -41,7 +41,7 @@ _MAX_FILE_BYTES = 256 * 2**20
 
 class TrajectoryRecorder:
     """A disk that is full, or a record that cannot be encoded, is logged and counted in `num_errors`, and does not stop
-    the run. What comes when a folder holds `max_bytes` is counted in `num_left_out`."""
+    the run. What comes when a folder holds `max_bytes` is counted in `num_skipped`."""
 
     def __init__(
         self,
@@ -62,22 +62,20 @@ class TrajectoryRecorder:
         """Of the current file."""
         self._num_bytes_before = _size(earlier)
         self._full: set[Path] = set()
-        """Folders that got no more, which is in the log."""
-        self._told: set[type[Exception]] = set()
-        """Kinds of errors that are in the log."""
-        self.num_groups = 0
+        """Folders that reached the limit, each logged once."""
+        self._logged: set[type[Exception]] = set()
+        """Kinds of errors, each logged once."""
         self.num_errors = 0
-        self.num_left_out = 0
+        self.num_skipped = 0
 
     def write(self, group: Group, status: GroupStatus, *, reason: str = "") -> None:
         """`reason` says why a group was filtered. Blocking file I/O: call it off the event loop."""
-        if self._append(lambda: {"status": status, "reason": reason, **_group(group)}):
-            self.num_groups += 1
+        self._append(lambda: {"status": status, "reason": reason, **_group(group)})
 
     def write_failure(self, item: RolloutRequest, status: FailureStatus, *, reason: str) -> None:
         """An attempt that raised `reason`, and how many there were. Blocking, as `write`."""
         attempts = item.attempt + item.num_worker_losses + 1
-        self._append(lambda: {"status": status, "reason": reason, "attempts": attempts, **_nothing_of(item)})
+        self._append(lambda: {"status": status, "reason": reason, "attempts": attempts, **_empty_group(item)})
 
     def begin_evaluation(self, folder: Path, version: int) -> Path | None:
         """An empty file in `folder` for the answers of one evaluation, new for each; None if it cannot be made, or the
@@ -86,12 +84,12 @@ class TrajectoryRecorder:
         paths = (folder / f"version_{version}{number}.jsonl" for number in numbers)
         try:
             if _size(folder.glob("version_*.jsonl")) >= self._max_bytes:
-                self._leave_out(folder)
+                self._skip(folder)
                 return None
             path = next(path for path in paths if not path.exists())
             path.touch(exist_ok=False)
         except OSError as error:
-            self._miss_evaluation(folder / f"version_{version}.jsonl", error)
+            self._evaluation_failed(folder / f"version_{version}.jsonl", error)
             return None
         return path
 
@@ -112,15 +110,15 @@ class TrajectoryRecorder:
             for eval_set, prompt, trajectories in answers:
                 record = {"time_s": self._clock(), **how, "set": eval_set, **_answered(prompt, trajectories)}
                 append_line(path, _encoded(record))
-        except Exception as error:  # noqa: BLE001 - nobody waits for it, and no evaluation ends a run
-            self._miss_evaluation(path, error)
+        except Exception as error:  # noqa: BLE001 - runs in the background, and no evaluation ends a run
+            self._evaluation_failed(path, error)
 
-    def _miss_evaluation(self, path: Path, error: Exception) -> None:
+    def _evaluation_failed(self, path: Path, error: Exception) -> None:
         self.num_errors += 1
-        logger.warning("%s is not complete, since it cannot be written (%r); the run goes on without it", path, error)
+        logger.warning("%s is not complete, since it cannot be written (%r); the run continues without it", path, error)
 
-    def _leave_out(self, folder: Path) -> None:
-        self.num_left_out += 1
+    def _skip(self, folder: Path) -> None:
+        self.num_skipped += 1
         if folder not in self._full:
             self._full.add(folder)
             logger.warning(
@@ -130,15 +128,15 @@ class TrajectoryRecorder:
                 self._max_bytes / 2**30,
             )
 
-    def _append(self, describe: Callable[[], dict[str, object]]) -> bool:
+    def _append(self, describe: Callable[[], dict[str, object]]) -> None:
         if self._folder in self._full:
-            self._leave_out(self._folder)
-            return False
+            self._skip(self._folder)
+            return
         try:
             line = _encoded({"time_s": self._clock(), **describe()})
             if self._num_bytes_before + self._num_bytes + len(line) > self._max_bytes:
-                self._leave_out(self._folder)
-                return False
+                self._skip(self._folder)
+                return
             if self._num_bytes and self._num_bytes + len(line) > self._max_file_bytes:
                 self._number += 1
                 self._num_bytes_before += self._num_bytes
@@ -146,12 +144,11 @@ class TrajectoryRecorder:
             append_line(self._folder / f"groups_{self._number:05d}.jsonl", line)
         except Exception as error:  # noqa: BLE001 - the edge of one record: columns of a data set and rewards hold anything
             self.num_errors += 1
-            if type(error) not in self._told:
-                self._told.add(type(error))
-                logger.warning("a record of trajectories cannot be written (%r); the run goes on without it", error)
-            return False
+            if type(error) not in self._logged:
+                self._logged.add(type(error))
+                logger.warning("a record of trajectories cannot be written (%r); the run continues without it", error)
+            return
         self._num_bytes += len(line)
-        return True
 
 
 def _size(paths: Iterable[Path]) -> int:
@@ -179,7 +176,7 @@ def _escaped(value: object) -> object:
     return value
 
 
-def _nothing_of(item: RolloutRequest) -> dict[str, object]:
+def _empty_group(item: RolloutRequest) -> dict[str, object]:
     return {
         "group_id": item.group_id,
         "start_version": item.start_version,

@@ -1,24 +1,29 @@
-"""Metrics to Weights & Biases, by a process of its own.
+"""Metrics to Weights & Biases, in a child process: this module is run by `python -m` there.
 
-So whatever it does costs the run nothing: asking for a login, waiting for a network that is gone, hooks that run when a
-process ends. Each answer of that process has a deadline; one that is late is killed.
+So nothing that the package does can stop the run: asking for a login, waiting for a network that is gone, hooks that
+run when a process ends. Each answer of the child has a deadline; if it is late, the child is killed.
+
+The protocol: a line of JSON goes to the child over a socket, and one comes back for each. First the arguments of
+`wandb.init`, then the numbers of each step, at last null. If the socket breaks before that, the driver was killed, and
+the child reports the run as failed. The child imports the standard library and `wandb` alone, so it starts fast.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import logging
 import os
 import secrets
+import select
 import signal
 import socket
 import subprocess
-from typing import TYPE_CHECKING
-
-from trainer import subprograms
-from trainer.config.convert import to_plain
-from trainer.telemetry.run_dir import write_atomically
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -90,7 +95,7 @@ class WandbSink:
             line = self._answers.readline()
         except TimeoutError as error:
             self._end()
-            raise RuntimeError(f"wandb gave no answer within {timeout_s:g} s; its process is ended") from error
+            raise RuntimeError(f"wandb gave no answer within {timeout_s:g} s; its process is killed") from error
         except OSError:
             line = b""
         if not line:
@@ -102,7 +107,7 @@ class WandbSink:
         return answer["done"]
 
     def _end(self) -> None:
-        """Whatever it is in; the package's own helper ends with it. Idempotent."""
+        """Kill the child and the package's own helper process. Idempotent."""
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -113,6 +118,8 @@ class WandbSink:
 
 def _settings(config: RunConfig, run_dir: RunDir) -> dict[str, object]:
     """Arguments of `wandb.init`."""
+    from trainer.config.convert import to_plain
+
     telemetry = config.telemetry
     return {
         "project": telemetry.wandb_project,
@@ -128,11 +135,13 @@ def _settings(config: RunConfig, run_dir: RunDir) -> dict[str, object]:
 
 
 def _start(output: Path) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """The process, and our end of the line to it; what the package prints goes to `output`."""
+    """The child, and our end of the socket to it; what the package prints goes to `output`."""
+    from trainer import subprograms
+
     ours, theirs = socket.socketpair()
     with theirs, output.open("ab") as file:
         process = subprocess.Popen(
-            subprograms.command("trainer.telemetry.wandb_process", str(theirs.fileno()), str(FINISH_S)),
+            subprograms.command("trainer.telemetry.wandb", str(theirs.fileno()), str(FINISH_S)),
             stdin=subprocess.DEVNULL,  # no terminal, no question
             stdout=file,
             stderr=file,
@@ -145,9 +154,56 @@ def _start(output: Path) -> tuple[subprocess.Popen[bytes], socket.socket]:
 
 
 def run_id(file: Path) -> str:
-    """What the service knows the run of this directory by: from `file`, which is written by the first process."""
+    """The id of this run directory's run at the service: from `file`, which the first process writes."""
+    from trainer.telemetry.run_dir import write_atomically
+
     if file.exists() and (known := file.read_text(encoding="utf-8").strip()):
         return known
     new = secrets.token_hex(8)
     write_atomically(file, f"{new}\n")
     return new
+
+
+def serve(connection: socket.socket, *, finish_s: float) -> None:
+    """The child. Returns when everything is sent. Once the socket breaks, the process ends within `finish_s`."""
+    threading.Thread(target=_end_after, args=(connection, finish_s), name="end", daemon=True).start()
+    run: Any = None
+    for line in connection.makefile("rb"):
+        message = json.loads(line)
+        try:
+            if run is None:
+                run = _begin(message)
+                answer = {"done": run.url or ""}
+            elif message is None:
+                run.finish()
+                answer = {"done": ""}
+            else:
+                run.log(message)
+                answer = {"done": ""}
+        except Exception as error:  # noqa: BLE001 - the other side counts it
+            answer = {"failed": f"{type(error).__name__}: {error}"}
+        with contextlib.suppress(OSError):  # the driver is gone, which the next read shows
+            connection.sendall(json.dumps(answer).encode() + b"\n")
+        if message is None:
+            return
+    if run is not None:
+        run.finish(exit_code=1)
+
+
+def _begin(settings: dict[str, Any]) -> Any:
+    run = importlib.import_module("wandb").init(**settings)
+    run.define_metric("*", step_metric="step")
+    return run
+
+
+def _end_after(connection: socket.socket, seconds: float) -> None:
+    """Also where the package or one of its hooks would keep the process alive."""
+    broken = select.poll()
+    broken.register(connection, 0)  # a broken socket is reported in any case
+    broken.poll()
+    time.sleep(seconds)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    serve(socket.socket(fileno=int(sys.argv[1])), finish_s=float(sys.argv[2]))

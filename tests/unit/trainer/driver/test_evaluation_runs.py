@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.fakes.metric_names import check_known
 from tests.fakes.scripted_run import Script, ScriptedRun
 from tests.unit.trainer.driver.test_loops_evaluation import all_evaluations, lines
 from trainer.driver.checkpointing import RunState
-from trainer.telemetry.metrics import check_known
 
 if TYPE_CHECKING:
     from collections.abc import Callable

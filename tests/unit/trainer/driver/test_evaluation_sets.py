@@ -10,6 +10,7 @@ import pytest
 
 from rollout.errors import DataError
 from tests.fakes.chat_tokenizer import PLAIN, chat_tokenizer
+from tests.fakes.metric_names import check_known
 from tests.fakes.scripted_run import Script, ScriptedRun, prompt_set
 from tests.unit.trainer.driver.test_loops_evaluation import all_evaluations, lines
 from trainer.config.load import load_config
@@ -18,7 +19,6 @@ from trainer.driver.checkpointing import RunState
 from trainer.driver.datasets import HeldOut, load_data
 from trainer.driver.evaluation import deal
 from trainer.driver.inputs import Inputs, tell_inputs
-from trainer.telemetry.metrics import check_known
 
 if TYPE_CHECKING:
     from collections.abc import Callable

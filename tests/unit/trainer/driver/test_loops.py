@@ -14,11 +14,11 @@ import pytest
 
 from rollout.errors import NoProgress
 from rollout.types import Group, Prompt
+from tests.fakes.metric_names import check_complete, check_known
 from tests.fakes.scripted_run import Script, ScriptedRun, trajectory
 from trainer.driver import loops
 from trainer.driver.loops import StalenessBroken, check_ages
 from trainer.driver.weight_updates import OwnDevices
-from trainer.telemetry.metrics import check_complete, check_known
 
 if TYPE_CHECKING:
     from collections.abc import Callable

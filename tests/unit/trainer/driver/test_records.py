@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from rollout.buffer.rollout_buffer import RolloutBuffer
 from rollout.types import Group, Trajectory
+from tests.fakes.metric_names import check_complete, check_known
 from tests.fakes.scripted_run import config, prompt_set, sync_report, trajectory
 from trainer.data.build import BatchLimits, BuiltBatch, build_train_batch
 from trainer.driver.step_metrics import (
@@ -25,7 +26,6 @@ from trainer.driver.step_metrics import (
     token_ages,
 )
 from trainer.learner.step_stats import Metric, StepResult
-from trainer.telemetry.metrics import check_complete, check_known
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

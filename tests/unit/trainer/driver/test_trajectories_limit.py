@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from trainer.driver import loops
 
 
-@pytest.mark.parametrize(("gib", "num_left_out"), [(1e-9, 1), (20.0, 0), (None, 0)])
-def test_the_configured_limit_is_that_of_the_recorder(tmp_path: Path, gib: float | None, num_left_out: int) -> None:
+@pytest.mark.parametrize(("gib", "num_skipped"), [(1e-9, 1), (20.0, 0), (None, 0)])
+def test_the_configured_limit_is_that_of_the_recorder(tmp_path: Path, gib: float | None, num_skipped: int) -> None:
     cfg = replace(config(telemetry={"trajectories_gib": gib}), run_dir=str(tmp_path / "run"))
     console = Console(file=io.StringIO())
     with telemetry.claimed_run_dir(cfg, console) as run_dir, telemetry.opened(cfg, run_dir, console) as sinks:
         (run_dir.answers / "version_0.jsonl").write_text("{}\n")
         assert sinks.recorder is not None
         sinks.recorder.begin_evaluation(run_dir.answers, 1)
-        assert sinks.recorder.num_left_out == num_left_out
+        assert sinks.recorder.num_skipped == num_skipped
 
 
 def test_every_group_that_is_left_out_is_counted(

@@ -1,10 +1,9 @@
-"""The run directory, its lock, summary and log."""
+"""The run directory: its lock, its configuration and its summary."""
 
 from __future__ import annotations
 
 import io
 import json
-import logging
 import os
 import shutil
 import signal
@@ -19,7 +18,6 @@ from rich.console import Console
 from tests.fakes.full_disk import file_limit
 from trainer.config.schema import RunConfig
 from trainer.errors import ConfigurationError
-from trainer.telemetry.console import SHOWN_BEFORE, logging_to
 from trainer.telemetry.run_dir import RunDirLost, open_run_dir, write_atomically
 from trainer.telemetry.session import Summary, claimed_run_dir, write_summary
 
@@ -106,15 +104,6 @@ def test_a_second_owner_is_refused_with_pid_and_host_and_kill_frees_the_director
     assert not (tmp_path / "owner.lock").exists()
 
 
-def test_the_lock_also_holds_inside_one_process(tmp_path: Path) -> None:
-    config = RunConfig(run_dir=str(tmp_path))
-    run_dir = open_run_dir(config)
-    with pytest.raises(ConfigurationError, match="in use"):
-        open_run_dir(config)
-    run_dir.close()
-    open_run_dir(config).close()
-
-
 def test_an_earlier_configuration_is_kept_if_it_was_another(tmp_path: Path) -> None:
     config = RunConfig(run_dir=str(tmp_path))
     run_dir = open_run_dir(config)
@@ -155,7 +144,7 @@ def test_a_full_disk_leaves_the_old_summary_and_nothing_else(tmp_path: Path) -> 
 def test_the_summary_is_one_json_object_that_replaces_the_old_one(tmp_path: Path) -> None:
     summary = Summary(
         exit_reason="completed", steps=10, version=10, wall_s=3.5, startup_s=None, first_accuracy=0.25,
-        last_accuracy=float("nan"), seed=0, extra={"groups": 3},
+        last_accuracy=float("nan"), seed=0,
     )  # fmt: skip
     path = tmp_path / "summary.json"
     path.write_text("old")
@@ -163,24 +152,4 @@ def test_the_summary_is_one_json_object_that_replaces_the_old_one(tmp_path: Path
     written = json.loads(path.read_text())
     assert written["exit_reason"] == "completed"
     assert (written["first_accuracy"], written["last_accuracy"], written["startup_s"]) == (0.25, None, None)
-    assert written["groups"] == 3
-    assert "extra" not in written
     assert [entry.name for entry in tmp_path.iterdir()] == ["summary.json"]
-
-
-def test_third_parties_are_quiet_on_the_screen_and_kept_in_the_file(tmp_path: Path) -> None:
-    root = logging.getLogger()
-    before = (root.level, list(root.handlers))
-    screen = io.StringIO()
-    with logging_to(tmp_path / "log.txt", level="info", console=Console(file=screen)):
-        logging.getLogger("trainer.driver").info("step done")
-        logging.getLogger("trainer.driver").debug("detail")
-        logging.getLogger("trainer.driver").warning("said at first", extra=SHOWN_BEFORE)
-        logging.getLogger("some_library").info("chatter")
-        logging.getLogger("some_library").warning("trouble")
-        logging.getLogger("urllib3").info("connection")
-    assert (root.level, root.handlers) == before
-    shown, kept = screen.getvalue(), (tmp_path / "log.txt").read_text()
-    assert "step done" in shown and "trouble" in shown and "chatter" not in shown
-    assert "step done" in kept and "chatter" in kept and "detail" not in kept and "connection" not in kept
-    assert "said at first" in kept and "said at first" not in shown

@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from trainer.config.convert import to_run_config
+from trainer.config.schema import RunConfig, TelemetryConfig
 from trainer.telemetry.run_dir import RunDir, open_run_dir
 from trainer.telemetry.sinks import build_writer
 from trainer.telemetry.wandb import WandbSink
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from trainer.config.schema import RunConfig
 
 STAND_IN = """\
 import json, os, pathlib, sys, threading
@@ -81,11 +79,8 @@ def opened(tmp_path: Path) -> Iterator[tuple[RunConfig, RunDir]]:
     run_dir.close()
 
 
-def config_for(path: Path, **telemetry: object) -> RunConfig:
-    asked = {"tensorboard": False, "wandb": True, **telemetry}
-    config, problems = to_run_config({"run_dir": str(path), "telemetry": asked})
-    assert problems == []
-    return config
+def config_for(path: Path, **telemetry: Any) -> RunConfig:
+    return RunConfig(run_dir=str(path), telemetry=TelemetryConfig(tensorboard=False, wandb=True, **telemetry))
 
 
 def asked(calls: Path, *names: str) -> list[Any]:
