@@ -320,12 +320,13 @@ class Progress:
             cells.add_column(style="dim", no_wrap=True)
             cells.add_column(ratio=1)
         staleness = f"{number('staleness/mean', '.2f')}, max {number('staleness/max', '.0f')}"
-        slots = [number(f"buffer/num_{kind}", ".0f") for kind in ("ready", "running", "slots")]
-        buffer = "{} ready, {} running, {} slots".format(*slots)
+        ready, running, slots = (
+            number(metric, ".0f") for metric in ("buffer/num_ready", "buffer/num_running", "buffer/num_slots")
+        )
         engines = f"{number('sync/replicas_live', '.0f')}/{self._num_replicas} live"
         cells.add_row("reward", self._reward(), "accuracy", self._accuracy())
         cells.add_row("rollout", self._rate("rollout"), "train", self._rate("train"))
-        cells.add_row("buffer", buffer, "staleness", staleness)
+        cells.add_row("buffer", f"{ready} ready, {running} running, {slots} slots", "staleness", staleness)
         cells.add_row("length", self._length(), "entropy", number("learner/entropy", ".3g"))
         cells.add_row("step time", f"{number('perf/step_s', '.1f')} s", "grad norm", number("learner/grad_norm", ".3g"))
         cells.add_row("engines", engines, "trainer", escape(self._ended or self._phase or self._activity()))
