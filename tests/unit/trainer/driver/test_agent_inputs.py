@@ -15,7 +15,7 @@ from trainer.config.load import load_config
 from trainer.driver.actors import make_pool, worker_spec
 from trainer.driver.inputs import check_agent, load_inputs, tell_inputs
 from trainer.errors import ConfigurationError
-from trainer.telemetry.console import SHOWN_BEFORE
+from trainer.telemetry.console import FILE_ONLY
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -127,12 +127,12 @@ def test_tools_that_the_prompts_do_not_name_are_told_on_the_screen_and_in_the_lo
         assert way in text
     (on_screen,) = [record for record in caplog.records if "double" in record.getMessage()]
     assert (on_screen.levelname, on_screen.getMessage()) == ("WARNING", text)
-    assert not hasattr(on_screen, *SHOWN_BEFORE)
+    assert not hasattr(on_screen, *FILE_ONLY)
     caplog.clear()
     cfg = load_config([])
     tell_inputs(cfg, replace(load_inputs(cfg), left_out=(text,)))
     (in_file,) = caplog.records
-    assert in_file.getMessage() == text and in_file.__dict__.items() >= SHOWN_BEFORE.items()
+    assert in_file.getMessage() == text and in_file.__dict__.items() >= FILE_ONLY.items()
 
 
 @pytest.mark.parametrize(
