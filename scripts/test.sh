@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Every check and test that needs no accelerator. Makes .venv if needed. Safe to run again.
-# Usage: scripts/test.sh [STAGE ...]      stages: lint types imports unit integration e2e; default all
+# Usage: scripts/test.sh [STAGE ...]      stages: lint types imports unit integration e2e full; default all but full
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 bash scripts/install.sh cpu,test || exit 1
@@ -11,53 +11,56 @@ stages=("$@")
 [ ${#stages[@]} -gt 0 ] || stages=(lint types imports unit integration e2e)
 for stage in "${stages[@]}"; do
   case $stage in
-    lint | types | imports | unit | integration | e2e) ;;
-    *) echo "unknown stage $stage; there are lint, types, imports, unit, integration and e2e" >&2; exit 2 ;;
+    lint | types | imports | unit | integration | e2e | full) ;;
+    *) echo "unknown stage $stage; there are lint, types, imports, unit, integration, e2e and full" >&2; exit 2 ;;
   esac
 done
+is_chosen() { [[ " ${stages[*]} " == *" $1 "* ]]; }
 
-# Two lanes run side by side, each with its part of every stage in order. What computes and looks at no clock, or
-# at minutes, is in `back`, at a lower priority. `front` is shown as it goes, `back` after it.
-logic=(tests/unit/trainer tests/unit/rollout tests/simulation tests/golden tests/house)
-computing=(tests/integration/test_{fallback_vllm,learner_compile,learner_moe,lora_vllm,plain_loop,recorder_vllm}.py
-  tests/integration/test_{multinode_script,weight_sync_vllm}.py
-  tests/integration/test_learner_ranks{,_critic,_divergence,_losses}.py)
-whole_runs=(tests/e2e/test_{adapter_job,bad_input,bench,main_job}.py)
-part() { # LANE STAGE: `command` is what the lane does for it, if anything
-  local pytest=(pytest -q -m "not gpu")
-  [ "$1" = front ] || pytest+=(--timeout 1200) # for tests without a limit of their own
-  command=()
-  case $1-$2 in
-    front-lint) command=(bash -c "ruff check . && ruff format --check .") ;;
-    front-imports) command=(lint-imports) ;;
-    front-unit) command=("${pytest[@]}" tests/unit/weight_sync tests/contract) ;;
-    front-integration) command=("${pytest[@]}" tests/integration "${computing[@]/#/--ignore=}") ;;
-    front-e2e) command=("${pytest[@]}" tests/e2e "${whole_runs[@]/#/--ignore=}") ;;
-    back-types) command=(pyright) ;;
-    back-unit) command=("${pytest[@]}" "${logic[@]}") ;;
-    back-integration) command=("${pytest[@]}" "${computing[@]}") ;;
-    back-e2e) command=("${pytest[@]}" "${whole_runs[@]}") ;;
-  esac
-}
+# Two lanes run side by side. `front` has the tests that look at a clock: the folders named here, and the files that are
+# marked `timing`. `back` has what computes, at a lower priority. `front` is shown as it goes, `back` after it.
+unit_folders=(tests/unit tests/contract tests/simulation tests/golden tests/house)
+timing_folders=(tests/unit/weight_sync tests/contract)
+process_folders=() # tests that start processes of vLLM, Ray and whole runs: one pytest for all of them
+for stage in integration e2e full; do if is_chosen $stage; then process_folders+=("tests/$stage"); fi; done
 
 scratch=$(mktemp -d) || exit 1
 export TANDEM_TEST_CACHE=$scratch/cache # the tiny model is made once for all
 mkdir "$TANDEM_TEST_CACHE" || exit 1
 child=
-run_lane() { # LANE
-  local stage begin failed=()
-  for stage in "${stages[@]}"; do
-    part "$1" "$stage"
-    [ ${#command[@]} -gt 0 ] || continue
-    begin=$SECONDS
-    printf '\n\033[1m==> %s: %s\033[0m\n' "$stage" "${command[*]}"
-    # In a session of its own, so that Ctrl-C reaches it once, from `stop`, and its tests can clean up. Where the kernel
-    # shares the processor out by session, a priority counts inside one only; the session itself has another.
-    setsid bash -c '[ "$0" != back ] || { echo 3 >/proc/self/autogroup; } 2>/dev/null; exec "$@"' \
-      "$1" env --default-signal=INT "${command[@]}" &
-    child=$!
-    if wait $child; then printf '%s passed in %s s\n' "$stage" $((SECONDS - begin)); else failed+=("$stage"); fi
-  done
+failed=()
+run() { # LANE STAGES COMMAND ...
+  local lane=$1 name=$2 begin=$SECONDS
+  shift 2
+  printf '\n\033[1m==> %s: %s\033[0m\n' "$name" "$*"
+  # In a session of its own, so that Ctrl-C reaches it once, from `stop`, and its tests can clean up. Where the kernel
+  # shares the processor out by session, a priority counts inside one only; the session itself has another.
+  setsid bash -c '[ "$0" != back ] || { echo 3 >/proc/self/autogroup; } 2>/dev/null; exec "$@"' \
+    "$lane" env --default-signal=INT "$@" &
+  child=$!
+  if wait $child; then printf '%s passed in %s s\n' "$name" $((SECONDS - begin)); else failed+=("$name"); fi
+}
+front_lane() {
+  if is_chosen lint; then run front lint bash -c "ruff check . && ruff format --check ."; fi
+  if is_chosen imports; then run front imports lint-imports; fi
+  if is_chosen unit; then run front unit pytest -q -m "not gpu" "${timing_folders[@]}"; fi
+  if [ ${#process_folders[@]} -gt 0 ]; then
+    run front "${process_folders[*]}" pytest -q -m "timing and not gpu" "${process_folders[@]}"
+  fi
+  end_lane front
+}
+back_lane() {
+  trap 'stop 143' TERM HUP
+  renice -n 10 "$BASHPID" >/dev/null
+  local pytest=(pytest -q --timeout 1200) # for tests without a limit of their own
+  if is_chosen types; then run back types pyright; fi
+  if is_chosen unit; then run back unit "${pytest[@]}" -m "not gpu" "${unit_folders[@]}" "${timing_folders[@]/#/--ignore=}"; fi
+  if [ ${#process_folders[@]} -gt 0 ]; then
+    run back "${process_folders[*]}" "${pytest[@]}" -m "not timing and not gpu" "${process_folders[@]}"
+  fi
+  end_lane back
+}
+end_lane() { # LANE
   [ ${#failed[@]} = 0 ] || { printf '\nFAILED in lane %s: %s\n' "$1" "${failed[*]}"; return 1; }
 }
 stop() { # CODE
@@ -65,18 +68,13 @@ stop() { # CODE
   wait
   exit "$1"
 }
-back_lane() {
-  trap 'stop 143' TERM HUP
-  renice -n 10 "$BASHPID" >/dev/null
-  run_lane back
-}
 
 back_lane >"$scratch/back.log" 2>&1 &
 back=$!
 trap 'kill $back 2>/dev/null; stop 130' INT
 trap 'kill $back 2>/dev/null; stop 143' TERM HUP
 trap 'rm -rf "$scratch"' EXIT
-run_lane front
+front_lane
 front_code=$?
 wait $back
 back_code=$?

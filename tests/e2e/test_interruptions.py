@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     Start = Callable[..., TrainerProcess]
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timing, pytest.mark.timeout(900)]
 
 GONE_WITHIN_S = 30.0
 ENDED_WITHIN_S = 10.0
@@ -111,11 +111,3 @@ def test_an_interrupt_during_the_start_leaves_nothing(start: Start, tmp_path: Pa
     assert run.left_over(within_s=ENDED_WITHIN_S) == []
     assert run.scratch == []
     assert run.summary["exit_reason"] == "interrupted"
-
-
-def test_kill_9_during_the_start_takes_the_maker_of_the_model_along(start: Start, tmp_path: Path) -> None:
-    run = start(tmp_path / "run", *SMALL, ENDLESS, cache=tmp_path / "cache")
-    run.until(lambda: any("trainer.builtin.tiny_model" in name for name in run.names))
-    run.until(lambda: any("raylet" in name for name in run.names))
-    run.kill()
-    assert run.left_over(within_s=GONE_WITHIN_S) == []

@@ -42,7 +42,7 @@ ENDLESS = (
     "trainer.total_steps=100000",
 )
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timing, pytest.mark.timeout(900)]
 
 
 def three_more_steps(run: TrainerProcess) -> None:

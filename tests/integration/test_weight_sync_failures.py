@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from tests.fakes.party_process import PartyProcess
     from tests.fakes.protocol_traps import State
 
+pytestmark = pytest.mark.timing
+
 TIMEOUT_S = 1.5
 """Of one sync. Every party must be given up by then."""
 OPEN_S = 3.0

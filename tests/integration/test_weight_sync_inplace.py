@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from tests.fakes.protocol_traps import State
 
+pytestmark = pytest.mark.timing
+
 TIMEOUT_S = 2.0
 """Of a sync, and so the length of an in-place lease."""
 

@@ -16,6 +16,8 @@ from weight_sync.coordinator import SyncCoordinator, SyncOptions
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+pytestmark = pytest.mark.timing
+
 IPV4 = ("127.0.0.2", "127.0.0.3")
 IPV6 = ("::1", "::1")
 """There is one loopback address only; the nodes have names of their own."""

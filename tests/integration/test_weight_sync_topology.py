@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from tests.fakes.party_process import PartyProcess
 
+pytestmark = pytest.mark.timing
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -15,6 +15,8 @@ from rollout.worker.worker import WorkerSpec
 from tests.fakes.killable_engine import KillableEngine
 from trainer.driver.fleet import WorkerPool
 
+pytestmark = pytest.mark.timing
+
 NUM_PROMPTS = 6
 TOKEN_S = 0.5
 NOTICED_S = 40.0

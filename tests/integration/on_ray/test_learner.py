@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
+pytestmark = pytest.mark.timing
+
 
 def _batch(step: int) -> TrainBatch:
     parts = sequences(8, seed=step)

@@ -25,6 +25,8 @@ from trainer.driver.fleet import NoWorker, WorkerPool
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
+pytestmark = pytest.mark.timing
+
 CONTEXT = [7, 8, 9]
 MAX_TOKENS, TOKEN_S = 60, 0.005
 GROUPS_PER_STEP = 4

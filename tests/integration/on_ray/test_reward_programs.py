@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 import ray
 
 from rollout.reward.pool import RewardPool
@@ -15,6 +16,8 @@ from tests.fakes.process_life import is_running
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+pytestmark = pytest.mark.timing
 
 REWARD = """
 import subprocess, sys, time

@@ -24,6 +24,8 @@ from trainer.driver.fleet import GROUP_GRACE_S, WorkerPool
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.timing
+
 MAX_TOKENS, TOKEN_S = 60, 0.03
 
 

@@ -14,6 +14,8 @@ from rollout.types import SamplingParams
 from tests.integration.test_vllm_engine import make_spec, model_dir, random_prompt  # noqa: F401 - a fixture
 from weight_sync.device.select import get_backend
 
+pytestmark = pytest.mark.timing
+
 
 async def test_a_group_streams_and_a_killed_engine_process_is_reported(
     cluster: None,

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     Submit = Callable[..., subprocess.Popen[str]]
 
+pytestmark = pytest.mark.timing
+
 # The head writes down that it runs, and is told to end as the trainer is. A worker lives until somebody ends it.
 MULTINODE = """#!/usr/bin/env bash
 echo "$1 host=${TANDEM_HOST-none} args: ${*:2}" >>"$CALLS"

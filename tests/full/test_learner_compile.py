@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
 def test_compiled_blocks_give_the_same_gradients_and_names(tmp_path: Path) -> None:
     with process_group(tmp_path / "store"):
@@ -38,7 +37,6 @@ def test_compiled_blocks_give_the_same_gradients_and_names(tmp_path: Path) -> No
                 torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
 @pytest.mark.parametrize(
     "changes",

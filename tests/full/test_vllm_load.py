@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 
 from rollout.engine.vllm_engine import VllmEngine
 from rollout.fleet.adaptive_limit import Bounds
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
     from rollout.engine.interface import EngineLoad
     from rollout.types import TokenChunk
+
+pytestmark = pytest.mark.timing
 
 LONG = SamplingParams(max_tokens=1500, temperature=1.0, ignore_eos=True)
 

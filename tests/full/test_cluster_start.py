@@ -21,6 +21,8 @@ from weight_sync.device.select import get_backend
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+pytestmark = pytest.mark.timing
+
 TOO_SLOW = "The current node timed out during startup. This could happen because some of the raylet failed to startup"
 """As Ray 2.60 says it, with a plain `Exception`, after 30 s."""
 

@@ -18,7 +18,7 @@ from weight_sync.device.visibility import show_own_devices
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timing, pytest.mark.timeout(300)]
 
 
 @pytest.fixture

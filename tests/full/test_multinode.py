@@ -32,7 +32,7 @@ SMALL = (
     "checkpoint.export_hf=false",
 )
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timing, pytest.mark.timeout(900)]
 
 
 class Nodes:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from weight_sync.wire import CommitResult
 
+pytestmark = pytest.mark.timing
+
 NUM_RANKS, NUM_SYNCS = 4, 500
 DELAY_S = 0.003
 """Longest sleep before a call; a sync has some ten calls on its way."""

@@ -27,7 +27,7 @@ from tests.fakes.process_life import is_running
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timing, pytest.mark.timeout(400)]
 ROOT = Path(__file__).resolve().parents[2]
 OWNER = """
 import asyncio, json, sys

@@ -1,5 +1,5 @@
-"""A short run that learns from a teacher alone: larger than the policy, of another depth, and without its bad habit.
-Real Ray, vLLM, FSDP2 and weight sync."""
+"""Whole runs beside those of `tests/e2e`: one that learns from a teacher alone (larger than the policy, of another
+depth, and without its bad habit), one that is four versions ahead, and one that is killed while it starts."""
 
 from __future__ import annotations
 
@@ -58,3 +58,33 @@ def test_the_policy_comes_nearer_and_answers_better(job: TrainerProcess) -> None
     distances = [line["learner/kl_reference"] for line in job.lines]
     assert sum(distances[-5:]) < 0.9 * sum(distances[:5])
     assert job.summary["last_accuracy"] > job.summary["first_accuracy"] + 0.08, "though no reward moved it"
+
+
+def test_accuracy_rises_with_samples_of_five_versions_too(tiny_cache: Path, tmp_path: Path) -> None:
+    """What runs is computed again at every commit, and slots are open for a lead of four versions."""
+    process = TrainerProcess(
+        tmp_path / "run",
+        f"trainer.total_steps={STEPS}",
+        "trainer.groups_per_step=32",
+        "rollout.group_size=8",
+        "mode.max_staleness=4",
+        "mode.in_flight=recompute",
+        "trainer.stop_at_accuracy=null",
+        "learner.lr=1e-3",
+        cache=tiny_cache,
+    )
+    with closing(process):
+        assert process.wait() == 0, process.text[-4000:]
+    ages = [line["staleness/max"] for line in process.lines]
+    assert max(ages) <= 4
+    assert max(ages[STEPS // 2 :]) > 1, "it was not as far ahead as it may be"
+    assert process.summary["last_accuracy"] >= process.summary["first_accuracy"] + 0.1
+    assert process.summary["discarded_tokens"] == 0
+
+
+def test_kill_9_during_the_start_takes_the_maker_of_the_model_along(tmp_path: Path) -> None:
+    with closing(TrainerProcess(tmp_path / "run", "trainer.total_steps=100000", cache=tmp_path / "cache")) as run:
+        run.until(lambda: any("trainer.builtin.tiny_model" in name for name in run.names))
+        run.until(lambda: any("raylet" in name for name in run.names))
+        run.kill()
+        assert run.left_over(within_s=30.0) == []

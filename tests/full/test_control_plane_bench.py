@@ -7,6 +7,8 @@ import pytest
 from tests.simulation.bench.__main__ import Case, in_own_process
 from tests.simulation.bench.ray_run import RayCase
 
+pytestmark = pytest.mark.timing
+
 
 def test_a_run_in_one_process_is_measured() -> None:
     result = in_own_process(Case(num_groups=40, trajectories_admitted=80, num_replicas=4))

@@ -15,7 +15,7 @@ from weight_sync.bench.shapes import architecture
 
 ROOT = Path(__file__).resolve().parents[2]
 LINE = ("--model", "tiny", "--device", "cpu", "--learners", "2", "--replicas", "2", "--syncs", "3")
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timing, pytest.mark.timeout(300)]
 
 
 def test_a_suite_goes_on_after_a_failure_and_measures_what_works(tmp_path: Path) -> None:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
     from trainer.config.schema import RunConfig
 
+pytestmark = pytest.mark.timing
+
 STEP = 2
 LORA = LoraConfig(rank=8, alpha=20.0, target_modules="q_proj+o_proj+up_proj")
 
