@@ -21,8 +21,10 @@ is_chosen() { [[ " ${stages[*]} " == *" $1 "* ]]; }
 # marked `timing`. `back` has what computes, at a lower priority. `front` is shown as it goes, `back` after it.
 unit_folders=(tests/unit tests/contract tests/simulation tests/golden tests/house)
 timing_folders=(tests/unit/weight_sync tests/contract)
-process_folders=() # tests that start processes of vLLM, Ray and whole runs: one pytest for all of them
-for stage in integration e2e full; do if is_chosen $stage; then process_folders+=("tests/$stage"); fi; done
+# One pytest for all that starts engines, clusters and whole runs. Runs come first: they inherit its environment, which
+# an engine inside of the process changes.
+process_folders=()
+for stage in e2e integration full; do if is_chosen $stage; then process_folders+=("tests/$stage"); fi; done
 
 scratch=$(mktemp -d) || exit 1
 export TANDEM_TEST_CACHE=$scratch/cache # the tiny model is made once for all
