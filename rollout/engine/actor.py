@@ -1,11 +1,10 @@
-"""The Ray shell around one engine, and the watchdog that never lets an engine stay paused."""
+"""The Ray shell around one engine."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
-import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rollout.engine.vllm_config import process_env
@@ -15,54 +14,18 @@ from weight_sync.device.select import build as backend_called
 from weight_sync.device.visibility import show_own_devices
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+    from collections.abc import AsyncGenerator, Callable, Sequence
 
     import numpy as np
 
-    from rollout.engine.interface import Engine, EngineInfo, EngineLoad, EngineSpec, EngineStats
+    from rollout.engine.interface import Engine, EngineInfo, EngineSpec, EngineStatus
     from rollout.types import SamplingParams, TokenChunk
     from weight_sync.wire import CommitResult
-
-log = logging.getLogger(__name__)
 
 _END = object()
 
 PAUSE_LIMIT_S = 300.0
 """What no commit takes, unless weight syncs have a longer deadline: one in place may pause for all of that."""
-
-
-class PauseWatchdog:
-    """Ends a pause that lasts longer than any commit may take.
-
-    A commit ends its own pause, whatever happens to its caller. What is left is a replica whose weights are a mixture
-    and whose coordinator never came back: it cannot generate, so its requests must be told that it is dead.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        *,
-        limit_s: float,
-        interval_s: float = 1.0,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-    ) -> None:
-        self._engine = engine
-        self._limit_s = limit_s
-        self._interval_s = interval_s
-        self._sleep = sleep
-        self.num_interventions = 0
-
-    async def run(self) -> None:
-        """Consumes: the engine's stats. Waits for: its interval. Unblocked by: cancellation."""
-        while True:
-            await self._sleep(self._interval_s)
-            paused_s = self._engine.stats().paused_s
-            if paused_s > self._limit_s:
-                self.num_interventions += 1
-                try:
-                    await self._engine.end_pause(f"paused for {paused_s:.1f} s, allowed are {self._limit_s:.1f} s")
-                except Exception:  # whatever it was: nobody else would look again
-                    log.exception("a pause of %.1f s could not be ended", paused_s)
 
 
 class EngineActor:
@@ -78,16 +41,12 @@ class EngineActor:
         *,
         pause_limit_s: float = PAUSE_LIMIT_S,
         build: Callable[[EngineSpec], Engine] = VllmEngine,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         import ray
 
         show_own_devices(spec.device, ray)
-        self._spec = spec
-        self._engine = build(spec)
-        self._clock = clock
-        self._watchdog = PauseWatchdog(self._engine, limit_s=pause_limit_s)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._spec = replace(spec, pause_limit_s=pause_limit_s)
+        self._engine = build(self._spec)
 
     async def start(self) -> EngineInfo:
         """Start the engine, once its environment is as its device needs it.
@@ -99,16 +58,7 @@ class EngineActor:
         problems = backend_called(self._spec.device).check_env("engine", environ)
         if problems:
             raise DeviceError("; ".join(problems))
-        info = await self._engine.start()
-        self._tasks.add(asyncio.create_task(self._watchdog.run(), name="pause-watchdog"))
-        return info
-
-    async def generate(
-        self, request_id: str, token_ids: np.ndarray, params: SamplingParams
-    ) -> AsyncGenerator[TokenChunk, None]:
-        """One request; see `Engine.generate`."""
-        async for chunk in self._engine.generate(request_id, token_ids, params):
-            yield chunk
+        return await self._engine.start()
 
     async def generate_group(
         self, request_ids: Sequence[str], token_ids: np.ndarray, params: Sequence[SamplingParams]
@@ -166,20 +116,10 @@ class EngineActor:
     async def sleep(self) -> None:
         await self._engine.sleep()
 
-    async def version(self) -> int:
-        return self._engine.version
-
-    async def stats(self) -> EngineStats:
-        return self._engine.stats()
-
-    async def load(self) -> EngineLoad:
+    async def load(self) -> EngineStatus:
         return self._engine.load()
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks.clear()
         await self._engine.close()
 
 

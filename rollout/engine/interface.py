@@ -10,6 +10,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from rollout.errors import EngineDead
+
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping
 
@@ -61,6 +63,8 @@ class EngineSpec:
     """Most tokens of one chunk: what a caller loses if the engine dies."""
     seed: int = 0
     in_flight: InFlight = "keep"
+    pause_limit_s: float = 300.0
+    """How long a pause that a commit left behind may last; longer than any commit takes."""
     initial_version: int = 0
     """The policy version of the weights the engine starts with."""
     stop_token_ids: tuple[int, ...] = ()
@@ -113,26 +117,6 @@ class EngineInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStats:
-    """A snapshot of one engine."""
-
-    version: int
-    running: int
-    """Requests that have generated at least one token and are not finished."""
-    waiting: int
-    """Requests that wait for admission, a slot, or their prefill."""
-    generated_tokens: int
-    """Since start, warm-up excluded."""
-    prompt_tokens: int
-    finished_requests: int
-    kv_usage_frac: float | None
-    """None where the engine does not say."""
-    paused_s: float
-    """How long generation has been paused by now; 0 while it runs."""
-    is_dead: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineTimes:
     """The life of one engine so far, by its own clock, in seconds."""
 
@@ -144,10 +128,10 @@ class EngineTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineLoad:
-    """How busy an engine is, as of its last step: what decides whether it gets more requests or fewer.
+class EngineStatus:
+    """One engine as of its last step: what decides whether it gets more requests or fewer.
 
-    Example: `EngineLoad(running=64, waiting=0, kv_usage_frac=0.4, num_preemptions=0)`
+    Example: `EngineStatus(running=64, waiting=0, kv_usage_frac=0.4, num_preemptions=0)`
     """
 
     running: int
@@ -162,6 +146,16 @@ class EngineLoad:
     """For how long it has had requests and given no token; 0 while it may not generate: paused, asleep, or idle."""
     times: EngineTimes | None = None
     """For how long it has had requests; None where the engine does not say."""
+    unstarted: int = 0
+    """Requests without a token: they wait for admission, for a place, or for their prefill."""
+    generated_tokens: int = 0
+    """Since start, warm-up excluded."""
+    paused_s: float = 0.0
+    """How long generation has been paused by now; 0 while it runs."""
+    is_dead: bool = False
+
+
+EngineLoad = EngineStatus
 
 
 class Engine(ABC):
@@ -215,7 +209,8 @@ class Engine(ABC):
         """Pause, call `method` in every worker, and go on as `version` if all of them say it worked.
 
         Requests are treated as `EngineSpec.in_flight` says. Workers answer with `weight_sync.wire.Reply` bytes; if one
-        reports a mixture of versions, the engine stays paused until a later commit works or `end_pause` is called.
+        reports a mixture of versions, the engine stays paused until a later commit works, or for
+        `EngineSpec.pause_limit_s`; then it is dead.
         The commit runs to its end even if the caller goes away.
 
         Raises:
@@ -233,25 +228,24 @@ class Engine(ABC):
         """
         raise ValueError("this engine cannot sleep; start it with EngineSpec.sleep_level")
 
-    @abstractmethod
-    async def end_pause(self, reason: str) -> None:
-        """Last resort of a watchdog: resume a paused engine if its weights are whole, else declare it dead."""
-
     @property
     @abstractmethod
     def version(self) -> int:
         """The policy version that samples now."""
 
     @abstractmethod
-    def stats(self) -> EngineStats: ...
+    def status(self) -> EngineStatus:
+        """Without waiting; also of an engine that is dead."""
 
-    @abstractmethod
-    def load(self) -> EngineLoad:
-        """Without waiting.
+    def load(self) -> EngineStatus:
+        """The status of an engine that lives.
 
         Raises:
             EngineDead: the engine is dead.
         """
+        if (status := self.status()).is_dead:
+            raise EngineDead("engine is dead; use another replica")
+        return status
 
     @abstractmethod
     async def close(self) -> None:

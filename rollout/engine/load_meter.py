@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rollout.engine.interface import EngineLoad, EngineTimes
+from rollout.engine.interface import EngineStatus, EngineTimes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,11 +44,11 @@ class LoadMeter:
             self._num_taken_out -= ours
             self._num_preemptions = (self._num_preemptions or 0) + preempted - ours
 
-    def load(self, num_inside: int) -> EngineLoad:
+    def load(self, num_inside: int) -> EngineStatus:
         """`num_inside`: requests in the engine. Without any it makes no step, and the last one's figures are stale."""
         is_idle = num_inside == 0
         self._num_taken_out = min(self._num_taken_out, num_inside)  # some may have ended since
-        return EngineLoad(
+        return EngineStatus(
             running=0 if is_idle else self._running,
             waiting=0 if is_idle else self._waiting,
             kv_usage_frac=0.0 if is_idle and self._kv_usage_frac is not None else self._kv_usage_frac,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,90 +21,204 @@ if TYPE_CHECKING:
     from rollout.types import SamplingParams
 
 
-MAX_TIMES_OUT = 8
+MAX_READMISSIONS = 8
 """A request that was taken out so often stays in: one whose prompt takes longer than the time between two commits
 would never have a token."""
 
 
-class Roster:
-    """A request is known from its call to its last chunk, and has to enter vLLM: again, whenever it was taken out.
+class RequestTable:
+    """The requests of one engine. Each is known from its call to its last chunk, and has to enter vLLM: again, whenever
+    a commit took it out.
 
-    stay ─> outside ─ enter ─> inside ─ take_out ─> outside ...
+    open ─> waiting ─ enter ─> running ─ readmit_unstarted ─> waiting ...
 
-    An abort reaches a request at every moment: inside by way of vLLM, and whatever enters is asked for earlier ones.
+    An abort reaches a request at every moment: a running one by way of vLLM, and what enters is asked for earlier ones.
     """
 
     def __init__(self, activity: Activity) -> None:
-        self.inside: dict[str, LiveAnswer] = {}
-        """What was taken out is in here, too, until it is back: its stream must hear of the engine's death."""
+        self.running: dict[str, ActiveRequest] = {}
+        """One that was taken out is in here, too, until it is back: its stream must hear of the engine's death."""
         self._activity = activity
-        self._outside, self._aborted = set[str](), set[str]()
-        self._times_out = Counter[str]()
+        self._waiting, self._aborted = set[str](), set[str]()
+        self._num_readmissions = Counter[str]()
 
     @contextmanager
-    def stay(self, request_id: str) -> Iterator[None]:
-        """Around all of a request; it begins outside.
+    def open(self, request_id: str) -> Iterator[None]:
+        """Around all of a request; it begins waiting.
 
         Raises:
             ValueError: there is one with this id.
         """
-        if request_id in self.inside or request_id in self._outside:
+        if request_id in self.running or request_id in self._waiting:
             raise ValueError(f"request {request_id!r} is already running; request ids must be unique per engine")
-        self._outside.add(request_id)
+        self._waiting.add(request_id)
         try:
             yield
         finally:
-            self._outside.discard(request_id)
+            self._waiting.discard(request_id)
             self._aborted.discard(request_id)
-            self._times_out.pop(request_id, None)
-            if self.inside.pop(request_id, None) is not None and not self.inside:
+            self._num_readmissions.pop(request_id, None)
+            if self.running.pop(request_id, None) is not None and not self.running:
                 self._activity.end()
 
-    def enter(self, request_id: str, live: LiveAnswer) -> bool:
+    def enter(self, request_id: str, request: ActiveRequest) -> bool:
         """vLLM has the request. False if it was aborted before, and vLLM must be told."""
-        if not self.inside:
+        if not self.running:
             self._activity.begin()
-        self.inside[request_id] = live
-        self._outside.discard(request_id)
+        self.running[request_id] = request
+        self._waiting.discard(request_id)
         return request_id not in self._aborted
 
-    def is_outside(self, request_id: str) -> bool:
-        return request_id in self._outside
+    def is_waiting(self, request_id: str) -> bool:
+        return request_id in self._waiting
 
     def note_abort(self, request_id: str) -> bool:
         """Whether vLLM must be told. In any case it is remembered: the request may just be taken out."""
-        if request_id in self.inside or request_id in self._outside:
+        if request_id in self.running or request_id in self._waiting:
             self._aborted.add(request_id)
-        return request_id in self.inside
+        return request_id in self.running
 
-    def num_tokens(self, request_states: Mapping[str, Any]) -> list[tuple[str, LiveAnswer, int]]:
-        """Of each request that vLLM has and can go on with: how many tokens it has been given so far.
+    def num_tokens(self, request_states: Mapping[str, Any]) -> list[tuple[str, ActiveRequest, int]]:
+        """Of each request that vLLM has and can continue: how many tokens it has been given so far.
 
         Args:
             request_states: of vLLM's output processor. Finished requests have left it; they get no more tokens.
         """
-        found = [(key, live, request_states.get(live.queue.request_id)) for key, live in self.inside.items()]
+        found = [(key, one, request_states.get(one.queue.request_id)) for key, one in self.running.items()]
         return [
-            (key, live, state.detokenizer.num_output_tokens())
-            for key, live, state in found
+            (key, one, state.detokenizer.num_output_tokens())
+            for key, one, state in found
             if state is not None and state.detokenizer is not None
         ]
 
-    def take_out_tokenless(self, request_states: Mapping[str, Any]) -> list[str]:
+    def readmit_unstarted(self, request_states: Mapping[str, Any]) -> list[str]:
         """Requests without a token, oldest first, by the ids that vLLM has for them: it must abort these. Their streams
         find out by what that gives them, and enter again."""
-        tokenless = {
-            key: live
-            for key, live, num_tokens in self.num_tokens(request_states)
-            if not num_tokens and self._times_out[key] < MAX_TIMES_OUT
+        unstarted = {
+            key: one
+            for key, one, num_tokens in self.num_tokens(request_states)
+            if not num_tokens and self._num_readmissions[key] < MAX_READMISSIONS
         }
-        self._outside.update(tokenless)
-        self._times_out.update(tokenless.keys())
-        return [live.queue.request_id for live in tokenless.values()]
+        self._waiting.update(unstarted)
+        self._num_readmissions.update(unstarted.keys())
+        return [one.queue.request_id for one in unstarted.values()]
 
 
-class Fence:
-    """Looks like one (empty) engine output to AsyncLLM's output handler, and tells when the handler came to it."""
+class ActiveRequest:
+    """A request that vLLM has: its tokens with their versions, cut into chunks, and the stop strings it may end at.
+
+    Args:
+        queue: vLLM's outputs of it.
+        version: the policy version that it starts under.
+        matcher: for stop strings that vLLM does not end an answer at: those that begin before what it generates; with
+            speculative decoding all, since 0.25.1 leaves what the same step drafted behind them.
+        drafts: whether a step may give an answer several tokens.
+    """
+
+    def __init__(
+        self,
+        queue: RequestOutputCollector,
+        version: int,
+        stream_tokens: int,
+        *,
+        matcher: StopStringMatcher | None = None,
+        drafts: bool = False,
+    ) -> None:
+        self.queue = queue
+        self.output = OutputBuffer(VersionSpans(version), stream_tokens)
+        self._matcher, self._drafts = matcher, drafts
+
+    def take(self, completion: Any) -> FinishReason | None:
+        """Add vLLM's new tokens, up to a stop string that it left inside. The reason if the answer ends there."""
+        token_ids, logprobs = completion.token_ids, sampled_logprobs(completion)
+        reason = completion.finish_reason
+        finish = None if reason is None else known_finish_reason(reason)
+        end = None if self._matcher is None else self._matcher.end(token_ids)
+        if end is not None:
+            token_ids, logprobs, finish = token_ids[:end], logprobs[:end], "stop"
+        elif self._matcher is not None and self._matcher.is_past_prefix and not self._drafts:
+            self._matcher = None
+        self.output.add(token_ids, logprobs)
+        return finish
+
+
+class VersionSpans:
+    """Which policy version sampled which token of one request.
+
+    Example: a request that started under version 3 and had 10 tokens when version 4 was committed:
+        spans = VersionSpans(3); spans.append(10, 4)
+        spans.of(8, 12)  # [3, 3, 4, 4]
+    """
+
+    def __init__(self, version: int) -> None:
+        self._starts: list[tuple[int, int]] = [(0, version)]
+
+    def append(self, at: int, version: int) -> None:
+        """Tokens from index `at` on are sampled by `version`.
+
+        Raises:
+            ValueError: `at` lies before an earlier switch.
+        """
+        last_at = self._starts[-1][0]
+        if at < last_at:
+            raise ValueError(f"switch at token {at} lies before the last switch at {last_at}; switches go forward")
+        if at == last_at:
+            self._starts[-1] = (at, version)
+        else:
+            self._starts.append((at, version))
+
+    def of(self, start: int, stop: int) -> np.ndarray:
+        """int32[stop - start]: of tokens `[start, stop)`."""
+        begins, versions = zip(*self._starts, strict=True)
+        return np.array(versions, np.int32)[np.searchsorted(begins, np.arange(start, stop), side="right") - 1]
+
+
+class OutputBuffer:
+    """Collects a request's tokens and cuts them into completions of at most `stream_tokens` tokens."""
+
+    def __init__(self, versions: VersionSpans, stream_tokens: int) -> None:
+        self.versions = versions
+        self._stream_tokens = stream_tokens
+        self._token_ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._num_emitted = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens received, emitted or not."""
+        return self._num_emitted + len(self._token_ids)
+
+    def add(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        if len(token_ids) != len(logprobs):
+            raise ValueError(f"got {len(token_ids)} tokens with {len(logprobs)} log-probs; the engine must give both")
+        self._token_ids.extend(token_ids)
+        self._logprobs.extend(logprobs)
+
+    def flush(self, finish_reason: FinishReason | None) -> Iterator[TokenChunk]:
+        """Every full chunk; with a finish reason also the rest, and the reason on the last one (which may be empty)."""
+        if finish_reason is None:
+            while len(self._token_ids) >= self._stream_tokens:
+                yield self._emit(self._stream_tokens, None)
+            return
+        while len(self._token_ids) > self._stream_tokens:
+            yield self._emit(self._stream_tokens, None)
+        yield self._emit(len(self._token_ids), finish_reason)
+
+    def _emit(self, num_tokens: int, finish_reason: FinishReason | None) -> TokenChunk:
+        start = self._num_emitted
+        completion = TokenChunk(
+            token_ids=np.array(self._token_ids[:num_tokens], np.int32),
+            logprobs=np.array(self._logprobs[:num_tokens], np.float32),
+            versions=self.versions.of(start, start + num_tokens),
+            finish_reason=finish_reason,
+        )
+        del self._token_ids[:num_tokens], self._logprobs[:num_tokens]
+        self._num_emitted += num_tokens
+        return completion
+
+
+class OutputBarrier:
+    """Looks like one (empty) engine output to AsyncLLM's output handler, and shows when the handler came to it."""
 
     engine_index = 0
     scheduler_stats = None
@@ -156,8 +269,8 @@ _CONTEXT_TOKENS = 4
 """Decoded in front of the answer: some tokenizers drop the white space that a text begins with."""
 
 
-class StopWatch:
-    """Follows one answer token by token, from behind the tokens that it had when it came here.
+class StopStringMatcher:
+    """Finds the token that completes a stop string in one answer, from behind the tokens that it had when it came here.
 
     Args:
         decode: gives the text.
@@ -165,8 +278,8 @@ class StopWatch:
         params: with at least one stop string.
 
     Example:
-        watch = StopWatch(tokenizer.decode, prompt, SamplingParams(max_tokens=9, stop=("</search>",)))
-        watch.end(new_tokens)  # 3: the third of them completes it; None: none does
+        matcher = StopStringMatcher(tokenizer.decode, prompt, SamplingParams(max_tokens=9, stop=("</search>",)))
+        matcher.end(new_tokens)  # 3: the third of them completes it; None: none does
     """
 
     def __init__(self, decode: Decode, token_ids: np.ndarray, params: SamplingParams) -> None:
@@ -186,52 +299,36 @@ class StopWatch:
 
     def end(self, token_ids: Sequence[int]) -> int | None:
         """How many of the next tokens the answer has, the completing one included; None if none completes a string."""
+        # Decoding is what costs: once for a chunk, and token by token only where the chunk may complete a string.
+        text = self._decode([*self._tokens, *token_ids])
+        if not any(stop in text for stop in self._stop):
+            self._append(token_ids)
+            return None
         for number, token_id in enumerate(token_ids, start=1):
-            self._num_seen += 1
-            self._tokens.append(token_id)
-            self._first = max(self._first, len(self._tokens) - self._window)
-            del self._tokens[: max(0, self._first - _CONTEXT_TOKENS)]
-            self._first = min(self._first, _CONTEXT_TOKENS)
-            text = self._decode(self._tokens)
-            begin = len(self._decode(self._tokens[: self._first]))
-            if any(text.find(stop, begin) >= 0 for stop in self._stop):
+            self._append([token_id])
+            if self._is_complete():
                 return number
         return None
 
+    def _append(self, token_ids: Sequence[int]) -> None:
+        self._num_seen += len(token_ids)
+        self._tokens += token_ids
+        self._first = max(self._first, len(self._tokens) - self._window)
+        del self._tokens[: max(0, self._first - _CONTEXT_TOKENS)]
+        self._first = min(self._first, _CONTEXT_TOKENS)
 
-@dataclass(slots=True)
-class LiveAnswer:
-    """A request inside the engine."""
-
-    queue: RequestOutputCollector
-    chunks: ChunkBuilder
-    watch: StopWatch | None = None
-    """For stop strings that vLLM does not end an answer at: those that begin before what it generates; with speculative
-    decoding all, since 0.25.1 leaves what the same step drafted behind them. None once there can be none."""
-    drafts: bool = False
-    """Whether a step may give an answer several tokens."""
-
-    def take(self, completion: Any) -> FinishReason | None:
-        """Add vLLM's new tokens, up to a stop string that it left inside. The reason if the answer ends there."""
-        token_ids, logprobs = completion.token_ids, sampled_logprobs(completion)
-        reason = completion.finish_reason
-        finish = None if reason is None else known_finish_reason(reason)
-        end = None if self.watch is None else self.watch.end(token_ids)
-        if end is not None:
-            token_ids, logprobs, finish = token_ids[:end], logprobs[:end], "stop"
-        elif self.watch is not None and self.watch.is_past_prefix and not self.drafts:
-            self.watch = None
-        self.chunks.add(token_ids, logprobs)
-        return finish
+    def _is_complete(self) -> bool:
+        text, begin = self._decode(self._tokens), len(self._decode(self._tokens[: self._first]))
+        return any(text.find(stop, begin) >= 0 for stop in self._stop)
 
 
-def stop_watch(
+def stop_string_matcher(
     tokenizer: Any, token_ids: np.ndarray, params: SamplingParams, *, drafts: bool = False
-) -> StopWatch | None:
-    """What finds stop strings that vLLM does not end an answer at (see `LiveAnswer.watch`); None where there are none.
+) -> StopStringMatcher | None:
+    """What finds stop strings that vLLM does not end an answer at (see `ActiveRequest`); None where there are none.
 
     Args:
-        token_ids: int32[T], the prompt and the prefix of an answer that goes on here.
+        token_ids: int32[T], the prompt and the prefix of an answer that continues here.
 
     Raises:
         ValueError: there are stop strings, and no tokenizer (None) to find them with.
@@ -242,79 +339,4 @@ def stop_watch(
         raise ValueError(f"stop strings {params.stop} need text; give the engine EngineSpec.tokenizer")
     if not params.num_prefix_tokens and not drafts:
         return None
-    return StopWatch(partial(tokenizer.decode, clean_up_tokenization_spaces=False), token_ids, params)
-
-
-class VersionSpans:
-    """Which policy version sampled which token of one request.
-
-    Example: a request that started under version 3 and had 10 tokens when version 4 was committed:
-        spans = VersionSpans(3); spans.append(10, 4)
-        spans.versions(8, 12)  # [3, 3, 4, 4]
-    """
-
-    def __init__(self, version: int) -> None:
-        self._starts: list[tuple[int, int]] = [(0, version)]
-
-    def append(self, at: int, version: int) -> None:
-        """Tokens from index `at` on are sampled by `version`.
-
-        Raises:
-            ValueError: `at` lies before an earlier switch.
-        """
-        last_at = self._starts[-1][0]
-        if at < last_at:
-            raise ValueError(f"switch at token {at} lies before the last switch at {last_at}; switches go forward")
-        if at == last_at:
-            self._starts[-1] = (at, version)
-        else:
-            self._starts.append((at, version))
-
-    def versions(self, start: int, stop: int) -> np.ndarray:
-        """int32[stop - start]: of tokens `[start, stop)`."""
-        begins, versions = zip(*self._starts, strict=True)
-        return np.array(versions, np.int32)[np.searchsorted(begins, np.arange(start, stop), side="right") - 1]
-
-
-class ChunkBuilder:
-    """Collects a request's tokens and cuts them into completions of at most `stream_tokens` tokens."""
-
-    def __init__(self, labels: VersionSpans, stream_tokens: int) -> None:
-        self.labels = labels
-        self._stream_tokens = stream_tokens
-        self._token_ids: list[int] = []
-        self._logprobs: list[float] = []
-        self._num_emitted = 0
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens received, emitted or not."""
-        return self._num_emitted + len(self._token_ids)
-
-    def add(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        if len(token_ids) != len(logprobs):
-            raise ValueError(f"got {len(token_ids)} tokens with {len(logprobs)} log-probs; the engine must give both")
-        self._token_ids.extend(token_ids)
-        self._logprobs.extend(logprobs)
-
-    def cut(self, finish_reason: FinishReason | None) -> Iterator[TokenChunk]:
-        """Every full chunk; with a finish reason also the rest, and the reason on the last one (which may be empty)."""
-        if finish_reason is None:
-            while len(self._token_ids) >= self._stream_tokens:
-                yield self._emit(self._stream_tokens, None)
-            return
-        while len(self._token_ids) > self._stream_tokens:
-            yield self._emit(self._stream_tokens, None)
-        yield self._emit(len(self._token_ids), finish_reason)
-
-    def _emit(self, num_tokens: int, finish_reason: FinishReason | None) -> TokenChunk:
-        start = self._num_emitted
-        completion = TokenChunk(
-            token_ids=np.array(self._token_ids[:num_tokens], np.int32),
-            logprobs=np.array(self._logprobs[:num_tokens], np.float32),
-            versions=self.labels.versions(start, start + num_tokens),
-            finish_reason=finish_reason,
-        )
-        del self._token_ids[:num_tokens], self._logprobs[:num_tokens]
-        self._num_emitted += num_tokens
-        return completion
+    return StopStringMatcher(partial(tokenizer.decode, clean_up_tokenization_spaces=False), token_ids, params)

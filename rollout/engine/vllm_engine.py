@@ -5,7 +5,7 @@ How every token gets the right version label, on vLLM versions with and without 
 2. vLLM answers the pause only when no step is in flight, those of asynchronous scheduling included.
 3. That answer leaves the engine process through the same ordered socket as the tokens. When we hold it, every token
    sampled so far is in AsyncLLM's output queue or beyond, and none sampled later can be.
-4. A fence put into that queue is reached when all of them have been counted. The counts are the label boundaries.
+4. A barrier put into that queue is reached when all of them have been counted. The counts are the label boundaries.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from rollout.engine.interface import Engine, EngineInfo, EngineLoad, EngineSpec, EngineStats
+from rollout.engine.interface import Engine, EngineInfo, EngineSpec, EngineStatus
 from rollout.engine.load_meter import Activity, LoadMeter
-from rollout.engine.request_state import ChunkBuilder, Fence, LiveAnswer, Roster, VersionSpans, next_output, stop_watch
+from rollout.engine.request_state import ActiveRequest, OutputBarrier, RequestTable, next_output, stop_string_matcher
 from rollout.engine.startup_error import printed_cause
 from rollout.engine.vllm_config import check_token_ids, process_env
 from rollout.engine.vllm_process import (
@@ -32,7 +31,7 @@ from rollout.engine.vllm_process import (
     shut_down,
     vllm_sampling,
 )
-from rollout.engine.weight_commit import AdmissionGate, GateTurns, Pause
+from rollout.engine.weight_commit import EngineGate
 from rollout.errors import EngineDead
 from rollout.processes import OrphanReaper
 from rollout.types import SamplingParams, TokenChunk
@@ -44,10 +43,10 @@ if TYPE_CHECKING:
 
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from rollout.engine.request_state import StopWatch
+    from rollout.engine.request_state import StopStringMatcher
+    from rollout.engine.weight_commit import Outcome
 
 T = TypeVar("T")
-ReplyState = Literal["ok", "failed", "dirty"]
 
 _POLL_S = 0.25
 """How often a wait looks whether the engine process died; vLLM leaves such a wait hanging."""
@@ -68,18 +67,16 @@ class VllmEngine(Engine):
         spec: EngineSpec,
         *,
         clock: Callable[[], float] = time.monotonic,
-        read_replies: Callable[[Sequence[Any]], ReplyState] = reply_state,
+        read_replies: Callable[[Sequence[Any]], Outcome] = reply_state,
     ) -> None:
         self._spec = spec
         self._clock = clock
         self._read_replies = read_replies
         self._version = spec.initial_version
-        self._gate = AdmissionGate()
-        self._turns = GateTurns(self._gate)
-        self._pause = Pause(clock)
+        self._gate = EngineGate(resume=self._resume, give_up=self._die, pause_limit_s=spec.pause_limit_s, clock=clock)
         self._meter = LoadMeter()
         self._activity = Activity(clock)
-        self._roster = Roster(self._activity)
+        self._requests = RequestTable(self._activity)
         self._llm: AsyncLLM | None = None
         self._adapter: Any = None
         self._dead_reason = ""
@@ -88,7 +85,7 @@ class VllmEngine(Engine):
         self._vllm_dead_errors: tuple[type[Exception], ...] = ()
         self._stop_token_ids: list[int] = []
         self._tokenizer, self._drafts = None, False
-        self._generated_tokens = self._prompt_tokens = self._finished_requests = 0
+        self._generated_tokens = 0
 
     # ---------------------------------------------------------------- life
 
@@ -151,7 +148,7 @@ class VllmEngine(Engine):
         for index, params in enumerate(paths):
             async for _ in self.generate(f"warm-up-{index}", prompt, params):
                 pass
-        self._generated_tokens = self._prompt_tokens = self._finished_requests = 0
+        self._generated_tokens = 0
         return self._clock() - begin
 
     async def close(self) -> None:
@@ -167,35 +164,33 @@ class VllmEngine(Engine):
         self, request_id: str, token_ids: np.ndarray, params: SamplingParams
     ) -> AsyncGenerator[TokenChunk, None]:
         self._spec.check_prompt(len(token_ids))
-        watch = stop_watch(self._tokenizer, token_ids, params, drafts=self._drafts)
+        matcher = stop_string_matcher(self._tokenizer, token_ids, params, drafts=self._drafts)
         check_token_ids(token_ids, self._engine.model_config.get_vocab_size())  # raises EngineDead, too
-        with self._roster.stay(request_id):
+        with self._requests.open(request_id):
             is_finished, finish = False, None
             try:
-                live = await self._enter(request_id, token_ids, params, watch)
-                self._prompt_tokens += len(token_ids)
+                request = await self._enter(request_id, token_ids, params, matcher)
                 while finish is None:
-                    output = await self._guard(next_output(live.queue))
-                    if self._roster.is_outside(request_id):  # a commit took it out before its first token
-                        live = await self._enter(request_id, token_ids, params, watch)
+                    output = await self._guard(next_output(request.queue))
+                    if self._requests.is_waiting(request_id):  # a commit took it out before its first token
+                        request = await self._enter(request_id, token_ids, params, matcher)
                         continue
                     completion = output.outputs[0]
                     self._activity.moved()
                     self._generated_tokens += len(completion.token_ids)
                     is_finished = output.finished
-                    finish = live.take(completion)
-                    for chunk in live.chunks.cut(finish):
+                    finish = request.take(completion)
+                    for chunk in request.output.flush(finish):
                         yield chunk
-                self._finished_requests += 1
             finally:
                 if not is_finished and not self._is_dead:
                     await self._within(self._engine.abort(request_id), _ABORT_TIMEOUT_S, "abort")
 
     async def _enter(
-        self, request_id: str, token_ids: np.ndarray, params: SamplingParams, watch: StopWatch | None
-    ) -> LiveAnswer:
+        self, request_id: str, token_ids: np.ndarray, params: SamplingParams, matcher: StopStringMatcher | None
+    ) -> ActiveRequest:
         """Put the request into the engine under the version that is live then."""
-        async with self._gate.passage():
+        async with self._gate.admission():
             engine = self._engine
             # The salt keeps the prefix cache of one version from serving another.
             salt = f"v{self._version}"
@@ -203,14 +198,15 @@ class VllmEngine(Engine):
             sampling = vllm_sampling(params, self._stop_token_ids)
             queue = await self._guard(engine.add_request(request_id, prompt, sampling, lora_request=self._adapter))
             engine = self._engine  # if it died meanwhile, nobody would wake the stream
-            chunks = ChunkBuilder(VersionSpans(self._version), self._spec.stream_tokens)
-            live = LiveAnswer(queue, chunks, watch, self._drafts)
-            if not self._roster.enter(request_id, live):
+            request = ActiveRequest(
+                queue, self._version, self._spec.stream_tokens, matcher=matcher, drafts=self._drafts
+            )
+            if not self._requests.enter(request_id, request):
                 await self._within(engine.abort(request_id), _ABORT_TIMEOUT_S, "abort")
-            return live
+            return request
 
     async def abort(self, request_id: str) -> None:
-        if self._roster.note_abort(request_id) and not self._is_dead:
+        if self._requests.note_abort(request_id) and not self._is_dead:
             await self._within(self._engine.abort(request_id), _ABORT_TIMEOUT_S, "abort")
 
     # ---------------------------------------------------------------- weights
@@ -224,37 +220,35 @@ class VllmEngine(Engine):
         return await asyncio.shield(asyncio.ensure_future(self._commit(version, method, args, timeout_s)))
 
     async def _commit(self, version: int, method: str, args: tuple[object, ...], timeout_s: float) -> CommitResult:
-        async with self._turns.commit():
+        async with self._gate.closed():
             engine, begin, taken_out = self._engine, self._clock(), list[str]()
 
             def left_s() -> float:
                 return timeout_s - (self._clock() - begin)
 
             try:
-                async with self._pause.commit(
-                    is_asleep=lambda: self._turns.is_asleep, resume=partial(self._resume, engine)
-                ) as attempt:
+                async with self._gate.pause():
                     self._meter.before_commit(self._spec.in_flight)
                     await self._within(vllm_compat.pause_engine(engine, mode=self._spec.in_flight), left_s(), "pause")
                     paused = self._clock()
-                    if self._turns.is_asleep and self._spec.sleep_level:
+                    if self._gate.is_asleep and self._spec.sleep_level:
                         await self._within(engine.wake_up(tags=["weights"]), left_s(), "wake-up of the weights")
                     # Beside the workers' call: nothing is sampled any more, so the counts stand.
                     counting = asyncio.ensure_future(self._count_tokens(engine, left_s()))
                     try:
                         results = await self.call_workers(method, *args, timeout_s=left_s())
-                        attempt.state = self._read_replies(results)
+                        self._gate.outcome = self._read_replies(results)
                         boundaries = await counting
                     except BaseException:
                         counting.cancel()
                         raise
-                    if attempt.state == "ok":
+                    if self._gate.outcome == "ok":
                         await self._wake_up(engine, left_s())
-                        for _, live, num_tokens in boundaries:
-                            live.chunks.labels.append(num_tokens, version)
+                        for _, request, num_tokens in boundaries:
+                            request.output.versions.append(num_tokens, version)
                         self._version = version
                         if self._spec.in_flight == "keep":
-                            taken_out = await self._take_out_tokenless(engine)
+                            taken_out = await self._readmit_unstarted(engine)
                     written = self._clock()
                 resumed = self._clock()
             finally:
@@ -266,9 +260,9 @@ class VllmEngine(Engine):
 
     async def _wake_up(self, engine: AsyncLLM, timeout_s: float) -> None:
         """The last step out of sleep: the weights are written."""
-        if self._turns.is_asleep and self._spec.sleep_level:
+        if self._gate.is_asleep and self._spec.sleep_level:
             await self._within(engine.wake_up(tags=["kv_cache"]), timeout_s, "wake-up of the cache")
-        self._turns.is_asleep = False
+        self._gate.is_asleep = False
 
     async def sleep(self) -> None:
         if self._spec.sleep_level is None:
@@ -277,9 +271,9 @@ class VllmEngine(Engine):
         return await asyncio.shield(asyncio.ensure_future(self._fall_asleep()))
 
     async def _fall_asleep(self) -> None:
-        async with self._turns.sleep():
+        async with self._gate.closed():
             engine = self._engine
-            if self._turns.is_asleep:
+            if self._gate.is_asleep:
                 return
             try:
                 await self._within(vllm_compat.pause_engine(engine, mode="abort"), _SLEEP_TIMEOUT_S, "pause")
@@ -292,32 +286,28 @@ class VllmEngine(Engine):
             except Exception as error:
                 self._die(f"it did not fall asleep, so what its memory holds is unknown: {error}")
                 raise
+            self._gate.is_asleep = True
 
-    async def _count_tokens(self, engine: AsyncLLM, timeout_s: float) -> list[tuple[str, LiveAnswer, int]]:
-        """See `Roster.num_tokens`. The engine must be paused."""
-        fence: Any = Fence()
-        engine.engine_core.outputs_queue.put_nowait(fence)
-        await self._within(fence.reached.wait(), timeout_s, "drain of outputs")
-        return self._roster.num_tokens(engine.output_processor.request_states)
+    async def _count_tokens(self, engine: AsyncLLM, timeout_s: float) -> list[tuple[str, ActiveRequest, int]]:
+        """See `RequestTable.num_tokens`. The engine must be paused."""
+        barrier: Any = OutputBarrier()
+        engine.engine_core.outputs_queue.put_nowait(barrier)
+        await self._within(barrier.reached.wait(), timeout_s, "drain of outputs")
+        return self._requests.num_tokens(engine.output_processor.request_states)
 
-    async def _take_out_tokenless(self, engine: AsyncLLM) -> list[str]:
+    async def _readmit_unstarted(self, engine: AsyncLLM) -> list[str]:
         """What has no token yet begins after the commit, behind the gate. The engine must be paused and counted.
 
         Inside it would keep its salt, and begin on KV that older weights computed for others with the same prompt.
         Returns vLLM's ids for them: its process has forgotten them when it resumes, `AsyncLLM` has not.
         """
-        if inner_ids := self._roster.take_out_tokenless(engine.output_processor.request_states):
+        if inner_ids := self._requests.readmit_unstarted(engine.output_processor.request_states):
             await self._within(engine.engine_core.abort_requests_async(inner_ids), _ABORT_TIMEOUT_S, "abort")
         return inner_ids
 
-    async def _resume(self, engine: AsyncLLM) -> None:
+    async def _resume(self) -> None:
         if not self._is_dead:
-            await self._within(vllm_compat.resume_engine(engine), _RESUME_TIMEOUT_S, "resume")
-            self._pause.lift()
-
-    async def end_pause(self, reason: str) -> None:
-        if not self._is_dead:
-            await self._pause.cut_short(reason, resume=partial(self._resume, self._engine), give_up=self._die)
+            await self._within(vllm_compat.resume_engine(self._engine), _RESUME_TIMEOUT_S, "resume")
 
     # ---------------------------------------------------------------- state
 
@@ -325,29 +315,22 @@ class VllmEngine(Engine):
     def version(self) -> int:
         return self._version
 
-    def stats(self) -> EngineStats:
-        states = [] if self._llm is None else list(self._llm.output_processor.request_states.values())
-        prefilling = sum(state.is_prefilling for state in states)
-        return EngineStats(
-            version=self._version,
-            running=len(states) - prefilling,
-            waiting=prefilling + self._gate.num_waiting,
+    def status(self) -> EngineStatus:
+        states = {} if self._llm is None else self._llm.output_processor.request_states
+        scheduled = self._meter.load(len(states))
+        gate, activity = self._gate, self._activity
+        should_generate = bool(self._requests.running) and not (gate.is_paused or gate.is_asleep)
+        return replace(
+            scheduled,
+            # Without figures from the scheduler: whatever is inside is taken to run.
+            running=scheduled.running if self._spec.reports_load else len(states),
+            unstarted=sum(state.is_prefilling for state in states.values()) + gate.num_waiting,
+            still_s=activity.still_s(should_generate=should_generate),
+            times=activity.times(),
             generated_tokens=self._generated_tokens,
-            prompt_tokens=self._prompt_tokens,
-            finished_requests=self._finished_requests,
-            kv_usage_frac=self._meter.load(len(states)).kv_usage_frac,
-            paused_s=self._pause.seconds,
+            paused_s=gate.paused_s,
             is_dead=self._is_dead,
         )
-
-    def load(self) -> EngineLoad:
-        num_inside, active = len(self._engine.output_processor.request_states), self._activity
-        load = self._meter.load(num_inside)
-        # Without figures from the scheduler: whatever is inside is taken to run.
-        running = load.running if self._spec.reports_load else num_inside
-        is_still = self._pause.is_on or self._turns.is_asleep
-        still_s = active.still_s(should_generate=bool(self._roster.inside) and not is_still)
-        return replace(load, running=running, still_s=still_s, times=active.times())
 
     @property
     def _is_dead(self) -> bool:
@@ -366,8 +349,9 @@ class VllmEngine(Engine):
         if self._dead_reason or self._llm is None:
             return
         self._dead_reason = reason
-        for live in self._roster.inside.values():
-            live.queue.put(EngineDead(f"engine is dead: {self._dead_reason}"))
+        self._gate.close()
+        for request in self._requests.running.values():
+            request.queue.put(EngineDead(f"engine is dead: {self._dead_reason}"))
         self._stopping.append(asyncio.ensure_future(asyncio.to_thread(shut_down, self._llm)))
 
     async def _guard(self, awaitable: Awaitable[T]) -> T:

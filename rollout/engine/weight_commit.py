@@ -7,31 +7,80 @@ by using this file.
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+import logging
+import time
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
 
-class AdmissionGate:
-    """Many requests pass an open gate at once; `closed` waits until nobody is in the passage and holds it shut.
+log = logging.getLogger(__name__)
 
-    A request that crosses a commit in the middle of its admission would carry the label and the cache salt of one
-    version and the KV of another.
+Outcome = Literal["ok", "failed", "dirty"]
+"""Of a commit. After "failed" the weights are whole and old; after "dirty" they are a mixture of versions, or gone."""
+_RETRY_S = 1.0
+"""After a pause could not be ended."""
+
+
+class EngineGate:
+    """Admission, commits, sleep and pauses of one engine.
+
+    running ── closed, pause ──> committing ── ok, failed ──> running
+       │ closed                       │ dirty, or still asleep
+       v                              v
+    asleep ── closed, pause ──> (as above)     paused: the next commit, or the pause limit, ends it
+
+    Many requests pass an open gate at once. A request that crossed a commit in the middle of its admission would carry
+    the label and the cache salt of one version and the KV of another, so `closed` waits until none is inside. Commits
+    and sleep come one after the other; sleep leaves the gate closed, and the commit that wakes the engine opens it.
+
+    Args:
+        resume: lets the engine generate again.
+        give_up: declares the engine dead, with a reason.
+        pause_limit_s: how long a pause that a commit left behind may last. A commit under way has its own deadline, and
+            its workers may be writing: it is left alone. Then whole weights generate again, and a mixture that no
+            commit repaired is given up: its requests must hear that it is dead.
     """
 
-    def __init__(self) -> None:
-        self._closer = asyncio.Lock()
+    def __init__(
+        self,
+        *,
+        resume: Callable[[], Awaitable[None]],
+        give_up: Callable[[str], None],
+        pause_limit_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._resume, self._give_up = resume, give_up
+        self._pause_limit_s, self._clock = pause_limit_s, clock
+        self._turn = asyncio.Lock()
         self._open, self._empty = asyncio.Event(), asyncio.Event()
         self._open.set()
-        self._num_passing = 0
+        self._num_inside = 0
+        self._is_dirty = False
+        self._paused_at: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._ending: asyncio.Task[None] | None = None
+        self.is_asleep = False
+        """Set by the engine once it sleeps, and once a commit has woken it."""
+        self.outcome: Outcome = "failed"
+        """Set by the engine during `pause`, as soon as the workers have answered."""
         self.num_waiting = 0
-        """Requests that stand before the closed gate."""
+        """Requests that wait for admission."""
+
+    @property
+    def is_paused(self) -> bool:
+        """Nothing may be sampled."""
+        return self._paused_at is not None
+
+    @property
+    def paused_s(self) -> float:
+        """0 while the engine runs."""
+        return 0.0 if self._paused_at is None else self._clock() - self._paused_at
 
     @asynccontextmanager
-    async def passage(self) -> AsyncIterator[None]:
+    async def admission(self) -> AsyncIterator[None]:
         """Consumes: nothing. Waits for: an open gate. Unblocked by: the end of `closed`."""
         self.num_waiting += 1
         try:
@@ -39,151 +88,82 @@ class AdmissionGate:
                 await self._open.wait()
         finally:
             self.num_waiting -= 1
-        # Neither way in nor way out waits for anything: a cancelled request must not stay in the passage for ever.
-        self._num_passing += 1
+        # Neither way in nor way out waits for anything: a cancelled request must not stay inside forever.
+        self._num_inside += 1
         try:
             yield
         finally:
-            self._num_passing -= 1
-            if not self._num_passing:
+            self._num_inside -= 1
+            if not self._num_inside:
                 self._empty.set()
 
     @asynccontextmanager
     async def closed(self) -> AsyncIterator[None]:
-        """Consumes: nothing. Waits for: another closer, then an empty passage. Unblocked by: the ends of both."""
-        async with self._closer:
+        """Around a commit, and around what puts the engine to sleep. The gate opens again unless `is_asleep`.
+
+        Consumes: nothing. Waits for: its turn, then until no request is inside. Unblocked by: the ends of both.
+        """
+        async with self._turn:
             self._open.clear()
             try:
-                while self._num_passing:
+                while self._num_inside:
                     self._empty.clear()
                     await self._empty.wait()
                 yield
             finally:
-                self._open.set()
-
-
-class GateTurns:
-    """Commits and sleep, one after the other, with the gate shut.
-
-    Sleep leaves the gate shut behind it, and the commit that wakes the engine opens it. A sleep that arrives during a
-    commit waits for its end; a commit that arrives during a sleep waits until the engine sleeps, and wakes it.
-    """
-
-    def __init__(self, gate: AdmissionGate) -> None:
-        self.is_asleep = False
-        """A commit sets it to False once the engine is awake."""
-        self._gate = gate
-        self._turn = asyncio.Lock()
-        self._kept_shut = AsyncExitStack()
-        """Holds the gate while the engine sleeps."""
+                if not self.is_asleep:
+                    self._open.set()
 
     @asynccontextmanager
-    async def commit(self) -> AsyncIterator[None]:
-        """Consumes: nothing. Waits for: its turn, then an empty passage. Unblocked by: the ends of both."""
-        async with self._turn:
-            shut, self._kept_shut = self._kept_shut, AsyncExitStack()
-            if not self.is_asleep:
-                await shut.enter_async_context(self._gate.closed())
-            try:
-                yield
-            finally:
-                if self.is_asleep:
-                    self._kept_shut = shut
-                else:
-                    await shut.aclose()
-
-    @asynccontextmanager
-    async def sleep(self) -> AsyncIterator[None]:
-        """Around what puts the engine to sleep; the gate opens again if that raises. Nothing to do if `is_asleep`.
-
-        Consumes: nothing. Waits for: its turn, then an empty passage. Unblocked by: the ends of both.
-        """
-        async with self._turn, AsyncExitStack() as shut:
-            if self.is_asleep:
-                yield
-                return
-            await shut.enter_async_context(self._gate.closed())
-            yield
-            self.is_asleep, self._kept_shut = True, shut.pop_all()
-
-
-@dataclass(slots=True)
-class Attempt:
-    """A commit under way."""
-
-    state: Literal["ok", "failed", "dirty"]
-    """What is known of the weights: "failed" are whole and old, "dirty" a mixture."""
-
-
-class Pause:
-    """Since when an engine stands still, and whether a watchdog may end that. Knows no engine and no clock of its own.
-
-    begin ─> (workers write) ─> end ─> lift        a mixture is not lifted: the next commit begins in the same pause
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.is_dirty = False
-        """The weights are a mixture of versions, or gone."""
-        self._clock = clock
-        self._since: float | None = None
-        self._is_committing = False
-
-    @property
-    def seconds(self) -> float:
-        """0 while the engine runs."""
-        return 0.0 if self._since is None else self._clock() - self._since
-
-    @property
-    def is_on(self) -> bool:
-        """Nothing may be sampled."""
-        return self._since is not None
-
-    @asynccontextmanager
-    async def commit(
-        self, *, is_asleep: Callable[[], bool], resume: Callable[[], Awaitable[None]]
-    ) -> AsyncIterator[Attempt]:
-        """A pause around what a commit does. `resume` lets the engine go on and calls `lift`; not after a mixture."""
-        attempt = Attempt("dirty" if self.is_dirty else "failed")
-        self.begin()
+    async def pause(self) -> AsyncIterator[None]:
+        """Around what a commit does, inside `closed`. Generation resumes at the end, unless the weights are a mixture;
+        then the next commit begins in the same pause."""
+        self._stop_timer()
+        self.outcome = "dirty" if self._is_dirty else "failed"
+        if self._paused_at is None:
+            self._paused_at = self._clock()
         try:
-            yield attempt
+            yield
         finally:
             # Sleep threw the weights away, so whatever happened, an engine that still sleeps holds none.
-            self.end(is_dirty=attempt.state == "dirty" or is_asleep())
-            if not self.is_dirty:
-                await resume()
+            self._is_dirty = self.outcome == "dirty" or self.is_asleep
+            try:
+                if not self._is_dirty:
+                    await self._end_pause()
+            finally:
+                if self.is_paused:
+                    self._start_timer(max(0.0, self._pause_limit_s - self.paused_s))
 
-    def begin(self) -> None:
-        """A commit begins."""
-        self._since = self._clock() if self._since is None else self._since
-        self._is_committing = True
+    def close(self) -> None:
+        """The engine has ended: nothing happens to its pause any more."""
+        self._stop_timer()
+        if self._ending is not None:
+            self._ending.cancel()
 
-    def end(self, *, is_dirty: bool) -> None:
-        """The commit is over; `lift` must follow unless it left a mixture."""
-        self.is_dirty, self._is_committing = is_dirty, False
+    async def _end_pause(self) -> None:
+        await self._resume()
+        self._paused_at = None
 
-    def lift(self) -> None:
-        """The engine runs again."""
-        self._since = None
+    def _start_timer(self, delay_s: float) -> None:
+        def end() -> None:
+            self._ending = asyncio.ensure_future(self._enforce_limit())
 
-    def remedy(self) -> Literal["none", "resume", "die"]:
-        """What a watchdog has to do about a pause that lasts too long.
+        self._timer = asyncio.get_running_loop().call_later(delay_s, end)
 
-        A commit under way is left alone: it has a deadline of its own, and its workers may be writing. A pause that a
-        commit left behind is lifted if the weights are whole. A mixture cannot generate: its engine must be given up.
-        """
-        if self._since is None or self._is_committing:
-            return "none"
-        return "die" if self.is_dirty else "resume"
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
-    async def cut_short(
-        self, reason: str, *, resume: Callable[[], Awaitable[None]], give_up: Callable[[str], None]
-    ) -> None:
-        """Do what `remedy` says."""
-        match self.remedy():
-            case "none":
+    async def _enforce_limit(self) -> None:
+        async with self._turn:  # a commit that has begun in the meantime may end the pause itself
+            if not self.is_paused or self.paused_s < self._pause_limit_s:
                 return
-            case "resume":
-                await resume()
-            case "die":
-                give_up(f"its weights are a mixture of versions and no commit repaired them: {reason}")
+            why = f"paused for {self.paused_s:.1f} s, allowed are {self._pause_limit_s:.1f} s"
+            if self._is_dirty:
+                self._give_up(f"its weights are a mixture of versions and no commit repaired them: {why}")
+                return
+            try:
+                await self._end_pause()
+            except Exception:
+                log.exception("a pause could not be ended (%s); trying again", why)
+                self._start_timer(_RETRY_S)

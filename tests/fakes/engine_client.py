@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rollout.engine.request_state import StopWatch
+from rollout.engine.request_state import StopStringMatcher
 from rollout.errors import EngineDead
 from rollout.types import TokenChunk
 
@@ -85,7 +85,7 @@ class FakeEngine:
         sequences = [tokens.tolist() for tokens in token_ids]
         left = {index: one.max_tokens for index, one in enumerate(params)}
         given: dict[int, int] = dict.fromkeys(left, 0)
-        stops = [StopWatch(decode, t, p) if p.stop else None for t, p in zip(token_ids, params, strict=True)]
+        stops = [StopStringMatcher(decode, t, p) if p.stop else None for t, p in zip(token_ids, params, strict=True)]
         try:
             while left:
                 await asyncio.sleep(3600 if self.hangs else self.step_s)
@@ -117,7 +117,7 @@ class FakeEngine:
             raise EngineDead(f"{self.name} does not answer")
         return self.said_load
 
-    def _chunk(self, sequence: list[int], budget: int, stops: StopWatch | None) -> TokenChunk:
+    def _chunk(self, sequence: list[int], budget: int, stops: StopStringMatcher | None) -> TokenChunk:
         tokens: list[int] = []
         while len(tokens) < min(self.chunk_tokens, budget):
             tokens.append(next_token(np.array(sequence, np.int32), self.stop_one_in))

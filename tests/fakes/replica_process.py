@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import torch
 
-from rollout.engine.actor import PauseWatchdog
+from rollout.engine.weight_commit import EngineGate
 from tests.fakes.party_process import Line, PartyProcess, settle
 from tests.fakes.sync_world import LocalReplica, expected_engine, full_weights
 from weight_sync.wire import CommitResult, OpenReceiver, decode, encode
@@ -43,7 +42,7 @@ class Condition(NamedTuple):
     is_paused: bool
     is_dirty: bool
     live_versions: tuple[int | None, ...]
-    num_interventions: int
+    is_given_up: bool
     """Of the watchdog."""
 
 
@@ -62,13 +61,11 @@ class ReplicaParty:
         self.replica = LocalReplica(name, num_workers)
         self._patience = patience
         self._traps = traps
-        self._paused_at: float | None = None
         self._is_ended = False
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(whole_pool(POOL_SIZE))
         threading.Thread(target=self._loop.run_forever, name="engine-loop", daemon=True).start()
-        self._watchdog = PauseWatchdog(self, limit_s=patience.pause_limit_s, interval_s=0.05)  # pyright: ignore
-        self._watching = asyncio.run_coroutine_threadsafe(self._watchdog.run(), self._loop)
+        self._gate = EngineGate(resume=self._resume, give_up=self._give_up, pause_limit_s=patience.pause_limit_s)
 
     def call(self, method: str, args: tuple[Any, ...], timeout_s: float) -> list[bytes]:
         if method == "ws_open":
@@ -80,22 +77,21 @@ class ReplicaParty:
         return answer
 
     def commit(self, version: int, method: str, args: tuple[Any, ...], timeout_s: float) -> CommitResult:
-        self._paused_at = time.monotonic()
-        try:
-            with self._traps.committing():
-                return self._run(self.replica.commit(version, method, *args, timeout_s=timeout_s))
-        finally:
-            if not self.replica.is_paused:
-                self._paused_at = None
+        with self._traps.committing():
+            return self._run(self._commit(version, method, args, timeout_s))
 
-    def stats(self) -> Any:
-        """As `PauseWatchdog` reads an engine."""
-        paused_at = self._paused_at
-        return type("Stats", (), {"paused_s": 0.0 if paused_at is None else time.monotonic() - paused_at})
+    async def _commit(self, version: int, method: str, args: tuple[Any, ...], timeout_s: float) -> CommitResult:
+        async with self._gate.closed(), self._gate.pause():
+            try:
+                return await self.replica.commit(version, method, *args, timeout_s=timeout_s)
+            finally:
+                self._gate.outcome = "dirty" if self.replica.is_paused else "ok"
 
-    async def end_pause(self, reason: str) -> None:
+    async def _resume(self) -> None: ...
+
+    def _give_up(self, reason: str) -> None:
         """A mixture must not generate: an engine says it is dead instead."""
-        self._is_ended, self._paused_at = True, None
+        self._is_ended = True
 
     def see_condition(self, seeds: Iterable[int]) -> Condition:
         receivers = self.replica.receivers
@@ -104,7 +100,7 @@ class ReplicaParty:
             is_paused=self.replica.is_paused and not self._is_ended,
             is_dirty=any(receiver.is_dirty for receiver in receivers),
             live_versions=tuple(receiver.live_version for receiver in receivers),
-            num_interventions=self._watchdog.num_interventions,
+            is_given_up=self._is_ended,
         )
 
     def settle(self, node: str, host: str) -> None:
@@ -122,7 +118,6 @@ class ReplicaParty:
         return [receiver.counters() for receiver in self.replica.receivers]
 
     def close(self) -> None:
-        self._watching.cancel()
         for receiver in self.replica.receivers:
             receiver.close()
 

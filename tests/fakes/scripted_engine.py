@@ -9,15 +9,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollout.engine.interface import Engine, EngineInfo, EngineLoad, EngineSpec, EngineStats
+from rollout.engine.interface import Engine, EngineInfo, EngineSpec, EngineStatus
 from rollout.engine.load_meter import Activity
-from rollout.engine.request_state import ChunkBuilder, StopWatch, VersionSpans
-from rollout.engine.weight_commit import AdmissionGate, GateTurns, Pause
+from rollout.engine.request_state import OutputBuffer, StopStringMatcher, VersionSpans
+from rollout.engine.weight_commit import EngineGate
 from rollout.errors import EngineDead
 from weight_sync.wire import CommitResult, Reply, encode, reply_state
 
@@ -43,8 +43,8 @@ def obedient_workers(method: str, args: tuple[object, ...]) -> list[Any]:
 
 @dataclass(slots=True)
 class _Live:
-    chunks: ChunkBuilder
-    stops: StopWatch | None
+    output: OutputBuffer
+    matcher: StopStringMatcher | None
     ended_by: FinishReason | None = None
 
 
@@ -58,8 +58,8 @@ class Faults:
     """The engine dies when it has generated this many tokens in all."""
     hang_generation: bool = False
     """Streams stand still."""
-    load: EngineLoad | None = None
-    """What the engine says of its load; None counts its requests."""
+    status: EngineStatus | None = None
+    """What the engine reports; None counts its requests."""
     worker_calls: list[tuple[str, tuple[object, ...]]] = field(default_factory=list)
     """Record of every worker call."""
 
@@ -90,16 +90,15 @@ class ScriptedEngine(Engine):
         self._clock = clock
         self.faults = Faults()
         self._version = spec.initial_version
-        self._gate = AdmissionGate()
-        self._turns = GateTurns(self._gate)
-        self._pause = Pause(clock)
+        self._gate = EngineGate(resume=self.wake, give_up=self._give_up, pause_limit_s=spec.pause_limit_s, clock=clock)
         self._activity = Activity(clock)
         self._live: dict[str, _Live] = {}
         self._entering: set[str] = set()
         self._cancelled: set[str] = set()
         self._changed = asyncio.Condition()
         self._dead_reason = "it is not started"
-        self._generated_tokens = self._prompt_tokens = self._finished_requests = 0
+        self._generated_tokens = 0
+        self._ending: asyncio.Task[None] | None = None
 
     async def start(self) -> EngineInfo:
         self._dead_reason = ""
@@ -121,11 +120,10 @@ class ScriptedEngine(Engine):
             finish = live.ended_by
             while finish is None:
                 finish = await self._step(live, token_ids, params)
-                for chunk in live.chunks.cut(None) if finish is None else ():
+                for chunk in live.output.flush(None) if finish is None else ():
                     yield chunk
-            for chunk in live.chunks.cut(finish):
+            for chunk in live.output.flush(finish):
                 yield chunk
-            self._finished_requests += 1
         finally:
             self._live.pop(request_id, None)
             if not self._live:
@@ -135,27 +133,26 @@ class ScriptedEngine(Engine):
         if request_id in self._live or request_id in self._entering:
             raise ValueError(f"request {request_id!r} is already running; request ids must be unique per engine")
         self._spec.check_prompt(len(token_ids))
-        stops = self._watch(token_ids, params) if params.stop else None
+        matcher = self._matcher(token_ids, params) if params.stop else None
         self._check_alive()
         self._entering.add(request_id)
         try:
-            async with self._gate.passage():
+            async with self._gate.admission():
                 self._check_alive()
-                live = _Live(ChunkBuilder(VersionSpans(self._version), self._spec.stream_tokens), stops)
+                live = _Live(OutputBuffer(VersionSpans(self._version), self._spec.stream_tokens), matcher)
                 live.ended_by = "abort" if request_id in self._cancelled else None
                 if not self._live:
                     self._activity.begin()
                 self._live[request_id] = live
-                self._prompt_tokens += len(token_ids)
                 return live
         finally:
             self._entering.discard(request_id)
             self._cancelled.discard(request_id)
 
-    def _watch(self, token_ids: np.ndarray, params: SamplingParams) -> StopWatch:
+    def _matcher(self, token_ids: np.ndarray, params: SamplingParams) -> StopStringMatcher:
         if self._decode is None:
             raise ValueError(f"stop strings {params.stop} need text; give the scripted engine a `decode`")
-        return StopWatch(self._decode, token_ids, params)
+        return StopStringMatcher(self._decode, token_ids, params)
 
     async def _step(self, live: _Live, prompt: np.ndarray, params: SamplingParams) -> FinishReason | None:
         """Sample one token, unless the request ended meanwhile. The reason it ends with now, or None."""
@@ -165,22 +162,22 @@ class ScriptedEngine(Engine):
         self._check_alive()
         if live.ended_by is not None:
             return live.ended_by
-        position = live.chunks.num_tokens
+        position = live.output.num_tokens
         token_id, logprob = self._script(prompt, position, self._version)
-        live.chunks.add([token_id], [logprob])
+        live.output.add([token_id], [logprob])
         self._generated_tokens += 1
         self._activity.moved()
         if self.faults.die_after_tokens is not None and self._generated_tokens >= self.faults.die_after_tokens:
             await self.die("scripted death")
         if token_id in self._spec.stop_token_ids and not params.ignore_eos:
             return "stop"
-        if live.stops is not None and live.stops.end([token_id]) is not None:
+        if live.matcher is not None and live.matcher.end([token_id]) is not None:
             return "stop"
         at_limit = position + 1 >= params.max_tokens or len(prompt) + position + 1 >= self._spec.max_model_len
         return "length" if at_limit else None
 
     def _can_step(self) -> bool:
-        return bool(self._dead_reason) or not (self._pause.is_on or self.faults.hang_generation)
+        return bool(self._dead_reason) or not (self._gate.is_paused or self.faults.hang_generation)
 
     async def abort(self, request_id: str) -> None:
         if request_id in self._entering:
@@ -202,18 +199,18 @@ class ScriptedEngine(Engine):
         return await asyncio.shield(asyncio.ensure_future(self._commit(version, method, args, timeout_s)))
 
     async def _commit(self, version: int, method: str, args: tuple[object, ...], timeout_s: float) -> CommitResult:
-        async with self._turns.commit():
+        async with self._gate.closed():
             self._check_alive()
             begin = self._clock()
-            async with self._pause.commit(is_asleep=lambda: self._turns.is_asleep, resume=self._resume) as attempt:
+            async with self._gate.pause():
                 if self._spec.in_flight == "abort":
                     self._end_all("abort")
                 results = await self.call_workers(method, *args, timeout_s=timeout_s)
-                attempt.state = reply_state(results)
-                if attempt.state == "ok":
-                    self._turns.is_asleep = False
+                self._gate.outcome = reply_state(results)
+                if self._gate.outcome == "ok":
+                    self._gate.is_asleep = False
                     for live in self._live.values():
-                        live.chunks.labels.append(live.chunks.num_tokens, version)
+                        live.output.versions.append(live.output.num_tokens, version)
                     self._version = version
             return CommitResult(results=results, pause_s=self._clock() - begin)
 
@@ -223,73 +220,54 @@ class ScriptedEngine(Engine):
         return await asyncio.shield(asyncio.ensure_future(self._fall_asleep()))
 
     async def _fall_asleep(self) -> None:
-        async with self._turns.sleep():
+        async with self._gate.closed():
             self._check_alive()
-            if self._turns.is_asleep:
+            if self._gate.is_asleep:
                 return
             self._end_all("abort")
             await self._sleep(self._worker_s)
+            self._gate.is_asleep = True
 
     def _end_all(self, reason: FinishReason) -> None:
         for live in self._live.values():
             live.ended_by = reason
-
-    async def _resume(self) -> None:
-        self._pause.lift()
-        await self.wake()
 
     async def wake(self) -> None:
         """Let streams look at `faults` again."""
         async with self._changed:
             self._changed.notify_all()
 
-    async def end_pause(self, reason: str) -> None:
-        if not self._dead_reason:
-            await self._pause.cut_short(reason, resume=self._resume, give_up=self._give_up)
-            await self.wake()
-
     async def die(self, reason: str) -> None:
         """Die now: every stream and every later call raises `EngineDead`."""
-        self._give_up(reason)
+        self._dead_reason = self._dead_reason or reason
         await self.wake()
 
     def _give_up(self, reason: str) -> None:
-        self._dead_reason = self._dead_reason or reason
+        self._ending = asyncio.ensure_future(self.die(reason))
 
     @property
     def version(self) -> int:
         return self._version
 
-    def stats(self) -> EngineStats:
-        started: Sequence[_Live] = [live for live in self._live.values() if live.chunks.num_tokens]
-        return EngineStats(
-            version=self._version,
-            running=len(started),
-            waiting=len(self._live) - len(started) + self._gate.num_waiting,
-            generated_tokens=self._generated_tokens,
-            prompt_tokens=self._prompt_tokens,
-            finished_requests=self._finished_requests,
-            kv_usage_frac=None,
-            paused_s=self._pause.seconds,
-            is_dead=bool(self._dead_reason),
+    def status(self) -> EngineStatus:
+        gate = self._gate
+        found = self.faults.status or EngineStatus(
+            running=len(self._live), waiting=gate.num_waiting, kv_usage_frac=None, num_preemptions=None
         )
-
-    def load(self) -> EngineLoad:
-        self._check_alive()
-        if self.faults.load is not None:
-            return self.faults.load
-        should_generate = bool(self._live) and not (self._pause.is_on or self._turns.is_asleep)
-        return EngineLoad(
-            running=len(self._live),
-            waiting=self._gate.num_waiting,
-            kv_usage_frac=None,
-            num_preemptions=None,
+        should_generate = bool(self._live) and not (gate.is_paused or gate.is_asleep)
+        return replace(
+            found,
             still_s=self._activity.still_s(should_generate=should_generate),
             times=self._activity.times(),
+            unstarted=sum(not live.output.num_tokens for live in self._live.values()) + gate.num_waiting,
+            generated_tokens=self._generated_tokens,
+            paused_s=gate.paused_s,
+            is_dead=bool(self._dead_reason),
         )
 
     async def close(self) -> None:
         self._dead_reason = "closed"
+        self._gate.close()
         await self.wake()
 
     def _check_alive(self) -> None:

@@ -93,7 +93,7 @@ class _Answer:
         return TokenChunk(
             token_ids=np.arange(self._num_context + first, self._num_context + last, dtype=np.int32),
             logprobs=np.full(last - first, -1.0, np.float32),
-            versions=self._labels.versions(first, last),
+            versions=self._labels.of(first, last),
             finish_reason=self._finish_reason if is_last else None,
         )
 

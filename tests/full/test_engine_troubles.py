@@ -164,20 +164,20 @@ async def test_an_engine_whose_process_is_stopped_says_that_it_stands_still(mode
 
         running = asyncio.create_task(consume())
         async with asyncio.timeout(60.0):
-            while not engine.stats().generated_tokens:
+            while not engine.status().generated_tokens:
                 await asyncio.sleep(0.05)
         core = psutil.Process(pid)
         core.send_signal(signal.SIGSTOP)
         try:
             await asyncio.sleep(3.0)
-            seen = engine.stats().generated_tokens
+            seen = engine.status().generated_tokens
             await asyncio.sleep(2.0)
-            assert engine.stats().generated_tokens == seen
+            assert engine.status().generated_tokens == seen
             assert engine.load().still_s >= 2.0, "its own event loop answers all the same"
         finally:
             core.send_signal(signal.SIGCONT)
         async with asyncio.timeout(60.0):
-            while engine.stats().generated_tokens == seen:
+            while engine.status().generated_tokens == seen:
                 await asyncio.sleep(0.05)
         assert engine.load().still_s < 2.0
         running.cancel()

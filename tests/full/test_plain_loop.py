@@ -108,7 +108,8 @@ async def one_answer(
         temperature=cfg.rollout.temperature,
         seed=derive_seed(cfg.seed, prompt.prompt_id, group_id, sample, 0),
     )
-    chunks = [await ref async for ref in engine.generate.remote(f"plain/{group_id}/{sample}", prompt.token_ids, params)]
+    stream = engine.generate_group.remote([f"plain/{group_id}/{sample}"], prompt.token_ids, [params])
+    chunks = [chunk async for ref in stream for _, chunk in await ref]
     answer = np.concatenate([chunk.token_ids for chunk in chunks]).astype(np.int32)
     logprobs = np.concatenate([chunk.logprobs for chunk in chunks])
     (version,) = {version for chunk in chunks for version in chunk.versions.tolist()}

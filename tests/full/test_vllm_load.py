@@ -127,8 +127,8 @@ async def what_commits_recompute_is_no_preemption(engine: VllmEngine) -> None:
     running = [asyncio.create_task(generate(engine, number)) for number in (10, 11)]
     async with asyncio.timeout(200):
         for version in (1, 2, 3):
-            so_far = engine.stats().generated_tokens
-            while engine.stats().generated_tokens < so_far + 200:
+            so_far = engine.status().generated_tokens
+            while engine.status().generated_tokens < so_far + 200:
                 await asyncio.sleep(0.01)
             assert engine.load().running == 2
             await engine.commit(version, "te_commit", 20, 50, "ok", timeout_s=20.0)

@@ -150,7 +150,7 @@ async def test_an_error_in_a_worker_reaches_the_caller_and_leaves_the_engine_ali
     with pytest.raises(Exception, match="raised in the worker"):
         await engine.call_workers("te_raise", timeout_s=10.0)
     assert await engine.call_workers("te_pid", timeout_s=10.0)
-    assert engine.stats().paused_s == 0
+    assert engine.status().paused_s == 0
 
 
 @ONE_LOOP
@@ -205,10 +205,10 @@ async def one_runs_and_one_waits(engine: VllmEngine, round_: int, prompt: np.nda
         params = SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True)
         tasks.append(asyncio.ensure_future(collect(engine, name, params, prompt)))
         async with asyncio.timeout(60):
-            while not engine.stats().running or len(engine._roster.inside) < len(tasks):
+            while not engine.status().generated_tokens or len(engine._requests.running) < len(tasks):
                 await asyncio.sleep(0.001)
-    stats = engine.stats()
-    assert (stats.running, stats.waiting) == (1, 1)
+    status = engine.status()
+    assert (status.running, status.unstarted) == (2, 1)
     return tasks
 
 

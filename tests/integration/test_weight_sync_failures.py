@@ -384,7 +384,7 @@ async def test_watchdog_ends_the_pause_of_a_mixture_that_nobody_comes_back_for()
         world.learners[1].await_loss()
         process.kill()
         until = time.monotonic() + 20.0
-        while (found := world.replicas[0].condition(1)).num_interventions == 0:
+        while not (found := world.replicas[0].condition(1)).is_given_up:
             assert time.monotonic() < until, found
             time.sleep(0.02)
         assert found.is_dirty and not found.is_paused

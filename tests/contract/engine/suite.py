@@ -200,19 +200,19 @@ class EngineContract:
             self.assert_labels(answer)
         after = await collect(engine, "after-the-abort", SamplingParams(max_tokens=5, seed=1))
         assert set(after.labels) == {first + 1}
-        assert engine.stats().running == engine.stats().waiting == 0
+        assert engine.status().running == engine.status().unstarted == 0
 
     async def wait_for_tokens(self, engine: Engine, num_tokens: int) -> None:
         """Until the running requests generated `num_tokens` more, or nothing runs."""
-        target = engine.stats().generated_tokens + num_tokens
+        target = engine.status().generated_tokens + num_tokens
         for _ in range(2000):
-            if engine.stats().generated_tokens >= target:
+            if engine.status().generated_tokens >= target:
                 return
             await asyncio.sleep(0.001)
 
     async def wait_for_pause(self, engine: Engine) -> None:
         async with asyncio.timeout(10):
-            while not engine.stats().paused_s:
+            while not engine.status().paused_s:
                 await asyncio.sleep(0)
 
     async def test_requests_that_wait_at_the_gate_start_under_the_new_version(self, engine: Engine) -> None:
@@ -248,7 +248,7 @@ class EngineContract:
         assert (answer.tokens, answer.finish_reason) == (free.tokens[:num_tokens], "stop")
         assert answer.logprobs.tobytes() == free.logprobs[:num_tokens].tobytes()
         self.assert_labels(answer)
-        assert engine.stats().running == engine.stats().waiting == 0
+        assert engine.status().running == engine.status().unstarted == 0
         # An end token is no reason to look for no text, and the other way round.
         onward = await collect(engine, "onward", replace(params, stop=(stop,), ignore_eos=True))
         assert (onward.tokens, onward.finish_reason) == (answer.tokens, "stop")
@@ -268,7 +268,7 @@ class EngineContract:
         assert (answer.tokens, answer.finish_reason) == (free[:num_new], "stop")
         assert len(answer.logprobs) == num_new
         self.assert_labels(answer)
-        assert engine.stats().running == engine.stats().waiting == 0
+        assert engine.status().running == engine.status().unstarted == 0
 
     async def test_abort_ends_the_stream_with_what_it_has(self, engine: Engine) -> None:
         chunks = []
@@ -299,9 +299,9 @@ class EngineContract:
     async def test_a_closed_stream_frees_its_request(self, engine: Engine) -> None:
         stream = engine.generate("closed-early", PROMPT, SamplingParams(max_tokens=10_000, seed=1))
         await anext(stream)
-        assert engine.stats().running == 1
+        assert engine.status().running == 1
         await stream.aclose()
-        assert engine.stats().running == engine.stats().waiting == 0
+        assert engine.status().running == engine.status().unstarted == 0
         again = await collect(engine, "closed-early", SamplingParams(max_tokens=3, seed=1))
         assert len(again.tokens) == 3
 
@@ -313,7 +313,7 @@ class EngineContract:
         with pytest.raises(ValueError, match=str(self.max_model_len)):
             overlong = np.full(self.max_model_len + 1, 5, np.int32)
             await collect(engine, "overlong", SamplingParams(max_tokens=3), overlong)
-        assert engine.stats().running == engine.stats().waiting == 0
+        assert engine.status().running == engine.status().unstarted == 0
 
     async def test_a_refused_commit_keeps_the_version_and_generation(self, engine: Engine) -> None:
         before = engine.version
@@ -324,7 +324,7 @@ class EngineContract:
         assert engine.version == before
         assert set(answer.labels) == {before}
         self.assert_labels(answer)
-        assert engine.stats().paused_s == 0
+        assert engine.status().paused_s == 0
 
     async def test_a_mixture_stays_paused_until_a_commit_repairs_it(self, engine: Engine) -> None:
         before = engine.version
@@ -332,10 +332,10 @@ class EngineContract:
         await self.wait_for_tokens(engine, 1)
         await self.commit(engine, before + 1, outcome="dirty")
         await asyncio.sleep(0.05)
-        settled = engine.stats().generated_tokens
+        settled = engine.status().generated_tokens
         await asyncio.sleep(0.05)
-        assert engine.stats().paused_s > 0
-        assert engine.stats().generated_tokens == settled
+        assert engine.status().paused_s > 0
+        assert engine.status().generated_tokens == settled
         assert not running.done()
         await self.commit(engine, before + 1)
         answer = await asyncio.wait_for(running, 30)
@@ -352,25 +352,7 @@ class EngineContract:
         committing.cancel()
         self.assert_labels(await asyncio.wait_for(running, 30))
         assert engine.version == version
-        assert engine.stats().paused_s == 0
-
-    async def test_a_watchdog_leaves_the_pause_of_a_commit_under_way_alone(self, engine: Engine) -> None:
-        before = engine.version
-        running = asyncio.ensure_future(collect(engine, "watched", SamplingParams(max_tokens=self.long_tokens, seed=1)))
-        await self.wait_for_tokens(engine, 1)
-        committing = asyncio.ensure_future(self.commit(engine, before + 1))
-        await self.wait_for_pause(engine)
-        await engine.end_pause("the test's watchdog is impatient")
-        assert engine.stats().paused_s > 0, "the workers are writing"
-        assert not committing.done()
-        await committing
-        answer = await asyncio.wait_for(running, 30)
-        self.assert_labels(answer)
-        assert set(answer.labels) <= {before, before + 1}
-        assert engine.stats().paused_s == 0
-        assert not engine.stats().is_dead
-        await engine.end_pause("nothing is paused")
-        assert len((await collect(engine, "goes-on", SamplingParams(max_tokens=5, seed=1))).tokens) == 5
+        assert engine.status().paused_s == 0
 
     @pytest.fixture
     async def sleeper(self) -> AsyncIterator[Engine]:
@@ -432,12 +414,12 @@ class EngineContract:
         waiting = asyncio.ensure_future(collect(engine, f"waits-for-{version}", SamplingParams(max_tokens=5, seed=1)))
         await asyncio.sleep(0.05)
         assert not waiting.done()
-        assert engine.stats().waiting == 1
+        assert engine.status().unstarted == 1
         await asyncio.wait_for(self.commit(engine, version), 10)
         answer = await asyncio.wait_for(waiting, 30)
         assert set(answer.labels) == {version}
         self.assert_labels(answer)
-        assert engine.stats().paused_s == 0
+        assert engine.status().paused_s == 0
 
     async def test_zz_a_dead_engine_tells_everyone(self, engine: Engine) -> None:
         """Last on purpose: the engine may be shared by the whole module."""
@@ -452,4 +434,4 @@ class EngineContract:
             await engine.call_workers("anything", timeout_s=1.0)
         with pytest.raises(EngineDead):
             await engine.commit(99, "anything", timeout_s=1.0)
-        assert engine.stats().is_dead
+        assert engine.status().is_dead

@@ -87,4 +87,4 @@ async def test_an_engine_without_text_refuses_stop_strings() -> None:
     await engine.start()
     with pytest.raises(ValueError, match="need text"):
         await collect(engine, "a", SamplingParams(max_tokens=3, stop=("x",)))
-    assert engine.stats().running == 0
+    assert engine.status().running == 0

@@ -43,5 +43,6 @@ async def test_a_group_streams_and_a_killed_engine_process_is_reported(
                 os.kill(pid, signal.SIGKILL)
                 pid = 0
     assert sum(received) > 200
-    assert (await actor.stats.remote()).is_dead
+    with pytest.raises(EngineDead):
+        await actor.load.remote()
     await actor.close.remote()

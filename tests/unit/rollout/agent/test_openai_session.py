@@ -268,7 +268,7 @@ async def test_a_commit_between_and_within_answers_labels_every_token() -> None:
         await commit(1)
         second = said(await chat(USER, first, OTHER))
         asking = asyncio.create_task(chat(USER, first, OTHER, second, USER))
-        while policy.engine.stats().generated_tokens < 12:
+        while policy.engine.status().generated_tokens < 12:
             await asyncio.sleep(0)
         await commit(2)
         await asking

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rollout.engine.interface import EngineSpec
-from rollout.engine.request_state import ChunkBuilder, LiveAnswer, VersionSpans
+from rollout.engine.request_state import ActiveRequest
 from rollout.engine.vllm_engine import VllmEngine
 
 
@@ -31,14 +31,13 @@ class SlowOutputPath:
                 self.num_tokens += 1
 
 
-def make_engine(llm: SlowOutputPath) -> tuple[VllmEngine, LiveAnswer]:
+def make_engine(llm: SlowOutputPath) -> tuple[VllmEngine, ActiveRequest]:
     engine = VllmEngine(EngineSpec(model="m"))
-    chunks = ChunkBuilder(VersionSpans(0), 4)
     queue: Any = SimpleNamespace(request_id="inner-id")
     gone: Any = SimpleNamespace(request_id="finished-id")
-    live = LiveAnswer(queue, chunks)
-    engine._roster.enter("r", live)
-    engine._roster.enter("finished", LiveAnswer(gone, ChunkBuilder(VersionSpans(0), 4)))
+    live = ActiveRequest(queue, 0, 4)
+    engine._requests.enter("r", live)
+    engine._requests.enter("finished", ActiveRequest(gone, 0, 4))
     return engine, live
 
 

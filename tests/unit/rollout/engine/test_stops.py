@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rollout.engine.interface import EngineSpec
-from rollout.engine.request_state import ChunkBuilder, LiveAnswer, StopWatch, VersionSpans, stop_watch
+from rollout.engine.request_state import ActiveRequest, StopStringMatcher, stop_string_matcher
 from rollout.engine.vllm_engine import VllmEngine
 from rollout.types import SamplingParams
 from tests.fakes.scripted_replica import ScriptedReplica, Workload
@@ -31,9 +31,9 @@ def decode_words(token_ids: Sequence[int]) -> str:
     return " ".join(f"w{token_id}" for token_id in token_ids)
 
 
-def watch_of(stop: Sequence[str], context: list[int], prefix: list[int]) -> StopWatch:
+def watch_of(stop: Sequence[str], context: list[int], prefix: list[int]) -> StopStringMatcher:
     params = SamplingParams(max_tokens=99, stop=tuple(stop), num_prefix_tokens=len(prefix))
-    return StopWatch(decode, np.array(context + prefix, np.int32), params)
+    return StopStringMatcher(decode, np.array(context + prefix, np.int32), params)
 
 
 def reference(answer: list[int], stop: Sequence[str]) -> int | None:
@@ -73,7 +73,7 @@ def test_what_the_context_says_ends_nothing() -> None:
 
 def test_white_space_at_the_border_of_the_prompt_is_part_of_the_text() -> None:
     params = SamplingParams(max_tokens=9, stop=(" w3 w4",), num_prefix_tokens=1)
-    assert StopWatch(decode_words, np.array([1, 2, 3], np.int32), params).end([4, 5]) == 1
+    assert StopStringMatcher(decode_words, np.array([1, 2, 3], np.int32), params).end([4, 5]) == 1
 
 
 def test_after_as_many_tokens_as_a_string_can_have_none_begins_in_the_prefix() -> None:
@@ -89,9 +89,8 @@ def taken(outputs: list[tuple[list[int], str | None]], *, drafts: bool) -> tuple
     anything: Any = None
     tokenizer: Any = SimpleNamespace(decode=lambda token_ids, **_: decode(token_ids))
     params = SamplingParams(max_tokens=99, stop=("</s>",))
-    watch = stop_watch(tokenizer, np.array([0, 1], np.int32), params, drafts=drafts)
-    chunks = ChunkBuilder(VersionSpans(0), 100)
-    live, number, finish = LiveAnswer(anything, chunks, watch, drafts), 0, None
+    watch = stop_string_matcher(tokenizer, np.array([0, 1], np.int32), params, drafts=drafts)
+    live, number, finish = ActiveRequest(anything, 0, 100, matcher=watch, drafts=drafts), 0, None
     for tokens, reason in outputs:
         flat = SimpleNamespace(
             logprobs=[-float(number + i) for i in range(len(tokens))], start_indices=range(len(tokens))
@@ -100,7 +99,7 @@ def taken(outputs: list[tuple[list[int], str | None]], *, drafts: bool) -> tuple
         finish = live.take(SimpleNamespace(token_ids=tokens, logprobs=flat, finish_reason=reason))
         if finish is not None:
             break
-    (chunk,) = chunks.cut(finish)
+    (chunk,) = live.output.flush(finish)
     return chunk.token_ids.tolist(), chunk.logprobs.tolist(), chunk.finish_reason
 
 

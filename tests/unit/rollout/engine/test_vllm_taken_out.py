@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rollout.engine.interface import EngineSpec
-from rollout.engine.request_state import MAX_TIMES_OUT
+from rollout.engine.request_state import MAX_READMISSIONS
 from rollout.engine.vllm_engine import VllmEngine
 from rollout.errors import EngineDead
 from rollout.types import SamplingParams
@@ -169,21 +169,19 @@ async def test_requests_without_a_token_enter_again_in_their_order_and_the_other
     answers = [await asyncio.wait_for(task, 10) for task in tasks]
     assert [answer.labels for answer in answers] == [[0, 0, 1, 1, 1], [1, 1, 1], [1, 1, 1]]
     assert [answer.finish_reason for answer in answers] == ["length"] * 3
-    stats = engine.stats()
-    assert (stats.prompt_tokens, stats.finished_requests) == (9, 3), "each is counted once"
-    assert not engine._roster.inside
+    assert not engine._requests.running
 
 
 async def test_a_prompt_that_takes_longer_than_the_time_between_commits_is_computed_in_the_end() -> None:
     engine, llm = started()
     (task,) = await sent(engine, llm, "long")
-    for version in range(1, MAX_TIMES_OUT + 4):
+    for version in range(1, MAX_READMISSIONS + 4):
         await commit(engine, version)
         await until(lambda: len(llm.states) == 1)
     llm.give("long", 2, "length")
-    assert (await asyncio.wait_for(task, 10)).labels == [MAX_TIMES_OUT + 3] * 2
-    assert llm.entered == [("long", f"v{version}") for version in range(MAX_TIMES_OUT + 1)]
-    assert not engine._roster._times_out
+    assert (await asyncio.wait_for(task, 10)).labels == [MAX_READMISSIONS + 3] * 2
+    assert llm.entered == [("long", f"v{version}") for version in range(MAX_READMISSIONS + 1)]
+    assert not engine._requests._num_readmissions
 
 
 async def test_a_first_token_that_nobody_has_read_is_a_token() -> None:
@@ -220,19 +218,19 @@ async def test_an_abort_ends_it_at_every_moment_of_a_commit(moment: str) -> None
     await commit(engine)
     answer = await asyncio.wait_for(task, 10)
     assert (answer.tokens, answer.finish_reason) == ([], "abort")
-    assert not llm.states and not engine._roster.inside
+    assert not llm.states and not engine._requests.running
 
 
 async def test_an_abort_on_its_way_to_vllm_is_not_lost_when_the_request_is_taken_out() -> None:
     engine, llm = started()
     (task,) = await sent(engine, llm, "aborted")
-    original = engine._roster.take_out_tokenless
+    original = engine._requests.readmit_unstarted
 
     def take_out(states: Any) -> list[str]:
-        assert engine._roster.note_abort("aborted"), "vLLM will be told in a moment"
+        assert engine._requests.note_abort("aborted"), "vLLM will be told in a moment"
         return original(states)
 
-    engine._roster.take_out_tokenless = take_out  # type: ignore[method-assign]
+    engine._requests.readmit_unstarted = take_out  # type: ignore[method-assign]
     await commit(engine)
     assert (await asyncio.wait_for(task, 10)).finish_reason == "abort"
     assert not llm.states
@@ -267,7 +265,7 @@ async def test_a_stream_that_is_closed_at_any_moment_of_a_commit_leaves_nothing_
     await commit(engine)
     await asyncio.wait({task}, timeout=10)
     assert task.cancelled()
-    assert not llm.states and not engine._roster.inside
+    assert not llm.states and not engine._requests.running
     assert engine.load().still_s == 0.0
     (again,) = await sent(engine, llm, "closed")
     llm.give("closed", 1, "length")
@@ -283,7 +281,7 @@ async def test_the_pause_ends_before_the_streams_of_those_that_were_taken_out_ha
         told.append(f"resume with {sorted(llm.computed)}")
 
     async def abort() -> None:
-        told.append("abort while paused" if engine.stats().paused_s else "abort")
+        told.append("abort while paused" if engine.status().paused_s else "abort")
         assert len(llm.entered) == 3, "nobody has heard of it yet"
 
     llm.at.update(resume=resume, abort=abort)
@@ -371,7 +369,7 @@ async def test_an_error_of_one_request_is_its_own() -> None:
 
 
 async def test_a_resume_that_fails_and_kills_nobody_leaves_nothing_outside() -> None:
-    engine, llm = started()
+    engine, llm = started(pause_limit_s=0.0)
 
     async def refuse() -> None:
         llm.at.clear()
@@ -381,7 +379,6 @@ async def test_a_resume_that_fails_and_kills_nobody_leaves_nothing_outside() -> 
     (task,) = await sent(engine, llm, "waiting")
     with pytest.raises(RuntimeError, match="the core refused"):
         await commit(engine)
-    await engine.end_pause("the watchdog")
     await until(lambda: len(llm.entered) == 2 and bool(llm.computed))
     llm.give("waiting", 2, "length")
     await asyncio.wait_for(task, 5)

@@ -1,0 +1,255 @@
+"""Admission, commits, sleep and pauses: the rules that every engine shares."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from rollout.engine.interface import EngineSpec
+from rollout.engine.weight_commit import EngineGate, Outcome
+from tests.fakes.scripted_engine import ScriptedEngine
+from tests.fakes.virtual_time import run_virtual
+from weight_sync.wire import Reply, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+LIMIT_S = 10.0
+
+
+class World:
+    """A gate in virtual time, and what happened in which order."""
+
+    def __init__(self, *, num_failing_resumes: int = 0) -> None:
+        self.log: list[str] = []
+        self.num_failing_resumes = num_failing_resumes
+        self.gate = EngineGate(
+            resume=self._resume, give_up=self._give_up, pause_limit_s=LIMIT_S, clock=asyncio.get_running_loop().time
+        )
+
+    async def _resume(self) -> None:
+        if self.num_failing_resumes:
+            self.num_failing_resumes -= 1
+            raise RuntimeError("the engine's process refused")
+        self.log.append("resumes")
+
+    def _give_up(self, reason: str) -> None:
+        self.log.append(f"dies: {reason}")
+
+    async def commit(self, outcome: Outcome | None = "ok", *, takes_s: float = 1.0, wakes: bool = True) -> None:
+        async with self.gate.closed(), self.gate.pause():
+            self.log.append("commit begins")
+            await asyncio.sleep(takes_s)
+            if outcome is not None:
+                self.gate.outcome = outcome
+            if wakes and outcome == "ok":
+                self.gate.is_asleep = False
+            self.log.append("commit ends")
+
+    async def sleep(self, *, fails: bool = False) -> None:
+        async with self.gate.closed():
+            self.log.append("sleep begins")
+            await asyncio.sleep(1.0)
+            if fails:
+                raise RuntimeError("no")
+            self.gate.is_asleep = True
+            self.log.append("sleep ends")
+
+    async def enter(self, *, takes_s: float = 0.0) -> None:
+        async with self.gate.admission():
+            self.log.append("enters")
+            await asyncio.sleep(takes_s)
+            self.log.append("is inside")
+
+
+def play(main: Any, **world: Any) -> World:
+    """Runs `main(world)` in virtual time."""
+
+    async def run() -> World:
+        made = World(**world)
+        await asyncio.wait_for(main(made), 1000.0)
+        return made
+
+    return run_virtual(run())
+
+
+def soon(coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    return asyncio.create_task(coroutine)
+
+
+def test_a_commit_waits_for_requests_that_are_half_way_in() -> None:
+    async def main(world: World) -> None:
+        entering = soon(world.enter(takes_s=1.0))
+        await asyncio.sleep(0)
+        await asyncio.gather(entering, world.commit())
+
+    assert play(main).log == ["enters", "is inside", "commit begins", "commit ends", "resumes"]
+
+
+def test_no_request_enters_during_a_commit_and_all_do_after_it() -> None:
+    async def main(world: World) -> None:
+        committing = soon(world.commit())
+        await asyncio.sleep(0)
+        entering = [soon(world.enter()) for _ in range(5)]
+        await asyncio.sleep(0.5)
+        assert world.gate.num_waiting == 5 and "enters" not in world.log
+        await asyncio.gather(committing, *entering)
+        assert world.gate.num_waiting == 0
+
+    assert play(main).log.count("is inside") == 5
+
+
+@pytest.mark.parametrize("turns", range(4))
+def test_a_request_that_is_cancelled_on_its_way_is_not_inside(turns: int) -> None:
+    """Ten enter one behind the other once the gate opens, and are cancelled wherever they are by then."""
+
+    async def main(world: World) -> None:
+        committing = soon(world.commit())
+        await asyncio.sleep(0)
+        entering = [soon(world.enter()) for _ in range(10)]
+        await committing
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        for task in entering:
+            task.cancel()
+        await asyncio.gather(*entering, return_exceptions=True)
+        await world.commit()
+        assert world.gate.num_waiting == 0
+
+    play(main)
+
+
+def test_a_commit_that_raises_opens_the_gate_and_resumes_what_is_whole() -> None:
+    async def main(world: World) -> None:
+        with pytest.raises(RuntimeError, match="failed"):
+            async with world.gate.closed(), world.gate.pause():
+                raise RuntimeError("the commit failed")
+        await world.enter()
+
+    assert play(main).log == ["resumes", "enters", "is inside"]
+
+
+def test_commit_and_sleep_never_overlap_whoever_comes_first() -> None:
+    async def main(world: World) -> None:
+        await asyncio.gather(world.commit(), world.sleep(), world.commit(), world.sleep())
+        assert world.gate.is_asleep
+
+    steps = [entry.split()[0] for entry in play(main).log if entry != "resumes"]
+    assert steps == ["commit", "commit", "sleep", "sleep"] * 2
+
+
+def test_the_gate_stays_closed_from_sleep_to_the_commit_that_wakes() -> None:
+    async def main(world: World) -> None:
+        await world.sleep()
+        entering = soon(world.enter())
+        await world.commit("failed")
+        await asyncio.sleep(1.0)
+        assert not entering.done() and world.gate.is_asleep and world.gate.is_paused
+        await world.commit()
+        await entering
+        assert not world.gate.is_asleep and not world.gate.is_paused
+
+    assert play(main).log[-3:] == ["resumes", "enters", "is inside"]
+
+
+def test_a_sleep_that_fails_opens_the_gate_and_frees_the_turn() -> None:
+    async def main(world: World) -> None:
+        with pytest.raises(RuntimeError):
+            await world.sleep(fails=True)
+        assert not world.gate.is_asleep
+        await world.enter()
+        await world.commit()
+
+    play(main)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "is_asleep", "ends"),
+    [
+        ("ok", False, ["resumes"]),
+        ("failed", False, ["resumes"]),
+        ("dirty", False, []),
+        ("failed", True, []),  # sleep threw the weights away
+        ("ok", True, ["resumes"]),
+    ],
+)
+def test_a_pause_ends_with_its_commit_unless_the_weights_are_a_mixture(
+    outcome: Outcome, is_asleep: bool, ends: list[str]
+) -> None:
+    async def main(world: World) -> None:
+        if is_asleep:
+            await world.sleep()
+        world.log.clear()
+        await world.commit(outcome, takes_s=3.0)
+        assert world.gate.is_paused == (not ends)
+        assert world.gate.paused_s == (0.0 if ends else 3.0)
+
+    assert play(main).log[2:] == ends
+
+
+def test_a_mixture_that_no_commit_repairs_is_given_up_at_the_limit_and_not_before() -> None:
+    async def main(world: World) -> None:
+        await world.commit("dirty", takes_s=1.0)
+        await asyncio.sleep(LIMIT_S - 1.5)
+        assert world.log[-1] == "commit ends"
+        await asyncio.sleep(1.0)
+
+    assert play(main).log[-1] == (
+        "dies: its weights are a mixture of versions and no commit repaired them: paused for 10.0 s, allowed are 10.0 s"
+    )
+
+
+def test_a_commit_under_way_is_left_alone_however_long_it_takes() -> None:
+    async def main(world: World) -> None:
+        await world.commit("dirty")
+        await world.commit("ok", takes_s=5 * LIMIT_S)
+        await asyncio.sleep(5 * LIMIT_S)
+
+    assert play(main).log == ["commit begins", "commit ends"] * 2 + ["resumes"]
+
+
+def test_a_mixture_that_outlasts_the_limit_in_a_commit_is_given_up_when_that_fails() -> None:
+    async def main(world: World) -> None:
+        await world.commit("dirty")
+        await world.commit(None, takes_s=5 * LIMIT_S)
+        await asyncio.sleep(0.5)
+
+    assert play(main).log[-1].startswith("dies: ")
+
+
+def test_a_resume_that_fails_is_tried_again_from_the_limit_on(caplog: pytest.LogCaptureFixture) -> None:
+    async def main(world: World) -> None:
+        with pytest.raises(RuntimeError, match="refused"):
+            await world.commit("ok")
+        assert world.gate.is_paused
+        await asyncio.sleep(LIMIT_S + 2.5)
+        assert not world.gate.is_paused
+
+    assert play(main, num_failing_resumes=3).log[-1] == "resumes"
+    assert caplog.text.count("a pause could not be ended") == 2
+
+
+def test_an_engine_that_has_ended_is_not_given_up_again() -> None:
+    async def main(world: World) -> None:
+        await world.commit("dirty")
+        world.gate.close()
+        await asyncio.sleep(5 * LIMIT_S)
+
+    assert play(main).log == ["commit begins", "commit ends"]
+
+
+async def test_the_limit_of_an_engine_is_that_of_its_spec() -> None:
+    replies = [Reply(ok=False, dirty=True), Reply(ok=True), Reply(ok=False, dirty=True)]
+    spec = EngineSpec(model="scripted", pause_limit_s=0.05)
+    engine = ScriptedEngine(spec, workers=lambda *_: [encode(replies.pop(0))])
+    await engine.start()
+    await engine.commit(1, "ws_commit", timeout_s=5.0)
+    await engine.commit(1, "ws_commit", timeout_s=5.0)
+    await asyncio.sleep(0.1)
+    assert engine.version == 1 and not engine.status().is_dead
+    await engine.commit(2, "ws_commit", timeout_s=5.0)
+    async with asyncio.timeout(5):
+        while not engine.status().is_dead:
+            await asyncio.sleep(0.01)
