@@ -102,7 +102,7 @@ def sequences(num: int, *, seed: int = 0, longest: int = 23) -> list[MicroBatch]
                 cu_seqlens=np.array([0, length], np.int32),
                 token_ids=rng.integers(0, VOCAB, length).astype(np.int32),
                 loss_mask=mask,
-                behaviour_logprobs=np.where(mask, rng.normal(-4, 0.3, length), 0).astype(np.float32),
+                behavior_logprobs=np.where(mask, rng.normal(-4, 0.3, length), 0).astype(np.float32),
                 versions=np.where(mask, 0, -1).astype(np.int32),
                 advantages=np.where(mask, rng.normal(), 0).astype(np.float32),
                 loss_weights=mask.astype(np.float32),
@@ -116,7 +116,7 @@ def pack(parts: Sequence[MicroBatch]) -> MicroBatch:
     lengths = [len(p.token_ids) for p in parts]
     arrays = {
         name: np.concatenate([getattr(p, name) for p in parts])
-        for name in ("token_ids", "loss_mask", "behaviour_logprobs", "versions", "advantages", "loss_weights")
+        for name in ("token_ids", "loss_mask", "behavior_logprobs", "versions", "advantages", "loss_weights")
     }
     return MicroBatch(cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32), **arrays)
 
@@ -128,7 +128,7 @@ def without_loss() -> MicroBatch:
         cu_seqlens=np.array([0, 2], np.int32),
         token_ids=np.zeros(2, np.int32),
         loss_mask=np.zeros(2, bool),
-        behaviour_logprobs=zeros,
+        behavior_logprobs=zeros,
         versions=np.full(2, -1, np.int32),
         advantages=zeros,
         loss_weights=zeros,
@@ -162,10 +162,12 @@ def make_learner(cfg: RunConfig) -> PolicyLearner:
     )
 
 
-def gradients(learner: PolicyLearner, micro_batches: Sequence[MicroBatch]) -> dict[str, torch.Tensor]:
+def gradients(
+    learner: PolicyLearner, micro_batches: Sequence[MicroBatch], *, step: int = 0, **rewards: Any
+) -> dict[str, torch.Tensor]:
     """Whole gradients of one step, which is then not taken."""
     captured: dict[str, torch.Tensor] = {}
-    optimizer = learner._optimizer
+    optimizer = learner._optimizers[""]
 
     def capture(**_: float) -> None:
         for name, param in learner.model.named_parameters():
@@ -175,10 +177,16 @@ def gradients(learner: PolicyLearner, micro_batches: Sequence[MicroBatch]) -> di
 
     original, optimizer.step = optimizer.step, capture
     try:
-        learner.train_step(micro_batches, step=0)
+        learner.train_step(micro_batches, step=step, **rewards)
     finally:
         optimizer.step = original
     return captured
+
+
+def reference_logprobs(learner: PolicyLearner, batch: MicroBatch) -> np.ndarray:
+    """Of the learner's reference, which it must have: float32[T]."""
+    assert learner._reference is not None
+    return learner._reference.logprobs([batch])[0]
 
 
 def weights(learner: PolicyLearner) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ import numpy as np
 from tests.fakes.learner import VOCAB, pack, run_config, without_loss
 from trainer.algorithms.advantages import GroupRewards
 from trainer.config.algorithm import AlgorithmConfig, CriticConfig, KlConfig
-from trainer.data.batch import MicroBatch, StepRewards, TokenRewards
+from trainer.data.batch import MicroBatch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,19 +24,20 @@ if TYPE_CHECKING:
 GROUP_SIZE = 2
 
 
-def rewarded(num: int, *, seed: int = 0) -> tuple[list[MicroBatch], StepRewards]:
-    """`num` single-sequence batches (prompt, turn, context, turn) in groups of two, and the rewards of their step."""
+def rewarded(num: int, *, seed: int = 0) -> tuple[list[MicroBatch], dict[str, Any]]:
+    """`num` single-sequence batches (prompt, turn, context, turn) in groups of two, and what
+    `train_step` has to know of their step."""
     rng = np.random.default_rng(seed)
     parts = [_sequence(rng, answer) for answer in range(num)]
     total = sum(int(p.loss_mask.sum()) for p in parts)
     parts = [replace(p, loss_weights=p.loss_weights / np.float32(total)) for p in parts]
-    sums = np.array([p.unfinished.rewards.astype(np.float64).sum() for p in parts if p.unfinished is not None])
+    sums = np.array([p.token_rewards.astype(np.float64).sum() for p in parts if p.token_rewards is not None])
     lengths = np.array([int(p.loss_mask.sum()) for p in parts])
     groups = tuple(
         GroupRewards(rewards_G=sums[i : i + GROUP_SIZE], lengths_G=lengths[i : i + GROUP_SIZE], baseline=0.25)
         for i in range(0, num, GROUP_SIZE)
     )
-    return parts, StepRewards(groups=groups, num_loss_tokens=total)
+    return parts, {"group_rewards": groups, "num_loss_tokens": total}
 
 
 def _sequence(rng: np.random.Generator, answer: int) -> MicroBatch:
@@ -51,24 +52,23 @@ def _sequence(rng: np.random.Generator, answer: int) -> MicroBatch:
         cu_seqlens=np.array([0, length], np.int32),
         token_ids=rng.integers(0, VOCAB, length).astype(np.int32),
         loss_mask=mask,
-        behaviour_logprobs=np.where(mask, rng.normal(-4, 0.3, length), 0).astype(np.float32),
+        behavior_logprobs=np.where(mask, rng.normal(-4, 0.3, length), 0).astype(np.float32),
         versions=np.where(mask, 0, -1).astype(np.int32),
         advantages=np.zeros(length, np.float32),
         loss_weights=mask.astype(np.float32),
-        unfinished=TokenRewards(rewards=rewards, answers=np.array([answer], np.int32)),
+        token_rewards=rewards,
+        answer_index=np.array([answer], np.int32),
     )
 
 
 def pack_rewarded(parts: Sequence[MicroBatch]) -> MicroBatch:
-    own = [p.unfinished for p in parts if p.unfinished is not None]
-    rewards, answers = (np.concatenate([getattr(one, name) for one in own]) for name in ("rewards", "answers"))
-    return replace(pack(parts), unfinished=TokenRewards(rewards=rewards, answers=answers))
+    names = ("token_rewards", "answer_index")
+    return replace(pack(parts), **{name: np.concatenate([getattr(one, name) for one in parts]) for name in names})
 
 
 def filler() -> MicroBatch:
     """What a rank that ran out of samples gets."""
-    rewards = TokenRewards(rewards=np.zeros(2, np.float32), answers=np.array([-1], np.int32))
-    return replace(without_loss(), unfinished=rewards)
+    return replace(without_loss(), token_rewards=np.zeros(2, np.float32), answer_index=np.array([-1], np.int32))
 
 
 def config(model_dir: Path, *, critic: dict[str, Any] | None = None, **algorithm: Any) -> RunConfig:
@@ -81,11 +81,11 @@ def config(model_dir: Path, *, critic: dict[str, Any] | None = None, **algorithm
 
 
 def all_gradients(
-    learner: PolicyLearner, batches: Sequence[MicroBatch], rewards: StepRewards
+    learner: PolicyLearner, batches: Sequence[MicroBatch], rewards: dict[str, Any]
 ) -> dict[str, torch.Tensor]:
     """Whole gradients of policy and critic of one step, which is then not taken. Of the first update only."""
     captured: dict[str, torch.Tensor] = {}
-    optimizers = learner._optimizers()
+    optimizers = learner._optimizers
 
     def capture(prefix: str) -> Any:
         def step(**_: float) -> None:
@@ -100,7 +100,7 @@ def all_gradients(
     for prefix, one in optimizers.items():
         one.step = capture(prefix)
     try:
-        learner.train_step(batches, step=0, rewards=rewards)
+        learner.train_step(batches, step=0, **rewards)
     finally:
         for prefix, one in optimizers.items():
             one.step = originals[prefix]
@@ -111,6 +111,6 @@ def all_weights(learner: PolicyLearner) -> dict[str, torch.Tensor]:
     """Of everything that is trained, whole."""
     return {
         f"{prefix}{name}": tensor.full_tensor().clone()
-        for prefix, one in learner._optimizers().items()
+        for prefix, one in learner._optimizers.items()
         for name, tensor in one.weights().items()
     }

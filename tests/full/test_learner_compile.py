@@ -71,5 +71,5 @@ def test_after_a_rehearsal_no_step_waits_for_the_compiler(
         for step, (batch, given) in enumerate(
             ((pack_rewarded(parts), rewards), (pack_rewarded(one[:1]), of_one), (filler(), rewards))
         ):
-            learner.train_step([batch], step=step, rewards=given)
+            learner.train_step([batch], step=step, **given)
         assert counters["stats"]["unique_graphs"] == rehearsed

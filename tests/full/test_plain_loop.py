@@ -22,7 +22,7 @@ from rollout.worker.worker import derive_seed
 from tests.fakes.trainer_process import ROOT, TrainerProcess
 from tests.fakes.trajectories import make_turn
 from trainer.config.load import load_config
-from trainer.data.build import BatchLimits, build_train_batch
+from trainer.data.build import build_train_batch
 from trainer.driver import actors as compose
 from trainer.driver.actors import start_actors
 from trainer.driver.cluster import Cluster
@@ -76,11 +76,6 @@ async def plain_loop(cfg: RunConfig, checked: Checked, actors: compose.Actors, s
     source = compose.make_source(cfg, checked.inputs, None)
     coordinator = compose.make_coordinator(cfg, actors)
     (engine,) = actors.engines.values()
-    limits = BatchLimits(
-        num_ranks=cfg.learner.num_ranks,
-        max_tokens_per_micro_batch=cfg.learner.max_tokens_per_micro_batch,
-        max_response_tokens=cfg.rollout.max_response_tokens,
-    )
     await coordinator.open()
     await coordinator.publish(0)
     await coordinator.sync(0)
@@ -90,8 +85,15 @@ async def plain_loop(cfg: RunConfig, checked: Checked, actors: compose.Actors, s
             prompt = source.next()
             answers = [await one_answer(cfg, checked, engine, prompt, (group_id, i)) for i in range(SAMPLES)]
             groups.append(Group(group_id=group_id, prompt=prompt, trajectories=answers, start_version=step))
-        built = build_train_batch(groups, step=step, algorithm=cfg.algorithm, limits=limits)
-        result = await actors.learner.train_step(built.batch)
+        batch = build_train_batch(
+            groups,
+            step=step,
+            algorithm=cfg.algorithm,
+            num_ranks=cfg.learner.num_ranks,
+            max_tokens_per_micro_batch=cfg.learner.max_tokens_per_micro_batch,
+            max_response_tokens=cfg.rollout.max_response_tokens,
+        )
+        result = await actors.learner.train_step(batch)
         await coordinator.publish(step + 1)
         await coordinator.sync(step + 1)
         remember(story, groups, {f"learner/{name}": metric.mean for name, metric in result.metrics.items()})

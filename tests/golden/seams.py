@@ -71,10 +71,10 @@ from trainer.config.library import config_names as names_in
 from trainer.config.library import groups as groups_in
 from trainer.config.library import packaged_configs
 from trainer.config.load import resolve
-from trainer.data.batch import StepRewards, TokenRewards
-from trainer.data.build import BatchLimits, batch_stats, build_train_batch
+from trainer.data.build import build_train_batch
 from trainer.driver.checkpointing import RunState, find_resume, take_over, tell_resumed
 from trainer.driver.run import EXIT_CODES, _say_goodbye, _summary
+from trainer.driver.step_metrics import batch_stats
 from trainer.errors import ConfigurationError, first_cause, one_line
 from trainer.learner.policy import PolicyLearner
 from trainer.tools.advise import main as advise
@@ -231,15 +231,13 @@ def built_batch(
 
     Raises ValueError as the code does.
     """
-    built = build_train_batch(
-        list(map(group, groups)), step=step, algorithm=_algorithm(algorithm), limits=BatchLimits(**limits)
-    )
-    batch = built.batch
-    sizes = (batch.num_samples, built.num_sequences, batch.num_tokens, batch.num_loss_tokens, built.num_fillers)
+    batch = build_train_batch(list(map(group, groups)), step=step, algorithm=_algorithm(algorithm), **limits)
+    num_empty = sum(not one.token_ids.any() for rank in batch.micro_batches for one in rank)
+    sizes = (batch.num_samples, batch.num_sequences, batch.num_tokens, batch.num_loss_tokens, num_empty)
     return {
-        "sizes": [*sizes, built.packing_frac],
-        **({"excluded": dict(built.excluded)} if built.excluded else {}),
-        "group_rewards": [] if batch.rewards is None else [_rewards(one) for one in batch.rewards.groups],
+        "sizes": [*sizes, batch.packing_efficiency],
+        **({"excluded": dict(batch.excluded)} if batch.excluded else {}),
+        "group_rewards": [] if batch.group_rewards is None else [_rewards(one) for one in batch.group_rewards],
         "micro_batches": [[_arrays(one) for one in rank] for rank in batch.micro_batches],
     }
 
@@ -257,12 +255,12 @@ def _rewards(rewards: GroupRewards) -> dict[str, Any]:
 
 
 def _arrays(batch: MicroBatch) -> dict[str, Any]:
-    names = ("cu_seqlens", "token_ids", "loss_mask", "versions", "advantages", "loss_weights")
-    arrays = {name: getattr(batch, name) for name in names} | {"behavior_logprobs": batch.behaviour_logprobs}
+    names = ("cu_seqlens", "token_ids", "loss_mask", "versions", "advantages", "loss_weights", "behavior_logprobs")
+    arrays = {name: getattr(batch, name) for name in names}
     if batch.cov_selected is not None:
         arrays["cov_selected"] = batch.cov_selected
-    if batch.unfinished is not None:
-        arrays |= {"answers": batch.unfinished.answers, "token_rewards": batch.unfinished.rewards}
+    if batch.token_rewards is not None:
+        arrays |= {"answers": batch.answer_index, "token_rewards": batch.token_rewards}
     return arrays
 
 
@@ -304,7 +302,7 @@ def _steps(model: Path, algorithm: Mapping[str, Any]) -> dict[str, Any]:
     gradient: dict[str, Any] = {}
     _watch(learner, gradient)
     micro_batches, rewards = _learner_input(learner)
-    results = [learner.train_step(micro_batches, step=step, rewards=rewards) for step in (2, 3)]
+    results = [learner.train_step(micro_batches, step=step, **rewards) for step in (2, 3)]
     first, second = ({name: [m.sum, m.count] for name, m in sorted(result.metrics.items())} for result in results)
     trained = weights(learner).values()
     return {
@@ -319,7 +317,7 @@ def _steps(model: Path, algorithm: Mapping[str, Any]) -> dict[str, Any]:
 
 def _watch(learner: PolicyLearner, gradient: dict[str, Any]) -> None:
     """Fills `gradient` as the first step is taken."""
-    optimizer: Any = learner._optimizer
+    optimizer: Any = learner._optimizers[""]
     take = optimizer.step
 
     def watching(**how: float) -> None:
@@ -331,7 +329,7 @@ def _watch(learner: PolicyLearner, gradient: dict[str, Any]) -> None:
     optimizer.step = watching
 
 
-def _learner_input(learner: PolicyLearner) -> tuple[list[MicroBatch], StepRewards]:
+def _learner_input(learner: PolicyLearner) -> tuple[list[MicroBatch], dict[str, Any]]:
     """Of this rank: micro-batches that older versions sampled, near the policy, some of whose tokens are selected."""
     parts = sequences(8, seed=3)
     rng = np.random.default_rng(5)
@@ -349,23 +347,23 @@ def _learner_input(learner: PolicyLearner) -> tuple[list[MicroBatch], StepReward
             return np.concatenate([arrays[number] for number in members])
 
         near = learner.logprobs(packed) + joined(noise)
-        unfinished = TokenRewards(rewards=joined(rewards).astype(np.float32), answers=np.array(members, np.int32))
         micro_batches.append(
             replace(
                 packed,
-                behaviour_logprobs=np.where(mask, near, 0).astype(np.float32),
+                behavior_logprobs=np.where(mask, near, 0).astype(np.float32),
                 versions=np.where(mask, joined(ages), -1).astype(np.int32),
                 cov_selected=joined(selected),
-                unfinished=unfinished,
+                token_rewards=joined(rewards).astype(np.float32),
+                answer_index=np.array(members, np.int32),
             )
         )
     return micro_batches, _step_rewards(parts, rewards)
 
 
-def _step_rewards(parts: Sequence[MicroBatch], rewards: Sequence[Any]) -> StepRewards:
+def _step_rewards(parts: Sequence[MicroBatch], rewards: Sequence[Any]) -> dict[str, Any]:
     totals, lengths = np.array([float(r.sum()) for r in rewards]), np.array([int(p.loss_mask.sum()) for p in parts])
     groups = tuple(GroupRewards(rewards_G=totals[at], lengths_G=lengths[at]) for at in (slice(0, 4), slice(4, 8)))
-    return StepRewards(groups=groups, num_loss_tokens=int(lengths.sum()))
+    return {"group_rewards": groups, "num_loss_tokens": int(lengths.sum())}
 
 
 def learner_steps_on_ranks(

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.fakes.learner import make_learner, process_group, run_ranks, save_tiny
+from tests.fakes.learner import make_learner, process_group, reference_logprobs, run_ranks, save_tiny
 from tests.fakes.patience import PATIENT_TEST_S
 from tests.fakes.rewarded import all_gradients, all_weights, config, filler, pack_rewarded, rewarded
 from trainer.learner.checkpoint import begin
@@ -64,7 +64,7 @@ def _train(learner: PolicyLearner, first: int, num_steps: int) -> dict[str, floa
     metrics: dict[str, float] = {}
     for step in range(first, first + num_steps):
         parts, step_rewards = rewarded(8, seed=step)
-        result = learner.train_step(_share(parts), step=step, rewards=step_rewards)
+        result = learner.train_step(_share(parts), step=step, **step_rewards)
         metrics = {name: metric.mean for name, metric in result.metrics.items()}
     return metrics
 
@@ -72,17 +72,15 @@ def _train(learner: PolicyLearner, first: int, num_steps: int) -> dict[str, floa
 def _work(directory: Path, name: str) -> dict[str, Any]:
     """Train, look at everything, and go on."""
     learner = make_learner(_config(directory, name))
-    reference = learner._preparation._reference
-    assert reference is not None
     whole = pack_rewarded(rewarded(8, seed=99)[0])
-    initial = reference.logprobs(whole) if _is_taught(name) else learner.logprobs(whole)
+    initial = reference_logprobs(learner, whole) if _is_taught(name) else learner.logprobs(whole)
     metrics = _train(learner, 0, STEPS)
     found = {
         "metrics": metrics,
         "weights": all_weights(learner),
         "initial": initial,
         "current": learner.logprobs(whole),
-        "reference": reference.logprobs(whole),
+        "reference": reference_logprobs(learner, whole),
     }
     path = directory / f"{dist.get_world_size()} {name.replace(',', '')}"
     if dist.get_rank() == 0:
@@ -97,11 +95,9 @@ def _resumed(directory: Path, name: str, path: Path) -> dict[str, Any]:
     learner = make_learner(_config(directory, name))
     assert learner.load(path) == STEPS
     parts, step_rewards = rewarded(8, seed=99)
-    reference = learner._preparation._reference
-    assert reference is not None
     found: dict[str, Any] = {
         "weights": all_weights(learner),
-        "reference": reference.logprobs(pack_rewarded(parts)),
+        "reference": reference_logprobs(learner, pack_rewarded(parts)),
         "gradients": all_gradients(learner, _share(parts), step_rewards),
     }
     _train(learner, STEPS, 1)

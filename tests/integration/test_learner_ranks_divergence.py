@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tests.fakes.learner import make_learner, run_ranks, save_tiny
 from tests.fakes.rewarded import all_weights, config, pack_rewarded, rewarded
 from trainer.errors import TrainingDiverged
-from trainer.learner import critic
+from trainer.learner import critic, prepare
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,16 +40,13 @@ def _poisoned(learner: PolicyLearner, name: str) -> Iterator[None]:
     if dist.get_rank() != BAD_RANK:
         yield
         return
-    reference = learner._preparation._reference
-    target, attribute, bad = (
-        (reference, "logprobs", np.nan) if name.startswith("ref") else (critic, "over_tokens", np.inf)
-    )
-    original = getattr(target, attribute)
+    target, bad = (prepare, np.nan) if name.startswith("ref") else (critic, np.inf)
+    original = target.scatter_to_tokens
 
     def broken(*args: Any) -> np.ndarray:
         return np.where(args[-1].loss_mask, np.float32(bad), original(*args))
 
-    with patch.object(target, attribute, broken):
+    with patch.object(target, "scatter_to_tokens", broken):
         yield
 
 
@@ -63,15 +60,15 @@ def _job(directory: Path) -> dict[str, Any]:
         before, told = all_weights(learner), "nothing was raised"
         try:
             with _poisoned(learner, name):
-                learner.train_step(mine, step=0, rewards=step_rewards)
+                learner.train_step(mine, step=0, **step_rewards)
         except TrainingDiverged as error:
             told = str(error)
         after = all_weights(learner)
         is_unchanged = all(tensor.equal(before[key]) for key, tensor in after.items())
-        learner.train_step(mine, step=0, rewards=step_rewards)  # neither rank is a collective behind the other
+        learner.train_step(mine, step=0, **step_rewards)  # neither rank is a collective behind the other
         found[name] = {"told": told, "is_unchanged": is_unchanged, "weights": all_weights(learner)}
         clean = make_learner(config(directory / "model", **keys))
-        clean.train_step(mine, step=0, rewards=step_rewards)
+        clean.train_step(mine, step=0, **step_rewards)
         found[name]["clean"] = all_weights(clean)
     return found
 

@@ -1,8 +1,6 @@
-"""Advantages of a step's trajectories by every estimator: numpy only, and pure.
+"""Advantages of a step's trajectories by every estimator; pure numpy, so that the driver computes them without torch.
 
-Numpy only: the data side computes them without torch. The formulas are in `group_baselines.py` (one group at a time)
-and `step_baselines.py` (the whole step); `trainer/config/algorithm.py` says what each estimator needs.
-Shape legend: `G` answers of a group.
+`trainer/config/algorithm.py` has what each estimator reads and needs. Shape legend: `G` answers of a group.
 """
 
 from __future__ import annotations
@@ -10,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +24,50 @@ if TYPE_CHECKING:
 
 FloatArray = npt.NDArray[np.float64]
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRewards:
+    """What an estimator sees of the judged answers to one prompt.
+
+    Estimators of the reward-to-go (`ESTIMATORS[...].reward_to_go`) see stretches instead: each turn of each answer is
+    an entry with what is still to come from there, and gets an advantage of its own.
+
+    Raises:
+        ValueError: a reward is not finite, or shapes differ.
+
+    Example:
+        GroupRewards(rewards_G=np.array([1.0, 0.0]), lengths_G=np.array([12, 30]))
+    """
+
+    rewards_G: FloatArray
+    """float64[G]: after shaping; outcome and turns together."""
+    lengths_G: npt.NDArray[np.int64]
+    """int64[G]: generated tokens."""
+    parts_G: Mapping[str, FloatArray] = field(default_factory=dict[str, FloatArray])
+    """Name -> float64[G]: the named parts of the rewards, before shaping."""
+    baseline: float | None = None
+    """Reward of the greedy answer, after shaping; None unless the estimator takes it."""
+
+    def __post_init__(self) -> None:
+        shape = self.rewards_G.shape
+        if len(shape) != 1 or shape == (0,):
+            raise ValueError(f"rewards of a group must have shape [G] with G >= 1, got {shape}")
+        for name, values in {"lengths": self.lengths_G, **self.parts_G}.items():
+            if values.shape != shape:
+                raise ValueError(f"{name} of a group must have the shape of its rewards, {shape}, got {values.shape}")
+        for name, values in {"rewards": self.rewards_G, **self.parts_G}.items():
+            if not np.isfinite(values).all():
+                raise ValueError(
+                    f"{name} of a group must be finite, got {values.tolist()}; drop failed trajectories first"
+                )
+        if self.baseline is not None and not math.isfinite(self.baseline):
+            raise ValueError(f"baseline of a group must be finite, got {self.baseline}; fail the group instead")
+
+
 STD_EPS = 1e-6
 """Added to a standard deviation, so that equal rewards give zeros, not NaN."""
+MIN_VARIANCE = 1e-8
+"""Smallest variance that tokens are divided by, so that equal returns give zeros, not NaN."""
 
 
 def mean_baseline(rewards_G: FloatArray, *, normalize_by_std: bool) -> FloatArray:
@@ -68,7 +108,7 @@ def length_weighted_baseline(rewards_G: FloatArray, lengths_G: npt.NDArray[np.in
     return rewards_G - weights_G @ rewards_G / weights_G.sum()
 
 
-def minus_greedy(rewards_G: FloatArray, *, baseline: float) -> FloatArray:
+def greedy_baseline(rewards_G: FloatArray, *, baseline: float) -> FloatArray:
     """r - reward of the greedy answer to the same prompt: ReMax (Li et al. 2023, arXiv:2310.10505, algorithm 2).
 
     The baseline depends on the prompt and the policy alone, so it moves no expectation. G may be 1.
@@ -79,7 +119,7 @@ def minus_greedy(rewards_G: FloatArray, *, baseline: float) -> FloatArray:
     return rewards_G - baseline
 
 
-def best_answer_margin(rewards_G: FloatArray, *, normalize_by_std: bool) -> FloatArray:
+def pass_at_k_advantage(rewards_G: FloatArray, *, normalize_by_std: bool) -> FloatArray:
     """max of all - max of the others: pass@k with k = G (Tang et al. 2025, arXiv:2503.19595).
 
     The group is worth its best reward, so leaving an answer out costs something only if it is the single best one:
@@ -91,52 +131,6 @@ def best_answer_margin(rewards_G: FloatArray, *, normalize_by_std: bool) -> Floa
     second, best = np.sort(rewards_G)[-2:]
     margin_G = np.where(rewards_G == best, best - second, 0.0)
     return margin_G / (rewards_G.std(ddof=1) + STD_EPS) if normalize_by_std else margin_G
-
-
-KEY = "algorithm.advantage"
-
-
-def own_advantages(groups: Sequence[GroupRewards], *, path: str, args: Mapping[str, float]) -> list[FloatArray]:
-    """What the estimator at `path` makes of the groups of a step, checked.
-
-    It is called as `estimator(groups, **args)` and gives one finite float[G] for each group, in the same order.
-
-    Returns:
-        float64[G] for each group.
-
-    Raises:
-        ConfigurationError: as `load_own`.
-        ValueError: it gave something else; the message names it.
-    """
-    given = load_own(path, key=KEY, args=args)(groups, **args)
-    expected = f"{KEY}={path} must give a list of one array for each of {len(groups)} groups"
-    if not isinstance(given, Sequence):
-        raise ValueError(f"{expected}, got an object of type {type(given).__name__}")
-    arrays = cast("Sequence[object]", given)
-    if len(arrays) != len(groups):
-        raise ValueError(f"{expected}, got {len(arrays)} of them")
-    return [_checked(one, group, path) for one, group in zip(arrays, groups, strict=True)]
-
-
-def _checked(given: object, group: GroupRewards, path: str) -> FloatArray:
-    try:
-        advantages_G = np.asarray(given, np.float64)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{KEY}={path} must give arrays of numbers, got a {type(given).__name__}: {error}") from error
-    if advantages_G.shape != group.rewards_G.shape:
-        raise ValueError(
-            f"{KEY}={path} must give one advantage per answer, shape {group.rewards_G.shape}, got {advantages_G.shape}"
-        )
-    if not np.isfinite(advantages_G).all():
-        raise ValueError(
-            f"{KEY}={path} must give finite advantages, got {advantages_G.tolist()} for the rewards "
-            f"{group.rewards_G.tolist()}; guard the division where all rewards are equal"
-        )
-    return advantages_G
-
-
-MIN_VARIANCE = 1e-8
-"""Smallest variance that tokens are divided by, so that equal returns give zeros, not NaN."""
 
 
 def normalized_over_tokens(values: Sequence[FloatArray], lengths: Sequence[npt.NDArray[np.int64]]) -> list[FloatArray]:
@@ -246,53 +240,6 @@ def _part_names(parts: Sequence[Mapping[str, FloatArray]], weights: Mapping[str,
     return sorted(weights) if weights else found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupRewards:
-    """What an estimator sees of the judged answers to one prompt.
-
-    Estimators of the reward-to-go (`ESTIMATORS[...].reward_to_go`) see stretches instead: each turn of each answer is
-    an entry with what is still to come from there, and gets an advantage of its own.
-
-    Raises:
-        ValueError: a reward is not finite, or shapes differ.
-
-    Example:
-        GroupRewards(rewards_G=np.array([1.0, 0.0]), lengths_G=np.array([12, 30]))
-    """
-
-    rewards_G: FloatArray
-    """float64[G]: after shaping; outcome and turns together."""
-    lengths_G: npt.NDArray[np.int64]
-    """int64[G]: generated tokens."""
-    parts_G: Mapping[str, FloatArray] = field(default_factory=dict[str, FloatArray])
-    """Name -> float64[G]: the named parts of the rewards, before shaping."""
-    baseline: float | None = None
-    """Reward of the greedy answer, after shaping; None unless the estimator takes it."""
-
-    def __post_init__(self) -> None:
-        shape = self.rewards_G.shape
-        if len(shape) != 1 or shape == (0,):
-            raise ValueError(f"rewards of a group must have shape [G] with G >= 1, got {shape}")
-        for name, values in {"lengths": self.lengths_G, **self.parts_G}.items():
-            if values.shape != shape:
-                raise ValueError(f"{name} of a group must have the shape of its rewards, {shape}, got {values.shape}")
-        for name, values in {"rewards": self.rewards_G, **self.parts_G}.items():
-            if not np.isfinite(values).all():
-                raise ValueError(
-                    f"{name} of a group must be finite, got {values.tolist()}; drop failed trajectories first"
-                )
-        if self.baseline is not None and not math.isfinite(self.baseline):
-            raise ValueError(f"baseline of a group must be finite, got {self.baseline}; fail the group instead")
-
-
-class AdvantageFn(Protocol):
-    """The signature of an advantage estimator."""
-
-    def __call__(self, groups: Sequence[GroupRewards], *, config: AlgorithmConfig) -> list[FloatArray]:
-        """One float64[G] for each group, in the same order."""
-        ...
-
-
 def step_advantages(groups: Sequence[GroupRewards], *, config: AlgorithmConfig) -> list[FloatArray]:
     """One advantage per answer, for the groups of one optimizer step.
 
@@ -327,23 +274,58 @@ def step_advantages(groups: Sequence[GroupRewards], *, config: AlgorithmConfig) 
         case "reinforce_pp_baseline":
             return normalized_over_tokens(minus_group_mean(rewards), [g.lengths_G for g in groups])
         case "remax":
-            return [minus_greedy(g.rewards_G, baseline=_baseline(g)) for g in groups]
+            return [greedy_baseline(g.rewards_G, baseline=_baseline(g)) for g in groups]
         case "opo":
             return [length_weighted_baseline(g.rewards_G, g.lengths_G) for g in groups]
         case "gpg":
             return group_policy_gradient(rewards, scale=config.gpg_scale)
         case "pass_at_k":
-            return [best_answer_margin(r, normalize_by_std=config.normalize_by_std) for r in rewards]
+            return [pass_at_k_advantage(r, normalize_by_std=config.normalize_by_std) for r in rewards]
         case "gae":
             raise ValueError("advantage 'gae' takes the values of a critic, got rewards alone; the learner finishes it")
         case "zero":
             return [np.zeros_like(r) for r in rewards]
         case "gdpo":
             return decoupled_rewards([g.parts_G for g in groups], weights=config.gdpo_weights)
-        case path if is_own(path):
-            return own_advantages(groups, path=path, args=config.advantage_args)
+        case name if is_own(name):
+            return _own_advantages(groups, config)
         case _:
             raise ValueError(f"algorithm.advantage must be one of {', '.join(ESTIMATORS)}, got {config.advantage!r}")
+
+
+def _own_advantages(groups: Sequence[GroupRewards], config: AlgorithmConfig) -> list[FloatArray]:
+    """What the user's estimator gives, called as `estimator(groups, **args)`: one finite float[G] per group, in order.
+
+    Raises:
+        ConfigurationError: as `load_own`.
+        ValueError: it gave something else; the message names it.
+    """
+    key, path, args = "algorithm.advantage", config.advantage, config.advantage_args
+    given = load_own(path, key=key, args=args)(groups, **args)
+    expected = f"{key}={path} must give a list of one array for each of {len(groups)} groups"
+    if not isinstance(given, Sequence):
+        raise ValueError(f"{expected}, got an object of type {type(given).__name__}")
+    arrays = cast("Sequence[object]", given)
+    if len(arrays) != len(groups):
+        raise ValueError(f"{expected}, got {len(arrays)} of them")
+    return [_checked(one, group, name=f"{key}={path}") for one, group in zip(arrays, groups, strict=True)]
+
+
+def _checked(given: object, group: GroupRewards, *, name: str) -> FloatArray:
+    try:
+        advantages_G = np.asarray(given, np.float64)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} must give arrays of numbers, got a {type(given).__name__}: {error}") from error
+    if advantages_G.shape != group.rewards_G.shape:
+        raise ValueError(
+            f"{name} must give one advantage per answer, shape {group.rewards_G.shape}, got {advantages_G.shape}"
+        )
+    if not np.isfinite(advantages_G).all():
+        raise ValueError(
+            f"{name} must give finite advantages, got {advantages_G.tolist()} for the rewards "
+            f"{group.rewards_G.tolist()}; guard the division where all rewards are equal"
+        )
+    return advantages_G
 
 
 def _baseline(group: GroupRewards) -> float:
@@ -388,27 +370,32 @@ def gae_advantages(
     Example:
         rewards [0, 0, 0, 1], values [.1, .2, .3, .4], gamma 1, lam .95 give [.799675, .7365, .67, .6].
     """
-    mask_T = np.asarray(loss_mask_T, np.bool_)
-    all_rewards_T, all_values_T = np.asarray(rewards_T, np.float64), np.asarray(values_T, np.float64)
-    if mask_T.ndim != 1 or not mask_T.shape == all_rewards_T.shape == all_values_T.shape:
-        raise ValueError(
-            "rewards, values and loss mask must have one shape [T], got "
-            f"{all_rewards_T.shape}, {all_values_T.shape} and {mask_T.shape}"
-        )
-    if all_rewards_T[~mask_T].any():
-        first = int(np.flatnonzero(~mask_T & (all_rewards_T != 0))[0])
-        raise ValueError(
-            f"token {first} is context and has reward {all_rewards_T[first]}; put it on the last generated token before"
-        )
+    mask_T, all_rewards_T, all_values_T = _per_token(loss_mask_T, rewards_T, values_T)
     rewards_K, values_K = all_rewards_T[mask_T], all_values_T[mask_T]
-    if not (np.isfinite(rewards_K).all() and np.isfinite(values_K).all()):
-        raise ValueError("rewards and values of generated tokens must be finite, got NaN or infinity")
     next_values_K = np.append(values_K, 0.0)[1:]
     advantages_K = _discounted_sums(rewards_K + gamma * next_values_K - values_K, gamma * lam)
     advantages_T, returns_T = np.zeros(mask_T.shape), np.zeros(mask_T.shape)
     advantages_T[mask_T] = advantages_K
     returns_T[mask_T] = advantages_K + values_K
     return advantages_T, returns_T
+
+
+def _per_token(loss_mask_T: npt.ArrayLike, rewards_T: npt.ArrayLike, *more: npt.ArrayLike) -> tuple[Any, ...]:
+    """(mask, rewards, more), checked: one shape [T], finite on generated tokens, no reward on context."""
+    mask_T, arrays = np.asarray(loss_mask_T, np.bool_), [np.asarray(one, np.float64) for one in (rewards_T, *more)]
+    if mask_T.ndim != 1 or any(one.shape != mask_T.shape for one in arrays):
+        shapes = ", ".join(str(one.shape) for one in arrays)
+        raise ValueError(f"rewards, values and loss mask must have one shape [T], got {shapes} and {mask_T.shape}")
+    if not all(np.isfinite(one[mask_T]).all() for one in arrays):
+        raise ValueError(
+            "rewards and values of generated tokens must be finite, got NaN or infinity; drop failed trajectories first"
+        )
+    if (wrong := np.flatnonzero(~mask_T & (arrays[0] != 0))).size:
+        raise ValueError(
+            f"token {wrong[0]} is context and has reward {arrays[0][wrong[0]]}; put it on the last generated token "
+            "before it"
+        )
+    return mask_T, *arrays
 
 
 def _discounted_sums(deltas_K: FloatArray, factor: float) -> FloatArray:
@@ -475,17 +462,5 @@ def reward_to_go(rewards_T: npt.ArrayLike, loss_mask_T: npt.ArrayLike) -> FloatA
     Example:
         rewards [0, 2, 0, 0, 1] with context at index 2 give [3, 3, 0, 1, 1].
     """
-    all_rewards_T, mask_T = np.asarray(rewards_T, np.float64), np.asarray(loss_mask_T, np.bool_)
-    if all_rewards_T.ndim != 1 or all_rewards_T.shape != mask_T.shape:
-        raise ValueError(
-            f"rewards and loss mask must have one shape [T], got {all_rewards_T.shape} and {mask_T.shape}; "
-            "give one entry per token"
-        )
-    if not np.isfinite(all_rewards_T).all():
-        raise ValueError("rewards of tokens must be finite, got NaN or infinity; drop failed trajectories first")
-    if all_rewards_T[~mask_T].any():
-        first = int(np.flatnonzero(~mask_T & (all_rewards_T != 0))[0])
-        raise ValueError(
-            f"token {first} is context and has reward {all_rewards_T[first]}; put it on the last generated token before"
-        )
+    mask_T, all_rewards_T = _per_token(loss_mask_T, rewards_T)
     return np.where(mask_T, np.cumsum(all_rewards_T[::-1])[::-1], 0.0)

@@ -25,7 +25,7 @@ is split. Shape legend: `L` loss tokens of a micro-batch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,54 +37,11 @@ if TYPE_CHECKING:
     from trainer.config.algorithm import CorrectionConfig, Level, Metric
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mismatch:
-    """How far the learner's policy at the start of the step is from the one that sampled some tokens: sums over them,
-    0-d tensors."""
-
-    num_tokens: Tensor
-    abs_sum: Tensor
-    """Of |log ratio|, nats."""
-    kl_sum: Tensor
-    """Of (ratio - 1) - log ratio, the k3 estimate of KL(engine || learner) (Schulman 2020); never negative."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CorrectionStats:
-    """Sums over the loss tokens of a micro-batch, as 0-d tensors without gradient."""
-
-    weight_sum: Tensor
-    """Of the importance weights keep x clamp(rho), under every objective."""
-    weight_sq_sum: Tensor
-    weight_max: Tensor
-    """0 if there is no token."""
-    clamped: Tensor
-    """Tokens whose ratio was out of the bounds of `clamp`."""
-    masked: Tensor
-    rejected: Tensor
-    """Tokens of rejected answers."""
-    engine: Mismatch
-    """Tokens sampled at the version that the learner starts the step with: the same weights, other kernels."""
-    stale: Mismatch
-    """Tokens sampled at older versions: what was learned since, and the engine's mismatch on top."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Correction:
-    """What becomes of the loss: loss(inputs) x weight, without gradient through the weight."""
-
-    inputs: LossInputs
-    """With the old policy that the objective chose."""
-    weight_L: Tensor
-    """float32"""
-    keep_L: Tensor
-    """float32: 0 on tokens that carry no loss at all, be it policy loss or entropy bonus, 1 elsewhere."""
-    stats: CorrectionStats
-
-
 @torch.no_grad()
-def correct(inputs: LossInputs, *, age_L: Tensor, config: CorrectionConfig) -> Correction:
-    """Apply the pipeline of the module's description.
+def correct(
+    inputs: LossInputs, *, age_L: Tensor, config: CorrectionConfig
+) -> tuple[LossInputs, Tensor, Tensor, dict[str, Tensor]]:
+    """Apply the pipeline of the module's description: the loss becomes loss(inputs) x weight.
 
     TIS: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training". MIS: Liu et al.
     2025, "When Speed Kills Stability". IcePop: Ling Team 2025, arXiv:2510.18855. Decoupled objective: Hilton et al.
@@ -95,6 +52,16 @@ def correct(inputs: LossInputs, *, age_L: Tensor, config: CorrectionConfig) -> C
         inputs: with the log-probs of the engine as old log-probs.
         age_L: int64, >= 0: version that the learner starts the step with minus the version that sampled the token.
 
+    Returns:
+        (inputs with the old policy that the objective chose,
+        weight float32[L], no gradient goes through it,
+        keep float32[L]: 0 on tokens that carry no loss at all, be it policy loss or entropy bonus, 1 elsewhere,
+        sums over the loss tokens, 0-d tensors: of the importance weights keep x clamp(rho) `weight` and `weight_sq`,
+        with their largest `weight_max`; tokens `clamped` (out of the bounds of `clamp`), `masked` and `rejected`; and
+        the distance of the learner's policy to the one that sampled, of tokens sampled at the version that the step
+        starts with (`engine`: the same weights, other kernels) and at older ones (`stale`: what was learned since, and
+        that mismatch on top): `_tokens`, `_abs` (of |log ratio|, nats) and `_kl` (k3, never negative)).
+
     Example:
         decoupled, ratios [.4, .8, 6], mask.lower .5, mask.upper 5: weights [0, .8, 0]  (IcePop)
     """
@@ -103,27 +70,31 @@ def correct(inputs: LossInputs, *, age_L: Tensor, config: CorrectionConfig) -> C
     is_bypass = config.objective == "bypass"
     log_ratio_L = (current_L if is_bypass else at_least_float32(old_L)) - engine_L
     ratio_L = measure(log_ratio_L, inputs, metric="ratio", level=config.level)
-    clamped_L = _clamp(ratio_L, config)
-    is_masked_L, is_rejected_L = _masked(log_ratio_L, inputs, config), _rejected(log_ratio_L, inputs, config)
+    clamped_L = ratio_L.clamp(config.clamp.lower, config.clamp.upper) if config.clamp.is_active else ratio_L
+    mask, reject = config.mask, config.reject
+    is_masked_L = is_rejected_L = torch.zeros_like(ratio_L, dtype=torch.bool)
+    if mask.is_active:
+        values_L = measure(log_ratio_L, inputs, metric=mask.metric, level=config.level)
+        is_masked_L = _outside(values_L, mask.lower, mask.upper)
+    if reject.is_active:
+        values_L = measure(log_ratio_L, inputs, metric=reject.metric, level=reject.level)
+        is_rejected_L = _outside(values_L, reject.lower, reject.upper)
+        is_rejected_L = sequence_sum(is_rejected_L.to(log_ratio_L.dtype), inputs) > 0
     keep_L = (~(is_masked_L | is_rejected_L)).to(ratio_L.dtype)
     weight_L = keep_L * clamped_L
-    stats = CorrectionStats(
-        weight_sum=weight_L.sum(),
-        weight_sq_sum=weight_L.square().sum(),
-        weight_max=weight_L.max() if weight_L.numel() > 0 else weight_L.new_zeros(()),
-        clamped=(clamped_L != ratio_L).sum().float(),
-        masked=is_masked_L.sum().float(),
-        rejected=is_rejected_L.sum().float(),
-        engine=_mismatch(current_L - engine_L, age_L == 0),
-        stale=_mismatch(current_L - engine_L, age_L > 0),
-    )
-    return Correction(
-        inputs=replace(inputs, old_logprobs_L=old_L),
-        # x / x is exactly 1, so where nothing acts the loss keeps its bits.
-        weight_L=keep_L * (clamped_L / ratio_L) if is_bypass else weight_L,
-        keep_L=keep_L,
-        stats=stats,
-    )
+    sums = {
+        "weight": weight_L.sum(),
+        "weight_sq": weight_L.square().sum(),
+        "weight_max": weight_L.max() if weight_L.numel() > 0 else weight_L.new_zeros(()),
+        "clamped": (clamped_L != ratio_L).sum().float(),
+        "masked": is_masked_L.sum().float(),
+        "rejected": is_rejected_L.sum().float(),
+        **_mismatch("engine", current_L - engine_L, age_L == 0),
+        **_mismatch("stale", current_L - engine_L, age_L > 0),
+    }
+    # x / x is exactly 1, so where nothing acts the loss keeps its bits.
+    factor_L = keep_L * (clamped_L / ratio_L) if is_bypass else weight_L
+    return replace(inputs, old_logprobs_L=old_L), factor_L, keep_L, sums
 
 
 def measure(log_ratio_L: Tensor, inputs: LossInputs, *, metric: Metric, level: Level) -> Tensor:
@@ -189,27 +160,6 @@ def _at_level(values_L: Tensor, inputs: LossInputs, level: Level) -> Tensor:
             raise ValueError(f"a correction's level must be token, sequence or sequence_mean, got {level!r}")
 
 
-def _clamp(ratio_L: Tensor, config: CorrectionConfig) -> Tensor:
-    if not config.clamp.is_active:
-        return ratio_L
-    return ratio_L.clamp(config.clamp.lower, config.clamp.upper)
-
-
-def _masked(log_ratio_L: Tensor, inputs: LossInputs, config: CorrectionConfig) -> Tensor:
-    if not config.mask.is_active:
-        return torch.zeros_like(log_ratio_L, dtype=torch.bool)
-    values_L = measure(log_ratio_L, inputs, metric=config.mask.metric, level=config.level)
-    return _outside(values_L, config.mask.lower, config.mask.upper)
-
-
-def _rejected(log_ratio_L: Tensor, inputs: LossInputs, config: CorrectionConfig) -> Tensor:
-    if not config.reject.is_active:
-        return torch.zeros_like(log_ratio_L, dtype=torch.bool)
-    values_L = measure(log_ratio_L, inputs, metric=config.reject.metric, level=config.reject.level)
-    is_outside_L = _outside(values_L, config.reject.lower, config.reject.upper)
-    return sequence_sum(is_outside_L.to(log_ratio_L.dtype), inputs) > 0
-
-
 def _outside(values_L: Tensor, lower: float | None, upper: float | None) -> Tensor:
     is_outside_L = torch.zeros_like(values_L, dtype=torch.bool)
     if lower is not None:
@@ -219,7 +169,11 @@ def _outside(values_L: Tensor, lower: float | None, upper: float | None) -> Tens
     return is_outside_L
 
 
-def _mismatch(log_ratio_L: Tensor, is_counted_L: Tensor) -> Mismatch:
+def _mismatch(name: str, log_ratio_L: Tensor, is_counted_L: Tensor) -> dict[str, Tensor]:
     # The clamp as everywhere: one impossible token must not turn a mean into infinity.
     counted_L = torch.where(is_counted_L, log_ratio_L.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), 0.0)
-    return Mismatch(num_tokens=is_counted_L.sum().float(), abs_sum=counted_L.abs().sum(), kl_sum=k3(counted_L).sum())
+    return {
+        f"{name}_tokens": is_counted_L.sum().float(),
+        f"{name}_abs": counted_L.abs().sum(),
+        f"{name}_kl": k3(counted_L).sum(),
+    }

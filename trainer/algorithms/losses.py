@@ -11,8 +11,6 @@ from torch import Tensor
 from trainer.config.own_function import is_own, load_own
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from trainer.config.algorithm import AlgorithmConfig, KlEstimator
 
 
@@ -99,23 +97,84 @@ def sequence_sum(values_L: Tensor, inputs: LossInputs) -> Tensor:
     return sums_N[inputs.sequence_L]
 
 
-def loss_stats(inputs: LossInputs, *, low: Tensor | None = None, high: Tensor | None = None) -> LossStats:
-    """Statistics of a loss whose update was cut at `low` and `high` (bool[L]; None: nowhere), without dual clip."""
-    none = torch.zeros_like(inputs.sequence_L, dtype=torch.bool)
-    return clip_stats(inputs, low=none if low is None else low, high=none if high is None else high, dual=none)
-
-
 @torch.no_grad()
-def clip_stats(inputs: LossInputs, *, low: Tensor, high: Tensor, dual: Tensor) -> LossStats:
-    """Statistics of a loss; `low`, `high` and `dual` are bool[L]."""
+def loss_stats(
+    inputs: LossInputs, *, low: Tensor | None = None, high: Tensor | None = None, dual: Tensor | None = None
+) -> LossStats:
+    """Statistics of a loss whose update was cut at `low`, `high` and `dual` (bool[L]; None: nowhere)."""
     ratio_L, _ = ratio_and_log(inputs)
+    none = ratio_L.new_zeros(())
     return LossStats(
         ratio_sum=ratio_L.sum(),
-        ratio_max=ratio_L.max() if ratio_L.numel() > 0 else ratio_L.new_zeros(()),
-        clipped_low=low.sum().float(),
-        clipped_high=high.sum().float(),
-        clipped_dual=dual.sum().float(),
+        ratio_max=ratio_L.max() if ratio_L.numel() > 0 else none,
+        clipped_low=none if low is None else low.sum().float(),
+        clipped_high=none if high is None else high.sum().float(),
+        clipped_dual=none if dual is None else dual.sum().float(),
     )
+
+
+def policy_loss(inputs: LossInputs, *, config: AlgorithmConfig) -> tuple[Tensor, LossStats]:
+    """The loss that `config.loss` names: (float32[L], stats). `trainer.config.algorithm` lists the keys of each.
+
+    Raises:
+        ConfigurationError: the path of a user's loss leads to none.
+        ValueError: a user's loss gave something else, or a loss without gradient.
+    """
+    low, high = config.clip_low, config.clip_high
+    match config.loss:
+        case "ppo_clip":
+            return ppo_clip_loss(inputs, clip_low=low, clip_high=high, clip_dual=config.clip_dual)
+        case "reinforce":
+            return reinforce_loss(inputs)
+        case "importance_sampling":
+            return importance_sampling_loss(inputs)
+        case "gspo":
+            return gspo_loss(inputs, clip_low=low, clip_high=high)
+        case "gmpo":
+            return gmpo_loss(inputs, clip_low=low, clip_high=high)
+        case "cispo":
+            return cispo_loss(inputs, clip_low=low, clip_high=high)
+        case "sapo":
+            return sapo_loss(inputs, tau_positive=config.sapo_tau_positive, tau_negative=config.sapo_tau_negative)
+        case "clip_cov":
+            return clip_cov_loss(inputs, clip_low=low, clip_high=high)
+        case "kl_cov":
+            return kl_cov_loss(inputs, kl_coef=config.cov_kl_coef)
+        case "dppo_tv":
+            return dppo_loss(inputs, divergence="tv", threshold=config.dppo_threshold)
+        case "dppo_kl":
+            return dppo_loss(inputs, divergence="kl", threshold=config.dppo_threshold)
+        case "dro":
+            return dro_loss(inputs, beta=config.dro_beta)
+        case name if is_own(name):
+            return _own_loss(inputs, config)
+        case _:
+            raise ValueError(f"algorithm.loss {config.loss!r} has no function; add a case to policy_loss")
+
+
+def _own_loss(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, LossStats]:
+    """The user's loss, called as `loss(inputs, **args)`, with the form of its result checked."""
+    key, args = "algorithm.loss", config.loss_args
+    name = f"{key}={config.loss}"
+    given: object = load_own(config.loss, key=key, args=args)(inputs, **args)
+    kind = type(given).__name__
+    expected = f"{name} must give (loss per token, LossStats)"
+    pair = cast("tuple[object, ...]", given) if isinstance(given, tuple) else ()
+    if len(pair) != 2:
+        raise ValueError(f"{expected}, got an object of type {kind}; see docs/add_a_loss.md")
+    loss_L, stats = pair
+    if not isinstance(loss_L, Tensor) or not isinstance(stats, LossStats):
+        got = f"({type(loss_L).__name__}, {type(stats).__name__})"
+        raise ValueError(f"{expected}, got {got}; `loss_stats(inputs)` makes the stats of a loss without clip")
+    shape, dtype = inputs.logprobs_L.shape, torch.promote_types(inputs.logprobs_L.dtype, torch.float32)
+    if loss_L.shape != shape or loss_L.dtype != dtype:
+        raise ValueError(
+            f"{name} must give one {dtype} per loss token, shape {list(shape)}, got {loss_L.dtype} of shape "
+            f"{list(loss_L.shape)}; do not average, algorithm.aggregation does"
+        )
+    if torch.is_grad_enabled() and inputs.logprobs_L.requires_grad and not loss_L.requires_grad:
+        raise ValueError(f"{name} gave a loss without gradient; compute it from inputs.logprobs_L, without detach()")
+    return loss_L, stats
 
 
 def ppo_clip_loss(
@@ -138,7 +197,7 @@ def ppo_clip_loss(
         return loss_L, loss_stats(inputs, low=low_L, high=high_L)
     bound_L = -inputs.advantages_L * clip_dual
     is_dual_L = (inputs.advantages_L < 0) & (bound_L < loss_L)
-    return torch.where(is_dual_L, bound_L, loss_L), clip_stats(inputs, low=low_L, high=high_L, dual=is_dual_L)
+    return torch.where(is_dual_L, bound_L, loss_L), loss_stats(inputs, low=low_L, high=high_L, dual=is_dual_L)
 
 
 def clipped_surrogate(
@@ -247,43 +306,6 @@ def _selection(inputs: LossInputs) -> Tensor:
     return inputs.selected_L
 
 
-KEY = "algorithm.loss"
-
-
-def own_loss(inputs: LossInputs, *, path: str, args: Mapping[str, float]) -> tuple[Tensor, LossStats]:
-    """The loss at `path`, called as `loss(inputs, **args)`, with the form of its result checked.
-
-    Returns:
-        (loss float32[L], stats), as the built-in losses give them.
-
-    Raises:
-        ConfigurationError: as `load_own`.
-        ValueError: it gave something else, or a loss without gradient; the message names it.
-    """
-    given = load_own(path, key=KEY, args=args)(inputs, **args)
-    name, expected, kind = f"{KEY}={path}", "must give (loss per token, LossStats)", type(given).__name__
-    pair = cast("tuple[object, ...]", given) if isinstance(given, tuple) else ()
-    if len(pair) != 2:
-        raise ValueError(f"{name} {expected}, got an object of type {kind}; see docs/add_a_loss.md")
-    loss_L, stats = pair
-    if not isinstance(loss_L, Tensor) or not isinstance(stats, LossStats):
-        got = f"({type(loss_L).__name__}, {type(stats).__name__})"
-        raise ValueError(f"{name} {expected}, got {got}; `loss_stats(inputs)` makes the stats of a loss without clip")
-    expected_shape, expected_dtype = inputs.logprobs_L.shape, _dtype(inputs)
-    if loss_L.shape != expected_shape or loss_L.dtype != expected_dtype:
-        raise ValueError(
-            f"{name} must give one {expected_dtype} per loss token, shape {list(expected_shape)}, got {loss_L.dtype} "
-            f"of shape {list(loss_L.shape)}; do not average, algorithm.aggregation does"
-        )
-    if torch.is_grad_enabled() and inputs.logprobs_L.requires_grad and not loss_L.requires_grad:
-        raise ValueError(f"{name} gave a loss without gradient; compute it from inputs.logprobs_L, without detach()")
-    return loss_L, stats
-
-
-def _dtype(inputs: LossInputs) -> torch.dtype:
-    return torch.promote_types(inputs.logprobs_L.dtype, torch.float32)
-
-
 def gspo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float) -> tuple[Tensor, LossStats]:
     """max(-A s, -A clip(s, 1 - low, 1 + high)) with s the geometric mean of the ratios of the sequence.
 
@@ -361,43 +383,6 @@ def binary_divergence(inputs: LossInputs, divergence: Divergence) -> Tensor:
 def _rest(logprobs_L: Tensor) -> Tensor:
     """log(1 - p), finite also where p rounds to 1 (engines report log-probs of 0 there)."""
     return torch.log((-torch.expm1(logprobs_L)).clamp_min(torch.finfo(logprobs_L.dtype).eps))
-
-
-def policy_loss(inputs: LossInputs, *, config: AlgorithmConfig) -> tuple[Tensor, LossStats]:
-    """The loss that `config.loss` names: (float32[L], stats). It reads the keys of `trainer.config.algorithm`.
-
-    A name with a dot is the path of a user's own loss, which gets `config.loss_args`.
-    """
-    low, high = config.clip_low, config.clip_high
-    match config.loss:
-        case "ppo_clip":
-            return ppo_clip_loss(inputs, clip_low=low, clip_high=high, clip_dual=config.clip_dual)
-        case "reinforce":
-            return reinforce_loss(inputs)
-        case "importance_sampling":
-            return importance_sampling_loss(inputs)
-        case "gspo":
-            return gspo_loss(inputs, clip_low=low, clip_high=high)
-        case "gmpo":
-            return gmpo_loss(inputs, clip_low=low, clip_high=high)
-        case "cispo":
-            return cispo_loss(inputs, clip_low=low, clip_high=high)
-        case "sapo":
-            return sapo_loss(inputs, tau_positive=config.sapo_tau_positive, tau_negative=config.sapo_tau_negative)
-        case "clip_cov":
-            return clip_cov_loss(inputs, clip_low=low, clip_high=high)
-        case "kl_cov":
-            return kl_cov_loss(inputs, kl_coef=config.cov_kl_coef)
-        case "dppo_tv":
-            return dppo_loss(inputs, divergence="tv", threshold=config.dppo_threshold)
-        case "dppo_kl":
-            return dppo_loss(inputs, divergence="kl", threshold=config.dppo_threshold)
-        case "dro":
-            return dro_loss(inputs, beta=config.dro_beta)
-        case path if is_own(path):
-            return own_loss(inputs, path=path, args=config.loss_args)
-        case _:
-            raise ValueError(f"algorithm.loss {config.loss!r} has no function; add a case to policy_loss")
 
 
 def kl_penalty(logprobs_L: Tensor, reference_logprobs_L: Tensor, estimator: KlEstimator) -> Tensor:

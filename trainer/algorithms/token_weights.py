@@ -1,4 +1,4 @@
-"""What a token's loss counts: the weights of an aggregation, and the tokens that cov selection picks.
+"""The weight of each token in the loss, and the tokens that clip_cov and kl_cov select.
 
 The weights are computed once, over all sequences of a step, before the step is split over ranks and micro-batches.
 The loss is then a plain sum of weight x token loss, which no split can change. Numpy only.
@@ -69,10 +69,7 @@ def loss_weights(
     return weights
 
 
-Floats = npt.NDArray[np.float64]
-
-
-def token_covariances(logprobs_K: npt.ArrayLike, advantages_K: npt.ArrayLike) -> Floats:
+def token_covariances(logprobs_K: npt.ArrayLike, advantages_K: npt.ArrayLike) -> npt.NDArray[np.float64]:
     """(log p - mean log p) (A - mean A) of every token (Cui et al. 2025, arXiv:2505.22617, section 4).
 
     Their mean is the covariance that drives the entropy down: large where a likely token is rewarded.
@@ -86,7 +83,7 @@ def token_covariances(logprobs_K: npt.ArrayLike, advantages_K: npt.ArrayLike) ->
     return (logprobs - logprobs.mean()) * (advantages - advantages.mean())
 
 
-def lottery(num_tokens: int, *, step: int, group_id: int, sample_index: int) -> Floats:
+def tie_break_draws(num_tokens: int, *, step: int, group_id: int, sample_index: int) -> npt.NDArray[np.float64]:
     """One number in [0, 1) per loss token of a sample, which depends on nothing but the sample's name and the step.
 
     Returns:
@@ -95,11 +92,13 @@ def lottery(num_tokens: int, *, step: int, group_id: int, sample_index: int) -> 
     return np.random.default_rng((step, group_id, sample_index)).random(num_tokens)
 
 
-def select_tokens(covariances_K: Floats, lottery_K: Floats, *, config: AlgorithmConfig) -> npt.NDArray[np.bool_]:
-    """The tokens that `config.loss` holds back: `cov_frac` of all, at least one.
+def select_tokens(
+    covariances_K: npt.NDArray[np.float64], draws_K: npt.NDArray[np.float64], *, config: AlgorithmConfig
+) -> npt.NDArray[np.bool_]:
+    """The tokens that `config.loss` treats apart: `cov_frac` of all, at least one.
 
-    "clip_cov": drawn by lottery from those between `cov_min` and `cov_max`, all of them if they are fewer.
-    "kl_cov": those of largest covariance; the lottery decides between equals.
+    "clip_cov": drawn at random from those between `cov_min` and `cov_max`, all of them if they are fewer.
+    "kl_cov": those of largest covariance; the draws decide between equals.
 
     Returns:
         bool[K]
@@ -115,9 +114,9 @@ def select_tokens(covariances_K: Floats, lottery_K: Floats, *, config: Algorithm
     match config.loss:
         case "clip_cov":
             eligible = np.flatnonzero((covariances_K > config.cov_min) & (covariances_K < config.cov_max))
-            order = eligible[np.argsort(lottery_K[eligible], kind="stable")]
+            order = eligible[np.argsort(draws_K[eligible], kind="stable")]
         case "kl_cov":
-            order = np.lexsort((lottery_K, -covariances_K))
+            order = np.lexsort((draws_K, -covariances_K))
         case _:
             raise ValueError(f"algorithm.loss must be clip_cov or kl_cov to select tokens, got {config.loss!r}")
     selected_K[order[:num_selected]] = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping
+from functools import cache
 
 from rollout.errors import PluginError
 from rollout.plugins import load
@@ -16,7 +17,7 @@ _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
 def is_own(name: str) -> bool:
-    """Whether `name` is meant as the dotted path of a user's function; names of built-in functions have no dot."""
+    """Whether `name` is the dotted path of a user's function; names of built-in functions have no dot."""
     return "." in name
 
 
@@ -26,10 +27,11 @@ def is_dotted_path(name: str) -> bool:
 
 
 def load_own(path: str, *, key: str, args: Mapping[str, float]) -> OwnFunction:
-    """Import the function that `key` names, and see that it takes one positional argument and the numbers `args`.
+    """Import the function that `key` names, once, and check that it takes one positional argument and the numbers
+    `args`.
 
     Args:
-        key: such as "algorithm.loss"; the numbers are those of the key with `_args` behind it.
+        key: such as "algorithm.loss"; the numbers are those of the key `KEY_args`.
 
     Raises:
         ConfigurationError: it does not import, is no plain function, or does not take these arguments.
@@ -37,6 +39,11 @@ def load_own(path: str, *, key: str, args: Mapping[str, float]) -> OwnFunction:
     Example:
         load_own("my_package.losses.my_loss", key="algorithm.loss", args={"clip": 0.2})
     """
+    return _load(path, key, tuple(args))
+
+
+@cache
+def _load(path: str, key: str, names: tuple[str, ...]) -> OwnFunction:
     try:
         function = load(path, what=key)
     except PluginError as error:
@@ -47,11 +54,11 @@ def load_own(path: str, *, key: str, args: Mapping[str, float]) -> OwnFunction:
     try:
         signature = inspect.signature(function)
     except ValueError:
-        return function  # some compiled callables do not tell their signature; the first call will
+        return function  # some compiled callables have no signature; the first call shows whether it fits
     try:
-        signature.bind(None, **args)
+        signature.bind(None, **dict.fromkeys(names, 0.0))
     except TypeError as error:
-        given = ", ".join(args) if args else "nothing"
+        given = ", ".join(names) if names else "nothing"
         allowed = f"cannot be called with one argument and the numbers of {key}_args ({given}): {error}"
         raise _refused(key, path, allowed, f"its signature is {signature}") from error
     return function

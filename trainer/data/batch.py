@@ -7,30 +7,30 @@ Imports without torch.
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from trainer.algorithms.advantages import GroupRewards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainSample:
+class Sample:
     """One token sequence of a trajectory (most have one), flattened over its turns, with an advantage for every token.
 
-    All per-token arrays are aligned with `token_ids`: entry t speaks about predicting token t from the tokens before
-    it. Entries where `loss_mask` is False (prompt and tool tokens) hold 0 and must not be used.
+    All per-token arrays are aligned with `token_ids`: entry t is about predicting token t from the tokens before it.
+    Entries where `loss_mask` is False (prompt and tool tokens) hold 0 and must not be used.
     """
 
     token_ids: np.ndarray
     """int32[T]"""
     loss_mask: np.ndarray
     """bool[T]: True on generated tokens that are trained. Never True at index 0."""
-    behaviour_logprobs: np.ndarray
+    behavior_logprobs: np.ndarray
     """float32[T]: as recorded by the engine when the token was sampled."""
     advantages: np.ndarray
     """float32[T]"""
@@ -38,12 +38,10 @@ class TrainSample:
     """int32[T]: policy version that sampled the token; -1 outside `loss_mask`."""
     rewards: np.ndarray
     """float32[T]: of each turn at its last generated token, of the outcome (after shaping) at the last one of all."""
-    answer: int
-    """Counts the judged answers of the step, whether they are trained or not; the same for all sequences of one."""
+    answer_index: int
+    """Counts the scored answers of the step, trained or not; the same for all sequences of one answer."""
     group_id: int
     sample_index: int
-    reward: float
-    """Of the whole trajectory."""
 
     @property
     def num_tokens(self) -> int:
@@ -52,25 +50,6 @@ class TrainSample:
     @property
     def num_loss_tokens(self) -> int:
         return int(np.count_nonzero(self.loss_mask))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenRewards:
-    """What the learner finishes the advantages of a micro-batch from."""
-
-    rewards: np.ndarray
-    """float32[T]: see `TrainSample.rewards`."""
-    answers: np.ndarray
-    """int32[N]: `TrainSample.answer` of every sequence; -1 for a filler."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepRewards:
-    """What the learner has to know of the whole step to finish its advantages; the same on every rank."""
-
-    groups: tuple[GroupRewards, ...]
-    """Of all judged answers in the order of their numbers, for estimators that compare answers."""
-    num_loss_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +63,7 @@ class MicroBatch:
     """int32[T]"""
     loss_mask: np.ndarray
     """bool[T]"""
-    behaviour_logprobs: np.ndarray
+    behavior_logprobs: np.ndarray
     """float32[T]"""
     versions: np.ndarray
     """int32[T]: policy version that sampled the token; -1 outside `loss_mask`."""
@@ -96,8 +75,10 @@ class MicroBatch:
     micro-batches, so it cannot depend on how the batch was split."""
     cov_selected: np.ndarray | None = None
     """bool[T]: tokens chosen for their covariance over the whole step; None with a loss that chooses none."""
-    unfinished: TokenRewards | None = None
-    """None where `advantages` are final."""
+    token_rewards: np.ndarray | None = None
+    """float32[T]: `Sample.rewards`, from which the learner finishes the advantages; None where they are final."""
+    answer_index: np.ndarray | None = None
+    """int32[N]: `Sample.answer_index`, -1 in an empty micro-batch; None where advantages are final."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,10 +90,16 @@ class TrainBatch:
     micro_batches: tuple[tuple[MicroBatch, ...], ...]
     num_samples: int
     """Answers; each is one token sequence or several."""
+    num_sequences: int
     num_tokens: int
     num_loss_tokens: int
-    rewards: StepRewards | None = None
-    """None where the advantages of the micro-batches are final."""
+    group_rewards: tuple[GroupRewards, ...] | None = None
+    """Of all scored answers in the order of `Sample.answer_index`, where the learner finishes the advantages; the same
+    on every rank. None where the advantages of the micro-batches are final."""
+    excluded: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Reason -> number of trajectories that are not in the batch."""
+    packing_efficiency: float = 1.0
+    """Tokens of an average rank over those of the fullest: 1 is perfect balance."""
 
 
 Plan = list[list[list[int]]]

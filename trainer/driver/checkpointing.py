@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.errors import CheckpointError, ConfigurationError, Problem, first_cause, one_line
 from trainer.learner import checkpoint
-from trainer.learner.weights import is_drawn
+from trainer.learner.weights import is_random_init
 from trainer.telemetry.run_dir import write_atomically
 from trainer.telemetry.session import cut_records, set_records_aside
 from weight_sync.device.select import get_backend
@@ -201,15 +201,15 @@ def origin(cfg: RunConfig) -> dict[str, Any]:
     `seed` and `device.name` are None unless weights are drawn (`model.random_weights`): they are drawn again then, and
     every kind of device draws other numbers from it. The contents of a directory are not looked at.
     """
-    is_drawn = cfg.model.random_weights
+    is_random_init = cfg.model.random_weights
     return {
         "model.path": _located(cfg.model.path),
         "model.tokenizer_path": _located(cfg.model.tokenizer_path) if cfg.model.tokenizer_path else "",
         "model.lora.rank": cfg.model.lora.rank,
         "model.lora.alpha": cfg.model.lora.alpha,
         "model.lora.target_modules": "+".join(sorted(cfg.model.lora.target_modules.split("+"))),
-        "seed": cfg.seed if is_drawn else None,
-        "device.name": _device_name(cfg) if is_drawn else None,
+        "seed": cfg.seed if is_random_init else None,
+        "device.name": _device_name(cfg) if is_random_init else None,
         "critic.path": None if cfg.critic.path is None else _located(cfg.critic.path),
         "algorithm.kl.path": None if cfg.algorithm.kl.path is None else _located(cfg.algorithm.kl.path),
     }
@@ -224,7 +224,7 @@ def _check_origin(cfg: RunConfig, resumed: Resumed, *, is_device_here: bool) -> 
         why |= dict.fromkeys(base, "adapters are trained on frozen weights (model.lora)")
         why["model.lora.alpha"] = "it scales the adapters of the checkpoint, so the policy would be another one"
         why["model.lora.target_modules"] = "the policy has an adapter on each of them"
-    elif kl.coef > 0 and (kl.path is None or is_drawn(cfg.model, kl.path)):
+    elif kl.coef > 0 and (kl.path is None or is_random_init(cfg.model, kl.path)):
         why |= dict.fromkeys(base, "the reference is the first policy (algorithm.kl)")
     if kl.coef > 0:
         why["algorithm.kl.path"] = "the KL would be to another model from here on"

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 from rollout.errors import BufferClosed, NoProgress
 from rollout.types import Group
 from trainer.algorithms.group_filter import GroupFilterError, own_group_filter
-from trainer.data.build import BatchLimits, BuiltBatch, build_train_batch
+from trainer.data.batch import TrainBatch
+from trainer.data.build import build_train_batch
 from trainer.driver.evaluation import EvaluationFailed, keep_answers
 from trainer.driver.fleet import NoWorker
 from trainer.driver.step_metrics import (
@@ -64,7 +65,7 @@ class StalenessBroken(RuntimeError):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Trained:
     groups: Sequence[Group]
-    built: BuiltBatch
+    built: TrainBatch
     result: StepResult
     waited: DataWait
     ended_at: float
@@ -80,17 +81,17 @@ class Stepper:
         self._unwritten: _Trained | None = None
         self._line: dict[str, object] | None = None
 
-    async def take(self, parts: Parts, groups: Sequence[Group], built: BuiltBatch, waited: DataWait) -> None:
+    async def take(self, parts: Parts, groups: Sequence[Group], built: TrainBatch, waited: DataWait) -> None:
         """One step of the learner. Once begun it goes on where the caller is cancelled: see `ended`."""
-        check_ages(groups, step=built.batch.step, max_staleness=parts.cfg.mode.max_staleness)
+        check_ages(groups, step=built.step, max_staleness=parts.cfg.mode.max_staleness)
         await parts.devices.to_learner()
         self._task = asyncio.create_task(self._take(parts, groups, built, waited), name="step")
         await asyncio.shield(self._task)
 
-    async def _take(self, parts: Parts, groups: Sequence[Group], built: BuiltBatch, waited: DataWait) -> None:
-        step = built.batch.step
-        with parts.telemetry.tracer.span("learner", f"step {step}", tokens=built.batch.num_tokens):
-            result = await parts.learner.train_step(built.batch)
+    async def _take(self, parts: Parts, groups: Sequence[Group], built: TrainBatch, waited: DataWait) -> None:
+        step = built.step
+        with parts.telemetry.tracer.span("learner", f"step {step}", tokens=built.num_tokens):
+            result = await parts.learner.train_step(built)
         if (left_out := result.metrics.get("critic_skipped_updates")) is not None and left_out.sum:
             log.warning(
                 "%d updates of the critic in step %d were left out: their gradient is not finite; lower critic.lr or "
@@ -129,7 +130,7 @@ class Stepper:
         assert done is not None
         waited_for_sync_s = asyncio.get_running_loop().time() - done.ended_at - parts.devices.offload_s
         times = StepTimes(waited_for_data=done.waited, waited_for_sync_s=waited_for_sync_s)
-        step, max_staleness = done.built.batch.step, cfg.mode.max_staleness
+        step, max_staleness = done.built.step, cfg.mode.max_staleness
         record = parts.recorder.step_record(done.groups, done.built, done.result, times, max_staleness=max_staleness)
         passed = _surroundings(parts, done.groups)
         self._line = {"step": step + 1, "version": step + 1, "time_s": parts.state.time_s, **record, **passed}
@@ -212,7 +213,7 @@ def _surroundings(parts: Parts, groups: Sequence[Group]) -> dict[str, object]:
     return record | sync_record(report, version_lag=parts.state.step - report.version + report.version_lag)
 
 
-Ready = tuple[list[Group], BuiltBatch]
+Ready = tuple[list[Group], TrainBatch]
 MIN_USABLE = 2
 """A group with fewer judged answers has nothing to compare."""
 REWARDS_FAILED = "rewards_failed"
@@ -377,17 +378,18 @@ async def batch_loop(parts: Parts) -> None:
     """Consumes: finished groups. Waits for: the groups of the next step, then room in the queue. Unblocked by:
     finish; the train loop taking a batch; close."""
     cfg = parts.cfg
-    limits = BatchLimits(
-        num_ranks=cfg.learner.num_ranks,
-        max_tokens_per_micro_batch=cfg.learner.max_tokens_per_micro_batch,
-        max_response_tokens=cfg.rollout.max_response_tokens,
-    )
     for step in range(parts.state.step, cfg.trainer.total_steps):
         groups = await parts.buffer.take(step)
         parts.flow.taken(groups)
         with parts.telemetry.tracer.span("batch_loop", f"build {step}"):
             built = await asyncio.to_thread(
-                build_train_batch, groups, step=step, algorithm=cfg.algorithm, limits=limits
+                build_train_batch,
+                groups,
+                step=step,
+                algorithm=cfg.algorithm,
+                num_ranks=cfg.learner.num_ranks,
+                max_tokens_per_micro_batch=cfg.learner.max_tokens_per_micro_batch,
+                max_response_tokens=cfg.rollout.max_response_tokens,
             )
         await parts.batches.put((groups, built))
     parts.batches_over.set()

@@ -25,7 +25,7 @@ from trainer.driver.inputs import (
 )
 from trainer.driver.placement import Placement, check_cpus, check_fits, plan_placement
 from trainer.errors import ConfigurationError, ModelError, Problem
-from trainer.learner.weights import check_weights, is_drawn
+from trainer.learner.weights import check_weights, is_random_init
 from weight_sync.device.errors import DeviceError
 from weight_sync.device.select import build, get_backend
 
@@ -168,7 +168,7 @@ def _check_weights(cfg: RunConfig) -> None:
         if not directory.is_dir():
             continue
         try:
-            check_weights(directory, is_drawn=is_drawn(model, path))
+            check_weights(directory, is_random_init=is_random_init(model, path))
         except ModelError as error:
             raise ConfigurationError([Problem(key=key, got=path, allowed=str(error), also=(also,))]) from error
     if not model.random_weights:

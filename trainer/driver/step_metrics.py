@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from trainer.data.build import BuiltBatch, batch_stats
-
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rollout.buffer.buffer_stats import BufferStats
-    from rollout.types import Group
+    from rollout.types import Group, Trajectory
     from trainer.data.batch import TrainBatch
     from trainer.driver.checkpointing import Evaluation
     from trainer.learner.step_stats import StepResult
@@ -105,7 +105,7 @@ class StepRecorder:
         )
 
     def step_record(
-        self, groups: Sequence[Group], built: BuiltBatch, result: StepResult, times: StepTimes, *, max_staleness: int
+        self, groups: Sequence[Group], built: TrainBatch, result: StepResult, times: StepTimes, *, max_staleness: int
     ) -> dict[str, object]:
         """Metrics of one step, without what only the driver's state and the buffer know."""
         now = self._clock()
@@ -114,29 +114,29 @@ class StepRecorder:
         generated, self._generated_tokens = self._generated_tokens, 0
         self._trained_lengths.append(_trained_lengths(built))
         self._keep_whole_steps(len(groups))
-        step = built.batch.step
+        step = built.step
         self._early.trained(groups, step=step, max_staleness=max_staleness)
         learner_s = max(result.seconds["step"], 1e-9)
         return {
             **batch_stats(groups, step),
-            **token_ages(built.batch, max_staleness=max_staleness),
+            **token_ages(built, max_staleness=max_staleness),
             **{f"learner/{name}": metric.mean for name, metric in result.metrics.items()},
             **{f"learner/{phase}_s": seconds for phase, seconds in result.seconds.items()},
-            "learner/num_samples": built.batch.num_samples,
+            "learner/num_samples": built.num_samples,
             "learner/num_sequences": built.num_sequences,
-            "learner/num_micro_batches": len(built.batch.micro_batches[0]),
-            "learner/imbalance": 1 / built.packing_frac,
+            "learner/num_micro_batches": len(built.micro_batches[0]),
+            "learner/imbalance": 1 / built.packing_efficiency,
             "perf/step_s": step_s,
             "perf/rollout_tokens_per_s": generated / step_s,
-            "perf/train_tokens_per_s": built.batch.num_tokens / learner_s,
-            "perf/tokens_per_s": built.batch.num_tokens / step_s,
+            "perf/train_tokens_per_s": built.num_tokens / learner_s,
+            "perf/tokens_per_s": built.num_tokens / step_s,
             "perf/learner_busy_frac": min(learner_s / step_s, 1.0),
             **_utilisation(result),
             "wait/learner_for_data_s": times.waited_for_data.whole_s,
             "wait/learner_for_evaluation_s": times.waited_for_data.beside_evaluation_s,
             "wait/learner_for_sync_s": times.waited_for_sync_s,
             **{f"response/untrained/{reason}": number for reason, number in built.excluded.items()},
-            "discarded/excluded_tokens": _num_judged_tokens(groups) - built.batch.num_loss_tokens,
+            "discarded/excluded_tokens": _num_judged_tokens(groups) - built.num_loss_tokens,
             "length_bias/ks": ks_distance(_flat(self._generated_lengths), _flat(self._trained_lengths)),
             **self._early.record(),
         }
@@ -149,9 +149,9 @@ class StepRecorder:
             self._generated_lengths.popleft()
 
 
-def _trained_lengths(built: BuiltBatch) -> list[int]:
+def _trained_lengths(built: TrainBatch) -> list[int]:
     """Tokens that carry loss, of every token sequence that has some."""
-    batches = [batch for rank in built.batch.micro_batches for batch in rank]
+    batches = [batch for rank in built.micro_batches for batch in rank]
     lengths = [np.add.reduceat(batch.loss_mask, batch.cu_seqlens[:-1], dtype=np.int64) for batch in batches]
     return [length for of_batch in lengths for length in of_batch.tolist() if length]
 
@@ -383,3 +383,57 @@ def _queue_times(passages: Sequence[Passage], groups: Sequence[Group]) -> dict[s
 
 
 log = logging.getLogger(__name__)
+
+
+def batch_stats(groups: Sequence[Group], step: int) -> dict[str, float]:
+    """Metrics of the groups of one step, before anything is left out of training.
+
+    Rewards are the raw ones (before overlong shaping) of the trajectories that have one, outcome and turns together.
+    Greedy baselines count in `reward/greedy_mean` alone. The staleness of a group is `step` minus its start version,
+    in policy versions. Keys whose value would be undefined (no judged trajectory) are absent.
+    """
+    trajectories = [t for g in groups for t in g.trajectories]
+    if not trajectories:
+        return {}
+    judged = [t for t in trajectories if t.status != "failed"]
+    lengths = np.array([t.num_generated_tokens for t in trajectories], np.float64)
+    group_ages = np.array([step - g.start_version for g in groups], np.float64)
+    stats = {
+        "response/tokens_mean": float(lengths.mean()),
+        "response/tokens_max": float(lengths.max()),
+        "response/truncated_frac": sum(t.status == "truncated" for t in trajectories) / len(trajectories),
+        "staleness/group_mean": float(group_ages.mean()),
+        "staleness/group_max": float(group_ages.max()),
+        "reward/zero_variance_frac": sum(g.has_equal_rewards for g in groups) / len(groups),
+    }
+    stats |= _agent_stats(trajectories)
+    if judged:
+        rewards = np.array([t.total_reward for t in judged], np.float64)
+        stats |= {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
+        for name in sorted({name for t in judged for name in t.reward_parts}):
+            parts = [t.reward_parts[name] for t in judged if name in t.reward_parts]
+            stats[f"reward/part/{name}"] = float(np.mean(parts))
+        stats |= _turn_rewards(judged)
+    if baselines := [g.baseline.total_reward for g in groups if g.baseline is not None]:
+        stats["reward/greedy_mean"] = float(np.mean(baselines))
+    return stats
+
+
+def _turn_rewards(judged: Sequence[Trajectory]) -> dict[str, float]:
+    """Absent where no environment rewarded a turn."""
+    rewards = [sum(t.turn_rewards.tolist()) for t in judged]
+    return {"reward/turns_mean": float(np.mean(rewards))} if any(rewards) else {}
+
+
+def _agent_stats(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Turns and calls of tools. Absent where every answer is one turn and nobody counts calls. An answer whose agent
+    failed has neither, and does not count."""
+    turns = [t.num_generated_turns for t in trajectories if t.num_generated_turns]
+    used = [t.tool_use for t in trajectories if t.tool_use is not None]
+    stats: dict[str, float] = {}
+    if turns and (used or max(turns) > 1):
+        stats["agent/turns_mean"] = float(np.mean(turns))
+    if used:
+        stats["agent/tool_calls_mean"] = float(np.mean([one.num_calls for one in used]))
+        stats["agent/tool_errors"] = float(sum(one.num_errors for one in used))
+    return stats

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
     import torch
 
+    from trainer.algorithms.advantages import GroupRewards
     from trainer.config.schema import ModelConfig, RunConfig
-    from trainer.data.batch import MicroBatch, StepRewards
+    from trainer.data.batch import MicroBatch
     from trainer.learner.fsdp import Rendezvous
     from trainer.learner.policy import PolicyLearner
     from trainer.learner.step_stats import StepResult
@@ -193,10 +194,16 @@ class LearnerWorker:
             raise DeviceError(f"device {self._backend.name!r} cannot be used on the learner's node: {reason}")
 
     def train_step(
-        self, micro_batches: Sequence[MicroBatch], step: int, rewards: StepRewards | None = None
+        self,
+        micro_batches: Sequence[MicroBatch],
+        step: int,
+        group_rewards: Sequence[GroupRewards] | None = None,
+        num_loss_tokens: int = 0,
     ) -> StepResult:
         """See `PolicyLearner.train_step`."""
-        return self._parts.learner.train_step(micro_batches, step=step, rewards=rewards)
+        return self._parts.learner.train_step(
+            micro_batches, step=step, group_rewards=group_rewards, num_loss_tokens=num_loss_tokens
+        )
 
     def save(self, path: str, step: int) -> None:
         """See `PolicyLearner.save`."""

@@ -147,7 +147,7 @@ def sharded_like(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     return DTensor(local, param._spec, requires_grad=False) if isinstance(param, DTensor) else local
 
 
-def end_forward(root: nn.Module) -> None:
+def clear_fsdp_forward(root: nn.Module) -> None:
     """Give back what a forward gathered, and what FSDP2 noted of it. Without a backward, the root would stay whole, and
     the notes, which only a backward throws away, would grow for as long as the run lasts.
 

@@ -120,7 +120,9 @@ class LearnerGroup:
                 f"{len(self._ranks)}; pack with learner.num_ranks"
             )
         refs = await asyncio.gather(*(asyncio.to_thread(ray.put, part) for part in batch.micro_batches))
-        results: list[StepResult] = await self._gather("train_step", [(ref, batch.step, batch.rewards) for ref in refs])
+        results: list[StepResult] = await self._gather(
+            "train_step", [(ref, batch.step, batch.group_rewards, batch.num_loss_tokens) for ref in refs]
+        )
         seconds = {phase: max(r.seconds[phase] for r in results) for phase in results[0].seconds}
         return replace(
             results[0],

@@ -1,6 +1,6 @@
 """The policy model: built on the meta device, sharded, loaded, and its architecture checked.
 
-`hollow_model` and `settle` are what every model here goes through: made without memory, sharded, and only then filled.
+Every model here goes through `meta_model` and `shard_and_load`: made without memory, sharded, and only then filled.
 
 Shape legend: `T` packed tokens, `L` loss tokens, `E` hidden size.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -20,16 +19,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from trainer.config.schema import model_paths
 from trainer.errors import TESTED, ModelError
-from trainer.learner.fsdp import UNSHARDED_SHARE, ShardingPlan, shard_model
+from trainer.learner.fsdp import UNSHARDED_SHARE, ShardingPlan, clear_fsdp_forward, shard_model
 from trainer.learner.logprobs import selected_logprobs
 from trainer.learner.lora import add_adapters, init_adapters
-from trainer.learner.packed_inputs import ATTENTION_NAME, best_layout, register_packed_attention
+from trainer.learner.packed_inputs import ATTENTION_NAME, PackedInputs, best_layout, register_packed_attention
 from trainer.learner.weights import (
     check_weights,
     checkpoint_files,
     copy_rows,
-    init_rows,
-    is_drawn,
+    init_weights,
+    is_random_init,
     load_rows,
     local_rows,
     resolve_model_dir,
@@ -41,7 +40,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from trainer.config.schema import ModelConfig, RunConfig
-    from trainer.learner.packed_inputs import LayoutFn, PackedInputs
+    from trainer.data.batch import MicroBatch
+    from trainer.learner.packed_inputs import LayoutFn
     from weight_sync.device.base import Backend
 
 
@@ -130,8 +130,8 @@ def check_architecture(hf: PreTrainedModel) -> nn.ModuleList:
     return blocks
 
 
-def silence(hf: PreTrainedModel) -> None:
-    """No dropout and no router noise: either would make the ratio to the behaviour policy noisy, and engines have none.
+def disable_dropout(hf: PreTrainedModel) -> None:
+    """No dropout and no router noise: either would make the ratio to the behavior policy noisy, and engines have none.
 
     Inference mode turns them off wherever they are. Only what can recompute its activations stays in training mode,
     which transformers asks of it; rates of its own dropout become 0.
@@ -249,7 +249,7 @@ class PolicyModel(nn.Module):
 
     def forward(self, inputs: PackedInputs) -> PolicyOutput:
         """Log-probs, entropy and values of the loss tokens."""
-        hidden_LE = source_states(self.hf, inputs)
+        hidden_LE = predicting_states(self.hf, inputs)
         logprobs_L, entropy_L = selected_logprobs(
             hidden_LE,
             cast("nn.Linear", self.hf.get_output_embeddings()).weight[: self._num_tokens],
@@ -269,7 +269,7 @@ class PolicyModel(nn.Module):
         return {name: param for name, param in named.items() if param.requires_grad}
 
 
-def source_states(hf: PreTrainedModel, inputs: PackedInputs) -> Tensor:
+def predicting_states(hf: PreTrainedModel, inputs: PackedInputs) -> Tensor:
     """Last hidden states at the positions that predict the loss tokens, [L, E] in the compute dtype."""
     output = hf.base_model(
         input_ids=inputs.token_ids_1T,
@@ -277,11 +277,11 @@ def source_states(hf: PreTrainedModel, inputs: PackedInputs) -> Tensor:
         use_cache=False,
         packed=inputs.layout,
     )
-    return output.last_hidden_state.squeeze(0).index_select(0, inputs.source_L)
+    return output.last_hidden_state.squeeze(0).index_select(0, inputs.predict_pos_L)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Site:
+class ParallelContext:
     """Where models live."""
 
     mesh: DeviceMesh
@@ -290,14 +290,14 @@ class Site:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HollowModel:
+class MetaModel:
     """A causal LM without memory, of a kind that we can run packed."""
 
     hf: PreTrainedModel
     blocks: nn.ModuleList
     source_dir: Path
     """Where config, tokenizer and (if any) weights come from."""
-    is_drawn: bool
+    is_random_init: bool
     """Its weights are drawn from the seed."""
 
 
@@ -311,9 +311,22 @@ class BuiltPolicy:
     """The packed layout this model's attention wants."""
     source_dir: Path
     """Where config, tokenizer and (if any) weights came from."""
+    device: torch.device
+    """Where the forward runs."""
+
+    def forward(self, batch: MicroBatch) -> PolicyOutput:
+        """The policy's output for the loss tokens. Collective."""
+        return self.policy(PackedInputs.of(batch, device=self.device, layout=self.layout))
+
+    @torch.no_grad()
+    def no_grad_forward(self, batch: MicroBatch) -> PolicyOutput:
+        """`forward` without a backward to follow. Collective."""
+        output = self.forward(batch)
+        clear_fsdp_forward(self.policy)
+        return output
 
 
-def build_policy(cfg: RunConfig, site: Site) -> BuiltPolicy:
+def build_policy(cfg: RunConfig, context: ParallelContext) -> BuiltPolicy:
     """Load or initialise the policy, sharded, masters in float32 (with LoRA: those of the adapters).
 
     With `model.random_weights` they are drawn from `cfg.seed`, equally on every number of ranks.
@@ -321,17 +334,17 @@ def build_policy(cfg: RunConfig, site: Site) -> BuiltPolicy:
     Raises:
         ModelError: missing or damaged files, or a kind of model we do not train.
     """
-    hollow = hollow_model(cfg.model.path, cfg)
+    meta = meta_model(cfg.model.path, cfg)
     if cfg.model.lora.rank:
-        add_adapters(hollow.hf, hollow.blocks, cfg.model.lora, base_dtype=torch_dtype(cfg.model.compute_dtype))
+        add_adapters(meta.hf, meta.blocks, cfg.model.lora, base_dtype=torch_dtype(cfg.model.compute_dtype))
     shares = cfg.algorithm.uses_critic and cfg.critic.shared_backbone
-    policy = PolicyModel(hollow.hf, cfg, value_head=ValueHead(hidden_size(hollow.hf)) if shares else None)
-    layout = settle(policy, hollow, cfg, site=site, cpu_offload=cfg.learner.cpu_offload)
-    init_adapters(hollow.hf, seed=cfg.seed)
-    return BuiltPolicy(policy=policy, layout=layout, source_dir=hollow.source_dir)
+    policy = PolicyModel(meta.hf, cfg, value_head=ValueHead(hidden_size(meta.hf)) if shares else None)
+    layout = shard_and_load(policy, meta, cfg, context=context, cpu_offload=cfg.learner.cpu_offload)
+    init_adapters(meta.hf, seed=cfg.seed)
+    return BuiltPolicy(policy=policy, layout=layout, source_dir=meta.source_dir, device=context.device)
 
 
-def hollow_model(path: str, cfg: RunConfig) -> HollowModel:
+def meta_model(path: str, cfg: RunConfig) -> MetaModel:
     """The model in `path`, which is one of `model_paths`, without memory, with our attention.
 
     Raises:
@@ -347,11 +360,15 @@ def hollow_model(path: str, cfg: RunConfig) -> HollowModel:
             attn_implementation=ATTENTION_NAME,
             trust_remote_code=cfg.model.trust_remote_code,
         )
-    return HollowModel(hf=hf, blocks=check_architecture(hf), source_dir=source_dir, is_drawn=is_drawn(cfg.model, path))
+    return MetaModel(
+        hf=hf, blocks=check_architecture(hf), source_dir=source_dir, is_random_init=is_random_init(cfg.model, path)
+    )
 
 
-def settle(root: nn.Module, hollow: HollowModel, cfg: RunConfig, *, site: Site, cpu_offload: bool) -> LayoutFn:
-    """Shard `root`, which holds the hollow model, then give it memory and weights: no rank ever holds the whole of it.
+def shard_and_load(
+    root: nn.Module, meta: MetaModel, cfg: RunConfig, *, context: ParallelContext, cpu_offload: bool
+) -> LayoutFn:
+    """Shard `root`, which holds the meta model, then give it memory and weights: no rank ever holds the whole of it.
 
     A root whose parameters are all frozen is never computed with gradient, and given back block by block.
 
@@ -361,26 +378,26 @@ def settle(root: nn.Module, hollow: HollowModel, cfg: RunConfig, *, site: Site, 
     Raises:
         ModelError: the weights are missing or damaged.
     """
-    hf, compute_dtype = hollow.hf, torch_dtype(cfg.model.compute_dtype)
+    hf, compute_dtype = meta.hf, torch_dtype(cfg.model.compute_dtype)
     is_trained = any(param.requires_grad for param in root.parameters())
-    _prepare_blocks(hf, hollow.blocks, cfg, recomputes=is_trained and cfg.learner.activation_checkpointing)
+    _prepare_blocks(hf, meta.blocks, cfg, recomputes=is_trained and cfg.learner.activation_checkpointing)
     unsharded_bytes = sum(p.numel() for p in hf.parameters()) * compute_dtype.itemsize
     plan = ShardingPlan(
-        mesh=site.mesh,
+        mesh=context.mesh,
         compute_dtype=compute_dtype,
-        keep_unsharded=is_trained and unsharded_bytes <= UNSHARDED_SHARE * site.backend.memory_info()[1],
+        keep_unsharded=is_trained and unsharded_bytes <= UNSHARDED_SHARE * context.backend.memory_info()[1],
         cpu_offload=cpu_offload,
     )
     heads = [module for module in root.modules() if isinstance(module, ValueHead)]
-    shard_model(root, list(hollow.blocks), plan, float32_modules=heads)
-    materialise(root, hf, torch.device("cpu") if cpu_offload else site.device, buffers=site.device)
+    shard_model(root, list(meta.blocks), plan, float32_modules=heads)
+    allocate(root, hf, torch.device("cpu") if cpu_offload else context.device, buffers=context.device)
     rollout, longest = cfg.rollout, cfg.task.max_prompt_tokens + cfg.rollout.max_response_tokens
     fix_longrope(hf, max_model_len=rollout.max_model_len if rollout.max_model_len else longest)
-    fill(hollow, cfg, device=site.device)
+    fill_weights(meta, cfg, device=context.device)
     for head in heads:
         head.reset()
-    silence(hf)
-    return _layout(hf, site.device, compute_dtype)
+    disable_dropout(hf)
+    return _layout(hf, context.device, compute_dtype)
 
 
 def hidden_size(hf: PreTrainedModel) -> int:
@@ -408,13 +425,13 @@ def check_model(model: ModelConfig, directory: Path) -> None:
     check_packed(load_config(model, directory), directory, trust_remote_code=model.trust_remote_code)
 
 
-def fill(hollow: HollowModel, cfg: RunConfig, *, device: torch.device) -> None:
+def fill_weights(meta: MetaModel, cfg: RunConfig, *, device: torch.device) -> None:
     """Weights from safetensors (own rows only), else through transformers' conversion; or from the seed, drawn on
     `device`. Raises ModelError if they are missing or damaged."""
-    hf, source_dir = hollow.hf, hollow.source_dir
-    check_weights(source_dir, is_drawn=hollow.is_drawn)
-    if hollow.is_drawn:
-        init_rows(hf, seed=cfg.seed, device=device)
+    hf, source_dir = meta.hf, meta.source_dir
+    check_weights(source_dir, is_random_init=meta.is_random_init)
+    if meta.is_random_init:
+        init_weights(hf, seed=cfg.seed, device=device)
         return
     files = checkpoint_files(source_dir)
     if files is not None and load_rows(hf, files):
@@ -470,18 +487,14 @@ def _compile_options() -> dict[str, Any]:
     return {f"triton.{name}": True} if hasattr(config.triton, name) else {}
 
 
-def materialise(root: nn.Module, hf: PreTrainedModel, device: torch.device, *, buffers: torch.device) -> None:
+def allocate(root: nn.Module, hf: PreTrainedModel, device: torch.device, *, buffers: torch.device) -> None:
     """Give the sharded model memory, and let transformers compute the buffers that no checkpoint holds (rotary)."""
     root.to_empty(device=device)
     with torch.no_grad():
         for module in hf.modules():
             if any(True for _ in module.buffers(recurse=False)):
-                module._apply(partial(_to, device=buffers), recurse=False)
+                module._apply(lambda tensor: tensor.to(buffers), recurse=False)
                 hf._init_weights(module)
-
-
-def _to(tensor: Tensor, *, device: torch.device) -> Tensor:
-    return tensor.to(device)
 
 
 class ValueHead(nn.Module):

@@ -323,14 +323,15 @@ LayoutFn = Callable[[np.ndarray, torch.device], "PackedLayout"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedInputs:
-    """What one forward needs. The logits of token t come from position t - 1, so `source_L = positions_of_loss - 1`."""
+    """What one forward needs. The logits of token t come from position t - 1, so `predict_pos_L` is one less than the
+    positions of the loss tokens."""
 
     token_ids_1T: Tensor
     """int64"""
     position_ids_1T: Tensor
     """int64, restarts at 0 in every sequence."""
     layout: PackedLayout
-    source_L: Tensor
+    predict_pos_L: Tensor
     """int64: packed position whose hidden state predicts the loss token."""
     target_L: Tensor
     """int64: the loss token itself."""
@@ -352,7 +353,7 @@ class PackedInputs:
             token_ids_1T=to_device(batch.token_ids.astype(np.int64), device).unsqueeze(0),
             position_ids_1T=to_device(positions, device).unsqueeze(0),
             layout=layout(cu_seqlens, device),
-            source_L=to_device(loss_positions - 1, device),
+            predict_pos_L=to_device(loss_positions - 1, device),
             target_L=to_device(batch.token_ids[loss_positions].astype(np.int64), device),
         )
 
@@ -365,7 +366,7 @@ def loss_inputs(batch: MicroBatch, logprobs_L: Tensor) -> LossInputs:
     selected = batch.cov_selected
     return LossInputs(
         logprobs_L=logprobs_L,
-        old_logprobs_L=to_device(batch.behaviour_logprobs[mask], device),
+        old_logprobs_L=to_device(batch.behavior_logprobs[mask], device),
         advantages_L=to_device(batch.advantages[mask], device),
         sequence_L=to_device(sequence_T[mask], device),
         num_sequences=num_sequences,
@@ -392,3 +393,10 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """Copy to `device`. The array is made writable first (Ray hands out read-only ones, about which torch warns)."""
     owned = array if array.flags.writeable else array.copy()
     return torch.from_numpy(np.ascontiguousarray(owned)).to(device, non_blocking=True)
+
+
+def scatter_to_tokens(values_L: Tensor, batch: MicroBatch) -> np.ndarray:
+    """Values of the loss tokens at their places on the host: float32[T], 0 outside `loss_mask`."""
+    out_T = np.zeros(len(batch.token_ids), np.float32)
+    out_T[batch.loss_mask] = values_L.detach().cpu().numpy()
+    return out_T

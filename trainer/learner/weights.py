@@ -37,20 +37,20 @@ HUB_PATTERNS = ["*.json", SAFETENSORS, "*.model", "*.tiktoken", "*.txt", "*.jinj
 _NUMBERED = re.compile(r"(.+)-\d+-of-(\d+)\.safetensors")
 
 
-def is_drawn(model: ModelConfig, path: str | Path) -> bool:
+def is_random_init(model: ModelConfig, path: str | Path) -> bool:
     """Whether the weights of the model at `path` are drawn from the seed: `model.random_weights` speaks of `model.path`
     and of no other model."""
     return model.random_weights and Path(path).expanduser() == Path(model.path).expanduser()
 
 
-def check_weights(directory: Path, *, is_drawn: bool) -> None:
-    """Whether a directory has what it is named for: weights, or with `is_drawn` a config alone.
+def check_weights(directory: Path, *, is_random_init: bool) -> None:
+    """Whether a directory has what it is named for: weights, or with `is_random_init` a config alone.
 
     Raises:
         ModelError: it has no weights that we can read, or has some that would not be read; or they are damaged.
     """
-    if has_weights(directory) == is_drawn:
-        if is_drawn:
+    if has_weights(directory) == is_random_init:
+        if is_random_init:
             raise ModelError(
                 f"{directory} has weights, which model.random_weights=true would not read; set it to false to train "
                 "them, or give a directory with a config and no weights"
@@ -269,7 +269,7 @@ def copy_rows(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
         part.tensor.copy_(state[part.name][part.start : part.stop])
 
 
-def init_rows(model: PreTrainedModel, *, seed: int, device: torch.device) -> None:
+def init_weights(model: PreTrainedModel, *, seed: int, device: torch.device) -> None:
     """Fill the model from the seed: normal matrices, norms of one, biases of zero. Buffers stay as they are.
 
     Every rank draws the whole parameter on `device`, one at a time, and keeps its rows: the result does not depend on

@@ -32,7 +32,7 @@ from trainer.learner import checkpoint
 from trainer.learner.checkpoint import load_weights, verify
 from trainer.learner.hf_export import write_hf
 from trainer.learner.lora import add_adapters
-from trainer.learner.model import fill, hollow_model, materialise, torch_dtype
+from trainer.learner.model import allocate, fill_weights, meta_model, torch_dtype
 from trainer.learner.weights import has_weights
 from weight_sync.checkpoint_names import persistent_buffers
 
@@ -165,22 +165,22 @@ def export_checkpoint(checkpoint: Path, out: Path, cfg: RunConfig) -> None:
         OSError: `out` cannot be written.
     """
     verify(checkpoint)
-    hollow, model = hollow_model(cfg.model.path, cfg), cfg.model
-    hf, cpu = hollow.hf, torch.device("cpu")
+    meta, model = meta_model(cfg.model.path, cfg), cfg.model
+    hf, cpu = meta.hf, torch.device("cpu")
     if model.lora.rank:
-        if not has_weights(hollow.source_dir):
+        if not has_weights(meta.source_dir):
             raise ModelError(
-                f"{hollow.source_dir} has no weights: below its adapters the run had a model that was made from the "
+                f"{meta.source_dir} has no weights: below its adapters the run had a model that was made from the "
                 "seed on its device, and the host would make another one; only the run itself can export it "
                 "(checkpoint.export_hf)"
             )
-        add_adapters(hf, hollow.blocks, model.lora, base_dtype=torch_dtype(model.compute_dtype))
+        add_adapters(hf, meta.blocks, model.lora, base_dtype=torch_dtype(model.compute_dtype))
     else:
         for param in hf.parameters():
             param.data = param.data.to(getattr(torch, model.rollout_dtype))
-    materialise(hf, hf, cpu, buffers=cpu)
+    allocate(hf, hf, cpu, buffers=cpu)
     hf.tie_weights()  # every module has memory of its own now
     if model.lora.rank or any(True for _ in persistent_buffers(hf)):
-        fill(hollow, cfg, device=cpu)
+        fill_weights(meta, cfg, device=cpu)
     load_weights(checkpoint, {name: param.detach() for name, param in hf.named_parameters() if param.requires_grad})
-    write_hf(out, model=hf, source_dir=hollow.source_dir, config=model, rank=0)
+    write_hf(out, model=hf, source_dir=meta.source_dir, config=model, rank=0)

@@ -45,7 +45,7 @@ TRAJECTORY_BYTES = 4 + 1 + 4 + 4
 TEXT_BYTES = 4
 """Per token of the answer in `Trajectory.text`; assumed, as for English."""
 MICRO_BATCH_BYTES = 4 + 1 + 4 + 4 + 4 + 4
-"""Per token in `trainer.data.batch.MicroBatch`: token_ids, loss_mask, behaviour_logprobs, versions, advantages,
+"""Per token in `trainer.data.batch.MicroBatch`: token_ids, loss_mask, behavior_logprobs, versions, advantages,
 loss_weights."""
 SELECTED_BYTES, REWARDS_BYTES = 1, 4
 """Further ones there, where a loss selects tokens, and where the learner finishes advantages."""

@@ -29,6 +29,7 @@ def _batch(step: int) -> TrainBatch:
         step=step,
         micro_batches=((pack(parts[:3]), pack(parts[3:4])), (pack(parts[4:6]), pack(parts[6:]))),
         num_samples=8,
+        num_sequences=8,
         num_tokens=sum(len(p.token_ids) for p in parts),
         num_loss_tokens=sum(int(p.loss_mask.sum()) for p in parts),
     )

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rollout.types import Group, Prompt, RolloutRequest
-    from trainer.data.batch import MicroBatch, StepRewards
+    from trainer.algorithms.advantages import GroupRewards
+    from trainer.data.batch import MicroBatch
 
 
 class Counting:
@@ -68,9 +69,13 @@ class ScriptedRank:
         self._num_tokens = 0
 
     def train_step(
-        self, micro_batches: Sequence[MicroBatch], step: int, rewards: StepRewards | None = None
+        self,
+        micro_batches: Sequence[MicroBatch],
+        step: int,
+        group_rewards: Sequence[GroupRewards] | None = None,
+        num_loss_tokens: int = 0,
     ) -> StepResult:
-        assert rewards is None, "the estimator of the benchmark is finished by the driver"
+        assert group_rewards is None, "the estimator of the benchmark is finished by the driver"
         self._num_tokens += sum(int(batch.loss_mask.sum()) for batch in micro_batches)
         return StepResult(
             step=step,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from trainer.algorithms.corrections import Correction, correct, measure
+from trainer.algorithms.corrections import correct, measure
 from trainer.algorithms.losses import LossInputs, policy_loss
 from trainer.config.algorithm import AlgorithmConfig, ClampConfig, CorrectionConfig, MaskConfig, RejectConfig
 
@@ -34,9 +35,11 @@ def tokens(log_ratios: Any, lengths: Any = None, **others: Any) -> LossInputs:
     )
 
 
-def apply(inputs: LossInputs, config: CorrectionConfig, ages: Any = 0) -> Correction:
+def apply(inputs: LossInputs, config: CorrectionConfig, ages: Any = 0) -> Any:
     age_L = torch.as_tensor(ages).expand(len(inputs.logprobs_L))
-    return correct(inputs, age_L=age_L, config=config)
+    """With names for the parts of what `correct` returns."""
+    names = ("inputs", "weight_L", "keep_L", "sums")
+    return SimpleNamespace(**dict(zip(names, correct(inputs, age_L=age_L, config=config), strict=True)))
 
 
 def gradient(inputs: LossInputs, config: CorrectionConfig, loss: str = "ppo_clip", ages: Any = 0) -> torch.Tensor:
@@ -104,7 +107,7 @@ def test_cispo_has_the_gradient_of_tis_with_its_own_bound() -> None:
     loss_L, _ = policy_loss(moved, config=AlgorithmConfig(loss="cispo", clip_low=1.0, clip_high=1.5))
     loss_L.sum().backward()
     tis = CorrectionConfig(clamp=ClampConfig(upper=2.5))
-    assert apply(inputs, tis, ages).stats.clamped > 0
+    assert apply(inputs, tis, ages).sums["clamped"] > 0
     torch.testing.assert_close(logprobs_L.grad, gradient(inputs, tis, "importance_sampling", ages))
 
 
@@ -140,7 +143,7 @@ def test_one_token_out_of_bounds_rejects_its_answer_and_no_other() -> None:
     config = CorrectionConfig(reject=RejectConfig(level="token", lower=1e-4))
     correction = apply(inputs, config)
     assert correction.weight_L.tolist() == [0, 0, 0, 1, 1]
-    assert correction.stats.rejected.item() == 3
+    assert correction.sums["rejected"].item() == 3
 
 
 def test_loglinear_leaves_one_part_in_age_of_the_way_to_the_engine() -> None:
@@ -216,14 +219,14 @@ def test_statistics_are_those_of_the_weights() -> None:
         objective="decoupled", clamp=ClampConfig(upper=1.5), mask=MaskConfig(metric="k2", upper=0.4),
         reject=RejectConfig(upper=1.6),
     )  # fmt: skip
-    stats, weight_L = apply(inputs, config, ages).stats, apply(inputs, config, ages).weight_L
+    sums, weight_L = apply(inputs, config, ages).sums, apply(inputs, config, ages).weight_L
     log_ratio = (inputs.logprobs_L - inputs.old_logprobs_L).numpy()
-    assert stats.weight_sum.item() == pytest.approx(weight_L.sum().item())
-    assert stats.weight_sq_sum.item() == pytest.approx((weight_L**2).sum().item())
-    assert stats.weight_max.item() == weight_L.max().item() <= 1.5
-    assert stats.clamped.item() == (log_ratio > math.log(1.5)).sum() > 0
-    assert stats.masked.item() == (log_ratio**2 / 2 > 0.4).sum() > 0
-    assert 0 < stats.rejected.item() < len(log_ratio)
+    assert sums["weight"].item() == pytest.approx(weight_L.sum().item())
+    assert sums["weight_sq"].item() == pytest.approx((weight_L**2).sum().item())
+    assert sums["weight_max"].item() == weight_L.max().item() <= 1.5
+    assert sums["clamped"].item() == (log_ratio > math.log(1.5)).sum() > 0
+    assert sums["masked"].item() == (log_ratio**2 / 2 > 0.4).sum() > 0
+    assert 0 < sums["rejected"].item() < len(log_ratio)
 
 
 # --- equivalences -----------------------------------------------------------------------------------------------------
@@ -291,9 +294,9 @@ def test_neither_order_nor_split_of_the_answers_matters() -> None:
         weight_L = torch.cat([c.weight_L for c in corrections])
         back = torch.cat([torch.nonzero(inputs.sequence_L == n)[:, 0] for order in parts for n in order])
         assert weight_L.equal(whole.weight_L[back])
-        for name in ("weight_sum", "weight_sq_sum", "clamped", "masked", "rejected"):
-            total = sum(getattr(c.stats, name).item() for c in corrections)
-            assert total == pytest.approx(getattr(whole.stats, name).item(), rel=1e-12)
+        for name in ("weight", "weight_sq", "clamped", "masked", "rejected"):
+            total = sum(c.sums[name].item() for c in corrections)
+            assert total == pytest.approx(whole.sums[name].item(), rel=1e-12)
 
 
 def test_rejection_does_not_change_the_gradient_of_what_is_left() -> None:
@@ -313,8 +316,8 @@ def test_a_micro_batch_without_loss_tokens_is_zero() -> None:
         config = CorrectionConfig(
             objective=objective, level="sequence", clamp=ClampConfig(upper=2.0), reject=BUSY.reject
         )
-        stats = apply(inputs, config, torch.zeros(0, dtype=torch.int64)).stats
-        assert stats.weight_sum.item() == stats.weight_max.item() == stats.engine.num_tokens.item() == 0
+        sums = apply(inputs, config, torch.zeros(0, dtype=torch.int64)).sums
+        assert sums["weight"].item() == sums["weight_max"].item() == sums["engine_tokens"].item() == 0
 
 
 def test_an_impossible_token_stays_finite() -> None:
@@ -322,7 +325,7 @@ def test_an_impossible_token_stays_finite() -> None:
     for level in LEVELS:
         correction = apply(inputs, CorrectionConfig(objective="decoupled", level=level))
         assert torch.isfinite(correction.weight_L).all()
-        assert torch.isfinite(correction.stats.engine.kl_sum)
+        assert torch.isfinite(correction.sums["engine_kl"])
 
 
 # --- causes of mismatch -----------------------------------------------------------------------------------------------
@@ -331,14 +334,14 @@ def test_an_impossible_token_stays_finite() -> None:
 def test_a_mismatch_is_attributed_by_the_age_of_its_tokens() -> None:
     log_ratio = np.array([0.3, 0.0, -0.2, 0.0])
     for ages, engine_abs, stale_abs in (([0, 1, 0, 2], 0.5, 0.0), ([1, 0, 2, 0], 0.0, 0.5), ([0, 0, 1, 1], 0.3, 0.2)):
-        stats = apply(tokens(log_ratio), CorrectionConfig(), ages).stats
-        assert stats.engine.num_tokens.item() == stats.stale.num_tokens.item() == 2
-        assert stats.engine.abs_sum.item() == pytest.approx(engine_abs, abs=1e-9)
-        assert stats.stale.abs_sum.item() == pytest.approx(stale_abs, abs=1e-9)
+        sums = apply(tokens(log_ratio), CorrectionConfig(), ages).sums
+        assert sums["engine_tokens"].item() == sums["stale_tokens"].item() == 2
+        assert sums["engine_abs"].item() == pytest.approx(engine_abs, abs=1e-9)
+        assert sums["stale_abs"].item() == pytest.approx(stale_abs, abs=1e-9)
         kl = {0.3: math.exp(0.3) - 1.3, -0.2: math.exp(-0.2) - 0.8, 0.0: 0.0}
-        for mismatch, is_fresh in ((stats.engine, True), (stats.stale, False)):
+        for cause, is_fresh in (("engine", True), ("stale", False)):
             expected = sum(kl[x] for x, age in zip(log_ratio.tolist(), ages, strict=True) if (age == 0) == is_fresh)
-            assert mismatch.kl_sum.item() == pytest.approx(expected, abs=1e-9)
+            assert sums[f"{cause}_kl"].item() == pytest.approx(expected, abs=1e-9)
 
 
 def test_the_proximal_policy_is_the_current_one_without_gradient() -> None:

@@ -65,9 +65,11 @@ def test_the_gradient_of_the_value_loss_is_that_of_its_value(clip: float | None)
 
 def corrected_gradient(inputs: LossInputs, ages: Tensor, objective: Objective, config: Any) -> np.ndarray:
     leaf_L = inputs.logprobs_L.detach().clone().requires_grad_()
-    correction = correct(replace(inputs, logprobs_L=leaf_L), age_L=ages, config=CorrectionConfig(objective=objective))
-    loss_L, _ = policy_loss(correction.inputs, config=config)
-    (grad_L,) = torch.autograd.grad((loss_L * correction.weight_L).sum(), leaf_L)
+    corrected, weight_L, *_ = correct(
+        replace(inputs, logprobs_L=leaf_L), age_L=ages, config=CorrectionConfig(objective=objective)
+    )
+    loss_L, _ = policy_loss(corrected, config=config)
+    (grad_L,) = torch.autograd.grad((loss_L * weight_L).sum(), leaf_L)
     return grad_L.numpy()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trainer.algorithms.token_weights import lottery, select_tokens, token_covariances
+from trainer.algorithms.token_weights import select_tokens, tie_break_draws, token_covariances
 from trainer.config.algorithm import AlgorithmConfig
 
 
@@ -47,9 +47,9 @@ def test_at_least_one_token_is_held_back_and_none_of_none() -> None:
 
 def test_tickets_depend_on_the_name_of_the_sample_only() -> None:
     name = {"step": 3, "group_id": 7, "sample_index": 1}
-    np.testing.assert_array_equal(lottery(4, **name), lottery(4, **name))
+    np.testing.assert_array_equal(tie_break_draws(4, **name), tie_break_draws(4, **name))
     for key in name:
-        assert (lottery(4, **name) != lottery(4, **{**name, key: 9})).all()
+        assert (tie_break_draws(4, **name) != tie_break_draws(4, **{**name, key: 9})).all()
 
 
 def test_another_loss_cannot_select() -> None:

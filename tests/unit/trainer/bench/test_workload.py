@@ -122,7 +122,7 @@ def test_no_end_token_and_no_weights_are_in_the_model_directory(tmp_path: Path, 
     model, _ = write_inputs(workload(name, is_tiny=True), tmp_path)
     config = json.loads((model / "config.json").read_text())
     assert config["eos_token_id"] is None
-    check_weights(model, is_drawn=True)
+    check_weights(model, is_random_init=True)
 
 
 @pytest.mark.parametrize("is_tiny", [True, False])

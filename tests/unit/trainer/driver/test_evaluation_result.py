@@ -11,9 +11,9 @@ import pytest
 from rollout.types import Group
 from tests.fakes.metric_names import check_known
 from tests.fakes.scripted_run import prompt_set, trajectory
-from trainer.data.build import batch_stats
 from trainer.driver.datasets import HeldOut
 from trainer.driver.evaluation import Answered, break_down, by_prompt, standard_error
+from trainer.driver.step_metrics import batch_stats
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

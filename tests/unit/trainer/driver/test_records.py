@@ -12,7 +12,7 @@ from rollout.buffer.rollout_buffer import RolloutBuffer
 from rollout.types import Group, Trajectory
 from tests.fakes.metric_names import check_complete, check_known
 from tests.fakes.scripted_run import config, prompt_set, sync_report, trajectory
-from trainer.data.build import BatchLimits, BuiltBatch, build_train_batch
+from trainer.data.build import build_train_batch
 from trainer.driver.step_metrics import (
     LENGTH_WINDOW_GROUPS,
     DataWait,
@@ -29,6 +29,8 @@ from trainer.learner.step_stats import Metric, StepResult
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from trainer.data.batch import TrainBatch
 
 NUMBERS = st.lists(st.integers(0, 12), min_size=1, max_size=30)
 
@@ -60,11 +62,11 @@ def groups(lengths: Sequence[int], *, first: int = 0) -> list[Group]:
     ]
 
 
-LIMITS = BatchLimits(num_ranks=2, max_tokens_per_micro_batch=64, max_response_tokens=16)
+LIMITS = {"num_ranks": 2, "max_tokens_per_micro_batch": 64, "max_response_tokens": 16}
 
 
-def built(of: list[Group], *, step: int = 0) -> BuiltBatch:
-    return build_train_batch(of, step=step, algorithm=config().algorithm, limits=LIMITS)
+def built(of: list[Group], *, step: int = 0) -> TrainBatch:
+    return build_train_batch(of, step=step, algorithm=config().algorithm, **LIMITS)
 
 
 RESULT = StepResult(
@@ -137,7 +139,7 @@ def test_answers_that_the_loss_leaves_out_are_not_among_the_trained_lengths() ->
     recorder = StepRecorder(clock=lambda: 0.0)
     for group in (short, long):
         recorder.count_generated(group)
-    batch = build_train_batch([short, long], step=0, algorithm=algorithm, limits=LIMITS)
+    batch = build_train_batch([short, long], step=0, algorithm=algorithm, **LIMITS)
     assert recorder.step_record([short, long], batch, RESULT, TIMES, max_staleness=0)["length_bias/ks"] == 0.5
 
 
@@ -172,7 +174,7 @@ def answers(group_id: int, start_version: int, segments: Sequence[Sequence[tuple
 
 
 def ages_of(of: list[Group], *, step: int) -> dict[str, object]:
-    return token_ages(built(of, step=step).batch, max_staleness=3)
+    return token_ages(built(of, step=step), max_staleness=3)
 
 
 def test_ages_are_counted_by_token() -> None:

@@ -14,8 +14,7 @@ from tests.fakes.learner import gradients, make_learner
 from tests.fakes.rewarded import GROUP_SIZE, all_gradients, config, filler, pack_rewarded, rewarded
 from trainer.algorithms.advantages import GroupRewards, normalized_over_tokens, step_advantages
 from trainer.config.algorithm import AlgorithmConfig, KlConfig
-from trainer.data.batch import StepRewards
-from trainer.learner.critic import normalized_over_ranks, penalized_rewards, reward_advantages
+from trainer.learner.prepare import kl_penalized_rewards, normalized_over_ranks, reward_advantages
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,13 +29,13 @@ ESTIMATORS = ("grpo", "rloo", "opo", "pass_at_k", "remax", "reinforce_pp_baselin
 
 def reference_logprobs(batch: MicroBatch, seed: int = 7) -> np.ndarray:
     """The same for a token wherever it is packed."""
-    noise = np.sin(batch.token_ids * 12.9898 + batch.behaviour_logprobs * 78.233 + seed)
-    return np.where(batch.loss_mask, batch.behaviour_logprobs + noise, 0).astype(np.float32)
+    noise = np.sin(batch.token_ids * 12.9898 + batch.behavior_logprobs * 78.233 + seed)
+    return np.where(batch.loss_mask, batch.behavior_logprobs + noise, 0).astype(np.float32)
 
 
-def finished(batches: list[MicroBatch], step_rewards: StepRewards, algorithm: AlgorithmConfig) -> list[np.ndarray]:
-    rewards = [penalized_rewards(b, reference_logprobs(b), config=algorithm.kl) for b in batches]
-    return reward_advantages(batches, rewards, step_rewards=step_rewards, config=algorithm, device=CPU)
+def finished(batches: list[MicroBatch], step_rewards: dict[str, Any], algorithm: AlgorithmConfig) -> list[np.ndarray]:
+    rewards = [kl_penalized_rewards(b, reference_logprobs(b), config=algorithm.kl) for b in batches]
+    return reward_advantages(batches, rewards, step_rewards["group_rewards"], config=algorithm, device=CPU)
 
 
 def penalty(estimator: str, sampled: float, ours: float) -> float:
@@ -46,9 +45,9 @@ def penalty(estimator: str, sampled: float, ours: float) -> float:
 
 def slow_penalized(part: MicroBatch, estimator: str) -> list[float]:
     ours = reference_logprobs(part)
-    assert part.unfinished is not None
+    assert part.token_rewards is not None
     return [
-        float(part.unfinished.rewards[t]) - COEF * penalty(estimator, float(part.behaviour_logprobs[t]), float(ours[t]))
+        float(part.token_rewards[t]) - COEF * penalty(estimator, float(part.behavior_logprobs[t]), float(ours[t]))
         if part.loss_mask[t]
         else 0.0
         for t in range(len(part.token_ids))
@@ -80,15 +79,15 @@ def with_kl(advantage: Any, estimator: Any = "k1") -> AlgorithmConfig:
 def test_every_token_pays_for_its_distance_from_the_reference(estimator: str) -> None:
     parts, _ = rewarded(3)
     for part in parts:
-        got = penalized_rewards(part, reference_logprobs(part), config=with_kl("grpo", estimator).kl)
+        got = kl_penalized_rewards(part, reference_logprobs(part), config=with_kl("grpo", estimator).kl)
         np.testing.assert_allclose(got, slow_penalized(part, estimator), atol=1e-9)
 
 
 def test_a_token_that_the_policy_made_likelier_than_the_reference_is_worth_less() -> None:
     (part, _), _ = rewarded(2)
-    likelier = (part.behaviour_logprobs - 0.5 * part.loss_mask).astype(np.float32)
-    assert part.unfinished is not None
-    lost = penalized_rewards(part, likelier, config=with_kl("grpo").kl) - part.unfinished.rewards
+    likelier = (part.behavior_logprobs - 0.5 * part.loss_mask).astype(np.float32)
+    assert part.token_rewards is not None
+    lost = kl_penalized_rewards(part, likelier, config=with_kl("grpo").kl) - part.token_rewards
     np.testing.assert_allclose(lost[part.loss_mask], -0.5 * COEF, atol=1e-6)
 
 
@@ -134,7 +133,9 @@ def test_answers_that_are_not_trained_still_take_part_as_peers() -> None:
     algorithm = with_kl("rloo")
     got = finished(parts[:3], step_rewards, algorithm)[2]
     rewards = [sum(slow_penalized(part, "k1")) for part in parts]
-    assert got[parts[2].loss_mask] == pytest.approx(rewards[2] - step_rewards.groups[1].rewards_G[1], abs=1e-6)
+    assert got[parts[2].loss_mask] == pytest.approx(
+        rewards[2] - step_rewards["group_rewards"][1].rewards_G[1], abs=1e-6
+    )
 
 
 def test_normalisation_has_mean_zero_and_variance_one_over_loss_tokens_alone() -> None:
@@ -167,17 +168,17 @@ def test_the_driver_and_the_learner_normalise_alike() -> None:
 def test_the_sequences_of_an_answer_pay_for_all_of_them() -> None:
     parts, _ = rewarded(3)
     first, second, other = parts
-    assert second.unfinished is not None and other.unfinished is not None
-    second = replace(second, unfinished=replace(second.unfinished, answers=np.array([0], np.int32)))
-    other = replace(other, unfinished=replace(other.unfinished, answers=np.array([1], np.int32)))
-    sums = [float(np.sum(p.unfinished.rewards)) for p in parts if p.unfinished is not None]
+    assert second.token_rewards is not None and other.token_rewards is not None
+    second = replace(second, answer_index=np.array([0], np.int32))
+    other = replace(other, answer_index=np.array([1], np.int32))
+    sums = [float(np.sum(p.token_rewards)) for p in parts if p.token_rewards is not None]
     paid = [sum(slow_penalized(part, "k1")) for part in parts]
     algorithm = with_kl("rloo")
 
     def group(rewards: list[float]) -> GroupRewards:
         return GroupRewards(rewards_G=np.array([rewards[0] + rewards[1], rewards[2]]), lengths_G=np.array([2, 1]))
 
-    step_rewards = StepRewards(groups=(group(sums),), num_loss_tokens=1)
+    step_rewards = {"group_rewards": (group(sums),), "num_loss_tokens": 1}
     wanted = step_advantages([group(paid)], config=algorithm)[0]
     got = finished([first, second, other], step_rewards, algorithm)
     for part, found, value in zip((first, second, other), got, (wanted[0], wanted[0], wanted[1]), strict=True):
@@ -185,7 +186,7 @@ def test_the_sequences_of_an_answer_pay_for_all_of_them() -> None:
 
 
 def test_a_step_without_answers_has_no_advantage() -> None:
-    empty = StepRewards(groups=(), num_loss_tokens=0)
+    empty = {"group_rewards": (), "num_loss_tokens": 0}
     for advantage in ("grpo", "reinforce_pp"):
         assert not finished([filler()], empty, with_kl(advantage))[0].any()
 
@@ -196,18 +197,20 @@ def test_a_step_with_the_kl_in_the_reward_has_the_gradient_of_those_advantages(a
     kl = {"coef": COEF, "placement": "reward", "estimator": "k1"}
     learner = make_learner(config(tiny_dir, advantage=advantage, kl=kl))
     parts, step_rewards = rewarded(6)
-    reference = learner._preparation._reference
+    reference = learner._reference
     assert reference is not None
     batch = pack_rewarded(parts)
-    rewards = penalized_rewards(batch, reference.logprobs(batch), config=with_kl(advantage).kl)
-    ready = reward_advantages([batch], [rewards], step_rewards=step_rewards, config=with_kl(advantage), device=CPU)[
+    rewards = kl_penalized_rewards(batch, reference.logprobs([batch])[0], config=with_kl(advantage).kl)
+    ready = reward_advantages([batch], [rewards], step_rewards["group_rewards"], config=with_kl(advantage), device=CPU)[
         0
     ].astype(np.float32)
     got = all_gradients(learner, [batch], step_rewards)
     plain = make_learner(config(tiny_dir, advantage=advantage))
-    for name, expected in gradients(plain, [replace(batch, advantages=ready, unfinished=None)]).items():
+    for name, expected in gradients(
+        plain, [replace(batch, advantages=ready, token_rewards=None, answer_index=None)]
+    ).items():
         assert got[name].equal(expected)
-    result = learner.train_step([batch], step=0, rewards=step_rewards)
+    result = learner.train_step([batch], step=0, **step_rewards)
     assert result.seconds["advantages"] > 0 and result.metrics["kl_reference"].mean == 0
 
 
@@ -218,4 +221,4 @@ def test_rewards_must_come_with_the_step_and_the_tokens(tiny_dir: Path) -> None:
     with pytest.raises(ValueError, match="came without rewards"):
         learner.train_step([pack_rewarded(parts)], step=0)
     with pytest.raises(ValueError, match="no token rewards"):
-        learner.train_step([replace(parts[0], unfinished=None)], step=0, rewards=step_rewards)
+        learner.train_step([replace(parts[0], token_rewards=None, answer_index=None)], step=0, **step_rewards)

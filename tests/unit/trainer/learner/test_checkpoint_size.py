@@ -44,7 +44,7 @@ def test_a_checkpoint_has_twelve_bytes_per_trained_parameter(kind: str, tiny_dir
     learner = make_learner(_kinds(tiny_dir)[kind])
     tmp = begin(tmp_path, 1)
     learner.save(tmp, step=1)
-    optimizers = learner._optimizers().values()
+    optimizers = learner._optimizers.values()
     num_trained = sum(weight.numel() for optimizer in optimizers for weight in optimizer.weights().values())
     stored = FileSystemReader(tmp / "learner").read_metadata().state_dict_metadata
     nbytes = sum(one.size.numel() * one.properties.dtype.itemsize for one in stored.values())  # type: ignore[union-attr]

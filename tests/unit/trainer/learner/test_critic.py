@@ -17,13 +17,13 @@ from tests.fakes.rewarded import all_gradients, all_weights, config, filler, pac
 from trainer.config.schema import LoraConfig
 from trainer.errors import CheckpointError, ModelError, TrainingDiverged
 from trainer.learner.checkpoint import begin
-from trainer.learner.critic import OwnCritic, SharedCritic, ValueTotals
+from trainer.learner.critic import SeparateCritic, SharedCritic, ValueSums
 from trainer.learner.policy import largest_micro_batch
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from trainer.data.batch import MicroBatch, StepRewards
+    from trainer.data.batch import MicroBatch
     from trainer.learner.critic import ValueTargets
     from trainer.learner.policy import PolicyLearner
 
@@ -36,14 +36,14 @@ KINDS: dict[str, dict[str, Any]] = {"own": {}, "shared": {"shared_backbone": Tru
 def train(learner: PolicyLearner, num_steps: int, *, first: int = 0) -> None:
     for step in range(first, first + num_steps):
         parts, step_rewards = rewarded(4, seed=step)
-        learner.train_step([pack_rewarded(parts)], step=step, rewards=step_rewards)
+        learner.train_step([pack_rewarded(parts)], step=step, **step_rewards)
 
 
-def targets_of(learner: PolicyLearner, batches: list[MicroBatch], step_rewards: StepRewards) -> list[ValueTargets]:
+def targets_of(learner: PolicyLearner, batches: list[MicroBatch], step_rewards: dict[str, Any]) -> list[ValueTargets]:
     assert learner._critic is not None
-    rewards = [b.unfinished.rewards.astype(np.float64) for b in batches if b.unfinished is not None]
-    found = learner._critic.targets(batches, rewards, totals=ValueTotals(num_loss_tokens=step_rewards.num_loss_tokens))
-    for optimizer in learner._optimizers().values():
+    rewards = [b.token_rewards.astype(np.float64) for b in batches if b.token_rewards is not None]
+    found = learner._critic.targets(batches, rewards, ValueSums(num_loss_tokens=step_rewards["num_loss_tokens"]))
+    for optimizer in learner._optimizers.values():
         optimizer.zero_grad()
     return found
 
@@ -53,7 +53,7 @@ class PlainCritic:
 
     def __init__(self, learner: PolicyLearner, directory: Path) -> None:
         state = all_weights(learner)
-        prefix = "critic." if isinstance(learner._critic, OwnCritic) else ""
+        prefix = "critic." if isinstance(learner._critic, SeparateCritic) else ""
         self.prefix = prefix
         self.model = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
         own = {n.removeprefix(prefix).removeprefix("hf."): t for n, t in state.items() if n.startswith(prefix)}
@@ -70,8 +70,8 @@ class PlainCritic:
 
 def slow_gae(part: MicroBatch, values: list[float]) -> tuple[list[float], list[float]]:
     """Sums of all later errors, over generated tokens alone."""
-    assert part.unfinished is not None
-    rewards = part.unfinished.rewards[part.loss_mask].tolist()
+    assert part.token_rewards is not None
+    rewards = part.token_rewards[part.loss_mask].tolist()
     following = [*values[1:], 0.0]
     errors = [r + GAMMA * n - v for r, n, v in zip(rewards, following, values, strict=True)]
     advantages = [
@@ -119,7 +119,7 @@ def test_the_critics_gradient_is_that_of_a_plain_model(kind: str, tiny_dir: Path
         values = plain.values(part)
         _, returns = slow_gae(part, values.tolist())
         loss = loss + 0.5 * (values - torch.tensor(returns)).square().sum()
-    (loss / step_rewards.num_loss_tokens).backward()
+    (loss / step_rewards["num_loss_tokens"]).backward()
     scale = KINDS[kind].get("value_coef", 1.0)
     for name in ("weight", "bias"):
         gradient = getattr(plain, name).grad
@@ -146,7 +146,9 @@ def test_the_policy_has_the_gradient_of_those_advantages(kind: str, whiten: bool
     ready[batch.loss_mask] = advantages
     plain = make_learner(run_config(tiny_dir))
     plain.model.load_state_dict(learner.model.state_dict())
-    expected = all_gradients(plain, [replace(batch, advantages=ready, unfinished=None)], step_rewards)
+    expected = all_gradients(
+        plain, [replace(batch, advantages=ready, token_rewards=None, answer_index=None)], step_rewards
+    )
     got = all_gradients(learner, [batch], step_rewards)
     if kind == "shared":  # less the part of the value loss, which the same step without a policy loss has alone
         values_only = replace(batch, loss_weights=np.zeros_like(batch.loss_weights))
@@ -177,7 +179,7 @@ def test_no_split_or_order_changes_a_gradient(kind: str, tiny_dir: Path) -> None
 def test_the_critic_learns_to_explain_the_returns(tiny_dir: Path) -> None:
     learner = make_learner(config(tiny_dir, critic={"lr": 1e-2, "warmup_steps": 50}))
     parts, step_rewards = rewarded(8)
-    found = [learner.train_step([pack_rewarded(parts)], step=step, rewards=step_rewards).metrics for step in range(40)]
+    found = [learner.train_step([pack_rewarded(parts)], step=step, **step_rewards).metrics for step in range(40)]
     assert found[0]["value_explained_variance"].mean == pytest.approx(0), "all values are equal"
     assert found[-1]["value_explained_variance"].mean > 0.8
     assert found[-1]["value_loss"].mean < 0.2 * found[0]["value_loss"].mean
@@ -194,7 +196,7 @@ def test_value_metrics_equal_their_formulas(tiny_dir: Path) -> None:
         np.concatenate([getattr(t, name)[b.loss_mask] for t, b in zip(targets, batches, strict=True)]).astype(float)
         for name in ("values_T", "returns_T")
     )
-    metrics = learner.train_step(batches, step=2, rewards=step_rewards).metrics
+    metrics = learner.train_step(batches, step=2, **step_rewards).metrics
     assert metrics["value_loss"].mean == pytest.approx(0.5 * np.mean((returns - values) ** 2))
     assert metrics["value_mean"].mean == pytest.approx(values.mean())
     assert metrics["return_mean"].mean == pytest.approx(returns.mean())
@@ -209,13 +211,13 @@ def test_warmup_trains_the_critic_alone(tiny_dir: Path) -> None:
     before = all_weights(learner)
     parts, step_rewards = rewarded(4)
     for step in (0, 1):
-        result = learner.train_step([pack_rewarded(parts)], step=step, rewards=step_rewards)
+        result = learner.train_step([pack_rewarded(parts)], step=step, **step_rewards)
         assert result.seconds.keys() == {"critic", "optimizer", "step"}, "the policy is not computed"
         assert "loss" not in result.metrics and "lr" not in result.metrics and "value_loss" in result.metrics
     after = all_weights(learner)
     moved = {name for name, tensor in after.items() if not tensor.equal(before[name])}
     assert moved == {name for name in after if name.startswith("critic.")}
-    result = learner.train_step([pack_rewarded(parts)], step=2, rewards=step_rewards)
+    result = learner.train_step([pack_rewarded(parts)], step=2, **step_rewards)
     assert {"loss", "lr", "value_loss"} <= result.metrics.keys()
     assert not any(tensor.equal(before[name]) for name, tensor in weights(learner).items())
 
@@ -237,7 +239,7 @@ def test_a_rehearsal_leaves_policy_and_critic_alone(kind: str, tiny_dir: Path) -
     before = all_weights(learner)
     learner.rehearse(largest_micro_batch(cfg))
     assert all(tensor.equal(before[name]) for name, tensor in all_weights(learner).items())
-    params = [slot.param for optimizer in learner._optimizers().values() for slot in optimizer._slots]
+    params = [slot.param for optimizer in learner._optimizers.values() for slot in optimizer._slots]
     assert not any(param.grad is not None for param in params)
 
 
@@ -250,24 +252,23 @@ def test_a_gradient_that_is_not_finite_changes_no_weight_of_either(culprit: str,
     if culprit == "policy":
         poisoned = replace(batch, loss_weights=np.where(batch.loss_mask, np.inf, 0).astype(np.float32))
     else:
-        assert batch.unfinished is not None
-        huge = replace(batch.unfinished, rewards=batch.unfinished.rewards * np.float32(1e30))
-        poisoned = replace(batch, unfinished=huge)
+        assert batch.token_rewards is not None
+        poisoned = replace(batch, token_rewards=batch.token_rewards * np.float32(1e30))
     for _ in range(3):
-        assert learner.train_step([poisoned], step=5, rewards=step_rewards).metrics["skipped_steps"].sum == 1
+        assert learner.train_step([poisoned], step=5, **step_rewards).metrics["skipped_steps"].sum == 1
     with pytest.raises(TrainingDiverged, match=("critic " if culprit == "critic" else "") + "gradient norm of step 5"):
-        learner.train_step([poisoned], step=5, rewards=step_rewards)
+        learner.train_step([poisoned], step=5, **step_rewards)
     assert all(tensor.equal(before[name]) for name, tensor in all_weights(learner).items())
-    learner.train_step([batch], step=5, rewards=step_rewards)
+    learner.train_step([batch], step=5, **step_rewards)
     assert all(torch.isfinite(tensor).all() for tensor in all_weights(learner).values())
 
 
 def test_a_value_that_is_not_finite_stops_the_run(tiny_dir: Path) -> None:
     learner, (parts, step_rewards) = make_learner(config(tiny_dir)), rewarded(2)
-    learner._optimizers()["critic."].weights()["value_head.bias"].to_local().fill_(float("nan"))
+    learner._optimizers["critic."].weights()["value_head.bias"].to_local().fill_(float("nan"))
     with pytest.raises(TrainingDiverged, match=r"values of the critic are not finite; lower critic\.lr"):
-        learner.train_step([pack_rewarded(parts)], step=0, rewards=step_rewards)
-    for optimizer in learner._optimizers().values():
+        learner.train_step([pack_rewarded(parts)], step=0, **step_rewards)
+    for optimizer in learner._optimizers.values():
         assert all(slot.param.grad is None for slot in optimizer._slots), "its gradients would be in the next step"
 
 
@@ -277,7 +278,7 @@ def test_later_updates_of_a_step_are_clipped_around_its_first_values(tiny_dir: P
 
     def after(**critic: Any) -> tuple[dict[str, torch.Tensor], float | None]:
         learner = make_learner(config(tiny_dir, critic=critic))
-        metrics = learner.train_step([batch], step=0, rewards=step_rewards).metrics
+        metrics = learner.train_step([batch], step=0, **step_rewards).metrics
         clipped = metrics.get("value_clip_frac")
         return all_weights(learner), None if clipped is None else clipped.mean
 
@@ -296,7 +297,7 @@ def test_a_later_update_that_is_not_finite_is_left_out_with_those_after_it(tiny_
     batch, step_rewards = pack_rewarded(rewarded(6)[0]), rewarded(6)[1]
     one = make_learner(config(tiny_dir, critic={}))
     three = make_learner(config(tiny_dir, critic={"updates_per_step": 3}))
-    assert isinstance(three._critic, OwnCritic)
+    assert isinstance(three._critic, SeparateCritic)
     norms = [math.inf, three._critic.grad_norm]  # the last one comes first
 
     def grad_norm() -> float:
@@ -304,8 +305,8 @@ def test_a_later_update_that_is_not_finite_is_left_out_with_those_after_it(tiny_
         return norm() if callable(norm) else norm
 
     three._critic.grad_norm = grad_norm
-    one.train_step([batch], step=0, rewards=step_rewards)
-    metrics = three.train_step([batch], step=0, rewards=step_rewards).metrics
+    one.train_step([batch], step=0, **step_rewards)
+    metrics = three.train_step([batch], step=0, **step_rewards).metrics
     assert metrics["critic_skipped_updates"].sum == 2 and math.isfinite(metrics["critic_grad_norm"].mean)
     assert all(tensor.equal(all_weights(one)[name]) for name, tensor in all_weights(three).items())
 
@@ -314,10 +315,10 @@ def test_two_updates_of_a_step_are_those_of_two_steps_without_a_policy(tiny_dir:
     """With gamma and lambda of 1 the returns are those of the rewards, so both learn the same."""
     parts, step_rewards = rewarded(6)
     twice = make_learner(config(tiny_dir, critic={"updates_per_step": 2}))
-    twice.train_step([pack_rewarded(parts)], step=0, rewards=step_rewards)
+    twice.train_step([pack_rewarded(parts)], step=0, **step_rewards)
     steps = make_learner(config(tiny_dir, critic={"warmup_steps": 5}))
     for step in (0, 1):
-        steps.train_step([pack_rewarded(parts)], step=step, rewards=step_rewards)
+        steps.train_step([pack_rewarded(parts)], step=step, **step_rewards)
     expected = {name: tensor for name, tensor in all_weights(steps).items() if name.startswith("critic.")}
     for name, tensor in all_weights(twice).items():
         if name.startswith("critic."):
@@ -424,7 +425,7 @@ def test_the_critics_learning_rate_follows_the_schedule_at_its_own_height(tiny_d
     learner = make_learner(replace(cfg, learner=replace(cfg.learner, lr=1e-3, warmup_steps=4)))
     parts, step_rewards = rewarded(2)
     rates = [
-        learner.train_step([pack_rewarded(parts)], step=step, rewards=step_rewards).metrics["critic_lr"].mean
+        learner.train_step([pack_rewarded(parts)], step=step, **step_rewards).metrics["critic_lr"].mean
         for step in range(5)
     ]
     assert rates == pytest.approx([2.5e-3, 5e-3, 7.5e-3, 1e-2, 1e-2])
@@ -435,7 +436,7 @@ def test_the_policys_schedule_starts_after_the_critics_warmup(tiny_dir: Path) ->
     schedule = replace(cfg.learner, lr=1e-3, warmup_steps=2, lr_schedule="linear")
     learner = make_learner(replace(cfg, learner=schedule, trainer=replace(cfg.trainer, total_steps=8)))
     parts, step_rewards = rewarded(2)
-    results = [learner.train_step([pack_rewarded(parts)], step=step, rewards=step_rewards).metrics for step in range(8)]
+    results = [learner.train_step([pack_rewarded(parts)], step=step, **step_rewards).metrics for step in range(8)]
     assert [m["lr"].mean for m in results if "lr" in m] == pytest.approx([5e-4, 1e-3, 1e-3, 7.5e-4, 5e-4, 2.5e-4])
     expected = [5e-3, 1e-2, *(1e-2 * (6 - i) / 6 for i in range(6))]
     assert [m["critic_lr"].mean for m in results] == pytest.approx(expected), "the critic learns in all of them"

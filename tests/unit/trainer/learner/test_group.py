@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ import pytest
 from ray.exceptions import ActorDiedError, OutOfMemoryError
 
 from tests.fakes.local_actor import Ref
-from trainer.data.batch import StepRewards, TrainBatch
+from trainer.data.batch import TrainBatch
 from trainer.errors import CheckpointError, LearnerError, first_cause, one_line
 from trainer.learner.group import LearnerGroup
 from trainer.learner.step_stats import StepResult
+
+EMPTY = TrainBatch(step=3, micro_batches=((), ()), num_samples=0, num_sequences=0, num_tokens=0, num_loss_tokens=0)
 
 
 class Late:
@@ -131,7 +134,7 @@ async def test_a_group_is_broken_by_a_call_that_failed_or_a_rank_that_is_silent_
 
 
 async def test_a_batch_for_another_number_of_ranks_is_refused() -> None:
-    batch = TrainBatch(step=3, micro_batches=((), ()), num_samples=0, num_tokens=0, num_loss_tokens=0)
+    batch = EMPTY
     with pytest.raises(LearnerError, match="split for 2 ranks, the group has 1"):
         await LearnerGroup([HandActor()], timeout_s=1.0).train_step(batch)
 
@@ -140,12 +143,11 @@ async def test_every_rank_gets_its_own_micro_batches_and_the_rewards_of_the_whol
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("trainer.learner.group.ray.put", lambda part: ("stored", part))
-    rewards = StepRewards(groups=(), num_loss_tokens=5)
-    batch = TrainBatch(step=3, micro_batches=((), ()), num_samples=0, num_tokens=0, num_loss_tokens=5, rewards=rewards)
+    batch = replace(EMPTY, num_loss_tokens=5, group_rewards=())
     seconds = ({"step": 1.0}, {"step": 2.0})
     actors = [HandActor(train_step=StepResult(step=3, metrics={}, seconds=own)) for own in seconds]
     result = await LearnerGroup(actors, timeout_s=1.0).train_step(batch)
-    assert [actor.calls for actor in actors] == [[("train_step", (("stored", ()), 3, rewards))]] * 2
+    assert [actor.calls for actor in actors] == [[("train_step", (("stored", ()), 3, (), 5))]] * 2
     assert result.seconds == {"step": 2.0}, "of the slowest rank"
 
 
@@ -161,6 +163,6 @@ async def test_operations_of_all_ranks_add_up_and_are_known_only_if_each_is(
         for flops, peak in zip((2.0, 5.0), peaks, strict=True)
     ]
     group = LearnerGroup([HandActor(train_step=result) for result in results], timeout_s=1.0)
-    batch = TrainBatch(step=3, micro_batches=((), ()), num_samples=0, num_tokens=0, num_loss_tokens=0)
+    batch = EMPTY
     result = await group.train_step(batch)
     assert (result.model_flops, result.peak_flops) == expected

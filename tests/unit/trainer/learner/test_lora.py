@@ -75,7 +75,7 @@ def test_gradients_follow_the_chain_rule_on_the_merged_model(tiny_dir: Path, tmp
     learner.export_hf(tmp_path / "merged")
     of_merged = gradients(make_learner(run_config(tmp_path / "merged")), [batch])
     got: dict[str, torch.Tensor] = {}
-    optimizer = learner._optimizer
+    optimizer = learner._optimizers[""]
 
     def capture(**_: float) -> None:
         named = learner.model.named_parameters()

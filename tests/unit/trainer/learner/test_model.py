@@ -12,7 +12,7 @@ from tests.fakes.learner import KINDS, TINY, drawn_config, make_learner, run_con
 from trainer.config.schema import ModelConfig
 from trainer.errors import ModelError
 from trainer.learner.model import check_model, torch_dtype
-from trainer.learner.weights import INDEX_FILE, init_rows
+from trainer.learner.weights import INDEX_FILE, init_weights
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -102,7 +102,7 @@ def test_weights_from_the_seed_are_the_same_wherever_they_are_kept(monkeypatch: 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(Qwen2Config(**TINY))
     monkeypatch.setattr(torch.Tensor, "normal_", noted)
-    init_rows(model, seed=3, device=torch.device("cpu"))
+    init_weights(model, seed=3, device=torch.device("cpu"))
     assert drawn
     assert set(drawn) == {("cpu", torch.device("cpu"))}
 

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from tests.fakes.scripted_run import config
 from trainer.config.schema import ModelConfig
 from trainer.errors import ModelError
-from trainer.learner.model import hollow_model
-from trainer.learner.weights import check_weights, checkpoint_files, has_weights, is_drawn, resolve_model_dir
+from trainer.learner.model import meta_model
+from trainer.learner.weights import check_weights, checkpoint_files, has_weights, is_random_init, resolve_model_dir
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,24 +43,24 @@ def test_a_name_that_the_hub_has_not_is_told_with_its_key(name: str, key: str, m
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     cfg = config(model={"path": "own/policy"}, critic={"path": "own/critic"})
     with pytest.raises(ModelError, match=f"^{key} '{name}' is neither a directory here nor a model the hub gives us"):
-        hollow_model(name, cfg)
+        meta_model(name, cfg)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model-00001-of-00001.safetensors", "any.safetensors"])
 def test_safetensors_of_any_name_are_weights(name: str, tmp_path: Path) -> None:
     path = write(tmp_path / name, "a", "b")
     assert checkpoint_files(tmp_path) == {"a": path, "b": path}
-    check_weights(tmp_path, is_drawn=False)
+    check_weights(tmp_path, is_random_init=False)
     with pytest.raises(ModelError, match=r"has weights, which model\.random_weights=true would not read"):
-        check_weights(tmp_path, is_drawn=True)
+        check_weights(tmp_path, is_random_init=True)
 
 
 def test_a_directory_without_weights_is_for_drawing_alone(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "consolidated.00.pth").touch()
-    check_weights(tmp_path, is_drawn=True)
+    check_weights(tmp_path, is_random_init=True)
     with pytest.raises(ModelError, match=r"no weights \(found \['config\.json', 'consolidated.*random_weights=true"):
-        check_weights(tmp_path, is_drawn=False)
+        check_weights(tmp_path, is_random_init=False)
     (tmp_path / "pytorch_model-00001-of-00002.bin").touch()
     assert has_weights(tmp_path)
 
@@ -78,13 +78,13 @@ def test_a_numbered_file_that_is_missing_is_an_unfinished_download(tmp_path: Pat
     write(tmp_path / "model-00001-of-00003.safetensors", "a")
     write(tmp_path / "model-00003-of-00003.safetensors", "c")
     with pytest.raises(ModelError, match=r"has 2 of the 3 files model-\*-of-\*\.safetensors; finish the download"):
-        check_weights(tmp_path, is_drawn=False)
+        check_weights(tmp_path, is_random_init=False)
 
 
 def test_only_the_policy_is_drawn(tmp_path: Path) -> None:
     model = ModelConfig(path=str(tmp_path / "policy"), random_weights=True)
-    assert is_drawn(model, tmp_path / "policy") and not is_drawn(model, str(tmp_path / "critic"))
-    assert not is_drawn(ModelConfig(path=str(tmp_path)), tmp_path)
+    assert is_random_init(model, tmp_path / "policy") and not is_random_init(model, str(tmp_path / "critic"))
+    assert not is_random_init(ModelConfig(path=str(tmp_path)), tmp_path)
 
 
 @pytest.mark.parametrize(("weights", "num_asked"), [("model.safetensors", 1), ("pytorch_model.bin", 2)])

@@ -83,7 +83,7 @@ def test_logprobs_equal_a_plain_model_and_are_zero_elsewhere(tiny_dir: Path) -> 
 def test_training_on_policy_reports_ratio_one_and_learns_the_rewarded_tokens(tiny_dir: Path) -> None:
     learner, batch = make_learner(run_config(tiny_dir, lr=3e-3)), pack(sequences(6))
     before = learner.logprobs(batch)
-    batch = replace(batch, behaviour_logprobs=before)
+    batch = replace(batch, behavior_logprobs=before)
     first = learner.train_step([batch], step=0).metrics
     mask = batch.loss_mask
     assert first["ratio_mean"].mean == pytest.approx(1.0, abs=1e-5)
@@ -151,7 +151,7 @@ def test_gradient_is_clipped_by_the_norm_that_is_reported(tiny_dir: Path) -> Non
     )
     clipped = make_learner(run_config(tiny_dir, max_grad_norm=norm / 4, beta1=0.0))
     assert clipped.train_step([batch], step=0).metrics["grad_norm"].mean == pytest.approx(norm, rel=1e-5)
-    moments = [t for n, t in clipped._optimizer.state().items() if n.startswith("exp_avg.")]
+    moments = [t for n, t in clipped._optimizers[""].state().items() if n.startswith("exp_avg.")]
     applied = math.sqrt(sum(t.full_tensor().square().sum().item() for t in moments))
     assert applied == pytest.approx(norm / 4, rel=1e-4)
 
@@ -162,8 +162,8 @@ def test_a_step_whose_gradient_is_not_finite_is_skipped_and_one_too_many_raises(
     poisoned = replace(batch, advantages=np.where(batch.loss_mask, np.inf, 0).astype(np.float32))
 
     def state() -> dict[str, torch.Tensor]:
-        optimizer = {name: tensor.full_tensor().clone() for name, tensor in learner._optimizer.state().items()}
-        return {**weights(learner), **optimizer, "num_updates": torch.tensor(learner._optimizer.num_updates)}
+        optimizer = {name: tensor.full_tensor().clone() for name, tensor in learner._optimizers[""].state().items()}
+        return {**weights(learner), **optimizer, "num_updates": torch.tensor(learner._optimizers[""].num_updates)}
 
     for row in range(2):  # a step that goes well forgives those before it
         before = state()
@@ -203,7 +203,7 @@ def _close(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> N
 def _sampled_by_the_learner(tiny_dir: Path, num: int = 8) -> list[MicroBatch]:
     """Sequences whose engine had the learner's weights and kernels."""
     learner, parts = make_learner(run_config(tiny_dir)), sequences(num)
-    return [replace(p, behaviour_logprobs=learner.logprobs(p)) for p in parts]
+    return [replace(p, behavior_logprobs=learner.logprobs(p)) for p in parts]
 
 
 def test_decoupled_on_samples_of_the_same_policy_equals_the_plain_loss(tiny_dir: Path) -> None:
@@ -222,7 +222,7 @@ def test_the_proximal_policy_is_the_one_that_the_step_starts_with(tiny_dir: Path
     learner.train_step([batch], step=0)
     before, mask = learner.logprobs(batch), batch.loss_mask
     result = learner.train_step([pack(parts[:2]), pack(parts[2:])], step=1)
-    weight = np.exp(before - batch.behaviour_logprobs)[mask]
+    weight = np.exp(before - batch.behavior_logprobs)[mask]
     assert result.metrics["correction_weight_mean"].mean == pytest.approx(weight.mean(), rel=1e-5)
     assert result.metrics["correction_weight_max"].mean == pytest.approx(weight.max(), rel=1e-5)
     ess = weight.sum() ** 2 / (weight**2).sum() / mask.sum()
@@ -247,8 +247,8 @@ def test_corrected_gradients_do_not_depend_on_the_micro_batch_split(objective: A
 
 def test_a_rejected_answer_counts_as_zero_and_the_denominator_stays(tiny_dir: Path) -> None:
     parts = _sampled_by_the_learner(tiny_dir)
-    shifted = parts[2].behaviour_logprobs - np.float32(3) * parts[2].loss_mask
-    parts[2] = replace(parts[2], behaviour_logprobs=shifted)
+    shifted = parts[2].behavior_logprobs - np.float32(3) * parts[2].loss_mask
+    parts[2] = replace(parts[2], behavior_logprobs=shifted)
     rejecting = _corrected(run_config(tiny_dir), reject=RejectConfig(upper=2.0))
     got = gradients(make_learner(rejecting), [pack(parts)])
     # The weights of the others are still shares of all tokens, the rejected ones included.
@@ -262,7 +262,7 @@ def test_perturbed_logprobs_are_attributed_to_their_cause(age: int, cause: str, 
         mask = parts[i].loss_mask
         noise = np.where(mask, rng.choice([-0.2, 0.2], len(mask)), 0).astype(np.float32)
         versions = np.where(mask, 3 - age, -1).astype(np.int32)
-        parts[i] = replace(parts[i], behaviour_logprobs=parts[i].behaviour_logprobs + noise, versions=versions)
+        parts[i] = replace(parts[i], behavior_logprobs=parts[i].behavior_logprobs + noise, versions=versions)
     for i in range(1, len(parts), 2):
         versions = np.where(parts[i].loss_mask, 3 if age else 1, -1).astype(np.int32)
         parts[i] = replace(parts[i], versions=versions)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
-from tests.fakes.learner import gradients, make_learner, pack, run_config, sequences, weights
+from tests.fakes.learner import gradients, make_learner, pack, reference_logprobs, run_config, sequences, weights
 from trainer.config.algorithm import AlgorithmConfig, CorrectionConfig, KlConfig, MaskConfig
 from trainer.config.schema import LoraConfig
 from trainer.learner.checkpoint import begin
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
     from trainer.config.schema import RunConfig
     from trainer.data.batch import MicroBatch
-    from trainer.learner.critic import Reference
     from trainer.learner.policy import PolicyLearner
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -34,12 +34,6 @@ def with_kl(cfg: RunConfig, coef: float = 0.7, **kl: Any) -> RunConfig:
 
 def with_lora(cfg: RunConfig) -> RunConfig:
     return replace(cfg, model=replace(cfg.model, lora=LoraConfig(rank=8, alpha=20.0, target_modules="q_proj+up_proj")))
-
-
-def reference_of(learner: PolicyLearner) -> Reference:
-    reference = learner._preparation._reference
-    assert reference is not None
-    return reference
 
 
 def train(learner: PolicyLearner, num_steps: int, *, first: int = 0) -> None:
@@ -62,41 +56,43 @@ def test_the_reference_is_the_initial_policy_whatever_the_steps_and_resumes(
     cfg, batch = with_lora(cfg) if lora else cfg, pack(sequences(5))
     learner = make_learner(cfg)
     initial = make_learner(run_config(tiny_dir)).logprobs(batch)
-    np.testing.assert_array_equal(reference_of(learner).logprobs(batch), initial)
+    np.testing.assert_array_equal(reference_logprobs(learner, batch), initial)
     train(learner, 3)
     assert np.abs(learner.logprobs(batch) - initial).max() > 0.01, "the policy has moved"
-    np.testing.assert_array_equal(reference_of(learner).logprobs(batch), initial)
+    np.testing.assert_array_equal(reference_logprobs(learner, batch), initial)
     learner.save(begin(tmp_path, 3), step=3)
     resumed = make_learner(cfg)
     resumed.load(tmp_path / "step_3.tmp")
     np.testing.assert_array_equal(resumed.logprobs(batch), learner.logprobs(batch))
-    np.testing.assert_array_equal(reference_of(resumed).logprobs(batch), initial)
+    np.testing.assert_array_equal(reference_logprobs(resumed, batch), initial)
 
 
 def test_with_lora_the_reference_is_no_second_model_and_the_adapters_still_learn(tiny_dir: Path) -> None:
     learner = make_learner(with_lora(with_kl(run_config(tiny_dir))))
-    assert reference_of(learner)._model is learner._policy
+    assert learner._reference._built.policy is learner._built.policy
     train(learner, 2)
     assert all(adapter.b.full_tensor().abs().max() > 0 for adapter in adapters_of(learner.model))
 
 
 def test_a_reference_costs_no_gradient_and_no_optimizer(tiny_dir: Path) -> None:
-    model = reference_of(make_learner(with_kl(run_config(tiny_dir))))._model
+    model = make_learner(with_kl(run_config(tiny_dir)))._reference._built.policy
     assert not [name for name, param in model.named_parameters() if param.requires_grad]
     half = run_config(tiny_dir)
     half = with_kl(replace(half, model=replace(half.model, compute_dtype="bfloat16")))
     learner = make_learner(half)
-    assert {param.dtype for param in reference_of(learner)._model.parameters()} == {torch.bfloat16}
+    assert {param.dtype for param in learner._reference.parameters()} == {torch.bfloat16}
     batch = pack(sequences(5))
-    np.testing.assert_array_equal(reference_of(learner).logprobs(batch), learner.logprobs(batch))
-    assert make_learner(run_config(tiny_dir))._preparation._reference is None
+    np.testing.assert_array_equal(reference_logprobs(learner, batch), learner.logprobs(batch))
+    assert make_learner(run_config(tiny_dir))._reference is None
 
 
 def test_passes_without_gradient_leave_no_notes_behind(tiny_dir: Path) -> None:
     """FSDP2 notes every forward until a backward, and a reference never has one."""
     learner, batch = make_learner(with_kl(run_config(tiny_dir))), pack(sequences(2))
-    reference = reference_of(learner)
-    for model, score in ((reference._model, reference.logprobs), (learner._policy, learner.logprobs)):
+    for model, score in (
+        (learner._reference._built.policy, partial(reference_logprobs, learner)),
+        (learner._built.policy, learner.logprobs),
+    ):
         score(batch)
         score(batch)
         states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
@@ -109,7 +105,7 @@ def test_passes_without_gradient_leave_no_notes_behind(tiny_dir: Path) -> None:
 def test_a_reference_on_the_host_gives_the_same_bits(tiny_dir: Path) -> None:
     cfg, batch = with_kl(run_config(tiny_dir)), pack(sequences(5))
     offloaded = replace(cfg, learner=replace(cfg.learner, reference_cpu_offload=True))
-    got, expected = (reference_of(make_learner(one)).logprobs(batch) for one in (offloaded, cfg))
+    got, expected = (reference_logprobs(make_learner(one), batch) for one in (offloaded, cfg))
     np.testing.assert_array_equal(got, expected)
 
 

@@ -10,19 +10,29 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from tests.fakes.learner import TINY, VOCAB, gradients, make_learner, pack, run_config, save_tiny, sequences, weights
+from tests.fakes.learner import (
+    TINY,
+    VOCAB,
+    gradients,
+    make_learner,
+    pack,
+    reference_logprobs,
+    run_config,
+    save_tiny,
+    sequences,
+    weights,
+)
 from trainer.config.algorithm import AlgorithmConfig, CriticConfig, KlConfig
 from trainer.config.schema import LoraConfig
-from trainer.data.batch import MicroBatch, StepRewards, TokenRewards
+from trainer.data.batch import MicroBatch
 from trainer.errors import ModelError, TrainingDiverged
-from trainer.learner.critic import penalized_advantages
 from trainer.learner.lora import adapters_of
+from trainer.learner.prepare import kl_penalized_advantages
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from trainer.config.schema import RunConfig
-    from trainer.learner.policy import PolicyLearner
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -67,12 +77,6 @@ def load(directory: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager").eval()
 
 
-def reference_logprobs(learner: PolicyLearner, batch: MicroBatch) -> np.ndarray:
-    reference = learner._preparation._reference
-    assert reference is not None
-    return reference.logprobs(batch)
-
-
 def every_next_token(prompt: np.ndarray, logprobs_V: np.ndarray) -> list[MicroBatch]:
     """One answer of one token for each token there is, weighted by how often the policy samples it: a sum over them is
     a mean over what it samples, without noise."""
@@ -83,7 +87,7 @@ def every_next_token(prompt: np.ndarray, logprobs_V: np.ndarray) -> list[MicroBa
             cu_seqlens=np.array([0, length], np.int32),
             token_ids=np.append(prompt, token).astype(np.int32),
             loss_mask=mask,
-            behaviour_logprobs=np.where(mask, logprob, 0).astype(np.float32),
+            behavior_logprobs=np.where(mask, logprob, 0).astype(np.float32),
             versions=np.where(mask, 0, -1).astype(np.int32),
             advantages=np.zeros(length, np.float32),
             loss_weights=np.where(mask, np.exp(logprob), 0).astype(np.float32),
@@ -120,8 +124,8 @@ def test_a_token_has_its_own_kl_taken_off_and_no_later_one() -> None:
     batch = replace(batch, advantages=np.where(batch.loss_mask, 0.5, 0).astype(np.float32))
     reference_T = np.random.default_rng(0).normal(-3, 1, len(batch.token_ids)).astype(np.float32)
     config = KlConfig(coef=0.25, placement="advantage", estimator="k1")
-    got = penalized_advantages(batch, reference_T, config=config)
-    expected = 0.5 - 0.25 * (batch.behaviour_logprobs - reference_T)
+    got = kl_penalized_advantages(batch, reference_T, config=config)
+    expected = 0.5 - 0.25 * (batch.behavior_logprobs - reference_T)
     np.testing.assert_allclose(got[batch.loss_mask], expected[batch.loss_mask], rtol=1e-6)
     assert not got[~batch.loss_mask].any()
     assert got.dtype == np.float32
@@ -145,20 +149,29 @@ def test_a_critic_takes_its_advantages_first_and_alone_none_at_all(tiny_dir: Pat
     cfg = taught(tiny_dir, teacher_dir, advantage="gae", lr=1e-2)
     cfg = replace(cfg, critic=CriticConfig(warmup_steps=1, lr=1e-9))
     batch = pack(sequences(4, seed=2))
-    unfinished = TokenRewards(rewards=np.zeros(len(batch.token_ids), np.float32), answers=np.arange(4, dtype=np.int32))
-    batch = replace(batch, unfinished=unfinished, advantages=np.zeros_like(batch.advantages))
-    rewards = StepRewards(groups=(), num_loss_tokens=int(batch.loss_mask.sum()))
+    batch = replace(
+        batch,
+        token_rewards=np.zeros(len(batch.token_ids), np.float32),
+        answer_index=np.arange(4, dtype=np.int32),
+        advantages=np.zeros_like(batch.advantages),
+    )
     learner = make_learner(cfg)
     before = weights(learner)
-    learner.train_step([batch], step=0, rewards=rewards)
+    rewards: dict[str, Any] = {"group_rewards": (), "num_loss_tokens": int(batch.loss_mask.sum())}
+    learner.train_step([batch], step=0, **rewards)
     assert all(tensor.equal(before[name]) for name, tensor in weights(learner).items()), "the critic's step"
-    prepared = learner._preparation.prepare([batch], rewards, trains_policy=True, timer=_NoTimer())
-    expected = penalized_advantages(batch, reference_logprobs(learner, batch), config=cfg.algorithm.kl)
-    np.testing.assert_allclose(prepared.batches[0].advantages, expected, atol=1e-5)
-
-
-class _NoTimer:
-    def mark(self, phase: str) -> None: ...
+    expected = kl_penalized_advantages(batch, reference_logprobs(learner, batch), config=cfg.algorithm.kl)
+    alone = replace(cfg.algorithm, advantage="grpo", kl=KlConfig())
+    plain = make_learner(replace(cfg, algorithm=alone))
+    got, wanted = (
+        gradients(one, [given], **how)
+        for one, given, how in (
+            (learner, batch, {"step": 1, **rewards}),
+            (plain, replace(batch, advantages=expected), {}),
+        )
+    )
+    for name, gradient in got.items():
+        torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("placement", ["advantage", "loss"])

@@ -12,8 +12,9 @@ from rollout.types import Group, Prompt, Trajectory
 from tests.fakes.rewarded import rewarded
 from tests.fakes.trajectories import make_turn
 from trainer.config.algorithm import AlgorithmConfig
-from trainer.data.build import BatchLimits, build_train_batch
-from trainer.learner.critic import ValueTargets, ValueTotals, penalized_rewards, value_targets
+from trainer.data.build import build_train_batch
+from trainer.learner.critic import ValueSums, ValueTargets, value_targets
+from trainer.learner.prepare import kl_penalized_rewards
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,11 +45,11 @@ def test_gae_has_the_closed_form_whatever_context_stands_between_the_turns(conte
     prompt = Prompt(prompt_id="a", token_ids=np.zeros(2, np.int32), text="", answer="")
     group = Group(group_id=0, prompt=prompt, trajectories=[trajectory(i, context) for i in range(2)], start_version=0)
     algorithm = AlgorithmConfig(advantage="gae", gae_gamma=1.0, gae_lambda=0.95)
-    limits = BatchLimits(num_ranks=1, max_tokens_per_micro_batch=100, max_response_tokens=50)
-    ((batch,),) = build_train_batch([group], step=0, algorithm=algorithm, limits=limits).batch.micro_batches
+    limits = {"num_ranks": 1, "max_tokens_per_micro_batch": 100, "max_response_tokens": 50}
+    ((batch,),) = build_train_batch([group], step=0, algorithm=algorithm, **limits).micro_batches
     values_T = np.full(len(batch.token_ids), 99.0, np.float32)
     values_T[batch.loss_mask] = VALUES * 2
-    rewards_T = penalized_rewards(batch, None, config=algorithm.kl)
+    rewards_T = kl_penalized_rewards(batch, None, config=algorithm.kl)
     targets = value_targets(batch, rewards_T, values_T, config=algorithm)
     np.testing.assert_allclose(targets.advantages_T[batch.loss_mask], ADVANTAGES * 2, atol=1e-6)
     np.testing.assert_allclose(targets.returns_T[batch.loss_mask], np.add(ADVANTAGES, VALUES).tolist() * 2, atol=1e-6)
@@ -62,7 +63,7 @@ def targets_with(values: np.ndarray, returns: np.ndarray) -> ValueTargets:
 def test_the_loss_is_a_share_of_the_token_mean_over_the_step() -> None:
     (part, _), _ = rewarded(2)
     count = int(part.loss_mask.sum())
-    totals = ValueTotals(num_loss_tokens=10)
+    totals = ValueSums(num_loss_tokens=10)
     returns_T = np.where(part.loss_mask, 1.0, 0.0)
     values_L = torch.full((count,), 0.5, requires_grad=True)
     loss = totals.loss(values_L, part, targets_with(returns_T * 0.2, returns_T), clip=0.2)
@@ -80,6 +81,6 @@ def test_perfect_values_explain_all_and_a_constant_nothing() -> None:
     (part, _), _ = rewarded(2)
     returns_T = np.where(part.loss_mask, np.arange(len(part.token_ids)), 0.0)
     for values_T, expected in ((returns_T, 1.0), (np.full_like(returns_T, 5.0), 0.0), (-returns_T, -3.0)):
-        totals = ValueTotals(num_loss_tokens=1)
+        totals = ValueSums(num_loss_tokens=1)
         totals.add(part, targets_with(values_T, returns_T))
         assert totals.reduce(torch.device("cpu"))["value_explained_variance"].mean == pytest.approx(expected)

@@ -13,7 +13,7 @@ from rollout.types import Group, Prompt, Trajectory
 from tests.fakes.trajectories import make_turn
 from tests.unit.trainer.planning.conftest import config, planned
 from trainer.config.schema import RayConfig
-from trainer.data.build import BatchLimits, build_train_batch
+from trainer.data.build import build_train_batch
 from trainer.tools.dry_run import in_words
 from trainer.tools.memory_plan import GIB, Workload
 from trainer.tools.run_plan import object_store
@@ -73,9 +73,15 @@ def test_groups_of_less_than_what_travels_within_an_answer_go_past_the_store() -
 @pytest.mark.parametrize("algorithm", [{}, {"loss": "clip_cov"}, {"advantage": "gae"}], ids=str)
 def test_micro_batches_have_the_bytes_that_the_ranks_fetch(algorithm: dict[str, Any]) -> None:
     cfg = settings(algorithm=algorithm)
-    limits = BatchLimits(num_ranks=2, max_tokens_per_micro_batch=9 * (PROMPT + ANSWER), max_response_tokens=ANSWER)
     groups = [group(cfg.rollout.group_size) for _ in range(cfg.trainer.groups_per_step)]
-    batch = build_train_batch(groups, step=0, algorithm=cfg.algorithm, limits=limits).batch
+    batch = build_train_batch(
+        groups,
+        step=0,
+        algorithm=cfg.algorithm,
+        num_ranks=2,
+        max_tokens_per_micro_batch=9 * (PROMPT + ANSWER),
+        max_response_tokens=ANSWER,
+    )
     real = sum(nbytes(micro) for rank in batch.micro_batches for micro in rank)
     assert sizes(stored(cfg))["micro-batches of one step"] == pytest.approx(real, rel=0.005)
 

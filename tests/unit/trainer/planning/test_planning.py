@@ -297,7 +297,7 @@ def test_a_real_learner_allocates_what_was_planned(tiny_dir: Path, tmp_path: Pat
     with process_group(tmp_path / "store"):
         real = PolicyLearner(cfg, rank=0, world_size=1, device=torch.device("cpu"), backend=backend)
         params = [p.to_local() if isinstance(p, DTensor) else p for p in real.model.parameters()]
-        moments = [t for state in real._optimizer._adamw.state.values() for t in state.values() if t.ndim]
+        moments = [t for state in real._optimizers[""]._adamw.state.values() for t in state.values() if t.ndim]
     shape = model_shape(cfg.model, str(tiny_dir))
     parts = {part.name: part.nbytes for part in learner.learner_parts(shape, _plan(cfg, shape))}
     assert parts["masters (float32)"] == sum(p.numel() * p.element_size() for p in params)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from rollout.types import ToolUse
 from tests.fakes.metric_names import check_known
 from tests.unit.trainer.data.conftest import make_group, make_trajectory, make_turn
-from trainer.data.build import batch_stats
+from trainer.driver.step_metrics import batch_stats
 
 
 def test_a_baseline_has_a_metric_of_its_own_and_counts_in_no_other() -> None:

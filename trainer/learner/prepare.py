@@ -1,0 +1,287 @@
+"""What a step needs before its first gradient: log-probs of the reference, and final advantages over all ranks.
+
+Shape legend: `T` packed tokens, `L` loss tokens, `N` answers of the step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from trainer.algorithms.advantages import MIN_VARIANCE, reward_to_go, step_advantages
+from trainer.algorithms.losses import kl_penalty
+from trainer.config.algorithm import traits_of
+from trainer.errors import ModelError
+from trainer.learner.critic import ValueTargets, refuse_non_finite
+from trainer.learner.lora import without_adapters
+from trainer.learner.model import BuiltPolicy, PolicyModel, meta_model, shard_and_load, torch_dtype, vocab_size
+from trainer.learner.packed_inputs import scatter_to_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from trainer.algorithms.advantages import GroupRewards
+    from trainer.config.algorithm import AlgorithmConfig, KlConfig
+    from trainer.config.schema import RunConfig
+    from trainer.data.batch import MicroBatch
+    from trainer.learner.critic import Critic, ValueSums
+    from trainer.learner.model import ParallelContext
+    from trainer.learner.step_stats import PhaseTimer
+
+
+class Reference:
+    """What the policy is held near. It is read from `algorithm.kl.path` or `model.path` (or the seed) again, never from
+    a checkpoint, so a resumed run has the reference that it began with."""
+
+    def __init__(self, built: BuiltPolicy, *, key: str) -> None:
+        """`built` may be the policy itself if it has adapters: they are switched off for every call. `key` names the
+        model in the configuration, for messages."""
+        self._built, self._key = built, key
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return list(self._built.policy.parameters())
+
+    def logprobs(self, batches: Sequence[MicroBatch]) -> list[np.ndarray]:
+        """Log-probabilities of the loss tokens after temperature, among the policy's tokens: of every micro-batch
+        float32[T], 0 outside `loss_mask`. Collective.
+
+        Raises:
+            TrainingDiverged: one is not finite, on any rank; raised on all of them.
+        """
+        with without_adapters(self._built.policy.hf):
+            found = [scatter_to_tokens(self._built.no_grad_forward(batch).logprobs_L, batch) for batch in batches]
+        what = (
+            "log-probs of the reference (algorithm.kl) are not finite; its weights do not change in a run, so look at "
+            f"those of {self._key}, and try model.compute_dtype=float32"
+        )
+        refuse_non_finite(found, what, device=self._built.device)
+        return found
+
+
+def build_reference(cfg: RunConfig, built: BuiltPolicy, context: ParallelContext) -> Reference | None:
+    """The reference that `algorithm.kl` asks for; None while its coefficient is 0.
+
+    With LoRA the first policy is the policy without its adapters and costs no memory. Otherwise the reference is a
+    second model in the compute dtype, sharded like the policy, and with `learner.reference_cpu_offload` kept on the
+    host.
+
+    Raises:
+        ModelError: its weights cannot be loaded, or it knows fewer tokens than the policy.
+    """
+    kl = cfg.algorithm.kl
+    if kl.coef == 0:
+        return None
+    key = "model.path" if kl.path is None else "algorithm.kl.path"
+    if cfg.model.lora.rank and kl.path is None:
+        return Reference(built, key=key)
+    meta = meta_model(cfg.model.path if kl.path is None else kl.path, cfg)
+    known, needed = vocab_size(meta.hf), vocab_size(built.policy.hf)
+    if known < needed:
+        raise ModelError(
+            f"algorithm.kl.path {kl.path!r} has {known} tokens, the policy {needed}; it has to judge whatever the "
+            "policy may sample, use a model of the same family with at least as many"
+        )
+    for param in meta.hf.parameters():
+        param.requires_grad_(False)
+        param.data = param.data.to(torch_dtype(cfg.model.compute_dtype))
+    # A teacher may be padded to more rows. What it gives those the policy cannot give: both are over the same tokens.
+    model = PolicyModel(meta.hf, cfg, num_tokens=needed)
+    layout = shard_and_load(model, meta, cfg, context=context, cpu_offload=cfg.learner.reference_cpu_offload)
+    return Reference(
+        BuiltPolicy(policy=model, layout=layout, source_dir=meta.source_dir, device=context.device), key=key
+    )
+
+
+def prepare_step(
+    micro_batches: Sequence[MicroBatch],
+    group_rewards: Sequence[GroupRewards] | None,
+    *,
+    config: AlgorithmConfig,
+    reference: Reference | None,
+    critic: Critic | None,
+    values: ValueSums,
+    trains_policy: bool,
+    timer: PhaseTimer,
+) -> tuple[list[MicroBatch], list[np.ndarray | None], list[ValueTargets]]:
+    """Finish the advantages of a step, if they are not final; a critic of its own keeps its gradients. Collective.
+
+    Returns:
+        Of every micro-batch: (the same with final advantages; log-probs of the reference, float32[T], None where
+        nothing needs them; what the critic learns, no entry without a critic).
+
+    Raises:
+        TrainingDiverged: a log-prob of the reference or a value is not finite, on any rank; raised on all of them. A
+            critic of its own holds gradients then.
+        ValueError: the advantages are not final, and the rewards of the groups or of the tokens are missing.
+    """
+    batches = list(micro_batches)
+    references: list[np.ndarray | None] = [None] * len(batches)
+    targets: list[ValueTargets] = []
+    if reference is not None and (trains_policy or config.kl.in_reward):
+        references = [*reference.logprobs(batches)]
+        timer.mark("reference")
+    if config.finishes_on_ranks:
+        if group_rewards is None:
+            raise ValueError("the advantages of this step are not final, and it came without rewards; pass them")
+        rewards = [kl_penalized_rewards(b, r, config=config.kl) for b, r in zip(batches, references, strict=True)]
+        if critic is None:
+            advantages = reward_advantages(batches, rewards, group_rewards, config=config, device=timer.device)
+        else:
+            targets = critic.targets(batches, rewards, values)
+            advantages = [one.advantages_T for one in targets]
+            if config.whiten_advantages:
+                advantages = normalized_over_ranks(advantages, batches, device=timer.device)
+        batches = [
+            replace(batch, advantages=advantages_T.astype(np.float32))
+            for batch, advantages_T in zip(batches, advantages, strict=True)
+        ]
+        timer.mark("advantages" if critic is None else "critic")
+    if config.kl.in_advantage:  # without references the critic alone is trained
+        batches = [
+            b if r is None else replace(b, advantages=kl_penalized_advantages(b, r, config=config.kl))
+            for b, r in zip(batches, references, strict=True)
+        ]
+    return batches, references, targets
+
+
+def kl_penalized_rewards(batch: MicroBatch, reference_T: np.ndarray | None, *, config: KlConfig) -> np.ndarray:
+    """r_t - coef x KL_t, the KL of the policy that sampled to the reference (Ziegler et al. 2019, section 2; Ouyang et
+    al. 2022, section 3.5).
+
+    Args:
+        reference_T: float32[T]; None without a KL in the reward.
+
+    Returns:
+        float64[T], 0 outside `loss_mask`.
+
+    Raises:
+        ValueError: the batch carries no rewards.
+    """
+    if batch.token_rewards is None:
+        raise ValueError("a micro-batch has no token rewards, but its advantages are not final; build it with them")
+    rewards_T = batch.token_rewards.astype(np.float64)
+    if reference_T is None or not config.in_reward:
+        return rewards_T
+    return np.where(batch.loss_mask, rewards_T - config.coef * _sampled_kl(batch, reference_T, config=config), 0.0)
+
+
+def kl_penalized_advantages(batch: MicroBatch, reference_T: np.ndarray, *, config: KlConfig) -> np.ndarray:
+    """A_t - coef x KL_t: what the estimator gives a token less its own KL, of the policy that sampled to the reference.
+    No later token counts.
+
+    With A of 0 and a ratio in the loss it is on-policy distillation (Lu et al. 2025, thinkingmachines.ai/blog/
+    on-policy-distillation): d = log policy - log teacher as cost has the gradient of KL(policy || teacher) in the mean.
+
+    Args:
+        reference_T: float32[T].
+
+    Returns:
+        float32[T], 0 outside `loss_mask`.
+
+    Example:
+        A 0, coef 1, log policy -2 and log teacher -0.5 give 1.5: the teacher likes the token better.
+    """
+    less_T = batch.advantages - config.coef * _sampled_kl(batch, reference_T, config=config)
+    return np.where(batch.loss_mask, less_T, 0.0).astype(np.float32)
+
+
+def _sampled_kl(batch: MicroBatch, reference_T: np.ndarray, *, config: KlConfig) -> np.ndarray:
+    """float64[T], of no meaning outside `loss_mask`."""
+    sampled_T, ours_T = (torch.from_numpy(x.astype(np.float64)) for x in (batch.behavior_logprobs, reference_T))
+    return kl_penalty(sampled_T, ours_T, config.estimator).numpy()
+
+
+def reward_advantages(
+    batches: Sequence[MicroBatch],
+    rewards: Sequence[np.ndarray],
+    group_rewards: Sequence[GroupRewards],
+    *,
+    config: AlgorithmConfig,
+    device: torch.device,
+) -> list[np.ndarray]:
+    """Without a critic: what the estimator makes of penalized rewards. Collective.
+
+    An estimator of the reward-to-go sees the reward of every token; every other one the sum over the answer, as it
+    sees the reward of the outcome otherwise.
+
+    Args:
+        rewards: float64[T] of every micro-batch, from `kl_penalized_rewards`.
+
+    Returns:
+        float64[T] of every micro-batch, 0 outside `loss_mask`.
+    """
+    traits = traits_of(config)
+    if not traits.reward_to_go:
+        return _answer_advantages(batches, rewards, group_rewards, config=config, device=device)
+    returns: list[np.ndarray] = []
+    for batch, rewards_T in zip(batches, rewards, strict=True):
+        returns_T = np.zeros(len(rewards_T))
+        for start, stop in pairwise(batch.cu_seqlens.tolist()):
+            returns_T[start:stop] = reward_to_go(rewards_T[start:stop], batch.loss_mask[start:stop])
+        returns.append(returns_T)
+    return normalized_over_ranks(returns, batches, device=device) if traits.spans_step else returns
+
+
+def normalized_over_ranks(
+    values: Sequence[np.ndarray], batches: Sequence[MicroBatch], *, device: torch.device
+) -> list[np.ndarray]:
+    """(a - mean) / sqrt(max(variance, 1e-8)) over all loss tokens of the step, with the biased variance. Collective.
+
+    `advantages.normalized_over_tokens` for values that lie on different ranks.
+
+    Args:
+        values: float64[T] of every micro-batch.
+
+    Returns:
+        float64[T] of every micro-batch, 0 outside `loss_mask`.
+    """
+    own = np.concatenate([v[batch.loss_mask] for v, batch in zip(values, batches, strict=True)])
+    count, total, square = _summed(np.array([own.size, own.sum(), (own**2).sum()]), device)
+    mean = total / max(1.0, count)
+    # Two sums in one pass: advantages lie near 0 and hold 16 digits, so the difference loses none that matter.
+    scale = np.sqrt(max(square / max(1.0, count) - mean**2, MIN_VARIANCE))
+    return [np.where(batch.loss_mask, (v - mean) / scale, 0.0) for v, batch in zip(values, batches, strict=True)]
+
+
+def _answer_advantages(
+    batches: Sequence[MicroBatch],
+    rewards: Sequence[np.ndarray],
+    group_rewards: Sequence[GroupRewards],
+    *,
+    config: AlgorithmConfig,
+    device: torch.device,
+) -> list[np.ndarray]:
+    """Every rank knows the rewards of all answers and the penalties of its own; then all compute the same."""
+    sizes = [group.rewards_G.size for group in group_rewards]
+    penalties_N = np.zeros(sum(sizes))
+    for batch, rewards_T in zip(batches, rewards, strict=True):
+        assert batch.token_rewards is not None and batch.answer_index is not None
+        penalties_T = batch.token_rewards - rewards_T
+        for answer, (start, stop) in zip(batch.answer_index, pairwise(batch.cu_seqlens.tolist()), strict=True):
+            if answer >= 0:
+                penalties_N[answer] += penalties_T[start:stop].sum()
+    # An answer of one sequence is on one rank alone, the others add 0: the sum has the same bits on every split.
+    split = np.split(_summed(penalties_N, device), np.cumsum(sizes)[:-1])
+    groups = [
+        replace(group, rewards_G=group.rewards_G - of_group)
+        for group, of_group in zip(group_rewards, split, strict=bool(sizes))
+    ]
+    advantages_N = np.concatenate([*step_advantages(groups, config=config), [0.0]])  # [-1]: of an empty micro-batch
+    found: list[np.ndarray] = []
+    for batch in batches:
+        assert batch.token_rewards is not None and batch.answer_index is not None
+        per_token_T = np.repeat(advantages_N[batch.answer_index], np.diff(batch.cu_seqlens))
+        found.append(np.where(batch.loss_mask, per_token_T, 0.0))
+    return found
+
+
+def _summed(values: np.ndarray, device: torch.device) -> np.ndarray:
+    """Over ranks."""
+    packed = torch.from_numpy(values).to(device)
+    dist.all_reduce(packed, op=dist.ReduceOp.SUM)
+    return packed.cpu().numpy()
