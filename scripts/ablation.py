@@ -12,27 +12,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import re
-import shutil
-import subprocess
 import sys
 import tempfile
-import time
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.telemetry.session import made_now
+from trainer.tools.run_process import run_trainer
+from trainer.tools.run_records import read_records
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-ROOT = Path(__file__).resolve().parents[1]
 GOAL = 0.9
 """Held-out accuracy that a run must reach."""
-TIMEOUT_S, PATIENCE_S = 600.0, 120.0
+TIMEOUT_S = 600.0
 COMMON = ("device=cpu", "mode.max_staleness=2", "trainer.eval_every=10", "trainer.stop_at_accuracy=0.92")
 NOISE = (
     "task.agent=scripts.perturbed_agent.PerturbedLoop",
@@ -159,53 +154,31 @@ def train(runs: list[Run], out: Path, *, suite: str, overrides: list[str], kept:
 
 
 def train_one(run: Run, overrides: list[str]) -> dict[str, Any]:
-    """Train, and read the curve from the run's metrics."""
+    """Train, and read the curve from the run directory."""
     chosen = [*COMMON, *run.overrides, *overrides]
-    folder = Path(tempfile.mkdtemp(prefix="ablation-"))
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    started = time.monotonic()
-    try:
-        command = [sys.executable, "-m", "trainer", *chosen, f"run_dir={folder / 'run'}"]
-        with (folder / "output.txt").open("w") as output:
-            code = wait(subprocess.Popen(command, cwd=ROOT, env=environ, stdout=output, stderr=subprocess.STDOUT))
+    with tempfile.TemporaryDirectory(prefix="ablation-", ignore_cleanup_errors=True) as scratch:
+        folder = Path(scratch)
+        outcome = run_trainer([*chosen, f"run_dir={folder / 'run'}"], output=folder / "output.txt", timeout_s=TIMEOUT_S)
         curve = read_curve(folder / "run")
-        text = (folder / "output.txt").read_text().splitlines()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     best = max((point["accuracy"] for point in curve["points"]), default=0.0)
-    problem = ""
-    if code != 0:
-        problem = f"exit code {code}: {text[-1] if text else 'no output'}"
-    elif best < run.goal:
+    problem = outcome.problem
+    if not problem and best < run.goal:
         problem = f"best accuracy {best:.3f} is below {run.goal}"
-    objective = next((line.partition("objective: ")[2] for line in text if "objective: " in line), "")
+    objective = next((line.partition("objective: ")[2] for line in outcome.output if "objective: " in line), "")
     return {
         **made_now(), "name": run.name, "overrides": chosen, "objective": objective,
-        "seconds": time.monotonic() - started, "best": best, "ok": not problem, "problem": problem, **curve,
+        "seconds": outcome.wall_s, "best": best, "ok": not problem, "problem": problem, **curve,
     }  # fmt: skip
-
-
-def wait(run: subprocess.Popen[bytes]) -> int:
-    """Its exit code. One that takes too long is asked to save and end, then killed; none outlives this script."""
-    try:
-        return run.wait(TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        run.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            run.wait(PATIENCE_S)
-    finally:
-        if run.poll() is None:
-            run.kill()
-    return run.wait()
 
 
 def read_curve(run_dir: Path) -> dict[str, Any]:
     """Accuracy by version, and means of what tells causes apart."""
-    metrics, log = run_dir / "metrics.jsonl", run_dir / "log.txt"
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
-    # The log has every evaluation; a line of metrics only the newest that ended since the line before.
-    told = re.findall(r"version (\d+): held-out accuracy ([\d.]+)", log.read_text() if log.is_file() else "")
-    points = [{"version": int(version), "accuracy": float(accuracy)} for version, accuracy in told]
+    lines = read_records(run_dir / "metrics.jsonl")
+    points = [
+        {"version": one["version"], "accuracy": one["accuracy"]}
+        for one in read_records(run_dir / "evaluations.jsonl")
+        if one.get("accuracy") is not None  # one that failed has none
+    ]
     wanted = ("learner/mismatch", "learner/correction")
     names = sorted({name for line in lines for name in line if name.startswith(wanted)})
     means = {name: sum(v) / len(v) for name in names if (v := [line[name] for line in lines if name in line])}

@@ -8,11 +8,12 @@ is of the last start. Needs matplotlib: pip install -e ".[plot]"
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from trainer.tools.run_records import Span, read_records, read_spans
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     figure, (above, below) = pyplot.subplots(2, 1, figsize=(10, 6.5), height_ratios=[3, 2], layout="constrained")
     draw_curves(above, records)
-    draw_timeline(below, read_events(args.run_dir / "trace.json"), window_s=args.window)
+    draw_timeline(below, spans_of_last_start(args.run_dir / "trace.json"), window_s=args.window)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(args.out, dpi=110)
     return 0
@@ -52,28 +53,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def refused(message: str) -> int:
     sys.stderr.write(f"{message}\n")
     return 2
-
-
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """Of every step; not of a line that is being written, or was torn by a crash."""
-    return [json.loads(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
-
-
-def read_events(path: Path) -> list[dict[str, Any]]:
-    """Of the last process of the run; none with `telemetry.trace=false`. Each stands on a line of its own."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    events = [event for line in lines if (event := _event(line.strip().rstrip(","))) is not None]
-    last = max((event["pid"] for event in events), default=0)
-    return [event for event in events if event["pid"] == last]
-
-
-def _event(text: str) -> dict[str, Any] | None:
-    """None for a bracket, and for an event that a crash has torn."""
-    try:
-        event = json.loads(text)
-    except ValueError:
-        return None
-    return event if isinstance(event, dict) else None
 
 
 def draw_curves(axes: Any, records: list[dict[str, Any]]) -> None:
@@ -106,13 +85,23 @@ def reward_limits(values: Iterable[float | None]) -> tuple[float, float]:
     return min([0.0, *known]), max([1.0, *known])
 
 
-def draw_timeline(axes: Any, events: list[dict[str, Any]], *, window_s: float) -> None:
+def spans_of_last_start(path: Path) -> list[Span]:
+    """Of the last process of the run, in order of their begin; none with `telemetry.trace=false`."""
+    spans = read_spans(path)
+    last = max((span.process for span in spans), default=0)
+    return sorted((span for span in spans if span.process == last), key=lambda span: span.begin_s)
+
+
+def draw_timeline(axes: Any, spans: list[Span], *, window_s: float) -> None:
     """Spans of every track over a window from the middle of the run; overlapping ones in rows of their own."""
-    spans = sorted(complete_spans(events), key=lambda span: span[1])
     if not spans:
         return
-    middle = (spans[0][1] + spans[-1][2]) / 2
-    shown = [(t, max(a - middle, 0.0), min(b - middle, window_s)) for t, a, b in spans if b > middle]
+    middle = (spans[0].begin_s + spans[-1].end_s) / 2
+    shown = [
+        (span.track, max(span.begin_s - middle, 0.0), min(span.end_s - middle, window_s))
+        for span in spans
+        if span.end_s > middle
+    ]
     shown = [span for span in shown if span[1] < window_s]
     base, ticks = 0, []
     for track, color in TRACKS.items():
@@ -128,26 +117,6 @@ def draw_timeline(axes: Any, events: list[dict[str, Any]], *, window_s: float) -
     axes.set_yticks([y for y, _ in ticks], [name for _, name in ticks])
     axes.invert_yaxis()
     axes.set(xlabel="seconds", xlim=(0, window_s), title=f"Who did what, for {window_s:g} s from the middle of the run")
-
-
-def complete_spans(events: list[dict[str, Any]]) -> list[tuple[str, float, float]]:
-    """(track, begin, end) in seconds, of plain and of asynchronous spans."""
-    names = {_row(e): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    spans = [(names[_row(e)], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in events if e["ph"] == "X"]
-    begun: dict[tuple[int, int, int], float] = {}
-    for event in events:
-        if event["ph"] == "b":
-            begun[*_row(event), event["id"]] = event["ts"] / 1e6
-        elif event["ph"] == "e":
-            begin = begun.pop((*_row(event), event["id"]), None)
-            if begin is not None:
-                spans.append((names[_row(event)], begin, event["ts"] / 1e6))
-    return spans
-
-
-def _row(event: dict[str, Any]) -> tuple[int, int]:
-    """Every process of a run numbers its tracks anew."""
-    return event["pid"], event["tid"]
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ from tests.fakes.learner import (
     sequences,
     weights,
 )
+from tests.fakes.model_7b import QWEN_7B
 from tests.fakes.scripted_replica import ScriptedReplica
 from tests.fakes.scripted_run import (
     InlineExecutor,
@@ -58,7 +59,6 @@ from tests.golden.clocks import logged, virtual_clocks
 from tests.golden.net import digest, sums
 from tests.golden.run_files import json_lines, left_in
 from tests.simulation.world import simulation
-from tests.unit.trainer.planning.conftest import QWEN_7B
 from trainer.__main__ import main as trainer
 from trainer.algorithms.advantages import GroupRewards
 from trainer.builtin.tiny_model import build_tokenizer
@@ -78,10 +78,10 @@ from trainer.driver.step_metrics import batch_stats
 from trainer.errors import ConfigurationError, first_cause, one_line
 from trainer.learner.policy import PolicyLearner
 from trainer.tools.advise import main as advise
-from trainer.tools.bench import Ended, examine, output_of
-from trainer.tools.bench_figures import Measure
-from trainer.tools.bench_report import table
+from trainer.tools.bench import examine, table
+from trainer.tools.bench_figures import BenchPlan
 from trainer.tools.bench_workload import parse_case, workload
+from trainer.tools.run_process import RunOutcome
 from weight_sync.device.select import get_backend
 
 if TYPE_CHECKING:
@@ -616,12 +616,11 @@ def write_models(folder: Path) -> None:
 def bench_of(run_dir: Path) -> dict[str, Any]:
     """Figures of a run, and the table."""
     case = parse_case("async:2+2", tensor_parallel_size=1)
-    how = Measure(work=workload("w1", is_tiny=True), case=case, warmup=2, num_steps=6, peak_tflops=100.0)
-    ended = Ended(
-        command=(), started_at=-5.0, wall_s=99.0, timeout_s=200.0, exit_code=0, timed_out=False, last_words=""
+    plan = BenchPlan(work=workload("w1", is_tiny=True), case=case, warmup=2, num_steps=6, peak_tflops=100.0)
+    outcome = RunOutcome(
+        command=(), started_at=-5.0, wall_s=99.0, timeout_s=200.0, exit_code=0, timed_out=False, output=()
     )
-    output_of(run_dir).write_text("")
-    found = examine(run_dir, ended, how)
+    found = examine(run_dir, outcome, plan)
     found["problem"] = found["problem"].replace(f"{run_dir.parent}/", "")
     return {**found, "table": _lines_of({"a": found})}
 

@@ -1,5 +1,52 @@
-"""Stored configurations name `trainer.bench.agent.forced_lengths`; see `trainer.tools.bench_agent`."""
+"""The agent loop of a benchmark: answers of the lengths that the data set gives, whatever the policy says."""
 
-from trainer.tools.bench_agent import forced_lengths
+from __future__ import annotations
 
-__all__ = ["forced_lengths"]
+import zlib
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from rollout.agent.trajectory_builder import TrajectoryBuilder
+from rollout.errors import AgentError
+
+if TYPE_CHECKING:
+    from rollout.agent.loop import AgentLoop, Generate
+    from rollout.types import Prompt, Trajectory
+
+
+def forced_lengths(*, column: str = "response_tokens") -> AgentLoop:
+    """The factory for `task.agent`; `column` of the data set says how many tokens each answer has: a list of numbers,
+    or one number for all."""
+    return _ForcedLengths(column)
+
+
+class _ForcedLengths:
+    def __init__(self, column: str) -> None:
+        self._column = column
+        self._num_begun: Counter[str] = Counter()
+        """By prompt. The answers of a group begin one after the other in one worker, so each has its own length."""
+
+    async def run(self, prompt: Prompt, max_tokens: int, generate: Generate) -> Trajectory:
+        """Exactly so many tokens: an end token does not end the answer, it goes on behind it.
+
+        Rewarded with a number that depends on the sampled tokens alone and differs from answer to answer, so that
+        advantages are not all 0.
+
+        Raises:
+            AgentError: the column does not hold a length that fits.
+        """
+        given = prompt.metadata.get(self._column)
+        lengths = given if isinstance(given, list | tuple) and given else [given]
+        wanted = lengths[self._num_begun[prompt.prompt_id] % len(lengths)]
+        self._num_begun[prompt.prompt_id] += 1
+        if not isinstance(wanted, int) or not 1 <= wanted <= max_tokens:
+            raise AgentError(f"column {self._column!r} must hold 1 to {max_tokens} tokens, got {wanted!r}")
+        builder = TrajectoryBuilder(prompt.token_ids)
+        while (left := wanted - builder.num_response_tokens) > 0:
+            completion = await generate(builder.token_ids(), left)
+            builder.add_generated(completion)
+            if completion.finish_reason == "abort":
+                return builder.finish("failed")
+        answer = builder.token_ids()[len(prompt.token_ids) :]
+        builder.add_reward(zlib.crc32(answer.tobytes()) % 1000 / 999)
+        return builder.finish("completed")

@@ -28,28 +28,37 @@ Example, on 4 devices with at most 10 minutes per call (MFU against 989 dense bf
 from __future__ import annotations
 
 import argparse
-import contextlib
+import importlib.util
 import json
-import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from trainer.telemetry.session import versions
-from trainer.tools.bench_figures import Measure, TooShort, figures_of, per_step, start_up, timeline_of
-from trainer.tools.bench_report import OtherWorkload, Results, can_plot, devices, figures_as_values, plot, table
+from trainer.telemetry.run_dir import write_atomically
+from trainer.telemetry.session import last_line_of, versions
+from trainer.tools.bench_figures import (
+    BenchPlan,
+    TooShort,
+    figures_as_values,
+    figures_of,
+    per_step,
+    start_up,
+    strict_ratio,
+    timeline_of,
+)
 from trainer.tools.bench_workload import (
     WORKLOADS,
-    BadCase,
     Case,
+    InvalidCase,
+    Workload,
     overrides_of,
     parse_case,
     run_config,
@@ -57,7 +66,8 @@ from trainer.tools.bench_workload import (
     workload,
     write_inputs,
 )
-from trainer.tools.run_records import spans_of
+from trainer.tools.run_process import RunOutcome, run_trainer
+from trainer.tools.run_records import read_records, read_spans
 from weight_sync.bench.shapes import MODELS
 
 if TYPE_CHECKING:
@@ -65,100 +75,19 @@ if TYPE_CHECKING:
     from types import FrameType
 
 
-ROOT = Path(__file__).resolve().parents[2]
-END_S = 60.0
-"""A run that is told to stop at once may take so long to stop its actors; then it is killed."""
-TWO_SIGNALS_S = 1.5
-"""A run takes signals that come closer together for one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
-    """How a run ended."""
-
-    command: tuple[str, ...]
-    started_at: float
-    """Unix time."""
-    wall_s: float
-    timeout_s: float
-    """Its limit."""
-    exit_code: int
-    timed_out: bool
-    last_words: str
-    """The last lines that it wrote to the screen."""
-
-    @property
-    def problem(self) -> str:
-        """Why it cannot be trusted to have done all its steps; empty if it can."""
-        if self.timed_out:
-            return f"did not end within {self.timeout_s:g} s"
-        return "" if self.exit_code == 0 else f"exit code {self.exit_code}: {self.last_words}"
-
-
-def run_case(config_dir: Path, run_dir: Path, overrides: Sequence[str], *, timeout_s: float) -> Ended:
-    """One `python -m trainer`, from beginning to end. An older `run_dir` is removed; its output is beside it."""
-    shutil.rmtree(run_dir, ignore_errors=True)
-    run_dir.parent.mkdir(parents=True, exist_ok=True)
-    chosen = ["--config-dir", str(config_dir), "--config-name", "bench", *overrides, f"run_dir={run_dir}"]
-    command = [sys.executable, "-m", "trainer", *chosen]
-    path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH", "")) if part)
-    output = output_of(run_dir)
-    started_at = time.time()
-    with output.open("w", encoding="utf-8") as file:
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": path},
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            process_group=0,
-        )
-        try:
-            timed_out = False
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout_s)
-            timed_out = process.poll() is None
-            wall_s = time.time() - started_at
-        finally:
-            code = _end(process)
-    return Ended(
-        command=tuple(command),
-        started_at=started_at,
-        wall_s=wall_s,
-        timeout_s=timeout_s,
-        exit_code=code,
-        timed_out=timed_out,
-        last_words=_last_words(output),
-    )
-
-
-def output_of(run_dir: Path) -> Path:
-    """What the run wrote to the screen."""
-    return run_dir.with_name(f"{run_dir.name}.output.txt")
-
-
-def _end(process: subprocess.Popen[bytes]) -> int:
-    """Ends the run, first in order, then by force with its whole process group. Returns the exit code."""
-    for _ in range(2):  # the first signal asks for the end after this step, the second for the end now
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(TWO_SIGNALS_S)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(END_S)
-    # Also when the driver has ended: its group may have outlived it.
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    return process.wait()
-
-
-def _last_words(output: Path) -> str:
-    lines = [line.strip() for line in output.read_text(encoding="utf-8", errors="replace").splitlines()]
-    return " | ".join([line for line in lines if line][-3:])[-600:]
-
-
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 DEFAULT_CASES = ("async:2+2", "sync:2+2", "colocated:4")
+ASK_DEVICE_TIMEOUT_S = 120.0
+# In its own process: whoever asks a driver holds a part of the device until it ends.
+_ASK_DEVICE = """
+import os, sys, torch
+from weight_sync.device.select import get_backend
+backend = get_backend(sys.argv[1])
+module = torch.get_device_module(backend.torch_device)
+named = getattr(module, "get_device_name", None)
+print(f"{backend.num_devices()} x {named(0)}" if named else f"{backend.name}, {os.cpu_count()} cores")
+"""
+LEARNER, ENGINES, PAUSE = "#f58518", "#4c78a8", "#e45756"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -172,14 +101,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         results = Results(args.out, work, is_shown_only=args.show)
         chosen = [parse_case(text, tensor_parallel_size=args.tp) for text in args.case or DEFAULT_CASES]
         cases = [] if args.show else _only(with_overrides(chosen, args.set), args.only)
-    except (BadCase, OtherWorkload) as error:
+    except (InvalidCase, WorkloadMismatch) as error:
         parser.error(str(error))
     if args.skip_done:
         cases = [case for case in cases if not _is_done(results, case)]
-    signal.signal(signal.SIGTERM, _stop)  # so that a scheduler's end is an orderly one, which ends the run too
-    bench = _Bench(args, results)
+    signal.signal(signal.SIGTERM, _stop)  # so that a scheduler's end is a clean shutdown, which ends the run too
     for case in cases:
-        bench.measure(case)
+        _say(f"{case.name}: running, output in {output_of(_run_dir(args, case))}")
+        result = measure(args, work, case)
+        results.add(case.name, result)
+        _say(f"{case.name}: {result['problem'] or 'done'} after {result['wall_s']:.0f} s")
     sys.stdout.write(table(results.runs))
     if args.plot is not None:
         plot(results.runs, args.plot)
@@ -220,79 +151,221 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-class _Bench:
-    """Measures cases one after the other."""
-
-    def __init__(self, args: argparse.Namespace, results: Results) -> None:
-        self._args, self._results = args, results
-        self._folder: Path = args.out.absolute().with_suffix(".runs")
-        self._work = workload(args.workload, is_tiny=args.tiny, shape=args.shape)
-        self._devices: str | None = None
-
-    def measure(self, case: Case) -> None:
-        """Run it; whatever happens to the run, its result is written."""
-        args, config_dir = self._args, self._folder / "inputs"
-        config_dir.mkdir(parents=True, exist_ok=True)
-        config = run_config(self._work, *write_inputs(self._work, config_dir), device=args.device)
-        (config_dir / "bench.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
-        run_dir = self._folder / re.sub(r"[^\w.+-]+", "_", case.name)
-        how = Measure(
-            work=self._work, case=case, warmup=args.warmup, num_steps=args.steps, peak_tflops=args.peak_tflops
-        )
-        overrides = overrides_of(case, self._work, num_steps=how.total_steps, device=args.device)
-        _say(f"{case.name}: running, output in {output_of(run_dir)}")
-        code = versions()  # before the run: a checkout may change meanwhile
-        ended = run_case(config_dir, run_dir, overrides, timeout_s=args.timeout_s)
-        result = {**self._about(how, ended, code), **examine(run_dir, ended, how)}
-        self._results.add(case.name, result)
-        _say(f"{case.name}: {result['problem'] or 'done'} after {ended.wall_s:.0f} s")
-
-    def _about(self, how: Measure, ended: Ended, code: Mapping[str, str]) -> dict[str, Any]:
-        if self._devices is None:  # after the first run: before it, nobody is to touch the devices
-            self._devices = devices(self._args.device)
-        given = self._args.commit
-        return {
-            "case": asdict(how.case),
-            "planned_steps": {"warmup": how.warmup, "counted": how.num_steps, "tail": how.case.max_staleness},
-            "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(ended.started_at)),
-            "command": list(ended.command),
-            "wall_s": ended.wall_s,
-            "exit_code": ended.exit_code,
-            "commit": code.get("commit", "") if given is None else given,
-            "versions": dict(code),
-            "devices": self._devices,
-        }
+def measure(args: argparse.Namespace, work: Workload, case: Case) -> dict[str, Any]:
+    """Run the case; whatever happens to the run, there is a result. An older run directory is removed."""
+    run_dir = _run_dir(args, case)
+    config_dir = run_dir.parent / "inputs"
+    config_dir.mkdir(parents=True, exist_ok=True)
+    config = run_config(work, *write_inputs(work, config_dir), device=args.device)
+    (config_dir / "bench.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    plan = BenchPlan(work=work, case=case, warmup=args.warmup, num_steps=args.steps, peak_tflops=args.peak_tflops)
+    overrides = overrides_of(case, work, num_steps=plan.total_steps, device=args.device)
+    shutil.rmtree(run_dir, ignore_errors=True)
+    code = versions()  # before the run: a checkout may change meanwhile
+    arguments = ["--config-dir", str(config_dir), "--config-name", "bench", *overrides, f"run_dir={run_dir}"]
+    outcome = run_trainer(arguments, output=output_of(run_dir), timeout_s=args.timeout_s)
+    return {
+        "case": asdict(case),
+        "planned_steps": {"warmup": plan.warmup, "counted": plan.num_steps, "tail": case.max_staleness},
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(outcome.started_at)),
+        "command": list(outcome.command),
+        "wall_s": outcome.wall_s,
+        "exit_code": outcome.exit_code,
+        "commit": code.get("commit", "") if args.commit is None else args.commit,
+        "versions": dict(code),
+        "devices": _devices(args.device),  # after the run: before it, nobody is to touch the devices
+        **examine(run_dir, outcome, plan),
+    }
 
 
-def examine(run_dir: Path, ended: Ended, how: Measure) -> dict[str, Any]:
+@cache
+def _devices(name: str) -> str:
+    """What the host has, in words; empty if it does not say."""
+    return last_line_of([sys.executable, "-c", _ASK_DEVICE, name], timeout_s=ASK_DEVICE_TIMEOUT_S)
+
+
+def _run_dir(args: argparse.Namespace, case: Case) -> Path:
+    return args.out.absolute().with_suffix(".runs") / re.sub(r"[^\w.+-]+", "_", case.name)
+
+
+def output_of(run_dir: Path) -> Path:
+    """What the run wrote to the console."""
+    return run_dir.with_name(f"{run_dir.name}.output.txt")
+
+
+def examine(run_dir: Path, outcome: RunOutcome, plan: BenchPlan) -> dict[str, Any]:
     """Figures, steps, start-up and timeline of a run, or as much of them as it got to, and what went wrong."""
-    found: dict[str, Any] = {"problem": ended.problem, "figures": None, "per_step": [], "start_up": {}, "timeline": {}}
-    metrics, trace = run_dir / "metrics.jsonl", run_dir / "trace.json"
-    if not metrics.is_file() or not trace.is_file():
+    records, spans = read_records(run_dir / "metrics.jsonl"), read_spans(run_dir / "trace.json")
+    found: dict[str, Any] = {
+        "problem": outcome.problem,
+        "figures": None,
+        "per_step": [],
+        "start_up": {},
+        "timeline": {},
+    }
+    if not records or not spans:
         found["problem"] = found["problem"] or f"{run_dir} has no metrics or no trace"
         return found
-    # A run that was killed may leave half a line.
-    lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-    records = [json.loads(line) for line in lines if line.endswith("\n")]
-    spans = list(spans_of(trace.read_text(encoding="utf-8", errors="replace").splitlines()))
-    output = output_of(run_dir).read_text(encoding="utf-8", errors="replace").splitlines()
-    if not ended.problem and len(records) < how.total_steps:
-        found["problem"] = f"made only {len(records)} of its {how.total_steps} steps"
-    found["per_step"] = per_step(records, how)
-    found["start_up"] = start_up(records, spans, output, started_at=ended.started_at)
+    if not outcome.problem and len(records) < plan.total_steps:
+        found["problem"] = f"made only {len(records)} of its {plan.total_steps} steps"
+    found["per_step"] = per_step(records, plan)
+    found["start_up"] = start_up(records, spans, outcome.output, started_at=outcome.started_at)
     try:
-        found["figures"] = figures_as_values(figures_of(records, spans, how))
-        found["timeline"] = timeline_of(records, spans, how)
+        found["figures"] = figures_as_values(figures_of(records, spans, plan))
+        found["timeline"] = timeline_of(records, spans, plan)
     except (TooShort, KeyError) as error:
         found["problem"] = "; ".join(text for text in (found["problem"], f"no figures: {error}") if text)
     return found
 
 
+class WorkloadMismatch(Exception):
+    """The file holds results of something else; the message says of what."""
+
+
+class Results:
+    """The results of one workload in one file; every case of it is written as soon as it has ended."""
+
+    def __init__(self, path: Path, work: Workload, *, is_shown_only: bool = False) -> None:
+        """
+        Args:
+            is_shown_only: nothing is added, so figures of the earlier workload, with one length for all answers to a
+                prompt, may be in the file.
+
+        Raises:
+            WorkloadMismatch: the file is there and is not one of this workload.
+        """
+        self._path, described = path, json.loads(json.dumps(asdict(work)))
+        self.content: dict[str, Any] = {"workload": described, "runs": {}}
+        if not path.exists():
+            return
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            before = found["workload"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise WorkloadMismatch(f"{path} holds no results ({error!r}); choose another file") from error
+        if is_shown_only and isinstance(before, dict) and "lengths_per" not in before:
+            described.pop("lengths_per")
+        if before != described:
+            raise WorkloadMismatch(f"{path} holds results of workload {before}, not {described}; choose another file")
+        self.content = found
+
+    @property
+    def runs(self) -> dict[str, dict[str, Any]]:
+        """By the name of the case, in the order in which they were first run."""
+        return self.content["runs"]
+
+    def add(self, name: str, result: Mapping[str, Any]) -> None:
+        """In the place of an older one of the same name."""
+        self.runs[name] = dict(result)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(self._path, json.dumps(self.content, indent=1) + "\n")
+
+
+def table(runs: Mapping[str, Mapping[str, Any]]) -> str:
+    """One line per case, then what went wrong."""
+    header = (
+        "case", "devices", "steps", "step s (min-max)", "tok/s/device", "gen bound", "(full)", "learn bound",
+        "step/bound", "strict", "wait data", "wait sync", "pause ms", "sync s", "MFU", "start-up",
+    )  # fmt: skip
+    rows = [header, *(_row(name, run) for name, run in runs.items() if run["figures"])]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines += [f"FAILED {name}: {run['problem']}" for name, run in runs.items() if run["problem"]]
+    return "\n".join(lines) + "\n"
+
+
+def _row(name: str, run: Mapping[str, Any]) -> Sequence[str]:
+    f, step = run["figures"], run["figures"]["step_s"]
+    started = run["start_up"].get("to_first_step_s")
+    strict = strict_ratio(step["mean"], generation_full_s=f["generation_full_s"], learning_s=f["learning_s"])
+    return (
+        name,
+        str(f["num_devices"]),
+        f"{f['steps'][0]}-{f['steps'][1]}",
+        f"{step['mean']:.2f} ({step['min']:.2f}-{step['max']:.2f})",
+        f"{f['tokens_per_s_per_device']:,.0f}",
+        f"{f['generation_s']:.2f}",
+        "-" if f["generation_full_s"] is None else f"{f['generation_full_s']:.2f}",
+        f"{f['learning_s']:.2f}",
+        f"{f['ratio']:.2f}",
+        "-" if strict is None else f"{strict:.2f}",
+        f"{f['learner_waits_for_data_s']:.2f}",
+        f"{f['learner_waits_for_sync_s']:.3f}",
+        f"{1e3 * f['sync_pause_s']['mean']:.1f}",
+        f"{f['sync_end_to_end_s']['mean']:.3f}",
+        "-" if f["mfu"] is None else f"{f['mfu']:.3f}",
+        "-" if started is None else f"{started:.0f}",
+    )
+
+
+def can_plot() -> bool:
+    """Matplotlib is no dependency of Tandem."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def plot(runs: Mapping[str, Mapping[str, Any]], path: Path) -> None:
+    """Draws the runs that have figures. Needs matplotlib.
+
+    Raises:
+        ValueError: none has.
+    """
+    shown = {name: run for name, run in runs.items() if run["figures"]}
+    if not shown:
+        raise ValueError("no run has figures to draw")
+    import matplotlib as mpl  # pyright: ignore[reportMissingImports]
+
+    mpl.use("Agg")
+    from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
+
+    figure, (left, right) = pyplot.subplots(
+        1, 2, figsize=(13, 1.6 + 0.9 * len(shown)), width_ratios=[2, 3], layout="constrained"
+    )
+    draw_steps(left, shown)
+    draw_timelines(right, shown)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def draw_steps(axes: Any, runs: Mapping[str, Mapping[str, Any]]) -> None:
+    """Bars: mean step time with its range, and both bounds."""
+    for place, run in enumerate(runs.values()):
+        found = run["figures"]
+        step = found["step_s"]
+        error = [[step["mean"] - step["min"]], [step["max"] - step["mean"]]]
+        first = place == 0
+        axes.barh(place - 0.28, step["mean"], 0.26, xerr=error, color="0.45", label="step" if first else None)
+        axes.barh(place, found["generation_s"], 0.26, color=ENGINES, label="generation-bound" if first else None)
+        axes.barh(place + 0.28, found["learning_s"], 0.26, color=LEARNER, label="learning-bound" if first else None)
+        axes.text(step["max"], place - 0.28, f"  {found['ratio']:.2f} x bound", va="center", fontsize=8)
+    axes.set_yticks(range(len(runs)), list(runs))
+    axes.set(xlabel="seconds per step", xlim=(0, 1.35 * max(run["figures"]["step_s"]["max"] for run in runs.values())))
+    axes.invert_yaxis()
+    axes.legend(loc="lower right", fontsize=8)
+
+
+def draw_timelines(axes: Any, runs: Mapping[str, Mapping[str, Any]]) -> None:
+    """Per run: the learner's steps as blocks above, groups with the engines as a curve below, pauses as ticks."""
+    for place, run in enumerate(runs.values()):
+        line = run["timeline"]
+        if not line:
+            continue
+        axes.broken_barh([(a, b - a) for a, b in line["learner"]], (place - 0.38, 0.3), color=LEARNER)
+        times, heights = [time for time, _ in line["running"]], [number for _, number in line["running"]]
+        most = max(heights, default=0) or 1
+        axes.fill_between(times, [place + 0.38] * len(times), [place + 0.38 - 0.4 * h / most for h in heights],
+                          step="post", color=ENGINES, lw=0)  # fmt: skip
+        axes.vlines([a for a, _ in line["paused"]], place - 0.06, place + 0.4, color=PAUSE, lw=0.8)
+    axes.set_yticks(range(len(runs)), list(runs))
+    axes.set(xlabel="seconds of a steady stretch\nlearner (above), groups with the engines (below), pauses (red)")
+    axes.invert_yaxis()
+
+
 def _only(cases: Sequence[Case], which: Sequence[str]) -> list[Case]:
-    """Raises BadCase if a word reaches no case."""
+    """Raises InvalidCase if a word reaches no case."""
     for word in which:
         if not any(word in (case.mode, case.name) for case in cases):
-            raise BadCase(f"--only {word}: no such case; there are {', '.join(case.name for case in cases)}")
+            raise InvalidCase(f"--only {word}: no such case; there are {', '.join(case.name for case in cases)}")
     return [case for case in cases if not which or {case.mode, case.name} & set(which)]
 
 

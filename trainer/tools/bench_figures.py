@@ -21,7 +21,7 @@ its engines run dry while its last S steps are trained.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainer.learner.flops import ModelFlops
@@ -32,11 +32,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from trainer.tools.bench_workload import Case, Workload
-    from trainer.tools.run_records import Span
+    from trainer.tools.run_records import Record, Span
 
 
-Record = dict[str, Any]
-"""A line of metrics.jsonl."""
 HANDOVER = ("devices/sleep_s", "devices/onload_s", "devices/offload_s")
 TIMELINE_STEPS = 4
 """Of the picture, at most."""
@@ -47,7 +45,7 @@ class TooShort(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Few:
+class MinMeanMax:
     """Mean and range of a few values."""
 
     mean: float
@@ -55,7 +53,7 @@ class Few:
     max: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Few:
+    def of(cls, values: Sequence[float]) -> MinMeanMax:
         return cls(mean=sum(values) / len(values), min=min(values), max=max(values))
 
 
@@ -79,7 +77,7 @@ class Figures:
     steps: tuple[int, int]
     """First and last step that count, from 1."""
     num_devices: int
-    step_s: Few
+    step_s: MinMeanMax
     tokens_per_step: float
     """Trained, with the prompt counted once per answer."""
     tokens_per_s_per_device: float
@@ -94,9 +92,9 @@ class Figures:
     engines_idle_s: float
     devices_change_hands_s: float
     """Shared devices: engines fall asleep, the learner's memory comes and goes. 0 where nothing is shared."""
-    sync_pause_s: Few
-    sync_end_to_end_s: Few
-    sync_pull_s: Few
+    sync_pause_s: MinMeanMax
+    sync_end_to_end_s: MinMeanMax
+    sync_pull_s: MinMeanMax
     staleness_mean: float
     staleness_max: float
     model_tflop: float
@@ -125,11 +123,11 @@ class Figures:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measure:
+class BenchPlan:
     """How long a run is, and how to look at it.
 
     Example:
-        Measure(work=work, case=case, warmup=4, num_steps=8, peak_tflops=None).total_steps  # 14 with S = 2
+        BenchPlan(work=work, case=case, warmup=4, num_steps=8, peak_tflops=None).total_steps  # 14 with S = 2
     """
 
     work: Workload
@@ -162,32 +160,38 @@ def strict_ratio(step_s: float, *, generation_full_s: float | None, learning_s: 
     return None if generation_full_s is None else step_s / max(generation_full_s, learning_s)
 
 
-def figures_of(records: Sequence[Record], spans: Sequence[Span], how: Measure) -> Figures:
+def figures_as_values(figures: Figures) -> dict[str, Any]:
+    """With what follows from them."""
+    ratios = {"bound_s": figures.bound_s, "ratio": figures.ratio, "strict_ratio": figures.strict_ratio}
+    return {**asdict(figures), **ratios}
+
+
+def figures_of(records: Sequence[Record], spans: Sequence[Span], plan: BenchPlan) -> Figures:
     """
     Raises:
         TooShort: no steady step is left, or none whose groups have all ended.
     """
-    steady = [record for record in records if how.counts(record["step"])]
+    steady = [record for record in records if plan.counts(record["step"])]
     if not steady:
-        raise TooShort(f"{len(records)} steps ended and the first {how.warmup} do not count; allow more time")
+        raise TooShort(f"{len(records)} steps ended and the first {plan.warmup} do not count; allow more time")
     tokens = [record["learner/num_tokens"] for record in steady]
     step_s = [record["perf/step_s"] for record in steady]
     learning_s = _mean(steady, "learner/step_s")
-    engines = engine_rate(records, spans, how)
+    engines = engine_rate(records, spans, plan)
     generated, full = _mean(steady, "learner/num_loss_tokens"), engines.full_tokens_per_s
     flops = step_flops(
-        how.work,
+        plan.work,
         num_tokens=sum(tokens) / len(tokens),
         num_loss_tokens=generated,
-        attention_tokens=attention_tokens(how.work, steady[-1]["step"] * how.work.groups_per_step),
+        attention_tokens=attention_tokens(plan.work, steady[-1]["step"] * plan.work.groups_per_step),
     )
-    peak = None if how.case.has_own_model else how.peak_tflops
+    peak = None if plan.case.has_own_model else plan.peak_tflops
     return Figures(
         steps=(steady[0]["step"], steady[-1]["step"]),
-        num_devices=how.case.num_devices,
-        step_s=Few.of(step_s),
+        num_devices=plan.case.num_devices,
+        step_s=MinMeanMax.of(step_s),
         tokens_per_step=sum(tokens) / len(tokens),
-        tokens_per_s_per_device=sum(tokens) / sum(step_s) / how.case.num_devices,
+        tokens_per_s_per_device=sum(tokens) / sum(step_s) / plan.case.num_devices,
         generation_s=generated / engines.tokens_per_s,
         generation_full_s=None if full is None else generated / full,
         learning_s=learning_s,
@@ -196,19 +200,19 @@ def figures_of(records: Sequence[Record], spans: Sequence[Span], how: Measure) -
         learner_waits_for_sync_s=_mean(steady, "wait/learner_for_sync_s"),
         engines_idle_s=_mean(steady, "wait/engines_idle_s"),
         devices_change_hands_s=sum(_mean(steady, name) for name in HANDOVER if name in steady[0]),
-        sync_pause_s=Few.of([record["sync/pause_s"] for record in steady]),
-        sync_end_to_end_s=Few.of([record["sync/end_to_end_s"] for record in steady]),
-        sync_pull_s=Few.of([record["sync/pull_s"] for record in steady]),
+        sync_pause_s=MinMeanMax.of([record["sync/pause_s"] for record in steady]),
+        sync_end_to_end_s=MinMeanMax.of([record["sync/end_to_end_s"] for record in steady]),
+        sync_pull_s=MinMeanMax.of([record["sync/pull_s"] for record in steady]),
         staleness_mean=_mean(steady, "staleness/mean"),
         staleness_max=max(record["staleness/max"] for record in steady),
         model_tflop=flops / 1e12,
-        mfu=None if peak is None else flops / learning_s / how.case.num_ranks / (peak * 1e12),
+        mfu=None if peak is None else flops / learning_s / plan.case.num_ranks / (peak * 1e12),
         failed_attempts=records[-1]["buffer/failed"],
         discarded_tokens=records[-1]["discarded_tokens"],
     )
 
 
-def engine_rate(records: Sequence[Record], spans: Sequence[Span], how: Measure) -> EngineRate:
+def engine_rate(records: Sequence[Record], spans: Sequence[Span], plan: BenchPlan) -> EngineRate:
     """From the trace: the tokens of a group are spread evenly over its time with the engines, and an engine is busy
     while it has a group. On shared devices the learner's turns are cut out.
 
@@ -218,24 +222,24 @@ def engine_rate(records: Sequence[Record], spans: Sequence[Span], how: Measure) 
     Raises:
         TooShort: nothing is left.
     """
-    window = _window(records, spans, how)
+    window = _window(records, spans, plan)
     if window is None:
-        needed = how.warmup + how.case.max_staleness + 1
+        needed = plan.warmup + plan.case.max_staleness + 1
         raise TooShort(f"{len(records)} steps ended (in metrics and trace); the rate of the engines needs {needed}")
     seconds, turns = window[1] - window[0], _learners_turns(spans)
     begin_s, end_s = (_without(turns, at_s) for at_s in window)
     cut = [(s, _without(turns, s.begin_s), _without(turns, s.end_s)) for s in spans if s.track == "groups"]
     groups = [one for one in cut if one[1] < end_s and one[2] > max(one[1], begin_s)]
-    rates = [_group_tokens(span, how.work) / (end - begin) for span, begin, end in groups]
+    rates = [_group_tokens(span, plan.work) / (end - begin) for span, begin, end in groups]
     clipped = [(max(begin, begin_s), min(end, end_s)) for _, begin, end in groups]
-    busy_s = (end_s - begin_s) - idle_seconds(clipped, (begin_s, end_s), num_replicas=how.case.num_replicas)
+    busy_s = (end_s - begin_s) - idle_seconds(clipped, (begin_s, end_s), num_replicas=plan.case.num_replicas)
     if busy_s <= 0:
         raise TooShort("the trace shows no group with the engines during the steps that count")
     group_s = sum(end - begin for begin, end in clipped)
     tokens = sum(rate * (end - begin) for rate, (begin, end) in zip(rates, clipped, strict=True))
     return EngineRate(
         tokens_per_s=tokens / busy_s,
-        full_tokens_per_s=full_rate(clipped, rates, most_groups=how.work.groups_per_step),
+        full_tokens_per_s=full_rate(clipped, rates, max_groups=plan.work.groups_per_step),
         busy_frac=busy_s / seconds,
         groups_running=group_s / seconds,
     )
@@ -253,9 +257,9 @@ def _without(turns: Sequence[tuple[float, float]], at_s: float) -> float:
     return at_s - sum(min(at_s, end) - begin for begin, end in turns if begin < at_s)
 
 
-def _window(records: Sequence[Record], spans: Sequence[Span], how: Measure) -> tuple[float, float] | None:
+def _window(records: Sequence[Record], spans: Sequence[Span], plan: BenchPlan) -> tuple[float, float] | None:
     """From the end of the last step that does not count to that of the last one whose groups have all ended."""
-    first, last = how.warmup, min(len(records) - how.case.max_staleness, how.last_counted) - 1
+    first, last = plan.warmup, min(len(records) - plan.case.max_staleness, plan.last_counted) - 1
     ends = {span.name: span.end_s for span in spans if span.track == "learner"}
     begin_s, end_s = ends.get(f"step {first - 1}"), ends.get(f"step {last}")
     return None if last < first or begin_s is None or end_s is None else (begin_s, end_s)
@@ -311,13 +315,13 @@ def start_up(
     }
 
 
-def timeline_of(records: Sequence[Record], spans: Sequence[Span], how: Measure) -> Mapping[str, Any]:
+def timeline_of(records: Sequence[Record], spans: Sequence[Span], plan: BenchPlan) -> Mapping[str, Any]:
     """A steady stretch for a picture: seconds from its beginning.
 
     `learner` and `paused` are [begin, end] of steps and of pauses of engines, `syncs` of weight syncs; `running` are
     [time, groups with the engines] at every change.
     """
-    window = _window(records[: how.warmup + TIMELINE_STEPS + how.case.max_staleness], spans, how)
+    window = _window(records[: plan.warmup + TIMELINE_STEPS + plan.case.max_staleness], spans, plan)
     if window is None:
         return {}
     begin_s, end_s = window
@@ -373,22 +377,21 @@ ENTRIES: Mapping[str, str] = {
 """Name here to the metric that it is; docs/metrics.md says what each means."""
 
 
-def per_step(records: Sequence[Mapping[str, Any]], how: Measure) -> list[dict[str, Any]]:
+def per_step(records: Sequence[Mapping[str, Any]], plan: BenchPlan) -> list[dict[str, Any]]:
     """Every step that was recorded, warm-up and the last S included. What a record does not have is None.
 
     `trained_tokens` count the prompt once per answer; `generated_tokens` are those of the groups that came back from
     the engines since the step before, whichever step trains them.
     """
-    return [_entry(record, is_counted=how.counts(record["step"])) for record in records]
-
-
-def _entry(record: Mapping[str, Any], *, is_counted: bool) -> dict[str, Any]:
-    return {
-        "step": record["step"],
-        "is_counted": is_counted,
-        **{name: record.get(metric) for name, metric in ENTRIES.items()},
-        "generated_tokens": _generated_tokens(record),
-    }
+    return [
+        {
+            "step": record["step"],
+            "is_counted": plan.counts(record["step"]),
+            **{name: record.get(metric) for name, metric in ENTRIES.items()},
+            "generated_tokens": _generated_tokens(record),
+        }
+        for record in records
+    ]
 
 
 def _generated_tokens(record: Mapping[str, Any]) -> int | None:

@@ -19,20 +19,15 @@ from trainer.driver.inputs import check_agent, check_torchvision, ensure_model, 
 from trainer.driver.placement import Node, assign_nodes, bundles_by_actor, check_fits, plan_placement, ranks_beside
 from trainer.driver.preflight import check_files, check_own_functions, preflight
 from trainer.errors import ConfigurationError, ModelError, Problem
-from trainer.tools.memory_plan import (
+from trainer.tools.memory_plan import GIB, Device, MemoryItem, gib, min_bytes, model_shape, total, workspace_bytes
+from trainer.tools.run_plan import (
     FULL_EFFICIENCY,
-    GIB,
     LINK_BYTES_PER_S,
     TAIL_EFFICIENCY,
-    Device,
-    Part,
     Workload,
-    least,
-    model_shape,
-    total,
-    workspace_bytes,
+    plan_run,
+    problems,
 )
-from trainer.tools.run_plan import gib, plan_run, problems
 from weight_sync.device.host_memory import host_memory
 from weight_sync.device.select import build, get_backend
 
@@ -42,8 +37,8 @@ if TYPE_CHECKING:
     from trainer.config.schema import RunConfig
     from trainer.driver.inputs import Inputs
     from trainer.driver.placement import Bundle, Placement
-    from trainer.tools.memory_plan import ModelShape, StepWork
-    from trainer.tools.run_plan import RunPlan
+    from trainer.tools.memory_plan import Items, ModelShape
+    from trainer.tools.run_plan import RunPlan, StepWork
 
 
 HOST_BYTES_PER_S = 50e9
@@ -53,10 +48,10 @@ UNDOUBTED_FLOPS = 100e12
 """Rate of training that a device for such models is trusted to reach: a third of the peak of the slowest in use."""
 
 
-def in_words(plan: RunPlan, cfg: RunConfig, *, seats: Sequence[str] = ()) -> str:
-    """What `--dry-run` prints. `seats` are the lines that say who sits on which node, where the nodes are known."""
+def format_plan(plan: RunPlan, cfg: RunConfig, *, placement: Sequence[str] = ()) -> str:
+    """What `--dry-run` prints. `placement` are the lines with the actors of each node, where the nodes are known."""
     lines = [
-        *_placement(plan, cfg, seats),
+        *_placement(plan, cfg, placement),
         *_memory(plan, cfg),
         *_traffic(plan, cfg),
         *_flight(plan, cfg),
@@ -65,7 +60,7 @@ def in_words(plan: RunPlan, cfg: RunConfig, *, seats: Sequence[str] = ()) -> str
     return "\n".join([*lines, *_balance(plan, cfg)]) + "\n"
 
 
-def _placement(plan: RunPlan, cfg: RunConfig, seats: Sequence[str]) -> list[str]:
+def _placement(plan: RunPlan, cfg: RunConfig, by_node: Sequence[str]) -> list[str]:
     ranks, replicas, tp = cfg.learner.num_ranks, cfg.rollout.num_replicas, cfg.rollout.tensor_parallel_size
     shape, what = plan.shape, "processes on the CPU" if plan.device.is_shared else "devices"
     if plan.is_paired:
@@ -78,7 +73,7 @@ def _placement(plan: RunPlan, cfg: RunConfig, seats: Sequence[str]) -> list[str]
         f"  rollout workers {cfg.rollout.num_workers} processes on the CPU",
         f"  device          {plan.device.name}: {gib(plan.device.total_bytes)}"
         + (", shared by all" if plan.device.is_shared else " each"),
-        *seats,
+        *by_node,
         "",
         f"Model: {shape.num_params + shape.num_adapter_params:,} parameters in {shape.num_layers} blocks{adapters}",
         "",
@@ -88,13 +83,17 @@ def _placement(plan: RunPlan, cfg: RunConfig, seats: Sequence[str]) -> list[str]
 def _memory(plan: RunPlan, cfg: RunConfig) -> list[str]:
     engine = plan.engine
     commit = "staged" if engine.is_staged else "in place"
-    seats = f"{engine.num_seats} x {engine.longest_tokens} = {engine.wanted_tokens:,}"
-    share = min(engine.kv_tokens / engine.wanted_tokens, 1.0)
+    seats = f"{engine.max_num_seqs} x {engine.longest_tokens} = {engine.kv_demand:,}"
+    share = min(engine.kv_tokens / engine.kv_demand, 1.0)
     tight = "  (may not fit: the longest sequence needs more)" if engine.may_not_fit else ""
     full = "all of them" if share == 1 else f"{share:.0%} of them; the rest waits, or prompts and answers are shorter"
     lines = [
         *_table("Per device in the learner's turn" if plan.is_paired else "Per learner device", plan.learner, plan),
-        *_table(_engine_title(plan, commit), engine_parts(plan), plan),
+        *_table(
+            "Per device in the engine's turn" if plan.is_paired else f"Per engine device (commit: {commit})",
+            _engine_items(plan),
+            plan,
+        ),
         f"  The cache holds {engine.kv_tokens:,} tokens; {seats} may be wanted: {full}.{tight}",
     ]
     if not plan.device.is_shared:
@@ -119,32 +118,28 @@ def _host(plan: RunPlan, cfg: RunConfig) -> list[str]:
     has = "" if plan.host_bytes is None else f" of {gib(plan.host_bytes)}"
     ranks = cfg.learner.num_ranks
     together = f"  {f'{ranks} ranks together':<34}{gib(ranks * total(plan.host)):>12}{has}"
-    rows = [f"  {part.name:<34}{gib(part.nbytes):>12}" for part in plan.host]
+    rows = [f"  {item.name:<34}{gib(item.nbytes):>12}" for item in plan.host]
     return ["Host memory per learner rank", *rows, *([together] if ranks > 1 or has else [])]
 
 
-def engine_parts(plan: RunPlan) -> tuple[Part, ...]:
+def _engine_items(plan: RunPlan) -> Items:
     """What is on a device while an engine has it."""
     if not plan.is_paired:
-        return plan.engine.parts
-    return (*plan.engine.parts, Part(name="arena of the learner", nbytes=plan.arena_bytes, remedy=""))
+        return plan.engine.items
+    return (*plan.engine.items, MemoryItem(name="arena of the learner", nbytes=plan.arena_bytes, hint=""))
 
 
-def _engine_title(plan: RunPlan, commit: str) -> str:
-    return "Per device in the engine's turn" if plan.is_paired else f"Per engine device (commit: {commit})"
+def _table(title: str, items: Items, plan: RunPlan) -> list[str]:
+    needed = total(items)
+    tight = needed > plan.device.total_bytes >= min_bytes(items)
+    return [title, *_rows(items), f"  {'together':<34}{gib(needed):>12}{'  (may not fit)' if tight else ''}"]
 
 
-def _table(title: str, parts: tuple[Part, ...], plan: RunPlan) -> list[str]:
-    needed = total(parts)
-    tight = needed > plan.device.total_bytes >= least(parts)
-    return [title, *_rows(parts), f"  {'together':<34}{gib(needed):>12}{'  (may not fit)' if tight else ''}"]
-
-
-def _rows(parts: tuple[Part, ...]) -> list[str]:
+def _rows(items: Items) -> list[str]:
     return [
-        f"  {part.name:<34}{gib(part.nbytes):>12}{'' if part.is_exact else ' ~'}"
-        for part in sorted(parts, key=lambda part: -part.nbytes)
-        if part.nbytes
+        f"  {item.name:<34}{gib(item.nbytes):>12}{'' if item.is_exact else ' ~'}"
+        for item in sorted(items, key=lambda item: -item.nbytes)
+        if item.nbytes
     ]
 
 
@@ -164,7 +159,7 @@ def _traffic(plan: RunPlan, cfg: RunConfig) -> list[str]:
 def _flight(plan: RunPlan, cfg: RunConfig) -> list[str]:
     staleness, groups = cfg.mode.max_staleness, cfg.trainer.groups_per_step
     slots = f"at most (S + 1) x B = ({staleness} + 1) x {groups} = {plan.num_slots} groups"
-    seats = cfg.rollout.num_replicas * plan.engine.num_seats
+    seats = cfg.rollout.num_replicas * plan.engine.max_num_seqs
     lines = [f"In flight: {slots}, {plan.num_answers} answers over {seats} seats"]
     turns = -(-plan.num_answers // seats)
     if turns > 1:
@@ -180,7 +175,7 @@ def _store(plan: RunPlan) -> list[str]:
     store = plan.store
     has = "" if store.total_bytes is None else f" of {gib(store.total_bytes)}"
     tight = "  (may not fit: it spills to disk)" if store.may_spill else ""
-    rows = [*_rows(store.parts), f"  {'together':<34}{gib(total(store.parts)):>12}{has}{tight}"]
+    rows = [*_rows(store.items), f"  {'together':<34}{gib(total(store.items)):>12}{has}{tight}"]
     if not store.carries_groups:
         size, most = f"{store.group_bytes / 1000:.3g} kB", f"{MOST_BYTES / 1000:.0f} kB"
         rows.append(f"  Groups go past it, as up to {most} do: one with the longest answers has about {size}.")
@@ -223,19 +218,19 @@ def _verdict(tokens: float, note: str, work: StepWork) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seating:
-    """Seats in words, or why there are none. Empty where the nodes are not known."""
+class PlacementPlan:
+    """Actors by node in words, or why they do not fit. Empty where the nodes are not known."""
 
     lines: tuple[str, ...] = ()
-    """What is assumed; then one line per node, if everybody has a seat."""
+    """What is assumed; then one line per node, if all actors fit."""
     problems: tuple[Problem, ...] = ()
     """What a start on such a cluster would refuse."""
-    homes: Mapping[str, str] | None = None
-    """Name of an actor -> its node; None if not everybody has a seat."""
+    node_of: Mapping[str, str] | None = None
+    """Name of an actor -> its node; None if not all fit."""
 
 
-def seat(cfg: RunConfig, counts: Sequence[int], *, backend: str, resource: str) -> Seating:
-    """Seat learners, engines and rollout workers as a run does that joins a Ray cluster of these nodes.
+def describe_placement(cfg: RunConfig, counts: Sequence[int], *, backend: str, resource: str) -> PlacementPlan:
+    """Assign learners, engines and rollout workers to nodes, as a run does that joins a Ray cluster of these.
 
     Args:
         counts: devices of every node; the driver is on the first.
@@ -252,7 +247,7 @@ def seat(cfg: RunConfig, counts: Sequence[int], *, backend: str, resource: str) 
         nodes = _nodes(counts, placement, resource=resource)
         chosen = assign_nodes(cfg, placement, nodes)
     except ConfigurationError as error:
-        return Seating(lines=(head,), problems=error.problems)
+        return PlacementPlan(lines=(head,), problems=error.problems)
     bundles = bundles_by_actor(cfg, placement)
     by_node = {node.address: [name for name in bundles if chosen[name] == node.node_id] for node in nodes}
     lines = (
@@ -260,7 +255,7 @@ def seat(cfg: RunConfig, counts: Sequence[int], *, backend: str, resource: str) 
         f"{count - round(sum(bundles[name].get(resource, 0.0) for name in names))} free"
         for (address, names), count in zip(by_node.items(), counts, strict=True)
     )
-    return Seating(lines=(head, *lines), homes=chosen)
+    return PlacementPlan(lines=(head, *lines), node_of=chosen)
 
 
 def _nodes(counts: Sequence[int], placement: Placement, *, resource: str) -> list[Node]:
@@ -323,7 +318,7 @@ def dry_run(
             is checked. None asks the device layer and, where Ray is started on this host, its memory.
         response_tokens: mean length of the answers; None if that is not known.
         nodes: devices of every node of a cluster that need not be here, the driver's node first, for a configuration
-            that joins one; None seats nobody.
+            that joins one; None assigns no nodes.
 
     Raises:
         ConfigurationError, DataError: the run would be refused, or does not fit; the plan is printed all the same.
@@ -339,7 +334,9 @@ def dry_run(
         check_own_functions(cfg)
         inputs, _ = check_files(cfg, agent=check_agent(cfg), is_device_here=False)
         device = Device(name="given", total_bytes=int(device_memory_gib * GIB), is_shared=False)
-    seating = Seating() if nodes is None else _seating(cfg, nodes, is_elsewhere=device_memory_gib is not None)
+    placement = (
+        PlacementPlan() if nodes is None else _placement_on(cfg, nodes, is_elsewhere=device_memory_gib is not None)
+    )
     if tiny_model.BUILTIN_TINY in model_paths(cfg).values():
         asyncio.run(ensure_model(cfg))
     named = with_model_directory(cfg)
@@ -351,12 +348,12 @@ def dry_run(
         teacher=_teacher_shape(named),
         workload=_workload(cfg, inputs, response_tokens=response_tokens),
         host_bytes=host_bytes,
-        homes=seating.homes,
+        node_of=placement.node_of,
     )
-    sys.stdout.write(_objective(cfg) + "\n" + in_words(plan, cfg, seats=seating.lines))
+    sys.stdout.write(_objective(cfg) + "\n" + format_plan(plan, cfg, placement=placement.lines))
     sys.stdout.flush()
-    # Both look at how devices are paired: said once.
-    if found := dict.fromkeys([*problems(plan, cfg), *seating.problems]):
+    # Both look at how devices are paired: report it once.
+    if found := dict.fromkeys([*problems(plan, cfg), *placement.problems]):
         raise ConfigurationError(found)
 
 
@@ -365,9 +362,9 @@ def _objective(cfg: RunConfig) -> str:
     return f"objective: {describe_objective(cfg.algorithm)}\n{critic}rollout: {describe_rollout(cfg)}\n"
 
 
-def _seating(cfg: RunConfig, nodes: Sequence[int], *, is_elsewhere: bool) -> Seating:
-    """Who sits where. Devices that are elsewhere are of the kind that `device` names; `auto` takes what is here, or,
-    if that is no accelerator, what Ray calls a GPU.
+def _placement_on(cfg: RunConfig, nodes: Sequence[int], *, is_elsewhere: bool) -> PlacementPlan:
+    """Which node each actor gets. Devices that are elsewhere are of the kind that `device` names; `auto` takes what is
+    here, or, if that is no accelerator, what Ray calls a GPU.
 
     Raises:
         ConfigurationError: the devices are not such as nodes are counted by.
@@ -375,9 +372,9 @@ def _seating(cfg: RunConfig, nodes: Sequence[int], *, is_elsewhere: bool) -> Sea
     name = cfg.device.name
     backend = get_backend() if name == "auto" else build(name)
     if backend.ray_resource is not None:
-        return seat(cfg, nodes, backend=backend.name, resource=backend.ray_resource)
+        return describe_placement(cfg, nodes, backend=backend.name, resource=backend.ray_resource)
     if is_elsewhere and name == "auto":
-        return seat(cfg, nodes, backend="GPU", resource="GPU")
+        return describe_placement(cfg, nodes, backend="GPU", resource="GPU")
     allowed = f"counts accelerators, and the device is {backend.name}: its processes are seated by CPUs alone"
     do = "leave --nodes out, or plan for accelerators that are elsewhere: --device-memory-gib N, without device=cpu"
     raise ConfigurationError([Problem(key="--nodes", got=",".join(map(str, nodes)), allowed=allowed, do=do)])

@@ -4,27 +4,39 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import AutoModelForCausalLM
 
+from trainer.learner.fsdp import UNSHARDED_SHARE
 from trainer.learner.lora import add_adapters
 from trainer.learner.model import check_architecture, load_config, torch_dtype
+from weight_sync.landing import SHADOW_HEADROOM
 from weight_sync.pull import PIECE_BYTES
-from weight_sync.routes import Party, plan_routes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import nn
     from transformers import PreTrainedConfig
 
-    from trainer.config.schema import ModelConfig
-    from weight_sync.routes import RelayMode
+    from trainer.config.schema import ModelConfig, RunConfig
 
 
 GIB = 1 << 30
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+MASTER_BYTES, MOMENTS_BYTES, GRADIENT_BYTES = 4, 8, 4
+"""Per trained parameter: float32 weight; two float32 moments of AdamW; float32 gradient."""
+GATHERED_BLOCKS = 2
+MAX_WORKSPACE_BYTES = 2 * GIB
+WORKSPACE_SHARE = 1 / 16
+UNCOUNTED = (
+    "quantization",
+    "kv_cache_dtype",
+    "kv_cache_memory_bytes",
+    "num_gpu_blocks_override",
+    "cpu_offload_gb",
+)
+"""Engine arguments that change what weights and cache take in ways that are not modelled here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +63,7 @@ class ModelShape:
     latent_size: int = 0
     """Numbers in the cache per token and block, in the place of keys and values: of multi-head latent attention."""
     num_adapter_params: int = 0
-    """Of LoRA, beside `num_params`; 0 if all weights are trained."""
+    """Of LoRA, in addition to `num_params`; 0 if all weights are trained."""
 
     @property
     def num_trained_params(self) -> int:
@@ -98,24 +110,12 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    """What is known of prompts and answers before a run."""
-
-    prompt_tokens: float
-    """Mean of the training prompts."""
-    response_tokens: float | None = None
-    """Mean of the answers; None if nobody said."""
-    num_evaluated: int = 0
-    """Answers of an evaluation."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class MemoryItem:
     """One thing that takes memory on a device."""
 
     name: str
     nbytes: int
-    remedy: str
+    hint: str
     """The key that makes it smaller, with what to do."""
     is_exact: bool = True
     """Follows from shapes. An estimate may be off by half."""
@@ -123,17 +123,20 @@ class Part:
     """Is there between two steps, too, and moves to the host where devices are shared."""
 
     @property
-    def least_bytes(self) -> int:
+    def min_bytes(self) -> int:
         return self.nbytes if self.is_exact else self.nbytes // 2
 
 
-def total(parts: tuple[Part, ...]) -> int:
-    return sum(part.nbytes for part in parts)
+Items = tuple[MemoryItem, ...]
 
 
-def least(parts: tuple[Part, ...]) -> int:
+def total(items: Items) -> int:
+    return sum(item.nbytes for item in items)
+
+
+def min_bytes(items: Items) -> int:
     """What is needed even if every estimate is twice too large."""
-    return sum(part.least_bytes for part in parts)
+    return sum(item.min_bytes for item in items)
 
 
 def model_shape(model: ModelConfig, path: str) -> ModelShape:
@@ -208,34 +211,55 @@ def _count(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-MASTER_BYTES, MOMENTS_BYTES, GRADIENT_BYTES = 4, 8, 4
-"""Per trained parameter: float32 weight; two float32 moments of AdamW; float32 gradient."""
-GATHERED_BLOCKS = 2
+# The learner
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LearnerPlan:
-    """What the configuration says about one learner rank."""
+def learner_items(
+    cfg: RunConfig, shape: ModelShape, device: Device, *, reference: ModelShape | None, critic: ModelShape | None
+) -> Items:
+    """Everything on one device of the learner, at the worst moment of a step: its models compute in turn.
 
-    num_ranks: int
-    compute_bytes: int
-    """Of one number in the forward."""
-    published_bytes: int
-    """Of one number in the arena."""
-    keeps_unsharded: bool
-    max_tokens: int
-    """Per micro-batch."""
-    logprob_chunk_tokens: int
-    checkpoints_activations: bool
-    cpu_offload: bool
-    num_slots: int
-    reference: ModelShape | None
-    """Of its own: not that of adapters, which is the policy without them."""
-    reference_cpu_offload: bool
-    critic: ModelShape | None
-    """Of its own, with its value head."""
-    keeps_critic_unsharded: bool
-    critic_cpu_offload: bool
+    Args:
+        reference: separate weights; None without one, or where it is the policy without its adapters.
+        critic: a separate backbone, with its value head.
+    """
+    slots = cfg.weight_sync.num_slots
+    computing = _computing(cfg, shape, device)
+    if reference is not None and total(scoring := _scoring(cfg, reference)) > total(computing):
+        computing = scoring
+    if critic is not None and total(critic_computes := _computing(cfg, critic, device)) > total(computing):
+        computing = tuple(replace(item, name=f"{item.name}, critic") for item in critic_computes)
+    arenas = MemoryItem(
+        name=f"arenas of weight sync ({slots} slots)",
+        nbytes=arena_bytes(cfg, shape),
+        hint="weight_sync.num_slots: fewer" if slots > 1 else "learner.num_ranks: more",
+    )
+    return (*computing, arenas, *_training_state(cfg, shape), *_more_models(cfg, reference, critic))
+
+
+def host_items(cfg: RunConfig, shape: ModelShape, *, reference: ModelShape | None, critic: ModelShape | None) -> Items:
+    """What one rank keeps in host memory instead of its device."""
+    b, items = DTYPE_BYTES[cfg.model.compute_dtype], list[MemoryItem]()
+    trained, frozen = shape.num_trained_params, shape.num_frozen_params
+    if cfg.learner.cpu_offload:
+        name = "masters, moments and gradients" if not frozen else "adapters' state, frozen weights"
+        nbytes = _share(cfg, trained * (MASTER_BYTES + MOMENTS_BYTES + GRADIENT_BYTES) + frozen * b)
+        hint = "learner.cpu_offload=false, with more learner.num_ranks"
+        items.append(MemoryItem(name=name, nbytes=nbytes, hint=hint))
+    if reference is not None and cfg.learner.reference_cpu_offload:
+        hint = "learner.reference_cpu_offload=false"
+        items.append(MemoryItem(name="reference", nbytes=_share(cfg, reference.num_params * b), hint=hint))
+    if critic is not None and cfg.critic.cpu_offload:
+        nbytes = _share(cfg, critic.num_params * (MASTER_BYTES + MOMENTS_BYTES + GRADIENT_BYTES))
+        hint = "critic.cpu_offload=false or critic.shared_backbone=true"
+        items.append(MemoryItem(name="critic with its gradients", nbytes=nbytes, hint=hint))
+    return tuple(items)
+
+
+def arena_bytes(cfg: RunConfig, shape: ModelShape) -> int:
+    """All slots of one rank."""
+    published = shape.num_trained_params * DTYPE_BYTES[cfg.model.rollout_dtype]
+    return cfg.weight_sync.num_slots * _share(cfg, published)
 
 
 def activation_bytes_per_block(shape: ModelShape, *, num_tokens: int, compute_bytes: int) -> int:
@@ -253,214 +277,131 @@ def activation_bytes_per_block(shape: ModelShape, *, num_tokens: int, compute_by
     return num_tokens * (norms + residuals + attention + 4 * b * shape.intermediate_size)
 
 
-def activation_bytes(shape: ModelShape, plan: LearnerPlan) -> int:
-    """Of one micro-batch: all blocks, or with checkpointing the input of each block and the one being recomputed."""
-    block = activation_bytes_per_block(shape, num_tokens=plan.max_tokens, compute_bytes=plan.compute_bytes)
-    if not plan.checkpoints_activations:
-        return shape.num_layers * block
-    return shape.num_layers * plan.max_tokens * shape.hidden_size * plan.compute_bytes + block
+def _computing(cfg: RunConfig, shape: ModelShape, device: Device) -> Items:
+    """What is there while this model is trained."""
+    b, checkpointing = DTYPE_BYTES[cfg.model.compute_dtype], cfg.learner.activation_checkpointing
+    keeps_unsharded = shape.num_params * b <= UNSHARDED_SHARE * device.total_bytes
+    unsharded = shape.num_params if keeps_unsharded else _gathered_params(shape)
+    in_backward = 0 if shape.num_frozen_params else shape.num_root_params + shape.num_block_params
+    num_tokens = cfg.learner.max_tokens_per_micro_batch
+    block = activation_bytes_per_block(shape, num_tokens=num_tokens, compute_bytes=b)
+    # With checkpointing, the input of each block and the one being recomputed.
+    activations = shape.num_layers * block
+    if checkpointing:
+        activations = shape.num_layers * num_tokens * shape.hidden_size * b + block
+    recompute = "" if checkpointing else ", or learner.activation_checkpointing=true"
+    return _estimates({
+        "unsharded weights": (unsharded * b, "model.compute_dtype=bfloat16"),
+        "unsharded gradients": (in_backward * (b + 4), "a smaller model"),
+        "activations": (activations, f"learner.max_tokens_per_micro_batch: fewer{recompute}"),
+        "logits of a chunk": (_logits_bytes(cfg, shape), "learner.logprob_chunk_tokens: fewer"),
+    })  # fmt: skip
 
 
-def logits_bytes(shape: ModelShape, plan: LearnerPlan) -> int:
-    """Of one chunk, in float32: logits, probabilities and the gradient."""
-    return 3 * 4 * min(plan.logprob_chunk_tokens, plan.max_tokens) * shape.vocab_size
+def _scoring(cfg: RunConfig, shape: ModelShape) -> Items:
+    """What is there while the reference computes: no gradient, and the activations of one block at most."""
+    b = DTYPE_BYTES[cfg.model.compute_dtype]
+    block = activation_bytes_per_block(shape, num_tokens=cfg.learner.max_tokens_per_micro_batch, compute_bytes=b)
+    return _estimates({
+        "unsharded weights, reference": (_gathered_params(shape) * b, "algorithm.kl.path: a smaller model"),
+        "activations, reference": (block, "learner.max_tokens_per_micro_batch: fewer"),
+        "logits of a chunk, reference": (_logits_bytes(cfg, shape), "learner.logprob_chunk_tokens: fewer"),
+    })  # fmt: skip
 
 
-def unsharded_params(shape: ModelShape, *, keeps_unsharded: bool) -> int:
+def _estimates(needs: dict[str, tuple[int, str]]) -> Items:
+    """Name -> bytes and hint."""
+    return tuple(
+        MemoryItem(name=name, nbytes=nbytes, hint=hint, is_exact=False) for name, (nbytes, hint) in needs.items()
+    )
+
+
+def _gathered_params(shape: ModelShape) -> int:
     """Parameters that are whole on a rank at the worst moment."""
-    if keeps_unsharded:
-        return shape.num_params
     blocks = min(GATHERED_BLOCKS, shape.num_layers) * shape.num_block_params
     return min(shape.num_params, shape.num_root_params + blocks)
 
 
-def arena_bytes(shape: ModelShape, plan: LearnerPlan) -> int:
-    """All slots of one rank."""
-    return plan.num_slots * _share(shape.num_trained_params * plan.published_bytes, plan.num_ranks)
+def _logits_bytes(cfg: RunConfig, shape: ModelShape) -> int:
+    """Of one chunk, in float32: logits, probabilities and the gradient."""
+    tokens = min(cfg.learner.logprob_chunk_tokens, cfg.learner.max_tokens_per_micro_batch)
+    return 3 * 4 * tokens * shape.vocab_size
 
 
-def learner_parts(shape: ModelShape, plan: LearnerPlan) -> tuple[Part, ...]:
-    """Everything on one device of the learner, at the worst moment of a step: its models compute in turn."""
-    computing = _computing(shape, plan, keeps_unsharded=plan.keeps_unsharded)
-    if plan.reference is not None:
-        scoring = _scoring(plan.reference, plan)
-        if total(scoring) > total(computing):
-            computing = scoring
-    if plan.critic is not None:
-        critic = _computing(plan.critic, plan, keeps_unsharded=plan.keeps_critic_unsharded)
-        if total(critic) > total(computing):
-            computing = tuple(replace(part, name=f"{part.name}, critic") for part in critic)
-    arenas = Part(
-        name=f"arenas of weight sync ({plan.num_slots} slots)",
-        nbytes=arena_bytes(shape, plan),
-        remedy="weight_sync.num_slots: fewer" if plan.num_slots > 1 else "learner.num_ranks: more",
+def _training_state(cfg: RunConfig, shape: ModelShape) -> list[MemoryItem]:
+    """A rank's share of what it trains, and of what stays frozen."""
+    trained, frozen = shape.num_trained_params, shape.num_frozen_params
+    if cfg.learner.cpu_offload:
+        nbytes = min(PIECE_BYTES, _share(cfg, trained * MASTER_BYTES))
+        return [MemoryItem(name="masters on their way to an arena", nbytes=nbytes, hint="a smaller model")]
+    hint = "learner.num_ranks: more ranks, or learner.cpu_offload=true"
+    masters, moments, gradients = (
+        _share(cfg, trained * each) for each in (MASTER_BYTES, MOMENTS_BYTES, GRADIENT_BYTES)
     )
-    return (*computing, arenas, *_training_state(shape, plan), *_more_models(plan))
-
-
-def _computing(shape: ModelShape, plan: LearnerPlan, *, keeps_unsharded: bool) -> tuple[Part, ...]:
-    """What is there while this model computes."""
-    b = plan.compute_bytes
-    whole = unsharded_params(shape, keeps_unsharded=keeps_unsharded)
-    in_backward = 0 if shape.num_frozen_params else shape.num_root_params + shape.num_block_params
-    fewer_tokens = "learner.max_tokens_per_micro_batch: fewer"
-    recompute = "" if plan.checkpoints_activations else ", or learner.activation_checkpointing=true"
-    return (
-        Part(name="unsharded weights", nbytes=whole * b, remedy="model.compute_dtype=bfloat16", is_exact=False),
-        Part(name="unsharded gradients", nbytes=in_backward * (b + 4), remedy="a smaller model", is_exact=False),
-        Part(
-            name="activations",
-            nbytes=activation_bytes(shape, plan),
-            remedy=f"{fewer_tokens}{recompute}",
-            is_exact=False,
-        ),
-        Part(
-            name="logits of a chunk",
-            nbytes=logits_bytes(shape, plan),
-            remedy="learner.logprob_chunk_tokens: fewer",
-            is_exact=False,
-        ),
-    )
-
-
-def _scoring(shape: ModelShape, plan: LearnerPlan) -> tuple[Part, ...]:
-    """What is there while the reference computes: no gradient, and the activations of one block at most."""
-    block = activation_bytes_per_block(shape, num_tokens=plan.max_tokens, compute_bytes=plan.compute_bytes)
-    needs = {
-        "unsharded weights": (
-            unsharded_params(shape, keeps_unsharded=False) * plan.compute_bytes,
-            "algorithm.kl.path: a smaller model",
-        ),
-        "activations": (block, "learner.max_tokens_per_micro_batch: fewer"),
-        "logits of a chunk": (logits_bytes(shape, plan), "learner.logprob_chunk_tokens: fewer"),
-    }
-    return tuple(
-        Part(name=f"{name}, reference", nbytes=nbytes, remedy=remedy, is_exact=False)
-        for name, (nbytes, remedy) in needs.items()
-    )
-
-
-def _training_state(shape: ModelShape, plan: LearnerPlan) -> list[Part]:
-    """A rank's share of what it trains, and of what stays as it is."""
-    n, trained, frozen = plan.num_ranks, shape.num_trained_params, shape.num_frozen_params
-    if plan.cpu_offload:
-        nbytes = min(PIECE_BYTES, _share(trained * MASTER_BYTES, n))
-        return [Part(name="masters on their way to an arena", nbytes=nbytes, remedy="a smaller model")]
-    remedy = "learner.num_ranks: more ranks, or learner.cpu_offload=true"
-    parts = [
-        Part(name="masters (float32)", nbytes=_share(trained * MASTER_BYTES, n), remedy=remedy, is_state=True),
-        Part(name="moments (AdamW)", nbytes=_share(trained * MOMENTS_BYTES, n), remedy=remedy, is_state=True),
-        Part(name="gradients (float32)", nbytes=_share(trained * GRADIENT_BYTES, n), remedy=remedy),
+    items = [
+        MemoryItem(name="masters (float32)", nbytes=masters, hint=hint, is_state=True),
+        MemoryItem(name="moments (AdamW)", nbytes=moments, hint=hint, is_state=True),
+        MemoryItem(name="gradients (float32)", nbytes=gradients, hint=hint),
     ]
     if frozen:
-        nbytes = _share(frozen * plan.compute_bytes, n)
-        parts.append(Part(name="frozen weights", nbytes=nbytes, remedy=remedy, is_state=True))
-    return parts
+        nbytes = _share(cfg, frozen * DTYPE_BYTES[cfg.model.compute_dtype])
+        items.append(MemoryItem(name="frozen weights", nbytes=nbytes, hint=hint, is_state=True))
+    return items
 
 
-def host_parts(shape: ModelShape, plan: LearnerPlan) -> tuple[Part, ...]:
-    """What one rank keeps in host memory instead of its device."""
-    n, b, parts = plan.num_ranks, plan.compute_bytes, list[Part]()
-    trained, frozen = shape.num_trained_params, shape.num_frozen_params
-    if plan.cpu_offload:
-        nbytes = _share(trained * (MASTER_BYTES + MOMENTS_BYTES + GRADIENT_BYTES) + frozen * b, n)
-        remedy = "learner.cpu_offload=false, with more learner.num_ranks"
-        name = "masters, moments and gradients" if not frozen else "adapters' state, frozen weights"
-        parts.append(Part(name=name, nbytes=nbytes, remedy=remedy))
-    if plan.reference is not None and plan.reference_cpu_offload:
-        remedy = "learner.reference_cpu_offload=false"
-        parts.append(Part(name="reference", nbytes=_share(plan.reference.num_params * b, n), remedy=remedy))
-    if plan.critic is not None and plan.critic_cpu_offload:
-        nbytes = _share(plan.critic.num_params * (MASTER_BYTES + MOMENTS_BYTES + GRADIENT_BYTES), n)
-        remedy = "critic.cpu_offload=false or critic.shared_backbone=true"
-        parts.append(Part(name="critic with its gradients", nbytes=nbytes, remedy=remedy))
-    return tuple(parts)
-
-
-def _more_models(plan: LearnerPlan) -> list[Part]:
-    """Reference and critic."""
-    parts: list[Part] = []
-    if plan.reference is not None and not plan.reference_cpu_offload:
-        nbytes = _share(plan.reference.num_params * plan.compute_bytes, plan.num_ranks)
-        remedy = "learner.reference_cpu_offload=true"
-        parts.append(Part(name="reference", nbytes=nbytes, remedy=remedy, is_state=True))
-    if plan.critic is not None and not plan.critic_cpu_offload:
-        num_params = plan.critic.num_params
-        state = _share(num_params * (MASTER_BYTES + MOMENTS_BYTES), plan.num_ranks)
-        gradients = _share(num_params * GRADIENT_BYTES, plan.num_ranks)
-        remedy = "critic.cpu_offload=true or critic.shared_backbone=true"
-        parts += [
-            Part(name="critic", nbytes=state, remedy=remedy, is_state=True),
-            Part(name="gradients of the critic", nbytes=gradients, remedy=remedy),
+def _more_models(cfg: RunConfig, reference: ModelShape | None, critic: ModelShape | None) -> list[MemoryItem]:
+    items: list[MemoryItem] = []
+    if reference is not None and not cfg.learner.reference_cpu_offload:
+        nbytes = _share(cfg, reference.num_params * DTYPE_BYTES[cfg.model.compute_dtype])
+        hint = "learner.reference_cpu_offload=true"
+        items.append(MemoryItem(name="reference", nbytes=nbytes, hint=hint, is_state=True))
+    if critic is not None and not cfg.critic.cpu_offload:
+        state = _share(cfg, critic.num_params * (MASTER_BYTES + MOMENTS_BYTES))
+        gradients = _share(cfg, critic.num_params * GRADIENT_BYTES)
+        hint = "critic.cpu_offload=true or critic.shared_backbone=true"
+        items += [
+            MemoryItem(name="critic", nbytes=state, hint=hint, is_state=True),
+            MemoryItem(name="gradients of the critic", nbytes=gradients, hint=hint),
         ]
-    return parts
+    return items
 
 
-def _share(nbytes: int, num_ranks: int) -> int:
-    return -(-nbytes // num_ranks)
+def _share(cfg: RunConfig, nbytes: int) -> int:
+    """Of one rank."""
+    return -(-nbytes // cfg.learner.num_ranks)
 
 
-MAX_WORKSPACE_BYTES = 2 * GIB
-WORKSPACE_SHARE = 1 / 16
-SHADOW_HEADROOM = 0.9
-"""`commit=auto` stages only if the shadow takes at most this share of what is free (weight_sync/landing.py)."""
-
-
-UNCOUNTED = (
-    "quantization",
-    "kv_cache_dtype",
-    "kv_cache_memory_bytes",
-    "num_gpu_blocks_override",
-    "cpu_offload_gb",
-)
-"""Engine arguments that change what weights and cache take; what they do is not for us to know."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EnginePlan:
-    """What the configuration says about one engine."""
-
-    tensor_parallel_size: int
-    dtype_bytes: int
-    memory_share: float
-    """rollout.gpu_memory_utilization; it has no meaning where `kv_bytes` is given."""
-    kv_bytes: int | None
-    """Size of the cache where it is set directly (on a CPU); None where it takes what is left."""
-    max_model_len: int
-    num_seats: int
-    """Answers that it generates at once at most."""
-    commit: str
-    uncounted: tuple[str, ...]
-    """Engine arguments that change what is counted here."""
+# Engines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMemory:
     """One device of an engine."""
 
-    parts: tuple[Part, ...]
+    items: Items
     is_staged: bool
     shadow_fits: bool
     kv_bytes: int
     """Room for the cache; negative if not even the weights fit."""
     kv_tokens: int
-    most_kv_tokens: int
+    max_kv_tokens: int
     """If the workspace is half as large as assumed."""
     longest_tokens: int
     """Of one sequence, for which there must be room."""
-    num_seats: int
+    max_num_seqs: int
+    """Answers that it generates at once at most."""
     uncounted: tuple[str, ...]
-    """See `EnginePlan`."""
+    """Engine arguments that change what is counted here."""
 
     @property
-    def wanted_tokens(self) -> int:
-        """For a sequence of full length on every seat."""
-        return self.num_seats * self.longest_tokens
+    def kv_demand(self) -> int:
+        """Tokens of as many sequences of full length as it generates at once."""
+        return self.max_num_seqs * self.longest_tokens
 
     @property
     def may_not_fit(self) -> bool:
         """Whether there is room for the longest sequence only if the workspace is smaller than assumed."""
-        return self.kv_tokens < self.longest_tokens <= self.most_kv_tokens
+        return self.kv_tokens < self.longest_tokens <= self.max_kv_tokens
 
 
 def workspace_bytes(device: Device) -> int:
@@ -468,160 +409,43 @@ def workspace_bytes(device: Device) -> int:
     return min(MAX_WORKSPACE_BYTES, int(WORKSPACE_SHARE * device.total_bytes))
 
 
-def engine_memory(shape: ModelShape, plan: EnginePlan, device: Device) -> EngineMemory:
+def engine_memory(cfg: RunConfig, shape: ModelShape, device: Device) -> EngineMemory:
     """The engine takes its share of the device; the shadow of a staged commit must fit into the rest."""
-    tp = plan.tensor_parallel_size
-    weights = -(-shape.num_params * plan.dtype_bytes // tp)
-    shadow = -(-shape.num_trained_params * plan.dtype_bytes // tp)
-    if plan.kv_bytes is None:
-        own_bytes = int(plan.memory_share * device.total_bytes)
-        workspace = workspace_bytes(device)
+    rollout, commit = cfg.rollout, cfg.weight_sync.commit
+    tp, b = rollout.tensor_parallel_size, DTYPE_BYTES[cfg.model.rollout_dtype]
+    weights, shadow = -(-shape.num_params * b // tp), -(-shape.num_trained_params * b // tp)
+    if device.is_shared:  # the cache has a size of its own
+        workspace, kv_bytes = 0, int(rollout.kv_cache_gib * GIB)
+        free = device.total_bytes - weights - kv_bytes
+    else:
+        own_bytes, workspace = int(rollout.gpu_memory_utilization * device.total_bytes), workspace_bytes(device)
         kv_bytes = own_bytes - weights - workspace
         free = device.total_bytes - own_bytes
-    else:
-        workspace, kv_bytes = 0, plan.kv_bytes
-        free = device.total_bytes - weights - kv_bytes
-    fits = shadow <= (SHADOW_HEADROOM * free if plan.commit == "auto" else free)
-    is_staged = plan.commit == "staged" or (plan.commit == "auto" and fits)
-    per_token = shape.kv_bytes_per_token(tensor_parallel_size=tp, dtype_bytes=plan.dtype_bytes)
-    parts = [
-        Part(name="weights", nbytes=weights, remedy="rollout.tensor_parallel_size: more devices per engine"),
-        Part(name="workspace (assumed)", nbytes=workspace, remedy="rollout.engine_args", is_exact=False),
-        Part(name="KV cache", nbytes=max(0, kv_bytes), remedy="rollout.gpu_memory_utilization"),
+    fits = shadow <= (SHADOW_HEADROOM * free if commit == "auto" else free)
+    is_staged = commit == "staged" or (commit == "auto" and fits)
+    items = [
+        MemoryItem(name="weights", nbytes=weights, hint="rollout.tensor_parallel_size: more devices per engine"),
+        MemoryItem(name="workspace (assumed)", nbytes=workspace, hint="rollout.engine_args", is_exact=False),
+        MemoryItem(name="KV cache", nbytes=max(0, kv_bytes), hint="rollout.gpu_memory_utilization"),
     ]
     if is_staged:
-        remedy = "weight_sync.commit=inplace, or a lower rollout.gpu_memory_utilization"
-        parts.append(Part(name="shadow of a staged commit", nbytes=shadow, remedy=remedy))
+        hint = "weight_sync.commit=inplace, or a lower rollout.gpu_memory_utilization"
+        items.append(MemoryItem(name="shadow of a staged commit", nbytes=shadow, hint=hint))
+    per_token = shape.kv_bytes_per_token(tensor_parallel_size=tp, dtype_bytes=b)
+    longest = cfg.task.max_prompt_tokens + rollout.max_response_tokens
     return EngineMemory(
-        parts=tuple(parts),
+        items=tuple(items),
         is_staged=is_staged,
         shadow_fits=fits,
         kv_bytes=kv_bytes,
         kv_tokens=max(0, kv_bytes) // per_token,
-        most_kv_tokens=max(0, kv_bytes + workspace // 2) // per_token,
-        longest_tokens=plan.max_model_len,
-        num_seats=plan.num_seats,
-        uncounted=plan.uncounted,
+        max_kv_tokens=max(0, kv_bytes + workspace // 2) // per_token,
+        longest_tokens=rollout.max_model_len if rollout.max_model_len else longest,
+        max_num_seqs=min(n for n in (rollout.max_num_seqs, rollout.max_concurrency) if n is not None),
+        uncounted=tuple(name for name in UNCOUNTED if rollout.engine_args.get(name, "auto") not in ("auto", None)),
     )
 
 
-LINK_BYTES_PER_S = (25e9, 200e9)
-"""Two links that a pull may go over: a 200 Gbit/s network card per device, and a link between devices of one host."""
-TAIL_EFFICIENCY, FULL_EFFICIENCY = 0.2, 0.45
-"""Arithmetic efficiency of decoding over that of training, if engines have few answers each, as in a long tail, and if
-they are kept full. The asynchronous runs on H200s in docs/benchmarks.md had 0.20 to 0.26 by the generation-bound time
-as it was, and 0.27 to 0.55 by that at the full rate. The test of this module has all of them."""
-TRAINED, FROZEN = 3, 2
-"""Forward passes' worth of forward and backward: the gradients of the input and of the weights are one each."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SyncTraffic:
-    """Of one policy version."""
-
-    version_bytes: int
-    """All published parameters, once."""
-    device_bytes: int
-    """That one engine device reads."""
-    rank_bytes: int
-    """That the busiest learner rank serves, on all nodes."""
-    relays: bool
-    """Whether engines hand versions on to each other."""
-
-    def floor_s(self, link_bytes_per_s: float) -> float:
-        """No pull is faster than the busier of the two ends of its link."""
-        return max(self.device_bytes, self.rank_bytes) / link_bytes_per_s
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parties:
-    """Who publishes a version, and who reads it."""
-
-    ranks: Sequence[str]
-    """Node of every learner rank."""
-    replicas: Sequence[str]
-    """Node of every engine; it is on one, with all its devices."""
-    tensor_parallel_size: int
-    relay: RelayMode
-    """"off" also where engines have nothing to hand on."""
-
-
-def sync_traffic(shape: ModelShape, parties: Parties, *, dtype_bytes: int) -> SyncTraffic:
-    """Every replica needs every published byte once, spread over its devices, by the routes of weight sync."""
-    version, tp = shape.num_trained_params * dtype_bytes, parties.tensor_parallel_size
-    everyone = range(len(parties.ranks))
-    routes = plan_routes(
-        dict(enumerate(parties.ranks)),
-        [
-            Party(name=f"{replica}/{worker}", worker=worker, node=node)
-            for replica, node in enumerate(parties.replicas)
-            for worker in range(tp)
-        ],
-        dict.fromkeys(range(tp), everyone),
-        relay=parties.relay,
-    )
-    most_readers = max(sum(route[rank] is None for route in routes.values()) for rank in everyone)
-    return SyncTraffic(
-        version_bytes=version,
-        device_bytes=-(-version // tp),
-        rank_bytes=-(-version * most_readers // (tp * len(parties.ranks))),
-        relays=any(via is not None for route in routes.values() for via in route.values()),
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepWork:
-    """Arithmetic of one step per device, in floating point operations."""
-
-    learner_flops: float
-    engine_flops: float
-
-    @property
-    def generation_over_learning(self) -> tuple[float, float]:
-        """Time of generation over that of learning: with engines that are kept full, and with few answers in them."""
-        ratio = self.engine_flops / self.learner_flops
-        return ratio / FULL_EFFICIENCY, ratio / TAIL_EFFICIENCY
-
-    @property
-    def bottleneck(self) -> Literal["learning", "generation", "either"]:
-        """The side that takes longer wherever between the two efficiencies decoding is."""
-        least, most = self.generation_over_learning
-        if most < 1:
-            return "learning"
-        return "generation" if least > 1 else "either"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Side:
-    """What one side does in a step."""
-
-    num_devices: int
-    params: float
-    """That every token meets, each as often as a pass needs it: see `params_met`."""
-    tokens: float
-
-    @property
-    def flops(self) -> float:
-        """2 operations per parameter and token in a forward pass (Kaplan et al. 2020, section 2.1), attention left
-        out. Of one device."""
-        return 2 * self.params * self.tokens / self.num_devices
-
-
-def step_work(learner: Side, engines: Side) -> StepWork:
-    """
-    Args:
-        learner: its tokens are prompts and answers.
-        engines: theirs are all answers, those that are not trained included.
-    """
-    return StepWork(learner_flops=learner.flops, engine_flops=engines.flops)
-
-
-def params_met(shape: ModelShape, *, recomputes: bool) -> float:
-    """Parameters that a token of the learner meets in forward and backward, counted once per forward pass' worth.
-
-    Args:
-        recomputes: the backward repeats the forward (activation checkpointing).
-    """
-    if shape.num_adapter_params:
-        return (FROZEN + recomputes) * shape.num_active_params + (TRAINED + recomputes) * shape.num_adapter_params
-    return (TRAINED + recomputes) * shape.num_active_params
+def gib(nbytes: int) -> str:
+    """Bytes as a person reads them."""
+    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB / 10 else f"{nbytes / (1 << 20):.2f} MiB"

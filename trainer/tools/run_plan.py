@@ -1,45 +1,48 @@
-"""What a run will need: memory per device, traffic, object store."""
+"""What a run will need: memory per device, traffic of weight sync, arithmetic of a step, object store."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rollout.worker.group_server import MOST_BYTES
 from trainer.config.algorithm import SELECTING_LOSSES, traits_of
 from trainer.config.validate_mode import pairing_problems
 from trainer.errors import Problem
+from trainer.learner.flops import FROZEN, TRAINED
 from trainer.tools.memory_plan import (
+    DTYPE_BYTES,
     GIB,
-    UNCOUNTED,
     Device,
     EngineMemory,
-    EnginePlan,
-    LearnerPlan,
+    Items,
+    MemoryItem,
     ModelShape,
-    Part,
-    Parties,
-    Side,
-    StepWork,
-    SyncTraffic,
-    Workload,
     arena_bytes,
     engine_memory,
-    host_parts,
-    learner_parts,
-    least,
-    params_met,
-    step_work,
-    sync_traffic,
+    gib,
+    host_items,
+    learner_items,
+    min_bytes,
     total,
 )
+from weight_sync.routes import Party, plan_routes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from trainer.config.schema import RunConfig
+    from weight_sync.routes import RelayMode
 
 
+LINK_BYTES_PER_S = (25e9, 200e9)
+"""Two links that a pull may go over: a 200 Gbit/s network card per device, and a link between devices of one host."""
+TAIL_EFFICIENCY, FULL_EFFICIENCY = 0.2, 0.45
+"""Arithmetic efficiency of decoding over that of training, if engines have few answers each, as in a long tail, and if
+they are kept full. The asynchronous runs on H200s in docs/benchmarks.md had 0.20 to 0.26 by the measured
+generation-bound time, and 0.27 to 0.55 by that at the full rate. The test of this module has all of them."""
+FORWARD = 2
+"""Operations per weight and token of a forward pass (Kaplan et al. 2020, section 2.1), attention left out."""
 TRAJECTORY_BYTES = 4 + 1 + 4 + 4
 """Per token of prompt and answer in `rollout.types.Trajectory`: token_ids, loss_mask, logprobs, versions."""
 TEXT_BYTES = 4
@@ -54,10 +57,62 @@ SPILL_SHARE = 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What is known of prompts and answers before a run."""
+
+    prompt_tokens: float
+    """Mean of the training prompts."""
+    response_tokens: float | None = None
+    """Mean of the answers; None if unknown."""
+    num_evaluated: int = 0
+    """Answers of an evaluation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncTraffic:
+    """Of one policy version."""
+
+    version_bytes: int
+    """All published parameters, once."""
+    device_bytes: int
+    """That one engine device reads."""
+    rank_bytes: int
+    """That the busiest learner rank serves, on all nodes."""
+    relays: bool
+    """Whether engines relay versions to each other."""
+
+    def floor_s(self, link_bytes_per_s: float) -> float:
+        """No pull is faster than the busier of the two ends of its link."""
+        return max(self.device_bytes, self.rank_bytes) / link_bytes_per_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepWork:
+    """Arithmetic of one step per device, in floating point operations."""
+
+    learner_flops: float
+    engine_flops: float
+
+    @property
+    def generation_over_learning(self) -> tuple[float, float]:
+        """Time of generation over that of learning: with engines that are kept full, and with few answers in them."""
+        ratio = self.engine_flops / self.learner_flops
+        return ratio / FULL_EFFICIENCY, ratio / TAIL_EFFICIENCY
+
+    @property
+    def bottleneck(self) -> Literal["learning", "generation", "either"]:
+        """The side that takes longer wherever between the two efficiencies decoding is."""
+        full, tail = self.generation_over_learning
+        if tail < 1:
+            return "learning"
+        return "generation" if full > 1 else "either"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectStore:
     """With every answer at its longest, so a run has less there."""
 
-    parts: tuple[Part, ...]
+    items: Items
     group_bytes: int
     """Of one group."""
     total_bytes: int | None
@@ -70,49 +125,7 @@ class ObjectStore:
 
     @property
     def may_spill(self) -> bool:
-        return self.total_bytes is not None and total(self.parts) > SPILL_SHARE * self.total_bytes
-
-
-def object_store(cfg: RunConfig, workload: Workload, *, num_slots: int, group_size: int) -> ObjectStore:
-    """
-    Args:
-        num_slots: groups in flight.
-        group_size: answers that are generated for a prompt, a greedy baseline included.
-    """
-    answer = cfg.task.agent_max_sequences * answer_bytes(workload, response_tokens=cfg.rollout.max_response_tokens)
-    num_asked = workload.num_evaluated
-    parts = [_part("micro-batches of one step", _batch_bytes(cfg, workload))]
-    if group_size * answer > MOST_BYTES:
-        parts.append(_part(f"{num_slots:,} groups in flight", num_slots * group_size * answer))
-    if num_asked * answer > MOST_BYTES:
-        parts.append(_part(f"{num_asked:,} answers of an evaluation", num_asked * answer))
-    return ObjectStore(
-        parts=tuple(parts),
-        group_bytes=group_size * answer,
-        total_bytes=int(cfg.ray.object_store_gib * GIB) if cfg.ray.address == "local" else None,
-    )
-
-
-def answer_bytes(workload: Workload, *, response_tokens: int) -> int:
-    """Of one trajectory, without what does not grow with its length."""
-    return int(TRAJECTORY_BYTES * workload.prompt_tokens) + (TRAJECTORY_BYTES + TEXT_BYTES) * response_tokens
-
-
-def _part(name: str, nbytes: int) -> Part:
-    return Part(name=name, nbytes=nbytes, remedy="ray.object_store_gib: more", is_exact=False)
-
-
-def _batch_bytes(cfg: RunConfig, workload: Workload) -> int:
-    """All samples of a step; a greedy baseline is not trained."""
-    selected = SELECTED_BYTES * (cfg.algorithm.loss in SELECTING_LOSSES)
-    per_token = MICRO_BATCH_BYTES + selected + REWARDS_BYTES * cfg.algorithm.finishes_on_ranks
-    sequences = cfg.trainer.groups_per_step * cfg.rollout.group_size * cfg.task.agent_max_sequences
-    return int(sequences * (workload.prompt_tokens + cfg.rollout.max_response_tokens) * per_token)
-
-
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-UNSHARDED_SHARE = 1 / 8
-"""As trainer/learner/fsdp.py has it; tests compare the two."""
+        return self.total_bytes is not None and total(self.items) > SPILL_SHARE * self.total_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,8 +134,8 @@ class RunPlan:
 
     shape: ModelShape
     device: Device
-    learner: tuple[Part, ...]
-    host: tuple[Part, ...]
+    learner: Items
+    host: Items
     """What one learner rank keeps in host memory; on a CPU that is the device."""
     host_bytes: int | None
     """Of the host that has all ranks; None if they may be on several, or elsewhere."""
@@ -143,7 +156,7 @@ class RunPlan:
     @property
     def moved_bytes(self) -> int:
         """What one rank moves to the host, and back, at every step on a shared device."""
-        return sum(part.nbytes for part in self.learner if part.is_state)
+        return sum(item.nbytes for item in self.learner if item.is_state)
 
 
 def plan_run(
@@ -155,135 +168,157 @@ def plan_run(
     teacher: ModelShape | None = None,
     workload: Workload,
     host_bytes: int | None = None,
-    homes: Mapping[str, str] | None = None,
+    node_of: Mapping[str, str] | None = None,
 ) -> RunPlan:
     """
     Args:
-        critic: of a critic with its own backbone.
+        critic: of a critic with a separate backbone.
         teacher: of the model that `algorithm.kl.path` names.
         host_bytes: memory of the host that has all ranks; None if that is not known.
-        homes: name of a learner or an engine -> its node; None takes all to be on one.
+        node_of: name of a learner or an engine -> its node; None takes all to be on one.
     """
-    group = cfg.rollout.group_size + traits_of(cfg.algorithm).greedy_baseline
+    group_size = cfg.rollout.group_size + traits_of(cfg.algorithm).greedy_baseline
     num_slots = (cfg.mode.max_staleness + 1) * cfg.trainer.groups_per_step
-    if critic is not None:
-        critic = critic.with_value_head()
-    learner = learner_plan(cfg, shape, device, critic=critic, teacher=teacher)
-    engine = engine_memory(shape, engine_plan(cfg, device), device)
+    critic = None if critic is None else critic.with_value_head()
+    # With adapters, the reference is the policy without them.
+    reference = (None if shape.num_adapter_params else shape) if teacher is None else teacher
+    reference = reference if cfg.algorithm.kl.coef > 0 else None
+    learner = learner_items(cfg, shape, device, reference=reference, critic=critic)
+    host = host_items(cfg, shape, reference=reference, critic=critic)
     is_paired = cfg.mode.shares_devices and not device.is_shared
-    on_device, on_host = learner_parts(shape, learner), host_parts(shape, learner)
-    if is_paired and (moved := _moved(on_device)).nbytes:
-        on_host = (*on_host, moved)
+    if is_paired and (moved := sum(item.nbytes for item in learner if item.is_state)):
+        hint = "mode: async or sync, with devices of their own for the learner"
+        host = (*host, MemoryItem(name="the learner, while engines compute", nbytes=moved, hint=hint))
+    engine = engine_memory(cfg, shape, device)
     return RunPlan(
         shape=shape,
         device=device,
-        learner=on_device,
-        host=on_host,
+        learner=learner,
+        host=host,
         host_bytes=host_bytes,
         engine=engine,
-        sync=_sync(cfg, shape, homes, is_staged=engine.is_staged),
-        work=_work(cfg, workload, params=_learner_params(cfg, shape, critic=critic, teacher=teacher), shape=shape),
-        store=object_store(cfg, workload, num_slots=num_slots, group_size=group),
+        sync=_sync(cfg, shape, node_of, is_staged=engine.is_staged),
+        work=_work(cfg, shape, workload, per_token=_learner_flops(cfg, shape, critic=critic, teacher=teacher)),
+        store=object_store(cfg, workload, num_slots=num_slots, group_size=group_size),
         num_slots=num_slots,
-        num_answers=num_slots * group,
-        arena_bytes=arena_bytes(shape, learner),
+        num_answers=num_slots * group_size,
+        arena_bytes=arena_bytes(cfg, shape),
         is_paired=is_paired,
     )
 
 
-def _sync(cfg: RunConfig, shape: ModelShape, homes: Mapping[str, str] | None, *, is_staged: bool) -> SyncTraffic:
+def sync_traffic(
+    version_bytes: int, *, ranks: Sequence[str], replicas: Sequence[str], tensor_parallel_size: int, relay: RelayMode
+) -> SyncTraffic:
+    """Every replica needs every published byte once, spread over its devices, by the routes of weight sync.
+
+    Args:
+        ranks: node of every learner rank.
+        replicas: node of every engine; it is on one, with all its devices.
+        relay: "off" also where engines have nothing to relay.
+    """
+    everyone, tp = range(len(ranks)), tensor_parallel_size
+    parties = [
+        Party(name=f"{replica}/{worker}", worker=worker, node=node)
+        for replica, node in enumerate(replicas)
+        for worker in range(tp)
+    ]
+    routes = plan_routes(dict(enumerate(ranks)), parties, dict.fromkeys(range(tp), everyone), relay=relay)
+    max_readers = max(sum(route[rank] is None for route in routes.values()) for rank in everyone)
+    return SyncTraffic(
+        version_bytes=version_bytes,
+        device_bytes=-(-version_bytes // tp),
+        rank_bytes=-(-version_bytes * max_readers // (tp * len(ranks))),
+        relays=any(via is not None for route in routes.values() for via in route.values()),
+    )
+
+
+def _sync(cfg: RunConfig, shape: ModelShape, node_of: Mapping[str, str] | None, *, is_staged: bool) -> SyncTraffic:
     ranks = [f"learner_{rank}" for rank in range(cfg.learner.num_ranks)]
     replicas = [f"replica_{replica}" for replica in range(cfg.rollout.num_replicas)]
-    nodes = dict.fromkeys([*ranks, *replicas], "") if homes is None else homes
-    parties = Parties(
+    nodes = dict.fromkeys([*ranks, *replicas], "") if node_of is None else node_of
+    return sync_traffic(
+        shape.num_trained_params * DTYPE_BYTES[cfg.model.rollout_dtype],
         ranks=[nodes[name] for name in ranks],
         replicas=[nodes[name] for name in replicas],
         tensor_parallel_size=cfg.rollout.tensor_parallel_size,
-        relay=cfg.weight_sync.relay if is_staged else "off",  # only shadow blocks are handed on
+        relay=cfg.weight_sync.relay if is_staged else "off",  # only shadow blocks are relayed
     )
-    return sync_traffic(shape, parties, dtype_bytes=DTYPE_BYTES[cfg.model.rollout_dtype])
 
 
-def _work(cfg: RunConfig, workload: Workload, *, params: float, shape: ModelShape) -> dict[float, StepWork]:
+def training_flops(shape: ModelShape, *, recomputes: bool) -> float:
+    """Operations per token of forward and backward.
+
+    Args:
+        recomputes: the backward repeats the forward (activation checkpointing).
+    """
+    again = FORWARD * recomputes
+    if shape.num_adapter_params:
+        return (FROZEN + again) * shape.num_active_params + (TRAINED + again) * shape.num_adapter_params
+    return (TRAINED + again) * shape.num_active_params
+
+
+def _learner_flops(
+    cfg: RunConfig, shape: ModelShape, *, critic: ModelShape | None, teacher: ModelShape | None
+) -> float:
+    """Operations per token in all passes of a step: of the policy, the reference and the critic."""
+    recomputes = cfg.learner.activation_checkpointing
+    flops = training_flops(shape, recomputes=recomputes)
+    if cfg.algorithm.kl.coef > 0:
+        flops += FORWARD * (shape if teacher is None else teacher).num_active_params
+    if critic is not None:
+        flops += cfg.critic.updates_per_step * training_flops(critic, recomputes=recomputes)
+    elif cfg.algorithm.uses_critic:  # a shared backbone gives the values before it is trained
+        flops += FORWARD * (shape.num_active_params + shape.num_adapter_params)
+    return flops
+
+
+def _work(cfg: RunConfig, shape: ModelShape, workload: Workload, *, per_token: float) -> dict[float, StepWork]:
+    """`per_token`: operations of the learner."""
     rollout, longest = cfg.rollout, cfg.rollout.max_response_tokens
     trained = cfg.trainer.groups_per_step * rollout.group_size
     generated = cfg.trainer.groups_per_step * (rollout.group_size + traits_of(cfg.algorithm).greedy_baseline)
+    engine_devices = rollout.num_replicas * rollout.tensor_parallel_size
     means = (longest, longest / 4) if workload.response_tokens is None else (workload.response_tokens,)
     return {
-        mean: step_work(
-            Side(
-                num_devices=cfg.learner.num_ranks,
-                params=params,
-                tokens=trained * (workload.prompt_tokens + mean),
-            ),
-            Side(
-                num_devices=rollout.num_replicas * rollout.tensor_parallel_size,
-                params=shape.num_active_params + shape.num_adapter_params,
-                tokens=generated * mean,
-            ),
+        mean: StepWork(
+            learner_flops=per_token * trained * (workload.prompt_tokens + mean) / cfg.learner.num_ranks,
+            engine_flops=FORWARD
+            * (shape.num_active_params + shape.num_adapter_params)
+            * generated
+            * mean
+            / engine_devices,
         )
         for mean in means
     }
 
 
-def _learner_params(
-    cfg: RunConfig, shape: ModelShape, *, critic: ModelShape | None, teacher: ModelShape | None
-) -> float:
-    """Parameters that a token meets in all passes of a step: of the policy, the reference and the critic."""
-    recomputes, forward = cfg.learner.activation_checkpointing, shape.num_active_params + shape.num_adapter_params
-    params = params_met(shape, recomputes=recomputes)
-    if cfg.algorithm.kl.coef > 0:
-        params += (shape if teacher is None else teacher).num_active_params
-    if critic is not None:
-        params += cfg.critic.updates_per_step * params_met(critic, recomputes=recomputes)
-    elif cfg.algorithm.uses_critic:
-        params += forward  # a shared backbone gives the values before it is trained
-    return params
-
-
-def _moved(parts: tuple[Part, ...]) -> Part:
-    nbytes = sum(part.nbytes for part in parts if part.is_state)
-    remedy = "mode: async or sync, with devices of their own for the learner"
-    return Part(name="the learner, while engines compute", nbytes=nbytes, remedy=remedy)
-
-
-def learner_plan(
-    cfg: RunConfig, shape: ModelShape, device: Device, *, critic: ModelShape | None, teacher: ModelShape | None = None
-) -> LearnerPlan:
-    first_policy = None if shape.num_adapter_params else shape
-    reference = first_policy if teacher is None else teacher
-    learner, compute = cfg.learner, DTYPE_BYTES[cfg.model.compute_dtype]
-    most_whole = UNSHARDED_SHARE * device.total_bytes
-    return LearnerPlan(
-        num_ranks=learner.num_ranks,
-        compute_bytes=compute,
-        published_bytes=DTYPE_BYTES[cfg.model.rollout_dtype],
-        keeps_unsharded=shape.num_params * compute <= most_whole,
-        max_tokens=learner.max_tokens_per_micro_batch,
-        logprob_chunk_tokens=learner.logprob_chunk_tokens,
-        checkpoints_activations=learner.activation_checkpointing,
-        cpu_offload=learner.cpu_offload,
-        num_slots=cfg.weight_sync.num_slots,
-        reference=reference if cfg.algorithm.kl.coef > 0 else None,
-        reference_cpu_offload=learner.reference_cpu_offload,
-        critic=critic,
-        keeps_critic_unsharded=critic is not None and critic.num_params * compute <= most_whole,
-        critic_cpu_offload=cfg.critic.cpu_offload,
-    )
-
-
-def engine_plan(cfg: RunConfig, device: Device) -> EnginePlan:
-    rollout, given = cfg.rollout, cfg.rollout.engine_args
-    needed = cfg.task.max_prompt_tokens + rollout.max_response_tokens
-    return EnginePlan(
-        tensor_parallel_size=rollout.tensor_parallel_size,
-        dtype_bytes=DTYPE_BYTES[cfg.model.rollout_dtype],
-        memory_share=rollout.gpu_memory_utilization,
-        kv_bytes=int(rollout.kv_cache_gib * GIB) if device.is_shared else None,
-        max_model_len=rollout.max_model_len if rollout.max_model_len else needed,
-        num_seats=min(n for n in (rollout.max_num_seqs, rollout.max_concurrency) if n is not None),
-        commit=cfg.weight_sync.commit,
-        uncounted=tuple(name for name in UNCOUNTED if given.get(name, "auto") not in ("auto", None)),
+def object_store(cfg: RunConfig, workload: Workload, *, num_slots: int, group_size: int) -> ObjectStore:
+    """
+    Args:
+        num_slots: groups in flight.
+        group_size: answers that are generated for a prompt, a greedy baseline included.
+    """
+    longest, num_asked = cfg.rollout.max_response_tokens, workload.num_evaluated
+    # Of one trajectory, without what does not grow with its length.
+    answer = int(TRAJECTORY_BYTES * workload.prompt_tokens) + (TRAJECTORY_BYTES + TEXT_BYTES) * longest
+    answer *= cfg.task.agent_max_sequences
+    # Of all samples of a step; a greedy baseline is not trained.
+    selected = SELECTED_BYTES * (cfg.algorithm.loss in SELECTING_LOSSES)
+    per_token = MICRO_BATCH_BYTES + selected + REWARDS_BYTES * cfg.algorithm.finishes_on_ranks
+    sequences = cfg.trainer.groups_per_step * cfg.rollout.group_size * cfg.task.agent_max_sequences
+    needs = {"micro-batches of one step": int(sequences * (workload.prompt_tokens + longest) * per_token)}
+    if group_size * answer > MOST_BYTES:
+        needs[f"{num_slots:,} groups in flight"] = num_slots * group_size * answer
+    if num_asked * answer > MOST_BYTES:
+        needs[f"{num_asked:,} answers of an evaluation"] = num_asked * answer
+    return ObjectStore(
+        items=tuple(
+            MemoryItem(name=name, nbytes=nbytes, hint="ray.object_store_gib: more", is_exact=False)
+            for name, nbytes in needs.items()
+        ),
+        group_bytes=group_size * answer,
+        total_bytes=int(cfg.ray.object_store_gib * GIB) if cfg.ray.address == "local" else None,
     )
 
 
@@ -291,33 +326,33 @@ def problems(plan: RunPlan, cfg: RunConfig) -> list[Problem]:
     """What cannot fit, even if every estimate is twice too large. Of an engine with arguments that are not counted,
     nothing is sure."""
     found: list[Problem] = []
-    if not plan.device.is_shared:
-        found += pairing_problems(cfg)
     if plan.device.is_shared:
         num_engines = cfg.rollout.num_replicas * cfg.rollout.tensor_parallel_size
-        parts = (*plan.learner, *plan.host) * cfg.learner.num_ranks + plan.engine.parts * num_engines
-        found += _too_large("this host", parts, plan.device.total_bytes)
+        items = (*plan.learner, *plan.host) * cfg.learner.num_ranks + plan.engine.items * num_engines
+        found += _too_large("this host", items, plan.device.total_bytes)
     else:
+        found += pairing_problems(cfg)
         found += _too_large("a learner device", plan.learner, plan.device.total_bytes)
         if plan.host_bytes is not None:
-            parts = plan.host * cfg.learner.num_ranks
-            found += _too_large("the memory of this host", parts, plan.host_bytes)
+            items = plan.host * cfg.learner.num_ranks
+            found += _too_large("the memory of this host", items, plan.host_bytes)
     return [*found, *_engine_problems(plan, cfg)]
 
 
-def _too_large(where: str, parts: tuple[Part, ...], total_bytes: int) -> list[Problem]:
-    if least(parts) <= total_bytes:
+def _too_large(where: str, items: Items, total_bytes: int) -> list[Problem]:
+    if min_bytes(items) <= total_bytes:
         return []
-    by_remedy = {part.remedy: [other for other in parts if other.remedy == part.remedy] for part in parts}
-    remedy, largest = max(by_remedy.items(), key=lambda item: sum(part.least_bytes for part in item[1]))
-    names = ", ".join(dict.fromkeys(part.name for part in largest))
-    nbytes = sum(part.nbytes for part in largest)
+    by_hint: dict[str, list[MemoryItem]] = {}
+    for item in items:
+        by_hint.setdefault(item.hint, []).append(item)
+    hint, largest = max(by_hint.items(), key=lambda entry: min_bytes(tuple(entry[1])))
+    names = ", ".join(dict.fromkeys(item.name for item in largest))
     return [
         Problem(
-            key=remedy.split(":")[0].split("=")[0],
-            got=f"{gib(total(parts))} for {where}",
-            allowed=f"{where} has {gib(total_bytes)}; most of it is for {names}: {gib(nbytes)}",
-            do=remedy,
+            key=hint.split(":")[0].split("=")[0],
+            got=f"{gib(total(items))} for {where}",
+            allowed=f"{where} has {gib(total_bytes)}; most of it is for {names}: {gib(total(tuple(largest)))}",
+            do=hint,
         )
     ]
 
@@ -325,15 +360,15 @@ def _too_large(where: str, parts: tuple[Part, ...], total_bytes: int) -> list[Pr
 def _engine_problems(plan: RunPlan, cfg: RunConfig) -> list[Problem]:
     engine, device, found = plan.engine, plan.device, list[Problem]()
     longest = engine.longest_tokens
-    if engine.most_kv_tokens < longest and not engine.uncounted:
-        weights = engine.parts[0]
+    if engine.max_kv_tokens < longest and not engine.uncounted:
+        weights = engine.items[0]
         where = "rollout.kv_cache_gib" if device.is_shared else "rollout.gpu_memory_utilization"
         found.append(
             Problem(
                 key=where,
-                got=f"room for {engine.most_kv_tokens} tokens beside {gib(weights.nbytes)} of weights",
+                got=f"room for {engine.max_kv_tokens} tokens beside {gib(weights.nbytes)} of weights",
                 allowed=f"an engine device of {gib(device.total_bytes)} must hold one sequence of {longest} tokens",
-                do=f"raise it, lower rollout.max_model_len or rollout.max_response_tokens, or {weights.remedy}",
+                do=f"raise it, lower rollout.max_model_len or rollout.max_response_tokens, or {weights.hint}",
             )
         )
     own_bytes = int(cfg.rollout.gpu_memory_utilization * device.total_bytes)
@@ -348,18 +383,13 @@ def _engine_problems(plan: RunPlan, cfg: RunConfig) -> list[Problem]:
         )
     is_sure = not device.is_shared and not engine.uncounted
     if cfg.weight_sync.commit == "staged" and not engine.shadow_fits and is_sure:
-        shadow = engine.parts[-1]
+        shadow = engine.items[-1]
         found.append(
             Problem(
                 key="weight_sync.commit",
                 got=f"staged: {gib(shadow.nbytes)} of shadow per engine device",
                 allowed=f"only {gib(int((1 - cfg.rollout.gpu_memory_utilization) * device.total_bytes))} are left",
-                do=shadow.remedy,
+                do=shadow.hint,
             )
         )
     return found
-
-
-def gib(nbytes: int) -> str:
-    """Bytes as a person reads them."""
-    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB / 10 else f"{nbytes / (1 << 20):.2f} MiB"

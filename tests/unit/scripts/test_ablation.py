@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -64,25 +61,17 @@ def test_a_file_of_something_else_is_left_alone(
     assert out.read_text() == text
 
 
-def test_a_run_that_does_not_end_when_it_is_asked_to_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ablation, "TIMEOUT_S", 0.0)
-    monkeypatch.setattr(ablation, "PATIENCE_S", 0.1)
-    deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); signal.pause()"
-    run = subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE)
-    assert run.stdout is not None
-    run.stdout.readline()
-    assert ablation.wait(run) == -signal.SIGKILL
-    run.stdout.close()
-
-
-def test_an_interrupt_leaves_no_run_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
-
-    def interrupted(_: float) -> int:
-        monkeypatch.undo()
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(run, "wait", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        ablation.wait(run)
-    assert run.wait(10) == -signal.SIGKILL
+def test_the_curve_has_every_evaluation_that_gave_an_accuracy(tmp_path: Path) -> None:
+    steps = [{"step": step, "reward/mean": step / 4, "learner/mismatch_engine": 0.5 * step} for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps))
+    evaluations = [
+        {"version": 0, "accuracy": 0.25},
+        {"version": 1, "error": "timeout"},
+        {"version": 2, "accuracy": 0.5},
+    ]
+    (tmp_path / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in evaluations))
+    assert ablation.read_curve(tmp_path) == {
+        "num_steps": 2, "rewards": [[1, 0.25], [2, 0.5]], "means": {"learner/mismatch_engine": 0.75},
+        "points": [{"version": 0, "accuracy": 0.25}, {"version": 2, "accuracy": 0.5}],
+    }  # fmt: skip
+    assert ablation.read_curve(tmp_path / "none")["points"] == []

@@ -7,7 +7,18 @@ from typing import Any
 
 import pytest
 
-from trainer.tools.bench_figures import Measure, TooShort, engine_rate, figures_of, start_up, step_flops, timeline_of
+from trainer.telemetry.metrics import METRICS
+from trainer.tools.bench_figures import (
+    ENTRIES,
+    BenchPlan,
+    TooShort,
+    engine_rate,
+    figures_of,
+    per_step,
+    start_up,
+    step_flops,
+    timeline_of,
+)
 from trainer.tools.bench_workload import Case, Workload, workload
 from trainer.tools.run_records import Span
 
@@ -23,7 +34,7 @@ WORK = replace(
 STEP_S, LEARN_S, NUM_STEPS = 10.0, 4.0, 6
 SYNC = Case(name="sync 1+1", mode="sync", num_ranks=1, num_replicas=1, tensor_parallel_size=1)
 ASYNC_2 = replace(SYNC, name="async 1+1", mode="async", overrides=("mode.max_staleness=2",))
-HOW = Measure(work=WORK, case=SYNC, warmup=2, num_steps=4, peak_tflops=None)
+PLAN = BenchPlan(work=WORK, case=SYNC, warmup=2, num_steps=4, peak_tflops=None)
 
 
 def record(step: int, **changes: Any) -> dict[str, Any]:
@@ -53,7 +64,7 @@ def sync_run(num_steps: int = NUM_STEPS) -> tuple[list[dict[str, Any]], list[Spa
 
 
 def test_bounds_and_their_ratio_come_from_the_same_run() -> None:
-    found = figures_of(*sync_run(), HOW)
+    found = figures_of(*sync_run(), PLAN)
     # 200 tokens in the 4 s in which the engine was busy.
     assert found.engines.tokens_per_s == pytest.approx(50)
     assert (found.generation_s, found.learning_s, found.bound_s) == (pytest.approx(4), 4, 4)
@@ -63,11 +74,11 @@ def test_bounds_and_their_ratio_come_from_the_same_run() -> None:
 
 
 def test_tokens_per_second_count_prompts_once_per_answer_and_all_devices() -> None:
-    found = figures_of(*sync_run(), HOW)
+    found = figures_of(*sync_run(), PLAN)
     assert (found.tokens_per_step, found.num_devices) == (240, 2)
     assert found.tokens_per_s_per_device == pytest.approx(240 / 10 / 2)
     shared = replace(SYNC, mode="colocated", num_ranks=1)
-    assert figures_of(*sync_run(), replace(HOW, case=shared)).tokens_per_s_per_device == pytest.approx(24)
+    assert figures_of(*sync_run(), replace(PLAN, case=shared)).tokens_per_s_per_device == pytest.approx(24)
 
 
 def test_groups_that_span_turns_on_shared_devices_take_no_time_while_engines_sleep() -> None:
@@ -84,7 +95,7 @@ def test_groups_that_span_turns_on_shared_devices_take_no_time_while_engines_sle
             Span(track="engine replica_0", name=f"paused for v{k + 1}", begin_s=at + 9.9, end_s=at + 10),
         ]
     spans = [span for span in spans if span.track == "learner"] + turns
-    found = figures_of(records, spans, replace(HOW, case=shared))
+    found = figures_of(records, spans, replace(PLAN, case=shared))
     # Always four groups, which together make 200 tokens in 4 s.
     assert found.engines.tokens_per_s == pytest.approx(50)
     assert found.engines.full_tokens_per_s == pytest.approx(50)
@@ -98,7 +109,7 @@ def test_the_first_steps_do_not_count() -> None:
     records[0] |= {"perf/step_s": 500.0, "learner/step_s": 100.0, "learner/num_tokens": 1.0}
     records[1] |= {"perf/step_s": 300.0}
     records[5] |= {"perf/step_s": 14.0}
-    found = figures_of(records, spans, HOW)
+    found = figures_of(records, spans, PLAN)
     assert found.steps == (3, 6)
     assert (found.step_s.mean, found.step_s.min, found.step_s.max) == (11, 10, 14)
     assert (found.learning_s, found.tokens_per_step) == (4, 240)
@@ -114,7 +125,7 @@ def run_that_empties() -> tuple[list[dict[str, Any]], list[Span]]:
 
 
 def test_the_last_steps_of_a_run_do_not_count() -> None:
-    varied = replace(HOW, work=replace(WORK, max_response_tokens=4096))
+    varied = replace(PLAN, work=replace(WORK, max_response_tokens=4096))
     found = figures_of(*run_that_empties(), replace(varied, case=ASYNC_2))
     assert found == figures_of(*sync_run(6), varied)
     assert found.steps == (3, 6)
@@ -123,7 +134,7 @@ def test_the_last_steps_of_a_run_do_not_count() -> None:
 def test_the_last_steps_are_left_out_of_the_rate_once_and_not_twice() -> None:
     records, spans = run_that_empties()
     spans += [Span(track="groups", name="group 90", begin_s=54.0, end_s=60.0)]  # in step 6, the last that counts
-    found = engine_rate(records, spans, replace(HOW, case=ASYNC_2))
+    found = engine_rate(records, spans, replace(PLAN, case=ASYNC_2))
     assert found.busy_frac == pytest.approx((4 * 4 + 6) / 40)
 
 
@@ -131,7 +142,7 @@ def test_the_last_steps_are_left_out_of_the_rate_once_and_not_twice() -> None:
 def test_a_run_that_was_cut_off_keeps_all_steps_before_the_last_s(num_steps: int, last: int) -> None:
     records, spans = run_that_empties()
     ends_s = num_steps * STEP_S
-    found = figures_of(records[:num_steps], [s for s in spans if s.end_s <= ends_s], replace(HOW, case=ASYNC_2))
+    found = figures_of(records[:num_steps], [s for s in spans if s.end_s <= ends_s], replace(PLAN, case=ASYNC_2))
     assert found.steps == (3, last)
     assert (found.step_s.max, found.learning_s, found.engines_idle_s) == (STEP_S, LEARN_S, 5.0)
     # Groups that had not ended then left no trace, so two more steps are left out of the rate.
@@ -140,13 +151,13 @@ def test_a_run_that_was_cut_off_keeps_all_steps_before_the_last_s(num_steps: int
 
 @pytest.mark.parametrize(("case", "total"), [(SYNC, 6), (replace(SYNC, mode="async"), 7), (ASYNC_2, 8)])
 def test_a_run_makes_more_steps_than_count(case: Case, total: int) -> None:
-    how = replace(HOW, case=case)
-    assert how.total_steps == total
-    assert [step for step in range(1, total + 1) if how.counts(step)] == [3, 4, 5, 6]
+    plan = replace(PLAN, case=case)
+    assert plan.total_steps == total
+    assert [step for step in range(1, total + 1) if plan.counts(step)] == [3, 4, 5, 6]
 
 
 def test_waits_pauses_and_staleness_are_those_of_the_steady_steps() -> None:
-    found = figures_of(*sync_run(), HOW)
+    found = figures_of(*sync_run(), PLAN)
     assert (found.learner_waits_for_data_s, found.learner_waits_for_sync_s) == (5.5, 0.5)
     assert (found.sync_pause_s.min, found.sync_pause_s.max) == (0.03, 0.06)
     assert found.sync_pause_s.mean == pytest.approx(0.045)
@@ -158,29 +169,29 @@ def test_devices_that_change_hands_are_added_up() -> None:
     records, spans = sync_run()
     for line in records:
         line |= {"devices/sleep_s": 1.0, "devices/onload_s": 0.5, "devices/offload_s": 0.25, "devices/free_frac": 0.9}
-    assert figures_of(records, spans, HOW).devices_change_hands_s == 1.75
+    assert figures_of(records, spans, PLAN).devices_change_hands_s == 1.75
 
 
 def test_groups_that_never_ended_do_not_lower_the_rate() -> None:
     """S = 1: what runs when the run ends leaves no trace, though the engines were busy with it."""
     records, spans = sync_run()
-    asynchronous = replace(HOW, case=replace(SYNC, mode="async"))
+    asynchronous = replace(PLAN, case=replace(SYNC, mode="async"))
     ended = [s for s in spans if not (s.track == "groups" and s.begin_s >= STEP_S * (NUM_STEPS - 1))]
     assert engine_rate(records, ended, asynchronous).tokens_per_s == pytest.approx(50)
     assert engine_rate(records, ended, asynchronous).busy_frac == pytest.approx(0.4)
-    assert engine_rate(records, ended, HOW).busy_frac < 0.4
+    assert engine_rate(records, ended, PLAN).busy_frac < 0.4
 
 
 def test_a_group_counts_with_the_part_that_lies_within() -> None:
     records, spans = sync_run()
     spans.append(Span(track="groups", name="group 90", begin_s=-80.0, end_s=120.0))  # half a token per second
-    found = engine_rate(records, spans, HOW)
+    found = engine_rate(records, spans, PLAN)
     assert found.busy_frac == 1
     assert found.tokens_per_s == pytest.approx((4 * 200 + 40 * 0.5) / 40)
 
 
 def test_an_engine_is_idle_while_there_are_fewer_groups_than_engines() -> None:
-    two = replace(HOW, case=replace(SYNC, num_replicas=2))
+    two = replace(PLAN, case=replace(SYNC, num_replicas=2))
     found = engine_rate(*sync_run(), two)
     assert found.busy_frac == pytest.approx(0.2)
     assert found.tokens_per_s == pytest.approx(100)
@@ -188,7 +199,7 @@ def test_an_engine_is_idle_while_there_are_fewer_groups_than_engines() -> None:
 
 def test_the_full_rate_leaves_out_the_tail_in_which_few_groups_run() -> None:
     records, spans = sync_run()
-    four = replace(HOW, work=replace(WORK, groups_per_step=4))
+    four = replace(PLAN, work=replace(WORK, groups_per_step=4))
     spans = [s for s in spans if s.track != "groups"]
     for k in range(NUM_STEPS):
         at = STEP_S * k
@@ -198,7 +209,7 @@ def test_the_full_rate_leaves_out_the_tail_in_which_few_groups_run() -> None:
     assert found.engines.full_tokens_per_s == pytest.approx(100 + 20)  # both run
     assert found.engines.tokens_per_s == pytest.approx(200 / 5)
     assert found.generation_full_s == pytest.approx(200 / 120)
-    many = replace(HOW, work=replace(WORK, groups_per_step=8))
+    many = replace(PLAN, work=replace(WORK, groups_per_step=8))
     assert figures_of(records, spans, many).generation_full_s is None
 
 
@@ -210,7 +221,7 @@ def test_only_the_strict_ratio_sees_a_learner_that_waits_for_one_straggler() -> 
         at = STEP_S * k
         spans += [Span(track="groups", name=f"group {4 * k + i}", begin_s=at, end_s=at + 5) for i in range(3)]
         spans.append(Span(track="groups", name=f"group {4 * k + 3}", begin_s=at, end_s=at + 10))
-    found = figures_of(records, spans, replace(HOW, work=replace(WORK, groups_per_step=4)))
+    found = figures_of(records, spans, replace(PLAN, work=replace(WORK, groups_per_step=4)))
     assert (found.generation_s, found.ratio) == (pytest.approx(10), pytest.approx(1))
     assert found.generation_full_s == pytest.approx(400 / (3 * 20 + 10))
     assert found.strict_ratio == pytest.approx(10 / 6)
@@ -218,23 +229,23 @@ def test_only_the_strict_ratio_sees_a_learner_that_waits_for_one_straggler() -> 
 
 def test_the_strict_ratio_is_of_the_larger_side_at_the_full_rate_and_unknown_without_that_rate() -> None:
     found = figures_of(
-        *sync_run(), HOW
+        *sync_run(), PLAN
     )  # one group of two is half: 50 tokens/s, so 4 s as long as the learner computes
     assert found.strict_ratio == pytest.approx(10 / 4)
     assert replace(found, generation_full_s=8.0).strict_ratio == pytest.approx(10 / 8)
     assert replace(found, generation_full_s=3.0).strict_ratio == pytest.approx(10 / 4)
-    many = replace(HOW, work=replace(WORK, groups_per_step=8))
+    many = replace(PLAN, work=replace(WORK, groups_per_step=8))
     assert figures_of(*sync_run(), many).strict_ratio is None
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2])
 def test_a_run_that_is_too_short_says_so(num_steps: int) -> None:
     with pytest.raises(TooShort, match=f"{num_steps} steps ended"):
-        figures_of(*sync_run(num_steps), HOW)
+        figures_of(*sync_run(num_steps), PLAN)
 
 
 def test_an_asynchronous_run_needs_more_steps_for_the_rate() -> None:
-    asynchronous = replace(HOW, case=replace(SYNC, mode="async"))
+    asynchronous = replace(PLAN, case=replace(SYNC, mode="async"))
     with pytest.raises(TooShort, match="needs 4"):
         figures_of(*sync_run(3), asynchronous)
     assert figures_of(*sync_run(4), asynchronous).steps == (3, 4)
@@ -256,10 +267,10 @@ def test_operations_of_the_7b_shape_are_six_per_weight_and_token() -> None:
 
 
 def test_utilisation_is_of_the_learner_while_it_computes() -> None:
-    found = figures_of(*sync_run(), replace(HOW, peak_tflops=1e-3, case=replace(SYNC, num_ranks=2)))
+    found = figures_of(*sync_run(), replace(PLAN, peak_tflops=1e-3, case=replace(SYNC, num_ranks=2)))
     assert found.mfu == pytest.approx(found.model_tflop / 4 / 2 / 1e-3)
-    assert figures_of(*sync_run(), HOW).mfu is None
-    own = replace(HOW, peak_tflops=1e-3, case=replace(SYNC, overrides=("model.path=/models/own",)))
+    assert figures_of(*sync_run(), PLAN).mfu is None
+    own = replace(PLAN, peak_tflops=1e-3, case=replace(SYNC, overrides=("model.path=/models/own",)))
     assert figures_of(*sync_run(), own).mfu is None, "its shape is not the workload's"
 
 
@@ -280,11 +291,26 @@ def test_the_start_up_adds_up_to_the_first_step() -> None:
 
 
 def test_the_timeline_begins_behind_the_warm_up() -> None:
-    found = timeline_of(*sync_run(), HOW)
+    found = timeline_of(*sync_run(), PLAN)
     assert found["seconds"] == 40
     assert found["learner"] == [[6, 10], [16, 20], [26, 30], [36, 40]]
     assert found["running"][:4] == [[0, 1], [1, 1], [4, 0], [10, 1]]
     assert len(found["paused"]) == len(found["syncs"]) == 4
-    assert timeline_of(*run_that_empties(), replace(HOW, case=ASYNC_2)) == found
-    assert timeline_of(*run_that_empties(), replace(HOW, case=ASYNC_2, num_steps=1))["seconds"] == 10
-    assert timeline_of(*sync_run(2), HOW) == {}
+    assert timeline_of(*run_that_empties(), replace(PLAN, case=ASYNC_2)) == found
+    assert timeline_of(*run_that_empties(), replace(PLAN, case=ASYNC_2, num_steps=1))["seconds"] == 10
+    assert timeline_of(*sync_run(2), PLAN) == {}
+
+
+def test_every_step_is_kept_as_its_record_says_with_whether_it_counted() -> None:
+    found = per_step([record(step) for step in range(1, 9)], replace(PLAN, case=ASYNC_2))
+    assert [entry["step"] for entry in found if entry["is_counted"]] == [3, 4, 5, 6]
+    assert found[2] == {
+        "step": 3, "is_counted": True, "step_s": 10.0, "learner_step_s": 4.0,
+        "generated_tokens": 200,  # 20 per second
+        "trained_tokens": 240.0, "loss_tokens": 200.0, "learner_waits_for_data_s": 5.5, "learner_waits_for_sync_s": 0.5,
+        "engines_idle_s": 5.0, "producer_waits_for_slots_s": 1.5, "staleness_mean": 0.5, "staleness_max": 1.0,
+        "length_bias_ks": 0.25, "sync_pause_s": 0.03,
+    }  # fmt: skip
+    (other,) = per_step([{"step": 1, "perf/step_s": 2.0}], PLAN)
+    assert (other["step_s"], other["length_bias_ks"], other["generated_tokens"]) == (2.0, None, None)
+    assert set(ENTRIES.values()) | {"perf/rollout_tokens_per_s"} <= {row.name for row in METRICS}

@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.unit.trainer.planning.conftest import BIG, NUM_7B, config, planned
-from trainer.tools.dry_run import in_words, seat
-from trainer.tools.memory_plan import Parties, Workload, sync_traffic
-from trainer.tools.run_plan import plan_run
+from tests.fakes.model_7b import BIG, NUM_7B, config, planned
+from trainer.tools.dry_run import describe_placement, format_plan
+from trainer.tools.run_plan import Workload, plan_run, sync_traffic
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from trainer.config.schema import RunConfig
-    from trainer.tools.memory_plan import ModelShape, SyncTraffic
+    from trainer.tools.memory_plan import ModelShape
+    from trainer.tools.run_plan import SyncTraffic
+    from weight_sync.routes import RelayMode
 
 HALF = {"gpu_memory_utilization": 0.5}
 """Room for a shadow, so that engines may hand versions on."""
 
 
-def test_a_version_moves_every_published_byte_to_every_replica(shape_7b: ModelShape) -> None:
-    parties = Parties(ranks=[""] * 4, replicas=[""] * 3, tensor_parallel_size=2, relay="off")
-    sync = sync_traffic(shape_7b, parties, dtype_bytes=2)
+def test_a_version_moves_every_published_byte_to_every_replica() -> None:
+    def to_three_engines(relay: RelayMode) -> SyncTraffic:
+        return sync_traffic(2 * NUM_7B, ranks=[""] * 4, replicas=[""] * 3, tensor_parallel_size=2, relay=relay)
+
+    sync = to_three_engines("off")
     assert (sync.version_bytes, sync.device_bytes, sync.relays) == (2 * NUM_7B, NUM_7B, False)
     assert sync.rank_bytes == -(-3 * 2 * NUM_7B // 4)
     assert sync.floor_s(25e9) == pytest.approx(3 * 2 * NUM_7B / 4 / 25e9)
-    relayed = sync_traffic(shape_7b, replace(parties, relay="auto"), dtype_bytes=2)
+    relayed = to_three_engines("auto")
     assert (relayed.rank_bytes, relayed.relays) == (2 * NUM_7B // 4, True)
     assert relayed.floor_s(25e9) == pytest.approx(NUM_7B / 25e9), "an engine device reads more than a rank sends"
 
@@ -38,7 +40,7 @@ def test_the_least_time_of_a_pull_knows_whether_engines_hand_versions_on(shape_7
 
     def told(commit: str, relay: str) -> str:
         cfg = config(rollout=many, weight_sync={"commit": commit, "relay": relay})
-        return in_words(planned(cfg, shape_7b), cfg).partition("no pull is faster than ")[2].splitlines()[0]
+        return format_plan(planned(cfg, shape_7b), cfg).partition("no pull is faster than ")[2].splitlines()[0]
 
     alone, sixteenfold = (f"{times * 2 * NUM_7B / 4 / 25e9:.3g} s at 25 GB/s" for times in (4, 16))
     assert told("auto", "auto").startswith(alone), "four ranks, and every engine device reads all of it"
@@ -74,13 +76,13 @@ def test_a_learner_sends_its_share_to_every_node_on_which_there_are_engines(
         rollout={"num_replicas": replicas, "tensor_parallel_size": tp, **HALF},
         weight_sync={"relay": relay},
     )
-    seating = seat(cfg, counts, backend="fast", resource="GPU")
-    assert seating.homes is not None
-    sync = traffic(shape_7b, cfg, seating.homes)
+    placement = describe_placement(cfg, counts, backend="fast", resource="GPU")
+    assert placement.node_of is not None
+    sync = traffic(shape_7b, cfg, placement.node_of)
     assert sync.rank_bytes == -(-served * 2 * NUM_7B // ranks)
     assert sync.relays == (relay == "auto")
 
 
-def traffic(shape: ModelShape, cfg: RunConfig, homes: Mapping[str, str]) -> SyncTraffic:
+def traffic(shape: ModelShape, cfg: RunConfig, node_of: Mapping[str, str]) -> SyncTraffic:
     known = Workload(prompt_tokens=100.0)
-    return plan_run(cfg, shape, BIG, critic=None, workload=known, homes=homes).sync
+    return plan_run(cfg, shape, BIG, critic=None, workload=known, node_of=node_of).sync

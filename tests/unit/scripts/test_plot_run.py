@@ -8,7 +8,7 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from scripts.plot_run import complete_spans, main, numbers, read_events, read_records, reward_limits
+from scripts.plot_run import main, numbers, reward_limits, spans_of_last_start
 from trainer.telemetry.trace import Tracer
 
 if TYPE_CHECKING:
@@ -17,22 +17,19 @@ if TYPE_CHECKING:
     import pytest
 
 
-def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"st')
-    assert read_records(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2}]
-
-
 def test_the_timeline_is_of_the_last_start_and_needs_no_whole_file(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    assert read_events(path) == []
+    assert spans_of_last_start(path) == []
     for start_s in (100.0, 90_000.0):
         tracer = Tracer(path)
         tracer.add_span("learner", f"at {start_s}", start_s=start_s, end_s=start_s + 1)
         tracer.close()
     assert len(json.loads(path.read_text())) == 6
-    assert complete_spans(read_events(path)) == [("learner", 90_000.0, 90_001.0)]
-    path.write_bytes(path.read_bytes()[:-40])  # torn by a crash: the last span is gone, what stands before it is not
-    assert {event["name"] for event in read_events(path)} == {"process_name", "thread_name"}
+    assert [(span.track, span.begin_s, span.end_s) for span in spans_of_last_start(path)] == [
+        ("learner", 90_000.0, 90_001.0)
+    ]
+    path.write_bytes(path.read_bytes()[:-40])  # torn by a crash: the last span is gone, what is before it is not
+    assert [span.begin_s for span in spans_of_last_start(path)] == [100.0]
 
 
 def test_rewards_outside_of_0_and_1_are_in_the_picture() -> None:

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from rollout.types import Group, Prompt, Trajectory
+from tests.fakes.model_7b import config, planned
 from tests.fakes.trajectories import make_turn
-from tests.unit.trainer.planning.conftest import config, planned
 from trainer.config.schema import RayConfig
 from trainer.data.build import build_train_batch
-from trainer.tools.dry_run import in_words
-from trainer.tools.memory_plan import GIB, Workload
-from trainer.tools.run_plan import object_store
+from trainer.tools.dry_run import format_plan
+from trainer.tools.memory_plan import GIB
+from trainer.tools.run_plan import Workload, object_store
 
 if TYPE_CHECKING:
     from trainer.config.schema import RunConfig
@@ -53,7 +53,7 @@ def stored(cfg: RunConfig, *, num_slots: int = 24, num_evaluated: int = 0) -> Ob
 
 
 def sizes(store: ObjectStore) -> dict[str, int]:
-    return {part.name: part.nbytes for part in store.parts}
+    return {item.name: item.nbytes for item in store.items}
 
 
 def test_a_group_has_the_bytes_that_a_worker_sends() -> None:
@@ -107,14 +107,14 @@ def test_an_evaluation_counts_with_all_its_answers() -> None:
 def test_the_store_is_compared_with_that_of_a_private_cluster_alone(shape_7b: ModelShape) -> None:
     mark = "(may not fit: it spills to disk)"
     tight = settings(rollout={"max_response_tokens": 20480}, trainer={"groups_per_step": 32})
-    text = in_words(planned(tight, shape_7b), tight)
+    text = format_plan(planned(tight, shape_7b), tight)
     assert mark in text and "of 0.25 GiB" in text
     roomy = replace(tight, ray=RayConfig(object_store_gib=4.0))
-    assert mark not in in_words(planned(roomy, shape_7b), roomy)
+    assert mark not in format_plan(planned(roomy, shape_7b), roomy)
     joined = replace(tight, ray=RayConfig(address="auto"))
     store = planned(joined, shape_7b).store
     assert store.total_bytes is None and not store.may_spill
-    assert mark not in in_words(planned(joined, shape_7b), joined)
+    assert mark not in format_plan(planned(joined, shape_7b), joined)
 
 
 def test_ray_spills_before_the_store_is_full() -> None:
@@ -131,5 +131,5 @@ def test_a_plan_counts_greedy_baselines(shape_7b: ModelShape) -> None:
 
 def test_the_report_says_that_small_groups_go_past_it(shape_7b: ModelShape) -> None:
     cfg = settings(rollout={"group_size": 2})
-    text = in_words(planned(cfg, shape_7b), cfg)
+    text = format_plan(planned(cfg, shape_7b), cfg)
     assert "Groups go past it, as up to 100 kB do" in text and "groups in flight  " not in text

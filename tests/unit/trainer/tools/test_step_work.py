@@ -1,4 +1,5 @@
-"""Operations of a step: of learner and engines, of every model that computes, against those that a run counts."""
+"""Operations of a step: of learner and engines, of every model that computes, against those that a run counts, and the
+bottleneck that a plan expects against the runs of docs/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -10,17 +11,16 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from tests.fakes.learner import KINDS
-from tests.unit.trainer.planning.conftest import BIG, config, planned
+from tests.fakes.model_7b import BIG, config, planned
 from trainer.config.library import config_names, packaged_configs
 from trainer.config.load import load_config
 from trainer.config.schema import LoraConfig, ModelConfig, RunConfig
 from trainer.learner import flops
 from trainer.learner.lora import add_adapters
 from trainer.learner.model import check_architecture
-from trainer.tools import memory_plan as schedule
-from trainer.tools.dry_run import in_words
-from trainer.tools.memory_plan import Workload, model_shape, params_met, total
-from trainer.tools.run_plan import plan_run
+from trainer.tools.dry_run import format_plan
+from trainer.tools.memory_plan import model_shape, total
+from trainer.tools.run_plan import FORWARD, StepWork, Workload, plan_run, training_flops
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -85,7 +85,7 @@ def test_passes_of_the_critic_cost_what_its_own_size_asks(
 
 
 def computing(found: RunPlan) -> dict[str, int]:
-    return {part.name: part.nbytes for part in found.learner if not part.is_exact}
+    return {item.name: item.nbytes for item in found.learner if not item.is_exact}
 
 
 def test_the_larger_of_policy_and_critic_needs_memory_to_compute(
@@ -117,12 +117,12 @@ def test_a_teacher_costs_its_own_size(rank: int, shape_7b: ModelShape, critics: 
         work = Workload(prompt_tokens=100.0, response_tokens=100.0)
         return plan_run(cfg, policy, BIG, critic=None, teacher=teacher, workload=work)
 
-    parts = {part.name: part.nbytes for part in plan(large).learner}
+    parts = {item.name: item.nbytes for item in plan(large).learner}
     assert parts["reference"] == 2 * large.num_params // 4
     assert passes(plan(large)) - passes(plan(None)) == pytest.approx(large.num_active_params / policy.num_active_params)
     offloaded = plan(large, reference_cpu_offload=True)
-    assert {part.name: part.nbytes for part in offloaded.host}["reference"] == 2 * large.num_params // 4
-    assert "reference" not in {part.name for part in offloaded.learner}
+    assert {item.name: item.nbytes for item in offloaded.host}["reference"] == 2 * large.num_params // 4
+    assert "reference" not in {item.name for item in offloaded.learner}
     whole = parts["unsharded weights, reference"] if rank else parts["unsharded weights"]
     assert whole == 2 * ((large if rank else policy).num_root_params + 2 * (large if rank else policy).num_block_params)
     assert computing(plan(critics["small"])) == computing(plan(None)), "a smaller one computes in less than the policy"
@@ -143,8 +143,7 @@ def test_forward_and_backward_are_the_operations_that_a_run_counts(tmp_path: Pat
     assert counted is not None
     shape = model_shape(ModelConfig(lora=lora), str(tmp_path))
     assert bool(shape.num_adapter_params) == bool(rank)
-    assert 2 * params_met(shape, recomputes=False) == counted.per_token + counted.per_loss_token
-    assert (2 * schedule.TRAINED, 2 * schedule.FROZEN) == (flops.TRAINED, flops.FROZEN)
+    assert training_flops(shape, recomputes=False) == counted.per_token + counted.per_loss_token
 
 
 def test_the_greedy_answer_is_generated_and_not_trained(shape_7b: ModelShape) -> None:
@@ -160,12 +159,12 @@ def test_the_greedy_answer_is_generated_and_not_trained(shape_7b: ModelShape) ->
 
 def test_a_deadline_that_asks_much_of_the_devices_is_told(shape_7b: ModelShape) -> None:
     long = config(rollout={"max_response_tokens": 16384}, trainer={"groups_per_step": 1024})
-    told = in_words(planned(long, shape_7b), long)
+    told = format_plan(planned(long, shape_7b), long)
     flops = 2 * 4 * shape_7b.num_active_params * 1024 * 16 * (100 + 16384) / 4
     assert f"learner.timeout_s=1,800 if each learner device trains at {flops / 1800 / 1e12:,.0f} TFLOP/s" in told
     assert "Up to 32 answers have a seat one after the other: 19 s for each" in told
     short = config(rollout={"max_response_tokens": 64}, trainer={"groups_per_step": 16})
-    assert "TFLOP/s" not in (told := in_words(planned(short, shape_7b), short))
+    assert "TFLOP/s" not in (told := format_plan(planned(short, shape_7b), short))
     assert "one after the other" not in told
 
 
@@ -176,3 +175,97 @@ def test_no_shipped_configuration_asks_more_of_a_device_than_an_h100_trains_at(n
     prompts = Workload(prompt_tokens=float(cfg.task.max_prompt_tokens))
     work = plan_run(cfg, shape_7b, BIG, critic=critic, workload=prompts).work
     assert work[cfg.rollout.max_response_tokens].learner_flops / cfg.learner.timeout_s < 0.45 * 989e12
+
+
+# Against measured runs
+
+
+ANSWERS, PROMPT_TOKENS = 32 * 8, 512
+PROMPTS = ANSWERS * PROMPT_TOKENS
+MEAN_W1 = 966
+
+
+def work(shape: ModelShape, ranks: int, engines: int, *, answers: float, prompts: float = PROMPTS) -> StepWork:
+    """No activation checkpointing, KL or critic."""
+    return StepWork(
+        learner_flops=training_flops(shape, recomputes=False) * (prompts + answers) / ranks,
+        engine_flops=FORWARD * shape.num_active_params * answers / engines,
+    )
+
+
+RUNS: list[tuple[str, tuple[int, int, int], int, float, float, tuple[float, float, float]]] = [
+    ("w1, 7B, async:2+2", (2, 2, 4), 2, 20.47, 4704, (21.0, 8.2, 20.44)),
+    ("w1, 7B, sync:2+2", (2, 2, 4), 0, 41.5, 2138, (21.9, 7.2, 17.6)),
+    ("w1, 7B, colocated:4", (4, 4, 4), 0, 36.2, 2454, (16.2, 6.2, 10.2)),
+    ("w1, 3B, async:1+1", (1, 1, 2), 2, 15.51, 11771, (14.9, 8.1, 15.48)),
+    ("w1, 3B, async:1+1, the day before", (1, 1, 2), 2, 15.37, 11875, (14.7, 8.2, 15.34)),
+    ("w1, 3B, colocated:2", (2, 2, 2), 0, 25.23, 7035, (14.4, 5.0, 7.93)),
+    ("w1, 3B, sync:1+1", (1, 1, 2), 0, 33.80, 5251, (18.9, 7.9, 14.86)),
+    ("w1-heavy, 3B, async:1+1", (1, 1, 2), 6, 19.80, 10835, (22.6, 10.6, 19.77)),
+    ("w1-heavy, 3B, sync:1+1", (1, 1, 2), 0, 56.05, 3712, (38.1, 8.3, 19.43)),
+    ("uniform, 3B, async:1+1", (1, 1, 2), 1, 7.56, 13008, (3.2, 3.1, 7.54)),
+    ("uniform, 3B, colocated:2", (2, 2, 2), 0, 7.39, 13294, (1.6, 1.6, 3.99)),
+    ("uniform, 3B, sync:1+1", (1, 1, 2), 0, 10.16, 9671, (2.6, 2.6, 7.46)),
+]
+"""Rows of docs/benchmarks.md: (learner ranks, engine devices, devices), S, seconds of a step, tokens/s per device, and
+the seconds that a step's generation, the same at the full rate, and learning take."""
+
+
+@pytest.mark.parametrize(("name", "split", "staleness", "step_s", "tokens_per_s", "seconds"), RUNS)
+def test_both_ends_of_the_range_are_as_near_to_what_was_measured_as_the_page_says(
+    name: str, split: tuple[int, int, int], staleness: int, step_s: float, tokens_per_s: float,
+    seconds: tuple[float, float, float], shape_7b: ModelShape,
+) -> None:  # fmt: skip
+    ranks, engines, num_devices = split
+    generation_s, full_s, learning_s = seconds
+    answers = round(tokens_per_s * num_devices * step_s) - PROMPTS  # with the lengths that this run had
+    full, few = work(shape_7b, ranks, engines, answers=answers).generation_over_learning
+    assert full / 1.25 < full_s / learning_s < full * 1.75, name
+    least, most = (0.75, 1.0) if staleness else (0.6, 1.75)  # a tail that nothing overlaps is slower still
+    assert least * few < generation_s / learning_s < most * few, name
+
+
+@pytest.mark.parametrize(
+    ("ranks", "engines", "mean", "expected"),
+    [
+        (2, 2, MEAN_W1, "either"),  # 7B: the learner sets the pace once S = 2 overlaps the tails
+        (1, 1, MEAN_W1, "either"),  # 3B, likewise
+        (1, 1, 256, "learning"),  # uniform: the learner works for 7.5 s of 7.6
+        (3, 1, MEAN_W1, "generation"),  # 7B: from the measured split, 16.4 s at the full rate against 13.6 s
+        (1, 3, MEAN_W1, "learning"),
+        (6, 2, 4096, "generation"),
+    ],
+)
+def test_the_bottleneck_is_named_as_it_was_measured(
+    shape_7b: ModelShape, ranks: int, engines: int, mean: float, expected: str
+) -> None:
+    assert work(shape_7b, ranks, engines, answers=ANSWERS * mean).bottleneck == expected
+
+
+def test_the_ratio_follows_the_devices_of_both_sides(shape_7b: ModelShape) -> None:
+    even = work(shape_7b, 4, 4, prompts=0, answers=1000)
+    assert even.engine_flops / even.learner_flops == pytest.approx(1 / 3)
+    more = work(shape_7b, 1, 7, prompts=0, answers=1000)
+    expected = [ratio / 7 for ratio in even.generation_over_learning]  # 4/7 of the work here, 4 times as much there
+    assert more.generation_over_learning == pytest.approx(expected)
+
+
+def test_a_plan_is_made_for_the_mean_that_was_given(shape_7b: ModelShape) -> None:
+    cfg = config(rollout={"max_response_tokens": 4096, "group_size": 8}, learner={"activation_checkpointing": False})
+    plan = planned(cfg, shape_7b, prompt_tokens=512.0, response_tokens=966.0)
+    assert list(plan.work) == [966.0]
+    expected = 966 / (512 + 966) / 3
+    assert plan.work[966.0].generation_over_learning == pytest.approx((expected / 0.45, expected / 0.2))
+    text = format_plan(plan, cfg)
+    assert "966 tokens, on average" in text
+    assert "either: generation takes 0.48 to 1.1 times the time of learning" in text
+    assert "--response-tokens" not in text and "take turns" not in text
+
+
+def test_without_a_mean_the_longest_and_a_quarter_of_it_are_told(shape_7b: ModelShape) -> None:
+    cfg = config(rollout={"max_response_tokens": 4096}, mode={"max_staleness": 0})
+    plan = planned(cfg, shape_7b)
+    assert list(plan.work) == [4096, 1024]
+    text = format_plan(plan, cfg)
+    for words in ("--response-tokens N", "4,096 tokens, the longest", "1,024 tokens, a quarter of it", "take turns"):
+        assert words in text

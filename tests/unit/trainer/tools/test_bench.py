@@ -1,3 +1,5 @@
+"""What the benchmark makes of a run directory and of its file of results."""
+
 from __future__ import annotations
 
 import json
@@ -7,34 +9,32 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.fakes.trainer_process import ROOT
-from tests.unit.trainer.bench.test_figures import ASYNC_2, HOW, SYNC, run_that_empties, sync_run
+from tests.unit.trainer.tools.test_bench_figures import PLAN, sync_run
 from trainer.telemetry.trace import Tracer
-from trainer.tools.bench import EXIT_DONE, EXIT_USAGE, Ended, examine, main, output_of
-from trainer.tools.bench_figures import figures_of, timeline_of
-from trainer.tools.bench_report import OtherWorkload, Results, can_plot, figures_as_values, plot, steps_of, table
+from trainer.tools.bench import EXIT_DONE, EXIT_USAGE, Results, WorkloadMismatch, can_plot, examine, main, plot, table
+from trainer.tools.bench_figures import figures_as_values, figures_of, timeline_of
 from trainer.tools.bench_workload import workload
+from trainer.tools.run_process import RunOutcome
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from trainer.tools.run_records import Span
-
 W1 = workload("w1", is_tiny=True)
-ENDED = Ended(
+ENDED = RunOutcome(
     command=("python",),
     started_at=-30.0,
     wall_s=99.0,
     timeout_s=200.0,
     exit_code=0,
     timed_out=False,
-    last_words="completed: 6 steps",
+    output=("starting Ray ... 4.5 s",),
 )
 
 
 def run(problem: str = "") -> dict[str, Any]:
-    figures = figures_as_values(figures_of(*sync_run(), HOW))
+    figures = figures_as_values(figures_of(*sync_run(), PLAN))
     return {"problem": problem, "figures": figures, "start_up": {"to_first_step_s": 36.0},
-            "timeline": timeline_of(*sync_run(), HOW)}  # fmt: skip
+            "timeline": timeline_of(*sync_run(), PLAN)}  # fmt: skip
 
 
 def test_results_of_several_calls_come_together(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_results_of_several_calls_come_together(tmp_path: Path) -> None:
 def test_a_file_of_something_else_is_left_alone(tmp_path: Path, content: str) -> None:
     path = tmp_path / "out.json"
     path.write_text(content)
-    with pytest.raises(OtherWorkload, match="choose another file"):
+    with pytest.raises(WorkloadMismatch, match="choose another file"):
         Results(path, W1)
     assert path.read_text() == content
 
@@ -81,12 +81,6 @@ def test_the_strict_ratio_stands_in_file_and_table() -> None:
     assert column({"one": one, "never full": never_full, "unequal": unequal}, "strict") == ["2.50", "-", "1.25"]
 
 
-def test_results_of_before_the_strict_ratio_show_it_too() -> None:
-    runs = json.loads((ROOT / "docs" / "data" / "bench_w1_3b_2_devices.json").read_text())["runs"]
-    assert list(runs) == ["colocated 2", "async 1+1"]
-    assert column(runs, "strict") == ["3.18", "1.00"]
-
-
 PUBLISHED = sorted((ROOT / "docs" / "data").glob("bench_*.json"))
 
 
@@ -97,7 +91,7 @@ def test_results_that_were_published_before_steps_were_kept_are_still_shown(path
     assert [line.partition("  ")[0] for line in lines[1 : 1 + len(content["runs"])]] == list(content["runs"])
     name = content["workload"]["name"].partition(" ")[0]
     work = workload(name, is_tiny=False, shape=content["workload"]["shape"])
-    with pytest.raises(OtherWorkload):
+    with pytest.raises(WorkloadMismatch):
         Results(path, work)  # nothing measured with other lengths is put beside them
     results = Results(path, work, is_shown_only=True)
     assert results.runs == content["runs"]
@@ -105,15 +99,8 @@ def test_results_that_were_published_before_steps_were_kept_are_still_shown(path
         plot(results.runs, tmp_path / "out.png")
 
 
-def test_there_are_published_results() -> None:
-    assert PUBLISHED
-
-
 def write_run(run_dir: Path, num_steps: int) -> None:
-    write_files(run_dir, *sync_run(num_steps))
-
-
-def write_files(run_dir: Path, records: list[dict[str, Any]], spans: list[Span]) -> None:
+    records, spans = sync_run(num_steps)
     run_dir.mkdir(parents=True)
     text = "".join(json.dumps(line) + "\n" for line in records)
     (run_dir / "metrics.jsonl").write_text(text + '{"step": 99, "perf/st')  # killed while it wrote
@@ -122,38 +109,27 @@ def write_files(run_dir: Path, records: list[dict[str, Any]], spans: list[Span])
         overlaps = span.track == "groups"
         tracer.add_span(span.track, span.name, start_s=span.begin_s, end_s=span.end_s, overlapping=overlaps)
     tracer.close()
-    output_of(run_dir).write_text("starting Ray ... 4.5 s\n")
 
 
 def test_a_run_is_examined_from_its_directory(tmp_path: Path) -> None:
     write_run(tmp_path / "run", 6)
-    found = examine(tmp_path / "run", ENDED, HOW)
+    found = examine(tmp_path / "run", ENDED, PLAN)
     assert found["problem"] == ""
-    assert found["figures"] == figures_as_values(figures_of(*sync_run(), HOW))
+    assert found["figures"] == figures_as_values(figures_of(*sync_run(), PLAN))
     assert found["start_up"]["phase: starting Ray"] == 4.5
     json.dumps(found)
 
 
 def test_a_run_that_ran_out_of_time_keeps_the_figures_it_got_to(tmp_path: Path) -> None:
     write_run(tmp_path / "run", 4)
-    found = examine(tmp_path / "run", replace(ENDED, timed_out=True, exit_code=130), HOW)
+    found = examine(tmp_path / "run", replace(ENDED, timed_out=True, exit_code=130), PLAN)
     assert found["problem"] == "did not end within 200 s"
     assert found["figures"]["steps"] == (3, 4)
 
 
-def test_every_step_is_kept_with_whether_it_counted(tmp_path: Path) -> None:
-    write_files(tmp_path / "run", *run_that_empties())
-    found = examine(tmp_path / "run", ENDED, replace(HOW, case=ASYNC_2))
-    counted = [entry for entry in found["per_step"] if entry["is_counted"]]
-    assert (found["problem"], found["figures"]["steps"]) == ("", (3, 6))
-    assert [entry["step"] for entry in found["per_step"]] == list(range(1, 9))
-    assert [entry["step"] for entry in counted] == [3, 4, 5, 6]
-    assert found["figures"]["engines_idle_s"] == sum(entry["engines_idle_s"] for entry in counted) / 4
-
-
 def test_a_run_that_ended_before_all_its_steps_has_a_problem(tmp_path: Path) -> None:
     write_run(tmp_path / "run", 5)
-    found = examine(tmp_path / "run", ENDED, HOW)
+    found = examine(tmp_path / "run", ENDED, PLAN)
     assert found["problem"] == "made only 5 of its 6 steps"
     assert found["figures"]["steps"] == (3, 5)
 
@@ -162,7 +138,7 @@ def test_a_run_that_ended_before_all_its_steps_has_a_problem(tmp_path: Path) -> 
 def test_a_run_without_figures_has_a_problem(tmp_path: Path, num_steps: int | None) -> None:
     if num_steps is not None:
         write_run(tmp_path / "run", num_steps)
-    found = examine(tmp_path / "run", ENDED, HOW)
+    found = examine(tmp_path / "run", ENDED, PLAN)
     assert found["figures"] is None
     assert len(found["per_step"]) == (0 if num_steps is None else num_steps)
     assert found["problem"]
@@ -217,7 +193,3 @@ def test_two_panels_are_drawn(tmp_path: Path) -> None:
 def test_a_plot_of_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no run has figures"):
         plot({"a": {"problem": "x", "figures": None, "timeline": {}}}, tmp_path / "out.png")
-
-
-def test_a_curve_of_changes_is_times_and_values() -> None:
-    assert steps_of(timeline_of(*sync_run(3), replace(HOW, case=SYNC))["running"]) == ([0, 1, 4], [1, 1, 0])

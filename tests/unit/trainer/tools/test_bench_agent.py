@@ -7,7 +7,7 @@ from rollout.agent.runner import check_trajectory, make_loop
 from rollout.errors import AgentError
 from rollout.types import FinishReason, Prompt, TokenChunk, Trajectory
 
-FACTORY = "trainer.tools.bench_agent.forced_lengths"
+FACTORY = "trainer.bench.agent.forced_lengths"
 
 
 def prompt(length: object) -> Prompt:

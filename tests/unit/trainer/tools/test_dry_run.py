@@ -93,11 +93,6 @@ def test_what_cannot_fit_ends_with_code_2_after_the_plan(tmp_path: Path, run_tra
     assert "Traceback" not in err
 
 
-def test_a_damaged_configuration_is_refused_before_anything_is_planned(run_trainer: Callable[..., Any]) -> None:
-    code, out, _ = run_trainer("--dry-run", "mode.max_staleness=-1")
-    assert (code, out) == (2, "")
-
-
 def test_the_options_belong_together() -> None:
     line = parse(["--dry-run", "--device-memory-gib", "80", "--response-tokens", "966.5", "seed=1"])
     assert (line.action, line.device_memory_gib, line.overrides) == ("dry_run", 80.0, ("seed=1",))
@@ -128,13 +123,6 @@ def test_nodes_are_given_in_order_and_to_a_dry_run_only() -> None:
             parse(wrong)
     with pytest.raises(ConfigurationError, match="--nodes"):
         parse(["--dry-run", "--nodes"])
-
-
-def test_the_options_of_a_dry_run_are_in_the_help_text(run_trainer: Callable[..., Any]) -> None:
-    code, out, _ = run_trainer("--help")
-    assert code == 0
-    lines = [line for line in out.splitlines() if "with --dry-run: " in line]
-    assert [line.split()[0] for line in lines] == ["--device-memory-gib", "--response-tokens", "--nodes"]
 
 
 ELSEWHERE = ("--dry-run", "--device-memory-gib", "80")
@@ -249,13 +237,6 @@ def test_a_run_on_devices_elsewhere_goes_on_from_a_checkpoint_of_their_kind(
         assert code == 0, err
     code, _, err = run_trainer(*ELSEWHERE, *keys, "run_dir=before", "seed=7")
     assert code == 2 and "seed = 7" in err
-
-
-def test_the_mean_of_the_answers_comes_from_the_command_line(tmp_path: Path, run_trainer: Callable[..., Any]) -> None:
-    model = model_directory(tmp_path / "model", KINDS["qwen2"]())
-    code, out, err = run_trainer("--dry-run", "--response-tokens", "5", *drawn(model))
-    assert code == 0, err
-    assert "5 tokens, on average" in out
 
 
 def test_the_mean_of_the_answers_reaches_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

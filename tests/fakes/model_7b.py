@@ -1,16 +1,15 @@
-"""A 7B shape, and a configuration and a device for it."""
+"""A 7B model as plans see it: its shape, a configuration and a device for it."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import pytest
 from transformers import Qwen2Config
 
-from trainer.config.schema import ModelConfig, RunConfig
-from trainer.tools.memory_plan import GIB, Device, Workload, model_shape
-from trainer.tools.run_plan import plan_run
+from trainer.config.schema import RunConfig
+from trainer.tools.memory_plan import GIB, Device
+from trainer.tools.run_plan import Workload, plan_run
 
 if TYPE_CHECKING:
     from trainer.tools.memory_plan import ModelShape
@@ -27,13 +26,6 @@ QWEN_7B = Qwen2Config(
 )
 NUM_7B = 7_615_616_512
 BIG = Device(name="accelerator", total_bytes=80 * GIB, is_shared=False)
-
-
-@pytest.fixture(scope="session")
-def shape_7b(tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
-    directory = tmp_path_factory.mktemp("qwen")
-    QWEN_7B.save_pretrained(directory)
-    return model_shape(ModelConfig(), str(directory))
 
 
 def config(**sections: dict[str, Any]) -> RunConfig:
