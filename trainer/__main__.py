@@ -96,8 +96,8 @@ def _show(line: CommandLine, started_at: float) -> int:
 
 
 def _show_config(line: CommandLine) -> int:
-    from trainer.config.dump import dump_yaml
-    from trainer.config.load import resolve
+    from trainer.config.compose import resolve
+    from trainer.config.plain import dump_yaml
 
     config, problems = resolve(line, note=sys.stderr.write)
     sys.stdout.write(dump_yaml(config))
@@ -108,7 +108,7 @@ def _show_config(line: CommandLine) -> int:
 
 def _run(line: CommandLine, started_at: float) -> int:
     from rollout.errors import DataError
-    from trainer.config.load import resolve
+    from trainer.config.compose import resolve
     from trainer.errors import CheckpointError, ModelError
 
     config, problems = resolve(line, note=sys.stderr.write)
@@ -144,7 +144,7 @@ def _compiling_where_asked(line: CommandLine, config: RunConfig) -> RunConfig:
     is_here = config.ray.address == "local" and line.device_memory_gib is None
     if config.device.name != "auto" or not is_here:
         return config
-    from trainer.config.load import COMPILE_IS_OFF, compiles_unasked
+    from trainer.config.compose import COMPILE_IS_OFF, compiles_unasked
 
     if not compiles_unasked(line, config):
         return config

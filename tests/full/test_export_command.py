@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.fakes.learner import make_learner, pack, run_config, run_ranks, save_tiny, sequences
 from trainer.config.algorithm import AlgorithmConfig, CriticConfig
-from trainer.config.dump import dump_yaml
+from trainer.config.plain import dump_yaml
 from trainer.config.schema import LoraConfig
 from trainer.driver.checkpointing import origin
 from trainer.learner.checkpoint import begin, commit

@@ -21,7 +21,7 @@ from rollout.types import Group, Prompt, SamplingParams, Trajectory
 from rollout.worker.worker import derive_seed
 from tests.fakes.trainer_process import ROOT, TrainerProcess
 from tests.fakes.trajectories import make_turn
-from trainer.config.load import load_config
+from trainer.config.compose import load_config
 from trainer.data.build import build_train_batch
 from trainer.driver import actors as compose
 from trainer.driver.actors import start_actors

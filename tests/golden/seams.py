@@ -64,13 +64,13 @@ from trainer.algorithms.advantages import GroupRewards
 from trainer.builtin.tiny_model import build_tokenizer
 from trainer.config.algorithm import AlgorithmConfig, ClampConfig, CorrectionConfig, KlConfig, MaskConfig, RejectConfig
 from trainer.config.cli import parse
-from trainer.config.convert import to_plain
-from trainer.config.dump import dump_yaml
-from trainer.config.keys import all_keys, type_text
-from trainer.config.library import config_names as names_in
-from trainer.config.library import groups as groups_in
-from trainer.config.library import packaged_configs
-from trainer.config.load import resolve
+from trainer.config.compose import resolve
+from trainer.config.field import type_text
+from trainer.config.plain import dump_yaml, to_plain
+from trainer.config.presets import config_names as names_in
+from trainer.config.presets import groups as groups_in
+from trainer.config.presets import packaged_configs
+from trainer.config.schema import all_keys
 from trainer.data.build import build_train_batch
 from trainer.driver.checkpointing import RunState, find_resume, take_over, tell_resumed
 from trainer.driver.run import EXIT_CODES, _say_goodbye, _summary

@@ -22,7 +22,7 @@ class Module:
     """One Python file of the three packages."""
 
     path: str
-    """Relative to the root, e.g. "trainer/config/load.py"."""
+    """Relative to the root, e.g. "trainer/config/compose.py"."""
     text: str
     tree: ast.Module
 

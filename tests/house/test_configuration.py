@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.house.source import modules
-from trainer.config.keys import KeyInfo, all_keys
+from trainer.config.schema import all_keys
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from trainer.config.field import Key
 
 KEYS = [info for info in all_keys().values() if not info.is_section]
 _LEAVES = Counter(info.path.rpartition(".")[2] for info in KEYS)
@@ -54,7 +56,7 @@ def other_names(tree: ast.Module) -> Iterator[tuple[str, str]]:
                 pass
 
 
-def is_read(info: KeyInfo, reads: list[tuple[str, str, str]]) -> bool:
+def is_read(info: Key, reads: list[tuple[str, str, str]]) -> bool:
     """Whether code reads the key from its own section, or from a `config`. A name that several sections have must be
     read from a `config` in a file of its section."""
     section, _, leaf = info.path.rpartition(".")
@@ -69,7 +71,7 @@ def is_read(info: KeyInfo, reads: list[tuple[str, str, str]]) -> bool:
 
 
 @pytest.mark.parametrize("info", KEYS, ids=lambda info: info.path)
-def test_a_key_is_documented_in_whole_sentences(info: KeyInfo) -> None:
+def test_a_key_is_documented_in_whole_sentences(info: Key) -> None:
     assert len(info.doc) >= 10
     assert info.doc.endswith(".")
 

@@ -13,8 +13,8 @@ import pytest
 
 from tests.house.source import ROOT, Module, docstrings, modules
 from trainer.config.cli import parse
+from trainer.config.compose import resolve
 from trainer.config.docs import configuration_markdown
-from trainer.config.load import resolve
 from trainer.telemetry.metrics import METRICS, find_row, metrics_markdown
 
 if TYPE_CHECKING:

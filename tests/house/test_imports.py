@@ -23,8 +23,8 @@ PLACES = {
     "ray": r".*/worker\.py|.*/actor\.py|trainer/learner/group\.py|trainer/driver/(cluster|actors)\.py",
     "vllm": r"rollout/engine/(vllm_engine|vllm_process)\.py|"
     r"weight_sync/(vllm_extension|vllm_compat|lora|fallback|bench/engines)\.py",
-    "hydra": r"trainer/config/load\.py|trainer/__main__\.py",
-    "omegaconf": r"trainer/config/load\.py|trainer/__main__\.py",
+    "hydra": r"trainer/config/compose\.py|trainer/__main__\.py",
+    "omegaconf": r"trainer/config/compose\.py|trainer/__main__\.py",
 }
 
 VENDORS = re.compile(r"(?<![a-z])(cuda|hip|rocm|npu|nccl|hccl)(?![a-z])", re.IGNORECASE)

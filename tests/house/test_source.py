@@ -8,7 +8,7 @@ from tests.house.source import docstrings, runtime_imports, words_of_code
 from tests.house.test_configuration import is_read, other_names
 from tests.house.test_documents import commands
 from tests.house.test_imports import EXTRAS, VENDORS
-from trainer.config.keys import all_keys
+from trainer.config.schema import all_keys
 
 SAMPLE = '''
 """Speaks of cuda."""

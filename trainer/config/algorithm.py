@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeVar, cast
 
-from trainer.config.field import key
+from trainer.config.field import Bool, DottedPath, Float, Int, Name, Number, PathText, Text, key, section
 from trainer.config.own_function import OwnFunction, is_own, load_own
 
 if TYPE_CHECKING:
@@ -200,28 +200,28 @@ _METRICS = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@section
 class ClampConfig:
-    lower: float | None = key(None, "Smallest importance weight; null for no bound.", gt=0)
-    upper: float | None = key(None, "Largest importance weight (TIS); null for no bound.", gt=0)
+    lower: Float | None = key(None, "Smallest importance weight; null for no bound.", gt=0)
+    upper: Float | None = key(None, "Largest importance weight (TIS); null for no bound.", gt=0)
 
     @property
     def is_active(self) -> bool:
         return self.lower is not None or self.upper is not None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@section
 class MaskConfig:
     metric: Metric = key("ratio", f"What the bounds are of: {_METRICS}")
-    lower: float | None = key(None, "Tokens with less of the metric carry no loss; null for no bound.")
-    upper: float | None = key(None, "Tokens with more of the metric carry no loss (MIS, IcePop); null for no bound.")
+    lower: Float | None = key(None, "Tokens with less of the metric carry no loss; null for no bound.")
+    upper: Float | None = key(None, "Tokens with more of the metric carry no loss (MIS, IcePop); null for no bound.")
 
     @property
     def is_active(self) -> bool:
         return self.lower is not None or self.upper is not None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@section
 class RejectConfig:
     level: Level = key(
         "sequence_mean",
@@ -229,15 +229,15 @@ class RejectConfig:
         "the product), or its mean (for `ratio` the geometric mean).",
     )
     metric: Metric = key("ratio", f"What the bounds are of: {_METRICS}")
-    lower: float | None = key(None, "Answers with less of the metric carry no loss; null for no bound.")
-    upper: float | None = key(None, "Answers with more of the metric carry no loss; null for no bound.")
+    lower: Float | None = key(None, "Answers with less of the metric carry no loss; null for no bound.")
+    upper: Float | None = key(None, "Answers with more of the metric carry no loss; null for no bound.")
 
     @property
     def is_active(self) -> bool:
         return self.lower is not None or self.upper is not None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@section
 class CorrectionConfig:
     objective: Objective = key(
         "bypass",
@@ -260,18 +260,17 @@ class CorrectionConfig:
 KlEstimator = Literal["k1", "k2", "k3", "k1_straight_through", "k3_straight_through"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@section
 class KlConfig:
-    coef: float = key(
+    coef: Float = key(
         0.0,
         "Weight of the KL divergence of the policy to the reference; 0 keeps no reference.",
         ge=0,
     )
-    path: str | None = key(
+    path: PathText | None = key(
         None,
         "The reference: a Hugging Face model directory or hub name, of any architecture with the policy's tokens (a "
         "teacher); null takes the policy that the run began with.",
-        is_path=True,
     )
     placement: Literal["loss", "reward", "advantage"] = key(
         "loss",
@@ -300,10 +299,10 @@ class KlConfig:
         return self.coef > 0 and self.placement == "advantage"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@section
 class AlgorithmConfig:
-    name: str = key("grpo", "Shown in logs; the parts below define the objective.")
-    advantage: AdvantageName | str = key(
+    name: Text = key("grpo", "Shown in logs; the parts below define the objective.")
+    advantage: AdvantageName | DottedPath = key(
         "grpo",
         "Advantage estimator: the reward against the group's mean (grpo), the mean of the others (rloo), or a "
         "length-weighted mean (opo); only the single best answer of a group (pass_at_k); the plain reward (reinforce); "
@@ -314,10 +313,10 @@ class AlgorithmConfig:
         "where a teacher alone teaches. Of several turns reinforce and reinforce_pp credit a token with the rewards "
         "from its turn on; the group estimators add them up.",
     )
-    advantage_args: dict[str, float] = key(
+    advantage_args: dict[Name, Number] = key(
         factory=dict, doc="Your own estimator (a dotted path in `algorithm.advantage`): its numbers, by name."
     )
-    normalize_by_std: bool = key(
+    normalize_by_std: Bool = key(
         True, "GRPO and pass@k: divide by the group's standard deviation; false with grpo is Dr. GRPO."
     )
     gpg_scale: GpgScale = key(
@@ -325,93 +324,93 @@ class AlgorithmConfig:
         "GPG: the factor is all answers of the step over those with a reward other than 0 (the released "
         "implementation, for rewards of 0 and 1), or over those in groups with unequal rewards (the paper's eq. 7).",
     )
-    gae_gamma: float = key(
+    gae_gamma: Float = key(
         1.0, "GAE: discount per generated token. Below 1, an early token hardly sees the outcome of a long answer.",
         gt=0, le=1,
     )  # fmt: skip
-    gae_lambda: float = key(
+    gae_lambda: Float = key(
         1.0,
         "GAE: 1 takes the return minus the value, which a critic that starts at 0 cannot bias; below 1 trusts the "
         "critic, and fades the outcome by a factor of lambda per token.",
         ge=0,
         le=1,
     )
-    whiten_advantages: bool = key(
+    whiten_advantages: Bool = key(
         True, "GAE: bring the advantages of all loss tokens of the step to mean 0 and standard deviation 1."
     )
-    gdpo_weights: dict[str, float] = key(
+    gdpo_weights: dict[Name, Number] = key(
         factory=dict, doc="GDPO: weight per named part of the reward; empty takes all parts once, else only these."
     )
-    loss: LossName | str = key(
+    loss: LossName | DottedPath = key(
         "ppo_clip",
         "Policy loss: clipped surrogate (PPO, DAPO), plain policy gradient (reinforce), the same with the ratio "
         "(importance_sampling), ratio of the sequence (gspo, gmpo), clipped weight (cispo), soft gate (sapo), "
         "covariance (clip_cov, kl_cov), divergence mask (dppo_tv, dppo_kl), or square around the old policy (dro).",
     )
-    loss_args: dict[str, float] = key(
+    loss_args: dict[Name, Number] = key(
         factory=dict, doc="Your own loss (a dotted path in `algorithm.loss`): its numbers, by name."
     )
-    clip_low: float = key(
+    clip_low: Float = key(
         0.2,
         "ppo_clip, gspo, cispo, clip_cov: lower bound of the ratio is 1 - clip_low; gmpo: of the log-ratio, -clip_low.",
         gt=0,
         le=1,
     )
-    clip_high: float = key(
+    clip_high: Float = key(
         0.2,
         "ppo_clip, gspo, cispo, clip_cov: upper bound of the ratio is 1 + clip_high; gmpo: of the log-ratio, "
         "clip_high.",
         gt=0,
     )
-    clip_dual: float | None = key(
+    clip_dual: Float | None = key(
         None, "ppo_clip: dual clip constant c (> 1) for negative advantages; null turns it off.", gt=1
     )
-    sapo_tau_positive: float = key(1.0, "sapo: temperature of the gate where the advantage is positive.", gt=0)
-    sapo_tau_negative: float = key(1.05, "sapo: temperature of the gate elsewhere.", gt=0)
-    cov_frac: float = key(
+    sapo_tau_positive: Float = key(1.0, "sapo: temperature of the gate where the advantage is positive.", gt=0)
+    sapo_tau_negative: Float = key(1.05, "sapo: temperature of the gate elsewhere.", gt=0)
+    cov_frac: Float = key(
         0.0002,
         "clip_cov, kl_cov: fraction of the step's loss tokens that is held back; at least one token.",
         gt=0,
         le=1,
     )
-    cov_min: float = key(1.0, "clip_cov: tokens are drawn from those whose covariance is above this.")
-    cov_max: float = key(5.0, "clip_cov: tokens are drawn from those whose covariance is below this.")
-    cov_kl_coef: float = key(1.0, "kl_cov: coefficient of the penalty on the chosen tokens.", gt=0)
-    dppo_threshold: float = key(
+    cov_min: Float = key(1.0, "clip_cov: tokens are drawn from those whose covariance is above this.")
+    cov_max: Float = key(5.0, "clip_cov: tokens are drawn from those whose covariance is below this.")
+    cov_kl_coef: Float = key(1.0, "kl_cov: coefficient of the penalty on the chosen tokens.", gt=0)
+    dppo_threshold: Float = key(
         0.15, "dppo: largest divergence of a token that may still move away; published: 0.15 (tv), 0.05 (kl).", gt=0
     )
-    dro_beta: float = key(0.05, "dro: weight of the squared log-ratio.", gt=0)
-    entropy_coef: float = key(
+    dro_beta: Float = key(0.05, "dro: weight of the squared log-ratio.", gt=0)
+    entropy_coef: Float = key(
         0.0, "Entropy bonus: this times the entropy of each loss token is subtracted from its loss; 0 costs nothing.",
         ge=0,
     )  # fmt: skip
     aggregation: AggregationName = key(
         "token_mean", "How token losses become one number; the denominator is global over ranks and micro-batches."
     )
-    aggregation_norm_tokens: int | None = key(
+    aggregation_norm_tokens: Int | None = key(
         None, "seq_mean_token_sum_norm: its constant divisor; null takes `rollout.max_response_tokens`.", ge=1
     )
-    filter_zero_variance: bool = key(
+    filter_zero_variance: Bool = key(
         False, "Dynamic sampling (DAPO): drop groups of equal rewards (remax: equal to the greedy one), and refill."
     )
-    group_filter: str = key(
+    group_filter: Text = key(
         "",
         "Your own filter of finished groups, as `package.module.function`: gives None, or the reason why a group is "
         "not worth a training slot. It is asked after the built-in filters; empty asks nobody.",
     )
-    group_filter_args: dict[str, float] = key(factory=dict, doc="Its numbers, by name.")
-    max_refills_per_step: int = key(
+    group_filter_args: dict[Name, Number] = key(factory=dict, doc="Its numbers, by name.")
+    max_refills_per_step: Int = key(
         64,
         "When a run stops because nothing comes of its groups: more than this many times `trainer.groups_per_step` of "
         "them were filtered (zero variance, or failed rewards) while not one step's groups worked; or so many prompts "
         "in a row were dropped after their retries.",
         ge=1,
     )
-    overlong_buffer_tokens: int = key(
+    overlong_buffer_tokens: Int = key(
         0, "DAPO overlong reward shaping: penalty grows over the last so many response tokens; 0 turns it off.", ge=0
     )
-    overlong_penalty: float = key(1.0, "Largest overlong penalty.", ge=0)
-    mask_truncated: bool = key(False, "DAPO overlong filtering: truncated answers carry no loss.")
+    overlong_penalty: Float = key(1.0, "Largest overlong penalty.", ge=0)
+    mask_truncated: Bool = key(False, "DAPO overlong filtering: truncated answers carry no loss.")
     kl: KlConfig = key(factory=KlConfig, doc="KL to the reference, the first policy or a teacher.")
     correction: CorrectionConfig = key(factory=CorrectionConfig, doc="Off-policy correction.")
 
@@ -429,48 +428,47 @@ DEFAULT_LR_RATIO = 10.0
 """Peak learning rate of the critic over that of the policy, if `lr` is null."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@section
 class CriticConfig:
-    path: str | None = key(
+    path: PathText | None = key(
         None,
         "Hugging Face model directory or hub name that the critic's backbone starts from, with the policy's tokens; "
         "null takes `model.path`. Its output matrix is not used: a value head that starts at 0 is.",
-        is_path=True,
     )
-    shared_backbone: bool = key(
+    shared_backbone: Bool = key(
         False,
         "Put the value head on the policy's own hidden states. Both losses then train one model with one optimizer: "
         "no second model in memory, but the two tasks share weights.",
     )
-    value_coef: float = key(
+    value_coef: Float = key(
         0.5, "With `shared_backbone`: weight of the value loss beside the policy loss (PPO's c1).", gt=0
     )
-    lr: float | None = key(
+    lr: Float | None = key(
         None,
         "Peak learning rate of the critic; null takes 10 times `learner.lr`. It follows `learner.lr_schedule` and "
         "`learner.warmup_steps`.",
         gt=0,
     )
-    weight_decay: float = key(0.01, "AdamW weight decay of the critic (not on norms and biases).", ge=0)
-    max_grad_norm: float = key(1.0, "Gradient norm of the critic is clipped to this.", gt=0)
-    warmup_steps: int = key(
+    weight_decay: Float = key(0.01, "AdamW weight decay of the critic (not on norms and biases).", ge=0)
+    max_grad_norm: Float = key(1.0, "Gradient norm of the critic is clipped to this.", gt=0)
+    warmup_steps: Int = key(
         0,
         "First steps that train the critic alone. The policy is not computed; its version counts on with unchanged "
         "weights, and its learning-rate schedule starts after them.",
         ge=0,
     )
-    updates_per_step: int = key(
+    updates_per_step: Int = key(
         1,
         "Optimizer updates of the critic per step, each over the whole batch towards the same returns. The policy "
         "makes one.",
         ge=1,
     )
-    value_clip: float | None = key(
+    value_clip: Float | None = key(
         None,
         "Largest distance that a value may win by moving from where it was when the advantages were computed; null "
         "does not clip. The first update of a step starts there, so only `updates_per_step` > 1 is ever clipped.",
         gt=0,
     )
-    cpu_offload: bool = key(
+    cpu_offload: Bool = key(
         False, "Keep the critic's parameters and optimizer state in host memory (FSDP2 CPU offload)."
     )

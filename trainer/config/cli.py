@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn
 
-from trainer.config.keys import all_keys, bounds_text, type_text, value_text
-from trainer.config.library import config_names, groups, packaged_configs
+from trainer.config.field import bounds_text, type_text, value_text
+from trainer.config.presets import config_names, groups, packaged_configs
+from trainer.config.schema import all_keys
 from trainer.errors import ConfigurationError, Problem
 
 if TYPE_CHECKING:
@@ -65,8 +66,8 @@ class _Parser(argparse.ArgumentParser):
 
 def _as_key(option: str, words: Sequence[str]) -> str:
     """How the key is set that an option of another program stands for; empty if it is like no key."""
-    from trainer.config.convert import suggestion
-    from trainer.config.keys import all_keys
+    from trainer.config.plain import suggestion
+    from trainer.config.schema import all_keys
 
     name, equals, value = option.lstrip("-").partition("=")
     if not equals:

@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from trainer.config.algorithm import DEFAULT_LR_RATIO, read_keys, traits_of
-from trainer.config.keys import value_text
+from trainer.config.field import value_text
 from trainer.config.own_function import is_own
 
 if TYPE_CHECKING:

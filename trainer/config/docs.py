@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from trainer.config.keys import KeyInfo, all_keys, bounds_text, own_keys, type_text, value_text
-from trainer.config.library import config_names, groups, packaged_configs
+from trainer.config.field import Key, bounds_text, keys_of, type_text, value_text
+from trainer.config.presets import config_names, groups, packaged_configs
+from trainer.config.schema import all_keys
 
 _INTRO = """\
 # Configuration
@@ -68,14 +69,14 @@ def configuration_markdown() -> str:
     return "\n".join(parts)
 
 
-def _entries(info: KeyInfo) -> str:
+def _entries(info: Key) -> str:
     """Of a map of sections, what each of them holds."""
     assert info.section_of_entries is not None
     path = f"{info.path}.NAME"
-    return _section(f"`{path}`", info.doc, list(own_keys(info.section_of_entries, f"{path}.")))
+    return _section(f"`{path}`", info.doc, list(keys_of(info.section_of_entries, f"{path}.")))
 
 
-def _section(title: str, doc: str, infos: list[KeyInfo]) -> str:
+def _section(title: str, doc: str, infos: list[Key]) -> str:
     lines = [f"## {title}", ""]
     if doc:
         lines += [doc, ""]
@@ -83,7 +84,7 @@ def _section(title: str, doc: str, infos: list[KeyInfo]) -> str:
     return "\n".join(lines)
 
 
-def _row(info: KeyInfo) -> str:
+def _row(info: Key) -> str:
     limits = bounds_text(info.bounds)
     kind = f"{type_text(info.hint)}, {limits}" if limits else type_text(info.hint)
     cells = [f"`{info.path}`", kind, f"`{value_text(info.default)}`", info.doc]

@@ -17,9 +17,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from trainer.config.rules import REFUSED_ENGINE_ARGS, longest_sequence
 from trainer.config.schema import model_paths
-from trainer.config.validate import longest_sequence
-from trainer.config.validate_engine_args import REFUSED
 from trainer.errors import Problem
 
 if TYPE_CHECKING:
@@ -224,7 +223,7 @@ def _engine_args(config: RunConfig) -> Iterator[Problem]:
     if known is None:
         return
     for name, value in config.rollout.engine_args.items():
-        if name in known or name in REFUSED:
+        if name in known or name in REFUSED_ENGINE_ARGS:
             continue
         close = difflib.get_close_matches(name, known, n=1)
         do = f"did you mean {close[0]}?" if close else "see the arguments of vllm.AsyncEngineArgs"

@@ -1,10 +1,77 @@
-"""How a configuration key is declared: default, documentation and bounds in one place."""
+"""How a section and a key of the configuration are declared, and how both are read back for messages and documents."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import field
-from typing import Any
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from functools import cache
+from types import UnionType
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    Union,
+    cast,
+    dataclass_transform,
+    get_args,
+    get_origin,
+    get_type_hints,
+)  # fmt: skip
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Strict
+from pydantic.dataclasses import dataclass
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
+
+S = TypeVar("S")
+
+_SIGNS = {"ge": (Ge, ">="), "gt": (Gt, ">"), "le": (Le, "<="), "lt": (Lt, "<")}
+_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+
+
+def _as_integer(value: object) -> object:
+    return int(value) if isinstance(value, float) and value.is_integer() else value  # 1e3
+
+
+def _as_word(value: object) -> object:
+    # YAML 1.1 reads a bare `off` or `on` as a boolean.
+    return ("on" if value else "off") if isinstance(value, bool) else value
+
+
+def _as_text(value: object) -> object:
+    # An environment variable such as FOO: 1 reads as a number in YAML and means the text "1".
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _expand_home(path: str) -> str:
+    # A Path would turn hub names and "" into something else.
+    return os.path.expanduser(path) if path.startswith("~") else path  # noqa: PTH111
+
+
+def _require_dots(name: str) -> str:
+    if _PATH.fullmatch(name) is None:
+        raise PydanticCustomError("dotted_path", "not a dotted path")
+    return name
+
+
+Int = Annotated[int, Strict(), BeforeValidator(_as_integer)]
+Number = Annotated[float, Strict()]
+"""May be infinite or NaN; rules look at it where that matters."""
+Float = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Bool = Annotated[bool, Strict()]
+Text = Annotated[str, Strict()]
+PathText = Annotated[str, Strict(), AfterValidator(_expand_home)]
+"""May name a file of the user; a leading `~` is expanded."""
+Name = Annotated[str, BeforeValidator(str)]
+"""Of an entry of a map: a number in YAML is a name here."""
+EnvText = Annotated[str, Strict(), BeforeValidator(_as_text)]
+DottedPath = Annotated[str, Strict(), AfterValidator(_require_dots)]
+OnOff = BeforeValidator(_as_word)
 
 
 def key(
@@ -15,16 +82,126 @@ def key(
     gt: float | None = None,
     le: float | None = None,
     lt: float | None = None,
-    is_path: bool = False,
     factory: Callable[[], Any] | None = None,
 ) -> Any:
-    """A dataclass field with its documentation and inclusive (`ge`, `le`) or exclusive (`gt`, `lt`) bounds as metadata.
-
-    `is_path` marks text that may name a file of the user; a leading `~` in it is expanded.
-    """
-    metadata = {"doc": doc, "ge": ge, "gt": gt, "le": le, "lt": lt, "is_path": is_path}
+    """A key with its documentation and inclusive (`ge`, `le`) or exclusive (`gt`, `lt`) bounds."""
     if factory is not None:
-        return field(default_factory=factory, metadata=metadata)
-    if default is ...:
-        return field(metadata=metadata)
-    return field(default=default, metadata=metadata)
+        return Field(default_factory=factory, description=doc)
+    return Field(default, description=doc, ge=ge, gt=gt, le=le, lt=lt)
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+def section(cls: type[S]) -> type[S]:
+    """A sealed dataclass whose constructor checks every key and refuses unknown ones."""
+    decorate = dataclass(frozen=True, slots=True, kw_only=True, config=ConfigDict(extra="forbid"))
+    return cast("type[S]", decorate(cls))
+
+
+class Key(NamedTuple):
+    """One key, or one section, of the configuration."""
+
+    path: str
+    """Dotted path, e.g. "learner.lr"."""
+    hint: Any
+    """Type annotation without validators."""
+    default: Any
+    doc: str
+    bounds: Mapping[str, float]
+    """Any of ge, gt, le, lt."""
+
+    @property
+    def is_section(self) -> bool:
+        return is_dataclass(self.hint)
+
+    @property
+    def is_mapping(self) -> bool:
+        return get_origin(self.hint) is dict
+
+    @property
+    def is_list(self) -> bool:
+        return get_origin(self.hint) is list
+
+    @property
+    def entry(self) -> Any:
+        """The type of the entries of a map or list; None for everything else."""
+        return get_args(self.hint)[-1] if get_origin(self.hint) in (dict, list) else None
+
+    @property
+    def section_of_entries(self) -> type | None:
+        """The section that each entry of a map of sections is; None for everything else."""
+        return self.entry if is_dataclass(self.entry) else None
+
+    @property
+    def is_text(self) -> bool:
+        """Whether values are plain text: free, or one of a list of words."""
+        return self.hint is str or all(isinstance(word, str) for word in words_of(self.hint) or (0,))
+
+
+@cache
+def keys_of(section: type, prefix: str = "") -> Sequence[Key]:
+    """The keys and sections of `section`, not those inside of its sections."""
+    hints, infos = get_type_hints(section), cast("Any", section).__pydantic_fields__
+    return [_key(f"{prefix}{one.name}", hints[one.name], infos[one.name]) for one in fields(cast("Any", section))]
+
+
+def _key(path: str, hint: Any, info: FieldInfo) -> Key:
+    bounds = {
+        name: getattr(limit, name)
+        for name, (kind, _) in _SIGNS.items()
+        for limit in info.metadata
+        if isinstance(limit, kind)
+    }
+    return Key(path, hint, info.get_default(call_default_factory=True), info.description or "", bounds)
+
+
+def words_of(hint: Any) -> tuple[object, ...]:
+    """The words of `Literal[...]`, also beside `str` or None; empty for other types."""
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    return next((words for arg in _alternatives(hint) if (words := words_of(arg))), ())
+
+
+def without_null(hint: Any) -> Any:
+    """`X` for `X | None`, every other type unchanged."""
+    alternatives = _alternatives(hint)
+    return next(arg for arg in alternatives if arg is not type(None)) if type(None) in alternatives else hint
+
+
+def type_text(hint: Any) -> str:
+    """A type in the words of a person: "integer", "one of a, b", "number or null"."""
+    if (other := without_null(hint)) is not hint:
+        return f"{type_text(other)} or null"
+    if words := words_of(hint):
+        own = ", or the dotted path of your own function" if _alternatives(hint) else ""
+        return "one of " + ", ".join(map(str, words)) + own
+    if get_origin(hint) is dict:
+        return f"map of name to {type_text(get_args(hint)[1])}"
+    if get_origin(hint) is list:
+        return f"list of {type_text(get_args(hint)[0])}"
+    if is_dataclass(hint):
+        return "section"
+    return {str: "text", int: "integer", float: "number", bool: "true or false", Any: "anything"}[hint]
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else ()
+
+
+def bounds_text(bounds: Mapping[str, float]) -> str:
+    """E.g. "> 0 and <= 1"; empty without bounds."""
+    return " and ".join(f"{_SIGNS[name][1]} {value_text(limit)}" for name, limit in bounds.items())
+
+
+def value_text(value: object) -> str:
+    """A value as one would write it in YAML or as an override."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "true" if value else "false"
+        case str():
+            return value or '""'
+        case float():
+            return f"{value:g}"
+        case _:
+            return str(value)

@@ -13,7 +13,7 @@ from rollout.prompts.pass_rate_filter import PassRateBounds, PassRates
 from rollout.prompts.prompt_source import Curriculum, PromptSet, PromptSource, eval_subset, load_prompts
 from rollout.rendering import why_refused
 from rollout.reward.registry import BUILTIN_REWARDS, lookup
-from trainer.config.keys import value_text
+from trainer.config.field import value_text
 from trainer.config.schema import EvalSetConfig
 from trainer.errors import ConfigurationError, Problem
 

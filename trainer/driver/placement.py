@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from trainer.config.validate_mode import pairing_problems
+from trainer.config.rules import pairing_problems
 from trainer.errors import ConfigurationError, Problem
 from weight_sync.device.select import names_by_resource
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from trainer.algorithms.group_filter import own_group_filter
 from trainer.config.algorithm import traits_of
 from trainer.config.own_function import is_own, load_own
+from trainer.config.rules import estimator_problems
 from trainer.config.schema import model_paths
-from trainer.config.validate import estimator_problems
 from trainer.driver.actors import make_source, why_engines_read_weights
 from trainer.driver.checkpointing import Resumed, find_resume
 from trainer.driver.inputs import (

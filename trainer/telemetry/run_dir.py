@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import yaml
 
-from trainer.config.convert import to_run_config
-from trainer.config.dump import dump_yaml
-from trainer.config.keys import all_keys, value_text
+from trainer.config.field import value_text
+from trainer.config.plain import dump_yaml, read_stored
+from trainer.config.schema import all_keys
 from trainer.errors import ConfigurationError, Problem
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def _log_changes(earlier: str, config: RunConfig, *, kept: Path) -> None:
     if not isinstance(data, dict):
         logger.warning("%s cannot be read, so what has changed since is unknown", kept)
         return
-    before, _ = to_run_config(cast("dict[str, object]", data))
+    before, _ = read_stored(cast("dict[str, object]", data))
     # run_dir is this directory, under any path.
     keys = [path for path, key in all_keys().items() if not key.is_section and path != "run_dir"]
     values = {key: [attrgetter(key)(each) for each in (before, config)] for key in keys}

@@ -118,7 +118,7 @@ class WandbSink:
 
 def _settings(config: RunConfig, run_dir: RunDir) -> dict[str, object]:
     """Arguments of `wandb.init`."""
-    from trainer.config.convert import to_plain
+    from trainer.config.plain import to_plain
 
     telemetry = config.telemetry
     return {

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import yaml
 
-from trainer.config.convert import to_run_config
+from trainer.config.plain import read_stored
 from trainer.errors import CheckpointError, ModelError, one_line
 from trainer.learner import checkpoint
 from trainer.learner.checkpoint import load_weights, verify
@@ -99,7 +99,7 @@ def read_config(path: Path, given: Path | None) -> RunConfig:
     if not isinstance(data, dict):
         raise Refused(f"{file} holds no configuration; name another with --config FILE")
     # Only the model matters here; other keys may be of another version.
-    config, problems = to_run_config(data)
+    config, problems = read_stored(data)
     wrong = [problem for problem in problems if problem.key.partition(".")[0] in {"model", "seed"}]
     if wrong:
         raise Refused(f"{file} cannot be used:\n" + "\n".join(str(problem) for problem in wrong))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from rollout.worker.group_server import MOST_BYTES
 from trainer.config.algorithm import SELECTING_LOSSES, traits_of
-from trainer.config.validate_mode import pairing_problems
+from trainer.config.rules import pairing_problems
 from trainer.errors import Problem
 from trainer.learner.flops import FROZEN, TRAINED
 from trainer.tools.memory_plan import (

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DeepseekV3Config
 
 from tests.fakes.learner import TINY, drawn_config, make_learner, process_group, run_config, save_tiny, weights
-from trainer.config.dump import dump_yaml
+from trainer.config.plain import dump_yaml
 from trainer.config.schema import LoraConfig
 from trainer.driver.checkpointing import origin
 from trainer.learner.checkpoint import begin, commit

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.algorithms.token_weights import loss_weights
-from trainer.config.load import load_config
+from trainer.config.compose import load_config
 
 COUNTS = [1, 3, 0, 4]
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from trainer.config.keys import all_keys
-from trainer.config.load import load_config
-from trainer.config.other_names import OTHER_NAMES
+from trainer.config.compose import load_config
+from trainer.config.plain import OTHER_NAMES
+from trainer.config.schema import all_keys
 from trainer.errors import ConfigurationError
 
 if TYPE_CHECKING:

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from trainer.config.convert import to_plain, to_run_config
+from trainer.config.compose import load_config
 from trainer.config.describe import describe_rollout
 from trainer.config.docs import configuration_markdown
-from trainer.config.load import load_config
+from trainer.config.plain import to_plain, to_run_config
+from trainer.config.rules import RESERVED_NAMES
 from trainer.config.schema import EvalSetConfig
-from trainer.config.validate_evaluation import RESERVED_NAMES
 from trainer.errors import ConfigurationError
 from trainer.telemetry.metrics import METRICS, find_row
 

@@ -12,11 +12,10 @@ import yaml
 
 from trainer.__main__ import main
 from trainer.config.cli import parse
-from trainer.config.dump import dump_yaml
-from trainer.config.keys import all_keys
-from trainer.config.library import config_names, groups, packaged_configs
-from trainer.config.load import load_config, resolve
-from trainer.config.schema import RunConfig
+from trainer.config.compose import load_config, resolve
+from trainer.config.plain import dump_yaml
+from trainer.config.presets import config_names, groups, packaged_configs
+from trainer.config.schema import RunConfig, all_keys
 from trainer.errors import ConfigurationError
 
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from trainer.config.compose import load_config
 from trainer.config.describe import describe_objective
-from trainer.config.library import config_names, packaged_configs
-from trainer.config.load import load_config
+from trainer.config.presets import config_names, packaged_configs
 
 if TYPE_CHECKING:
     from trainer.config.schema import RunConfig

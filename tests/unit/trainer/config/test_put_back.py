@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import pytest
 
 from trainer.config.cli import parse
-from trainer.config.conflicts import value_of
-from trainer.config.dump import dump_yaml
-from trainer.config.keys import all_keys
-from trainer.config.load import load_config, resolve
+from trainer.config.compose import load_config, resolve
+from trainer.config.plain import dump_yaml
+from trainer.config.schema import all_keys
 from trainer.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def test_what_a_shipped_file_sets_for_what_is_turned_off_goes_back(arguments: li
     told: list[str] = []
     config, problems = resolve(parse(["--config-name", *arguments]), note=told.append)
     assert not problems
-    assert all(value_of(config, key) == all_keys()[key].default for key in keys)
+    assert all(attrgetter(key)(config) == all_keys()[key].default for key in keys)
     assert all(f"{key}=" in "".join(told) for key in keys)
 
 

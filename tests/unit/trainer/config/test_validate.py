@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from trainer.config.convert import to_run_config
 from trainer.config.environment import check_environment, looks_local
-from trainer.config.schema import RunConfig
-from trainer.config.validate import check_combinations
+from trainer.config.inactive import reset_inactive
+from trainer.config.plain import to_run_config
+from trainer.config.rules import check_combinations
+from trainer.config.schema import RunConfig, all_keys
 
 if TYPE_CHECKING:
     from collections.abc import Collection
+
+    from trainer.errors import Problem
 
 
 def config_with(**keys: Any) -> RunConfig:
@@ -33,8 +36,14 @@ def config_with(**keys: Any) -> RunConfig:
     return config
 
 
+def problems_in(config: RunConfig, *, written: Collection[str] = ()) -> list[Problem]:
+    """Of every key that has an inactive value, or cannot have the one that it has."""
+    _, _, inactive = reset_inactive(config, asked_for=all_keys(), written=written)
+    return [*inactive, *check_combinations(config)]
+
+
 def keys_refused(config: RunConfig, *, written: Collection[str] = ()) -> list[str]:
-    return [problem.key for problem in check_combinations(config, written=written)]
+    return [problem.key for problem in problems_in(config, written=written)]
 
 
 def keys_unusable(config: RunConfig) -> list[str]:

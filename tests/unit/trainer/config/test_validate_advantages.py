@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.trainer.config.test_validate import config_with, keys_refused
 from trainer.config.algorithm import ESTIMATORS
-from trainer.config.load import load_config
+from trainer.config.compose import load_config
 
 WITH_PEERS = [name for name, traits in ESTIMATORS.items() if traits.needs_peers]
 WITHOUT_PEERS = [name for name, traits in ESTIMATORS.items() if not traits.needs_peers]

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.unit.trainer.config.test_validate import config_with, keys_refused
+from trainer.config.compose import load_config
 from trainer.config.describe import describe_objective
-from trainer.config.load import load_config
 
 
 @pytest.mark.parametrize(

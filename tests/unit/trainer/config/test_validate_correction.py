@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.trainer.config.test_validate import config_with, keys_refused
 from trainer.config.algorithm import CorrectionConfig
-from trainer.config.load import load_config
+from trainer.config.compose import load_config
 from trainer.config.schema import RunConfig
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from tests.unit.trainer.config.test_validate import config_with, keys_refused
 from trainer.config.algorithm import AlgorithmConfig, CriticConfig, KlConfig
+from trainer.config.compose import load_config
 from trainer.config.describe import describe_critic, describe_objective
-from trainer.config.load import load_config
-from trainer.config.validate import check_combinations
+from trainer.config.rules import check_combinations
 from trainer.errors import ConfigurationError
 
 GAE = {"algorithm__advantage": "gae"}

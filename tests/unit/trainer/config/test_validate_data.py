@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.trainer.config.test_validate import config_with, keys_refused
 from trainer.config.describe import describe_objective
-from trainer.config.validate import check_combinations
+from trainer.config.rules import check_combinations
 
 FILTER = {"task__pass_rate_min": 0.1, "task__pass_rate_max": 0.9}
 CURRICULUM = {"task__curriculum": "easy_to_hard", "task__difficulty_column": "level"}

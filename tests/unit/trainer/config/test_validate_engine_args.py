@@ -9,8 +9,7 @@ import pytest
 from rollout.engine.interface import EngineSpec
 from rollout.engine.vllm_config import engine_args
 from tests.unit.trainer.config.test_validate import config_with
-from trainer.config.validate import check_combinations
-from trainer.config.validate_engine_args import REFUSED
+from trainer.config.rules import REFUSED_ENGINE_ARGS, check_combinations
 
 if TYPE_CHECKING:
     from trainer.errors import Problem
@@ -75,4 +74,4 @@ def test_whatever_a_run_sets_for_its_engines_is_refused_unless_it_is_theirs_to_c
     specs = [EngineSpec(model="m", extension="a.B", sleep_level=1, lora_rank=8), EngineSpec(model="m", device="cuda")]
     ours = {name for spec in specs for name in engine_args(spec)}
     of_the_user = {"kv_cache_memory_bytes", "distributed_executor_backend"}
-    assert ours - REFUSED.keys() == of_the_user
+    assert ours - REFUSED_ENGINE_ARGS.keys() == of_the_user

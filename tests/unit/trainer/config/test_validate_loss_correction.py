@@ -8,8 +8,8 @@ import pytest
 
 from tests.unit.trainer.config.test_validate import config_with, keys_refused
 from trainer.config.algorithm import LOSS_RATIOS, UNBOUNDED_LOSSES, LossName, held_ratio
-from trainer.config.load import load_config
-from trainer.config.validate import check_combinations
+from trainer.config.compose import load_config
+from trainer.config.rules import check_combinations
 from trainer.errors import ConfigurationError
 
 PREFIX = "algorithm.correction"

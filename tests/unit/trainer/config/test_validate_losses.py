@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, get_args
 import pytest
 import yaml
 
+from tests.unit.trainer.config.test_validate import problems_in
 from trainer.config.algorithm import LOSS_KEYS, AggregationName, AlgorithmConfig, LossName, unread_keys
-from trainer.config.convert import to_run_config
-from trainer.config.validate import check_combinations
+from trainer.config.plain import to_run_config
 
 if TYPE_CHECKING:
     from trainer.config.schema import RunConfig
@@ -30,14 +30,14 @@ def config_with(**algorithm: Any) -> RunConfig:
 
 
 def refused(config: RunConfig) -> list[str]:
-    return [problem.key for problem in check_combinations(config)]
+    return [problem.key for problem in problems_in(config)]
 
 
 @pytest.mark.parametrize("loss", get_args(LossName))
 def test_a_loss_accepts_its_keys_and_refuses_all_others(loss: LossName) -> None:
     assert MOVED.keys() == {key for keys in LOSS_KEYS.values() for key in keys}
     for key, value in MOVED.items():
-        problems = check_combinations(config_with(loss=loss, **{key: value}))
+        problems = problems_in(config_with(loss=loss, **{key: value}))
         expected = [] if key in LOSS_KEYS[loss] else [f"algorithm.{key}"]
         assert [p.key for p in problems] == expected
         assert all(f"algorithm.loss={loss} does not read it" in p.allowed for p in problems)

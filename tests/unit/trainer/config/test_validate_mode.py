@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from tests.unit.trainer.config.test_validate import config_with, keys_refused
+from trainer.config.compose import load_config
 from trainer.config.describe import describe_rollout
-from trainer.config.library import config_names, groups, packaged_configs
-from trainer.config.load import load_config
-from trainer.config.validate_mode import pairing_problems
+from trainer.config.presets import config_names, groups, packaged_configs
+from trainer.config.rules import pairing_problems
 from trainer.errors import ConfigurationError
 
 SHARED = {

@@ -6,18 +6,19 @@ from typing import Any
 
 import pytest
 
+from tests.unit.trainer.config.test_validate import problems_in
 from trainer.config.algorithm import LOSS_KEYS
-from trainer.config.convert import to_run_config
+from trainer.config.compose import load_config
 from trainer.config.describe import describe_objective
-from trainer.config.keys import all_keys, type_text
-from trainer.config.load import load_config
-from trainer.config.validate import check_combinations
+from trainer.config.field import type_text
+from trainer.config.plain import to_run_config
+from trainer.config.schema import all_keys
 from trainer.errors import ConfigurationError
 
 
 def problems(**algorithm: Any) -> list[str]:
     config, misfits = to_run_config({"algorithm": algorithm})
-    return [str(problem) for problem in [*misfits, *check_combinations(config)]]
+    return [str(problem) for problem in [*misfits, *problems_in(config)]]
 
 
 def test_a_dotted_path_is_accepted_and_nothing_is_imported() -> None:

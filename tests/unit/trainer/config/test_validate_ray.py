@@ -6,8 +6,8 @@ import pytest
 
 from tests.unit.trainer.config.test_validate import config_with, keys_refused
 from trainer.config.cli import parse
-from trainer.config.library import config_names, packaged_configs
-from trainer.config.load import resolve
+from trainer.config.compose import resolve
+from trainer.config.presets import config_names, packaged_configs
 
 
 def test_waiting_for_room_belongs_to_a_cluster_that_is_joined() -> None:

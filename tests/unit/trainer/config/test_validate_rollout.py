@@ -9,8 +9,8 @@ import pytest
 from rollout.fleet.adaptive_limit import Bounds
 from rollout.fleet.consolidation import Repacking
 from tests.unit.trainer.config.test_validate import config_with, keys_refused
+from trainer.config.compose import load_config
 from trainer.config.describe import describe_rollout
-from trainer.config.load import load_config
 from trainer.driver.actors import concurrency_of, most_at_once, repacking_of
 from trainer.errors import ConfigurationError
 

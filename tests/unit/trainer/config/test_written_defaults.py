@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.config.load import load_config
+from trainer.config.compose import load_config
 from trainer.errors import ConfigurationError
 
 

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from tests.unit.trainer.data.conftest import make_group, make_trajectory, make_turn, random_groups
 from trainer.config.algorithm import ESTIMATORS, AlgorithmConfig, KlConfig
-from trainer.config.library import groups as groups_of_options
-from trainer.config.library import packaged_configs
-from trainer.config.load import load_config
+from trainer.config.compose import load_config
+from trainer.config.presets import groups as groups_of_options
+from trainer.config.presets import packaged_configs
 from trainer.data.build import build_train_batch
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.fakes.chat_tokenizer import PLAIN, THINKING, chat_tokenizer
 from trainer.config.algorithm import ESTIMATORS
-from trainer.config.load import load_config
+from trainer.config.compose import load_config
 from trainer.driver.actors import make_pool, worker_spec
 from trainer.driver.inputs import check_agent, load_inputs, tell_inputs
 from trainer.errors import ConfigurationError

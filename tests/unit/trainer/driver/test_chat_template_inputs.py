@@ -11,7 +11,7 @@ from rollout.agent.runner import make_loop
 from rollout.errors import DataError
 from rollout.prompts.prompt_source import PromptSource
 from tests.fakes.chat_tokenizer import PLAIN, THINKING, chat_tokenizer
-from trainer.config.load import load_config
+from trainer.config.compose import load_config
 from trainer.driver.actors import worker_spec
 from trainer.driver.datasets import load_data
 from trainer.driver.inputs import check_agent, shown_tools

@@ -13,7 +13,7 @@ from tests.fakes.chat_tokenizer import PLAIN, chat_tokenizer
 from tests.fakes.metric_names import check_known
 from tests.fakes.scripted_run import Script, ScriptedRun, prompt_set
 from tests.unit.trainer.driver.test_loops_evaluation import all_evaluations, lines
-from trainer.config.load import load_config
+from trainer.config.compose import load_config
 from trainer.driver import run as run_module
 from trainer.driver.checkpointing import RunState
 from trainer.driver.datasets import HeldOut, load_data

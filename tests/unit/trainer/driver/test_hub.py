@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from trainer.config.load import load_config
+from trainer.config.compose import load_config
 from trainer.driver import inputs
 from trainer.driver import inputs as hub
 from trainer.errors import ConfigurationError

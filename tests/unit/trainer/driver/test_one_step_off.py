@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.fakes.scripted_run import Script, ScriptedRun
-from trainer.config.load import load_config
+from trainer.config.compose import load_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,7 +17,7 @@ import pytest
 
 from rollout.errors import DataError
 from trainer.builtin.tiny_model import build_tokenizer
-from trainer.config.load import load_config
+from trainer.config.compose import load_config
 from trainer.driver import inputs, preflight, run
 from trainer.driver.checkpointing import origin
 from trainer.errors import ConfigurationError

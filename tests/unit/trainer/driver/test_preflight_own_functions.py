@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from trainer.config.load import load_config
+from trainer.config.compose import load_config
 from trainer.driver import preflight
 from trainer.errors import ConfigurationError
 

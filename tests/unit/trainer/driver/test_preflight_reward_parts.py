@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from rollout.errors import DataError
-from trainer.config.load import load_config
+from trainer.config.compose import load_config
 from trainer.driver import inputs
 from trainer.errors import ConfigurationError
 

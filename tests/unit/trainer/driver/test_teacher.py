@@ -8,7 +8,7 @@ import pytest
 from transformers import LlamaConfig
 
 from trainer.builtin.tiny_model import build_tokenizer
-from trainer.config.load import load_config
+from trainer.config.compose import load_config
 from trainer.driver import inputs as teacher
 from trainer.driver.inputs import check_teacher, load_inputs
 from trainer.errors import ConfigurationError

@@ -18,7 +18,7 @@ from tests.fakes.scripted_run import trajectory
 from tests.unit.trainer.plugins.test_contract import broken
 from trainer.algorithms.group_filter import FinishedGroup, GroupFilterError, finished, own_group_filter
 from trainer.config.algorithm import AlgorithmConfig
-from trainer.config.load import load_config
+from trainer.config.compose import load_config
 from trainer.driver import loops, preflight
 from trainer.errors import ConfigurationError
 from trainer.tools import check_plugin

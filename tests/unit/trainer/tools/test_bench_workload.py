@@ -12,7 +12,7 @@ import pytest
 
 from rollout.prompts.datasets import SourceSpec
 from rollout.prompts.prompt_source import load_prompts
-from trainer.config.convert import to_run_config
+from trainer.config.plain import to_run_config
 from trainer.learner.weights import check_weights
 from trainer.tools.bench_workload import (
     LENGTH_COLUMN,

@@ -14,7 +14,7 @@ from tests.fakes.learner import KINDS
 from trainer.__main__ import main
 from trainer.builtin.tiny_model import build_tokenizer
 from trainer.config.cli import parse
-from trainer.config.load import resolve
+from trainer.config.compose import resolve
 from trainer.driver.datasets import training_source
 from trainer.driver.inputs import load_inputs
 from trainer.errors import ConfigurationError

@@ -9,7 +9,7 @@ from transformers import Qwen2Config
 
 from trainer.__main__ import main
 from trainer.builtin.tiny_model import build_tokenizer
-from trainer.config.load import load_config
+from trainer.config.compose import load_config
 from trainer.driver.preflight import preflight
 from trainer.errors import ConfigurationError
 

@@ -1,0 +1,374 @@
+"""From a command line to the checked configuration.
+
+Hydra composes the YAML files with the options of groups, once; it cannot compose frozen nested dataclasses and stops at
+the first error, so keys are then set one by one, and the schema checks the result. Hydra's compose API neither creates
+directories, nor changes the working directory, nor touches logging.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import re
+from dataclasses import replace
+from operator import attrgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import yaml
+from hydra import compose, initialize_config_dir, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from trainer.config.cli import CommandLine, parse
+from trainer.config.environment import check_environment
+from trainer.config.inactive import inactive_keys, reset_inactive
+from trainer.config.plain import close_word, suggestion, to_plain, to_run_config
+from trainer.config.presets import PACKAGE, config_names, groups, search_folders
+from trainer.config.rules import check_combinations
+from trainer.config.schema import OTHER_WORDS, RunConfig, all_keys, find_key
+from trainer.errors import ConfigurationError, Problem
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from importlib.resources.abc import Traversable
+
+_OVERRIDE = re.compile(r"(?P<prefix>\+\+|\+|~)?(?P<key>[^=+~\s][^=\s]*)(?:=(?P<value>.*))?", re.DOTALL)
+_TEXTS_WITH_LINES = ("rollout.stop", "task.system_prompt")
+_LINE_ESCAPE = re.compile(r"(?<!\\)\\[nrt](?![a-z])")
+"""Such as \\n at the end of a text, and not \\nabla or \\text."""
+_CANNOT = (HydraException, OmegaConfBaseException, yaml.YAMLError)
+
+COMPILE_IS_OFF = (
+    "learner.compile is off: on a CPU it takes minutes; learner.compile=true on the command line, or in a YAML file of "
+    "your own, turns it on\n"
+)
+
+
+class _Override(NamedTuple):
+    """One word of the command line that sets, adds (`+`, `++`) or deletes (`~`) a key or an option of a group."""
+
+    text: str
+    prefix: str
+    key: str
+    value: str | None
+
+
+def load_config(argv: Sequence[str]) -> RunConfig:
+    """The configuration that a command line asks for, complete and checked.
+
+    Raises `ConfigurationError` with every problem found: unknown keys, wrong types, values out of range, combinations
+    that cannot work, and files, directories and ports that cannot be used. Starts and creates nothing.
+    """
+    config, problems = resolve(parse(argv))
+    if problems:
+        raise ConfigurationError(problems)
+    return config
+
+
+def resolve(line: CommandLine, *, note: Callable[[str], object] | None = None) -> tuple[RunConfig, list[Problem]]:
+    """The sealed configuration and what is wrong with what it asks for.
+
+    Args:
+        note: is told, in whole lines, which keys of the files nothing reads here and are back at their defaults.
+
+    Raises `ConfigurationError` if there is no configuration to speak of: a key, a type or an override is wrong.
+    """
+    data, beneath, problems = _compose(line)
+    config, misfits = to_run_config(data)
+    if line.nodes is not None and config.ray.address == "local":
+        # Given nodes are a cluster that is joined: what this host has does not matter.
+        config = replace(config, ray=replace(config.ray, address="auto"))
+    config, reset, unread = reset_inactive(
+        config, asked_for=_asked_for(line, config), written=_written(line, config, beneath)
+    )
+    is_compile_off = config.device.name == "cpu" and compiles_unasked(line, config)
+    if is_compile_off:
+        config = replace(config, learner=replace(config.learner, compile=False))
+    refused = {p.key for p in [*problems, *misfits]}
+    # A refused key stands at its default now: what follows from that default alone is not the user's problem.
+    consequences = [
+        problem
+        for problem in [*unread, *check_combinations(config), *check_environment(config)]
+        if refused.isdisjoint({problem.key, *problem.also})
+    ]
+    if problems or misfits:
+        raise ConfigurationError([*problems, *misfits, *consequences])
+    if note is not None and (told := ("" if consequences else reset) + (COMPILE_IS_OFF if is_compile_off else "")):
+        note(told)
+    return config, consequences
+
+
+# What the command line, the named file and the other files say
+
+
+def _overrides(line: CommandLine) -> list[_Override]:
+    """The words that have the form of an override."""
+    found = [(text, _OVERRIDE.fullmatch(text)) for text in line.overrides]
+    return [_Override(text, one["prefix"] or "", one["key"], one["value"]) for text, one in found if one is not None]
+
+
+def _asked_for(line: CommandLine, config: RunConfig) -> set[str]:
+    """Keys and sections that are the user's own choice although nothing reads them: those that the command line sets,
+    and those that the file of `--config-name` sets where nothing reads them without the command line either."""
+    inactive = inactive_keys(config)
+    if not inactive:
+        return set()
+    folders = search_folders(line.config_dir)
+    named = {_declared(one.key) for one in _overrides(line)} - {*groups(folders)}
+    of_file = set(map(_declared, _leaves(_raw_file(line.config_name, folders))))
+    if of_file & inactive:
+        of_file &= _inactive_in_file(line)
+    return named | of_file
+
+
+def _inactive_in_file(line: CommandLine) -> set[str]:
+    try:
+        data, _, _ = _compose(replace(line, overrides=()))
+    except ConfigurationError:  # without the command line there may be no configuration
+        return set(all_keys())
+    return inactive_keys(to_run_config(data)[0])
+
+
+def _declared(path: str) -> str:
+    """The key that the schema declares: the map, where `path` is an entry of one."""
+    parts = path.split(".")
+    above = (".".join(parts[:count]) for count in range(1, len(parts)))
+    return next((key for key in above if (info := all_keys().get(key)) is not None and info.is_mapping), path)
+
+
+def _leaves(data: Mapping[object, object], prefix: str = "") -> Iterator[str]:
+    for name, value in data.items():
+        path = f"{prefix}{name}"
+        info = all_keys().get(path)
+        if isinstance(value, dict) and info is not None and info.is_section:
+            yield from _leaves(cast("dict[object, object]", value), f"{path}.")
+        else:
+            yield path
+
+
+def _written(line: CommandLine, config: RunConfig, beneath: DictConfig) -> set[str]:
+    """Keys that the command line sets, so that nobody but the user asks for them.
+
+    Not among them are a default that takes back what a YAML file says, and one that turns something off (0, false,
+    null, empty): where nothing reads the key, it is off.
+    """
+
+    def is_wish(key: str) -> bool:
+        default = all_keys()[key].default
+        below = OmegaConf.select(beneath, key, default=default, throw_on_resolution_failure=False)
+        return attrgetter(key)(config) != default or (bool(default) and below == default)
+
+    known = {one.key for one in _overrides(line) if one.key in all_keys() and not all_keys()[one.key].is_section}
+    return set(filter(is_wish, known))
+
+
+def compiles_unasked(line: CommandLine, config: RunConfig) -> bool:
+    """Whether `learner.compile` is on by a configuration of Tandem alone: on a CPU that does not count."""
+    if not config.learner.compile or any(one.key == "learner.compile" for one in _overrides(line)):
+        return False
+    return line.config_dir is None or not _sets_compile(line.config_name, line.config_dir)
+
+
+def _sets_compile(name: str, folder: Path) -> bool:
+    """Whether the file of that name in the user's `folder` says so, or one there that its defaults list builds on."""
+    if not (folder / f"{name}.yaml").is_file():
+        return False
+    data = _raw_file(name, [folder])
+    learner, defaults = data.get("learner"), data.get("defaults")
+    if isinstance(learner, dict) and "compile" in learner:
+        return True
+    entries = cast("list[object]", defaults) if isinstance(defaults, list) else []
+    bases = [entry.lstrip("/") for entry in entries if isinstance(entry, str) and entry != "_self_"]
+    return any(_sets_compile(base, folder) for base in bases)
+
+
+def _raw_file(name: str, folders: Sequence[Traversable]) -> dict[object, object]:
+    """What the file of a configuration itself says; empty where it cannot be read, and Hydra says why."""
+    file = next(entry for folder in folders if (entry := folder / f"{name}.yaml").is_file())
+    try:
+        data = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError):
+        return {}
+    return cast("dict[object, object]", data) if isinstance(data, dict) else {}
+
+
+# Composition
+
+
+def _compose(line: CommandLine) -> tuple[Mapping[str, object], DictConfig, list[Problem]]:
+    """The YAML files and overrides as plain containers over the defaults; the files with the options of groups, without
+    keys of the command line; and what is wrong with overrides, which are left out."""
+    folders = search_folders(line.config_dir)
+    known = {name for folder in folders for name in config_names(folder)}
+    if line.config_name not in known:
+        raise ConfigurationError([_no_such_config(line, sorted(known))])
+    options = groups(folders)
+    found = {text: _override_problem(text, line, folders, options) for text in line.overrides}
+    problems = [problem for problem in found.values() if problem is not None]
+    usable = [one for one in _overrides(line) if found[one.text] is None]
+    try:
+        with _hydra(line.config_dir) as extra:
+            selected = [one.text for one in usable if one.key in options]
+            beneath = compose(config_name=line.config_name, overrides=[*selected, *extra])
+        composed = beneath.copy()
+        for one in usable:
+            if one.key not in options:
+                _apply(one, composed)
+        # Defaults below, so that `${learner.lr}` resolves whether or not a YAML file mentions it.
+        merged = OmegaConf.merge(OmegaConf.create(to_plain(RunConfig())), composed)
+        data = OmegaConf.to_container(merged, resolve=True)
+    except _CANNOT as error:
+        raise ConfigurationError([*problems, _hydra_problem(line, error)]) from error
+    return cast("Mapping[str, object]", data), beneath, problems
+
+
+@contextlib.contextmanager
+def _hydra(config_dir: Path | None) -> Iterator[list[str]]:
+    """Hydra's search path; yields the overrides that belong to it. A folder of the user wins over the package."""
+    GlobalHydra.instance().clear()
+    if config_dir is None:
+        with initialize_config_module(config_module=PACKAGE, version_base="1.3"):
+            yield []
+    else:
+        with initialize_config_dir(config_dir=str(config_dir.resolve()), version_base="1.3"):
+            yield [f"hydra.searchpath=[pkg://{PACKAGE}]"]
+
+
+def _apply(override: _Override, config: DictConfig) -> None:
+    """Set or delete a key. Keys are set whether the YAML files mention them or not: whether a key exists is decided by
+    the schema, for all keys at once."""
+    value: Any = _parsed(override).value()
+    with open_dict(config):
+        if override.prefix != "~":
+            OmegaConf.update(config, override.key, value, merge=True, force_add=True)
+            return
+        section, _, name = override.key.rpartition(".")
+        there = OmegaConf.select(config, override.key, throw_on_missing=False)
+        if there is None:
+            raise HydraException(f"Could not delete from config. '{override.key}' does not exist.")
+        if value is not None and value != there:
+            text = f"The value of '{override.key}' is {there} and not {value}."
+            raise HydraException(f"Could not delete from config. {text}")
+        del (OmegaConf.select(config, section) if section else config)[name]
+
+
+def _parsed(override: _Override) -> Any:
+    """By Hydra's grammar. Text is quoted, so that paths with brackets or commas need no second layer of quotes."""
+    _, prefix, key, value = override
+    if prefix != "~" and value is not None:
+        text = f"++{key}={_quoted(value) if _takes_text(key) else value}"
+    else:
+        text = override.text
+    return OverridesParser.create().parse_override(text)
+
+
+def _takes_text(key: str) -> bool:
+    info = find_key(key)
+    if info is not None:
+        return info.is_text
+    parent = all_keys().get(key.rpartition(".")[0])
+    return parent is not None and parent.hint == dict[str, str]
+
+
+def _quoted(value: str) -> str:
+    if value.lower() == "null":
+        return value  # refused later: whoever writes it wants no text, and not a text of four letters
+    if len(value) >= 2 and value[0] == value[-1] and value[0] in "\"'":
+        return value
+    # In Hydra's grammar a backslash is special only before a quote.
+    escaped = re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), value)
+    return f"'{escaped}'"
+
+
+# What is wrong with a command line
+
+
+def _override_problem(
+    text: str, line: CommandLine, folders: Sequence[Traversable], options: Mapping[str, Collection[str]]
+) -> Problem | None:
+    match = _OVERRIDE.fullmatch(text)
+    if match is None or (match["value"] is None and match["prefix"] != "~"):
+        allowed = "is not an override; write KEY=VALUE, without spaces around ="
+        hint = "see --help"
+        if re.fullmatch(r"[A-Za-z]\w*", text) and text not in all_keys():
+            hint = f"did you mean --config-name {text}?"
+        return Problem(key=text, got="", allowed=allowed, do=hint)
+    override = _Override(text, match["prefix"] or "", match["key"], match["value"])
+    key, value = override.key, override.value or ""
+    if re.match(r"hydra\b", key):
+        do = "where a run writes is run_dir=PATH; for several runs write a loop"
+        return Problem(key=key, got=value, allowed="is for Hydra's own launcher, which is not used", do=do)
+    if key in _TEXTS_WITH_LINES and (escape := _LINE_ESCAPE.search(value)):
+        allowed = f"holds a backslash and the letter {escape[0][1]}, which stay as they are on a command line"
+        do = "for the character itself write $'KEY=...' in bash; a YAML file tells one from the other"
+        return Problem(key=key, got=value, allowed=allowed, do=do)
+    if key in options and override.value is not None:
+        return _option_problem(override, line, folders, options[key])
+    return _value_problem(override)
+
+
+def _option_problem(
+    override: _Override, line: CommandLine, folders: Sequence[Traversable], options: Collection[str]
+) -> Problem | None:
+    group, value = override.key, override.value or ""
+    section = "algorithm" if group == "correction" else group
+    data = _raw_file(line.config_name, folders)
+    # A file without a defaults list, such as the config.yaml of a run, holds whole sections. An option laid over one
+    # would keep what the option leaves at a default.
+    if override.prefix != "~" and "defaults" not in data and isinstance(data.get(section), dict):
+        allowed = f"would be mixed with the section {section} that {line.config_name}.yaml holds"
+        do = f"set single keys ({section}.KEY=VALUE), or start from a configuration with a defaults list"
+        return Problem(key=group, got=value, allowed=allowed, do=do)
+    if value in options:
+        return None
+    close = close_word(value, list(options))
+    do = f"did you mean {group}={close}?" if close else ""
+    if group == "device":
+        do = OTHER_WORDS.get(value.lower(), do)
+    return Problem(key=group, got=value, allowed=f"must be one of {', '.join(options)}", do=do)
+
+
+def _value_problem(override: _Override) -> Problem | None:
+    key, value = override.key, override.value or ""
+    try:
+        if not _parsed(override).is_sweep_override():
+            return None
+    except HydraException as error:
+        info = all_keys().get(key)
+        if info is None and key.split(".")[0] not in all_keys():
+            return Problem(key=key, got=value, allowed="unknown key", do=suggestion(key))
+        reason = str(error).splitlines()[0]
+        text = '["VALUE"]' if info is not None and info.is_list else '"VALUE"'
+        do = f"put text with special characters in quotes, twice on a shell: {key}='{text}'"
+        return Problem(key=key, got=value, allowed=f"cannot be read: {reason}", do=do)
+    do = f"write a loop: for value in ...; do python -m trainer {key}=$value run_dir=runs/$value; done"
+    return Problem(key=key, got=value, allowed="is a list of runs; one run takes one value", do=do)
+
+
+def _no_such_config(line: CommandLine, known: list[str]) -> Problem:
+    path = Path(f"{line.config_name}.yaml")
+    close = difflib.get_close_matches(path.stem, known, n=1)
+    do = f"did you mean {close[0]}? " if close else ""
+    do += "name a folder with your own YAML files with --config-dir"
+    if len(path.parts) > 1 and path.is_file():
+        do = f"write --config-dir {path.parent} --config-name {path.stem}"
+    elif line.config_dir is not None and (line.config_dir / path.with_suffix(".yml")).is_file():
+        do = f"rename {path.with_suffix('.yml')} to {path}"
+    allowed = f"must be one of {', '.join(known)}"
+    return Problem(key="--config-name", got=line.config_name, allowed=allowed, do=do)
+
+
+def _hydra_problem(line: CommandLine, error: Exception) -> Problem:
+    text = " ".join(part.strip() for part in str(error).splitlines() if part.strip())
+    do = "check the YAML files and the overrides; --cfg job shows the result"
+    if "defaults list" in text:
+        do = f"let {line.config_name}.yaml begin with `defaults: [tiny, _self_]` or the like, or write +GROUP=OPTION"
+    if (again := re.search(r"Multiple values for (\w+)", text)) and f"+{again[1]}" in {
+        override.partition("=")[0] for override in line.overrides
+    }:
+        do = f"{line.config_name}.yaml has an option of {again[1]} already: leave the plus out"
+    return Problem(key=f"--config-name {line.config_name}", got="", allowed=f"cannot be composed: {text}", do=do)

@@ -1,0 +1,256 @@
+"""Between plain containers, as YAML gives them, and the sealed `RunConfig`; what is wrong with them in words."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import asdict
+from functools import cache
+from typing import Any, cast, get_args, get_origin
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from trainer.config.field import Key, bounds_text, keys_of, type_text, value_text, without_null, words_of
+from trainer.config.presets import groups, packaged_configs
+from trainer.config.schema import RunConfig, all_keys
+from trainer.errors import Problem
+
+_Parts = Sequence[int | str]
+
+RENAMED: Mapping[str, str] = {}
+"""Earlier name of a key -> its name now. The command line and YAML files of users must say the new one; the
+configurations of earlier runs are read through this map."""
+
+OTHER_NAMES: Mapping[str, str] = {
+    **dict.fromkeys(("max_steps", "max_num_steps", "num_steps", "num_rollout", "iterations"), "trainer.total_steps"),
+    **dict.fromkeys(("num_epochs", "num_train_epochs", "total_epochs", "epochs"), "trainer.total_steps"),
+    **dict.fromkeys(("batch_size", "train_batch_size", "rollout_batch_size"), "trainer.groups_per_step"),
+    **dict.fromkeys(("eval_steps", "test_freq", "val_period", "eval_interval"), "trainer.eval_every"),
+    **dict.fromkeys(("num_generations", "n_samples_per_prompt", "n_samples"), "rollout.group_size"),
+    **dict.fromkeys(("max_new_tokens", "max_tokens", "max_completion_length"), "rollout.max_response_tokens"),
+    **dict.fromkeys(("max_response_length", "generate_max_len", "max_length"), "rollout.max_response_tokens"),
+    **dict.fromkeys(("max_prompt_length", "prompt_max_len"), "task.max_prompt_tokens"),
+    **dict.fromkeys(("tensor_model_parallel_size", "tp", "tp_size"), "rollout.tensor_parallel_size"),
+    **dict.fromkeys(("learning_rate", "actor_learning_rate"), "learner.lr"),
+    **dict.fromkeys(("lr_warmup_steps", "warmup"), "learner.warmup_steps"),
+    **dict.fromkeys(("grad_clip", "clip_grad", "gradient_clipping"), "learner.max_grad_norm"),
+    **dict.fromkeys(("gradient_checkpointing", "enable_gradient_checkpointing"), "learner.activation_checkpointing"),
+    **dict.fromkeys(("num_gpus", "n_gpus", "gpus", "n_gpus_per_node", "gpus_per_node"), "learner.num_ranks"),
+    **dict.fromkeys(("beta", "init_kl_coef", "kl_loss_coef", "kl_ctl"), "algorithm.kl.coef"),
+    **dict.fromkeys(("epsilon", "eps_clip", "clip_ratio_low"), "algorithm.clip_low"),
+    **dict.fromkeys(("epsilon_high", "eps_clip_high", "clip_ratio_high"), "algorithm.clip_high"),
+    **dict.fromkeys(("save_steps", "save_freq", "save_interval", "save_period"), "checkpoint.every_steps"),
+    **dict.fromkeys(("resume_from_checkpoint", "resume_from_path", "load_checkpoint"), "checkpoint.resume"),
+    **dict.fromkeys(("output_dir", "default_local_dir", "checkpoint_dir", "ckpt_path", "save_path"), "run_dir"),
+    **dict.fromkeys(("model_name", "model_name_or_path", "model_path", "hf_checkpoint", "pretrain"), "model.path"),
+    **dict.fromkeys(("dataset", "dataset_name", "train_data", "prompt_data"), "task.train_path"),
+    **dict.fromkeys(("reward_funcs", "reward_fn", "reward_function"), "task.reward.name"),
+}
+"""The last part of a key of another system -> the key that does the same job here; docs/coming_from.md has more."""
+
+
+def to_run_config(data: Mapping[str, object]) -> tuple[RunConfig, list[Problem]]:
+    """Check `data` against the schema. Keys that are absent, or wrong, take their default."""
+    rest, problems = deepcopy(dict(data)), list[Problem]()
+    while True:
+        try:
+            return _adapter().validate_python(rest), problems
+        except ValidationError as error:
+            for one in error.errors(include_url=False, include_context=False):
+                parts, key = _key_at(one["loc"])
+                above, name = _value_at(rest, parts[:-1]), parts[-1]
+                if name not in above:
+                    continue  # an alternative of a type that was refused already
+                value = above.pop(name)
+                if key is None:
+                    problems += _unknown(parts, value)
+                elif key.is_section:
+                    above[name] = {}
+                    problems += [] if value is None else [_no_section(key, value)]
+                else:
+                    do = f"default {value_text(key.default)}: {key.doc}"
+                    allowed = _refusal(key, value, one["loc"][len(parts) :])
+                    problems.append(Problem(key=key.path, got=value_text(value), allowed=allowed, do=do))
+
+
+def read_stored(data: Mapping[str, object]) -> tuple[RunConfig, list[Problem]]:
+    """As `to_run_config`, for the config.yaml of an earlier run, whose keys may have other names now."""
+    renamed = deepcopy(dict(data))
+    for old, new in RENAMED.items():
+        (*above, name), (*sections, new_name) = old.split("."), new.split(".")
+        section = _value_at(renamed, above)
+        if isinstance(section, dict) and name in section:
+            target: dict[str, Any] = renamed
+            for part in sections:
+                target = target.setdefault(part, {})
+            target[new_name] = cast("dict[str, Any]", section).pop(name)
+    return to_run_config(renamed)
+
+
+def to_plain(config: RunConfig) -> dict[str, Any]:
+    """The configuration as nested dictionaries of plain values, the inverse of `to_run_config`."""
+    return asdict(config)
+
+
+def dump_yaml(config: RunConfig) -> str:
+    """Every key with its value, in the order of the schema. Loading the text gives the same configuration."""
+    return yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True, width=120)
+
+
+def suggestion(path: str) -> str:
+    """What to write for a key that does not exist; empty if nothing is close."""
+    if path in RENAMED:
+        return f"renamed to {RENAMED[path]}"
+    known = list(all_keys())
+    joined = path.replace(".", "_")
+    if same := [key for key in known if key.replace(".", "_") == joined]:
+        return f"did you mean {same[0]}?"
+    leaf = path.rsplit(".", 1)[-1]
+    same_leaf = [key for key in known if key.rsplit(".", 1)[-1] == leaf and not all_keys()[key].is_section]
+    if len(same_leaf) in (1, 2):
+        return "did you mean " + " or ".join(same_leaf) + "?"
+    if leaf in OTHER_NAMES:
+        return f"did you mean {OTHER_NAMES[leaf]}?"
+    # Keys of the same section first, then those of others.
+    section = path.rpartition(".")[0]
+    for candidates in ([key for key in known if key.rpartition(".")[0] == section], known):
+        by_leaf = {key.rsplit(".", 1)[-1]: key for key in reversed(candidates)}
+        close = difflib.get_close_matches(leaf, list(by_leaf), n=1, cutoff=0.7)
+        if close:
+            return f"did you mean {by_leaf[close[0]]}?"
+    return ""
+
+
+def close_word(value: str, words: Sequence[str]) -> str:
+    """The word that `value` is a slip of; empty if it is none. Two of three letters are no likeness: gpu is not npu."""
+    return next(iter(difflib.get_close_matches(value.lower(), words, n=1, cutoff=0.7)), "")
+
+
+@cache
+def _adapter() -> TypeAdapter[RunConfig]:
+    return TypeAdapter(RunConfig)
+
+
+def _key_at(parts: _Parts, section: type = RunConfig, depth: int = 0) -> tuple[_Parts, Key | None]:
+    """Where the key stands that an error at `parts` is about, which may be inside of its value; no key if there is
+    none of that name. Parts, since the name of an entry of a map may hold dots."""
+    prefix = "".join(f"{part}." for part in parts[:depth])
+    key = next((one for one in keys_of(section, prefix) if one.path == f"{prefix}{parts[depth]}"), None)
+    depth += 1
+    if key is None or depth == len(parts):
+        return parts[:depth], key
+    if key.is_section:
+        return _key_at(parts, key.hint, depth)
+    if (entries := key.section_of_entries) is None:
+        return parts[:depth], key
+    if depth + 1 == len(parts):
+        return parts, Key(".".join(map(str, parts)), entries, None, key.doc, {})
+    return _key_at(parts, entries, depth + 1)
+
+
+def _value_at(data: Any, parts: _Parts) -> Any:
+    """None if there is no such value."""
+    for part in parts:
+        data = cast("dict[int | str, Any]", data).get(part) if isinstance(data, dict) else None
+    return data
+
+
+def _no_section(key: Key, value: object) -> Problem:
+    names = [one.path for one in keys_of(key.hint)]
+    is_option = isinstance(value, str) and value in groups([packaged_configs()]).get(key.path, [])
+    choose = f"choose the group with {key.path}={value} or in `defaults`, or " if is_option else ""
+    return Problem(
+        key=key.path,
+        got=value_text(value),
+        allowed=f"expected a section with the keys {', '.join(names)}",
+        do=f"{choose}set its keys one by one: {key.path}.{names[0]}=...",
+    )
+
+
+def _unknown(parts: _Parts, value: object) -> Iterator[Problem]:
+    """A section whose name is near to none is told by the keys in it."""
+    *above, name = map(str, parts)
+    section, path = ".".join(above), ".".join([*above, name])
+    holder = _key_at(parts[:-1])[1] if above else None
+    siblings = [one.path for one in keys_of(RunConfig if holder is None else holder.hint)]
+    keys = f"keys of {section or 'the top level'}: {', '.join(siblings)}"
+    if not section:
+        keys += "; docs/coming_from.md has the names of other systems"
+    close = difflib.get_close_matches(name, siblings, n=1, cutoff=0.7)
+    if section and section not in all_keys() and close:  # an entry of a map: its keys are like those of no section
+        do = f"did you mean {section}.{close[0]}?"
+        yield Problem(key=path, got=value_text(value), allowed="unknown key", do=do)
+        return
+    inner = {path: value} if suggestion(path) else dict(_leaves(path, value))
+    for leaf, given in inner.items():
+        got = "{...}" if isinstance(given, Mapping) else value_text(given)
+        yield Problem(key=leaf, got=got, allowed="unknown key", do=suggestion(leaf) or keys)
+
+
+def _leaves(path: str, value: object) -> Iterator[tuple[str, object]]:
+    if not isinstance(value, Mapping) or not value:
+        yield path, value
+        return
+    for name, inner in cast("Mapping[object, object]", value).items():
+        yield from _leaves(f"{path}.{name}", inner)
+
+
+def _refusal(key: Key, value: object, behind: _Parts) -> str:
+    """Why `key` cannot have `value`; `behind` leads from the key to the wrong entry of a map or list."""
+    if key.entry is not None and behind:
+        entries = cast("Any", value)
+        text = _wrong_type(key.entry, entries[behind[0]])
+        return f"entry {behind[0]} {text}"
+    if words := words_of(key.hint):
+        return _no_word(key, list(map(str, words)), value)
+    hint, is_number = without_null(key.hint), isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and (hint is float or (hint is int and float(value).is_integer())):
+        return f"must be {bounds_text(key.bounds)}" if math.isfinite(value) else "must be a finite number"
+    spelled = hint is not key.hint and str(value).lower() in {"none", "nil", "~", ""}
+    return _wrong_type(hint, value) + ("; nothing is written null" if spelled else "")
+
+
+def _wrong_type(hint: Any, value: object) -> str:
+    kind = _kind(value)
+    if get_origin(hint) is dict:
+        return f"expected a map of name to value, got {kind}"
+    if get_origin(hint) is list:
+        return f"expected a {type_text(hint)}, got {kind}; put it in brackets: [...]"
+    how = ""
+    if hint is str and isinstance(value, int | float):
+        how = "; put it in quotes"
+    if hint is str and value is None:
+        how = '; no text is written as nothing behind the =, in YAML as ""'
+    return f"expected {type_text(hint)}, got {kind}{how}"
+
+
+def _no_word(key: Key, words: Sequence[str], value: object) -> str:
+    if isinstance(value, bool):
+        value = "on" if value else "off"
+    text, takes_path = f"must be one of {', '.join(words)}", str in get_args(key.hint)
+    own = "or the dotted path of your own function (package.module.function)"
+    if takes_path and isinstance(value, str) and "." in value:
+        return f"{text}, {own}, which joins names by dots"
+    close = close_word(str(value), words)
+    return text + (f"; did you mean {close}?" if close else "") + (f"; {own}" if takes_path else "")
+
+
+def _kind(value: object) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return f"the boolean {value_text(value)}"
+        case str():
+            return f'the text "{value}"'
+        case int() | float():
+            return f"the number {value_text(value)}"
+        case list():
+            return "a list"
+        case Mapping():
+            return "a section"
+        case _:
+            return type(value).__name__
