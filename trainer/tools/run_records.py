@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 
-from trainer.config.convert import to_run_config
+from trainer.config.plain import read_stored
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -206,7 +206,7 @@ def read_setup(run_dir: Path) -> Setup:
     if not isinstance(data, dict):
         raise InvalidRunDir(f"{path} holds no configuration; is {run_dir} a run directory?")
     # Keys that this version does not know are ignored: the run was allowed to have them.
-    cfg, _ = to_run_config(data)
+    cfg, _ = read_stored(data)
     evaluates_beside = bool(cfg.task.eval_path) and not cfg.trainer.eval_blocking
     return Setup(
         num_ranks=cfg.learner.num_ranks,

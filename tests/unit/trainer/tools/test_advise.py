@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.fakes.played_run import SETUP, play
-from trainer.config.dump import dump_yaml
-from trainer.config.load import load_config
+from trainer.config.compose import load_config
+from trainer.config.plain import dump_yaml
 from trainer.tools.advise import (
     SURE_STEPS,
     DeviceSplit,

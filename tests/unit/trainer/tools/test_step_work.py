@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from tests.fakes.learner import KINDS
 from tests.fakes.model_7b import BIG, config, planned
-from trainer.config.library import config_names, packaged_configs
-from trainer.config.load import load_config
+from trainer.config.compose import load_config
+from trainer.config.presets import config_names, packaged_configs
 from trainer.config.schema import LoraConfig, ModelConfig, RunConfig
 from trainer.learner import flops
 from trainer.learner.lora import add_adapters
