@@ -41,20 +41,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         except (ConfigurationError, DataError) as error:
             sys.stderr.write(f"{error}\n")
             return EXIT_UNUSABLE
-        failed = _tell(checks)
+        failed = _print_outcomes(checks)
     verdict = f"{failed} of {len(checks)} checks failed" if failed else f"all {len(checks)} checks passed"
     sys.stdout.write(f"{line.kind} {line.path}: {verdict}\n")
     return EXIT_BROKEN if failed else EXIT_KEPT
 
 
-def _tell(checks: Sequence[Check]) -> int:
+def _print_outcomes(checks: Sequence[Check]) -> int:
     """Prints each outcome as it comes; how many failed."""
-    from trainer.tools.plugin_contracts import outcomes
+    from trainer.tools.plugin_contracts import format_outcome, run_checks
 
     failed = 0
-    for outcome in outcomes(checks):
-        failed += bool(outcome.reason)
-        sys.stdout.write(f"{outcome}\n")
+    for rule, reason in run_checks(checks):
+        failed += bool(reason)
+        sys.stdout.write(f"{format_outcome(rule, reason)}\n")
         sys.stdout.flush()
     return failed
 
@@ -100,11 +100,11 @@ def _group_filter_checks(path: str, numbers: Mapping[str, float], metadata: Mapp
 
 def _reward_checks(line: argparse.Namespace, stack: contextlib.ExitStack) -> list[Check]:
     from rollout.reward.call import Item
-    from trainer.tools.plugin_contracts import Judge, reward_checks
+    from trainer.tools.plugin_contracts import RewardRunner, reward_checks
 
     response = line.answer if line.response is None else line.response
     item = Item(prompt=line.prompt, response=response, answer=line.answer, metadata=line.metadata)
-    return reward_checks(stack.enter_context(Judge(line.path, timeout_s=line.timeout)), item=item)
+    return reward_checks(stack.enter_context(RewardRunner(line.path, timeout_s=line.timeout)), item=item)
 
 
 def _parser() -> argparse.ArgumentParser:

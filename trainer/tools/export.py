@@ -27,6 +27,7 @@ import torch
 import yaml
 
 from trainer.config.plain import read_stored
+from trainer.driver.inputs import ensure_model, with_model_directory
 from trainer.errors import CheckpointError, ModelError, one_line
 from trainer.learner import checkpoint
 from trainer.learner.checkpoint import load_weights, verify
@@ -58,7 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         path = checkpoint.locate(args.checkpoint)
         state = checkpoint.read_state(path)
         cfg = with_origin(read_config(path, args.config), state.get("origin", {}), model_path=args.model)
-        _export(path, out, cfg)
+        asyncio.run(ensure_model(cfg))
+        export_checkpoint(path, out, with_model_directory(cfg))
     except (Refused, CheckpointError, ModelError) as error:
         hint = "; if the model was moved, say where it is with --model PATH" if isinstance(error, ModelError) else ""
         sys.stderr.write(f"refused: {error}{hint}\n")
@@ -68,15 +70,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
     sys.stdout.write(f"wrote {out} from {path}, in {cfg.model.rollout_dtype}\n")
     return EXIT_WRITTEN
-
-
-def _export(path: Path, out: Path, cfg: RunConfig) -> None:
-    # Here, so that what is refused without them does not wait for these imports.
-    from trainer.driver.inputs import ensure_model, with_model_directory
-    from trainer.tools.export import export_checkpoint
-
-    asyncio.run(ensure_model(cfg))
-    export_checkpoint(path, out, with_model_directory(cfg))
 
 
 def read_config(path: Path, given: Path | None) -> RunConfig:
@@ -142,10 +135,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 def export_checkpoint(checkpoint: Path, out: Path, cfg: RunConfig) -> None:
     """Write what `PolicyLearner.export_hf` would write after `load(checkpoint)`, into `out`, which is replaced.
 
@@ -184,3 +173,7 @@ def export_checkpoint(checkpoint: Path, out: Path, cfg: RunConfig) -> None:
         fill_weights(meta, cfg, device=cpu)
     load_weights(checkpoint, {name: param.detach() for name, param in hf.named_parameters() if param.requires_grad})
     write_hf(out, model=hf, source_dir=meta.source_dir, config=model, rank=0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainer.algorithms.losses import MAX_LOG_RATIO, LossInputs, LossStats
-from trainer.tools.plugin_contracts import Broken, Check, on_every
+from trainer.tools.plugin_contracts import Check, ContractError, for_all
 
 LossFn = Callable[[LossInputs], tuple[Tensor, LossStats]]
 
@@ -32,18 +32,18 @@ def loss_checks(loss: LossFn, *, selects: bool = False) -> list[Check]:
     all_trials = [*trials, _per_token(trials[0])]
 
     def on_trials(check: Callable[[LossFn, LossInputs], None]) -> Callable[[], None]:
-        return on_every(all_trials, check, loss)
+        return for_all(all_trials, check, loss)
 
     return [
-        Check(promise="gives (one float32 per loss token, LossStats)", run=on_trials(_form)),
-        Check(promise="values and gradients are finite", run=on_trials(_finite)),
-        Check(promise="stays finite where the policies are e^300 apart", run=lambda: _finite(loss, _absurd(selects))),
-        Check(promise="a micro-batch without a loss token gives no loss", run=lambda: _empty(loss, selects)),
-        Check(promise="gradients reach the log-probs and nothing else", run=on_trials(_gradient_path)),
-        Check(promise="two calls give the same bits and leave the inputs alone", run=on_trials(_repeatable)),
-        Check(promise="a sequence has the same loss in any order and any micro-batch", run=on_trials(_splits)),
-        Check(promise="a good token becomes likelier and a bad one rarer", run=on_every(trials, _direction, loss)),
-        Check(promise="statistics are those of the tokens, and add up over micro-batches", run=on_trials(_stats)),
+        Check(rule="gives (one float32 per loss token, LossStats)", run=on_trials(_form)),
+        Check(rule="values and gradients are finite", run=on_trials(_finite)),
+        Check(rule="stays finite where the policies are e^300 apart", run=lambda: _finite(loss, _absurd(selects))),
+        Check(rule="a micro-batch without a loss token gives no loss", run=lambda: _empty(loss, selects)),
+        Check(rule="gradients reach the log-probs and nothing else", run=on_trials(_gradient_path)),
+        Check(rule="two calls give the same bits and leave the inputs alone", run=on_trials(_repeatable)),
+        Check(rule="a sequence has the same loss in any order and any micro-batch", run=on_trials(_splits)),
+        Check(rule="a good token becomes likelier and a bad one rarer", run=for_all(trials, _direction, loss)),
+        Check(rule="statistics are those of the tokens, and add up over micro-batches", run=on_trials(_stats)),
     ]
 
 
@@ -86,20 +86,20 @@ def _call(loss: LossFn, inputs: LossInputs) -> tuple[Tensor, Tensor, LossStats]:
     leaf_L = inputs.logprobs_L.detach().clone().requires_grad_()
     given = loss(replace(inputs, logprobs_L=leaf_L))
     if not isinstance(given, tuple) or len(given) != 2:
-        raise Broken(f"expected (loss, LossStats), got a {type(given).__name__}")
+        raise ContractError(f"expected (loss, LossStats), got a {type(given).__name__}")
     loss_L, stats = given
     if not isinstance(loss_L, Tensor) or not isinstance(stats, LossStats):
-        raise Broken(f"expected (Tensor, LossStats), got ({type(loss_L).__name__}, {type(stats).__name__})")
+        raise ContractError(f"expected (Tensor, LossStats), got ({type(loss_L).__name__}, {type(stats).__name__})")
     if loss_L.shape != leaf_L.shape or loss_L.dtype != torch.float32:
-        raise Broken(
+        raise ContractError(
             f"expected float32 of shape {list(leaf_L.shape)}, one loss per token, got {loss_L.dtype} of shape "
             f"{list(loss_L.shape)}; do not average, the aggregation does"
         )
     if not loss_L.requires_grad:
-        raise Broken("the loss has no gradient; compute it from inputs.logprobs_L without detach() or no_grad()")
+        raise ContractError("the loss has no gradient; compute it from inputs.logprobs_L without detach() or no_grad()")
     (grad_L,) = torch.autograd.grad(loss_L.sum(), leaf_L, retain_graph=True, allow_unused=True)
     if grad_L is None:
-        raise Broken("the loss does not depend on inputs.logprobs_L")
+        raise ContractError("the loss does not depend on inputs.logprobs_L")
     return loss_L, grad_L, stats
 
 
@@ -108,14 +108,14 @@ def _form(loss: LossFn, inputs: LossInputs) -> None:
     for field in fields(stats):
         value = getattr(stats, field.name)
         if not isinstance(value, Tensor) or value.dim() != 0 or value.requires_grad:
-            raise Broken(f"LossStats.{field.name} must be a 0-d tensor without gradient, got {value!r:.80}")
+            raise ContractError(f"LossStats.{field.name} must be a 0-d tensor without gradient, got {value!r:.80}")
 
 
 def _finite(loss: LossFn, inputs: LossInputs) -> None:
     loss_L, grad_L, _ = _call(loss, inputs)
     for name, values_L in (("loss", loss_L.detach()), ("gradient", grad_L)):
         if not torch.isfinite(values_L).all():
-            raise Broken(f"the {name} is {values_L.tolist()}; bound the log-ratio, as ratio_and_log does")
+            raise ContractError(f"the {name} is {values_L.tolist()}; bound the log-ratio, as ratio_and_log does")
 
 
 def _empty(loss: LossFn, selects: bool) -> None:
@@ -132,7 +132,9 @@ def _empty(loss: LossFn, selects: bool) -> None:
         ),
     )
     if loss_L.sum() != 0 or stats.ratio_sum != 0 or stats.ratio_max != 0:
-        raise Broken(f"its sum is {loss_L.sum().item()}, ratio_sum {stats.ratio_sum}, ratio_max {stats.ratio_max}")
+        raise ContractError(
+            f"its sum is {loss_L.sum().item()}, ratio_sum {stats.ratio_sum}, ratio_max {stats.ratio_max}"
+        )
 
 
 def _gradient_path(loss: LossFn, inputs: LossInputs) -> None:
@@ -147,20 +149,20 @@ def _gradient_path(loss: LossFn, inputs: LossInputs) -> None:
         seen.add(node)
         variable = getattr(node, "variable", None)
         if variable is not None and variable is not leaf_L:
-            raise Broken(f"the gradient also reaches a tensor of shape {list(variable.shape)} that is no input")
+            raise ContractError(f"the gradient also reaches a tensor of shape {list(variable.shape)} that is no input")
         found = found or variable is leaf_L
         todo.extend(following for following, _ in node.next_functions)
     if not found:
-        raise Broken("the gradient does not reach inputs.logprobs_L")
+        raise ContractError("the gradient does not reach inputs.logprobs_L")
 
 
 def _repeatable(loss: LossFn, inputs: LossInputs) -> None:
     before = [value.clone() for value in _tensors(inputs)]
     first, second = _call(loss, inputs), _call(loss, inputs)
     if not torch.equal(first[0], second[0]) or not torch.equal(first[1], second[1]):
-        raise Broken("the second call gave other numbers; use no randomness and keep no state between calls")
+        raise ContractError("the second call gave other numbers; use no randomness and keep no state between calls")
     if any(not torch.equal(old, new) for old, new in zip(before, _tensors(inputs), strict=True)):
-        raise Broken("an input was changed in place")
+        raise ContractError("an input was changed in place")
 
 
 def _splits(loss: LossFn, inputs: LossInputs) -> None:
@@ -171,7 +173,7 @@ def _splits(loss: LossFn, inputs: LossInputs) -> None:
             part_L, grad_L, _ = _call(loss, _part(inputs, members))
             for name, got, expected in (("loss", part_L, whole_L[index]), ("gradient", grad_L, whole_grad_L[index])):
                 if not torch.allclose(got, expected, rtol=1e-5, atol=1e-7):
-                    raise Broken(
+                    raise ContractError(
                         f"the {name} of the sequences {list(members)} is {_short(got)} by themselves and "
                         f"{_short(expected)} beside others; look only at a token and its own sequence"
                     )
@@ -185,7 +187,7 @@ def _direction(loss: LossFn, inputs: LossInputs) -> None:
     wrong_L = grad_L * inputs.advantages_L >= 0
     if wrong_L.any():
         at = int(wrong_L.nonzero()[0])
-        raise Broken(
+        raise ContractError(
             f"at ratio 1 a token of advantage {inputs.advantages_L[at]:g} has gradient {grad_L[at]:g}; the sign must "
             "be that of -advantage: a loss is minimised"
         )
@@ -200,13 +202,15 @@ def _stats(loss: LossFn, inputs: LossInputs) -> None:
         parts = [getattr(_call(loss, _part(inputs, (i,)))[2], name).item() for i in range(inputs.num_sequences)]
         value = getattr(stats, name).item()
         if not 0 <= value <= len(ratios) or value != round(value):
-            raise Broken(f"{name} must count tokens, 0 to {len(ratios)}, got {value:g}")
+            raise ContractError(f"{name} must count tokens, 0 to {len(ratios)}, got {value:g}")
         _expect(name, getattr(stats, name), sum(parts))
 
 
 def _expect(name: str, got: Tensor, expected: float) -> None:
     if not math.isclose(got.item(), expected, rel_tol=1e-4, abs_tol=1e-6):
-        raise Broken(f"{name} is {got.item():g}, expected {expected:g}; `loss_stats(inputs, low=.., high=..)` counts")
+        raise ContractError(
+            f"{name} is {got.item():g}, expected {expected:g}; `loss_stats(inputs, low=.., high=..)` counts"
+        )
 
 
 def _part(inputs: LossInputs, members: Sequence[int]) -> LossInputs:

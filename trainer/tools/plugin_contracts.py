@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 
@@ -21,7 +21,6 @@ from trainer.algorithms.group_filter import FinishedGroup, GroupFilterError, che
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from types import TracebackType
 
     from rollout.reward.call import Item, RewardResult
     from trainer.config.algorithm import EstimatorTraits
@@ -32,36 +31,23 @@ _Function = TypeVar("_Function")
 _Trial = TypeVar("_Trial")
 
 
-class Broken(Exception):
-    """A check found that the function does not keep its contract; the message says how."""
+class ContractError(Exception):
+    """A check found that the function breaks a rule of its contract; the message says how."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
-    """One thing that a function promises.
+class Check(NamedTuple):
+    """One rule of a contract.
 
     Example:
-        Check(promise="two calls give the same bits", run=lambda: compare(f(x), f(x)))
+        Check(rule="two calls give the same bits", run=lambda: compare(f(x), f(x)))
     """
 
-    promise: str
-    run: Callable[[], None]
-    """Raises Broken, or whatever the function raises."""
+    rule: str
+    run: Callable[[], object]
+    """Raises ContractError, or whatever the function raises."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What became of one check."""
-
-    promise: str
-    reason: str
-    """Why it failed; empty if it passed."""
-
-    def __str__(self) -> str:
-        return f"FAIL  {self.promise}\n      {self.reason}" if self.reason else f"ok    {self.promise}"
-
-
-def on_every(
+def for_all(
     trials: Sequence[_Trial], check: Callable[[_Function, _Trial], object], function: _Function
 ) -> Callable[[], None]:
     """`check` on all trials, as what a `Check` runs."""
@@ -73,31 +59,36 @@ def on_every(
     return run
 
 
-def outcomes(checks: Sequence[Check]) -> Iterator[Outcome]:
-    """Run every check, also after one has failed, when its outcome is asked for."""
+def run_checks(checks: Sequence[Check]) -> Iterator[tuple[str, str]]:
+    """(rule, why it is broken; empty if it is kept) of every check, each run when its turn comes, also after one has
+    failed."""
     for check in checks:
-        yield Outcome(promise=check.promise, reason=_reason(check))
+        yield check.rule, _reason(check)
 
 
-def require(checks: Sequence[Check]) -> None:
+def format_outcome(rule: str, reason: str) -> str:
+    return f"FAIL  {rule}\n      {reason}" if reason else f"ok    {rule}"
+
+
+def assert_contract(checks: Sequence[Check]) -> None:
     """For a test: run every check.
 
     Raises:
-        Broken: with every failure.
+        ContractError: with every failure.
 
     Example:
         def test_my_loss_keeps_the_contract() -> None:
-            require(loss_checks(my_loss))
+            assert_contract(loss_checks(my_loss))
     """
-    failed = [str(outcome) for outcome in outcomes(checks) if outcome.reason]
+    failed = [format_outcome(rule, reason) for rule, reason in run_checks(checks) if reason]
     if failed:
-        raise Broken("\n".join([f"{len(failed)} of {len(checks)} checks failed:", *failed]))
+        raise ContractError("\n".join([f"{len(failed)} of {len(checks)} checks failed:", *failed]))
 
 
 def _reason(check: Check) -> str:
     try:
         check.run()
-    except Broken as error:
+    except ContractError as error:
         return str(error)
     except KeyboardInterrupt:
         raise
@@ -112,12 +103,12 @@ _WATCH = "trainer.tools.plugin_contracts:call_watched"
 _PROMPT_ID = "trial"
 
 
-class Judge:
+class RewardRunner:
     """One reward process, for code outside of any event loop; a context manager that leaves nothing behind.
 
     Example:
-        with Judge("my_package.rewards.reward", timeout_s=10.0) as judge:
-            require(reward_checks(judge, item=item))
+        with RewardRunner("my_package.rewards.reward", timeout_s=10.0) as runner:
+            assert_contract(reward_checks(runner, item=item))
     """
 
     def __init__(self, name: str, *, timeout_s: float) -> None:
@@ -140,22 +131,23 @@ class Judge:
         try:
             self._runner.run(self._pipeline.start())
         except BaseException:
-            self._close()
+            self.__exit__()
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._close()
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._runner.run(self._pipeline.close())
+        finally:
+            self._runner.close()
 
     def score(self, item: Item) -> RewardResult:
-        """The reward of one response. Raises Broken if there is none: the function raised, hung, ended its process or
-        returned something else."""
+        """The reward of one response. Raises ContractError if there is none: the function raised, hung, ended its
+        process or returned something else."""
         return self._score(item, self._name)
 
     def check_metadata(self, item: Item) -> None:
-        """Raises Broken if a call changes the metadata of its item, or fails."""
+        """Raises ContractError if a call changes the metadata of its item, or fails."""
         self._score(replace(item, metadata={"target": self._target, "metadata": dict(item.metadata)}), _WATCH)
 
     def _score(self, item: Item, name: str) -> RewardResult:
@@ -171,13 +163,7 @@ class Judge:
             return self._runner.run(self._pipeline.score(prompt, item.response))
         except RewardError as error:
             reason = str(error).removeprefix(f"reward {name!r}, prompt {_PROMPT_ID!r}: ")
-            raise Broken(f"response {item.response!r:.40}: {reason}") from error
-
-    def _close(self) -> None:
-        try:
-            self._runner.run(self._pipeline.close())
-        finally:
-            self._runner.close()
+            raise ContractError(f"response {item.response!r:.40}: {reason}") from error
 
 
 def call_watched(*, prompt: str, response: str, answer: str, metadata: dict[str, Any]) -> float:
@@ -199,26 +185,22 @@ def call_watched(*, prompt: str, response: str, answer: str, metadata: dict[str,
     return 0.0
 
 
-def reward_checks(judge: Judge, *, item: Item) -> list[Check]:
-    """The contract of the judge's reward, tried on a right response and on empty, broken, long and foreign ones.
+def reward_checks(runner: RewardRunner, *, item: Item) -> list[Check]:
+    """The contract of the runner's reward, tried on a right response and on empty, broken, long and foreign ones.
 
     Args:
         item: a prompt with its answer; its response is taken for a right one.
     """
     items = _items(item)
-
-    def on_items(check: Callable[[Judge, Item], object]) -> Callable[[], None]:
-        return on_every(items, check, judge)
-
     return [
         Check(
-            promise=f"gives a finite number, or a dict of them with the key reward, within {judge.timeout_s:g} s",
-            run=on_items(_score),
+            rule=f"gives a finite number, or a dict of them with the key reward, within {runner.timeout_s:g} s",
+            run=for_all(items, RewardRunner.score, runner),
         ),
-        Check(promise="every response has the same named parts", run=lambda: _parts(judge, items)),
-        Check(promise="two calls give the same result", run=on_items(_deterministic)),
-        Check(promise="leaves metadata alone", run=lambda: judge.check_metadata(item)),
-        Check(promise="a right response gets at least as much as an empty one", run=lambda: _direction(judge, item)),
+        Check(rule="every response has the same named parts", run=lambda: _parts(runner, items)),
+        Check(rule="two calls give the same result", run=for_all(items, _deterministic, runner)),
+        Check(rule="leaves metadata alone", run=lambda: runner.check_metadata(item)),
+        Check(rule="a right response gets at least as much as an empty one", run=lambda: _direction(runner, item)),
     ]
 
 
@@ -239,28 +221,26 @@ def _items(item: Item) -> list[Item]:
     return [replace(item, response=text) for text in responses]
 
 
-def _score(judge: Judge, item: Item) -> None:
-    judge.score(item)
-
-
-def _parts(judge: Judge, items: Sequence[Item]) -> None:
-    expected = sorted(judge.score(items[0]).parts)
+def _parts(runner: RewardRunner, items: Sequence[Item]) -> None:
+    expected = sorted(runner.score(items[0]).parts)
     for item in items:
-        names = sorted(judge.score(item).parts)
+        names = sorted(runner.score(item).parts)
         if names != expected:
-            raise Broken(f"response {item.response!r:.40} has the parts {names}, the right response {expected}")
+            raise ContractError(f"response {item.response!r:.40} has the parts {names}, the right response {expected}")
 
 
-def _deterministic(judge: Judge, item: Item) -> None:
-    first, second = judge.score(item), judge.score(item)
+def _deterministic(runner: RewardRunner, item: Item) -> None:
+    first, second = runner.score(item), runner.score(item)
     if first != second:
-        raise Broken(f"response {item.response!r:.40} got {first}, and then {second}")
+        raise ContractError(f"response {item.response!r:.40} got {first}, and then {second}")
 
 
-def _direction(judge: Judge, item: Item) -> None:
-    right, empty = (judge.score(one).reward for one in (item, replace(item, response="")))
+def _direction(runner: RewardRunner, item: Item) -> None:
+    right, empty = (runner.score(one).reward for one in (item, replace(item, response="")))
     if right < empty:
-        raise Broken(f"the right response gets {right:g} and the empty one {empty:g}; check the sign, or --answer")
+        raise ContractError(
+            f"the right response gets {right:g} and the empty one {empty:g}; check the sign, or --answer"
+        )
 
 
 GroupFilterFn = Callable[[FinishedGroup], object]
@@ -281,15 +261,15 @@ def group_filter_checks(function: GroupFilterFn, *, metadata: Mapping[str, objec
         return _groups({} if metadata is None else metadata)
 
     def on_groups(check: Callable[[GroupFilterFn, FinishedGroup], object]) -> Callable[[], None]:
-        return on_every(fresh(), check, function)  # groups of its own: an earlier check may have let them be changed
+        return for_all(fresh(), check, function)  # groups of its own: an earlier check may have let them be changed
 
     return [
-        Check(promise="gives None, or a reason that can name a metric", run=on_groups(_reason_given)),
-        Check(promise="two calls give the same reason", run=on_groups(_repeatable)),
-        Check(promise="leaves the group alone", run=on_groups(_untouched)),
-        Check(promise="the order of answers does not matter", run=on_groups(_order)),
-        Check(promise="lets some group in", run=lambda: _lets_in(function, fresh())),
-        Check(promise=f"a call takes less than {MAX_CALL_S:g} s", run=on_groups(_time)),
+        Check(rule="gives None, or a reason that can name a metric", run=on_groups(_reason_given)),
+        Check(rule="two calls give the same reason", run=on_groups(_repeatable)),
+        Check(rule="leaves the group alone", run=on_groups(_untouched)),
+        Check(rule="the order of answers does not matter", run=on_groups(_order)),
+        Check(rule="lets some group in", run=lambda: _lets_in(function, fresh())),
+        Check(rule=f"a call takes less than {MAX_CALL_S:g} s", run=on_groups(_time)),
     ]
 
 
@@ -319,20 +299,24 @@ def _reason_given(function: GroupFilterFn, group: FinishedGroup) -> str:
     try:
         return checked_reason(function(group))
     except GroupFilterError as error:
-        raise Broken(f"rewards {group.rewards_G.tolist()}: {error}") from error
+        raise ContractError(f"rewards {group.rewards_G.tolist()}: {error}") from error
 
 
 def _repeatable(function: GroupFilterFn, group: FinishedGroup) -> None:
     first, second = _reason_given(function, group), _reason_given(function, group)
     if first != second:
-        raise Broken(f"rewards {group.rewards_G.tolist()} got {first!r}, then {second!r}; keep no state between calls")
+        raise ContractError(
+            f"rewards {group.rewards_G.tolist()} got {first!r}, then {second!r}; keep no state between calls"
+        )
 
 
 def _untouched(function: GroupFilterFn, group: FinishedGroup) -> None:
     before = repr(group)
     _reason_given(function, group)
     if repr(group) != before:
-        raise Broken("an array of the group, or the metadata of its prompt, was changed in place; work on a copy")
+        raise ContractError(
+            "an array of the group, or the metadata of its prompt, was changed in place; work on a copy"
+        )
 
 
 def _order(function: GroupFilterFn, group: FinishedGroup) -> None:
@@ -348,19 +332,23 @@ def _order(function: GroupFilterFn, group: FinishedGroup) -> None:
         _reason_given(function, backwards),
     )
     if forth != back:
-        raise Broken(f"rewards {group.rewards_G.tolist()} got {forth!r}, and backwards {back!r}")
+        raise ContractError(f"rewards {group.rewards_G.tolist()} got {forth!r}, and backwards {back!r}")
 
 
 def _lets_in(function: GroupFilterFn, groups: list[FinishedGroup]) -> None:
     reasons = sorted({_reason_given(function, group) for group in groups})
     if "" not in reasons:
-        raise Broken(f"every group was filtered ({', '.join(reasons)}), also one of unequal rewards; a run would end")
+        raise ContractError(
+            f"every group was filtered ({', '.join(reasons)}), also one of unequal rewards; a run would end"
+        )
 
 
 def _time(function: GroupFilterFn, group: FinishedGroup) -> None:
     took_s = min(_seconds_of_a_call(function, group) for _ in range(_NUM_TIMED))
     if took_s > MAX_CALL_S:
-        raise Broken(f"rewards {group.rewards_G.tolist()} took {took_s:.3f} s; the run would stand still meanwhile")
+        raise ContractError(
+            f"rewards {group.rewards_G.tolist()} took {took_s:.3f} s; the run would stand still meanwhile"
+        )
 
 
 def _seconds_of_a_call(function: GroupFilterFn, group: FinishedGroup) -> float:
@@ -383,13 +371,13 @@ def advantage_checks(estimator: EstimatorFn, *, traits: EstimatorTraits) -> list
     """
     trial = _EstimatorTrial(estimator=estimator, traits=traits)
     return [
-        Check(promise="gives one float per answer, in a list of one array per group", run=trial.form),
-        Check(promise="advantages are finite, also where all rewards are equal", run=trial.finite),
-        Check(promise="two calls give the same bits and leave the groups alone", run=trial.repeatable),
-        Check(promise="the order of answers in a group does not matter", run=trial.order_of_answers),
-        Check(promise="the order of groups does not matter", run=trial.order_of_groups),
-        Check(promise="other groups do not matter, unless it declares spans_step", run=trial.independence),
-        Check(promise="a better answer of a group never gets less than a worse one", run=trial.direction),
+        Check(rule="gives one float per answer, in a list of one array per group", run=trial.form),
+        Check(rule="advantages are finite, also where all rewards are equal", run=trial.finite),
+        Check(rule="two calls give the same bits and leave the groups alone", run=trial.repeatable),
+        Check(rule="the order of answers in a group does not matter", run=trial.order_of_answers),
+        Check(rule="the order of groups does not matter", run=trial.order_of_groups),
+        Check(rule="other groups do not matter, unless it declares spans_step", run=trial.independence),
+        Check(rule="a better answer of a group never gets less than a worse one", run=trial.direction),
     ]
 
 
@@ -407,16 +395,16 @@ class _EstimatorTrial:
         for rewards in [*equal, *(self._rewards(seed, sizes) for seed in range(3))]:
             for values_G, rewards_G in zip(self._call(self._of(rewards)), rewards, strict=True):
                 if not np.isfinite(values_G).all():
-                    raise Broken(f"{values_G.tolist()} for the rewards {rewards_G.tolist()}; guard the division")
+                    raise ContractError(f"{values_G.tolist()} for the rewards {rewards_G.tolist()}; guard the division")
 
     def repeatable(self) -> None:
         groups = self._groups(1)
         before = [group.rewards_G.copy() for group in groups]
         first, second = self._call(groups), self._call(groups)
         if any(not np.array_equal(a, b) for a, b in zip(first, second, strict=True)):
-            raise Broken("the second call gave other numbers; use no randomness and keep no state between calls")
+            raise ContractError("the second call gave other numbers; use no randomness and keep no state between calls")
         if any(not np.array_equal(old, group.rewards_G) for old, group in zip(before, groups, strict=True)):
-            raise Broken("rewards_G was changed in place; work on a copy")
+            raise ContractError("rewards_G was changed in place; work on a copy")
 
     def order_of_answers(self) -> None:
         groups, rng = self._groups(2), np.random.default_rng(2)
@@ -442,10 +430,12 @@ class _EstimatorTrial:
         for values_G, rewards_G in zip(self._call(self._of(rewards)), rewards, strict=True):
             sorted_G = values_G[np.argsort(rewards_G, kind="stable")]
             if (np.diff(sorted_G)[np.diff(np.sort(rewards_G)) > 0] < -1e-9).any():
-                raise Broken(f"{values_G.round(4).tolist()} for the rewards {rewards_G.tolist()}; check the sign")
+                raise ContractError(
+                    f"{values_G.round(4).tolist()} for the rewards {rewards_G.tolist()}; check the sign"
+                )
             gaps.append(sorted_G[-1] - sorted_G[0])
         if max(gaps) <= 1e-9:
-            raise Broken("the best answer never gets more than the worst one, so nothing is learned")
+            raise ContractError("the best answer never gets more than the worst one, so nothing is learned")
 
     def _groups(self, seed: int) -> list[GroupRewards]:
         return self._of(self._rewards(seed, _SIZES))
@@ -471,11 +461,13 @@ class _EstimatorTrial:
         given = self.estimator(groups)
         if not isinstance(given, Sequence) or len(given) != len(groups):
             what = f"{len(given)} of them" if isinstance(given, Sequence) else f"a {type(given).__name__}"
-            raise Broken(f"expected a list of one array for each of {len(groups)} groups, got {what}")
+            raise ContractError(f"expected a list of one array for each of {len(groups)} groups, got {what}")
         found = [np.asarray(values_G, np.float64) for values_G in given]
         for values_G, group in zip(found, groups, strict=True):
             if values_G.shape != group.rewards_G.shape:
-                raise Broken(f"expected shape {group.rewards_G.shape}, one advantage per answer, got {values_G.shape}")
+                raise ContractError(
+                    f"expected shape {group.rewards_G.shape}, one advantage per answer, got {values_G.shape}"
+                )
         return found
 
 
@@ -491,6 +483,6 @@ def _reordered(group: GroupRewards, order: np.ndarray) -> GroupRewards:
 def _expect_equal(got: Sequence[FloatArray], expected: Sequence[FloatArray], when: str) -> None:
     for i, (values_G, expected_G) in enumerate(zip(got, expected, strict=True)):
         if not np.allclose(values_G, expected_G, rtol=1e-9, atol=1e-9):
-            raise Broken(
+            raise ContractError(
                 f"group {i} gets {values_G.round(4).tolist()} {when}, and {expected_G.round(4).tolist()} before"
             )

@@ -44,7 +44,7 @@ exit codes: 0 something is shown, 1 there is nothing to show, 2 the command line
 BOLD, DIM, RED, CYAN = "1", "2", "31", "36"
 
 
-class NoRun(Exception):
+class InvalidRunDir(Exception):
     """The directory holds no run; the message says what is missing."""
 
 
@@ -108,10 +108,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `head`, or a pager that was closed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_SHOWN
-    except (NoRun, OSError) as error:
-        return _told(str(error), EXIT_REFUSED)
+    except (InvalidRunDir, OSError) as error:
+        return _report(str(error), EXIT_REFUSED)
     except KeyboardInterrupt:
-        return _told("interrupted", 130)
+        return _report("interrupted", 130)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -142,28 +142,30 @@ def make_parser() -> argparse.ArgumentParser:
 def _show(args: argparse.Namespace) -> int:
     files = files_of(args.run_dir, "evaluations" if args.evaluations else "trajectories")
     if not files:
-        return _told(_why_nothing(args), EXIT_NOTHING)
+        return _report(_why_nothing(args), EXIT_NOTHING)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8
     is_colored = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     is_any = False
     for record in chosen(args, [file.path for file in files]):
         is_any = True
-        sys.stdout.write(as_json(record) if args.json else in_words(record, args.chars, is_colored=is_colored))
+        sys.stdout.write(as_json(record) if args.json else format_record(record, args.chars, is_colored=is_colored))
     sys.stdout.flush()
     if is_any:
         return EXIT_SHOWN
     is_all = args.step is None and args.group is None and not (args.failed or args.best or args.worst)
-    return _told(_why_nothing(args) if is_all else f"nothing that was recorded in {args.run_dir} matches", EXIT_NOTHING)
+    return _report(
+        _why_nothing(args) if is_all else f"nothing that was recorded in {args.run_dir} matches", EXIT_NOTHING
+    )
 
 
 def files_of(run_dir: Path, folder: str) -> list[_File]:
-    """The files in one folder of a run, oldest first. Raises NoRun if the directory holds no run."""
+    """The files in one folder of a run, oldest first. Raises InvalidRunDir if the directory holds no run."""
     do = "give the run directory, which the run named at its start"
     if not run_dir.is_dir():
-        raise NoRun(f"{run_dir} is not a directory; {do}")
+        raise InvalidRunDir(f"{run_dir} is not a directory; {do}")
     if not (run_dir / "config.yaml").is_file() and not (run_dir / folder).is_dir():
-        raise NoRun(f"{run_dir} holds no run: it has no config.yaml and no {folder}/; {do}")
+        raise InvalidRunDir(f"{run_dir} holds no run: it has no config.yaml and no {folder}/; {do}")
     # groups_00003.jsonl; version_20.jsonl, version_20.2.jsonl. Other names are not ours.
     found: list[_File] = []
     for path in (run_dir / folder).glob("*_*.jsonl"):
@@ -201,7 +203,7 @@ def records_of(path: Path) -> Iterator[_Record]:
         sys.stderr.write(f"{path}: {num_unread} line{'s' if num_unread > 1 else ''} cannot be read; the others are\n")
 
 
-def in_words(record: _Record, most: int, *, is_colored: bool) -> str:
+def format_record(record: _Record, most: int, *, is_colored: bool) -> str:
     """At most `most` characters of each text, or all with 0."""
 
     def styled(text: str, style: str) -> str:
@@ -318,7 +320,7 @@ def _at_least(least: int) -> Any:
     return number
 
 
-def _told(message: str, code: int) -> int:
+def _report(message: str, code: int) -> int:
     sys.stderr.write(f"{message}\n")
     return code
 

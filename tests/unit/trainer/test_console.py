@@ -10,6 +10,7 @@ import pytest
 
 from trainer import subprograms
 from trainer.console import TOOLS, main
+from trainer.tools.__main__ import main as tools
 
 
 @pytest.fixture
@@ -43,3 +44,11 @@ def test_a_mistake_has_the_exit_code_of_the_command(capsys: pytest.CaptureFixtur
     assert main(["seeed=1", "seed=x"]) == 2
     assert "did you mean seed" in capsys.readouterr().err
     assert set(TOOLS) == {"advise", "bench", "check", "export", "view"}
+
+
+def test_tools_are_listed_and_run_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert tools([]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in listed] == [*TOOLS]
+    assert tools(["advise", "/nowhere"]) == 2 and "is not a directory" in capsys.readouterr().err
+    assert tools(["advice"]) == 2 and "there is no tool 'advice'" in capsys.readouterr().err

@@ -23,19 +23,30 @@ from trainer.config.algorithm import (
     LossName,
 )
 from trainer.tools.loss_contract import loss_checks
-from trainer.tools.plugin_contracts import Broken, Check, Judge, advantage_checks, outcomes, require, reward_checks
+from trainer.tools.plugin_contracts import (
+    Check,
+    ContractError,
+    RewardRunner,
+    advantage_checks,
+    assert_contract,
+    format_outcome,
+    reward_checks,
+    run_checks,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
 def broken(checks: Sequence[Check]) -> str:
-    return "\n".join(str(outcome) for outcome in outcomes(checks) if outcome.reason)
+    return "\n".join(format_outcome(rule, reason) for rule, reason in run_checks(checks) if reason)
 
 
 @pytest.mark.parametrize("loss", get_args(LossName))
 def test_a_built_in_loss_keeps_the_contract(loss: LossName) -> None:
-    require(loss_checks(partial(policy_loss, config=AlgorithmConfig(loss=loss)), selects=loss in SELECTING_LOSSES))
+    assert_contract(
+        loss_checks(partial(policy_loss, config=AlgorithmConfig(loss=loss)), selects=loss in SELECTING_LOSSES)
+    )
 
 
 def policy_gradient(inputs: LossInputs, *, wrong: str = "") -> Any:
@@ -85,7 +96,7 @@ def policy_gradient(inputs: LossInputs, *, wrong: str = "") -> Any:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "promise"),
+    ("wrong", "rule"),
     [
         ("sign", "becomes likelier"),
         ("mean", "one float32 per loss token"),
@@ -106,16 +117,16 @@ def policy_gradient(inputs: LossInputs, *, wrong: str = "") -> Any:
         ("fractions", "must count tokens"),
     ],
 )
-def test_a_wrong_loss_breaks_its_promise(wrong: str, promise: str) -> None:
-    require(loss_checks(policy_gradient))
-    assert promise in broken(loss_checks(partial(policy_gradient, wrong=wrong)))
+def test_a_wrong_loss_breaks_its_rule(wrong: str, rule: str) -> None:
+    assert_contract(loss_checks(policy_gradient))
+    assert rule in broken(loss_checks(partial(policy_gradient, wrong=wrong)))
 
 
 # gae is no function of rewards alone, and zero is none of rewards.
 @pytest.mark.parametrize("name", [name for name in ESTIMATORS if name not in {"gae", "zero"}])
 def test_a_built_in_estimator_keeps_the_contract(name: Any) -> None:
     estimator = partial(step_advantages, config=AlgorithmConfig(advantage=name))
-    require(advantage_checks(estimator, traits=ESTIMATORS[name]))
+    assert_contract(advantage_checks(estimator, traits=ESTIMATORS[name]))
 
 
 def minus_mean(groups: Any, *, wrong: str = "") -> Any:
@@ -152,7 +163,7 @@ def minus_mean(groups: Any, *, wrong: str = "") -> Any:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "promise"),
+    ("wrong", "rule"),
     [
         ("sign", "never gets less"),
         ("sign", "check the sign"),
@@ -168,16 +179,16 @@ def minus_mean(groups: Any, *, wrong: str = "") -> Any:
         ("in place", "leave the groups alone"),
     ],
 )
-def test_a_wrong_estimator_breaks_its_promise(wrong: str, promise: str) -> None:
+def test_a_wrong_estimator_breaks_its_rule(wrong: str, rule: str) -> None:
     traits = EstimatorTraits(needs_peers=True)
-    require(advantage_checks(minus_mean, traits=traits))
+    assert_contract(advantage_checks(minus_mean, traits=traits))
     with np.errstate(invalid="ignore"):
-        assert promise in broken(advantage_checks(partial(minus_mean, wrong=wrong), traits=traits))
+        assert rule in broken(advantage_checks(partial(minus_mean, wrong=wrong), traits=traits))
 
 
 def test_spanning_the_step_is_allowed_by_declaration_and_by_default() -> None:
     estimator = partial(minus_mean, wrong="over the step")
-    require(advantage_checks(estimator, traits=OWN_TRAITS))
+    assert_contract(advantage_checks(estimator, traits=OWN_TRAITS))
 
 
 ITEM = Item(prompt="1+1=", response="2", answer="2", metadata={"level": [1]})
@@ -186,8 +197,8 @@ WRONG = "tests.fakes.wrong_rewards"
 
 def tried(name: str, *, timeout_s: float = 20.0) -> str:
     """What a reward breaks of its contract."""
-    with Judge(name, timeout_s=timeout_s) as judge:
-        return broken(reward_checks(judge, item=ITEM))
+    with RewardRunner(name, timeout_s=timeout_s) as runner:
+        return broken(reward_checks(runner, item=ITEM))
 
 
 @pytest.mark.parametrize("name", [*BUILTIN_REWARDS, f"{WRONG}.exact", f"{WRONG}.exact_async"])
@@ -196,7 +207,7 @@ def test_a_reward_that_keeps_the_contract_passes(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "promise"),
+    ("wrong", "rule"),
     [
         ("sign", "at least as much as an empty one"),
         ("nan", "must be finite"),
@@ -209,8 +220,8 @@ def test_a_reward_that_keeps_the_contract_passes(name: str) -> None:
         ("exits", "its process ended with exit code 0"),
     ],
 )
-def test_a_wrong_reward_breaks_its_promise(wrong: str, promise: str) -> None:
-    assert promise in tried(f"{WRONG}.{wrong}")
+def test_a_wrong_reward_breaks_its_rule(wrong: str, rule: str) -> None:
+    assert rule in tried(f"{WRONG}.{wrong}")
 
 
 def test_a_reward_that_hangs_is_ended_at_its_limit() -> None:
@@ -226,12 +237,12 @@ def test_every_failure_is_told_at_once_and_user_errors_name_their_line() -> None
         raise KeyError("lost")
 
     def breaks() -> None:
-        raise Broken("got 3")
+        raise ContractError("got 3")
 
-    checks = [Check(promise="a", run=fails), Check(promise="b", run=lambda: None), Check(promise="c", run=breaks)]
-    with pytest.raises(Broken, match=r"2 of 3 checks failed") as error:
-        require(checks)
+    checks = [Check(rule="a", run=fails), Check(rule="b", run=lambda: None), Check(rule="c", run=breaks)]
+    with pytest.raises(ContractError, match=r"2 of 3 checks failed") as error:
+        assert_contract(checks)
     assert "KeyError: 'lost'" in str(error.value)
-    assert "test_contract.py:" in str(error.value)
+    assert "test_plugin_contracts.py:" in str(error.value)
     assert "got 3" in str(error.value)
-    assert [bool(outcome.reason) for outcome in outcomes(checks)] == [True, False, True]
+    assert [bool(reason) for _, reason in run_checks(checks)] == [True, False, True]

@@ -15,14 +15,14 @@ import pytest
 
 from rollout.types import Group, Prompt
 from tests.fakes.scripted_run import trajectory
-from tests.unit.trainer.plugins.test_contract import broken
+from tests.unit.trainer.tools.test_plugin_contracts import broken
 from trainer.algorithms.group_filter import FinishedGroup, GroupFilterError, finished, own_group_filter
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.compose import load_config
 from trainer.driver import loops, preflight
 from trainer.errors import ConfigurationError
 from trainer.tools import check_plugin
-from trainer.tools.plugin_contracts import group_filter_checks, require
+from trainer.tools.plugin_contracts import assert_contract, group_filter_checks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -88,7 +88,7 @@ def mostly_wrong(group: FinishedGroup, *, wrong: str = "") -> Any:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "promise"),
+    ("wrong", "rule"),
     [
         ("bool", "gave False"),
         ("words", "'mostly wrong'; allowed are None"),
@@ -104,10 +104,10 @@ def mostly_wrong(group: FinishedGroup, *, wrong: str = "") -> Any:
         ("slow", "a call takes less"),
     ],
 )
-def test_a_wrong_filter_breaks_its_promise(wrong: str, promise: str) -> None:
+def test_a_wrong_filter_breaks_its_rule(wrong: str, rule: str) -> None:
     metadata = {"level": 3}
-    require(group_filter_checks(mostly_wrong, metadata=metadata))
-    assert promise in broken(group_filter_checks(partial(mostly_wrong, wrong=wrong), metadata=metadata))
+    assert_contract(group_filter_checks(mostly_wrong, metadata=metadata))
+    assert rule in broken(group_filter_checks(partial(mostly_wrong, wrong=wrong), metadata=metadata))
 
 
 def configured(name: str) -> AlgorithmConfig:
