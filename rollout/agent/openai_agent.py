@@ -11,7 +11,6 @@ import math
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any, cast
@@ -20,6 +19,7 @@ from aiohttp import web
 
 from rollout.agent.openai_protocol import MODEL, ApiError, events, parse_request, response
 from rollout.agent.openai_session import Session
+from rollout.agent.threads import UserThreads
 from rollout.errors import AgentError
 from rollout.plugins import load
 from rollout.rendering import ChatTemplate, load_tokenizer
@@ -188,10 +188,6 @@ async def _answer_early(request: web.Request, answer: web.StreamResponse) -> Non
         await asyncio.sleep(_FAREWELL_S)
 
 
-_MOST_THREADS = 1024
-"""Of one rollout worker, for agents that block; they start as they are needed."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """What an agent gets: one row of the data set, and where the policy is.
@@ -277,7 +273,7 @@ class OpenAiLoop:
     ) -> None:
         self._solve, self._template = solve, template
         self._server = Server(host, variables or {})
-        self._threads = ThreadPoolExecutor(max_workers=_MOST_THREADS, thread_name_prefix="agent")
+        self._threads = UserThreads("agent")
 
     async def run(self, prompt: Prompt, max_tokens: int, generate: Generate) -> Trajectory:
         loop = asyncio.get_running_loop()
@@ -305,12 +301,12 @@ class OpenAiLoop:
     async def close(self) -> None:
         """Stops the server. Agents that still run in threads are not waited for."""
         await self._server.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
 
     async def _solved(self, task: Task) -> float | None:
         if inspect.iscoroutinefunction(self._solve):
             return await self._solve(task)
-        result = await asyncio.get_running_loop().run_in_executor(self._threads, self._solve, task)
+        result = await self._threads.run(self._solve, task)
         return await result if inspect.isawaitable(result) else result
 
 

@@ -16,12 +16,11 @@ import asyncio
 import inspect
 import json
 import re
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rollout.agent.loop import MultiTurnLoop, Reply
+from rollout.agent.threads import AllThreadsHang, UserThreads
 from rollout.plugins import load
 from rollout.rendering import ChatTemplate, Setting, arguments_of, load_tokenizer, schema_of, variables_of
 from rollout.types import ToolUse
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _CALL = re.compile(re.escape(OPEN) + r"(?=\s*\{)")
-_MOST_THREADS = 1024
-"""Of one rollout worker, for tools that block; they start as they are needed."""
 
 
 class ToolError(Exception):
@@ -178,8 +175,7 @@ class Toolbox:
         self, functions: Mapping[str, Callable[..., object]], *, timeout_s: float, max_result_chars: int
     ) -> None:
         self._functions, self._timeout_s, self._max_result_chars = functions, timeout_s, max_result_chars
-        # Of its own: waiting for a thread counts as the tool's time, and the loop's own pool has few.
-        self._threads = ThreadPoolExecutor(max_workers=_MOST_THREADS, thread_name_prefix="tool")
+        self._threads = UserThreads("tool")
 
     async def answer(self, text: str) -> ToolResult | None:
         """What the policy reads after a turn, errors included; None if the turn calls nothing."""
@@ -198,9 +194,10 @@ class Toolbox:
             async with limit:
                 if inspect.iscoroutinefunction(function):
                     return str(await function(**call.arguments))
-                work = partial(function, **call.arguments)
-                result = await asyncio.get_running_loop().run_in_executor(self._threads, work)
+                result = await self._threads.run(function, **call.arguments)
                 return str(await result if inspect.isawaitable(result) else result)  # a decorator may hide `async`
+        except AllThreadsHang as error:
+            raise ToolError(str(error)) from error
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # whatever it raises is for the policy to read
             if limit.expired():
                 raise ToolError(f"{call.name} took longer than {self._timeout_s:g} s") from error

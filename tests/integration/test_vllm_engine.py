@@ -205,7 +205,7 @@ async def one_runs_and_one_waits(engine: VllmEngine, round_: int, prompt: np.nda
         params = SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True)
         tasks.append(asyncio.ensure_future(collect(engine, name, params, prompt)))
         async with asyncio.timeout(60):
-            while not engine.status().generated_tokens or len(engine._requests.running) < len(tasks):
+            while (s := engine.status()).running == s.unstarted or len(engine._requests.running) < len(tasks):
                 await asyncio.sleep(0.001)
     status = engine.status()
     assert (status.running, status.unstarted) == (2, 1)

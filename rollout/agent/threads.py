@@ -1,0 +1,84 @@
+"""Threads for code of users that blocks: tools, and agents that are plain functions."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+log = logging.getLogger(__name__)
+
+MAX_THREADS = 1024
+"""Of one pool in one rollout worker; they start as they are needed."""
+
+
+class AllThreadsHang(RuntimeError):
+    """No thread is free, and none will be."""
+
+
+class UserThreads:
+    """A thread cannot be ended: one whose caller has timed out keeps its place until its function returns. These are
+    counted and logged, and once they are all of the threads, a call fails at once instead of waiting out its time.
+
+    A pool of its own: waiting for a thread counts as the time of the call, and the pool of the event loop has few.
+
+    Args:
+        what: runs in them, for the log, such as "tool".
+    """
+
+    def __init__(self, what: str, *, max_threads: int = MAX_THREADS) -> None:
+        self._what, self._max_threads = what, max_threads
+        self._pool = ThreadPoolExecutor(max_workers=max_threads, thread_name_prefix=what)
+        self.num_hanging = 0
+        self._warn_at = 1
+
+    async def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What the function returns, or raises.
+
+        Raises:
+            AllThreadsHang: see above.
+        """
+        if self.num_hanging >= self._max_threads:
+            raise AllThreadsHang(
+                f"all {self._max_threads} threads for {self._what}s still run calls that took too long; give what "
+                f"a {self._what} may wait for a time limit of its own"
+            )
+        loop = asyncio.get_running_loop()
+        work = self._pool.submit(partial(function, *args, **kwargs))
+        try:
+            return await asyncio.wrap_future(work)
+        except asyncio.CancelledError:
+            if work.running():
+                self._note_hanging()
+                work.add_done_callback(partial(self._note_end, loop))
+            raise
+
+    def close(self) -> None:
+        """Does not wait for what still runs."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _note_hanging(self) -> None:
+        self.num_hanging += 1
+        if self.num_hanging >= self._warn_at:
+            self._warn_at = 2 * self.num_hanging
+            log.warning(
+                "%d of %d threads still run a %s that took too long; a thread cannot be ended and keeps its place",
+                self.num_hanging,
+                self._max_threads,
+                self._what,
+            )
+
+    def _note_end(self, loop: asyncio.AbstractEventLoop, _: object) -> None:
+        """In the thread that hung."""
+
+        def count() -> None:
+            self.num_hanging -= 1
+
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
+            loop.call_soon_threadsafe(count)
