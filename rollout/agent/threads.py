@@ -46,8 +46,8 @@ class UserThreads:
         """
         if self.num_hanging >= self._max_threads:
             raise AllThreadsHang(
-                f"all {self._max_threads} threads for {self._what}s still run calls that took too long; give what "
-                f"a {self._what} may wait for a time limit of its own"
+                f"all {self._max_threads} threads for {self._what}s still run calls that took too long; give their "
+                "functions time limits of their own"
             )
         loop = asyncio.get_running_loop()
         work = self._pool.submit(partial(function, *args, **kwargs))
@@ -68,7 +68,7 @@ class UserThreads:
         if self.num_hanging >= self._warn_at:
             self._warn_at = 2 * self.num_hanging
             log.warning(
-                "%d of %d threads still run a %s that took too long; a thread cannot be ended and keeps its place",
+                "%d of %d threads for %ss still run calls that took too long; a thread cannot be ended",
                 self.num_hanging,
                 self._max_threads,
                 self._what,
