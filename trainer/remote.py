@@ -13,15 +13,15 @@ ANSWER_GRACE_S = 5.0
 """The actor bounds its own time by `timeout_s`; a live one has answered this much later."""
 
 
-class NoAnswer(TimeoutError):
-    """A remote call did not end in time; what it does may still go on."""
+class RemoteTimeout(TimeoutError):
+    """A remote call did not end in time; what it does may still continue."""
 
 
-async def answer(ref: Any, *, timeout_s: float | None, who: str, call: str, do: str) -> Any:
+async def call(ref: Any, *, timeout_s: float | None, who: str, what: str, hint: str) -> Any:
     """The result of a remote call, or its exception. A limit of None is for a caller with a deadline of its own.
 
     Raises:
-        NoAnswer: `who` gave no answer to `call`, for how long, and what to `do`.
+        RemoteTimeout: `what` timed out on `who`, and a `hint` at what to do.
     """
     limit = asyncio.timeout(timeout_s)
     try:
@@ -30,13 +30,27 @@ async def answer(ref: Any, *, timeout_s: float | None, who: str, call: str, do: 
     except TimeoutError as error:
         if not limit.expired():
             raise  # the actor's own
-        raise NoAnswer(f"{who} gave no answer to {call} for {timeout_s:g} s; {do}") from error
+        raise RemoteTimeout(f"{what} timed out after {timeout_s:g} s on {who}; {hint}") from error
 
 
-async def started(actor: Any, name: str, *, timeout_s: float) -> Any:
-    """What the actor's `start` returns. `timeout_s` is `trainer.startup_timeout_s`. Raises as `answer`."""
-    do = "raise trainer.startup_timeout_s if it was still loading; its file in actor_logs/ says"
-    return await answer(actor.start.remote(), timeout_s=timeout_s, who=name, call="start", do=do)
+async def start_actor(actor: Any, name: str, *, timeout_s: float) -> Any:
+    """What the actor's `start` returns. `timeout_s` is `trainer.startup_timeout_s`. Raises as `call`."""
+    hint = "increase trainer.startup_timeout_s if it was still loading; its file in actor_logs/ says"
+    return await call(actor.start.remote(), timeout_s=timeout_s, who=name, what="start", hint=hint)
+
+
+def kill_actor(actor: Any) -> None:
+    """End an actor's process, also one that is stopped. Its pending calls fail at once."""
+    import ray
+
+    ray.kill(actor)
+
+
+def cancel_call(ref: Any) -> None:
+    """Have an actor cancel a call whose result is not needed any more. Does not wait; a call that has ended is left."""
+    import ray
+
+    ray.cancel(ref)
 
 
 class EngineReplica:
@@ -49,13 +63,15 @@ class EngineReplica:
     async def call(self, method: str, *args: object, timeout_s: float) -> list[Any]:
         """One result per vLLM worker, in rank order."""
         ref = self.actor.call_workers.remote(method, args, timeout_s)
-        return await self._answer(ref, method, timeout_s=timeout_s)
+        return await self._call(ref, method, timeout_s=timeout_s)
 
     async def commit(self, version: int, method: str, *args: object, timeout_s: float) -> CommitResult:
         """Pause, call, label, resume: all of it inside the actor, so that our death cannot leave it paused."""
         ref = self.actor.commit.remote(version, method, args, timeout_s)
-        return await self._answer(ref, method, timeout_s=timeout_s)
+        return await self._call(ref, method, timeout_s=timeout_s)
 
-    async def _answer(self, ref: Any, call: str, *, timeout_s: float) -> Any:
-        do = "its process hangs, or weight_sync.timeout_s is too short for this model; look at its file in actor_logs/"
-        return await answer(ref, timeout_s=timeout_s + ANSWER_GRACE_S, who=self.name, call=call, do=do)
+    async def _call(self, ref: Any, method: str, *, timeout_s: float) -> Any:
+        hint = (
+            "its process hangs, or weight_sync.timeout_s is too short for this model; look at its file in actor_logs/"
+        )
+        return await call(ref, timeout_s=timeout_s + ANSWER_GRACE_S, who=self.name, what=method, hint=hint)

@@ -15,59 +15,26 @@ from collections import Counter
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rollout.errors import EngineDead
 from rollout.fleet.consolidation import has_doubled
-from rollout.fleet.scheduler import Waits
+from rollout.fleet.scheduler import QueueTimer
 from rollout.types import join_chunks
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from rollout.engine.interface import EngineLoad
-    from rollout.fleet.scheduler import Order, Turnstile
+    from rollout.fleet.engine_client import EngineClient
+    from rollout.fleet.scheduler import Order, RequestScheduler
     from rollout.types import FinishReason, SamplingParams, TokenChunk
 
 
 MAX_FRUITLESS_SUBMISSIONS = 100
 """Calls in a row that end in order and bring no token for any request; then the group fails instead of spinning.
 On shared devices engines may fall asleep `max_staleness` times in a row just after they have woken up."""
-
-
-class EngineClient(Protocol):
-    """One engine replica, as seen from a rollout worker."""
-
-    @property
-    def name(self) -> str: ...
-
-    def stream_group(
-        self, request_ids: Sequence[str], token_ids: Sequence[np.ndarray], params: Sequence[SamplingParams]
-    ) -> AsyncGenerator[tuple[int, TokenChunk], None]:
-        """Generates for all requests at once; yields (index of the request, next chunk) in any order.
-
-        A chunk holds only new tokens. The last one of a request has a finish reason; "abort" means that the engine
-        gave the request back and it goes on elsewhere. Closing the generator aborts what still runs.
-
-        Raises:
-            EngineDead: the replica stopped answering.
-        """
-        ...
-
-    def abort(self, request_ids: Sequence[str]) -> None:
-        """Has it give these requests back, with every token that it has sampled. Does not wait; ids that it does not
-        have are ignored."""
-        ...
-
-    async def load(self) -> EngineLoad:
-        """How busy it is.
-
-        Raises:
-            EngineDead: the replica does not answer.
-        """
-        ...
 
 
 class _Request:
@@ -180,21 +147,21 @@ class GroupGenerator:
     """Generates for the samples of one group; an async context manager that leaves no task behind.
 
     Example:
-        async with GroupGenerator(context, engines, turnstile) as generator:
+        async with GroupGenerator(context, engines, scheduler) as generator:
             completion = await generator.generate(0, prompt.token_ids, 1024)
     """
 
-    def __init__(self, context: GroupContext, engines: Mapping[str, EngineClient], turnstile: Turnstile) -> None:
+    def __init__(self, context: GroupContext, engines: Mapping[str, EngineClient], scheduler: RequestScheduler) -> None:
         self._context = context
         self._engines = engines
-        self._turnstile = turnstile
+        self._scheduler = scheduler
         self._batch: list[_Request] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_calls = 0
         self.tokens_of: Counter[int] = Counter()
         """Sample index -> tokens that engines generated for it."""
         self._num_submissions: dict[int, int] = {}
-        self.waits = Waits(asyncio.get_running_loop().time)
+        self.waits = QueueTimer(asyncio.get_running_loop().time)
         """For room at an engine, by sample index."""
 
     async def __aenter__(self) -> GroupGenerator:
@@ -205,7 +172,7 @@ class GroupGenerator:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._turnstile.forget(self._context.key)
+        self._scheduler.forget(self._context.key)
 
     async def generate(
         self, sample_index: int, token_ids: np.ndarray, max_tokens: int, *, stop: str | Sequence[str] | None = None
@@ -217,7 +184,7 @@ class GroupGenerator:
         replica is told to stop if it is cancelled.
 
         Raises:
-            NoReplica: all replicas are quarantined; or it waited for `timeout_s`, and those that are not are at rest.
+            NoReplica: all engines are excluded; or it waited for `timeout_s`, and those that are not are pinned.
         """
         if max_tokens < 1:
             raise ValueError(f"max_tokens must be >= 1, got {max_tokens}")
@@ -257,7 +224,7 @@ class GroupGenerator:
             if num_fruitless == MAX_FRUITLESS_SUBMISSIONS:
                 raise RuntimeError(
                     f"engines gave the requests of {self._context.key} back {num_fruitless} times in a row without a "
-                    f"token; {self._turnstile.router.quarantined or 'no replica is quarantined'}"
+                    f"token; {self._scheduler.excluded or 'no engine is excluded'}"
                 )
             tokens_before = sum(request.num_tokens for request in unanswered)
             try:
@@ -268,7 +235,7 @@ class GroupGenerator:
                         await self._submit(name, entered)
             except TimeoutError:
                 if not name:
-                    self._turnstile.router.require_service()  # else it is no fault of the group
+                    self._scheduler.require_engine()  # else it is no fault of the group
                 for request in unanswered:
                     request.settle("abort")
             for request in unanswered:
@@ -291,7 +258,7 @@ class GroupGenerator:
         try:
             with self.waits.of([request.sample_index for request in requests]):
                 size = {"tokens": tokens, "num_requests": len(requests)}
-                return await self._turnstile.enter(context.key, context.order, **size)
+                return await self._scheduler.acquire(context.key, context.order, **size)
         finally:
             for request in requests:
                 request.answer.remove_done_callback(stop_if_unwanted)
@@ -300,11 +267,11 @@ class GroupGenerator:
         """Those of `requests` that were not given up while they waited for room at `name`; it is free of the others."""
         closed = [request.load for request in requests if not request.is_open]
         if closed:
-            self._turnstile.leave(name, tokens=sum(closed), num_requests=len(closed))
+            self._scheduler.release(name, tokens=sum(closed), num_requests=len(closed))
         return [request for request in requests if request.is_open]
 
     async def _submit(self, name: str, requests: Sequence[_Request]) -> None:
-        """One streaming call to the replica `name`. If it dies, hangs or has old weights, it is quarantined, and what
+        """One streaming call to the replica `name`. If it dies, hangs or has old weights, it is excluded, and what
         is left of the requests goes on elsewhere."""
         loads = [request.load for request in requests]
         is_outstanding = [True] * len(requests)
@@ -315,26 +282,26 @@ class GroupGenerator:
                 [request.token_ids() for request in requests],
                 [self._params_of(request) for request in requests],
             )
-            async with self._turnstile.stay(name, call), aclosing(stream):
+            async with self._scheduler.holding(name, call), aclosing(stream):
                 async for index, chunk in stream:
                     self._check_version(name, chunk)
                     requests[index].add(chunk)
                     self.tokens_of[requests[index].sample_index] += len(chunk.token_ids)
                     if chunk.finish_reason is not None:
                         is_outstanding[index] = False
-                        self._turnstile.leave(name, tokens=loads[index], num_requests=1)
+                        self._scheduler.release(name, tokens=loads[index], num_requests=1)
         except (EngineDead, TimeoutError) as error:  # a deadline of the engine's own: ours comes as a cancellation
-            self._turnstile.quarantine(name, str(error))
+            self._scheduler.exclude(name, str(error))
             for request in requests:
                 request.has_lost_replica = request.is_open
         finally:
             left = [load for load, is_left in zip(loads, is_outstanding, strict=True) if is_left]
-            self._turnstile.leave(name, tokens=sum(left), num_requests=len(left))
+            self._scheduler.release(name, tokens=sum(left), num_requests=len(left))
 
     def _call(self, name: str, requests: Sequence[_Request]) -> _Call:
         self._num_calls += 1
-        self._turnstile.rescued.add([request.num_tokens for request in requests if request.has_lost_replica])
-        self._turnstile.moved.add([tokens for request in requests if (tokens := request.send())])
+        self._scheduler.recovered.add([request.num_tokens for request in requests if request.has_lost_replica])
+        self._scheduler.migrated.add([tokens for request in requests if (tokens := request.send())])
         key = self._context.key
         # Numbered within the call, too: a loop may ask for several answers of one sample at once.
         ids = [f"{key}/{request.sample_index}/{self._num_calls}.{number}" for number, request in enumerate(requests)]

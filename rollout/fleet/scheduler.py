@@ -1,10 +1,12 @@
 """Which engine a request goes to, and when: least loaded first, oldest group first.
 
-A group stays with one replica, because its samples share the prompt's prefix cache. A new group goes to the replica
-with the fewest outstanding tokens (prompt plus budget of what was sent and has not come back) among those with room,
-and to the first one of those that have equally few. A router knows what its own rollout worker has sent, and not what
-the others have; so that they do not all begin with the same replica, each has the replicas in another order.
-A replica that is set aside gives its groups up, and takes none of another one that has begun; new groups end that.
+A group stays with one engine, because its samples share the prompt's prefix cache. A new group goes to the engine with
+the fewest outstanding tokens (prompt plus budget of what was sent and has not come back) among those with room, and to
+the first one of those that have equally few. A scheduler knows what its own rollout worker has sent, and not what the
+others have; so that they do not all begin with the same engine, each has the engines in another order.
+
+Requests above an engine's limit are queued here. The oldest group enters first, and no request takes room that an older
+one waits for.
 """
 
 from __future__ import annotations
@@ -22,12 +24,16 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 
 
+Order = tuple[int, int]
+"""(start version, group id): sorts groups by the last step at which they may be trained, then by admission."""
+
+
 class NoReplica(Exception):
-    """No replica takes requests; the message has the reason of each."""
+    """No engine takes requests; the message has the reason of each."""
 
 
 def order_of(names: Sequence[str], *, worker: int, num_workers: int) -> list[str]:
-    """The replicas for the router of one of several rollout workers: they begin evenly spread over all of them.
+    """The engines for the scheduler of one of several rollout workers: they begin evenly spread over all of them.
 
     Example:
         order_of(["e0", "e1", "e2", "e3"], worker=1, num_workers=2)  # ["e2", "e3", "e0", "e1"]
@@ -36,166 +42,8 @@ def order_of(names: Sequence[str], *, worker: int, num_workers: int) -> list[str
     return [*names[first:], *names[:first]]
 
 
-class Router:
-    """Least outstanding tokens, sticky per group, around replicas that are quarantined, at rest or full.
-
-    Example:
-        router = Router(["engine-0", "engine-1"])
-        name = router.route("group 7", 4096)
-        ...
-        router.done(name, 4096)
-        router.forget("group 7")
-    """
-
-    def __init__(self, names: Iterable[str]) -> None:
-        self._outstanding_tokens = dict.fromkeys(names, 0)
-        if not self._outstanding_tokens:
-            raise ValueError("a router needs at least one replica, got none")
-        self._num_requests = dict.fromkeys(self._outstanding_tokens, 0)
-        self._limits: dict[str, int] = {}
-        self._quarantined: dict[str, str] = {}
-        self._resting: set[str] = set()
-        self._aside: set[str] = set()
-        self._sticky: dict[str, str] = {}
-
-    def route(self, group_key: str, tokens: int, *, num_requests: int = 1) -> str | None:
-        """Chooses a replica for `tokens` more tokens of a group, in `num_requests` requests, and counts them there.
-
-        Returns:
-            None if there is no room now: every replica that may take them (the group's own, if it has one) is full or
-            at rest. Nothing is counted then.
-
-        Raises:
-            NoReplica: all are quarantined.
-        """
-        name = self._choose(group_key, num_requests)
-        if name is None:
-            return None
-        self._sticky[group_key] = name
-        self._aside.discard(name)
-        self._outstanding_tokens[name] += tokens
-        self._num_requests[name] += num_requests
-        return name
-
-    def home(self, group_key: str) -> str | None:
-        """The one replica that a group waits for; None if any will do."""
-        name = self._sticky.get(group_key)
-        return name if name is not None and self._takes_groups(name) else None
-
-    def done(self, name: str, tokens: int, *, num_requests: int = 1) -> None:
-        """`tokens` of `num_requests` requests that were routed to `name` came back, or never will."""
-        left = self._outstanding_tokens[name] - tokens
-        if left < 0 or self._num_requests[name] < num_requests:
-            raise ValueError(
-                f"{tokens} tokens came back from {name!r}, but only {self._outstanding_tokens[name]} were outstanding "
-                f"(requests: {num_requests} of {self._num_requests[name]})"
-            )
-        self._outstanding_tokens[name] = left
-        self._num_requests[name] -= num_requests
-
-    def forget(self, group_key: str) -> None:
-        """The group is over; nothing else of it will be routed."""
-        self._sticky.pop(group_key, None)
-
-    def limit(self, name: str, num_requests: int) -> None:
-        """From now on `name` gets nothing while it has so many requests, except a group that finds it empty."""
-        self._require_known(name)
-        self._limits[name] = num_requests
-
-    def quarantine(self, name: str, reason: str) -> None:
-        """Sends nothing more to `name` until `restore`. The first reason is kept."""
-        self._require_known(name)
-        self._quarantined.setdefault(name, reason)
-
-    def restore(self, name: str) -> None:
-        """`name` works again, and is not at rest."""
-        self._require_known(name)
-        self._quarantined.pop(name, None)
-        self._resting.discard(name)
-        self._aside.discard(name)
-
-    def rest(self, name: str) -> None:
-        """Sends nothing new to `name` until `resume`; it is well, and what it has goes on."""
-        self._require_known(name)
-        self._resting.add(name)
-
-    def resume(self, name: str) -> None:
-        """`name` takes requests again, unless it is quarantined."""
-        self._require_known(name)
-        self._resting.discard(name)
-
-    def set_aside(self, name: str) -> None:
-        """Its groups go on elsewhere, and `name` waits for a new group; others come only if they find no room."""
-        self._require_known(name)
-        self._aside.add(name)
-
-    def groups(self, name: str) -> set[str]:
-        """Those whose next requests go to `name`, if it takes any."""
-        return {group_key for group_key, home in self._sticky.items() if home == name}
-
-    @property
-    def in_service(self) -> list[str]:
-        """Replicas that are neither quarantined nor at rest nor set aside."""
-        return [name for name in self._num_requests if self._takes_groups(name)]
-
-    def require_service(self) -> None:
-        """Raises NoReplica if nobody takes requests because some replicas are quarantined, and the others rest."""
-        lost = {**dict.fromkeys(self._resting, "at rest"), **self._quarantined}
-        if self._quarantined and len(lost) == len(self._num_requests):
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in lost.items())
-            raise NoReplica(f"all {len(lost)} engine replicas are quarantined or at rest ({reasons})")
-
-    @property
-    def quarantined(self) -> dict[str, str]:
-        """Replica to reason."""
-        return dict(self._quarantined)
-
-    @property
-    def outstanding_tokens(self) -> dict[str, int]:
-        """Replica to tokens."""
-        return dict(self._outstanding_tokens)
-
-    @property
-    def num_requests(self) -> dict[str, int]:
-        """Replica to requests that were sent there and have not come back."""
-        return dict(self._num_requests)
-
-    @property
-    def limits(self) -> dict[str, int]:
-        """Replica to its limit, for those that have one."""
-        return dict(self._limits)
-
-    def _choose(self, group_key: str, num_requests: int) -> str | None:
-        home = self.home(group_key)
-        if home is not None:
-            return home if self._has_room(home, num_requests) else None
-        if len(self._quarantined) == len(self._outstanding_tokens):
-            self.require_service()
-        usable = [name for name in self._outstanding_tokens if self._has_room(name, num_requests)]
-        if group_key in self._sticky:
-            usable = [name for name in usable if name not in self._aside] or usable
-        return min(usable, key=self._outstanding_tokens.__getitem__, default=None)
-
-    def _takes_groups(self, name: str) -> bool:
-        return name not in self._quarantined and name not in self._resting and name not in self._aside
-
-    def _has_room(self, name: str, num_requests: int) -> bool:
-        if name in self._quarantined or name in self._resting:
-            return False
-        limit, used = self._limits.get(name), self._num_requests[name]
-        return limit is None or used == 0 or used + num_requests <= limit
-
-    def _require_known(self, name: str) -> None:
-        if name not in self._outstanding_tokens:
-            raise ValueError(f"unknown replica {name!r}; known are {sorted(self._outstanding_tokens)}")
-
-
-Order = tuple[int, int]
-"""(start version, group id): sorts groups by the last step at which they may be trained, then by admission."""
-
-
-class Guest(Protocol):
-    """Requests of one group that are at one replica."""
+class Lease(Protocol):
+    """Requests of one group that are at one engine."""
 
     @property
     def group_key(self) -> str: ...
@@ -206,21 +54,301 @@ class Guest(Protocol):
         ...
 
     def leave(self) -> None:
-        """Has the replica give them back, which the guest then notices; does not wait."""
+        """Has the engine give them back, which the holder then notices; does not wait."""
         ...
 
 
 class _Waiter:
-    """A submission on its way in."""
+    """A submission that is queued."""
 
     def __init__(self, group_key: str, tokens: int, num_requests: int) -> None:
         self.group_key, self.tokens, self.num_requests = group_key, tokens, num_requests
-        self.replica: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.engine: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
 
-class Waits:
-    """How long each answer of a group has waited, e.g. for room: all its waits, the one that goes on included. Waits of
-    one answer that overlap count once."""
+class _Engine:
+    """One engine, as this sender sees it."""
+
+    def __init__(self) -> None:
+        self.outstanding_tokens = self.num_requests = 0
+        self.limit: int | None = None
+        self.excluded: str | None = None
+        """Why it gets nothing more."""
+        self.is_pinned = False
+        """It gets nothing new; what it has continues."""
+        self.is_drained = False
+        """Its groups went elsewhere, and it waits for a new group; others come only if they find no room."""
+        self.leases: dict[asyncio.Timeout, Lease] = {}
+
+    @property
+    def is_open(self) -> bool:
+        return self.excluded is None and not self.is_pinned
+
+    def has_room(self, num_requests: int) -> bool:
+        """An empty engine takes a group that is larger than its limit."""
+        used = self.num_requests
+        return self.is_open and (self.limit is None or used == 0 or used + num_requests <= self.limit)
+
+
+class RequestScheduler:
+    """One per sender, in one event loop. Only `acquire` waits, and its caller bounds that wait.
+
+    Example:
+        name = await scheduler.acquire("g7.0", (3, 7), tokens=4096, num_requests=8)
+        try:
+            async with scheduler.holding(name, lease): ...
+        finally:
+            scheduler.release(name, tokens=4096, num_requests=8)
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._engines = {name: _Engine() for name in names}
+        if not self._engines:
+            raise ValueError("a scheduler needs at least one engine, got none")
+        self._engine_of: dict[str, str] = {}
+        """Group -> where its prefix is cached."""
+        self._queue: list[tuple[Order, int, _Waiter]] = []
+        self._arrivals = itertools.count()
+        self._num_queued = 0
+        self.migrated = MigrationCounter()
+        """Requests that moved so that their engine is free, and the tokens that the next one computed again."""
+        self.recovered = MigrationCounter()
+        """Requests whose engine was lost, and the tokens of their responses, which they kept."""
+
+    # Requests
+
+    async def acquire(self, group_key: str, order: Order, *, tokens: int, num_requests: int) -> str:
+        """Waits for room and returns the engine, on which the requests are counted from then on.
+
+        Waits for: room on an engine that may take them. Unblocked by: `release`, a higher limit, `unpin`, an engine
+        that comes back; by the loss of all engines, with `NoReplica`; and by cancellation.
+        """
+        if not self._queue:
+            name = self._place(group_key, tokens, num_requests)
+            if name is not None:
+                return name
+        waiter = _Waiter(group_key, tokens, num_requests)
+        heapq.heappush(self._queue, (order, next(self._arrivals), waiter))
+        self._num_queued += num_requests
+        try:
+            self._admit()
+            return await waiter.engine
+        except asyncio.CancelledError:
+            if waiter.engine.done() and not waiter.engine.cancelled() and waiter.engine.exception() is None:
+                self._take_back(waiter.engine.result(), tokens, num_requests)
+            raise
+        finally:
+            self._num_queued -= num_requests
+            waiter.engine.cancel()
+            self._admit()  # the one behind it may be first now
+
+    def release(self, name: str, *, tokens: int, num_requests: int) -> None:
+        """Requests came back, or never will."""
+        self._take_back(name, tokens, num_requests)
+        self._admit()
+
+    @contextlib.asynccontextmanager
+    async def holding(self, name: str, lease: Lease) -> AsyncIterator[None]:
+        """Ends the block once `name` is excluded: what it has continues elsewhere, from its prefix.
+
+        Inside the block the holder may be asked to leave.
+
+        Raises:
+            EngineDead: with the reason of the exclusion, which may have come between `acquire` and this.
+        """
+        engine = self._engines[name]
+        if engine.excluded is not None:
+            raise EngineDead(engine.excluded)
+        limit, leases = asyncio.timeout(None), engine.leases
+        leases[limit] = lease
+        try:
+            async with limit:
+                try:
+                    yield
+                finally:
+                    leases.pop(limit, None)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise EngineDead(engine.excluded or f"{name} was excluded") from error
+
+    def forget(self, group_key: str) -> None:
+        """The group is over; nothing else of it will be sent."""
+        self._engine_of.pop(group_key, None)
+
+    # Engines
+
+    def limit(self, name: str, num_requests: int) -> None:
+        """From now on `name` gets nothing while it has so many requests, except a group that finds it empty."""
+        self._engine(name).limit = num_requests
+        self._admit()
+
+    def exclude(self, name: str, reason: str) -> None:
+        """Sends nothing more to `name` until `readmit`, and ends every `holding` there. The first reason is kept."""
+        engine = self._engine(name)
+        if engine.excluded is None:
+            engine.excluded = reason
+        now = asyncio.get_running_loop().time()
+        leases, engine.leases = engine.leases, {}
+        for limit in leases:
+            limit.reschedule(now)
+        self._admit()
+
+    def readmit(self, name: str) -> None:
+        """`name` is a new engine, with nothing of the old one's against it."""
+        engine = self._engine(name)
+        engine.excluded, engine.is_pinned, engine.is_drained = None, False, False
+        self._admit()
+
+    def pin(self, name: str) -> None:
+        """Sends nothing new to `name` until `unpin`; what it has continues."""
+        self._engine(name).is_pinned = True
+
+    def unpin(self, name: str) -> None:
+        """`name` takes requests again, unless it is excluded."""
+        self._engine(name).is_pinned = False
+        self._admit()
+
+    def may_drain(self, name: str) -> bool:
+        """Whether everything at `name` may leave now, and nothing may come back there of itself: no group that it
+        serves is between two turns, or waits for its rewards."""
+        leases = self._engine(name).leases.values()
+        groups = {group_key for group_key, engine in self._engine_of.items() if engine == name}
+        return groups <= {lease.group_key for lease in leases} and all(lease.may_leave for lease in leases)
+
+    def drain(self, name: str) -> None:
+        """Has everything at `name` continue elsewhere, and keeps it empty until there is a new group."""
+        engine = self._engine(name)
+        engine.is_drained = True
+        for lease in engine.leases.values():
+            lease.leave()
+
+    # What is known
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait for room."""
+        return self._num_queued
+
+    @property
+    def in_service(self) -> list[str]:
+        """Engines that are neither excluded nor pinned nor drained."""
+        return [name for name in self._engines if self._takes_groups(name)]
+
+    @property
+    def excluded(self) -> dict[str, str]:
+        """Engine to reason."""
+        return {name: one.excluded for name, one in self._engines.items() if one.excluded is not None}
+
+    @property
+    def outstanding_tokens(self) -> dict[str, int]:
+        return {name: one.outstanding_tokens for name, one in self._engines.items()}
+
+    @property
+    def num_requests(self) -> dict[str, int]:
+        """Engine to requests that were sent there and have not come back."""
+        return {name: one.num_requests for name, one in self._engines.items()}
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """Engine to its limit, for those that have one."""
+        return {name: one.limit for name, one in self._engines.items() if one.limit is not None}
+
+    def require_engine(self) -> None:
+        """Raises NoReplica if no engine takes requests because some are excluded, and the others pinned."""
+        if not self.excluded or any(engine.is_open for engine in self._engines.values()):
+            return
+        reasons = {name: one.excluded for name, one in self._engines.items() if one.excluded is None}
+        reasons = {**dict.fromkeys(reasons, "pinned"), **self.excluded}
+        text = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        raise NoReplica(f"all {len(reasons)} engines are excluded or pinned ({text})")
+
+    # Inside
+
+    def _place(self, group_key: str, tokens: int, num_requests: int) -> str | None:
+        """Chooses an engine and counts the requests there. None if there is no room now: every engine that may take
+        them (the group's own, if it has one) is full or pinned.
+
+        Raises:
+            NoReplica: all are excluded.
+        """
+        name = self._choose(group_key, num_requests)
+        if name is None:
+            return None
+        engine = self._engines[name]
+        self._engine_of[group_key] = name
+        engine.is_drained = False
+        engine.outstanding_tokens += tokens
+        engine.num_requests += num_requests
+        return name
+
+    def _choose(self, group_key: str, num_requests: int) -> str | None:
+        own = self._own_engine(group_key)
+        if own is not None:
+            return own if self._engines[own].has_room(num_requests) else None
+        if len(self.excluded) == len(self._engines):
+            self.require_engine()
+        usable = [name for name, engine in self._engines.items() if engine.has_room(num_requests)]
+        if group_key in self._engine_of:  # a drained engine is kept for new groups
+            usable = [name for name in usable if not self._engines[name].is_drained] or usable
+        return min(usable, key=lambda name: self._engines[name].outstanding_tokens, default=None)
+
+    def _own_engine(self, group_key: str) -> str | None:
+        """The one engine that a group waits for; None if any will do."""
+        name = self._engine_of.get(group_key)
+        return name if name is not None and self._takes_groups(name) else None
+
+    def _takes_groups(self, name: str) -> bool:
+        engine = self._engines[name]
+        return engine.is_open and not engine.is_drained
+
+    def _take_back(self, name: str, tokens: int, num_requests: int) -> None:
+        engine = self._engines[name]
+        if engine.outstanding_tokens < tokens or engine.num_requests < num_requests:
+            raise ValueError(
+                f"{tokens} tokens came back from {name!r}, but only {engine.outstanding_tokens} were outstanding "
+                f"(requests: {num_requests} of {engine.num_requests})"
+            )
+        engine.outstanding_tokens -= tokens
+        engine.num_requests -= num_requests
+
+    def _admit(self) -> None:
+        """Every submission for which there is room, oldest first. None takes a place that an older one waits for."""
+        full: set[str] = set()
+        passed: list[tuple[Order, int, _Waiter]] = []
+        while self._queue:
+            waiter = self._queue[0][2]
+            own = self._own_engine(waiter.group_key)
+            if waiter.engine.done() or (own not in full and self._try(waiter)):
+                heapq.heappop(self._queue)
+                continue
+            if own is None:
+                break  # it would take any place
+            full.add(own)
+            passed.append(heapq.heappop(self._queue))
+        for entry in passed:
+            heapq.heappush(self._queue, entry)
+
+    def _try(self, waiter: _Waiter) -> bool:
+        """Whether its wait is over, with an engine or an error."""
+        try:
+            name = self._place(waiter.group_key, waiter.tokens, waiter.num_requests)
+        except NoReplica as error:  # for the one that waits, not for the one that made room
+            waiter.engine.set_exception(error)
+            return True
+        if name is not None:
+            waiter.engine.set_result(name)
+        return name is not None
+
+    def _engine(self, name: str) -> _Engine:
+        if name not in self._engines:
+            raise ValueError(f"unknown engine {name!r}; known are {sorted(self._engines)}")
+        return self._engines[name]
+
+
+class QueueTimer:
+    """How long each sample of a group has waited for room: all its waits, the current one included. Waits of one sample
+    that overlap count once."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -230,7 +358,7 @@ class Waits:
 
     @contextlib.contextmanager
     def of(self, samples: Sequence[int]) -> Iterator[None]:
-        """These answers wait for as long as the block lasts, however it ends."""
+        """These samples wait for as long as the block lasts, however it ends."""
         self._change(samples, 1)
         try:
             yield
@@ -249,8 +377,8 @@ class Waits:
             self._num_open[sample] += change
 
 
-class SentOn:
-    """Requests that were sent to another replica, and tokens of theirs."""
+class MigrationCounter:
+    """Requests that were sent to another engine, and tokens of theirs."""
 
     def __init__(self) -> None:
         self.num_requests = self.num_tokens = 0
@@ -259,164 +387,3 @@ class SentOn:
         """One entry per request."""
         self.num_requests += len(tokens)
         self.num_tokens += sum(tokens)
-
-
-class Turnstile:
-    """One per sender. Use it in one event loop; only `enter` waits, and its caller bounds that wait.
-
-    Example:
-        name = await turnstile.enter("g7.0", (3, 7), tokens=4096, num_requests=8)
-        try:
-            async with turnstile.stay(name, guest): ...
-        finally:
-            turnstile.leave(name, tokens=4096, num_requests=8)
-    """
-
-    def __init__(self, router: Router) -> None:
-        self._router = router
-        self._waiting: list[tuple[Order, int, _Waiter]] = []
-        self._arrivals = itertools.count()
-        self._stays: dict[str, dict[asyncio.Timeout, Guest]] = {}
-        self._num_held = 0
-        self.moved = SentOn()
-        """Because their replica was to be free; tokens are those that the other one computed again."""
-        self.rescued = SentOn()
-        """Because their replica was lost; tokens are those of their answers, which they kept."""
-
-    @property
-    def router(self) -> Router:
-        """To look at; whoever changes it wakes nobody."""
-        return self._router
-
-    @property
-    def num_held(self) -> int:
-        """Requests that wait."""
-        return self._num_held
-
-    async def enter(self, group_key: str, order: Order, *, tokens: int, num_requests: int) -> str:
-        """Waits for room and returns the replica, on which the requests are counted then.
-
-        Waits for: room on a replica that may take them. Unblocked by: `leave`, a higher limit, the end of a rest, a
-        replica that comes back; by the end of all replicas, with `NoReplica`; and by cancellation.
-        """
-        if not self._waiting:
-            name = self._router.route(group_key, tokens, num_requests=num_requests)
-            if name is not None:
-                return name
-        waiter = _Waiter(group_key, tokens, num_requests)
-        heapq.heappush(self._waiting, (order, next(self._arrivals), waiter))
-        self._num_held += num_requests
-        try:
-            self._let_in()
-            return await waiter.replica
-        except asyncio.CancelledError:
-            if waiter.replica.done() and not waiter.replica.cancelled() and waiter.replica.exception() is None:
-                self._router.done(waiter.replica.result(), tokens, num_requests=num_requests)
-            raise
-        finally:
-            self._num_held -= num_requests
-            waiter.replica.cancel()
-            self._let_in()  # whoever waited behind it may be first now
-
-    def leave(self, name: str, *, tokens: int, num_requests: int) -> None:
-        """Requests came back, or never will."""
-        self._router.done(name, tokens, num_requests=num_requests)
-        self._let_in()
-
-    @contextlib.asynccontextmanager
-    async def stay(self, name: str, guest: Guest) -> AsyncIterator[None]:
-        """Ends the block once `name` is quarantined: what it has goes on elsewhere, from its prefix.
-
-        Inside the block the guest may be asked to leave.
-
-        Raises:
-            EngineDead: with the reason of the quarantine, which may have come between `enter` and this.
-        """
-        if name in self._router.quarantined:
-            raise EngineDead(self._router.quarantined[name])
-        limit, stays = asyncio.timeout(None), self._stays.setdefault(name, {})
-        stays[limit] = guest
-        try:
-            async with limit:
-                try:
-                    yield
-                finally:
-                    stays.pop(limit, None)
-        except TimeoutError as error:
-            if not limit.expired():
-                raise
-            raise EngineDead(self._router.quarantined.get(name, f"{name} was quarantined")) from error
-
-    def limit(self, name: str, num_requests: int) -> None:
-        """See `Router.limit`."""
-        self._router.limit(name, num_requests)
-        self._let_in()
-
-    def rest(self, name: str) -> None:
-        """See `Router.rest`."""
-        self._router.rest(name)
-
-    def resume(self, name: str) -> None:
-        """See `Router.resume`."""
-        self._router.resume(name)
-        self._let_in()
-
-    def restore(self, name: str) -> None:
-        """See `Router.restore`."""
-        self._router.restore(name)
-        self._let_in()
-
-    def quarantine(self, name: str, reason: str) -> None:
-        """Sends nothing more to `name`, and ends every stay there."""
-        self._router.quarantine(name, reason)
-        now = asyncio.get_running_loop().time()
-        for limit in self._stays.pop(name, {}):
-            limit.reschedule(now)
-        self._let_in()
-
-    def may_free(self, name: str) -> bool:
-        """Whether everything at `name` may leave now, and nothing may come back there of itself: no group that it
-        serves is between two turns, or waits for its rewards."""
-        guests = self._stays.get(name, {}).values()
-        are_all_here = self._router.groups(name) <= {guest.group_key for guest in guests}
-        return are_all_here and all(guest.may_leave for guest in guests)
-
-    def free(self, name: str) -> None:
-        """Has everything at `name` go on elsewhere, and keeps it empty until there is a new group."""
-        self._router.set_aside(name)
-        for guest in self._stays.get(name, {}).values():
-            guest.leave()
-
-    def forget(self, group_key: str) -> None:
-        """See `Router.forget`."""
-        self._router.forget(group_key)
-
-    def _let_in(self) -> None:
-        """Everyone for whom there is room, oldest first. Nobody takes a place that an older one waits for."""
-        full: set[str] = set()
-        passed: list[tuple[Order, int, _Waiter]] = []
-        while self._waiting:
-            waiter = self._waiting[0][2]
-            home = self._router.home(waiter.group_key)
-            if waiter.replica.done() or self._try(waiter, is_full=home in full):
-                heapq.heappop(self._waiting)
-                continue
-            if home is None:
-                break  # it would take any place
-            full.add(home)
-            passed.append(heapq.heappop(self._waiting))
-        for entry in passed:
-            heapq.heappush(self._waiting, entry)
-
-    def _try(self, waiter: _Waiter, *, is_full: bool) -> bool:
-        """Whether its wait is over, for better or worse."""
-        if is_full:
-            return False
-        try:
-            name = self._router.route(waiter.group_key, waiter.tokens, num_requests=waiter.num_requests)
-        except NoReplica as error:  # it is told to whoever waits, not to whoever made room
-            waiter.replica.set_exception(error)
-            return True
-        if name is not None:
-            waiter.replica.set_result(name)
-        return name is not None

@@ -9,25 +9,32 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from rollout.agent.loop import AgentLoop, SingleTurnLoop
 from rollout.agent.runner import run_episode
 from rollout.agent.trajectory_builder import TrajectoryBuilder
 from rollout.errors import AgentError, BaselineError, RewardError
-from rollout.fleet.engine_monitor import LoadReport, LoadWatch
-from rollout.fleet.generation import EngineClient, GroupContext, GroupGenerator
-from rollout.fleet.scheduler import Router, Turnstile
+from rollout.fleet.adaptive_limit import Concurrency, Demand
+from rollout.fleet.consolidation import Place, replicas_to_free
+from rollout.fleet.generation import GroupContext, GroupGenerator
+from rollout.fleet.scheduler import RequestScheduler
+from rollout.fleet.states import FleetView, WorkerReport
 from rollout.reward.call import RewardResult
 from rollout.types import Group, Prompt, SamplingParams, Trajectory
 
 if TYPE_CHECKING:
+    from rollout.engine.interface import EngineLoad
     from rollout.fleet.adaptive_limit import Bounds
     from rollout.fleet.consolidation import Repacking
+    from rollout.fleet.engine_client import EngineClient
     from rollout.types import RolloutRequest
+
+
+T = TypeVar("T")
 
 
 class Decoder(Protocol):
@@ -36,8 +43,6 @@ class Decoder(Protocol):
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
 
 
-SILENCE_S = 120.0
-"""Longer than any step of a model and whatever is compiled on the way; far shorter than a request's deadline."""
 EVALUATION = -1
 """In the place of a group's id, in the seeds of an evaluation."""
 Score = Callable[[Prompt, str], Awaitable[RewardResult]]
@@ -61,8 +66,6 @@ class WorkerSpec:
     """Of the requests that one replica has from this worker at once; None sends everything at once."""
     repacking: Repacking | None = None
     """When the last requests of a replica move to others; None for never."""
-    silence_timeout_s: float = SILENCE_S
-    """How long a replica may answer nothing, or generate nothing of what it should, before it is given up."""
     greedy_baseline: bool = False
     """Every group gets one more answer, sampled greedily, for the baseline of its advantages."""
     agent: str = ""
@@ -119,16 +122,13 @@ class RolloutWorker:
     ) -> None:
         self._spec = spec
         self._engines: dict[str, EngineClient] = {engine.name: engine for engine in engines}
-        self._turnstile = Turnstile(Router(self._engines))
-        self._evaluations: set[Turnstile] = set()
-        self._watch = LoadWatch(
-            self._engines,
-            self._turnstile,
-            bounds=spec.concurrency,
-            silence_timeout_s=spec.silence_timeout_s,
-            give_up=self.quarantine,
-            repacking=spec.repacking,
-        )
+        self._scheduler = RequestScheduler(self._engines)
+        self._evaluations: set[RequestScheduler] = set()
+        self._incarnations = dict.fromkeys(self._engines, 0)
+        self._num_polls = dict.fromkeys(self._engines, 0)
+        self._limits: dict[str, Concurrency] = {}
+        for name in self._engines:
+            self._reset_limit(name)
         self._tokenizer = tokenizer
         self._score = score
         self._loop = SingleTurnLoop() if loop is None else loop
@@ -143,7 +143,7 @@ class RolloutWorker:
         A sample that ran out of time, or whose loop or reward failed, is `failed` with the reason; the others count.
 
         Raises:
-            NoReplica: all replicas are quarantined.
+            NoReplica: all engines are excluded.
             TimeoutError: every sample ran out of time.
             AgentError: the agent loop brought none of the samples to its end.
             BaselineError: the greedy answer failed.
@@ -164,7 +164,7 @@ class RolloutWorker:
             timeout_s=self._spec.request_timeout_s,
             params_of=params_of,
         )
-        async with GroupGenerator(context, self._engines, self._turnstile) as generator:
+        async with GroupGenerator(context, self._engines, self._scheduler) as generator:
             try:
                 return await self._attempt(item, generator)
             except BaseException:  # a group that nobody waits for any more, too
@@ -173,7 +173,7 @@ class RolloutWorker:
 
     async def _attempt(self, item: RolloutRequest, generator: GroupGenerator) -> Group:
         size = self._spec.group_size
-        answers = await _gather(
+        answers = await gather_or_cancel(
             [
                 self._run_sample(item.prompt, i, self._spec.sampling.max_tokens, generator)
                 for i in range(size + self._spec.greedy_baseline)
@@ -241,8 +241,8 @@ class RolloutWorker:
             timeout_s=self._spec.request_timeout_s,
             params_of=params_of,
         )
-        # A turnstile of its own: training's limits, and that the replica rests for training, do not concern it.
-        turnstile = Turnstile(Router([engine]))
+        # A scheduler of its own: training's limits, and that the replica rests for training, do not concern it.
+        scheduler = RequestScheduler([engine])
         # Without `judges` all rewards would wait in the queue that they share with training, whose time runs.
         room, judges = asyncio.Semaphore(self._spec.evaluation_window), self._queues_for_judges()
 
@@ -252,12 +252,12 @@ class RolloutWorker:
             async with await judges(prompt):
                 return await self._judge(prompt, trajectory)
 
-        self._evaluations.add(turnstile)
+        self._evaluations.add(scheduler)
         try:
-            async with GroupGenerator(context, {engine: self._engines[engine]}, turnstile) as generator:
-                return await _gather([run(number, prompt) for number, prompt in asked.items()])
+            async with GroupGenerator(context, {engine: self._engines[engine]}, scheduler) as generator:
+                return await gather_or_cancel([run(number, prompt) for number, prompt in asked.items()])
         finally:
-            self._evaluations.discard(turnstile)
+            self._evaluations.discard(scheduler)
 
     def _queues_for_judges(self) -> Callable[[Prompt], Awaitable[asyncio.Semaphore]]:
         """Prompt -> the queue for its reward, in one evaluation."""
@@ -276,44 +276,86 @@ class RolloutWorker:
         if close := getattr(self._loop, "close", None):
             await close()
 
-    def quarantine(self, name: str, reason: str) -> None:
-        """Sends nothing more to this replica. What runs there goes on elsewhere, from what it has; an evaluation there
-        fails with `NoReplica`."""
-        for turnstile in (self._turnstile, *self._evaluations):
-            if name in turnstile.router.num_requests:
-                turnstile.quarantine(name, reason)
+    def update(self, view: FleetView, new_engines: Mapping[str, EngineClient]) -> WorkerReport:
+        """Follow the driver's view of the engines, and report.
 
-    def rest(self, name: str) -> None:
-        """Sends nothing new to this replica until `resume`. What runs there goes on."""
-        self._turnstile.rest(name)
+        What runs on an engine that is lost continues elsewhere, from what it has; an evaluation there fails with
+        `NoReplica`. A pinned one gets nothing new of training. Limits adapt to loads that have not been seen before.
 
-    def resume(self, name: str) -> None:
-        """Ends a rest; a quarantine stays."""
-        self._turnstile.resume(name)
+        Args:
+            new_engines: clients of the engines that took the places of others.
+        """
+        is_polled = False
+        for name, engine in view.engines.items():
+            if name in new_engines and engine.incarnation > self._incarnations[name]:
+                self._engines[name], self._incarnations[name] = new_engines[name], engine.incarnation
+                self._num_polls[name] = 0
+                self._reset_limit(name)
+                self._scheduler.readmit(name)
+            if engine.state not in ("live", "pinned"):
+                self._exclude(name, engine.reason)
+            elif engine.state == "pinned":
+                self._scheduler.pin(name)
+            else:
+                self._scheduler.unpin(name)
+            if engine.num_polls > self._num_polls[name]:
+                self._num_polls[name], is_polled = engine.num_polls, True
+                self._adapt(name, engine.load)
+        if is_polled and self._spec.repacking is not None and not self._scheduler.num_queued:
+            self._consolidate(view, self._spec.repacking)
+        return self.report()
 
-    def replace(self, engine: EngineClient) -> None:
-        """A new engine, which has the live weights, takes the place of the one with its name from now on."""
-        self._engines[engine.name] = engine
-        self._watch.start_over(engine.name)
-        self._turnstile.restore(engine.name)
+    def report(self) -> WorkerReport:
+        """The engines as this worker sees them."""
+        scheduler = self._scheduler
+        return WorkerReport(
+            limits=scheduler.limits,
+            in_flight=scheduler.num_requests,
+            num_queued=scheduler.num_queued,
+            migrated_requests=scheduler.migrated.num_requests,
+            migrated_tokens=scheduler.migrated.num_tokens,
+            recovered_requests=scheduler.recovered.num_requests,
+            recovered_tokens=scheduler.recovered.num_tokens,
+            lost_tokens=self._num_lost_tokens,
+            lost_engines={n: (self._incarnations[n], reason) for n, reason in scheduler.excluded.items()},
+        )
 
-    async def watch_loads(self) -> None:
-        """Adapts the limits of the replicas to what they say of themselves; see `LoadWatch.run`."""
-        await self._watch.run()
+    def _exclude(self, name: str, reason: str) -> None:
+        for scheduler in (self._scheduler, *self._evaluations):
+            if name in scheduler.num_requests and name not in scheduler.excluded:
+                scheduler.exclude(name, reason)
 
-    def loads(self) -> LoadReport:
-        """The replicas as this worker sees them."""
-        return replace(self._watch.report(), lost_tokens=self._num_lost_tokens)
+    def _reset_limit(self, name: str) -> None:
+        """What was learned about the engine before is forgotten."""
+        if self._spec.concurrency is not None:
+            self._limits[name] = Concurrency.start(self._spec.concurrency)
+            self._scheduler.limit(name, self._limits[name].limit)
 
-    @property
-    def quarantined(self) -> dict[str, str]:
-        """Replica to reason."""
-        return self._turnstile.router.quarantined
+    def _adapt(self, name: str, load: EngineLoad | None) -> None:
+        if load is None or name not in self._limits:
+            return
+        demand = Demand(in_flight=self._scheduler.num_requests[name], held=self._scheduler.num_queued)
+        self._limits[name] = self._limits[name].next(load, demand)
+        self._scheduler.limit(name, self._limits[name].limit)
 
-    @property
-    def outstanding_tokens(self) -> dict[str, int]:
-        """Replica to tokens that this worker has sent there and that have not come back."""
-        return self._turnstile.router.outstanding_tokens
+    def _consolidate(self, view: FleetView, rule: Repacking) -> None:
+        """Among the engines that take requests and answered the last poll."""
+        scheduler, places = self._scheduler, dict[str, Place]()
+        for name in scheduler.in_service:
+            load, own = view.engines[name].load, scheduler.num_requests[name]
+            if load is None:
+                continue
+            running = max(own, load.running + load.waiting)
+            places[name] = Place(
+                running=running,
+                own=own,
+                limit=scheduler.limits.get(name),
+                is_queueing=load.waiting > 0,
+                kv_frac=load.kv_usage_frac,
+                may_leave=running < rule.below and scheduler.may_drain(name),
+            )
+        for name in replicas_to_free(places, rule):
+            scheduler.drain(name)
 
     async def _run_sample(
         self, prompt: Prompt, sample_index: int, max_tokens: int, generator: GroupGenerator
@@ -374,9 +416,9 @@ def derive_seed(run_seed: int, *parts: str | int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") % 2**31
 
 
-async def _gather(coroutines: Sequence[Coroutine[Any, Any, Trajectory]]) -> list[Trajectory]:
-    """All results in order. The first error ends the others, and is the one that is raised."""
-    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+async def gather_or_cancel(awaitables: Iterable[Awaitable[T]]) -> list[T]:
+    """All results in order. The first error cancels the others, and is the one that is raised."""
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
         return await asyncio.gather(*tasks)
     finally:

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayActorError
 
+from rollout.fleet.states import EngineView, FleetView
 from rollout.worker.group_server import GroupServer
+from trainer.driver.fleet import Fleet
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+    from rollout.fleet.states import EngineState, WorkerReport
+    from rollout.types import Trajectory
+    from rollout.worker.worker import RolloutWorker
 
 
 class Ref:
@@ -89,3 +99,46 @@ class ServesGroups:
 
     async def ended(self) -> Any:
         return await self.server.ended()
+
+
+class ServedWorker(ServesGroups):
+    """A rollout worker as its actor serves it. New engines are `LocalActor`s of clients."""
+
+    def __init__(self, worker: RolloutWorker) -> None:
+        super().__init__()
+        self.worker = worker
+
+    async def run_group(self, item: Any) -> Any:
+        return await self.worker.run_group(item)
+
+    async def update(self, view: FleetView) -> WorkerReport:
+        return self.worker.update(view, {name: actor.target for name, actor in view.handles.items()})
+
+    async def evaluate(self, prompts: Any, params: Any, engine: str, numbers: Sequence[int]) -> list[Trajectory]:
+        return await self.worker.evaluate(prompts, params, engine=engine, numbers=numbers)
+
+
+def view_of(*, incarnation: int = 0, **states: EngineState) -> FleetView:
+    """Engines by state; those that are lost are so for weight sync."""
+    engines = {
+        name: EngineView(incarnation=incarnation, state=state, reason="weight sync: dead" * (state == "lost"))
+        for name, state in states.items()
+    }
+    return FleetView(epoch=1, engines=engines, handles={})
+
+
+@contextlib.asynccontextmanager
+async def watched(worker: RolloutWorker, *engines: Any, **settings: Any) -> AsyncIterator[Fleet]:
+    """The fleet of this worker and these engines, under its watch."""
+    fleet = Fleet(
+        {engine.name: LocalActor(engine) for engine in engines},
+        [LocalActor(ServedWorker(worker))],
+        **({"group_timeout_s": 1e6} | settings),
+    )
+    watch = asyncio.create_task(fleet.watch(needs_groups=lambda: False, needs_engines=lambda: True))
+    try:
+        yield fleet
+        assert not watch.done()
+    finally:
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)

@@ -34,8 +34,8 @@ from trainer.config.schema import (
 from trainer.driver import loops
 from trainer.driver.checkpointing import Checkpointer
 from trainer.driver.datasets import HeldOut
+from trainer.driver.engine_monitor import EngineIdleMeter
 from trainer.driver.evaluation import Evaluator
-from trainer.driver.fleet import IdleEngines
 from trainer.driver.loops import evaluate_at_start
 from trainer.driver.run import Driver
 from trainer.driver.supervise import Supervisor
@@ -149,7 +149,7 @@ class World:
     num_generating: int = 0
     frozen: asyncio.Lock = field(default_factory=asyncio.Lock)
     load_record: dict[str, float] = field(default_factory=dict)
-    idle_engines: IdleEngines = field(default_factory=IdleEngines)
+    idle_engines: EngineIdleMeter = field(default_factory=EngineIdleMeter)
     lost_engines: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -163,7 +163,7 @@ class World:
     def numbers(self, what: str) -> list[int]:
         return [number for _, name, number in self.events if name == what]
 
-    # as WorkerPool
+    # as Fleet
     async def run_group(self, item: RolloutRequest) -> Group:
         first = self.live
         self.note("generate", item.group_id)
@@ -194,6 +194,9 @@ class World:
 
     def close(self) -> None:
         """Nothing is under way here after the loops."""
+
+    def exclude_lost_engines(self) -> None:
+        """None is lost here."""
 
     # as LearnerGroup
     async def train_step(self, batch: TrainBatch) -> StepResult:
@@ -386,8 +389,5 @@ class ScriptedDriver(Driver):
 
     def _parts(self, *_: Any, supervisor: Any, **_keys: Any) -> Any:
         self._scripted.supervisor = supervisor
-        self._scripted.world.watch_loads = self._watch_loads  # type: ignore[attr-defined]
+        self._scripted.world.watch = lambda **_: self._watch_loads()  # type: ignore[attr-defined]
         return self._scripted.parts()
-
-    def _keeper(self, *_: Any) -> Any:
-        return type("Keeper", (), {"run": forever})()

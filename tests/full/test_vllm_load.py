@@ -14,6 +14,7 @@ from rollout.fleet.adaptive_limit import Bounds
 from rollout.reward.call import RewardResult
 from rollout.types import Prompt, RolloutRequest, SamplingParams
 from rollout.worker.worker import RolloutWorker, WorkerSpec
+from tests.fakes.local_actor import watched
 from tests.integration.test_vllm_engine import make_spec, model_dir, random_prompt  # noqa: F401 - a fixture
 
 if TYPE_CHECKING:
@@ -91,20 +92,19 @@ async def adaptive_concurrency_keeps_what_runs_in_the_cache(engine: VllmEngine) 
         def decode(self, _token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
             return "" if skip_special_tokens else "?"
 
-    worker = RolloutWorker(spec, [InProcess(engine)], tokenizer=Silent(), score=score)
-    watch = asyncio.create_task(worker.watch_loads())
+    client = InProcess(engine)
+    worker = RolloutWorker(spec, [client], tokenizer=Silent(), score=score)
     prompts = [Prompt(prompt_id=f"p{i}", token_ids=random_prompt(i), text="", answer="") for i in range(6)]
     items = [RolloutRequest(group_id=i, prompt=prompt, start_version=0) for i, prompt in enumerate(prompts)]
     groups = [asyncio.create_task(worker.run_group(item)) for item in items]
-    most_held, lowest = 0, 4
-    async with asyncio.timeout(300):
+    most_queued, lowest = 0, 4
+    async with watched(worker, client), asyncio.timeout(300):
         while not all(group.done() for group in groups):
             await asyncio.sleep(0.05)
-            report = worker.loads()
-            most_held, lowest = max(most_held, report.held), min(lowest, report.replicas["e0"].limit or lowest)
-    watch.cancel()
+            report = worker.report()
+            most_queued, lowest = max(most_queued, report.num_queued), min(lowest, report.limits["e0"])
     assert {t.num_generated_tokens for group in groups for t in group.result().trajectories} == {1500}
-    assert most_held == 2, "what is above the limit waits outside, oldest group first"
+    assert most_queued == 2, "what is above the limit waits outside, oldest group first"
     assert lowest < 4
 
 

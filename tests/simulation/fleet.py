@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from tests.simulation.world import LocalWorker
     from trainer.data.batch import TrainBatch
-    from trainer.driver.fleet import WorkerPool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,9 +127,8 @@ class Fleet:
             seconds={"forward": 0.3, "backward": 0.5, "optimizer": 0.2, "step": 1.0},
         )
 
-    async def restart(self, name: str, pool: WorkerPool) -> int | None:
-        """As `compose.replace_engine`: the old engine ends, a new one joins with the newest weights."""
-        await pool.quarantine(name, "it is started again")
+    async def restart(self, name: str) -> int | None:
+        """As `actors.replace_engine`: the old engine ends, a new one joins with the newest weights."""
         self.replicas[name].die("it is being replaced")
         await asyncio.sleep(self.plan.restart_s)
         assert not self.is_learner_here, f"{name} starts where the learner is"
@@ -141,7 +139,6 @@ class Fleet:
         assert version == replica.version
         self.replicas[name] = replica
         self.num_restarts[name] += 1
-        await pool.replace(name, replica)
         return version
 
     async def lose_replicas(self) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.fakes.scripted_replica import Workload
 from tests.simulation.fleet import Plan
 from tests.simulation.test_control_plane import check_promises, check_tables, play, quiet
-from trainer.driver.engine_restarts import NoEngine
+from trainer.driver.fleet import AllEnginesLost
 
 __all__ = ["quiet"]
 
@@ -28,11 +28,11 @@ def test_a_run_that_loses_all_its_engines_waits_for_them_and_loses_no_group(num_
     check_promises(run)
     assert run.fleet.num_lost["all"] >= 3
     assert run.buffer.stats().retried == 0, "a group was charged with it"
-    assert run.keeper.num_restarts >= 2 * num_replicas
+    assert run.fleet.num_restarts.total() >= 2 * num_replicas
 
 
 def test_a_run_whose_engines_do_not_come_back_ends_with_the_reason() -> None:
-    with pytest.raises(NoEngine, match=r"no engine is left, and each had its 2 restarts"):
+    with pytest.raises(AllEnginesLost, match=r"no engine is left, and each had its 2 restarts"):
         play(plan_with(num_replicas=1, death_every_s=5.0, all_die_frac=1.0, max_restarts=2))
 
 

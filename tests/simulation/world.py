@@ -1,4 +1,4 @@
-"""A run in virtual time: the real loops, buffer, worker pool, rollout worker, dispatch, router, keeper and batcher
+"""A run in virtual time: the real loops, buffer, fleet, rollout worker, generation, scheduler and batcher
 around scripted replicas, learner and weight sync.
 
     Plan, Fleet (fleet.py)  ->  Simulation (the run)  ->  Books (books.py: what became of every group)
@@ -27,17 +27,14 @@ from rollout.prompts.prompt_source import PromptSource
 from rollout.reward.call import RewardResult
 from rollout.types import SamplingParams
 from rollout.worker.worker import RolloutWorker, WorkerSpec
-from tests.fakes.local_actor import LocalActor, Ref, ServesGroups
+from tests.fakes.local_actor import LocalActor, Ref, ServedWorker
 from tests.fakes.scripted_run import InlineExecutor, config, held_out, prompt_set
 from tests.simulation.books import Books
 from tests.simulation.fleet import Fleet, Plan
 from trainer.driver import fleet as workers
 from trainer.driver import loops
 from trainer.driver.checkpointing import Checkpointer, RunState
-from trainer.driver.engine_restarts import EngineKeeper
 from trainer.driver.evaluation import Evaluator, leased
-from trainer.driver.evaluation import members as members_of
-from trainer.driver.fleet import WorkerPool
 from trainer.driver.loops import evaluate_at_start
 from trainer.driver.supervise import Supervisor
 from trainer.driver.weight_updates import OwnDevices, SharedDevices, SyncPump
@@ -52,9 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from rollout.fleet.engine_monitor import LoadReport
     from rollout.types import Group, Prompt, RolloutRequest, Trajectory
-    from tests.fakes.scripted_replica import ScriptedReplica
     from trainer.config.schema import RunConfig
     from weight_sync.types import SyncReport
 
@@ -65,7 +60,7 @@ HELD_OUT = 5
 
 
 class LocalWorker(LocalActor):
-    """A rollout worker as `WorkerPool` sees an actor."""
+    """A rollout worker as `Fleet` sees an actor."""
 
     def __init__(self, worker: RolloutWorker, books: Books) -> None:
         self.served = _Served(worker, books)
@@ -80,34 +75,14 @@ class LocalWorker(LocalActor):
         return self.served.worker
 
 
-class _Served(ServesGroups):
+class _Served(ServedWorker):
     def __init__(self, worker: RolloutWorker, books: Books) -> None:
-        super().__init__()
-        self.worker, self._books = worker, books
+        super().__init__(worker)
+        self._books = books
 
     async def run_group(self, item: RolloutRequest) -> Group:
         self._books.on_attempt(item)
-        return await self.worker.run_group(item)
-
-    async def quarantine(self, name: str, reason: str) -> None:
-        self.worker.quarantine(name, reason)
-
-    async def replace(self, _name: str, engine: ScriptedReplica) -> None:
-        self.worker.replace(engine)
-
-    async def rest(self, name: str) -> None:
-        self.worker.rest(name)
-
-    async def resume(self, name: str) -> None:
-        self.worker.resume(name)
-
-    async def evaluate(
-        self, prompts: Sequence[Prompt], params: SamplingParams, engine: str, numbers: Sequence[int]
-    ) -> list[Trajectory]:
-        return await self.worker.evaluate(prompts, params, engine=engine, numbers=numbers)
-
-    async def loads(self) -> LoadReport:
-        return self.worker.loads()
+        return await super().run_group(item)
 
 
 class _Engines(Mapping[str, LocalActor]):
@@ -157,19 +132,15 @@ class Simulation:
         self.fleet = Fleet(self.plan)
         self.devices = self._devices()
         self.workers = [LocalWorker(self._worker(index, clock), self.books) for index in range(self.plan.num_workers)]
-        self.keeper = EngineKeeper(
-            lambda: {**self.fleet.states, **self.pool.lost_engines},
-            self._restart_engine,
-            max_restarts=self.plan.max_restarts,
-            is_over=lambda: self.parts.is_trained,
-            clock=clock,
-        )
-        self.pool = WorkerPool(
+        self.pool = workers.Fleet(
+            _Engines(self.fleet),
             self.workers,
             group_timeout_s=2 * REQUEST_TIMEOUT_S,
-            restart=self._restart_worker,
-            max_restarts=1_000_000,
-            await_engine=self.keeper.wait,
+            max_engine_restarts=self.plan.max_restarts,
+            max_worker_restarts=1_000_000,
+            restart_engine=self._restart_engine,
+            restart_worker=self._restart_worker,
+            sync_states=lambda: self.fleet.states,
         )
         self.buffer = RolloutBuffer(
             groups_per_step=self.plan.groups_per_step,
@@ -194,12 +165,11 @@ class Simulation:
     async def _run_loops(self, parts: loops.Parts, supervisor: Supervisor) -> None:
         await evaluate_at_start(parts, supervisor)
         loops.start(parts, supervisor)
-        if self.plan.most_requests or self.plan.repack_below:
-            for local in self.workers:
-                supervisor.spawn(local.worker.watch_loads(), name="load_watch")
-        if self.plan.death_every_s or self.plan.worker_death_every_s or self.plan.failed_pull_frac:
-            supervisor.spawn(self.keeper.run(), name="engine_keeper")
-            supervisor.spawn(loops.watch_workers(parts), name="pool_watch", may_end=True)
+        plan = self.plan
+        losses = plan.death_every_s or plan.worker_death_every_s or plan.failed_pull_frac
+        if losses or plan.most_requests or plan.repack_below:  # else there is nothing to watch, and polls cost time
+            watch = self.pool.watch(needs_groups=lambda: parts.needs_groups, needs_engines=lambda: not parts.is_trained)
+            supervisor.spawn(watch, name="fleet")
         if self.plan.death_every_s:
             supervisor.spawn(self.fleet.lose_replicas(), name="losses")
         if self.plan.worker_death_every_s:
@@ -266,9 +236,9 @@ class Simulation:
             clock=asyncio.get_running_loop().time,
         )
 
-    async def _restart_engine(self, name: str) -> int | None:
+    async def _restart_engine(self, name: str, _number: int) -> int | None:
         async with self.devices.engines_turn():
-            return await self.fleet.restart(name, self.pool)
+            return await self.fleet.restart(name)
 
     async def _restart_worker(self, index: int, _number: int) -> LocalWorker:
         await asyncio.sleep(self.plan.restart_s)
@@ -288,24 +258,25 @@ class Simulation:
                 for name, version in fleet.coordinator.live_versions.items()
                 if fleet.states[name] == "live" and (version is None or version < report.version)
             }
+            self.pool.exclude_lost_engines()
             for name in behind:  # leased to an evaluation, or lost and on its way to be replaced
-                standing = self.pool._standings[name]
-                assert standing.is_resting or standing.quarantine, f"{behind}, and {name} gets requests of training"
-            for name, member in fleet.states.items():
-                if member != "live":
-                    await self.pool.quarantine(name, f"weight sync: {member}")
+                assert not self.pool.takes_training(name), f"{behind}, and {name} gets requests of training"
             await loops.on_live(parts, supervisor, report)
             self._look(parts)
 
         self.pump = pump = SyncPump(
-            self.devices, on_live=on_live, tracer=self.telemetry.tracer, first=live, await_engine=self.keeper.wait
+            self.devices,
+            on_live=on_live,
+            tracer=self.telemetry.tracer,
+            first=live,
+            await_engine=self.pool.wait_for_engine,
         )
         evaluator = Evaluator(
             cfg,
             held_out(cfg, HELD_OUT if self.plan.eval_every else 0),
             freeze=partial(leased, coordinator=fleet.coordinator, workers=self.pool),
             generate=self._evaluate,
-            members=partial(members_of, fleet.coordinator, self.pool),
+            members=self.pool.engine_states,
         )
         checkpointer = Checkpointer(
             cfg, self.telemetry, learner=anything, buffer=self.buffer, source=source, state=state
@@ -339,9 +310,9 @@ class Simulation:
         sizes |= {"tasks": len(asyncio.all_tasks()), "calls at workers": sum(len(w.tasks) for w in self.workers)}
         sizes["streams"] = sum(replica.num_streams for replica in self.fleet.replicas.values())
         for index, (local, place) in enumerate(zip(self.workers, self.pool._workers, strict=True)):
-            turnstile = local.worker._turnstile
-            holders = {"router": turnstile, "routes": turnstile.router, "server": local.served.server}
-            for holder, thing in (holders | ({"calls": place.calls} if place.calls is not None else {})).items():
+            scheduler = local.worker._scheduler
+            holders = {"scheduler": scheduler, "server": local.served.server}
+            for holder, thing in (holders | ({"calls": place.client} if place.client is not None else {})).items():
                 for name, value in vars(thing).items():
                     if isinstance(value, Sized):
                         sizes[f"{holder} {index}.{name}"] = len(value)

@@ -24,26 +24,26 @@ from rollout.reward.process import LOAD_TIMEOUT_S
 from rollout.reward.registry import BUILTIN_REWARDS, lookup
 from rollout.types import SamplingParams
 from rollout.worker.actor import rollout_worker_actor
-from rollout.worker.worker import WorkerSpec, derive_seed
+from rollout.worker.worker import WorkerSpec, derive_seed, gather_or_cancel
 from trainer.builtin import tiny_model
 from trainer.config.algorithm import traits_of
 from trainer.config.schema import with_model_paths
 from trainer.driver.cluster import actor_options
 from trainer.driver.datasets import training_source
-from trainer.driver.fleet import WorkerPool
+from trainer.driver.fleet import Fleet
 from trainer.driver.inputs import with_model_directory
 from trainer.driver.placement import RESTARTED, ranks_beside, shared_visibility
-from trainer.driver.weight_updates import OwnDevices, SharedDevices, no_engine_returns
+from trainer.driver.weight_updates import OwnDevices, SharedDevices
 from trainer.errors import first_cause, one_line
 from trainer.learner.actor import learner_actor
 from trainer.learner.group import LearnerGroup
-from trainer.remote import EngineReplica, answer, started
+from trainer.remote import EngineReplica, call, start_actor
 from weight_sync.coordinator import SyncCoordinator, SyncOptions
 from weight_sync.device import merge_env
 from weight_sync.vllm_compat import EXTENSION
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from rollout.engine.interface import SleepLevel
     from rollout.prompts.prompt_source import PromptSource
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from trainer.driver.checkpointing import Resumed
     from trainer.driver.inputs import Inputs
     from trainer.driver.placement import Placement
-    from trainer.driver.weight_updates import AwaitEngine
     from trainer.telemetry.console import Progress
     from trainer.telemetry.trace import Tracer
     from weight_sync.device.base import Backend, Role
@@ -81,8 +80,8 @@ class Actors:
 
 async def _end(actor: Any, name: str, *, timeout_s: float) -> None:
     try:
-        do = "it is killed; trainer.shutdown_timeout_s gives it longer"
-        await answer(actor.close.remote(), timeout_s=timeout_s, who=name, call="close", do=do)
+        hint = "killing it; increase trainer.shutdown_timeout_s to allow a longer shutdown"
+        await call(actor.close.remote(), timeout_s=timeout_s, who=name, what="close", hint=hint)
     finally:
         ray.kill(actor)
 
@@ -134,31 +133,21 @@ def new_engine(cfg: RunConfig, placement: Placement, backend: Backend, *, name: 
 
 
 async def replace_engine(
-    name: str,
-    make: Callable[[], Any],
-    *,
-    engines: dict[str, Any],
-    coordinator: SyncCoordinator,
-    workers: WorkerPool,
-    timeout_s: float,
+    name: str, new: Any, *, engines: dict[str, Any], coordinator: SyncCoordinator, timeout_s: float
 ) -> int | None:
-    """End the engine `name` for good and put a new one in its place, with the newest weights; returns their version.
+    """End the engine `name` for good and put `new` in its place, with the newest weights; returns their version.
 
     Raises:
         WeightSyncError, TimeoutError, RayError: the new engine did not start, or did not get the weights.
     """
-    # Also for a rollout worker that comes meanwhile: until it has joined, the new engine holds no weights.
-    await workers.quarantine(name, "it is started again")
     ray.kill(engines[name])
-    engines[name] = make()
+    engines[name] = new
     try:
-        await started(engines[name], name, timeout_s=timeout_s)
-        version = await coordinator.join(EngineReplica(name, engines[name]))
+        await start_actor(new, name, timeout_s=timeout_s)
+        return await coordinator.join(EngineReplica(name, new))
     except BaseException:
-        ray.kill(engines[name])  # it would keep its device memory
+        ray.kill(new)  # it would keep its device memory
         raise
-    await workers.replace(name, engines[name])
-    return version
 
 
 def with_workers(cfg: RunConfig, placement: Placement, actors: Actors) -> Actors:
@@ -225,33 +214,55 @@ def make_source(cfg: RunConfig, inputs: Inputs, resumed: Resumed | None) -> Prom
     return source
 
 
-def make_pool(
-    cfg: RunConfig, placement: Placement, actors: Actors, await_engine: AwaitEngine = no_engine_returns
-) -> WorkerPool:
-    """The rollout workers; those that are lost are started again."""
+def group_timeout_s(cfg: RunConfig) -> float:
+    """Longest time that a rollout worker bounds itself for one group: generation, then the queue of the rewards, the
+    start of a process, and the call."""
     reward = cfg.task.reward
     generation_s = cfg.task.agent_timeout_s if cfg.task.agent else cfg.rollout.request_timeout_s
-    reward_s = reward.queue_timeout_s + LOAD_TIMEOUT_S + reward.timeout_s
+    return generation_s + reward.queue_timeout_s + LOAD_TIMEOUT_S + reward.timeout_s
 
-    async def restart(index: int, number: int) -> Any:
-        # Ray frees a name some time after its actor's death, so every worker has one of its own.
+
+def make_fleet(
+    cfg: RunConfig,
+    placement: Placement,
+    backend: Backend,
+    actors: Actors,
+    coordinator: SyncCoordinator,
+    devices: OwnDevices,
+    live_version: Callable[[], int],
+) -> Fleet:
+    """Engines and rollout workers; those that are lost are started again.
+
+    Ray frees a name some time after its actor's death, so every actor has one of its own.
+    """
+    timeout_s = cfg.trainer.startup_timeout_s
+
+    async def restart_worker(index: int, number: int) -> Any:
         name = f"rollout_worker_{index}{RESTARTED}{number}"
         actors.workers[index] = actor = new_worker(cfg, placement, actors.engines, index=index, name=name)
         try:
-            await started(actor, name, timeout_s=cfg.trainer.startup_timeout_s)
+            await start_actor(actor, name, timeout_s=timeout_s)
         except BaseException:
             ray.kill(actor)
             raise
         return actor
 
-    return WorkerPool(
+    async def restart_engine(name: str, number: int) -> int | None:
+        async with devices.engines_turn():
+            actor_name = f"{name}{RESTARTED}{number}"
+            new = new_engine(cfg, placement, backend, name=actor_name, version=live_version())
+            return await replace_engine(name, new, engines=actors.engines, coordinator=coordinator, timeout_s=timeout_s)
+
+    return Fleet(
+        actors.engines,
         actors.workers,
-        group_timeout_s=generation_s + reward_s,
-        # Half: an engine seems to wait for a worker that does not read its stream, and would look silent with it.
-        silence_timeout_s=cfg.rollout.silence_timeout_s / 2,
-        restart=restart,
-        max_restarts=cfg.rollout.max_worker_restarts,
-        await_engine=await_engine,
+        group_timeout_s=group_timeout_s(cfg),
+        silence_timeout_s=cfg.rollout.silence_timeout_s,
+        max_engine_restarts=cfg.rollout.max_engine_restarts,
+        max_worker_restarts=cfg.rollout.max_worker_restarts,
+        restart_engine=restart_engine,
+        restart_worker=restart_worker,
+        sync_states=lambda: coordinator.members,
     )
 
 
@@ -352,7 +363,6 @@ def worker_spec(cfg: RunConfig) -> WorkerSpec:
         evaluation_window=most_at_once(rollout),
         concurrency=concurrency_of(rollout),
         repacking=repacking_of(rollout),
-        silence_timeout_s=rollout.silence_timeout_s,
         greedy_baseline=traits_of(cfg.algorithm).greedy_baseline,
         agent=task.agent,
         agent_args=task.agent_args,
@@ -407,24 +417,24 @@ async def start_actors(cfg: RunConfig, actors: Actors, resumed: Resumed | None, 
         _tell("learner", begin_s, stages, tracer)
 
     async def engine(name: str, actor: Any) -> None:
-        info = await started(actor, name, timeout_s=limit_s)
+        info = await start_actor(actor, name, timeout_s=limit_s)
         _tell(name, begin_s, info.startup_s, tracer)
 
     async def engines() -> None:
         if cfg.mode.shares_devices:
             await learner_ready
             await actors.learner.offload()
-        await _all_or_first_failure(engine(name, actor) for name, actor in actors.engines.items())
+        await gather_or_cancel(engine(name, actor) for name, actor in actors.engines.items())
 
     async def worker(name: str, actor: Any) -> None:
-        await started(actor, name, timeout_s=limit_s)
+        await start_actor(actor, name, timeout_s=limit_s)
         _tell(name, begin_s, {}, tracer)
 
     try:
         async with asyncio.timeout(limit_s):
             learner_ready = asyncio.ensure_future(learner())
             workers = [worker(f"rollout_worker_{i}", actor) for i, actor in enumerate(actors.workers)]
-            await _all_or_first_failure([learner_ready, engines(), *workers])
+            await gather_or_cancel([learner_ready, engines(), *workers])
     except TimeoutError as error:
         raise TimeoutError(
             f"not all actors were ready within trainer.startup_timeout_s={limit_s:g}; raise it if they were still "
@@ -450,17 +460,6 @@ def _tell(name: str, begin_s: float, stages: Mapping[str, float], tracer: Tracer
     tracer.add_span(TRACK, name, start_s=begin_s, end_s=end_s, overlapping=True, **stages)
     parts = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in stages.items())
     log.info("%s is ready after %.1f s%s", name, end_s - begin_s, f" ({parts})" if parts else "")
-
-
-async def _all_or_first_failure(starts: Iterable[Awaitable[Any]]) -> None:
-    """Wait for all; the first failure is raised, and the others are no longer waited for."""
-    tasks = [asyncio.ensure_future(start) for start in starts]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def for_actors(cfg: RunConfig) -> RunConfig:

@@ -27,6 +27,7 @@ import numpy as np
 
 from rollout.fleet.scheduler import NoReplica
 from rollout.types import Prompt, SamplingParams, Trajectory
+from rollout.worker.worker import gather_or_cancel
 from trainer.driver.checkpointing import Evaluation
 from trainer.driver.step_metrics import evaluation_numbers
 from trainer.errors import first_cause, one_line
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
     from trainer.config.schema import RunConfig, TrainerConfig
     from trainer.driver.datasets import HeldOut
-    from trainer.driver.fleet import WorkerPool
+    from trainer.driver.fleet import Fleet
     from trainer.telemetry.session import Telemetry
     from weight_sync.coordinator import SyncCoordinator
 
@@ -448,13 +449,7 @@ class Evaluator:
 
     async def _gather(self, one: _Running, shares: Mapping[str, Sequence[int]]) -> list[Trajectory]:
         """The answers of all replicas, put in order. The first that fails ends the others."""
-        tasks = [asyncio.create_task(self._ask(one, name, numbers)) for name, numbers in shares.items()]
-        try:
-            answers = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        answers = await gather_or_cancel(self._ask(one, name, numbers) for name, numbers in shares.items())
         by_number = {
             number: answer
             for numbers, share in zip(shares.values(), answers, strict=True)
@@ -481,14 +476,9 @@ def deal(num_answers: Sequence[int], num_replicas: int) -> list[list[int]]:
     return shares
 
 
-def members(coordinator: SyncCoordinator, workers: WorkerPool) -> dict[str, str]:
-    """replica -> "live", or how it was lost; those that only the workers know of, too."""
-    return {**coordinator.members, **workers.lost_engines}
-
-
 @contextlib.asynccontextmanager
 async def leased(
-    names: Sequence[str], *, coordinator: SyncCoordinator, workers: WorkerPool
+    names: Sequence[str], *, coordinator: SyncCoordinator, workers: Fleet
 ) -> AsyncIterator[Mapping[str, int | None]]:
     """Keep replicas at their versions for an evaluation, as the module says. Yields these versions."""
     if len(names) > 1:
@@ -496,24 +486,22 @@ async def leased(
             yield {name: await stack.enter_async_context(coordinator.freeze(name)) for name in names}
         return
     (name,) = names
-    is_resting = False
+    is_pinned = False
 
-    async def rest() -> None:
-        nonlocal is_resting
-        if not is_resting:
-            is_resting = True
-            await workers.rest(name)
+    async def pin() -> None:
+        nonlocal is_pinned
+        if not is_pinned:
+            is_pinned = True
+            await workers.pin(name)
 
-    if list(members(coordinator, workers).values()).count("live") > 1:
-        await rest()
+    if list(workers.engine_states().values()).count("live") > 1:
+        await pin()
     try:
-        async with coordinator.lease(name, before_passed=rest) as version:
+        async with coordinator.lease(name, before_passed=pin) as version:
             yield {name: version}
     finally:
-        # One that did not catch up stays out; whoever restarts it lets it in again. What a worker has given up it sends
-        # nothing to anyway, and its successor may think otherwise.
-        if is_resting and coordinator.members.get(name) == "live":
-            await workers.resume(name)
+        if is_pinned:
+            workers.unpin(name)
 
 
 def check_one_version(trajectories: Sequence[Trajectory], version: int) -> None:

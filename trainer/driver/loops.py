@@ -22,7 +22,6 @@ from trainer.algorithms.group_filter import GroupFilterError, own_group_filter
 from trainer.data.batch import TrainBatch
 from trainer.data.build import build_train_batch
 from trainer.driver.evaluation import EvaluationFailed, keep_answers
-from trainer.driver.fleet import NoWorker
 from trainer.driver.step_metrics import (
     DataWait,
     GroupFlow,
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
     from trainer.config.schema import RunConfig
     from trainer.driver.checkpointing import Checkpointer, RunState
     from trainer.driver.evaluation import Evaluator
-    from trainer.driver.fleet import WorkerPool
+    from trainer.driver.fleet import Fleet
     from trainer.driver.supervise import Supervisor
     from trainer.driver.weight_updates import OwnDevices, SyncPump
     from trainer.learner.group import LearnerGroup
@@ -233,7 +232,7 @@ class Parts:
     telemetry: Telemetry
     source: PromptSource
     buffer: RolloutBuffer
-    workers: WorkerPool
+    workers: Fleet
     learner: LearnerGroup
     pump: SyncPump
     devices: OwnDevices
@@ -280,18 +279,6 @@ async def _while_needed(parts: Parts, loop: Coroutine[Any, Any, None]) -> None:
         if not isinstance(first_cause(error), BufferClosed):
             log.warning("no more groups, while the run ends anyway: %s", one_line(first_cause(error)))
         parts.generation_over.set()
-
-
-async def watch_workers(parts: Parts) -> None:
-    """As `WorkerPool.watch_loads`, whose end is a failure only while groups are needed. Later an evaluation that waits
-    for a worker fails, and nothing else."""
-    try:
-        await parts.workers.watch_loads()
-    except NoWorker as error:
-        if parts.needs_groups:
-            raise
-        log.error("no more evaluations, while the run ends anyway: %s", error)
-        parts.workers.close()
 
 
 async def prompt_loop(parts: Parts) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import itertools
 import logging
 import math
 import shlex
@@ -15,7 +14,7 @@ import threading
 import time
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -27,11 +26,9 @@ from trainer.driver import loops
 from trainer.driver.actors import start_actors, start_phase
 from trainer.driver.checkpointing import Checkpointer, RunState, take_over, tell_resumed
 from trainer.driver.cluster import Cluster
-from trainer.driver.engine_restarts import EngineKeeper, leave_out
-from trainer.driver.evaluation import Evaluator, leased, members
+from trainer.driver.evaluation import Evaluator, leased
 from trainer.driver.inputs import ensure_model, tell_inputs
 from trainer.driver.loops import evaluate_at_start, rescue
-from trainer.driver.placement import RESTARTED
 from trainer.driver.preflight import Checked, look_again, preflight, tell_weights
 from trainer.driver.supervise import Supervisor
 from trainer.driver.weight_updates import SyncPump
@@ -46,7 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from trainer.config.schema import RunConfig
-    from trainer.driver.weight_updates import AwaitEngine, OwnDevices
+    from trainer.driver.weight_updates import OwnDevices
     from trainer.telemetry.run_dir import RunDir
     from trainer.telemetry.session import Telemetry
     from weight_sync.coordinator import SyncCoordinator
@@ -206,18 +203,11 @@ class Driver:
         self, actors: compose.Actors, coordinator: SyncCoordinator, devices: OwnDevices, live: SyncReport
     ) -> None:
         async with Supervisor() as supervisor:
-
-            async def await_engine(error: Exception) -> None:
-                await keeper.wait(error)
-
-            parts = self._parts(
-                actors, coordinator, devices, supervisor=supervisor, live=live, await_engine=await_engine
-            )
-            keeper = self._keeper(actors, coordinator, parts)
+            parts = self._parts(actors, coordinator, devices, supervisor=supervisor, live=live)
             self._is_training = True
             try:
-                await leave_out(coordinator, parts.workers)  # one may have missed the first version
-                await self._run_loops(parts, keeper, supervisor)
+                parts.workers.exclude_lost_engines()  # one may have missed the first version
+                await self._run_loops(parts, supervisor)
                 self._state.stop("completed")
             except Exception as error:
                 self._is_training = False  # an interrupt does not wait for what comes now
@@ -233,46 +223,15 @@ class Driver:
                 parts.workers.close()
                 parts.buffer.close()
 
-    async def _run_loops(self, parts: loops.Parts, keeper: EngineKeeper, supervisor: Supervisor) -> None:
+    async def _run_loops(self, parts: loops.Parts, supervisor: Supervisor) -> None:
         """All of them, until the last step is saved and evaluated. Raises the first failure."""
-        supervisor.spawn(loops.watch_workers(parts), name="load_watch", may_end=True)
-        supervisor.spawn(keeper.run(), name="engine_keeper")
+        watch = parts.workers.watch(needs_groups=lambda: parts.needs_groups, needs_engines=lambda: not parts.is_trained)
+        supervisor.spawn(watch, name="fleet")
         if self._cluster is not None:
             supervisor.spawn(self._cluster.watch(), name="ray", may_end=True)
         await evaluate_at_start(parts, supervisor)
         loops.start(parts, supervisor)
         await supervisor.until(loops.train_loop(parts))
-
-    def _keeper(self, actors: compose.Actors, coordinator: SyncCoordinator, parts: loops.Parts) -> EngineKeeper:
-        cfg, checked, numbers = self._cfg, self._checked, itertools.count(1)
-
-        async def restart(name: str) -> int | None:
-            def make() -> Any:
-                # Ray frees a name some time after its actor's death, so every engine has one of its own.
-                return compose.new_engine(
-                    cfg,
-                    checked.placement,
-                    checked.backend,
-                    name=f"{name}{RESTARTED}{next(numbers)}",
-                    version=self._state.live_version,
-                )
-
-            async with parts.devices.engines_turn():
-                return await compose.replace_engine(
-                    name,
-                    make,
-                    engines=actors.engines,
-                    coordinator=coordinator,
-                    workers=parts.workers,
-                    timeout_s=cfg.trainer.startup_timeout_s,
-                )
-
-        return EngineKeeper(
-            partial(members, coordinator, parts.workers),
-            restart,
-            max_restarts=cfg.rollout.max_engine_restarts,
-            is_over=lambda: parts.is_trained,
-        )
 
     def _parts(
         self,
@@ -282,15 +241,22 @@ class Driver:
         *,
         supervisor: Supervisor,
         live: SyncReport,
-        await_engine: AwaitEngine,
     ) -> loops.Parts:
         cfg, state, sinks, resumed = self._cfg, self._state, self._telemetry, self._checked.resumed
         source = compose.make_source(cfg, self._checked.inputs, resumed)
         buffer = compose.make_buffer(cfg, resumed, source)
-        workers = compose.make_pool(cfg, self._checked.placement, actors, await_engine)
+        workers = compose.make_fleet(
+            cfg,
+            self._checked.placement,
+            self._checked.backend,
+            actors,
+            coordinator,
+            devices,
+            lambda: state.live_version,
+        )
 
         async def on_live(report: SyncReport) -> None:
-            await leave_out(coordinator, workers)
+            workers.exclude_lost_engines()
             await loops.on_live(parts, supervisor, report)
 
         parts = loops.Parts(
@@ -302,13 +268,15 @@ class Driver:
             workers=workers,
             learner=actors.learner,
             devices=devices,
-            pump=SyncPump(devices, on_live=on_live, tracer=sinks.tracer, first=live, await_engine=await_engine),
+            pump=SyncPump(
+                devices, on_live=on_live, tracer=sinks.tracer, first=live, await_engine=workers.wait_for_engine
+            ),
             evaluator=Evaluator(
                 cfg,
                 self._checked.inputs.evaluation,
                 freeze=partial(leased, coordinator=coordinator, workers=workers),
                 generate=workers.evaluate,
-                members=partial(members, coordinator, workers),
+                members=workers.engine_states,
                 first_version=state.step,
             ),
             checkpointer=Checkpointer(cfg, sinks, learner=actors.learner, buffer=buffer, source=source, state=state),

@@ -332,7 +332,7 @@ class GroupFlow:
 
         Args:
             slot_wait_s: total wait of the producer for free slots so far.
-            engines_idle_frac: see `IdleEngines`; if that does not know, `n` groups are taken to keep `n` engines busy.
+            engines_idle_frac: see `EngineIdleMeter`; else `n` groups are taken to keep `n` engines busy.
         """
         self._count(0)
         seconds, self._seconds_with = self._seconds_with, defaultdict(float)

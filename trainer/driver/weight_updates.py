@@ -9,9 +9,8 @@ from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rollout.worker.actor import kill_actor
 from trainer.errors import first_cause, one_line
-from trainer.remote import answer
+from trainer.remote import call, kill_actor
 from weight_sync.errors import PublisherLost, VersionUnavailable, WeightSyncError
 from weight_sync.types import ReplicaTimes, SyncReport
 
@@ -342,9 +341,9 @@ class SharedDevices(OwnDevices):
         names = [name for name, state in members.items() if state == "live"]
         for name in members.keys() - set(names):
             self._kill(self._engines[name])
-        do = "raise weight_sync.timeout_s if it was on its way"
+        hint = "increase weight_sync.timeout_s if it was on its way"
         calls = (
-            answer(self._engines[name].sleep.remote(), timeout_s=self._sleep_timeout_s, who=name, call="sleep", do=do)
+            call(self._engines[name].sleep.remote(), timeout_s=self._sleep_timeout_s, who=name, what="sleep", hint=hint)
             for name in names
         )
         failures = {

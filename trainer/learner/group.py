@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from rollout.worker.actor import actor_errors
+from rollout.fleet.engine_client import actor_errors
 from trainer.errors import (
     CheckpointError,
     GradientsDiverged,

@@ -48,6 +48,8 @@ ENGINES: Rows = (
         "Allocations, registrations, sockets and the like since the epoch opened.",
         "flat after version 1, but for answered requests and superseded versions",
     ),
+    ("fleet/engine_restarts", "engines", "Lost engines that were started again, since the run began.", "0"),
+    ("fleet/worker_restarts", "workers", "Lost rollout workers that were started again, since the run began.", "0"),
     ("engine/held", "requests", "Requests that wait for room on an engine.", "0 with a fixed concurrency of null"),
     (
         "engine/moved_requests",

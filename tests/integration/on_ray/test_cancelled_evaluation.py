@@ -13,7 +13,7 @@ from rollout.types import Prompt, SamplingParams
 from rollout.worker.actor import rollout_worker_actor
 from rollout.worker.worker import WorkerSpec
 from tests.fakes.killable_engine import KillableEngine
-from trainer.driver.fleet import WorkerPool
+from trainer.driver.fleet import Fleet
 
 pytestmark = pytest.mark.timing
 
@@ -42,7 +42,7 @@ async def test_an_evaluation_that_nobody_waits_for_leaves_its_engine_idle(cluste
     )
     worker = rollout_worker_actor().options(num_cpus=1).remote(spec, {"e0": engine})
     await worker.start.remote()
-    pool = WorkerPool([worker], group_timeout_s=600.0)
+    fleet = Fleet({}, [worker], group_timeout_s=600.0)
     prompts = [
         Prompt(prompt_id=f"p{i}", token_ids=np.array([7, 8, 9 + i], np.int32), text="1+2=", answer="3")
         for i in range(NUM_PROMPTS)
@@ -50,10 +50,10 @@ async def test_an_evaluation_that_nobody_waits_for_leaves_its_engine_idle(cluste
     numbers = range(NUM_PROMPTS)
 
     short = SamplingParams(max_tokens=2, temperature=0.0)
-    assert len(await pool.evaluate(prompts, short, "e0", numbers)) == NUM_PROMPTS
+    assert len(await fleet.evaluate(prompts, short, "e0", numbers)) == NUM_PROMPTS
 
     evaluating = asyncio.create_task(
-        pool.evaluate(prompts, SamplingParams(max_tokens=150, temperature=0.0), "e0", numbers)
+        fleet.evaluate(prompts, SamplingParams(max_tokens=150, temperature=0.0), "e0", numbers)
     )
     async with asyncio.timeout(NOTICED_S):
         while await running_at(engine) < spec.evaluation_window:

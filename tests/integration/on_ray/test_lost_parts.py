@@ -1,4 +1,4 @@
-"""Rollout workers that are killed in mid-run: real Ray, worker pool, work buffer, keeper and
+"""Rollout workers that are killed in mid-run: real Ray, fleet, work buffer and
 rollout workers around scripted engines, each in a process of its own."""
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import ray
 
 from rollout.buffer.rollout_buffer import RolloutBuffer
 from rollout.types import Group, Prompt, SamplingParams
-from rollout.worker.actor import RolloutWorkerActor, kill_actor
+from rollout.worker.actor import RolloutWorkerActor
 from rollout.worker.worker import WorkerSpec
 from tests.fakes.killable_engine import KillableEngine
-from trainer.driver.engine_restarts import EngineKeeper
-from trainer.driver.fleet import NoWorker, WorkerPool
+from trainer.driver.fleet import AllWorkersLost, Fleet
+from trainer.remote import kill_actor
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -53,7 +53,6 @@ def spec(tokenizer_path: str) -> WorkerSpec:
         group_size=2,
         sampling=SamplingParams(max_tokens=MAX_TOKENS),
         request_timeout_s=120.0,
-        silence_timeout_s=SILENCE_S,
         seed=0,
         tokenizer_path=tokenizer_path,
         reward="arithmetic",
@@ -81,19 +80,17 @@ class Run:
         for index in range(num_engines):
             self.engines[f"e{index}"] = await self.new_engine()
         self.workers = list(await asyncio.gather(*(self.new_worker() for _ in range(num_workers))))
-        self.pool = WorkerPool(
+        self.fleet = Fleet(
+            self.engines,
             self.workers,
             group_timeout_s=120.0,
-            silence_timeout_s=SILENCE_S,
-            restart=self.restart_worker,
-            max_restarts=self.max_restarts,
+            silence_timeout_s=2 * SILENCE_S,
+            restart_engine=self.restart_engine,
+            restart_worker=self.restart_worker,
+            max_engine_restarts=3,
+            max_worker_restarts=self.max_restarts,
         )
-        keeper = EngineKeeper(
-            lambda: {**dict.fromkeys(self.engines, "live"), **self.pool.lost_engines},
-            self.restart_engine,
-            max_restarts=3,
-        )
-        loops = (self.admit(), self.roll_out(), self.train(), self.pool.watch_loads(), keeper.run())
+        loops = (self.admit(), self.roll_out(), self.train(), self.fleet.watch())
         self.tasks = [asyncio.create_task(loop) for loop in loops]
 
     async def new_engine(self) -> Any:
@@ -110,11 +107,10 @@ class Run:
         self.workers[index] = await self.new_worker()
         return self.workers[index]
 
-    async def restart_engine(self, name: str) -> int:
+    async def restart_engine(self, name: str, _number: int) -> int:
         kill_actor(self.engines[name])
         async with self.membership:  # or the new one would miss a commit
             self.engines[name] = await self.new_engine()
-            await self.pool.replace(name, self.engines[name])
         return self.version
 
     async def admit(self) -> None:
@@ -130,7 +126,7 @@ class Run:
 
     async def one(self, item: Any) -> None:
         try:
-            self.buffer.finish(await self.pool.run_group(item))
+            self.buffer.finish(await self.fleet.run_group(item))
         except Exception as error:  # noqa: BLE001 - the edge of one group, as in the loops of a run
             self.errors.append(error)
             self.buffer.fail(item.group_id, error)
@@ -189,20 +185,20 @@ async def run(cluster: None, spec: WorkerSpec) -> AsyncIterator[Run]:
     await run.close()
 
 
-async def test_a_worker_that_is_killed_costs_no_group_and_comes_back_knowing_who_rests(run: Run) -> None:
+async def test_a_worker_that_is_killed_costs_no_group_and_comes_back_knowing_who_is_pinned(run: Run) -> None:
     await run.start(num_workers=2, num_engines=2)
     await run.two_more_steps()
-    await run.pool.rest("e1")
+    await run.fleet.pin("e1")
     lost = run.workers[0]
     pid = await lost.pid.remote()
-    await run.until(lambda: run.pool._workers[0].num_groups > 1)
+    await run.until(lambda: run.fleet._workers[0].num_groups > 1)
     os.kill(pid, signal.SIGKILL)
-    await run.until(lambda: run.workers[0] is not lost and not run.pool._workers[0].lost)
+    await run.until(lambda: run.workers[0] is not lost and not run.fleet._workers[0].lost)
     async with asyncio.timeout(30.0):
         while (await run.engines["e1"].load.remote()).running:
             await asyncio.sleep(0.1)
     before = (await run.engines["e1"].load.remote()).generated_tokens
-    restarted = run.pool._workers[0]
+    restarted = run.fleet._workers[0]
     await run.until(lambda: restarted.num_groups > 1)
     await run.two_more_steps()
     assert (await run.engines["e1"].load.remote()).generated_tokens == before, "the new worker leaves it alone, too"
@@ -219,6 +215,6 @@ async def test_the_run_ends_with_the_reason_when_no_worker_may_be_started(run: R
     await run.two_more_steps()
     assert len(run.errors) <= 2 * GROUPS_PER_STEP, "nothing more is sent to the dead one"
     await send(signal.SIGKILL, run.workers[1])
-    with pytest.raises(NoWorker, match=r"rollout worker 0 died: .*; rollout worker 1 died: "):
+    with pytest.raises(AllWorkersLost, match=r"rollout worker 0 died: .*; rollout worker 1 died: "):
         await run.until(lambda: False)
     run.check_groups()

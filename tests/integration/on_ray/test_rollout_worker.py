@@ -14,12 +14,13 @@ import ray
 
 from rollout.fleet.consolidation import Repacking
 from rollout.fleet.scheduler import NoReplica
+from rollout.fleet.states import FleetView
 from rollout.types import Group, Prompt, RolloutRequest, SamplingParams
 from rollout.worker.actor import rollout_worker_actor
 from rollout.worker.worker import WorkerSpec
 from tests.fakes.counting_worker import CountingWorker
 from tests.fakes.killable_engine import KillableEngine
-from trainer.driver.fleet import GROUP_GRACE_S, WorkerPool
+from trainer.driver.fleet import GROUP_GRACE_S, Fleet
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.timing
 
 MAX_TOKENS, TOKEN_S = 60, 0.03
+
+
+EMPTY = FleetView(epoch=0, engines={}, handles={})
 
 
 def item(group_id: int) -> RolloutRequest:
@@ -67,10 +71,6 @@ async def test_groups_survive_the_death_of_a_replica_and_evaluation_names_the_de
     assert [trajectory.prompt_id for trajectory in trajectories] == [prompt.prompt_id for prompt in prompts]
     assert all(trajectory.policy_versions == (2,) for trajectory in trajectories)
 
-    async with asyncio.timeout(20.0):  # the worker asks the engines how busy they are
-        while any(one.load is None for one in (await worker.loads.remote()).replicas.values()):
-            await asyncio.sleep(0.1)
-
     pid = await engines["e0"].pid.remote()
     running = [asyncio.ensure_future(worker.run_group.remote(item(index))) for index in range(4)]
     async with asyncio.timeout(30.0):  # each has sent two chunks on its way; an answer takes 6 s
@@ -84,8 +84,9 @@ async def test_groups_survive_the_death_of_a_replica_and_evaluation_names_the_de
         check(group, {(1, 2), (2,)})
     begun = [t for group in groups for t in group.trajectories if t.policy_versions == (1, 2)]
     assert begun, "answers of the dead engine went on in the other one"
-    assert (await worker.loads.remote()).rescued_requests >= len(begun)
-    assert list(await worker.quarantined.remote()) == ["e0"]
+    report = await worker.update.remote(EMPTY)
+    assert report.recovered_requests >= len(begun)
+    assert list(report.lost_engines) == ["e0"]
 
     with pytest.raises(ray.exceptions.RayTaskError, match="NoReplica"):
         await worker.evaluate.remote(prompts, greedy, "e0")
@@ -109,12 +110,16 @@ async def test_requests_that_an_engine_gives_up_go_on_in_another_one(cluster: No
     )
     worker = rollout_worker_actor().options(num_cpus=1).remote(spec, engines)
     await worker.start.remote()
-    groups = await asyncio.gather(*(worker.run_group.remote(item(index)) for index in range(2)))
+    fleet = Fleet(engines, [worker], group_timeout_s=60.0)
+    watch = asyncio.create_task(fleet.watch())
+    groups = await asyncio.gather(*(fleet.run_group(item(index)) for index in range(2)))
     for group in groups:
         check(group, {(1, 2), (2,)})
-    report = await worker.loads.remote()
-    assert report.moved_requests == 4
-    assert 4 * 6 <= report.moved_tokens <= 4 * (3 + MAX_TOKENS)
+    watch.cancel()
+    await asyncio.gather(watch, return_exceptions=True)
+    report = await worker.update.remote(EMPTY)
+    assert report.migrated_requests == 4
+    assert 4 * 6 <= report.migrated_tokens <= 4 * (3 + MAX_TOKENS)
     await worker.close.remote()
 
 
@@ -162,22 +167,22 @@ async def test_a_group_that_the_driver_gives_up_ends_in_the_worker_and_the_engin
     )
     worker = ray.remote(max_concurrency=1000)(CountingWorker).options(num_cpus=1).remote(spec, {"e0": engine})
     await worker.start.remote()
-    pool = WorkerPool([worker], group_timeout_s=12.0 - GROUP_GRACE_S)
-    first = asyncio.create_task(pool.run_group(item(0)))
+    fleet = Fleet({}, [worker], group_timeout_s=12.0 - GROUP_GRACE_S)
+    first = asyncio.create_task(fleet.run_group(item(0)))
     await asyncio.sleep(6.0)  # more than the 1.8 s that an answer takes: its rewards are being computed
-    second = asyncio.create_task(pool.run_group(item(1)))
-    with pytest.raises(TimeoutError, match="rollout worker 0 gave no answer to group 0 for 12 s"):
+    second = asyncio.create_task(fleet.run_group(item(1)))
+    with pytest.raises(TimeoutError, match="group 0 timed out after 12 s on rollout worker 0"):
         await first
     async with asyncio.timeout(20.0):
         while await worker.num_groups.remote() > 1:
             await asyncio.sleep(0.05)
     assert not second.done(), "the second one is not touched"
-    with pytest.raises(TimeoutError, match="no answer to group 1"):
+    with pytest.raises(TimeoutError, match="group 1 timed out"):
         await second
     async with asyncio.timeout(20.0):
         while await worker.num_groups.remote():
             await asyncio.sleep(0.1)
         while (stats := await engine.load.remote()).running + stats.waiting:
             await asyncio.sleep(0.1)
-    assert (await worker.loads.remote()).quarantined == {}, "the engine is not blamed"
+    assert (await worker.update.remote(EMPTY)).lost_engines == {}, "the engine is not blamed"
     await worker.close.remote()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import TYPE_CHECKING
 
@@ -41,7 +40,6 @@ class ScriptedWorker(RolloutWorkerActor):
     async def start(self) -> None:
         self._for_life.enter_context(rare_collections())
         self._started = RolloutWorker(self._spec, self._replicas, tokenizer=Counting(), score=_score)
-        self._watching = asyncio.create_task(self._started.watch_loads(), name="load-watch")
 
     async def commit(self, version: int) -> None:
         """All replicas of this worker sample with `version` from now on."""

@@ -1,6 +1,6 @@
 """A run with the real Ray whose replicas and learner ranks are scripted, to see what the driver has to do.
 
-    driver: loops, work buffer, worker pool, batch building, learner group, metric sinks     all real; it is measured
+    driver: loops, work buffer, fleet, batch building, learner group, metric sinks     all real; it is measured
     2 rollout worker actors: the real shell and worker, on replicas that sample arithmetic   actors.py
     2 learner rank actors: fetch their micro-batches from the object store, count tokens     actors.py
 
@@ -36,7 +36,7 @@ from trainer.driver import loops
 from trainer.driver.actors import make_buffer
 from trainer.driver.checkpointing import Checkpointer, RunState
 from trainer.driver.evaluation import Evaluator
-from trainer.driver.fleet import WorkerPool
+from trainer.driver.fleet import Fleet
 from trainer.driver.supervise import Supervisor
 from trainer.driver.weight_updates import OwnDevices, SyncPump
 from trainer.learner.group import LearnerGroup
@@ -215,7 +215,7 @@ async def _train(
         parts = _parts(cfg, case, telemetry, workers, learner, supervisor)
         try:
             samples.look(parts)
-            supervisor.spawn(parts.workers.watch_loads(), name="load_watch")
+            supervisor.spawn(parts.workers.watch(), name="fleet")
             supervisor.spawn(samples.run(parts), name="samples")
             loops.start(parts, supervisor)
             await supervisor.until(loops.train_loop(parts))
@@ -235,7 +235,7 @@ def _parts(
     state = RunState(started_at=time.time(), wall_clock=time.time)
     source = PromptSource(_prompts(case.prompt_tokens), seed=0, shuffle=True)
     buffer = make_buffer(cfg, None, source)
-    pool = WorkerPool(workers, group_timeout_s=REQUEST_TIMEOUT_S)
+    fleet = Fleet({}, workers, group_timeout_s=REQUEST_TIMEOUT_S)
     sync: Any = _Sync(workers)
 
     async def on_live(report: SyncReport) -> None:
@@ -247,11 +247,11 @@ def _parts(
         telemetry=telemetry,
         source=source,
         buffer=buffer,
-        workers=pool,
+        workers=fleet,
         learner=learner,
         devices=OwnDevices(sync),
         pump=SyncPump(sync, on_live=on_live, tracer=telemetry.tracer, first=sync_report(0)),
-        evaluator=Evaluator(cfg, (), freeze=_nothing, generate=pool.evaluate, members=dict),
+        evaluator=Evaluator(cfg, (), freeze=_nothing, generate=fleet.evaluate, members=dict),
         checkpointer=Checkpointer(cfg, telemetry, learner=learner, buffer=buffer, source=source, state=state),
     )
     return parts

@@ -10,8 +10,8 @@ import pytest
 from ray.exceptions import ActorDiedError, NodeDiedError, OutOfMemoryError, RayError, RayTaskError
 
 from rollout.errors import EngineDead
+from rollout.fleet.engine_client import RayEngineClient, is_actor_lost
 from rollout.types import SamplingParams
-from rollout.worker.actor import RayEngine, is_actor_lost
 
 
 class Failing:
@@ -42,7 +42,7 @@ class Failing:
 
 
 async def failure(cause: Exception) -> Exception:
-    engine = RayEngine("replica_0", Failing(cause), sender="w")
+    engine = RayEngineClient("replica_0", Failing(cause), sender="w")
     with pytest.raises(type(cause)) as caught:
         async for _ in engine.stream_group(["a"], [np.array([1], np.int32)], [SamplingParams(max_tokens=1)]):
             pass
@@ -67,7 +67,7 @@ GONE = [ActorDiedError(), OutOfMemoryError("the node runs low on memory\nmore"),
 @pytest.mark.parametrize("error", GONE, ids=lambda error: type(error).__name__)
 async def test_an_engine_is_dead_however_ray_ended_it(error: RayError) -> None:
     """The memory monitor has an error of its own."""
-    engine = RayEngine("replica_0", Failing(error), sender="w")
+    engine = RayEngineClient("replica_0", Failing(error), sender="w")
     with pytest.raises(EngineDead, match=f"replica_0: {str(error).splitlines()[0]}"):
         async for _ in engine.stream_group(["a"], [np.array([1], np.int32)], [SamplingParams(max_tokens=1)]):
             pass

@@ -125,9 +125,9 @@ def test_a_replica_that_dies_loses_at_most_what_it_had_not_yet_streamed(chunks_b
             kept = min(3 * ((chunks_before_death - index + 3) // 4), MAX_TOKENS)
             rescued += [kept] * (kept < MAX_TOKENS)
             assert segments(trajectory) == [(v, n) for v, n in ((1, kept), (2, MAX_TOKENS - kept)) if n]
-        assert busy.quarantined == {"e0": "e0 was killed"}
-        report = busy.loads()
-        assert (report.rescued_requests, report.rescued_tokens) == (len(rescued), sum(rescued))
+        assert busy.report().lost_engines == {"e0": (0, "e0 was killed")}
+        report = busy.report()
+        assert (report.recovered_requests, report.recovered_tokens) == (len(rescued), sum(rescued))
         assert all(
             budget + len(tokens) == 3 + MAX_TOKENS
             for call in other.calls
@@ -144,7 +144,7 @@ def test_requests_given_back_go_on_until_done_and_cost_no_replica() -> None:
         group = await busy.run_group(item())
         assert all(generated(trajectory) == ANSWER for trajectory in group.trajectories)
         assert len(engine.calls) == 4  # 6 + 6 + 6 + 2 tokens
-        assert busy.quarantined == {}
+        assert busy.report().lost_engines == {}
 
     run_virtual(main())
 
@@ -162,8 +162,8 @@ def test_all_replicas_dead_fails_the_group_with_every_reason() -> None:
         busy = worker(FakeEngine("e0", die_after_chunks=4), FakeEngine("e1", die_after_chunks=0))
         with pytest.raises(NoReplica, match="e0: e0 was killed; e1: e1 was killed"):
             await busy.run_group(item())
-        assert (busy.loads().rescued_requests, busy.loads().rescued_tokens) == (4, 12), "once, to the second one"
-        assert busy.loads().lost_tokens == 12
+        assert (busy.report().recovered_requests, busy.report().recovered_tokens) == (4, 12), "once, to the second one"
+        assert busy.report().lost_tokens == 12
         assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []
 
     run_virtual(main())
@@ -174,7 +174,7 @@ def test_a_replica_with_older_weights_than_the_group_may_have_is_quarantined() -
         busy = worker(FakeEngine("e0", version=3), FakeEngine("e1", version=4))
         group = await busy.run_group(item(start_version=4))
         assert all(trajectory.policy_versions == (4,) for trajectory in group.trajectories)
-        assert "policy version 3 although 4 is live" in busy.quarantined["e0"]
+        assert "policy version 3 although 4 is live" in busy.report().lost_engines["e0"][1]
 
     run_virtual(main())
 
@@ -205,7 +205,7 @@ def test_a_sample_that_runs_out_of_time_fails_alone_and_is_aborted() -> None:
         with pytest.raises(TimeoutError, match=r"no sample of prompt train/1 ended: .*request_timeout_s=4\.5"):
             await busy.run_group(item())
         assert engine.calls[0].is_closed
-        assert busy.quarantined == {}
+        assert busy.report().lost_engines == {}
         assert asyncio.get_running_loop().time() == pytest.approx(4.5)
 
     run_virtual(main())
@@ -235,7 +235,7 @@ def test_a_deadline_of_the_engines_own_is_not_the_requests() -> None:
         busy = worker(late, other)
         group = await busy.run_group(item())
         assert [generated(trajectory) for trajectory in group.trajectories] == [ANSWER] * 4
-        assert busy.quarantined == {"e0": "abort did not end within 5.0 s; the engine is declared dead"}
+        assert busy.report().lost_engines == {"e0": (0, "abort did not end within 5.0 s; the engine is declared dead")}
         assert other.calls[0].token_ids[0] != item().prompt.token_ids.tolist(), "from what it had"
 
     run_virtual(main())
@@ -268,16 +268,16 @@ def test_a_cancelled_group_aborts_its_requests_and_gives_the_load_back() -> None
         busy = worker(engine)
         task = asyncio.create_task(busy.run_group(item()))
         await asyncio.sleep(2.5)
-        assert busy.outstanding_tokens == {"e0": 4 * (3 + MAX_TOKENS)}
+        assert busy._scheduler.outstanding_tokens == {"e0": 4 * (3 + MAX_TOKENS)}
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         assert task.cancelled()
         assert engine.calls[0].is_closed
-        assert busy.outstanding_tokens == {"e0": 0}
-        lost = busy.loads().lost_tokens
+        assert busy._scheduler.outstanding_tokens == {"e0": 0}
+        lost = busy.report().lost_tokens
         assert 0 < lost < 4 * MAX_TOKENS
         await busy.run_group(item(group_id=6))
-        assert busy.loads().lost_tokens == lost, "a group that comes to its end loses nothing"
+        assert busy.report().lost_tokens == lost, "a group that comes to its end loses nothing"
 
     run_virtual(main())
 
@@ -288,7 +288,7 @@ def test_groups_spread_over_replicas_by_load() -> None:
         busy = worker(*engines)
         await asyncio.gather(*(busy.run_group(item(group_id=index)) for index in range(6)))
         assert [len(engine.calls) for engine in engines] == [3, 3]
-        assert busy.outstanding_tokens == {"e0": 0, "e1": 0}
+        assert busy._scheduler.outstanding_tokens == {"e0": 0, "e1": 0}
 
     run_virtual(main())
 

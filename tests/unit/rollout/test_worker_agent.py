@@ -320,7 +320,7 @@ def test_a_generation_that_its_loop_gives_up_ends_in_the_engine_and_its_tokens_a
         assert not engine.aborted & set(second.request_ids)
         assert [(t.num_generated_tokens, t.num_lost_tokens) for t in group.trajectories] == [(9, 6), (9, 6)]
         assert group.num_generated_tokens == 3 * engine.num_chunks
-        assert (busy.loads().lost_tokens, sum(busy.outstanding_tokens.values())) == (0, 0)
+        assert (busy.report().lost_tokens, sum(busy._scheduler.outstanding_tokens.values())) == (0, 0)
 
     run_virtual(main())
 
@@ -336,7 +336,7 @@ def test_tokens_that_a_loop_gave_up_are_lost_once_when_the_group_fails_later() -
         busy = agent_worker(Played(gives_up_and_fails), engine, group_size=2)
         with pytest.raises(AgentError, match="tool"):
             await busy.run_group(item())
-        assert busy.loads().lost_tokens == 3 * engine.num_chunks == 12
+        assert busy.report().lost_tokens == 3 * engine.num_chunks == 12
 
     run_virtual(main())
 
@@ -361,7 +361,7 @@ def test_a_generation_that_is_given_up_before_there_was_room_never_gets_to_an_en
         await asyncio.sleep(0.001)
         await asyncio.gather(early, busy.run_group(item(group_id=6, prompt_id="late")))
         assert [len(call.request_ids) for call in engine.calls] == [2, 1]
-        assert (sum(busy.outstanding_tokens.values()), engine.aborted) == (0, set())
+        assert (sum(busy._scheduler.outstanding_tokens.values()), engine.aborted) == (0, set())
 
     run_virtual(main())
 

@@ -9,10 +9,11 @@ import pytest
 
 from rollout.engine.interface import EngineLoad
 from rollout.fleet.adaptive_limit import Bounds
-from rollout.fleet.engine_monitor import ANSWER_S, LOOK_S
 from rollout.fleet.scheduler import NoReplica
+from rollout.fleet.states import EngineView, FleetView
 from rollout.types import SamplingParams
 from tests.fakes.engine_client import FakeEngine
+from tests.fakes.local_actor import view_of
 from tests.fakes.virtual_time import run_virtual
 from tests.unit.rollout.test_worker import ANSWER, MAX_TOKENS, generated, item, segments, worker
 
@@ -49,7 +50,7 @@ def test_a_replica_never_has_more_than_its_limit_and_older_groups_come_first() -
         groups = await asyncio.gather(*(busy.run_group(item(group_id=number)) for number in numbers))
         assert all(generated(t) == ANSWER for group in groups for t in group.trajectories)
         assert [engine.most for engine in engines] == [8, 8], "two groups of four each; three would be twelve"
-        assert busy.loads().held == 0
+        assert busy.report().num_queued == 0
         asked = [int(call.request_ids[0].split(".")[0][1:]) for engine in engines for call in engine.calls]
         assert sorted(asked) == sorted(numbers)
         for engine in engines:
@@ -59,29 +60,29 @@ def test_a_replica_never_has_more_than_its_limit_and_older_groups_come_first() -
     run_virtual(main())
 
 
-def test_what_a_quarantined_replica_was_generating_goes_on_elsewhere_from_its_prefix() -> None:
+def test_what_a_lost_engine_was_generating_goes_on_elsewhere_from_its_prefix() -> None:
     async def main() -> None:
         lost, other = FakeEngine("e0", version=1), FakeEngine("e1", version=2)
         busy = worker(lost, other)
         running = asyncio.create_task(busy.run_group(item(start_version=1)))
         await asyncio.sleep(0.035)  # three chunks of three tokens
-        busy.quarantine("e0", "weight sync: dirty")
+        busy.update(view_of(e0="lost"), {})
         group = await running
         assert all(generated(t) == ANSWER for t in group.trajectories)
         assert {tuple(segments(t)) for t in group.trajectories} == {((1, 9), (2, MAX_TOKENS - 9))}
         assert lost.calls[0].is_closed
         assert [len(tokens) for tokens in other.calls[0].token_ids] == [3 + 9] * 4
-        assert busy.outstanding_tokens == {"e0": 0, "e1": 0}
+        assert busy._scheduler.outstanding_tokens == {"e0": 0, "e1": 0}
 
     run_virtual(main())
 
 
-def test_a_replica_that_hangs_in_a_pause_is_left_as_soon_as_it_is_quarantined() -> None:
+def test_a_replica_that_hangs_in_a_pause_is_left_as_soon_as_it_is_lost() -> None:
     async def main() -> None:
         busy = worker(FakeEngine("e0", hangs=True), FakeEngine("e1"))
         running = asyncio.create_task(busy.run_group(item()))
         await asyncio.sleep(1.0)
-        busy.quarantine("e0", "weight sync: dead")
+        busy.update(view_of(e0="lost"), {})
         began = asyncio.get_running_loop().time()
         await running
         assert asyncio.get_running_loop().time() - began < 0.1
@@ -89,34 +90,34 @@ def test_a_replica_that_hangs_in_a_pause_is_left_as_soon_as_it_is_quarantined() 
     run_virtual(main())
 
 
-def test_quarantine_of_the_last_replica_fails_the_group_with_the_reason() -> None:
+def test_the_loss_of_the_last_engine_fails_the_group_with_the_reason() -> None:
     async def main() -> None:
         busy = worker(FakeEngine("e0", hangs=True))
         running = asyncio.create_task(busy.run_group(item()))
         await asyncio.sleep(1.0)
-        busy.quarantine("e0", "weight sync: dead")
+        busy.update(view_of(e0="lost"), {})
         with pytest.raises(Exception, match="e0: weight sync: dead"):
             await running
 
     run_virtual(main())
 
 
-def test_a_replica_at_rest_finishes_what_it_has_and_serves_an_evaluation_but_gets_no_new_group() -> None:
+def test_a_pinned_engine_finishes_what_it_has_and_serves_an_evaluation_but_gets_no_new_group() -> None:
     async def main() -> None:
         leased, other = FakeEngine("e0", version=1), FakeEngine("e1", version=1)
         busy = worker(leased, other)
         running = asyncio.create_task(busy.run_group(item(group_id=0, start_version=1)))
         await asyncio.sleep(0.015)
-        busy.rest("e0")
+        busy.update(view_of(e0="pinned"), {})
         other.version = 2  # a commit that passes e0 by
         new = await asyncio.gather(*(busy.run_group(item(group_id=i, start_version=2)) for i in range(1, 6)))
         assert {t.policy_versions for group in new for t in group.trajectories} == {(2,)}
         assert {t.policy_versions for t in (await running).trajectories} == {(1,)}
         evaluated = await busy.evaluate([item().prompt], SamplingParams(max_tokens=4, temperature=0.0), engine="e0")
         assert evaluated[0].policy_versions == (1,)
-        assert busy.quarantined == {}
+        assert busy.report().lost_engines == {}
         leased.version = 2
-        busy.resume("e0")
+        busy.update(view_of(e0="live"), {})
         await busy.run_group(item(group_id=7, start_version=2))
         assert len(leased.calls) == 3
 
@@ -127,14 +128,14 @@ def test_a_group_whose_engine_dies_while_the_other_one_is_evaluated_goes_on_ther
     async def main() -> None:
         dying, leased = FakeEngine("e0", die_after_chunks=8), FakeEngine("e1")
         busy = worker(dying, leased, request_timeout_s=60.0)
-        busy.rest("e1")
+        busy.update(view_of(e1="pinned"), {})
         running = asyncio.create_task(busy.run_group(item()))
         await asyncio.sleep(50.0)
         assert not running.done()
-        busy.resume("e1")
+        busy.update(view_of(e1="live"), {})
         assert {t.status for t in (await running).trajectories} == {"truncated"}
         assert [generated(t) for t in (await running).trajectories] == [ANSWER] * 4
-        assert busy.loads().rescued_tokens == 8 * dying.chunk_tokens
+        assert busy.report().recovered_tokens == 8 * dying.chunk_tokens
 
     run_virtual(main())
 
@@ -144,9 +145,8 @@ def test_a_group_that_waits_too_long_for_the_end_of_an_evaluation_is_no_failure(
 
     async def main() -> None:
         busy = worker(FakeEngine("e0"), FakeEngine("e1"), request_timeout_s=60.0)
-        busy.quarantine("e0", "weight sync: dead")
-        busy.rest("e1")
-        with pytest.raises(NoReplica, match=r"e1: at rest; e0: weight sync: dead"):
+        busy.update(view_of(e0="lost", e1="pinned"), {})
+        with pytest.raises(NoReplica, match=r"e1: pinned; e0: weight sync: dead"):
             await busy.run_group(item())
         assert asyncio.get_running_loop().time() == pytest.approx(60.0, abs=0.1)
 
@@ -161,51 +161,50 @@ def test_a_wait_for_room_counts_as_time_of_the_request() -> None:
             with pytest.raises(TimeoutError):
                 await group
         assert asyncio.get_running_loop().time() == pytest.approx(10.0, abs=0.1)
-        assert (busy.loads().held, busy.outstanding_tokens) == (0, {"e0": 0})
+        assert (busy.report().num_queued, busy._scheduler.outstanding_tokens) == (0, {"e0": 0})
 
     run_virtual(main())
 
 
-def test_limits_follow_what_each_engine_says_and_a_new_engine_starts_over() -> None:
+def test_limits_follow_loads_that_are_new_and_a_new_engine_starts_over() -> None:
+    full = EngineLoad(running=4, waiting=0, kv_usage_frac=0.99, num_preemptions=0)
+
+    def view(num_polls: int, *, incarnation: int = 0) -> FleetView:
+        loads = {"a": CALM, "b": full, "c": None}
+        engines = {
+            name: EngineView(incarnation=incarnation, state="live", load=load, num_polls=num_polls)
+            for name, load in loads.items()
+        }
+        return FleetView(epoch=1, engines=engines, handles={})
+
     async def main() -> None:
-        calm, full, silent = FakeEngine("a", said_load=CALM), FakeEngine("b"), FakeEngine("c")
-        full.said_load = EngineLoad(running=4, waiting=0, kv_usage_frac=0.99, num_preemptions=0)
-        for engine in (calm, full, silent):
-            engine.hangs = True
-        busy = worker(calm, full, silent, **bounds(1, 8))
-        watching = asyncio.create_task(busy.watch_loads())
+        busy = worker(*(FakeEngine(name, hangs=True) for name in "abc"), **bounds(1, 8))
         groups = [asyncio.create_task(busy.run_group(item(group_id=i))) for i in range(6)]
-        await asyncio.sleep(LOOK_S + 0.1)
-        report = busy.loads()
-        assert {name: one.limit for name, one in report.replicas.items()} == {"a": 8, "b": 4, "c": 8}
-        assert {name: one.in_flight for name, one in report.replicas.items()} == {"a": 8, "b": 8, "c": 8}
-        assert (report.replicas["b"].load, report.replicas["c"].load) == (full.said_load, None)
-        busy.replace(FakeEngine("b", said_load=CALM))
-        assert busy.loads().replicas["b"].limit == 8
-        await asyncio.sleep(2 * LOOK_S)
-        assert not watching.done()
-        for task in (*groups, watching):
+        await asyncio.sleep(0.1)
+        assert busy.update(view(0), {}).limits == {"a": 8, "b": 8, "c": 8}, "nothing is known yet"
+        for _ in range(2):
+            report = busy.update(view(1), {})
+            assert report.limits == {"a": 8, "b": 4, "c": 8}, "told twice, it counts once"
+            assert report.in_flight == {"a": 8, "b": 8, "c": 8}
+        new = busy.update(view(0, incarnation=1), {"b": FakeEngine("b")})
+        assert new.limits == {"a": 8, "b": 8, "c": 8}
+        for task in groups:
             task.cancel()
-        await asyncio.gather(*groups, watching, return_exceptions=True)
+        await asyncio.gather(*groups, return_exceptions=True)
 
     run_virtual(main())
 
 
-def test_an_engine_that_does_not_answer_delays_no_look_at_the_others_for_long() -> None:
-    class Mute(FakeEngine):
-        async def load(self) -> EngineLoad:
-            await asyncio.sleep(10_000)
-            raise AssertionError
-
+def test_an_engine_that_this_worker_lost_stays_out_until_a_new_one_takes_its_place() -> None:
     async def main() -> None:
-        busy = worker(FakeEngine("a", said_load=CALM), Mute("b"), **bounds(1, 8))
-        watching = asyncio.create_task(busy.watch_loads())
-        await asyncio.sleep(LOOK_S + 0.1)
-        assert busy.loads().replicas["a"].load == CALM
-        await asyncio.sleep(3 * (LOOK_S + ANSWER_S))
-        assert not watching.done()
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
+        busy = worker(FakeEngine("e0", die_after_chunks=0), FakeEngine("e1"))
+        await busy.run_group(item())
+        assert busy.update(view_of(e0="live"), {}).lost_engines == {"e0": (0, "e0 was killed")}
+        assert list(busy.update(view_of(e0="starting", incarnation=1), {}).lost_engines) == ["e0"]
+        new = FakeEngine("e0")
+        assert busy.update(view_of(e0="live", incarnation=1), {"e0": new}).lost_engines == {}
+        await busy.run_group(item(group_id=6))
+        assert len(new.calls) == 1
 
     run_virtual(main())
 

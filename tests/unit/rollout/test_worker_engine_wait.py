@@ -12,6 +12,7 @@ from rollout.agent.loop import MultiTurnLoop
 from rollout.fleet.adaptive_limit import Bounds
 from rollout.types import SamplingParams
 from tests.fakes.engine_client import FakeEngine
+from tests.fakes.local_actor import view_of
 from tests.fakes.virtual_time import run_virtual
 from tests.unit.rollout.test_worker import item, worker
 from tests.unit.rollout.test_worker_agent import Countdown, Played, agent_worker
@@ -63,10 +64,10 @@ def test_with_room_for_all_nobody_waits_and_an_evaluation_does_not_wait_for_trai
 def test_a_rest_of_the_only_engine_and_the_loss_of_one_count_as_waits() -> None:
     async def main() -> None:
         busy = worker(engine("e0", die_after_chunks=2), engine("e1"), group_size=1, **room(1))
-        busy.rest("e1")
+        busy.update(view_of(e1="pinned"), {})
         running = asyncio.create_task(busy.run_group(item()))  # to e0, which is dead at 3 s
         await asyncio.sleep(8)
-        busy.resume("e1")
+        busy.update(view_of(e1="live"), {})
         assert waits([await running]) == [[5.0]]
 
     run_virtual(main())
@@ -135,10 +136,10 @@ def test_answers_that_are_all_given_up_give_their_place_up_at_once() -> None:
         await asyncio.sleep(0.5)
         groups.append(asyncio.create_task(busy.run_group(item(group_id=1, prompt_id="hasty"))))
         await asyncio.sleep(0.5)
-        assert busy._turnstile.num_held == 2
+        assert busy._scheduler.num_queued == 2
         await asyncio.sleep(1.0)
-        assert (busy._turnstile.num_held, groups[0].done()) == (0, False)
+        assert (busy._scheduler.num_queued, groups[0].done()) == (0, False)
         await asyncio.gather(*groups)
-        assert sum(busy.outstanding_tokens.values()) == 0
+        assert sum(busy._scheduler.outstanding_tokens.values()) == 0
 
     run_virtual(main())

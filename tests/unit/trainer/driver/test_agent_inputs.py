@@ -12,7 +12,7 @@ import pytest
 from tests.fakes.chat_tokenizer import PLAIN, THINKING, chat_tokenizer
 from trainer.config.algorithm import ESTIMATORS
 from trainer.config.compose import load_config
-from trainer.driver.actors import make_pool, worker_spec
+from trainer.driver.actors import group_timeout_s, worker_spec
 from trainer.driver.inputs import check_agent, load_inputs, tell_inputs
 from trainer.errors import ConfigurationError
 from trainer.telemetry.console import FILE_ONLY
@@ -90,10 +90,8 @@ def test_workers_get_the_loop_with_its_arguments_and_its_limit() -> None:
 
 def test_the_driver_waits_as_long_as_a_trajectory_may_take() -> None:
     short = ["rollout.request_timeout_s=100", "task.reward.timeout_s=10"]
-    actors = type("Actors", (), {"workers": ()})()
-    single = make_pool(load_config(short), None, actors)
-    agent = make_pool(load_config([*short, "task.agent=my.loop", "task.agent_timeout_s=900"]), None, actors)
-    assert agent._group_timeout_s - single._group_timeout_s == 800
+    agent = [*short, "task.agent=my.loop", "task.agent_timeout_s=900"]
+    assert group_timeout_s(load_config(agent)) - group_timeout_s(load_config(short)) == 800
 
 
 @pytest.mark.parametrize("agent", ["agents_for_preflight.Loop", ""])

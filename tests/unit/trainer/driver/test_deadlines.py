@@ -14,10 +14,10 @@ from rollout.types import Prompt, RolloutRequest
 from tests.fakes.local_actor import LocalActor, ServesGroups
 from tests.fakes.scripted_run import config
 from tests.fakes.virtual_time import run_virtual
-from trainer.driver.actors import make_pool, worker_spec
-from trainer.driver.fleet import GROUP_GRACE_S, WorkerPool
+from trainer.driver.actors import group_timeout_s, worker_spec
+from trainer.driver.fleet import GROUP_GRACE_S, Fleet
 from trainer.learner.group import RankHandle
-from trainer.remote import EngineReplica, answer
+from trainer.remote import EngineReplica, call
 from weight_sync.closing import close_parties
 
 
@@ -52,9 +52,9 @@ ITEM = RolloutRequest(
 
 def test_a_group_without_an_answer_says_why() -> None:
     async def main() -> float:
-        pool = WorkerPool([Silent()], group_timeout_s=100.0)
-        with pytest.raises(TimeoutError, match=r"rollout worker 0 gave no answer to group 3 for 160 s") as caught:
-            await pool.run_group(ITEM)
+        fleet = Fleet({}, [Silent()], group_timeout_s=100.0)
+        with pytest.raises(TimeoutError, match=r"group 3 timed out after 160 s on rollout worker 0") as caught:
+            await fleet.run_group(ITEM)
         assert "rollout.request_timeout_s" in str(caught.value)
         return asyncio.get_running_loop().time()
 
@@ -67,18 +67,16 @@ def test_a_worker_that_ran_out_of_time_itself_says_so() -> None:
             raise TimeoutError("no sample ended")
 
     with pytest.raises(TimeoutError, match="no sample ended"):
-        run_virtual(WorkerPool([LocalActor(OutOfTime())], group_timeout_s=100.0).run_group(ITEM))
+        run_virtual(Fleet({}, [LocalActor(OutOfTime())], group_timeout_s=100.0).run_group(ITEM))
 
 
 def test_the_worker_has_time_for_everything_it_bounds_itself() -> None:
     """Generation, then the queue of the rewards, the start of a process, and the call."""
     cfg = config(rollout={"request_timeout_s": 50.0})
-    actors: Any = type("Actors", (), {"workers": [Silent()]})
-    pool = make_pool(cfg, None, actors)  # type: ignore[arg-type]
     spec = worker_spec(cfg)
     assert spec.reward_queue_timeout_s == cfg.task.reward.queue_timeout_s
     bounded_s = spec.request_timeout_s + spec.reward_queue_timeout_s + LOAD_TIMEOUT_S + spec.reward_timeout_s
-    assert pool._group_timeout_s == bounded_s + GROUP_GRACE_S
+    assert group_timeout_s(cfg) == bounded_s
 
 
 @pytest.mark.parametrize(
@@ -103,7 +101,7 @@ def test_a_learner_that_does_not_answer_names_its_own_key() -> None:
 
 def test_a_timeout_inside_an_actor_is_passed_on_as_it_is() -> None:
     with pytest.raises(TimeoutError, match=r"^no sample ended$"):
-        run_virtual(answer(Ref(TimeoutError("no sample ended")), timeout_s=5.0, who="a", call="b", do="c"))
+        run_virtual(call(Ref(TimeoutError("no sample ended")), timeout_s=5.0, who="a", what="b", hint="c"))
 
 
 def test_a_learner_that_does_not_close_is_known_to_hang() -> None:

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from rollout.engine.interface import EngineLoad
 from rollout.fleet.scheduler import NoReplica
-from tests.fakes.scripted_run import REPLICA, InlineExecutor, Script, ScriptedDriver, ScriptedRun, forever
+from rollout.fleet.states import FleetView, WorkerReport
+from tests.fakes.local_actor import LocalActor
+from tests.fakes.scripted_run import REPLICA, InlineExecutor, Script, ScriptedDriver, ScriptedRun
 from tests.fakes.virtual_time import run_virtual
 from tests.unit.trainer.driver.test_loops_evaluation import all_evaluations, lines
-from trainer.driver import actors as compose
-from trainer.driver import run as run_module
-from trainer.driver.engine_restarts import NoEngine
-from trainer.driver.fleet import NoWorker
+from trainer.driver import fleet as fleet_module
+from trainer.driver.fleet import AllEnginesLost, AllWorkersLost, Fleet
 from trainer.errors import LearnerError
 
 if TYPE_CHECKING:
@@ -36,43 +36,64 @@ SAVES = pytest.mark.parametrize("every_steps", [0, LAST])
 """The last save is that of the end of a run, or a periodic one."""
 
 
-class Driver(ScriptedDriver):
-    """With the keeper of a real run, over the replicas in `members`."""
+class Engine:
+    async def load(self) -> EngineLoad:
+        return EngineLoad(running=0, waiting=0, kv_usage_frac=None, num_preemptions=None)
 
-    def _keeper(self, _actors: Any, coordinator: Any, parts: Any) -> Any:
-        actors: Any = SimpleNamespace(engines={})
-        return run_module.Driver._keeper(self, actors, coordinator, parts)
+
+class Worker:
+    async def update(self, _view: FleetView) -> WorkerReport:
+        return WorkerReport(limits={}, in_flight={}, num_queued=0, lost_engines={})
+
+
+class Driver(ScriptedDriver):
+    """With a real fleet: the replicas in `members`, whose restarts take longer than what is left of a run, and one
+    rollout worker."""
+
+    def __init__(self, run: ScriptedRun, restarts: list[str]) -> None:
+        super().__init__(run)
+        self.restarts = restarts
 
     def _parts(self, *args: Any, **keys: Any) -> Any:
         parts = super()._parts(*args, **keys)
-        parts.evaluator._members = lambda: self.members
+        self.fleet = Fleet(
+            {name: LocalActor(Engine()) for name in self.members},
+            [LocalActor(Worker())],
+            group_timeout_s=1e6,
+            max_engine_restarts=self._cfg.rollout.max_engine_restarts,
+            restart_engine=self.restart,
+            sync_states=lambda: self.members,
+        )
+        self._scripted.world.watch = self.fleet.watch  # type: ignore[attr-defined]
+        parts.evaluator._members = self.fleet.engine_states
         return parts
 
-
-@pytest.fixture(autouse=True)
-def restarts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Engines that were started again; here that takes longer than what is left of a run."""
-    begun: list[str] = []
-
-    async def replace_engine(name: str, *_: object, **_keys: object) -> None:
-        begun.append(name)
+    async def restart(self, name: str, _number: int) -> None:
+        self.restarts.append(name)
         try:
             await asyncio.Event().wait()
         finally:
-            begun.append(f"{name} given up")
+            self.restarts.append(f"{name} given up")
 
-    monkeypatch.setattr(compose, "replace_engine", replace_engine)
-    return begun
+    def lose_worker(self) -> None:
+        self.fleet._workers[0].actor.die()
+
+
+@pytest.fixture
+def restarts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Engines that were started again."""
+    monkeypatch.setattr(fleet_module, "kill_actor", lambda actor: actor.die())
+    return []
 
 
 def drive(
-    run: ScriptedRun, *, prepare: Callable[[Driver], None] = lambda _: None, watch_loads: Any = forever
+    run: ScriptedRun, restarts: list[str], *, prepare: Callable[[Driver], None] = lambda _: None
 ) -> BaseException | None:
     """The run as its driver drives it; what it failed with."""
 
     async def main() -> BaseException | None:
         asyncio.get_running_loop().set_default_executor(InlineExecutor(1))
-        driver = Driver(run, watch_loads)
+        driver = Driver(run, restarts)
         prepare(driver)
         (error,) = await asyncio.gather(driver.run(), return_exceptions=True)
         return error
@@ -105,7 +126,7 @@ def has_two(driver: Driver, run: ScriptedRun) -> None:
 
 
 def loses(driver: Driver, *, raises: bool = False) -> Callable[[], Awaitable[None]]:
-    """The first replica dies, and the keeper looks at it several times."""
+    """The first replica dies, and the fleet looks at it several times."""
 
     async def lose() -> None:
         driver.members[REPLICA] = "dead"
@@ -132,14 +153,14 @@ def test_the_only_engine_lost_in_the_last_evaluation_costs_that_evaluation_and_n
     def prepare(driver: Driver) -> None:
         during(run, "evaluate", loses(driver, raises=True), version=LAST)
 
-    assert drive(run, prepare=prepare) is None
+    assert drive(run, restarts, prepare=prepare) is None
     assert ended_in_order(run)
     assert restarts == [], "it would be of no use"
     failed = all_evaluations(run)[-1]
     assert (failed["version"], run.state.num_failed_evaluations) == (LAST, 1)
     assert "replica_0 died" in failed["failed"]
     assert lines(run)[-1]["eval/failed_runs"] == 1
-    told = "replica_0 is dead; training is over, so it is not started again"
+    told = "replica_0 is lost (weight sync: dead); training is over, so it is not started again"
     assert [record.message for record in caplog.records].count(told) == 1
 
 
@@ -163,7 +184,7 @@ def test_the_last_evaluation_is_made_by_the_engines_that_are_left(
 
         run.world.evaluate = evaluate  # type: ignore[method-assign]
 
-    assert drive(run, prepare=prepare) is None
+    assert drive(run, restarts, prepare=prepare) is None
     assert ended_in_order(run)
     assert asked[-1] == OTHER and REPLICA in asked
     assert lines(run)[-1]["eval/version"] == LAST
@@ -197,35 +218,32 @@ def test_an_engine_lost_while_the_result_is_written_is_told_and_ends_nothing(
 
         during(run, what, lose)
 
-    assert drive(run, prepare=prepare) is None
+    assert drive(run, restarts, prepare=prepare) is None
     assert ended_in_order(run)
-    assert "replica_0 is dead; training is over" in caplog.text
+    assert "replica_0 is lost (weight sync: dead); training is over" in caplog.text
     assert restarts == []
 
 
 @SAVES
 @pytest.mark.parametrize("what", ["train_step", "save", "evaluate", "export_hf"])
 def test_the_last_rollout_worker_lost_when_no_group_is_needed_any_more_ends_nothing(
-    scripted: Make, caplog: pytest.LogCaptureFixture, what: str, every_steps: int
+    scripted: Make, caplog: pytest.LogCaptureFixture, restarts: list[str], what: str, every_steps: int
 ) -> None:
     """From the last step on, whose groups are in their batch."""
-    run, is_lost, is_closed = scripted(Script(pull_s=20.0), **saving(every_steps)), asyncio.Event(), list[bool]()
-    run.world.close = lambda: is_closed.append(True)  # type: ignore[method-assign]
+    run = scripted(Script(pull_s=20.0), **saving(every_steps))
 
-    async def watch_loads() -> None:
-        await is_lost.wait()
-        raise NoWorker("no rollout worker is left (rollout worker 0 died)")
+    def prepare(driver: Driver) -> None:
+        async def lose() -> None:
+            if run.state.step == LAST - (what == "train_step"):
+                driver.lose_worker()
+                await asyncio.sleep(A_WHILE_S)
+                assert driver.fleet._is_closed, "an evaluation would wait for a worker"
 
-    async def lose() -> None:
-        if run.state.step == LAST - (what == "train_step"):
-            is_lost.set()
-            await asyncio.sleep(A_WHILE_S)
-            assert is_closed, "an evaluation would wait for a worker"
+        during(run, what, lose)
 
-    during(run, what, lose)
-    assert drive(run, watch_loads=watch_loads) is None
+    assert drive(run, restarts, prepare=prepare) is None
     assert ended_in_order(run)
-    assert "no rollout worker is left (rollout worker 0 died)" in caplog.text
+    assert "no rollout worker is left" in caplog.text
 
 
 @pytest.mark.parametrize("step", [2, LAST])
@@ -237,7 +255,7 @@ def test_the_last_engine_lost_before_the_last_version_is_live_ends_the_run(
     def prepare(driver: Driver) -> None:
         during(run, "sync", loses(driver), version=step)
 
-    assert isinstance(drive(run, prepare=prepare), NoEngine)
+    assert isinstance(drive(run, restarts, prepare=prepare), AllEnginesLost)
     assert (run.state.stop_reason, restarts) == ("failed", [])
 
 
@@ -254,43 +272,44 @@ def test_a_restart_from_before_the_last_version_is_live_is_given_up_then(scripte
 
     given_up: list[bool] = []
     during(run, "export_hf", waits)
-    assert drive(run, prepare=prepare) is None
+    assert drive(run, restarts, prepare=prepare) is None
     assert restarts == [REPLICA, f"{REPLICA} given up"]
     assert given_up == [True], "an export on shared devices would wait for it"
 
 
-def test_the_last_rollout_worker_lost_in_mid_training_ends_the_run(scripted: Make) -> None:
+def test_the_last_rollout_worker_lost_in_mid_training_ends_the_run(scripted: Make, restarts: list[str]) -> None:
     run = scripted(Script(train_s=20.0), **SECTIONS)
 
-    async def watch_loads() -> None:
-        await asyncio.sleep(50.0)
-        raise NoWorker("no rollout worker is left")
+    def prepare(driver: Driver) -> None:
+        asyncio.get_running_loop().call_later(50.0, driver.lose_worker)
 
-    assert isinstance(drive(run, watch_loads=watch_loads), NoWorker)
+    assert isinstance(drive(run, restarts, prepare=prepare), AllWorkersLost)
     assert 0 < run.state.step < LAST
 
 
-def test_the_last_rollout_worker_lost_when_the_accuracy_is_reached_ends_nothing(scripted: Make) -> None:
+def test_the_last_rollout_worker_lost_when_the_accuracy_is_reached_ends_nothing(
+    scripted: Make, restarts: list[str]
+) -> None:
     run = scripted(Script(train_s=5.0, hangs=lambda item: item.start_version >= 2), **SECTIONS)
 
-    async def watch_loads() -> None:
-        while run.state.step < 2:
-            await asyncio.sleep(1.0)
-        run.state.stop_reason = "reached the accuracy"
-        await asyncio.sleep(1.0)
-        raise NoWorker("no rollout worker is left")
+    def prepare(driver: Driver) -> None:
+        async def lose() -> None:
+            run.state.stop_reason = "reached the accuracy"
+            driver.lose_worker()
 
-    assert drive(run, watch_loads=watch_loads) is None
+        during(run, "publish", lose, version=2)
+
+    assert drive(run, restarts, prepare=prepare) is None
     assert run.state.step < LAST
     assert run.world.numbers("saved") == [run.state.step]
 
 
-def test_a_learner_lost_before_the_export_ends_the_run(scripted: Make) -> None:
+def test_a_learner_lost_before_the_export_ends_the_run(scripted: Make, restarts: list[str]) -> None:
     run = scripted(**SECTIONS)
 
     async def lost() -> None:
         raise LearnerError("rank 1 died")
 
     during(run, "export_hf", lost)
-    assert isinstance(drive(run), LearnerError)
+    assert isinstance(drive(run, restarts), LearnerError)
     assert run.state.stop_reason == "failed"

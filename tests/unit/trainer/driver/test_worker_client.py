@@ -14,8 +14,8 @@ from rollout.worker.group_server import EVERY_S, MOST_BYTES, GroupServer
 from tests.fakes.local_actor import LocalActor, ServesGroups
 from tests.fakes.trajectories import make_turn
 from tests.fakes.virtual_time import run_virtual
-from trainer.driver import fleet as workers
-from trainer.driver.fleet import WorkerPool
+from trainer.driver import fleet as fleet_module
+from trainer.driver.fleet import Fleet
 
 PROMPT = Prompt(prompt_id="p", token_ids=np.array([1], np.int32), text="", answer="")
 
@@ -63,11 +63,11 @@ class Worker(ServesGroups):
 
 
 def run_groups(worker: Worker, group_ids: range, *, group_timeout_s: float = 100.0) -> tuple[list[Group], float]:
-    """What the pool brings, and when the last of it came."""
+    """What the fleet brings, and when the last of it came."""
 
     async def main() -> tuple[list[Group], float]:
-        pool = WorkerPool([LocalActor(worker)], group_timeout_s=group_timeout_s)
-        groups = await asyncio.gather(*(pool.run_group(item(group_id)) for group_id in group_ids))
+        fleet = Fleet({}, [LocalActor(worker)], group_timeout_s=group_timeout_s)
+        groups = await asyncio.gather(*(fleet.run_group(item(group_id)) for group_id in group_ids))
         return groups, asyncio.get_running_loop().time()
 
     return run_virtual(main())
@@ -104,22 +104,22 @@ def test_a_group_that_is_given_up_ends_in_the_worker_and_the_others_do_not() -> 
     worker = Worker({0: 1_000.0, 1: 5.0, 2: 1_000.0})
 
     async def main() -> None:
-        pool = WorkerPool([LocalActor(worker)], group_timeout_s=100.0)
-        first, second, third = (asyncio.create_task(pool.run_group(item(group_id))) for group_id in range(3))
+        fleet = Fleet({}, [LocalActor(worker)], group_timeout_s=100.0)
+        first, second, third = (asyncio.create_task(fleet.run_group(item(group_id))) for group_id in range(3))
         await asyncio.sleep(3.0)
         first.cancel()
         await asyncio.sleep(1.0)
         assert worker.cancelled == [0]
         assert (await second).group_id == 1
-        with pytest.raises(TimeoutError, match="rollout worker 0 gave no answer to group 2 for 160 s"):
+        with pytest.raises(TimeoutError, match="group 2 timed out after 160 s on rollout worker 0"):
             await third
         await asyncio.sleep(1.0)
         assert worker.cancelled == [0, 2]
-        assert pool._workers[0].num_groups == 0
-        calls = pool._workers[0].calls
-        assert calls is not None
-        assert not calls._waiting
-        assert not calls._given_up
+        assert fleet._workers[0].num_groups == 0
+        client = fleet._workers[0].client
+        assert client is not None
+        assert not client._waiting
+        assert not client._cancelled
         assert not worker.server._running
 
     run_virtual(main())
@@ -129,11 +129,11 @@ def test_a_group_that_was_given_up_before_it_was_sent_is_not_begun() -> None:
     worker = Worker(1.0)
 
     async def main() -> None:
-        pool = WorkerPool([LocalActor(worker)], group_timeout_s=100.0)
-        await pool.run_group(item(0))
-        second = asyncio.create_task(pool.run_group(item(1)))
+        fleet = Fleet({}, [LocalActor(worker)], group_timeout_s=100.0)
+        await fleet.run_group(item(0))
+        second = asyncio.create_task(fleet.run_group(item(1)))
         await asyncio.sleep(0)
-        third = asyncio.create_task(pool.run_group(item(2)))  # while the call for the second is on its way
+        third = asyncio.create_task(fleet.run_group(item(2)))  # while the call for the second is on its way
         await asyncio.sleep(EVERY_S / 4)
         third.cancel()
         await second
@@ -153,8 +153,8 @@ def test_the_error_of_one_group_is_its_own() -> None:
             return await super().run_group(item)
 
     async def main() -> list[Any]:
-        pool = WorkerPool([LocalActor(Failing(1.0))], group_timeout_s=100.0)
-        return await asyncio.gather(*(pool.run_group(item(index)) for index in range(3)), return_exceptions=True)
+        fleet = Fleet({}, [LocalActor(Failing(1.0))], group_timeout_s=100.0)
+        return await asyncio.gather(*(fleet.run_group(item(index)) for index in range(3)), return_exceptions=True)
 
     first, second, third = run_virtual(main())
     assert (first.group_id, third.group_id) == (0, 2)
@@ -171,9 +171,9 @@ def test_a_group_that_something_inside_it_cancelled_fails_at_once() -> None:
             return await super().run_group(item)
 
     async def main() -> None:
-        pool = WorkerPool([LocalActor(Cancelled())], group_timeout_s=100.0)
+        fleet = Fleet({}, [LocalActor(Cancelled())], group_timeout_s=100.0)
         with pytest.raises(RuntimeError, match="was cancelled"):
-            await pool.run_group(item(0))
+            await fleet.run_group(item(0))
         assert asyncio.get_running_loop().time() == pytest.approx(1.0)
 
     run_virtual(main())
@@ -184,8 +184,8 @@ def test_what_was_given_up_in_a_call_that_failed_is_given_up_in_the_next() -> No
     works, failures = worker.submit, [OSError("too large to send")]
 
     async def main() -> None:
-        pool = WorkerPool([LocalActor(worker)], group_timeout_s=5_000.0)
-        running = asyncio.create_task(pool.run_group(item(0)))
+        fleet = Fleet({}, [LocalActor(worker)], group_timeout_s=5_000.0)
+        running = asyncio.create_task(fleet.run_group(item(0)))
         await asyncio.sleep(1.0)
 
         async def fails_once(*args: Any) -> None:
@@ -213,37 +213,37 @@ def test_a_call_that_fails_costs_the_groups_it_may_have_carried_and_no_others(ca
 
     async def main() -> None:
         setattr(worker, call, fails_once)
-        pool = WorkerPool([LocalActor(worker)], group_timeout_s=100.0)
+        fleet = Fleet({}, [LocalActor(worker)], group_timeout_s=100.0)
         with pytest.raises(OSError, match="too large to send"):
-            await pool.run_group(item(0))
-        assert (await pool.run_group(item(1))).group_id == 1
+            await fleet.run_group(item(0))
+        assert (await fleet.run_group(item(1))).group_id == 1
         assert worker.cancelled == ([0] if call == "ended" else [])
 
     run_virtual(main())
 
 
 def test_a_lost_worker_fails_all_its_groups_at_once_and_is_never_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "kill_actor", lambda actor: actor.die())
+    monkeypatch.setattr(fleet_module, "kill_actor", lambda actor: actor.die())
     worker = Worker(50.0)
     actor = LocalActor(worker)
 
     async def main() -> None:
-        pool = WorkerPool([actor], group_timeout_s=100.0)
-        running = [asyncio.create_task(pool.run_group(item(group_id))) for group_id in range(5)]
+        fleet = Fleet({}, [actor], group_timeout_s=100.0)
+        running = [asyncio.create_task(fleet.run_group(item(group_id))) for group_id in range(5)]
         await asyncio.sleep(1.0)
-        running.append(asyncio.create_task(pool.run_group(item(5))))
+        running.append(asyncio.create_task(fleet.run_group(item(5))))
         await asyncio.sleep(0)
         actor.die()
         await asyncio.sleep(EVERY_S)
         assert all(isinstance(task.exception(), WorkerLost) for task in running)
         num_calls = len(worker.submitted)
-        calls = pool._workers[0].calls
-        assert calls is not None
+        client = fleet._workers[0].client
+        assert client is not None
         with pytest.raises(WorkerLost):
-            await calls.run(item(6))
+            await client.run(item(6))
         await asyncio.sleep(10.0)
         assert len(worker.submitted) == num_calls
-        assert all(task.done() for task in calls._tasks.values())
+        assert all(task.done() for task in client._tasks.values())
 
     run_virtual(main())
 
@@ -251,19 +251,19 @@ def test_a_lost_worker_fails_all_its_groups_at_once_and_is_never_called_again(mo
 def test_a_worker_that_ends_after_the_run_is_no_loss(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(workers, "kill_actor", lambda actor: actor.die())
+    monkeypatch.setattr(fleet_module, "kill_actor", lambda actor: actor.die())
     actor = LocalActor(Worker({0: 1.0, 1: 50.0}))
 
     async def main() -> None:
-        pool = WorkerPool([actor], group_timeout_s=100.0)
-        running = asyncio.create_task(pool.run_group(item(1)))
-        await pool.run_group(item(0))
-        pool.close()
+        fleet = Fleet({}, [actor], group_timeout_s=100.0)
+        running = asyncio.create_task(fleet.run_group(item(1)))
+        await fleet.run_group(item(0))
+        fleet.close()
         actor.die()
         with pytest.raises(WorkerLost, match="the run is over"):
             await running
         await asyncio.sleep(1.0)
-        assert pool._workers[0].lost == ""
+        assert fleet._workers[0].lost == ""
 
     run_virtual(main())
     assert caplog.text == ""

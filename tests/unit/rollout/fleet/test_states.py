@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, get_args
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from rollout.fleet.states import TRANSITIONS, EngineRecord, EngineState, EventKind, apply
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+STATES: tuple[EngineState, ...] = get_args(EngineState)
+EVENTS: tuple[EventKind, ...] = get_args(EventKind)
+TABLE: Mapping[EngineState, tuple[str, ...]] = {
+    #            joined  lost    pin       unpin   restart     retire
+    "starting": ("live", "lost", "-",      "-",    "-",        "-"),
+    "live":     ("-",    "lost", "pinned", "-",    "-",        "-"),
+    "pinned":   ("-",    "lost", "pinned", "live", "-",        "-"),
+    "lost":     ("-",    "-",    "-",      "-",    "starting", "retired"),
+    "retired":  ("-",    "-",    "-",      "-",    "-",        "-"),
+}  # fmt: skip
+
+
+def record(state: EngineState) -> EngineRecord:
+    return EngineRecord(incarnation=3, state=state, num_pins=int(state == "pinned"))
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("event", EVENTS)
+def test_every_event_in_every_state(state: EngineState, event: EventKind) -> None:
+    changed = apply(record(state), event, incarnation=3, reason="died")
+    assert ("-" if changed is None else changed.state) == TABLE[state][EVENTS.index(event)]
+    if changed is not None:
+        assert changed.incarnation == 3 + (event == "restart")
+        assert changed.num_pins == int(changed.state == "pinned") + (state == "pinned" and event == "pin")
+        assert changed.reason == ("died" if event == "lost" else "")
+
+
+@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("incarnation", [2, 4])
+def test_what_is_about_another_incarnation_is_ignored(state: EngineState, event: EventKind, incarnation: int) -> None:
+    assert apply(record(state), event, incarnation=incarnation) is None
+
+
+def test_the_reason_of_a_loss_is_kept_until_the_next_engine_has_joined() -> None:
+    lost = apply(EngineRecord(), "lost", incarnation=0, reason="out of memory")
+    assert lost is not None
+    starting = apply(lost, "restart", incarnation=0)
+    assert starting is not None
+    assert (starting.reason, starting.incarnation) == ("out of memory", 1)
+    live = apply(starting, "joined", incarnation=1)
+    assert live == EngineRecord(incarnation=1)
+
+
+class Histories(RuleBasedStateMachine):
+    """Any events in any order, some of them late, as reports of workers are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.record = EngineRecord()
+        self.num_pins = 0
+        self.was_lost = False
+
+    @rule(event=st.sampled_from(EVENTS), late=st.integers(0, 2))
+    def happens(self, event: EventKind, late: int) -> None:
+        before = self.record
+        changed = apply(before, event, incarnation=before.incarnation - late, reason="why")
+        if late or (before.state, event) not in TRANSITIONS:
+            assert changed is None
+            return
+        assert changed is not None
+        self.record = changed
+        if event == "lost":
+            self.was_lost, self.num_pins = True, 0
+        elif event == "joined":
+            self.was_lost = False
+        self.num_pins += (event == "pin") - (event == "unpin")
+
+    @invariant()
+    def only_a_new_incarnation_ends_a_loss(self) -> None:
+        assert self.record.is_there != self.was_lost
+
+    @invariant()
+    def it_is_pinned_until_every_pin_is_taken_back(self) -> None:
+        assert self.record.num_pins == self.num_pins
+        assert (self.record.state == "pinned") == (self.num_pins > 0)
+
+
+TestHistories = Histories.TestCase
