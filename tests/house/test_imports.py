@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 # Regular expressions of the files that may import a library, by library.
 PLACES = {
-    "ray": r".*/worker\.py|.*/actor\.py|trainer/learner/group\.py|trainer/driver/(cluster|actors)\.py|rollout/fleet/engine_client\.py"
-    r"|trainer/remote\.py",
+    "ray": r".*/worker\.py|.*/actor\.py|trainer/learner/group\.py|trainer/driver/(cluster|actors)\.py|"
+    r"rollout/fleet/engine_client\.py|trainer/remote\.py",
     "vllm": r"rollout/engine/(vllm_engine|vllm_process)\.py|"
     r"weight_sync/(vllm_extension|vllm_compat|lora|fallback|bench/engines)\.py",
     "hydra": r"trainer/config/compose\.py|trainer/__main__\.py",
