@@ -45,7 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stderr.flush()
         return _act(line, started_at)
     except ConfigurationError as error:
-        sys.stderr.write(f"{error}\n")
+        # Some are found late: a cluster without room, a rank that cannot use the weights. Those have a log.
+        log = noted_log(error)
+        sys.stderr.write(f"{error}\n\n{'nothing was started' if log is None else f'see {log}'}\n")
         return EXIT_CONFIGURATION
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")

@@ -53,12 +53,12 @@ class Problem:
 
 
 class ConfigurationError(Exception):
-    """The configuration, or what it names, cannot be used. Nothing was started; the process exits with code 2."""
+    """The configuration, or what it names, cannot be used. The process exits with code 2."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)
         count = len(self.problems)
-        title = f"{count} problem{'' if count == 1 else 's'} in the configuration; nothing was started:"
+        title = f"{count} configuration error{'' if count == 1 else 's'}:"
         super().__init__("\n".join([title, *(f"\n  {problem}" for problem in self.problems)]))
 
     def __reduce__(self) -> tuple[type[ConfigurationError], tuple[tuple[Problem, ...]]]:

@@ -106,88 +106,58 @@ AggregationName = Literal[
     "token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"
 ]
 
-_RATIO_BOUNDS = ("clip_low", "clip_high")
-
-LOSS_KEYS: Mapping[LossName, tuple[str, ...]] = {
-    "ppo_clip": (*_RATIO_BOUNDS, "clip_dual"),
-    "reinforce": (),
-    "importance_sampling": (),
-    "gspo": _RATIO_BOUNDS,
-    "gmpo": _RATIO_BOUNDS,
-    "cispo": _RATIO_BOUNDS,
-    "sapo": ("sapo_tau_positive", "sapo_tau_negative"),
-    "clip_cov": (*_RATIO_BOUNDS, "cov_frac", "cov_min", "cov_max"),
-    "kl_cov": ("cov_frac", "cov_kl_coef"),
-    "dppo_tv": ("dppo_threshold",),
-    "dppo_kl": ("dppo_threshold",),
-    "dro": ("dro_beta",),
-}
-"""Keys that only some losses read; those that are not here, every loss reads."""
-
 RatioLevel = Literal["token", "sequence_mean"]
 
-LOSS_RATIOS: Mapping[LossName, RatioLevel | None] = {
-    "ppo_clip": "token",
-    "reinforce": None,
-    "importance_sampling": "token",
-    "gspo": "sequence_mean",
-    "gmpo": "sequence_mean",
-    "cispo": None,
-    "sapo": None,
-    "clip_cov": "token",
-    "kl_cov": "token",
-    "dppo_tv": "token",
-    "dppo_kl": "token",
-    "dro": None,
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossTraits:
+    """What one loss reads and holds."""
+
+    keys: tuple[str, ...] = ()
+    """Keys of `algorithm` that only some losses read; those that no loss names, every loss reads."""
+    ratio: RatioLevel | None = None
+    """The ratio that it is proportional to, at least where it cuts nothing; None: it has none, or bounds it itself."""
+    is_weighted: bool = True
+    """Whether the ratio of the policy to the old one weights its gradient."""
+    is_bounded: bool = True
+    """Whether something keeps that ratio near 1."""
+    selects: bool = False
+    """Treats tokens differently which are chosen over the whole step."""
+
+
+_CLIP = ("clip_low", "clip_high")
+
+LOSSES: Mapping[LossName, LossTraits] = {
+    "ppo_clip": LossTraits(keys=(*_CLIP, "clip_dual"), ratio="token"),
+    "reinforce": LossTraits(is_weighted=False),
+    "importance_sampling": LossTraits(ratio="token", is_bounded=False),
+    "gspo": LossTraits(keys=_CLIP, ratio="sequence_mean"),
+    "gmpo": LossTraits(keys=_CLIP, ratio="sequence_mean"),
+    "cispo": LossTraits(keys=_CLIP),
+    "sapo": LossTraits(keys=("sapo_tau_positive", "sapo_tau_negative")),
+    "clip_cov": LossTraits(keys=(*_CLIP, "cov_frac", "cov_min", "cov_max"), ratio="token", selects=True),
+    "kl_cov": LossTraits(keys=("cov_frac", "cov_kl_coef"), ratio="token", selects=True),
+    "dppo_tv": LossTraits(keys=("dppo_threshold",), ratio="token"),
+    "dppo_kl": LossTraits(keys=("dppo_threshold",), ratio="token"),
+    "dro": LossTraits(keys=("dro_beta",), is_weighted=False),
 }
-"""The ratio that a loss is proportional to, at least where it cuts nothing; None: it has none, or bounds it itself."""
+_OWN_LOSS = LossTraits(ratio="token", is_bounded=False)
+"""A loss of the user reads no key of another, and is taken to hold the ratio of the token."""
 
-UNBOUNDED_LOSSES: tuple[LossName, ...] = ("importance_sampling",)
-"""Losses that hold a ratio and nothing that keeps it near 1."""
-
-SELECTING_LOSSES: tuple[LossName, ...] = ("clip_cov", "kl_cov")
-"""Losses that treat tokens differently which are chosen over the whole step."""
-
-LOSSES_WITHOUT_RATIO: tuple[LossName, ...] = ("reinforce", "dro")
-"""Losses whose gradient is not weighted by the ratio of the policy to the old one."""
+LOSS_KEYS: Mapping[LossName, tuple[str, ...]] = {name: traits.keys for name, traits in LOSSES.items()}
+SELECTING_LOSSES: tuple[LossName, ...] = tuple(name for name, traits in LOSSES.items() if traits.selects)
 
 
-def held_ratio(loss: str) -> RatioLevel | None:
-    """See `LOSS_RATIOS`; a loss of the user, by dotted path, is taken to hold the ratio of the token.
+def loss_traits(loss: str) -> LossTraits:
+    """Of a built-in loss, or of one of the user by its dotted path.
 
     Raises:
         ValueError: no such loss.
     """
-    if is_own(loss):
-        return "token"
-    for name, level in LOSS_RATIOS.items():
-        if name == loss:
-            return level
-    raise ValueError(_unknown(loss))
-
-
-def read_keys(loss: str) -> tuple[str, ...]:
-    """Keys of the table that `loss` reads; a loss of the user, by dotted path, reads none of them.
-
-    Raises:
-        ValueError: no such loss.
-    """
-    if is_own(loss):
-        return ()
-    for name, keys in LOSS_KEYS.items():
-        if name == loss:
-            return keys
-    raise ValueError(_unknown(loss))
-
-
-def _unknown(loss: str) -> str:
-    return f"algorithm.loss must be one of {', '.join(LOSS_KEYS)}, or a dotted path, got {loss!r}"
-
-
-def unread_keys(loss: str) -> list[str]:
-    """Keys of other losses that `loss` does not read, in the order of the table."""
-    read = read_keys(loss)
-    return [key for key in dict.fromkeys(k for keys in LOSS_KEYS.values() for k in keys) if key not in read]
+    found = _OWN_LOSS if is_own(loss) else dict[str, LossTraits](LOSSES).get(loss)
+    if found is None:
+        raise ValueError(f"algorithm.loss must be one of {', '.join(LOSSES)}, or a dotted path, got {loss!r}")
+    return found
 
 
 Level = Literal["token", "sequence", "sequence_mean"]

@@ -197,7 +197,7 @@ Examples:
 Exit codes:
   0  done
   1  failed; the first cause is the last thing on the screen
-  2  the configuration or the data cannot be used; nothing was started
+  2  the configuration, the model or the data cannot be used
   130  interrupted; saved, if training had begun and it was interrupted once
   141  nobody reads what is shown (--help | head)
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from trainer.config.algorithm import DEFAULT_LR_RATIO, read_keys, traits_of
+from trainer.config.algorithm import DEFAULT_LR_RATIO, loss_traits, traits_of
 from trainer.config.field import value_text
 from trainer.config.own_function import is_own
 
@@ -24,7 +24,7 @@ def describe_objective(algorithm: AlgorithmConfig) -> str:
     """
     traits = traits_of(algorithm)
     estimator = _estimator(algorithm, traits)
-    loss = f"{algorithm.loss}({_values(algorithm, read_keys(algorithm.loss))})"
+    loss = f"{algorithm.loss}({_values(algorithm, loss_traits(algorithm.loss).keys)})"
     if is_own(algorithm.loss):
         loss = f"own {algorithm.loss}({_numbers(algorithm.loss_args)})"
     penalty = _kl(algorithm.kl)

@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollout.prompts.datasets import reader_of_suffix
-from trainer.config.algorithm import LOSS_KEYS, LOSSES_WITHOUT_RATIO, read_keys, traits_of
+from trainer.config.algorithm import LOSS_KEYS, loss_traits, traits_of
 from trainer.config.field import value_text
 from trainer.config.own_function import is_own
 from trainer.config.schema import all_keys
@@ -21,6 +21,7 @@ from trainer.errors import Problem
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
+    from trainer.config.algorithm import CorrectionConfig
     from trainer.config.schema import RunConfig
 
 BUILTIN_TASK = "builtin:arithmetic"
@@ -41,8 +42,12 @@ class Inactive(NamedTuple):
     """A YAML file may well hold the keys for runs in which something reads them: they never go back."""
 
 
+def _is_evaluated_while_training(c: RunConfig) -> bool:
+    return bool(c.task.eval_path) and (c.trainer.eval_every > 0 or c.trainer.eval_at_start)
+
+
 def _is_evaluated(c: RunConfig) -> bool:
-    return bool(c.task.eval_path) and (c.trainer.eval_every > 0 or c.trainer.eval_at_start or c.trainer.eval_at_end)
+    return _is_evaluated_while_training(c) or (bool(c.task.eval_path) and c.trainer.eval_at_end)
 
 
 def _reads_std(c: RunConfig) -> bool:
@@ -51,6 +56,10 @@ def _reads_std(c: RunConfig) -> bool:
 
 def _uses_parts(c: RunConfig) -> bool:
     return not is_own(c.algorithm.advantage) and traits_of(c.algorithm).uses_parts
+
+
+def _reads_level(correction: CorrectionConfig) -> bool:
+    return correction.objective != "bypass" or correction.clamp.is_active or correction.mask.is_active
 
 
 def _is_file(path: str, reader: str) -> bool:
@@ -78,7 +87,7 @@ _OF_EVALUATION = tuple(
 _UNCHOSEN_LOSSES = tuple(
     Inactive(
         [f"algorithm.{key}"],
-        lambda c, key=key: key not in read_keys(c.algorithm.loss),
+        lambda c, key=key: key not in loss_traits(c.algorithm.loss).keys,
         "algorithm.loss={c.algorithm.loss} does not read it",
         _LOSS,
     )
@@ -86,291 +95,118 @@ _UNCHOSEN_LOSSES = tuple(
 )
 
 INACTIVE: tuple[Inactive, ...] = (
-    Inactive(
-        ["model.lora.alpha", "model.lora.target_modules"],
-        lambda c: c.model.lora.rank == 0,
-        "model.lora.rank=0 trains all weights",
-        ["model.lora.rank"],
-    ),
+    Inactive(["model.lora.alpha", "model.lora.target_modules"], lambda c: c.model.lora.rank == 0,
+        "model.lora.rank=0 trains all weights", ["model.lora.rank"]),
     # Prompts.
-    Inactive(
-        ["task.max_operand"],
-        lambda c: BUILTIN_TASK not in {c.task.train_path, *c.task.held_out_paths.values()},
-        f"no prompts come from {BUILTIN_TASK}",
-        ["task.train_path", "task.eval_path"],
-    ),
-    Inactive(
-        ["task.pass_rate_retry_epochs", "task.pass_reward"],
-        lambda c: not c.task.filters_pass_rate,
-        _NO_FILTER,
-        _PASS_RATES,
-    ),
-    Inactive(
-        ["task.pass_rate_column"],
-        lambda c: not c.task.filters_pass_rate and c.task.curriculum == "none",
-        f"{_NO_FILTER}, and task.curriculum=none",
-        _PASS_RATES,
-    ),
-    Inactive(
-        ["task.pass_rate_column"],
+    Inactive(["task.max_operand"], lambda c: BUILTIN_TASK not in {c.task.train_path, *c.task.held_out_paths.values()},
+        f"no prompts come from {BUILTIN_TASK}", ["task.train_path", "task.eval_path"]),
+    Inactive(["task.pass_rate_retry_epochs", "task.pass_reward"], lambda c: not c.task.filters_pass_rate, _NO_FILTER,
+        _PASS_RATES),
+    Inactive(["task.pass_rate_column"], lambda c: not c.task.filters_pass_rate and c.task.curriculum == "none",
+        f"{_NO_FILTER}, and task.curriculum=none", _PASS_RATES),
+    Inactive(["task.pass_rate_column"],
         lambda c: not c.task.filters_pass_rate and c.task.curriculum != "none" and bool(c.task.difficulty_column),
         f"{_NO_FILTER}, and task.curriculum goes by task.difficulty_column",
-        [*_PASS_RATES, "task.difficulty_column"],
-    ),
-    Inactive(
-        ["task.curriculum_epochs", "task.difficulty_column"],
-        lambda c: c.task.curriculum == "none",
-        "task.curriculum=none",
-        ["task.curriculum"],
-    ),
+        [*_PASS_RATES, "task.difficulty_column"]),
+    Inactive(["task.curriculum_epochs", "task.difficulty_column"], lambda c: c.task.curriculum == "none",
+        "task.curriculum=none", ["task.curriculum"]),
     Inactive(["task.train_split"], lambda c: not c.task.train_path, "task.train_path is empty", ["task.train_path"]),
-    Inactive(
-        ["task.train_split"],
-        lambda c: _is_file(c.task.train_path, c.task.reader),
-        "{c.task.train_path} " + _SPLIT_OF_FILE,
-        ["task.train_path"],
-    ),
+    Inactive(["task.train_split"], lambda c: _is_file(c.task.train_path, c.task.reader),
+        "{c.task.train_path} " + _SPLIT_OF_FILE, ["task.train_path"]),
     Inactive(["task.eval_split"], lambda c: not c.task.eval_path, "task.eval_path is empty", _EVAL_PATH),
-    Inactive(
-        ["task.eval_split"],
-        lambda c: _is_file(c.task.eval_path, c.task.reader),
-        "{c.task.eval_path} " + _SPLIT_OF_FILE,
-        _EVAL_PATH,
-    ),
-    Inactive(
-        ["task.difficulty_column", "task.pass_rate_column"],
-        lambda c: c.task.train_path == BUILTIN_TASK,
-        f"{BUILTIN_TASK} has no further columns",
-        ["task.train_path"],
-    ),
-    Inactive(
-        ["task.agent_args", "task.agent_timeout_s", "task.agent_max_sequences"],
-        lambda c: not c.task.agent,
-        "task.agent is empty: every answer is a single turn",
-        ["task.agent"],
-    ),
+    Inactive(["task.eval_split"], lambda c: _is_file(c.task.eval_path, c.task.reader),
+        "{c.task.eval_path} " + _SPLIT_OF_FILE, _EVAL_PATH),
+    Inactive(["task.difficulty_column", "task.pass_rate_column"], lambda c: c.task.train_path == BUILTIN_TASK,
+        f"{BUILTIN_TASK} has no further columns", ["task.train_path"]),
+    Inactive(["task.agent_args", "task.agent_timeout_s", "task.agent_max_sequences"], lambda c: not c.task.agent,
+        "task.agent is empty: every answer is a single turn", ["task.agent"]),
     # Advantages. A user's own estimator reads no key of the others, whatever its traits.
-    Inactive(
-        ["algorithm.normalize_by_std"],
-        lambda c: not _reads_std(c),
-        f"{_CHOSEN} does not switch its normalisation",
-        _ADVANTAGE,
-    ),
-    Inactive(
-        ["algorithm.gpg_scale"],
-        lambda c: c.algorithm.advantage != "gpg",
-        f"{_CHOSEN} has no factor for answers that teach nothing",
-        _ADVANTAGE,
-    ),
-    Inactive(
-        ["algorithm.gdpo_weights"],
-        lambda c: is_own(c.algorithm.advantage),
-        f"{_CHOSEN} reads algorithm.advantage_args",
-        _ADVANTAGE,
-    ),
-    Inactive(
-        ["algorithm.gdpo_weights"],
-        lambda c: not is_own(c.algorithm.advantage) and not _uses_parts(c),
-        f"{_CHOSEN} takes the total reward, not its parts",
-        _ADVANTAGE,
-    ),
-    Inactive(
-        ["algorithm.overlong_buffer_tokens"],
-        _uses_parts,
-        f"{_CHOSEN} takes the parts of the reward, shaping moves their total",
-        _ADVANTAGE,
-    ),
-    Inactive(
-        ["algorithm.overlong_buffer_tokens"],
-        lambda c: c.algorithm.advantage == "zero",
-        f"{_CHOSEN} reads no reward",
-        _ADVANTAGE,
-    ),
-    Inactive(
-        ["algorithm.overlong_penalty"],
-        lambda c: c.algorithm.overlong_buffer_tokens == 0,
-        "algorithm.overlong_buffer_tokens=0 turns the penalty off",
-        ["algorithm.overlong_buffer_tokens"],
-    ),
+    Inactive(["algorithm.normalize_by_std"], lambda c: not _reads_std(c),
+        f"{_CHOSEN} does not switch its normalisation", _ADVANTAGE),
+    Inactive(["algorithm.gpg_scale"], lambda c: c.algorithm.advantage != "gpg",
+        f"{_CHOSEN} has no factor for answers that teach nothing", _ADVANTAGE),
+    Inactive(["algorithm.gdpo_weights"], lambda c: is_own(c.algorithm.advantage),
+        f"{_CHOSEN} reads algorithm.advantage_args", _ADVANTAGE),
+    Inactive(["algorithm.gdpo_weights"], lambda c: not is_own(c.algorithm.advantage) and not _uses_parts(c),
+        f"{_CHOSEN} takes the total reward, not its parts", _ADVANTAGE),
+    Inactive(["algorithm.overlong_buffer_tokens"], _uses_parts,
+        f"{_CHOSEN} takes the parts of the reward, shaping moves their total", _ADVANTAGE),
+    Inactive(["algorithm.overlong_buffer_tokens"], lambda c: c.algorithm.advantage == "zero",
+        f"{_CHOSEN} reads no reward", _ADVANTAGE),
+    Inactive(["algorithm.overlong_penalty"], lambda c: c.algorithm.overlong_buffer_tokens == 0,
+        "algorithm.overlong_buffer_tokens=0 turns the penalty off", ["algorithm.overlong_buffer_tokens"]),
     # Functions of the user.
-    Inactive(
-        ["algorithm.advantage_args"],
-        lambda c: not is_own(c.algorithm.advantage),
-        f"{_CHOSEN} is built in and has keys of its own",
-        _ADVANTAGE,
-    ),
-    Inactive(
-        ["algorithm.loss_args"],
-        lambda c: not is_own(c.algorithm.loss),
-        "algorithm.loss={c.algorithm.loss} is built in and has keys of its own",
-        _LOSS,
-    ),
-    Inactive(
-        ["algorithm.group_filter_args"],
-        lambda c: not c.algorithm.group_filter,
-        "algorithm.group_filter is empty",
-        ["algorithm.group_filter"],
-    ),
+    Inactive(["algorithm.advantage_args"], lambda c: not is_own(c.algorithm.advantage),
+        f"{_CHOSEN} is built in and has keys of its own", _ADVANTAGE),
+    Inactive(["algorithm.loss_args"], lambda c: not is_own(c.algorithm.loss),
+        "algorithm.loss={c.algorithm.loss} is built in and has keys of its own", _LOSS),
+    Inactive(["algorithm.group_filter_args"], lambda c: not c.algorithm.group_filter,
+        "algorithm.group_filter is empty", ["algorithm.group_filter"]),
     # The loss.
     *_UNCHOSEN_LOSSES,
-    Inactive(
-        ["algorithm.aggregation_norm_tokens"],
-        lambda c: c.algorithm.aggregation != "seq_mean_token_sum_norm",
-        "algorithm.aggregation={c.algorithm.aggregation} has no constant divisor",
-        ["algorithm.aggregation"],
-    ),
+    Inactive(["algorithm.aggregation_norm_tokens"], lambda c: c.algorithm.aggregation != "seq_mean_token_sum_norm",
+        "algorithm.aggregation={c.algorithm.aggregation} has no constant divisor", ["algorithm.aggregation"]),
     # The critic and the reference.
     Inactive(_OF_CRITIC, lambda c: not c.algorithm.uses_critic, f"{_CHOSEN} has no critic", _ADVANTAGE),
-    Inactive(
-        _OF_OWN_BACKBONE,
-        lambda c: c.algorithm.uses_critic and c.critic.shared_backbone,
+    Inactive(_OF_OWN_BACKBONE, lambda c: c.algorithm.uses_critic and c.critic.shared_backbone,
         "critic.shared_backbone=true trains the value head with the policy's optimizer, one update per step",
-        ["critic.shared_backbone"],
-    ),
-    Inactive(
-        ["critic.value_coef"],
-        lambda c: c.algorithm.uses_critic and not c.critic.shared_backbone,
-        "a critic with its own backbone has its own optimizer",
-        ["critic.shared_backbone"],
-    ),
-    Inactive(
-        ["critic.value_clip"],
-        lambda c: c.algorithm.uses_critic and c.critic.updates_per_step == 1,
-        "the first update of a step starts from the values that it is clipped around",
-        ["critic.updates_per_step"],
-    ),
-    Inactive(
-        ["algorithm.kl.path", "algorithm.kl.placement", "algorithm.kl.estimator", "learner.reference_cpu_offload"],
-        lambda c: c.algorithm.kl.coef == 0,
-        "algorithm.kl.coef=0 keeps no reference",
-        ["algorithm.kl.coef"],
-    ),
-    Inactive(
-        ["learner.reference_cpu_offload"],
+        ["critic.shared_backbone"]),
+    Inactive(["critic.value_coef"], lambda c: c.algorithm.uses_critic and not c.critic.shared_backbone,
+        "a critic with its own backbone has its own optimizer", ["critic.shared_backbone"]),
+    Inactive(["critic.value_clip"], lambda c: c.algorithm.uses_critic and c.critic.updates_per_step == 1,
+        "the first update of a step starts from the values that it is clipped around", ["critic.updates_per_step"]),
+    Inactive(["algorithm.kl.path", "algorithm.kl.placement", "algorithm.kl.estimator", "learner.reference_cpu_offload"],
+        lambda c: c.algorithm.kl.coef == 0, "algorithm.kl.coef=0 keeps no reference", ["algorithm.kl.coef"]),
+    Inactive(["learner.reference_cpu_offload"],
         lambda c: c.algorithm.kl.coef > 0 and c.model.lora.rank > 0 and c.algorithm.kl.path is None,
-        "with LoRA the reference is the policy without its adapters",
-        ["model.lora.rank"],
-    ),
+        "with LoRA the reference is the policy without its adapters", ["model.lora.rank"]),
     # The off-policy correction.
-    Inactive(
-        [f"{_CORRECTION}.clamp.lower", f"{_CORRECTION}.clamp.upper"],
-        lambda c: c.algorithm.loss in LOSSES_WITHOUT_RATIO,
-        "algorithm.loss={c.algorithm.loss} holds no ratio to clamp",
-        _LOSS,
-    ),
-    Inactive(
-        [f"{_CORRECTION}.level"],
-        lambda c: (
-            c.algorithm.correction.objective == "bypass"
-            and not c.algorithm.correction.clamp.is_active
-            and not c.algorithm.correction.mask.is_active
-        ),
+    Inactive([f"{_CORRECTION}.clamp.lower", f"{_CORRECTION}.clamp.upper"],
+        lambda c: not loss_traits(c.algorithm.loss).is_weighted,
+        "algorithm.loss={c.algorithm.loss} holds no ratio to clamp", _LOSS),
+    Inactive([f"{_CORRECTION}.level"],
+        lambda c: not _reads_level(c.algorithm.correction),
         f"with {_CORRECTION}.objective=bypass only clamp and mask read it, and neither has a bound",
-        [f"{_CORRECTION}.objective", f"{_CORRECTION}.clamp", f"{_CORRECTION}.mask"],
-    ),
-    Inactive(
-        [f"{_CORRECTION}.mask.metric"],
-        lambda c: not c.algorithm.correction.mask.is_active,
-        _NO_BOUND,
-        [f"{_CORRECTION}.mask.lower", f"{_CORRECTION}.mask.upper"],
-    ),
-    Inactive(
-        [f"{_CORRECTION}.reject.metric", f"{_CORRECTION}.reject.level"],
-        lambda c: not c.algorithm.correction.reject.is_active,
-        _NO_BOUND,
-        [f"{_CORRECTION}.reject.lower", f"{_CORRECTION}.reject.upper"],
-    ),
+        [f"{_CORRECTION}.objective", f"{_CORRECTION}.clamp", f"{_CORRECTION}.mask"]),
+    Inactive([f"{_CORRECTION}.mask.metric"], lambda c: not c.algorithm.correction.mask.is_active, _NO_BOUND,
+        [f"{_CORRECTION}.mask.lower", f"{_CORRECTION}.mask.upper"]),
+    Inactive([f"{_CORRECTION}.reject.metric", f"{_CORRECTION}.reject.level"],
+        lambda c: not c.algorithm.correction.reject.is_active, _NO_BOUND,
+        [f"{_CORRECTION}.reject.lower", f"{_CORRECTION}.reject.upper"]),
     # Engines.
-    Inactive(
-        ["rollout.min_concurrency"],
-        lambda c: c.rollout.concurrency == "fixed",
-        "rollout.concurrency=fixed does not adapt",
-        ["rollout.concurrency"],
-    ),
-    Inactive(
-        ["rollout.repack_below"],
-        lambda c: c.rollout.num_replicas == 1,
-        "one engine has none to move requests to",
-        ["rollout.num_replicas"],
-    ),
-    Inactive(
-        ["rollout.repack_below"],
-        lambda c: c.mode.shares_devices,
-        "with mode.name={c.mode.name} all engines leave their devices at the same moment",
-        ["mode.name"],
-    ),
+    Inactive(["rollout.min_concurrency"], lambda c: c.rollout.concurrency == "fixed",
+        "rollout.concurrency=fixed does not adapt", ["rollout.concurrency"]),
+    Inactive(["rollout.repack_below"], lambda c: c.rollout.num_replicas == 1,
+        "one engine has none to move requests to", ["rollout.num_replicas"]),
+    Inactive(["rollout.repack_below"], lambda c: c.mode.shares_devices,
+        "with mode.name={c.mode.name} all engines leave their devices at the same moment", ["mode.name"]),
     # Training, evaluation, and what is written.
-    Inactive(
-        ["learner.min_lr_frac"],
-        lambda c: c.learner.lr_schedule == "constant",
-        "learner.lr_schedule=constant never lowers the learning rate",
-        ["learner.lr_schedule"],
-    ),
-    Inactive(
-        ["task.eval_size"],
-        lambda c: not c.task.eval_path,
-        "task.eval_path is empty: nothing is evaluated",
-        _EVAL_PATH,
-    ),
-    Inactive(
-        _OF_EVALUATION,
-        lambda c: not _is_evaluated(c),
-        "nothing is evaluated",
-        ["task.eval_path", "trainer.eval_every"],
-    ),
-    Inactive(
-        ["trainer.eval_blocking"],  # colocated mode sets it, whether or not anything is evaluated
-        lambda c: not _is_evaluated(c) and not c.mode.shares_devices,
-        "nothing is evaluated",
-        ["task.eval_path", "trainer.eval_every"],
-    ),
-    Inactive(
-        ["task.eval_sets"],  # without task.eval_path they are refused: something is missing then
-        lambda c: bool(c.task.eval_path) and not _is_evaluated(c),
-        "nothing is evaluated",
-        ["task.eval_path", "trainer.eval_every"],
-        do="set trainer.eval_every, or leave them out: ~task.eval_sets",
-    ),
-    Inactive(
-        ["trainer.eval_blocking"],
-        lambda c: (
-            _is_evaluated(c) and c.trainer.eval_every == 0 and not c.trainer.eval_at_start and not c.mode.shares_devices
-        ),
-        "only the last version is evaluated, when training is over",
-        ["trainer.eval_every"],
-    ),
-    Inactive(
-        ["trainer.eval_top_p"],
-        lambda c: _is_evaluated(c) and c.trainer.eval_temperature == 0,
-        "greedy answers (trainer.eval_temperature=0) take the likeliest token",
-        ["trainer.eval_temperature"],
-    ),
-    Inactive(
-        ["checkpoint.keep_every"],
-        lambda c: c.checkpoint.every_steps == 0,
-        "checkpoint.every_steps=0 saves at the end only",
-        ["checkpoint.every_steps"],
-    ),
-    Inactive(
-        [f"telemetry.wandb_{name}" for name in ("project", "entity", "group", "tags")],
-        lambda c: not c.telemetry.wandb,
-        "telemetry.wandb is false",
-        ["telemetry.wandb"],
-    ),
-    Inactive(
-        ["ray.placement_timeout_s"],
-        lambda c: c.ray.address == "local",
-        "ray.address=local starts a cluster that nobody else uses",
-        ["ray.address"],
-    ),
-    Inactive(
-        ["ray.num_cpus", "ray.object_store_gib"],
-        lambda c: c.ray.address not in {"", "local"},
-        "ray.address={c.ray.address} joins a cluster that is already set up",
-        ["ray.address"],
-        is_kept=True,
-    ),
-)
+    Inactive(["learner.min_lr_frac"], lambda c: c.learner.lr_schedule == "constant",
+        "learner.lr_schedule=constant never lowers the learning rate", ["learner.lr_schedule"]),
+    Inactive(["task.eval_size"], lambda c: not c.task.eval_path, "task.eval_path is empty: nothing is evaluated",
+        _EVAL_PATH),
+    Inactive(_OF_EVALUATION, lambda c: not _is_evaluated(c), "nothing is evaluated",
+        ["task.eval_path", "trainer.eval_every"]),
+    # Colocated mode sets it, whether or not anything is evaluated.
+    Inactive(["trainer.eval_blocking"], lambda c: not _is_evaluated(c) and not c.mode.shares_devices,
+        "nothing is evaluated", ["task.eval_path", "trainer.eval_every"]),
+    # Without task.eval_path they are refused (rules.py): something is missing then.
+    Inactive(["task.eval_sets"], lambda c: bool(c.task.eval_path) and not _is_evaluated(c), "nothing is evaluated",
+        ["task.eval_path", "trainer.eval_every"], do="set trainer.eval_every, or leave them out: ~task.eval_sets"),
+    Inactive(["trainer.eval_blocking"],
+        lambda c: _is_evaluated(c) and not _is_evaluated_while_training(c) and not c.mode.shares_devices,
+        "only the last version is evaluated, when training is over", ["trainer.eval_every"]),
+    Inactive(["trainer.eval_top_p"], lambda c: _is_evaluated(c) and c.trainer.eval_temperature == 0,
+        "greedy answers (trainer.eval_temperature=0) take the likeliest token", ["trainer.eval_temperature"]),
+    Inactive(["checkpoint.keep_every"], lambda c: c.checkpoint.every_steps == 0,
+        "checkpoint.every_steps=0 saves at the end only", ["checkpoint.every_steps"]),
+    Inactive([f"telemetry.wandb_{name}" for name in ("project", "entity", "group", "tags")],
+        lambda c: not c.telemetry.wandb, "telemetry.wandb is false", ["telemetry.wandb"]),
+    Inactive(["ray.placement_timeout_s"], lambda c: c.ray.address == "local",
+        "ray.address=local starts a cluster that nobody else uses", ["ray.address"]),
+    Inactive(["ray.num_cpus", "ray.object_store_gib"], lambda c: c.ray.address not in {"", "local"},
+        "ray.address={c.ray.address} joins a cluster that is already set up", ["ray.address"], is_kept=True),
+)  # fmt: skip
 """A row that reads a key stands behind the rows that may reset that key, so one pass is enough."""
 
 

@@ -11,14 +11,7 @@ import re
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from trainer.config.algorithm import (
-    LOSSES_WITHOUT_RATIO,
-    SELECTING_LOSSES,
-    UNBOUNDED_LOSSES,
-    EstimatorTraits,
-    held_ratio,
-    traits_of,
-)  # fmt: skip
+from trainer.config.algorithm import EstimatorTraits, loss_traits, traits_of
 from trainer.config.field import value_text
 from trainer.config.inactive import BUILTIN_TASK
 from trainer.config.own_function import is_dotted_path, is_own
@@ -351,7 +344,7 @@ def _kl(config: RunConfig) -> Iterator[Problem]:
 
 
 def _selecting_loss(config: RunConfig, also: str) -> Iterator[Problem]:
-    if config.algorithm.loss in SELECTING_LOSSES:
+    if loss_traits(config.algorithm.loss).selects:
         allowed = "chooses tokens by their advantages before the step is split, and these are finished on the learner"
         yield _conflict(config, "algorithm.loss", allowed, "use ppo_clip", also)
 
@@ -375,7 +368,7 @@ def _correction(config: RunConfig) -> Iterator[Problem]:
 def _corrected_loss(config: RunConfig) -> Iterator[Problem]:
     """Losses to which the chosen objective gives nothing to act on."""
     loss, correction, key = config.algorithm.loss, config.algorithm.correction, f"{_CORRECTION}.objective"
-    if loss in LOSSES_WITHOUT_RATIO:
+    if not loss_traits(loss).is_weighted:
         why, do = f"algorithm.loss={loss} holds no ratio", "use algorithm.loss=importance_sampling"
         leaves_out = correction.mask.is_active or correction.reject.is_active
         if correction.objective != "bypass":
@@ -384,7 +377,7 @@ def _corrected_loss(config: RunConfig) -> Iterator[Problem]:
             allowed = f"takes samples of mode.max_staleness={config.mode.max_staleness} for its own: {why}"
             do = f"use mode=sync, {do.removeprefix('use ')}, or a correction that masks or rejects"
             yield _conflict(config, "algorithm.loss", allowed, do, "mode.max_staleness", _CORRECTION)
-    elif correction.objective == "decoupled" and not is_own(loss) and loss not in UNBOUNDED_LOSSES:
+    elif correction.objective == "decoupled" and loss_traits(loss).is_bounded:
         allowed = (
             "has one update per batch, so the ratio to the policy at the start of the step is always 1, and "
             f"algorithm.loss={loss} cannot bound it"
@@ -396,9 +389,9 @@ def _corrected_loss(config: RunConfig) -> Iterator[Problem]:
 def _clamped_loss(config: RunConfig) -> Iterator[Problem]:
     """`clamp` puts another ratio in the place of the one that the loss holds: it must be the same one."""
     loss, correction = config.algorithm.loss, config.algorithm.correction
-    if loss in LOSSES_WITHOUT_RATIO or correction.objective != "bypass" or not correction.clamp.is_active:
+    if not loss_traits(loss).is_weighted or correction.objective != "bypass" or not correction.clamp.is_active:
         return
-    held, objective = held_ratio(loss), f"{_CORRECTION}.objective"
+    held, objective = loss_traits(loss).ratio, f"{_CORRECTION}.objective"
     if held is None:
         why, do = _OWN_BOUNDS[loss]
         for bound in ("lower", "upper"):
@@ -512,7 +505,7 @@ def _truncated_sampling(config: RunConfig) -> Iterator[Problem]:
     rollout, acts = config.rollout, _acts_on_ratio(config)
     if acts is None:
         return
-    does = "has none" if config.algorithm.loss in LOSSES_WITHOUT_RATIO else "acts on that"
+    does = "acts on that" if loss_traits(config.algorithm.loss).is_weighted else "has none"
     why = f"among fewer tokens equal weights have a ratio of learner to engine below 1, and {acts} {does}"
     other = "or algorithm.loss=importance_sampling with no bounds on the ratio but upper ones"
     if rollout.top_p < 1:
@@ -524,7 +517,7 @@ def _truncated_sampling(config: RunConfig) -> Iterator[Problem]:
 def _acts_on_ratio(config: RunConfig) -> str | None:
     """The first key under which a ratio below 1 for equal weights is taken for a policy that has moved."""
     algorithm, correction = config.algorithm, config.algorithm.correction
-    if not is_own(algorithm.loss) and algorithm.loss not in UNBOUNDED_LOSSES:
+    if loss_traits(algorithm.loss).is_bounded:
         return f"algorithm.loss={algorithm.loss}"
     if algorithm.kl.in_reward or algorithm.kl.in_advantage:
         return f"{_PLACEMENT}={algorithm.kl.placement}"

@@ -176,7 +176,7 @@ def test_a_pairing_that_cannot_be_is_refused_once(tmp_path: Path, run_trainer: C
     sizes = ("mode=colocated", "learner.num_ranks=3", "rollout.num_replicas=2")
     code, _, err = run_trainer(*ELSEWHERE, "--nodes", "8", *drawn(model), *sizes)
     assert code == 2
-    assert "1 problem in the configuration" in err
+    assert "1 configuration error" in err
     assert err.count("every device has one learner rank and one engine worker") == 1
 
 

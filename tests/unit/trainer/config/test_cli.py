@@ -1,4 +1,4 @@
-"""`python -m trainer` as a process: speed, exit codes, and that it works from a wheel and from any directory."""
+"""The command line: what is said to those who write it wrongly, exit codes, and how a failure is told."""
 
 from __future__ import annotations
 
@@ -17,9 +17,94 @@ import pytest
 from ray.exceptions import RayTaskError
 
 import trainer.__main__ as main_module
+from trainer.config.compose import load_config
+from trainer.config.plain import OTHER_NAMES
+from trainer.config.schema import all_keys
 from trainer.errors import ConfigurationError, Problem, first_cause, note_log, one_line
 
 ROOT = Path(__file__).resolve().parents[4]
+
+
+def refusal(*arguments: str) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        load_config(arguments)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["-m", "seed=1,2"], "write a loop: for value in 1 2 3"),
+        (["seed=1,2"], "write a loop: for value in ...; do python -m trainer seed=$value"),
+        (["--learner.lr=1e-5"], "keys have no dashes: learner.lr=1e-5"),
+        (["--learner.lr", "1e-5"], "keys have no dashes: learner.lr=1e-5"),
+        (["--learner.lr", "seed=1"], "keys have no dashes: learner.lr=VALUE"),
+        (["--max-steps", "10"], "keys have no dashes: trainer.total_steps=10"),
+        (["--learning-rate=1e-5"], "keys have no dashes: learner.lr=1e-5"),
+        (["--verbose"], "see python -m trainer --help"),
+        (["max_steps=10"], "did you mean trainer.total_steps?"),
+        (["trainer.max_steps=10"], "did you mean trainer.total_steps?"),
+        (["device=gpu"], "device=cuda (NVIDIA) or device=rocm (AMD)"),
+        (["device=tpu"], "must be one of auto, cpu, cuda, npu, rocm"),
+        (["--config-path", "x"], "--config-dir DIR"),
+        (["--resume"], "the same run_dir=PATH"),
+        (["learner.lr", "=", "1e-5"], "without spaces around ="),
+        (["+algorithm=dapo"], "leave the plus out"),
+        (["algorithm=GRPO"], "did you mean algorithm=grpo?"),
+        (["hydra.run.dir=/tmp/x"], "where a run writes is run_dir=PATH"),
+        (["hydra/launcher=slurm"], "where a run writes is run_dir=PATH"),
+        (["algorithm.kl_coef=0.1"], "did you mean algorithm.kl.coef?"),
+        (["trainer.stop_at_accuracy=None"], "nothing is written null"),
+        (["rollout.stop=</answer>"], """rollout.stop='["VALUE"]'"""),
+        (["model=Qwen/X"], "-> set its keys one by one: model.path=..."),
+        (["data.train_files=x"], "docs/coming_from.md has the names of other systems"),
+    ],
+)
+def test_a_habit_from_elsewhere_is_answered_with_what_to_write(arguments: list[str], words: str) -> None:
+    assert words in refusal(*arguments)
+
+
+def test_keys_of_another_system_are_named_in_full() -> None:
+    told = refusal("actor_rollout_ref.rollout.n=8", "actor_rollout_ref.actor.optim.lr=1e-6")
+    assert "actor_rollout_ref.rollout.n = 8" in told
+    assert "actor_rollout_ref.actor.optim.lr = 1e-06" in told and "learner.lr" in told
+
+
+@pytest.mark.parametrize("key", ["run_dir", "task.eval_path", "model.tokenizer_path", "algorithm.group_filter"])
+def test_null_is_no_text_of_four_letters(key: str) -> None:
+    told = refusal(f"{key}=null")
+    assert f"{key} = null" in told and "no text is written as nothing behind the =" in told
+
+
+def test_null_in_quotes_is_text() -> None:
+    assert load_config(["run_dir='null'"]).run_dir == "null"
+
+
+def test_the_path_of_a_file_is_split_into_folder_and_name(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("defaults: [tiny, _self_]\n")
+    for given in (tmp_path / "mine.yaml", tmp_path / "mine"):
+        assert f"write --config-dir {tmp_path} --config-name mine" in refusal("--config-name", str(given))
+
+
+def test_a_file_with_another_suffix_is_to_be_renamed(tmp_path: Path) -> None:
+    (tmp_path / "mine.yml").write_text("defaults: [tiny, _self_]\n")
+    told = refusal("--config-dir", str(tmp_path), "--config-name", "mine")
+    assert "rename mine.yml to mine.yaml" in told
+
+
+def test_every_name_of_elsewhere_stands_for_a_key_and_is_none() -> None:
+    leaves = {key.rpartition(".")[2] for key in all_keys()}
+    assert set(OTHER_NAMES.values()) <= all_keys().keys()
+    assert not OTHER_NAMES.keys() & leaves
+
+
+@pytest.mark.parametrize("word", ["gpu", "tpu", "GPU"])
+@pytest.mark.parametrize("key", ["device", "device.name"])
+def test_another_kind_of_device_is_not_taken_for_one_of_three_letters(key: str, word: str) -> None:
+    assert "npu?" not in refusal(f"{key}={word}")
+
+
+# As a process
 
 
 def run_trainer(*args: str, cwd: Path, path: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -59,7 +144,7 @@ def test_help_imports_neither_torch_nor_hydra_and_loading_imports_no_torch() -> 
 def test_problems_end_with_code_2_and_leave_nothing(tmp_path: Path) -> None:
     result = run_trainer("learner.lrr=1", "mode.max_staleness=-1", "run_dir=here", cwd=tmp_path)
     assert result.returncode == 2
-    assert "2 problems" in result.stderr
+    assert "2 configuration errors" in result.stderr and result.stderr.endswith("nothing was started\n")
     assert "Traceback" not in result.stderr
     assert list(tmp_path.iterdir()) == []
 
@@ -245,6 +330,20 @@ def test_every_ending_has_its_exit_code(monkeypatch: pytest.MonkeyPatch, capsys:
     assert main_module.main([]) == 130
     monkeypatch.setattr(main_module, "_run", refused)
     assert main_module.main([]) == 2
+
+
+def test_an_error_that_shows_after_the_start_names_the_log_and_does_not_say_that_nothing_was_started(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def late(*_: object) -> int:
+        error = ConfigurationError([Problem(key="learner.num_ranks", got="8", allowed="no room on the cluster")])
+        note_log(error, Path("runs/a/log.txt"))
+        raise error
+
+    monkeypatch.setattr(main_module, "_run", late)
+    assert main_module.main([]) == 2
+    shown = capsys.readouterr().err
+    assert shown.endswith("see runs/a/log.txt\n") and "nothing was started" not in shown
 
 
 def test_problems_are_the_same_in_another_process() -> None:

@@ -1,4 +1,4 @@
-"""Combinations that cannot work or do nothing, and what lies outside of the configuration."""
+"""What lies outside of the configuration: files, directories, packages and ports that it names."""
 
 from __future__ import annotations
 
@@ -10,125 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.unit.trainer.config.test_rules import config_with
 from trainer.config.environment import check_environment, looks_local
-from trainer.config.inactive import reset_inactive
-from trainer.config.plain import to_run_config
-from trainer.config.rules import check_combinations
-from trainer.config.schema import RunConfig, all_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from trainer.errors import Problem
-
-
-def config_with(**keys: Any) -> RunConfig:
-    """`section__key=value` for a nested key."""
-    data: dict[str, Any] = {}
-    for path, value in keys.items():
-        *sections, name = path.split("__")
-        node = data
-        for section in sections:
-            node = node.setdefault(section, {})
-        node[name] = value
-    config, problems = to_run_config(data)
-    assert problems == []
-    return config
-
-
-def problems_in(config: RunConfig, *, written: Collection[str] = ()) -> list[Problem]:
-    """Of every key that has an inactive value, or cannot have the one that it has."""
-    _, _, inactive = reset_inactive(config, asked_for=all_keys(), written=written)
-    return [*inactive, *check_combinations(config)]
-
-
-def keys_refused(config: RunConfig, *, written: Collection[str] = ()) -> list[str]:
-    return [problem.key for problem in problems_in(config, written=written)]
+    from trainer.config.schema import RunConfig
 
 
 def keys_unusable(config: RunConfig) -> list[str]:
     return [problem.key for problem in check_environment(config)]
-
-
-def test_the_defaults_have_no_problem() -> None:
-    assert check_combinations(RunConfig()) == []
-
-
-@pytest.mark.parametrize(
-    ("keys", "refused"),
-    [
-        ({"name": "a/b"}, "name"),
-        ({"model__lora__alpha": 8.0}, "model.lora.alpha"),
-        ({"model__lora__target_modules": "q_proj"}, "model.lora.target_modules"),
-        ({"model__lora__rank": 12}, "model.lora.rank"),
-        ({"model__lora__rank": 8, "model__lora__target_modules": "q_proj,v_proj"}, "model.lora.target_modules"),
-        ({"device__env": {"NOT A NAME": "1"}}, "device.env"),
-        ({"task__train_path": "", "task__eval_path": "builtin:arithmetic"}, "task.train_path"),
-        ({"task__reader": "arithmetic", "task__train_path": "a.jsonl"}, "task.reader"),
-        ({"task__reader": "jsonl", "task__train_path": "a.jsonl"}, "task.reader"),
-        ({"task__reader": "jsonl", "task__eval_path": ""}, "task.reader"),
-        ({"task__train_path": "a/b", "task__eval_path": "a/b", "task__max_operand": 20}, "task.max_operand"),
-        ({"task__eval_path": "", "task__eval_size": 5}, "task.eval_size"),
-        ({"rollout__group_size": 1}, "rollout.group_size"),
-        ({"rollout__group_size": 1, "algorithm__advantage": "rloo"}, "rollout.group_size"),
-        (
-            {"rollout__group_size": 1, "algorithm__advantage": "reinforce", "algorithm__filter_zero_variance": True},
-            "algorithm.filter_zero_variance",
-        ),
-        ({"algorithm__advantage": "rloo", "algorithm__normalize_by_std": False}, "algorithm.normalize_by_std"),
-        ({"algorithm__loss": "importance_sampling", "algorithm__clip_low": 0.1}, "algorithm.clip_low"),
-        ({"algorithm__loss": "importance_sampling", "algorithm__clip_high": 0.1}, "algorithm.clip_high"),
-        ({"algorithm__loss": "importance_sampling", "algorithm__clip_dual": 3.0}, "algorithm.clip_dual"),
-        ({"algorithm__overlong_penalty": 0.5}, "algorithm.overlong_penalty"),
-        ({"algorithm__overlong_buffer_tokens": 2000}, "algorithm.overlong_buffer_tokens"),
-        ({"mode__name": "sync"}, "mode.max_staleness"),
-        ({"mode__name": "one_step_off", "mode__max_staleness": 2}, "mode.max_staleness"),
-        ({"rollout__max_model_len": 1535}, "rollout.max_model_len"),
-        ({"learner__max_tokens_per_micro_batch": 1535}, "learner.max_tokens_per_micro_batch"),
-        ({"learner__num_ranks": 257}, "learner.num_ranks"),
-        ({"learner__min_lr_frac": 0.1}, "learner.min_lr_frac"),
-        ({"learner__lr_schedule": "cosine", "learner__warmup_steps": 100}, "learner.warmup_steps"),
-        ({"trainer__stop_at_accuracy": 0.9, "task__eval_path": ""}, "trainer.stop_at_accuracy"),
-        (
-            {
-                "trainer__stop_at_accuracy": 0.9,
-                "trainer__eval_every": 0,
-                "trainer__eval_at_start": False,
-                "trainer__eval_at_end": False,
-            },
-            "trainer.stop_at_accuracy",
-        ),
-        ({"checkpoint__every_steps": 50, "checkpoint__keep_every": 75}, "checkpoint.keep_every"),
-        ({"checkpoint__every_steps": 50, "checkpoint__keep_every": 10}, "checkpoint.keep_every"),
-        ({"checkpoint__every_steps": 0, "checkpoint__keep_every": 50}, "checkpoint.keep_every"),
-        ({"ray__address": ""}, "ray.address"),
-        ({"telemetry__wandb_project": "mine"}, "telemetry.wandb_project"),
-        ({"telemetry__wandb_entity": "team"}, "telemetry.wandb_entity"),
-        ({"telemetry__wandb_group": "sweep"}, "telemetry.wandb_group"),
-        ({"telemetry__wandb_tags": "a+b"}, "telemetry.wandb_tags"),
-    ],
-)
-def test_an_impossible_or_ineffective_combination_is_refused(keys: dict[str, Any], refused: str) -> None:
-    assert keys_refused(config_with(**keys)) == [refused]
-
-
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"rollout__group_size": 1, "algorithm__advantage": "reinforce"},
-        {"mode__max_staleness": 0},
-        {"rollout__max_model_len": 1536},
-        {"learner__max_tokens_per_micro_batch": 1536},
-        {"learner__num_ranks": 256},
-        {"learner__lr_schedule": "cosine", "learner__warmup_steps": 99, "learner__min_lr_frac": 0.1},
-        {"algorithm__overlong_buffer_tokens": 1024, "algorithm__overlong_penalty": 0.5},
-        {"ray__address": "auto"},
-        {"checkpoint__every_steps": 50, "checkpoint__keep_every": 150},
-        {"checkpoint__every_steps": 0},
-    ],
-)
-def test_the_nearest_possible_combination_is_allowed(keys: dict[str, Any]) -> None:
-    assert keys_refused(config_with(**keys)) == []
 
 
 def test_what_is_named_and_missing_is_refused(tmp_path: Path) -> None:
@@ -157,12 +47,6 @@ def test_hub_names_need_no_network() -> None:
     assert not looks_local("gpt2")
     assert looks_local("a/b/c")
     assert looks_local("./b")
-
-
-def test_a_learner_that_would_need_loss_scaling_is_refused_by_its_type() -> None:
-    _, problems = to_run_config({"model": {"compute_dtype": "float16", "rollout_dtype": "float16"}})
-    assert [problem.key for problem in problems] == ["model.compute_dtype"]
-    assert problems[0].allowed.startswith("must be one of float32, bfloat16")
 
 
 def test_unknown_builtins_are_refused() -> None:
