@@ -7,7 +7,7 @@ left, so their order does not matter: `clamp` bounds the importance weight (TIS)
 
 With `bypass` the ratio stands inside the loss already, so the weight is only the factor by which the actions changed
 it. That puts the clamped ratio in the place of the other one only if the loss is proportional to what is clamped: a
-clamp is refused with every other loss (`trainer.config.algorithm.LOSS_RATIOS`). With `decoupled` and `loglinear` the
+clamp is refused with every other loss (`trainer.config.algorithm.LOSSES`). With `decoupled` and `loglinear` the
 weight is the ratio that is left, of any level:
 
     bypass       loss(pi / engine)   x  keep clamp(rho) / rho     rho = pi / engine

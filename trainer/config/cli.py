@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn
 
 from trainer.config.field import bounds_text, type_text, value_text
+from trainer.config.plain import suggestion
 from trainer.config.presets import config_names, groups, packaged_configs
 from trainer.config.schema import all_keys
 from trainer.errors import ConfigurationError, Problem
@@ -66,9 +67,6 @@ class _Parser(argparse.ArgumentParser):
 
 def _as_key(option: str, words: Sequence[str]) -> str:
     """How the key is set that an option of another program stands for; empty if it is like no key."""
-    from trainer.config.plain import suggestion
-    from trainer.config.schema import all_keys
-
     name, equals, value = option.lstrip("-").partition("=")
     if not equals:
         behind = words[words.index(option) + 1 :] if option in words else ()

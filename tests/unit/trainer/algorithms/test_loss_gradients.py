@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 import pytest
 import torch
-from tests.unit.trainer.config.test_rules import config_with, keys_refused
 
 from tests.unit.trainer.algorithms.test_losses import config_for, random_inputs
+from tests.unit.trainer.config.test_rules import config_with, keys_refused
 from trainer.algorithms.corrections import correct
 from trainer.algorithms.losses import kl_penalty, policy_loss, value_loss
 from trainer.config.algorithm import LOSS_KEYS, CorrectionConfig, LossName, Objective
