@@ -10,9 +10,10 @@ async function has a slot of its own, good for `max_concurrency` calls: its queu
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import defaultdict
 from dataclasses import replace
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from rollout.errors import DataError, RewardError
 from rollout.reward.call import Item, RewardResult, call
@@ -20,10 +21,13 @@ from rollout.reward.process import GRACE_S, LOAD_TIMEOUT_S, CpuLimitExceeded, Ou
 from rollout.reward.registry import RewardEntry, RewardFn, load, lookup
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable
     from pathlib import Path
     from types import TracebackType
 
     from rollout.types import Prompt
+
+T = TypeVar("T")
 
 RETRY_S = 60.0
 """For so long a function that does not import is not tried again; its calls fail at once."""
@@ -190,10 +194,7 @@ class RewardPool:
             return RewardResult(reward=0.0)
 
     async def _call(self, entry: RewardEntry, item: Item) -> RewardResult:
-        queue = await self._queue_of(entry)
-        slot = await self._take_slot(queue)
-        try:
-            process = await self._process_in(slot, entry)
+        async with self._slot(await self._queue_of(entry), entry) as (_, process):
             return await process.score(
                 entry.target,
                 item,
@@ -201,8 +202,6 @@ class RewardPool:
                 cpu_limit_s=entry.cpu_limit_s,
                 max_concurrency=self._max_concurrency,
             )
-        finally:
-            queue.put_nowait(slot)
 
     async def _queue_of(self, entry: RewardEntry) -> _Queue:
         """Imports the function if nothing is known of it yet.
@@ -212,48 +211,39 @@ class RewardPool:
             RewardError: no process was free for that.
         """
         target = entry.target
-        if target in self._queues:
-            return self._queues[target]
-        importing = self._first_imports[target]
-        try:
-            async with asyncio.timeout(self._queue_timeout_s + LOAD_TIMEOUT_S):
-                await importing.acquire()
-        except TimeoutError:
-            raise RewardError(self._busy_text(self._plain)) from None
-        try:
-            if target not in self._queues:
-                self._queues[target] = await self._first_import(entry)
-            return self._queues[target]
-        finally:
-            importing.release()
+        if target not in self._queues:
+            importing = self._first_imports[target]
+            limit_s = self._queue_timeout_s + LOAD_TIMEOUT_S
+            await _in_time(importing.acquire(), limit_s, self._busy_text(self._plain))
+            try:
+                if target not in self._queues:
+                    self._queues[target] = await self._first_import(entry)
+            finally:
+                importing.release()
+        return self._queues[target]
 
     async def _first_import(self, entry: RewardEntry) -> _Queue:
-        slot = await self._take_slot(self._plain)
-        try:
-            process = await self._process_in(slot, entry)
+        async with self._slot(self._plain, entry) as (slot, process):
             if not process.is_async:
                 return self._plain
             own, slot.process = _Slot(process), None
-            queue = _Queue()
-            for _ in range(self._max_concurrency):
-                queue.put_nowait(own)
-            return queue
+        queue = _Queue()
+        for _ in range(self._max_concurrency):
+            queue.put_nowait(own)
+        return queue
+
+    @contextlib.asynccontextmanager
+    async def _slot(self, queue: _Queue, entry: RewardEntry) -> AsyncIterator[tuple[_Slot, RewardProcess]]:
+        """A slot out of the queue, and its process, which has imported the function."""
+        slot = await _in_time(queue.get(), self._queue_timeout_s, self._busy_text(queue))
+        try:
+            yield slot, await self._process_in(slot, entry)
         finally:
-            self._plain.put_nowait(slot)
+            queue.put_nowait(slot)
 
     async def _warm_up(self, entry: RewardEntry) -> None:
-        slot = await self._take_slot(self._plain)
-        try:
-            await self._process_in(slot, entry)
-        finally:
-            self._plain.put_nowait(slot)
-
-    async def _take_slot(self, queue: _Queue) -> _Slot:
-        try:
-            async with asyncio.timeout(self._queue_timeout_s):
-                return await queue.get()
-        except TimeoutError:
-            raise RewardError(self._busy_text(queue)) from None
+        async with self._slot(self._plain, entry):
+            pass
 
     def _busy_text(self, queue: _Queue) -> str:
         limit = f"{self._queue_timeout_s:g} s (task.reward.queue_timeout_s)"
@@ -275,14 +265,11 @@ class RewardPool:
             RewardError: other calls tried to import it for too long.
         """
         limit_s = LOAD_TIMEOUT_S + GRACE_S  # longer than one import may take, so as to learn why it failed
-        try:
-            async with asyncio.timeout(limit_s):
-                await slot.replacing.acquire()
-        except TimeoutError:
-            raise RewardError(
-                f"its process was lost, and for all of {limit_s:g} s other calls tried to import {entry.target} in a "
-                "new one; make the import faster"
-            ) from None
+        text = (
+            f"its process was lost, and for all of {limit_s:g} s other calls tried to import {entry.target} in a new "
+            "one; make the import faster"
+        )
+        await _in_time(slot.replacing.acquire(), limit_s, text)
         try:
             if slot.process is None or not slot.process.takes(entry.target):
                 slot.process = await self._start_process()
@@ -313,6 +300,14 @@ class RewardPool:
             process.close(_CLOSED)
             raise DataError(_CLOSED)
         return process
+
+
+async def _in_time(waiting: Awaitable[T], timeout_s: float, text: str) -> T:
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await waiting
+    except TimeoutError:
+        raise RewardError(text) from None
 
 
 def check_reward(name: str, *, sample: Prompt, timeout_s: float) -> RewardResult:
