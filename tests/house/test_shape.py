@@ -60,3 +60,9 @@ def test_no_file_names_a_path_of_one_machine() -> None:
         if MACHINE_PATHS.search(line)
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_every_folder_of_tests_belongs_to_a_stage() -> None:
+    script = (ROOT / "scripts" / "test.sh").read_text(encoding="utf-8")
+    folders = {file.relative_to(ROOT / "tests").parts[0] for file in (ROOT / "tests").rglob("test_*.py")}
+    assert folders <= set(re.findall(r"\w+", script))
