@@ -64,7 +64,7 @@ _MAX_MESSAGE_CHARS = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Item:
+class RewardRequest:
     """The arguments of one reward call."""
 
     prompt: str
@@ -73,24 +73,24 @@ class Item:
     metadata: Mapping[str, object]
 
 
-def call(function: RewardFn, item: Item) -> RewardResult:
+def call(function: RewardFn, request: RewardRequest) -> RewardResult:
     """Calls the function.
 
     Raises:
         RewardError: what it raised, with the last frames, or what it wrongly returned.
     """
     if is_async(function):
-        return asyncio.run(call_async(function, item))
+        return asyncio.run(call_async(function, request))
     try:
-        return to_result(function(**_arguments(item)))
+        return to_result(function(**_arguments(request)))
     except BaseException as error:  # user code may raise anything, sys.exit() included
         raise _error(error) from error
 
 
-async def call_async(function: RewardFn, item: Item) -> RewardResult:
+async def call_async(function: RewardFn, request: RewardRequest) -> RewardResult:
     """Calls an `async def` function; as `call` otherwise. A cancellation of this call itself is raised as it is."""
     try:
-        value: object = await function(**_arguments(item))  # type: ignore[misc]
+        value: object = await function(**_arguments(request))  # type: ignore[misc]
         return to_result(value)
     except BaseException as error:  # user code may raise anything, sys.exit() included
         task = asyncio.current_task()
@@ -104,12 +104,12 @@ def is_async(function: RewardFn) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(function.__call__)
 
 
-def _arguments(item: Item) -> dict[str, Any]:
+def _arguments(request: RewardRequest) -> dict[str, Any]:
     return {
-        "prompt": item.prompt,
-        "response": item.response,
-        "answer": item.answer,
-        "metadata": dict(item.metadata),
+        "prompt": request.prompt,
+        "response": request.response,
+        "answer": request.answer,
+        "metadata": dict(request.metadata),
     }
 
 

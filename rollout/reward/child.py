@@ -26,7 +26,7 @@ from rollout.reward.wire import Begun, Call, Cancel, Failed, NotImported, Scored
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rollout.reward.call import Item, RewardResult
+    from rollout.reward.call import RewardRequest, RewardResult
     from rollout.reward.registry import RewardFn
 
 MAX_THREADS = 1024
@@ -87,7 +87,7 @@ def _score(function: RewardFn, message: Call) -> Scored | Failed:
             signal.setitimer(signal.ITIMER_PROF, 0.0)
 
 
-def _request(message: Call) -> Item:
+def _request(message: Call) -> RewardRequest:
     assert message.request is not None
     try:
         return pickle.loads(message.request)

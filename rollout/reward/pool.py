@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from rollout.errors import DataError, RewardError
-from rollout.reward.call import Item, RewardResult, call
+from rollout.reward.call import RewardRequest, RewardResult, call
 from rollout.reward.process import GRACE_S, LOAD_TIMEOUT_S, CpuLimitExceeded, Output, ProcessLost, RewardProcess
 from rollout.reward.registry import RewardEntry, RewardFn, load, lookup
 
@@ -147,14 +147,14 @@ class RewardPool:
             RewardError: the call raised, hung, or returned something that is not a finite number; or no slot was free
                 for too long.
         """
-        item = Item(prompt=prompt.text, response=response, answer=prompt.answer, metadata=prompt.metadata)
+        request = RewardRequest(prompt=prompt.text, response=response, answer=prompt.answer, metadata=prompt.metadata)
         try:
             entry = self._entry(prompt)
             if not entry.inline:
-                return await self._score(entry, item)
+                return await self._score(entry, request)
             if entry.target not in self._inline:
                 self._inline[entry.target] = load(entry.target)
-            return call(self._inline[entry.target], item)
+            return call(self._inline[entry.target], request)
         except (DataError, ProcessLost, RewardError) as error:
             name = prompt.reward if prompt.reward else self._name
             raise RewardError(f"reward {name!r}, prompt {prompt.prompt_id!r}: {error}") from error
@@ -178,26 +178,26 @@ class RewardPool:
             self._entries[name] = lookup(name, directory=self._directory)
         return self._entries[name]
 
-    async def _score(self, entry: RewardEntry, item: Item) -> RewardResult:
+    async def _score(self, entry: RewardEntry, request: RewardRequest) -> RewardResult:
         try:
-            return await self._call(entry, item)
+            return await self._call(entry, request)
         except CpuLimitExceeded:
-            key = entry.target, item.answer
+            key = entry.target, request.answer
             if key not in self._good_answers:
                 try:
-                    await self._call(entry, replace(item, response=entry.cheap_response))
+                    await self._call(entry, replace(request, response=entry.cheap_response))
                 except CpuLimitExceeded as error:
                     raise RewardError(
-                        f"the answer {item.answer!r:.80} cannot be evaluated: {error}; check task.answer_column"
+                        f"the answer {request.answer!r:.80} cannot be evaluated: {error}; check task.answer_column"
                     ) from error
                 self._good_answers.add(key)
             return RewardResult(reward=0.0)
 
-    async def _call(self, entry: RewardEntry, item: Item) -> RewardResult:
+    async def _call(self, entry: RewardEntry, request: RewardRequest) -> RewardResult:
         async with self._slot(await self._queue_of(entry), entry) as (_, process):
             return await process.score(
                 entry.target,
-                item,
+                request,
                 timeout_s=self._timeout_s,
                 cpu_limit_s=entry.cpu_limit_s,
                 max_concurrency=self._max_concurrency,

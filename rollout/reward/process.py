@@ -28,7 +28,7 @@ from rollout.reward.wire import Begun, Call, Cancel, Failed, NotImported, Scored
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from rollout.reward.call import Item
+    from rollout.reward.call import RewardRequest
     from rollout.reward.wire import Answer
 
     _Answers = asyncio.Queue[Answer | "ProcessLost"]
@@ -203,7 +203,13 @@ class RewardProcess:
             raise
 
     async def score(
-        self, target: str, item: Item, *, timeout_s: float, cpu_limit_s: float | None = None, max_concurrency: int = 1
+        self,
+        target: str,
+        request: RewardRequest,
+        *,
+        timeout_s: float,
+        cpu_limit_s: float | None = None,
+        max_concurrency: int = 1,
     ) -> RewardResult:
         """One call of an imported function.
 
@@ -213,7 +219,9 @@ class RewardProcess:
             CpuLimitExceeded: it took longer than `cpu_limit_s`.
             ProcessLost: it could not be ended after `timeout_s`, or the process died.
         """
-        call = Call(number=-1, target=target, request=pickle.dumps(item), timeout_s=timeout_s, cpu_limit_s=cpu_limit_s)
+        call = Call(
+            number=-1, target=target, request=pickle.dumps(request), timeout_s=timeout_s, cpu_limit_s=cpu_limit_s
+        )
         with self._call() as (number, answers):
             try:
                 self._send(msgspec.structs.replace(call, number=number))

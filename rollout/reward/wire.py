@@ -16,7 +16,7 @@ class Call(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     target: str
     """See `RewardEntry.target`."""
     request: bytes | None = None
-    """Pickle of an `Item`."""
+    """Pickle of a `RewardRequest`."""
     timeout_s: float = 0.0
     """Wall-clock time until an `async def` call is cancelled. Any other is timed by the parent."""
     cpu_limit_s: float | None = None

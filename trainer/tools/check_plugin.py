@@ -99,11 +99,11 @@ def _group_filter_checks(path: str, numbers: Mapping[str, float], metadata: Mapp
 
 
 def _reward_checks(line: argparse.Namespace, stack: contextlib.ExitStack) -> list[Check]:
-    from rollout.reward.call import Item
+    from rollout.reward.call import RewardRequest
     from trainer.tools.plugin_contracts import RewardRunner, reward_checks
 
     response = line.answer if line.response is None else line.response
-    item = Item(prompt=line.prompt, response=response, answer=line.answer, metadata=line.metadata)
+    item = RewardRequest(prompt=line.prompt, response=response, answer=line.answer, metadata=line.metadata)
     return reward_checks(stack.enter_context(RewardRunner(line.path, timeout_s=line.timeout)), item=item)
 
 

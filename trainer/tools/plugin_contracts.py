@@ -22,7 +22,7 @@ from trainer.algorithms.group_filter import FinishedGroup, GroupFilterError, che
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from rollout.reward.call import Item, RewardResult
+    from rollout.reward.call import RewardRequest, RewardResult
     from trainer.config.algorithm import EstimatorTraits
 
 
@@ -141,16 +141,16 @@ class RewardRunner:
         finally:
             self._runner.close()
 
-    def score(self, item: Item) -> RewardResult:
+    def score(self, item: RewardRequest) -> RewardResult:
         """The reward of one response. Raises ContractError if there is none: the function raised, hung, ended its
         process or returned something else."""
         return self._score(item, self._name)
 
-    def check_metadata(self, item: Item) -> None:
+    def check_metadata(self, item: RewardRequest) -> None:
         """Raises ContractError if a call changes the metadata of its item, or fails."""
         self._score(replace(item, metadata={"target": self._target, "metadata": dict(item.metadata)}), _WATCH)
 
-    def _score(self, item: Item, name: str) -> RewardResult:
+    def _score(self, item: RewardRequest, name: str) -> RewardResult:
         prompt = Prompt(
             prompt_id=_PROMPT_ID,
             token_ids=np.empty(0, np.int32),
@@ -185,7 +185,7 @@ def call_watched(*, prompt: str, response: str, answer: str, metadata: dict[str,
     return 0.0
 
 
-def reward_checks(runner: RewardRunner, *, item: Item) -> list[Check]:
+def reward_checks(runner: RewardRunner, *, item: RewardRequest) -> list[Check]:
     """The contract of the runner's reward, tried on a right response and on empty, broken, long and foreign ones.
 
     Args:
@@ -204,7 +204,7 @@ def reward_checks(runner: RewardRunner, *, item: Item) -> list[Check]:
     ]
 
 
-def _items(item: Item) -> list[Item]:
+def _items(item: RewardRequest) -> list[RewardRequest]:
     """The right response, and what policies really write."""
     right = item.response
     responses = [
@@ -221,7 +221,7 @@ def _items(item: Item) -> list[Item]:
     return [replace(item, response=text) for text in responses]
 
 
-def _parts(runner: RewardRunner, items: Sequence[Item]) -> None:
+def _parts(runner: RewardRunner, items: Sequence[RewardRequest]) -> None:
     expected = sorted(runner.score(items[0]).parts)
     for item in items:
         names = sorted(runner.score(item).parts)
@@ -229,13 +229,13 @@ def _parts(runner: RewardRunner, items: Sequence[Item]) -> None:
             raise ContractError(f"response {item.response!r:.40} has the parts {names}, the right response {expected}")
 
 
-def _deterministic(runner: RewardRunner, item: Item) -> None:
+def _deterministic(runner: RewardRunner, item: RewardRequest) -> None:
     first, second = runner.score(item), runner.score(item)
     if first != second:
         raise ContractError(f"response {item.response!r:.40} got {first}, and then {second}")
 
 
-def _direction(runner: RewardRunner, item: Item) -> None:
+def _direction(runner: RewardRunner, item: RewardRequest) -> None:
     right, empty = (runner.score(one).reward for one in (item, replace(item, response="")))
     if right < empty:
         raise ContractError(

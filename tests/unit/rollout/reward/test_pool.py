@@ -13,7 +13,7 @@ import pytest
 
 from rollout.errors import DataError, RewardError
 from rollout.reward import pool, process
-from rollout.reward.call import Item, RewardResult, call
+from rollout.reward.call import RewardRequest, RewardResult, call
 from rollout.reward.pool import RewardPool, check_reward
 from rollout.reward.registry import load
 from rollout.types import Prompt
@@ -425,7 +425,7 @@ async def test_close_kills_busy_processes_and_ends_their_calls(function: str) ->
 
 
 def test_a_single_call_outside_of_a_run_waits_for_an_async_function() -> None:
-    item = Item(prompt="", response="value 2", answer="", metadata={})
+    item = RewardRequest(prompt="", response="value 2", answer="", metadata={})
     assert call(load(ASYNC), item) == RewardResult(reward=2.0)
 
 

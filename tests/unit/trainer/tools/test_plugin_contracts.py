@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.reward.call import Item
+from rollout.reward.call import RewardRequest
 from rollout.reward.registry import BUILTIN_REWARDS
 from trainer.algorithms.advantages import step_advantages
 from trainer.algorithms.losses import LossInputs, loss_stats, policy_loss, ratio_and_log
@@ -191,7 +191,7 @@ def test_spanning_the_step_is_allowed_by_declaration_and_by_default() -> None:
     assert_contract(advantage_checks(estimator, traits=OWN_TRAITS))
 
 
-ITEM = Item(prompt="1+1=", response="2", answer="2", metadata={"level": [1]})
+ITEM = RewardRequest(prompt="1+1=", response="2", answer="2", metadata={"level": [1]})
 WRONG = "tests.fakes.wrong_rewards"
 
 
