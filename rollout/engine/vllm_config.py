@@ -1,16 +1,22 @@
-"""Tandem's engine settings as vLLM's arguments."""
+"""Tandem's engine settings as vLLM's: arguments, environment, sampling, end tokens, and the logger of its load."""
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from weight_sync.vllm_compat import engine_lora_rank
 
 if TYPE_CHECKING:
     import numpy as np
+    from vllm.config import VllmConfig
 
     from rollout.engine.interface import EngineSpec
+    from rollout.engine.load_meter import LoadMeter
+    from rollout.types import SamplingParams
 
+
+log = logging.getLogger(__name__)
 
 _GIB = 1 << 30
 
@@ -120,3 +126,77 @@ def check_token_ids(token_ids: np.ndarray, vocab_size: int) -> None:
             f"prompt has token id {token}, must be >= 0 and < {vocab_size}, the vocabulary of the model; use the "
             "model's own tokenizer (an agent must too), or resize the embedding of the model"
         )
+
+
+def engine_config(spec: EngineSpec) -> VllmConfig:
+    """vLLM's configuration of the engine, on the device of this process.
+
+    For a use that is neither its server nor its offline class vLLM has a step hold 2048 tokens on every device, which
+    all figures in docs/benchmarks.md were taken with. Its server's steps hold up to four times as many on large
+    devices: whoever decodes, and a commit, would wait longer for the prefills of others, and less memory would be left
+    for the KV cache.
+    """
+    from vllm.config import SchedulerConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    args = AsyncEngineArgs(**engine_args(spec))
+    if args.max_num_batched_tokens is None and spec.max_num_seqs > SchedulerConfig.DEFAULT_MAX_NUM_BATCHED_TOKENS:
+        args.max_num_batched_tokens = spec.max_num_seqs  # vLLM refuses fewer: a decoding step holds a token of each
+    return args.create_engine_config(UsageContext.ENGINE_CONTEXT)
+
+
+def known_end_tokens(stop: set[int], vocab_size: int) -> list[int]:
+    """Without tokens that the model has no row for: it cannot sample them, and vLLM 0.32 refuses requests with them."""
+    if unknown := sorted(token for token in stop if not 0 <= token < vocab_size):
+        log.warning("end tokens %s are not in the model's vocabulary of %d and can end no answer", unknown, vocab_size)
+    return sorted(stop.difference(unknown))
+
+
+def vllm_sampling(params: SamplingParams, stop_token_ids: list[int]) -> Any:
+    """Text is made only where a stop string is looked for, and of every token, so that none is cut from the answer."""
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import SamplingParams as VllmParams
+
+    return VllmParams(
+        max_tokens=params.max_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        seed=params.seed,
+        ignore_eos=params.ignore_eos,
+        stop_token_ids=None if params.ignore_eos else stop_token_ids,
+        stop=list(params.stop),
+        include_stop_str_in_output=True,
+        skip_special_tokens=False,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=bool(params.stop),
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+def stat_logger(meter: LoadMeter) -> type:
+    """A logger class for vLLM that passes everything on to `meter`.
+
+    With any logger of its own vLLM adds one for Prometheus, which costs more per step than all the rest, unless it is
+    given one that is of that class already. So this is one in name.
+    """
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+    class Listener(PrometheusStatLogger):
+        def __init__(self, vllm_config: Any, engine_indexes: Any = None) -> None:
+            del vllm_config, engine_indexes  # and no metric is registered
+
+        def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
+            meter.record(scheduler_stats, iteration_stats)
+
+        def log_engine_initialized(self) -> None: ...
+
+        def log(self) -> None: ...
+
+        def record_sleep_state(self, *_: Any, **__: Any) -> None: ...
+
+        def record_admission_rejection(self, *_: Any, **__: Any) -> None: ...
+
+    return Listener

@@ -21,16 +21,8 @@ from rollout.engine.interface import Engine, EngineInfo, EngineSpec, EngineStatu
 from rollout.engine.load_meter import Activity, LoadMeter
 from rollout.engine.request_state import ActiveRequest, OutputBarrier, RequestTable, next_output, stop_string_matcher
 from rollout.engine.startup_error import printed_cause
-from rollout.engine.vllm_config import check_token_ids, process_env
-from rollout.engine.vllm_process import (
-    begin_imports,
-    engine_pids,
-    environment,
-    import_vllm,
-    launch,
-    shut_down,
-    vllm_sampling,
-)
+from rollout.engine.vllm_config import check_token_ids, process_env, vllm_sampling
+from rollout.engine.vllm_process import begin_imports, engine_pids, environment, import_vllm, launch, shut_down
 from rollout.engine.weight_commit import EngineGate
 from rollout.errors import EngineDead
 from rollout.processes import OrphanReaper

@@ -13,7 +13,7 @@ from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import TYPE_CHECKING, Any
 
-from rollout.engine.vllm_config import engine_args
+from rollout.engine.vllm_config import engine_config, known_end_tokens, stat_logger
 from rollout.processes import kill_with_parent
 from rollout.rendering import load_tokenizer
 from weight_sync import vllm_compat
@@ -23,15 +23,18 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     import psutil
-    from vllm.config import VllmConfig
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from rollout.engine.interface import EngineSpec
     from rollout.engine.load_meter import LoadMeter
-    from rollout.types import SamplingParams
 
+
+log = logging.getLogger(__name__)
 
 PRELOAD = ("rollout.engine.preload",)
+_END_TIMEOUT_S = 30.0
+"""Of a process that was killed. It ends when the call it makes to its device does."""
+_END_POLL_S = 0.05
 
 
 class EngineProcess(ForkServerProcess):
@@ -91,12 +94,6 @@ def _set_threads(text: str) -> None:
             torch.set_num_threads(int(text))
 
 
-log = logging.getLogger(__name__)
-_END_TIMEOUT_S = 30.0
-"""Of a process that was killed. It ends when the call it makes to its device does."""
-_END_POLL_S = 0.05
-
-
 def import_vllm() -> None:
     """What `launch` imports, so that its seconds can be told from those of the model."""
     import vllm.engine.arg_utils
@@ -122,58 +119,10 @@ def launch(spec: EngineSpec, meter: LoadMeter) -> tuple[AsyncLLM, list[int], Any
     if spec.tokenizer:
         tokenizer = load_tokenizer(spec.tokenizer, trust_remote_code=spec.trust_remote_code)
         stop.update(set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id})
-    listeners: list[Any] | None = [_listener(meter)] if spec.reports_load else None
+    listeners: list[Any] | None = [stat_logger(meter)] if spec.reports_load else None
     llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True, stat_loggers=listeners)
     llm.output_processor.tokenizer = tokenizer
-    return llm, _known(stop, config.model_config.get_vocab_size()), tokenizer
-
-
-def engine_config(spec: EngineSpec) -> VllmConfig:
-    """vLLM's configuration of the engine, on the device of this process.
-
-    For a use that is neither its server nor its offline class vLLM has a step hold 2048 tokens on every device, which
-    all figures in docs/benchmarks.md were taken with. Its server's steps hold up to four times as many on large
-    devices: whoever decodes, and a commit, would wait longer for the prefills of others, and less memory would be left
-    for the KV cache.
-    """
-    from vllm.config import SchedulerConfig
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.usage.usage_lib import UsageContext
-
-    args = AsyncEngineArgs(**engine_args(spec))
-    if args.max_num_batched_tokens is None and spec.max_num_seqs > SchedulerConfig.DEFAULT_MAX_NUM_BATCHED_TOKENS:
-        args.max_num_batched_tokens = spec.max_num_seqs  # vLLM refuses fewer: a decoding step holds a token of each
-    return args.create_engine_config(UsageContext.ENGINE_CONTEXT)
-
-
-def _known(stop: set[int], vocab_size: int) -> list[int]:
-    """Without tokens that the model has no row for: it cannot sample them, and vLLM 0.32 refuses requests with them."""
-    if unknown := sorted(token for token in stop if not 0 <= token < vocab_size):
-        log.warning("end tokens %s are not in the model's vocabulary of %d and can end no answer", unknown, vocab_size)
-    return sorted(stop.difference(unknown))
-
-
-def vllm_sampling(params: SamplingParams, stop_token_ids: list[int]) -> Any:
-    """Text is made only where a stop string is looked for, and of every token, so that none is cut from the answer."""
-    from vllm.sampling_params import RequestOutputKind
-    from vllm.sampling_params import SamplingParams as VllmParams
-
-    return VllmParams(
-        max_tokens=params.max_tokens,
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        seed=params.seed,
-        ignore_eos=params.ignore_eos,
-        stop_token_ids=None if params.ignore_eos else stop_token_ids,
-        stop=list(params.stop),
-        include_stop_str_in_output=True,
-        skip_special_tokens=False,
-        logprobs=0,
-        flat_logprobs=True,
-        detokenize=bool(params.stop),
-        output_kind=RequestOutputKind.DELTA,
-    )
+    return llm, known_end_tokens(stop, config.model_config.get_vocab_size()), tokenizer
 
 
 def engine_pids(llm: AsyncLLM) -> list[int]:
@@ -229,32 +178,6 @@ def _runs(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def _listener(meter: LoadMeter) -> type:
-    """A logger class for vLLM that passes everything on to `meter`.
-
-    With any logger of its own vLLM adds one for Prometheus, which costs more per step than all the rest, unless it is
-    given one that is of that class already. So this is one in name.
-    """
-    from vllm.v1.metrics.loggers import PrometheusStatLogger
-
-    class Listener(PrometheusStatLogger):
-        def __init__(self, vllm_config: Any, engine_indexes: Any = None) -> None:
-            del vllm_config, engine_indexes  # and no metric is registered
-
-        def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
-            meter.record(scheduler_stats, iteration_stats)
-
-        def log_engine_initialized(self) -> None: ...
-
-        def log(self) -> None: ...
-
-        def record_sleep_state(self, *_: Any, **__: Any) -> None: ...
-
-        def record_admission_rejection(self, *_: Any, **__: Any) -> None: ...
-
-    return Listener
 
 
 @contextmanager

@@ -15,8 +15,8 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from rollout.engine.interface import Engine, EngineSpec
+from rollout.engine.vllm_config import vllm_sampling
 from rollout.engine.vllm_engine import VllmEngine
-from rollout.engine.vllm_process import vllm_sampling
 from rollout.errors import EngineDead
 from rollout.types import SamplingParams
 from tests.contract.engine.suite import Answer, EngineContract, collect

@@ -10,8 +10,14 @@ import numpy as np
 import pytest
 
 from rollout.engine.interface import EngineSpec
-from rollout.engine.vllm_config import check_token_ids, engine_args, foreign_token, process_env
-from rollout.engine.vllm_process import _known, engine_config
+from rollout.engine.vllm_config import (
+    check_token_ids,
+    engine_args,
+    engine_config,
+    foreign_token,
+    known_end_tokens,
+    process_env,
+)
 from rollout.engine.vllm_process import environment as process_environment
 
 if TYPE_CHECKING:
@@ -166,8 +172,8 @@ def test_a_step_holds_a_token_of_every_sequence_or_what_the_user_says(model_dir:
 
 
 def test_end_tokens_that_the_model_cannot_sample_are_left_out_and_told(caplog: pytest.LogCaptureFixture) -> None:
-    assert _known({7, 0, 127, 128, -1}, 128) == [0, 7, 127]
+    assert known_end_tokens({7, 0, 127, 128, -1}, 128) == [0, 7, 127]
     assert "[-1, 128] are not in the model's vocabulary of 128" in caplog.text
     caplog.clear()
-    assert _known({7, 0}, 128) == [0, 7]
+    assert known_end_tokens({7, 0}, 128) == [0, 7]
     assert caplog.text == ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -31,10 +32,14 @@ class FakeLlm:
         assert self._engine.stdout is not None
         self.pid = self._engine.pid
         self.workers = [psutil.Process(int(pid)) for pid in self._engine.stdout.readline().split()]
-        process = SimpleNamespace(pid=self.pid, join=self._engine.wait)
+        process = SimpleNamespace(pid=self.pid, join=self._join)
         self.engine_core = SimpleNamespace(
             resources=SimpleNamespace(engine_manager=SimpleNamespace(processes=[process]))
         )
+
+    def _join(self, timeout: float) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._engine.wait(timeout)
 
     def shutdown(self) -> None:
         self._engine.kill()
