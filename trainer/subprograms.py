@@ -1,4 +1,4 @@
-"""Modules of Tandem that run as programs of their own, such as the reaper."""
+"""Modules of Tandem that run as programs of their own, such as the process cleaner."""
 
 from __future__ import annotations
 

@@ -155,9 +155,6 @@ class EngineStatus:
     is_dead: bool = False
 
 
-EngineLoad = EngineStatus
-
-
 class Engine(ABC):
     """One engine replica.
 

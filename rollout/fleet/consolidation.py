@@ -1,7 +1,7 @@
 """`rollout.repack_below`: moves the last requests of a step to fewer engines.
 
-A replica is freed as a whole or not at all: one that keeps a request is as busy as before, and the others would have
-moved for nothing. Requests go from a replica to a fuller one, never back within a plan.
+An engine is freed as a whole or not at all: one that keeps a request is as busy as before, and the others would have
+moved for nothing. Requests go from an engine to a fuller one, never back within a plan.
 
 A moved request is computed again, prompt and tokens so far. So it moves only once it is at least twice as long as it
 was when it was sent to where it is (`has_doubled`). Then whatever the plans, a request that ends with L tokens, P of
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Repacking:
-    """The rule. Example: `Repacking(below=16, most=256)`."""
+class ConsolidationRule:
+    """The rule. Example: `ConsolidationRule(below=16, most=256)`."""
 
     below: int
-    """A replica with fewer requests than this is worth freeing."""
+    """An engine with fewer requests than this is worth freeing."""
     most: int
-    """No replica gets more requests than this through a plan."""
+    """No engine gets more requests than this through a plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """One replica that takes requests, as one sender sees it."""
+class EngineLoadView:
+    """One engine that takes requests, as one sender sees it."""
 
     running: int
     """Requests of all senders that are there."""
@@ -47,28 +47,28 @@ class Place:
     may_leave: bool
     """Whether everything of this sender that is there, or may come back there, may move now."""
 
-    def has_room(self, other: Place, most: int) -> bool:
-        """Whether everything of another replica of the same kind fits beside what it has."""
+    def has_room(self, other: EngineLoadView, most: int) -> bool:
+        """Whether everything of another engine of the same kind fits beside what it has."""
         if self.is_queueing or self.running + other.running > most:
             return False
         if self.limit is not None and self.own + other.own > self.limit:
             return False
         return self.kv_frac is None or other.kv_frac is None or self.kv_frac + other.kv_frac < KV_ROOM
 
-    def joined(self, other: Place) -> Place:
+    def joined(self, other: EngineLoadView) -> EngineLoadView:
         kv_frac = None if self.kv_frac is None or other.kv_frac is None else self.kv_frac + other.kv_frac
         return replace(self, running=self.running + other.running, own=self.own + other.own, kv_frac=kv_frac)
 
 
 def has_doubled(num_tokens: int, num_sent: int) -> bool:
-    """Whether a request of `num_tokens` tokens may move, which had `num_sent` when it was sent to its replica."""
+    """Whether a request of `num_tokens` tokens may move, which had `num_sent` when it was sent to its engine."""
     return num_tokens >= 2 * num_sent
 
 
-def replicas_to_free(places: Mapping[str, Place], rule: Repacking) -> list[str]:
-    """The replicas to free now, the emptiest first; there is room for what they have on those that are not in the list.
+def engines_to_drain(places: Mapping[str, EngineLoadView], rule: ConsolidationRule) -> list[str]:
+    """The engines to free now, the emptiest first; there is room for what they have on those that are not in the list.
 
-    Each one's requests are meant for a replica that is not worth freeing, the emptiest of these, because they are
+    Each one's requests are meant for an engine that is not worth freeing, the emptiest of these, because they are
     fastest there; and if none of them has room, for the fullest of the others.
     """
     after, freed = dict(places), list[str]()

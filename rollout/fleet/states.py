@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from rollout.engine.interface import EngineLoad
+    from rollout.engine.interface import EngineStatus
 
 
 EngineState = Literal["starting", "live", "pinned", "lost", "retired"]
@@ -86,7 +86,7 @@ class EngineView:
     incarnation: int
     state: EngineState
     reason: str = ""
-    load: EngineLoad | None = None
+    load: EngineStatus | None = None
     """Of the last poll; None if the engine did not answer it."""
     num_polls: int = 0
     """Answers of this engine to polls: a load that was told before is nothing new."""

@@ -18,8 +18,8 @@ from rollout.agent.loop import AgentLoop, SingleTurnLoop
 from rollout.agent.runner import run_episode
 from rollout.agent.trajectory_builder import TrajectoryBuilder
 from rollout.errors import AgentError, BaselineError, RewardError
-from rollout.fleet.adaptive_limit import Concurrency, Demand
-from rollout.fleet.consolidation import Place, replicas_to_free
+from rollout.fleet.adaptive_limit import AdaptiveLimit, QueueState
+from rollout.fleet.consolidation import EngineLoadView, engines_to_drain
 from rollout.fleet.generation import GroupContext, GroupGenerator
 from rollout.fleet.scheduler import RequestScheduler
 from rollout.fleet.states import FleetView, WorkerReport
@@ -27,9 +27,9 @@ from rollout.reward.call import RewardResult
 from rollout.types import Group, Prompt, SamplingParams, Trajectory
 
 if TYPE_CHECKING:
-    from rollout.engine.interface import EngineLoad
-    from rollout.fleet.adaptive_limit import Bounds
-    from rollout.fleet.consolidation import Repacking
+    from rollout.engine.interface import EngineStatus
+    from rollout.fleet.adaptive_limit import LimitRange
+    from rollout.fleet.consolidation import ConsolidationRule
     from rollout.fleet.engine_client import EngineClient
     from rollout.types import RolloutRequest
 
@@ -62,9 +62,9 @@ class WorkerSpec:
     """Longest time one generation may take, resubmissions and waits for room included."""
     evaluation_window: int = 256
     """Answers of an evaluation that its replica has at once; the others wait, and their time does not run."""
-    concurrency: Bounds | None = None
+    concurrency: LimitRange | None = None
     """Of the requests that one replica has from this worker at once; None sends everything at once."""
-    repacking: Repacking | None = None
+    repacking: ConsolidationRule | None = None
     """When the last requests of a replica move to others; None for never."""
     greedy_baseline: bool = False
     """Every group gets one more answer, sampled greedily, for the baseline of its advantages."""
@@ -126,7 +126,7 @@ class RolloutWorker:
         self._evaluations: set[RequestScheduler] = set()
         self._incarnations = dict.fromkeys(self._engines, 0)
         self._num_polls = dict.fromkeys(self._engines, 0)
-        self._limits: dict[str, Concurrency] = {}
+        self._limits: dict[str, AdaptiveLimit] = {}
         for name in self._engines:
             self._reset_limit(name)
         self._tokenizer = tokenizer
@@ -328,25 +328,25 @@ class RolloutWorker:
     def _reset_limit(self, name: str) -> None:
         """What was learned about the engine before is forgotten."""
         if self._spec.concurrency is not None:
-            self._limits[name] = Concurrency.start(self._spec.concurrency)
+            self._limits[name] = AdaptiveLimit.start(self._spec.concurrency)
             self._scheduler.limit(name, self._limits[name].limit)
 
-    def _adapt(self, name: str, load: EngineLoad | None) -> None:
+    def _adapt(self, name: str, load: EngineStatus | None) -> None:
         if load is None or name not in self._limits:
             return
-        demand = Demand(in_flight=self._scheduler.num_requests[name], held=self._scheduler.num_queued)
-        self._limits[name] = self._limits[name].next(load, demand)
+        queue = QueueState(in_flight=self._scheduler.num_requests[name], num_queued=self._scheduler.num_queued)
+        self._limits[name] = self._limits[name].next(load, queue)
         self._scheduler.limit(name, self._limits[name].limit)
 
-    def _consolidate(self, view: FleetView, rule: Repacking) -> None:
+    def _consolidate(self, view: FleetView, rule: ConsolidationRule) -> None:
         """Among the engines that take requests and answered the last poll."""
-        scheduler, places = self._scheduler, dict[str, Place]()
+        scheduler, places = self._scheduler, dict[str, EngineLoadView]()
         for name in scheduler.in_service:
             load, own = view.engines[name].load, scheduler.num_requests[name]
             if load is None:
                 continue
             running = max(own, load.running + load.waiting)
-            places[name] = Place(
+            places[name] = EngineLoadView(
                 running=running,
                 own=own,
                 limit=scheduler.limits.get(name),
@@ -354,7 +354,7 @@ class RolloutWorker:
                 kv_frac=load.kv_usage_frac,
                 may_leave=running < rule.below and scheduler.may_drain(name),
             )
-        for name in replicas_to_free(places, rule):
+        for name in engines_to_drain(places, rule):
             scheduler.drain(name)
 
     async def _run_sample(

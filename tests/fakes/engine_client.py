@@ -20,7 +20,7 @@ from rollout.types import TokenChunk
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
-    from rollout.engine.interface import EngineLoad
+    from rollout.engine.interface import EngineStatus
     from rollout.types import FinishReason, SamplingParams
 
 STOP_TOKEN = 0
@@ -68,7 +68,7 @@ class FakeEngine:
     give_back_after_chunks: int | None = None
     """Chunks per request after which it is given back with "abort"."""
     hangs: bool = False
-    said_load: EngineLoad | None = None
+    said_load: EngineStatus | None = None
     """What it says of its load; None is a replica that does not answer."""
     calls: list[Call] = field(default_factory=list)
     num_chunks: int = 0
@@ -112,7 +112,7 @@ class FakeEngine:
         running = {one for call in self.calls if not call.is_closed for one in call.request_ids}
         self.leaving |= running.intersection(request_ids)
 
-    async def load(self) -> EngineLoad:
+    async def load(self) -> EngineStatus:
         if self.said_load is None:
             raise EngineDead(f"{self.name} does not answer")
         return self.said_load

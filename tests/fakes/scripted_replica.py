@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rollout.engine.interface import EngineLoad
+from rollout.engine.interface import EngineStatus
 from rollout.engine.load_meter import Activity
 from rollout.engine.request_state import VersionSpans
 from rollout.errors import EngineDead
@@ -245,11 +245,11 @@ class ScriptedReplica:
         for stream in self._streams:
             stream.give_back(asyncio.get_running_loop().time(), set(request_ids))
 
-    async def load(self) -> EngineLoad:
+    async def load(self) -> EngineStatus:
         """See `EngineClient`."""
         self._check_alive()
         num_open, room = self.num_open, self._workload.kv_requests
-        return EngineLoad(
+        return EngineStatus(
             running=min(num_open, room),
             waiting=max(0, num_open - room),
             kv_usage_frac=min(1.0, num_open / room),

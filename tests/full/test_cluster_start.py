@@ -15,7 +15,7 @@ from ray._private import services
 from tests.fakes.scripted_run import config
 from trainer.driver.cluster import LOOK_S, Cluster, ClusterLost
 from trainer.driver.placement import plan_placement
-from trainer.driver.process_cleaner import MARK, processes_of
+from trainer.driver.process_cleaner import RUN_ID_VAR, processes_of
 from weight_sync.device.select import get_backend
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def slow_starts(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[tuple[s
         def asked(*args: Any, **options: Any) -> Any:
             if len(found) == number:
                 return get_node(*args, **options)
-            mark = os.environ[MARK]
+            mark = os.environ[RUN_ID_VAR]
             (scratch,) = {Path(name) for name in _scratch_of(mark)}
             found.append((mark, scratch))
             raise Exception(TOO_SLOW)
@@ -46,7 +46,7 @@ def slow_starts(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[tuple[s
         monkeypatch.setattr(services, "get_node", asked)
         return found
 
-    monkeypatch.setenv(MARK, "")  # set by the cluster, and taken back with the rest
+    monkeypatch.setenv(RUN_ID_VAR, "")  # set by the cluster, and taken back with the rest
     return begin
 
 
@@ -75,7 +75,7 @@ def test_a_cluster_that_was_too_slow_once_is_started_again_and_nothing_of_the_fi
     try:
         assert "once more" in caplog.text
         ((mark, scratch),) = slow
-        assert os.environ[MARK] != mark
+        assert os.environ[RUN_ID_VAR] != mark
         assert not processes_of(mark, scratch, spare=(os.getpid(),))
         assert not scratch.exists()
         assert ray.get(ray.remote(lambda: 7).options(num_cpus=1).remote(), timeout=120) == 7
@@ -87,7 +87,7 @@ def test_a_cluster_that_was_too_slow_once_is_started_again_and_nothing_of_the_fi
 def test_the_end_of_rays_control_service_is_noticed_long_before_ray_ends_the_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(MARK, "")
+    monkeypatch.setenv(RUN_ID_VAR, "")
     cluster = start()
     try:
 
@@ -95,7 +95,7 @@ def test_the_end_of_rays_control_service_is_noticed_long_before_ray_ends_the_pro
             watch = asyncio.create_task(cluster.watch())
             await asyncio.sleep(2 * LOOK_S)
             assert not watch.done()
-            pids = processes_of(os.environ[MARK], Path("/nowhere"), spare=(os.getpid(),))
+            pids = processes_of(os.environ[RUN_ID_VAR], Path("/nowhere"), spare=(os.getpid(),))
             programs = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0] for pid in pids}
             (service,) = (pid for pid, program in programs.items() if program.endswith(b"gcs_server"))
             os.kill(service, signal.SIGKILL)

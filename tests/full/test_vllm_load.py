@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rollout.engine.vllm_engine import VllmEngine
-from rollout.fleet.adaptive_limit import Bounds
+from rollout.fleet.adaptive_limit import LimitRange
 from rollout.reward.call import RewardResult
 from rollout.types import Prompt, RolloutRequest, SamplingParams
 from rollout.worker.worker import RolloutWorker, WorkerSpec
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
     from pathlib import Path
 
-    from rollout.engine.interface import EngineLoad
+    from rollout.engine.interface import EngineStatus
     from rollout.types import TokenChunk
 
 pytestmark = pytest.mark.timing
@@ -37,7 +37,7 @@ async def generate(engine: VllmEngine, number: int) -> int:
     return num_tokens
 
 
-async def looks(engine: VllmEngine, running: list[asyncio.Task[int]]) -> list[EngineLoad]:
+async def looks(engine: VllmEngine, running: list[asyncio.Task[int]]) -> list[EngineStatus]:
     seen = []
     while not all(task.done() for task in running):
         await asyncio.sleep(0.02)
@@ -74,7 +74,7 @@ class InProcess:
                 num_left -= chunk.finish_reason is not None
                 yield index, chunk
 
-    async def load(self) -> EngineLoad:
+    async def load(self) -> EngineStatus:
         return self.engine.load()
 
 
@@ -82,7 +82,7 @@ async def adaptive_concurrency_keeps_what_runs_in_the_cache(engine: VllmEngine) 
     """The loop closed, on a real engine: 4 answers of 1,500 tokens at a time where 2 fit. The limit comes down, and
     every answer is whole."""
     spec = WorkerSpec(
-        group_size=1, sampling=LONG, request_timeout_s=300.0, seed=0, concurrency=Bounds(lowest=1, highest=4)
+        group_size=1, sampling=LONG, request_timeout_s=300.0, seed=0, concurrency=LimitRange(lowest=1, highest=4)
     )
 
     async def score(_prompt: Prompt, _text: str) -> RewardResult:

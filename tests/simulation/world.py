@@ -20,8 +20,8 @@ from rich.console import Console
 
 from rollout.buffer.rollout_buffer import RolloutBuffer
 from rollout.errors import RewardError
-from rollout.fleet.adaptive_limit import Bounds
-from rollout.fleet.consolidation import Repacking
+from rollout.fleet.adaptive_limit import LimitRange
+from rollout.fleet.consolidation import ConsolidationRule
 from rollout.fleet.scheduler import order_of
 from rollout.prompts.prompt_source import PromptSource
 from rollout.reward.call import RewardResult
@@ -201,12 +201,14 @@ class Simulation:
 
     def _worker(self, index: int, clock: Callable[[], float]) -> RolloutWorker:
         plan = self.plan
-        repacking = Repacking(below=plan.repack_below, most=plan.workload.kv_requests) if plan.repack_below else None
+        repacking = (
+            ConsolidationRule(below=plan.repack_below, most=plan.workload.kv_requests) if plan.repack_below else None
+        )
         spec = WorkerSpec(
             group_size=self.plan.group_size,
             sampling=SamplingParams(max_tokens=self.plan.max_response_tokens),
             request_timeout_s=REQUEST_TIMEOUT_S,
-            concurrency=Bounds(lowest=1, highest=self.plan.most_requests) if self.plan.most_requests else None,
+            concurrency=LimitRange(lowest=1, highest=self.plan.most_requests) if self.plan.most_requests else None,
             repacking=repacking,
             seed=self.plan.seed,
         )

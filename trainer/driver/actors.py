@@ -8,6 +8,7 @@ import logging
 import os
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +17,8 @@ import ray
 from rollout.buffer.rollout_buffer import RolloutBuffer
 from rollout.engine.actor import PAUSE_LIMIT_S, engine_actor
 from rollout.engine.interface import EngineSpec
-from rollout.fleet.adaptive_limit import Bounds
-from rollout.fleet.consolidation import Repacking
+from rollout.fleet.adaptive_limit import LimitRange
+from rollout.fleet.consolidation import ConsolidationRule
 from rollout.fleet.scheduler import order_of
 from rollout.plugins import is_file
 from rollout.reward.process import LOAD_TIMEOUT_S
@@ -133,15 +134,15 @@ def new_engine(cfg: RunConfig, placement: Placement, backend: Backend, *, name: 
 
 
 async def replace_engine(
-    name: str, new: Any, *, engines: dict[str, Any], coordinator: SyncCoordinator, timeout_s: float
+    name: str, make: Callable[[], Any], *, engines: dict[str, Any], coordinator: SyncCoordinator, timeout_s: float
 ) -> int | None:
-    """End the engine `name` for good and put `new` in its place, with the newest weights; returns their version.
+    """End the engine `name` for good and put a new one in its place, with the newest weights; returns their version.
 
     Raises:
         WeightSyncError, TimeoutError, RayError: the new engine did not start, or did not get the weights.
     """
     ray.kill(engines[name])
-    engines[name] = new
+    engines[name] = new = make()
     try:
         await start_actor(new, name, timeout_s=timeout_s)
         return await coordinator.join(EngineReplica(name, new))
@@ -249,9 +250,12 @@ def make_fleet(
 
     async def restart_engine(name: str, number: int) -> int | None:
         async with devices.engines_turn():
-            actor_name = f"{name}{RESTARTED}{number}"
-            new = new_engine(cfg, placement, backend, name=actor_name, version=live_version())
-            return await replace_engine(name, new, engines=actors.engines, coordinator=coordinator, timeout_s=timeout_s)
+            make = partial(
+                new_engine, cfg, placement, backend, name=f"{name}{RESTARTED}{number}", version=live_version()
+            )
+            return await replace_engine(
+                name, make, engines=actors.engines, coordinator=coordinator, timeout_s=timeout_s
+            )
 
     return Fleet(
         actors.engines,
@@ -325,14 +329,14 @@ def sleep_level(cfg: RunConfig, backend: Backend) -> SleepLevel | None:
     return 1 if cfg.model.lora.rank else 2  # a sync brings adapters only: what they adapt stays on the host
 
 
-def concurrency_of(rollout: RolloutConfig) -> Bounds | None:
+def concurrency_of(rollout: RolloutConfig) -> LimitRange | None:
     """What one of the rollout workers may have on one replica; None for everything at once."""
     if rollout.concurrency == "adaptive":
         highest = rollout.max_num_seqs if rollout.max_concurrency is None else rollout.max_concurrency
-        return Bounds(lowest=rollout.min_concurrency, highest=highest).share(rollout.num_workers)
+        return LimitRange(lowest=rollout.min_concurrency, highest=highest).share(rollout.num_workers)
     if rollout.max_concurrency is None:
         return None
-    return Bounds(lowest=rollout.max_concurrency, highest=rollout.max_concurrency).share(rollout.num_workers)
+    return LimitRange(lowest=rollout.max_concurrency, highest=rollout.max_concurrency).share(rollout.num_workers)
 
 
 def most_at_once(rollout: RolloutConfig) -> int:
@@ -341,11 +345,11 @@ def most_at_once(rollout: RolloutConfig) -> int:
     return most if rollout.max_concurrency is None else min(most, rollout.max_concurrency)
 
 
-def repacking_of(rollout: RolloutConfig) -> Repacking | None:
+def consolidation_of(rollout: RolloutConfig) -> ConsolidationRule | None:
     """When requests move so that an engine is free; None for never."""
     if rollout.repack_below is None:
         return None
-    return Repacking(below=rollout.repack_below, most=rollout.max_num_seqs)
+    return ConsolidationRule(below=rollout.repack_below, most=rollout.max_num_seqs)
 
 
 def worker_spec(cfg: RunConfig) -> WorkerSpec:
@@ -362,7 +366,7 @@ def worker_spec(cfg: RunConfig) -> WorkerSpec:
         request_timeout_s=rollout.request_timeout_s,
         evaluation_window=most_at_once(rollout),
         concurrency=concurrency_of(rollout),
-        repacking=repacking_of(rollout),
+        repacking=consolidation_of(rollout),
         greedy_baseline=traits_of(cfg.algorithm).greedy_baseline,
         agent=task.agent,
         agent_args=task.agent_args,

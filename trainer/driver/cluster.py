@@ -40,7 +40,7 @@ from trainer.driver.placement import (
     describe_nodes,
     units_of,
 )
-from trainer.driver.process_cleaner import MARK, Reaper
+from trainer.driver.process_cleaner import RUN_ID_VAR, ProcessCleaner
 from trainer.errors import ConfigurationError, Problem, one_line
 from trainer.subprograms import ROOT
 from trainer.telemetry.last_words import copy_logs
@@ -97,7 +97,7 @@ class Cluster:
         *,
         scratch: Path | None = None,
         claim: int | None = None,
-        reaper: Reaper | None = None,
+        cleaner: ProcessCleaner | None = None,
     ) -> None:
         self.placement = placement
         """The one asked for; on a cluster that was joined, with a seat for every actor."""
@@ -105,7 +105,7 @@ class Cluster:
         """Ray's session directory if the cluster is ours; its sockets need a short path, so it is not in the run
         directory."""
         self._claim = claim
-        self._reaper = reaper
+        self._cleaner = cleaner
 
     @classmethod
     def start(
@@ -119,7 +119,7 @@ class Cluster:
         """Start the private cluster, or join `ray.address` and set aside there what every actor needs.
 
         Args:
-            last_words: what is written if this process ends without a word; see `Reaper`.
+            last_words: what is written if this process ends without a word; see `ProcessCleaner`.
 
         Raises:
             ConfigurationError: not enough devices, no cluster at that address, or no room on it.
@@ -157,9 +157,9 @@ class Cluster:
         """Start Ray on this host. If that fails, nothing of it is left."""
         scratch, claim = _claim_scratch()
         run_id = uuid.uuid4().hex
-        os.environ[MARK] = run_id  # inherited by everything that is started from here on
+        os.environ[RUN_ID_VAR] = run_id  # inherited by everything that is started from here on
         _keep_token_in(scratch)
-        cluster = cls(placement, scratch=scratch, claim=claim, reaper=Reaper(run_id, scratch, last_words))
+        cluster = cls(placement, scratch=scratch, claim=claim, cleaner=ProcessCleaner(run_id, scratch, last_words))
         custom = resource not in (None, "GPU")
         # vLLM leaves files behind when it is killed; in the scratch directory they are removed with it.
         env = {ENGINE_SOCKETS: str(scratch), "TMPDIR": str(scratch), COMPILE_CACHE: str(cache_dir() / "inductor")}
@@ -248,8 +248,8 @@ class Cluster:
                 self._claim = None
             if self._scratch is not None and os.environ.get(TOKEN_PATH, "").startswith(f"{self._scratch}{os.sep}"):
                 stack.callback(os.environ.pop, TOKEN_PATH, None)  # the file goes with the directory
-            if self._reaper is not None:
-                stack.callback(self._reaper.close)
+            if self._cleaner is not None:
+                stack.callback(self._cleaner.close)
             stack.callback(ray.shutdown)
             if keep_logs_in is not None and self._scratch is not None:
                 try:

@@ -2,7 +2,7 @@
 
 An engine is silent while it does not answer a poll, or has requests that it should generate for and gives no token. Its
 event loop answers whatever else happens: a commit, a pause, sleep, an evaluation, a slow step. While it may not
-generate `EngineLoad.still_s` is 0.
+generate `EngineStatus.still_s` is 0.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trainer.remote import call
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from rollout.engine.interface import EngineLoad, EngineTimes
+    from rollout.engine.interface import EngineStatus, EngineTimes
     from rollout.fleet.states import WorkerReport
 
 
@@ -51,12 +51,12 @@ class EngineMonitor:
         self._polls: dict[str, asyncio.Task[None]] = {}
         self._incarnations: dict[str, int] = {}
         self._unanswered_s: defaultdict[str, float] = defaultdict(float)
-        self.loads: dict[str, EngineLoad] = {}
+        self.loads: dict[str, EngineStatus] = {}
         """What each engine said last."""
         self.num_polls: Counter[str] = Counter()
         """Answers of the present incarnation."""
 
-    def load_now(self, name: str) -> EngineLoad | None:
+    def load_now(self, name: str) -> EngineStatus | None:
         """None if it has not answered the last poll."""
         poll = self._polls.get(name)
         is_open = poll is not None and not poll.done()
@@ -116,7 +116,7 @@ class EngineMonitor:
             self._on_lost(name, incarnation, f"it answered no poll for {self._unanswered_s[name]:.0f} s")
 
 
-def load_record(reports: Sequence[WorkerReport], loads: Mapping[str, EngineLoad]) -> dict[str, float]:
+def load_record(reports: Sequence[WorkerReport], loads: Mapping[str, EngineStatus]) -> dict[str, float]:
     """Metrics of the engines' load, from what each worker reports and what each engine said last. Pure.
 
     Limits and requests in flight, queued, migrated and recovered are summed over workers.

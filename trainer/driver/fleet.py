@@ -375,12 +375,24 @@ class Fleet:
     async def pin(self, name: str) -> None:
         """No worker sends anything new of training to this engine until `unpin`; what runs there continues.
 
-        Waits for: every live worker to know. Unblocked by: the loss of a worker that is silent.
+        Waits for: every live worker to know. Unblocked by: the loss of a worker that is silent; its deadline.
+
+        Raises:
+            RemoteTimeout: some worker lives and takes no view; the engine is not pinned.
         """
-        if self._apply(name, "pin"):
-            epoch = self._epoch
-            while any(not worker.lost and worker.epoch < epoch for worker in self._workers):
-                await self._changed.wait()
+        if not self._apply(name, "pin"):
+            return
+        epoch, limit_s = self._epoch, 3 * self._worker_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                while any(not worker.lost and worker.epoch < epoch for worker in self._workers):
+                    await self._changed.wait()
+        except BaseException as error:
+            self._apply(name, "unpin")
+            if isinstance(error, TimeoutError):
+                what = f"a pin of {name} timed out after {limit_s:g} s on a rollout worker"
+                raise RemoteTimeout(f"{what}; {HANGS}") from error
+            raise
 
     def unpin(self, name: str) -> None:
         """Ends a pin. An engine that has missed a version by then is lost, and stays out."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Container, Mapping
 
 
-MARK = "TANDEM_RUN_ID"
+RUN_ID_VAR = "TANDEM_RUN_ID"
 GRACE_S = 1.0
 """For processes that end by themselves when their parent is gone."""
 DEADLINE_S = 20.0
@@ -37,7 +37,7 @@ _IN_ORDER = b"in order"
 """What the driver says before it closes the pipe, if it is there to say it."""
 
 
-class Reaper:
+class ProcessCleaner:
     """The driver's end of it. `close` after an orderly shutdown; SIGKILL needs no call.
 
     Args:
@@ -67,7 +67,7 @@ class Reaper:
 
 def processes_of(run_id: str, scratch: Path, *, spare: Container[int]) -> list[int]:
     """Ids of the processes that belong to this run, except those in `spare`."""
-    mark, inside = f"{MARK}={run_id}".encode(), f"{scratch}{os.sep}"
+    mark, inside = f"{RUN_ID_VAR}={run_id}".encode(), f"{scratch}{os.sep}"
     pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     return [pid for pid in pids if pid not in spare and (_has_mark(pid, mark) or _has_open(pid, inside))]
 

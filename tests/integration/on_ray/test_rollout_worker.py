@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import ray
 
-from rollout.fleet.consolidation import Repacking
+from rollout.fleet.consolidation import ConsolidationRule
 from rollout.fleet.scheduler import NoReplica
 from rollout.fleet.states import FleetView
 from rollout.types import Group, Prompt, RolloutRequest, SamplingParams
@@ -103,7 +103,7 @@ async def test_requests_that_an_engine_gives_up_go_on_in_another_one(cluster: No
         group_size=4,
         sampling=SamplingParams(max_tokens=MAX_TOKENS),
         request_timeout_s=60.0,
-        repacking=Repacking(below=8, most=64),
+        repacking=ConsolidationRule(below=8, most=64),
         seed=0,
         tokenizer_path=tokenizer_path,
         reward="arithmetic",

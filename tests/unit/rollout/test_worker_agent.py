@@ -14,7 +14,7 @@ import pytest
 from rollout.agent.loop import MultiTurnLoop, Reply
 from rollout.agent.trajectory_builder import TrajectoryBuilder
 from rollout.errors import AgentError
-from rollout.fleet.adaptive_limit import Bounds
+from rollout.fleet.adaptive_limit import LimitRange
 from rollout.fleet.scheduler import NoReplica
 from rollout.types import SamplingParams, ToolUse, Trajectory, Turn
 from rollout.worker.worker import RolloutWorker
@@ -355,7 +355,7 @@ def test_a_generation_that_is_given_up_before_there_was_room_never_gets_to_an_en
 
     async def main() -> None:
         engine = FakeEngine("e0", step_s=0.01)
-        bounds = Bounds(lowest=2, highest=2)
+        bounds = LimitRange(lowest=2, highest=2)
         busy = agent_worker(Played(gives_the_first_late_one_up), engine, group_size=2, concurrency=bounds)
         early = asyncio.create_task(busy.run_group(item()))
         await asyncio.sleep(0.001)

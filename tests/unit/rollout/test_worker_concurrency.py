@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rollout.engine.interface import EngineLoad
-from rollout.fleet.adaptive_limit import Bounds
+from rollout.engine.interface import EngineStatus
+from rollout.fleet.adaptive_limit import LimitRange
 from rollout.fleet.scheduler import NoReplica
 from rollout.fleet.states import EngineView, FleetView
 from rollout.types import SamplingParams
@@ -17,11 +17,11 @@ from tests.fakes.local_actor import view_of
 from tests.fakes.virtual_time import run_virtual
 from tests.unit.rollout.test_worker import ANSWER, MAX_TOKENS, generated, item, segments, worker
 
-CALM = EngineLoad(running=4, waiting=0, kv_usage_frac=0.3, num_preemptions=0)
+CALM = EngineStatus(running=4, waiting=0, kv_usage_frac=0.3, num_preemptions=0)
 
 
 def bounds(lowest: int, highest: int) -> dict[str, Any]:
-    return {"concurrency": Bounds(lowest=lowest, highest=highest)}
+    return {"concurrency": LimitRange(lowest=lowest, highest=highest)}
 
 
 class Counting(FakeEngine):
@@ -167,7 +167,7 @@ def test_a_wait_for_room_counts_as_time_of_the_request() -> None:
 
 
 def test_limits_follow_loads_that_are_new_and_a_new_engine_starts_over() -> None:
-    full = EngineLoad(running=4, waiting=0, kv_usage_frac=0.99, num_preemptions=0)
+    full = EngineStatus(running=4, waiting=0, kv_usage_frac=0.99, num_preemptions=0)
 
     def view(num_polls: int, *, incarnation: int = 0) -> FleetView:
         loads = {"a": CALM, "b": full, "c": None}

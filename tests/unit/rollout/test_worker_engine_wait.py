@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from rollout.agent.loop import MultiTurnLoop
-from rollout.fleet.adaptive_limit import Bounds
+from rollout.fleet.adaptive_limit import LimitRange
 from rollout.types import SamplingParams
 from tests.fakes.engine_client import FakeEngine
 from tests.fakes.local_actor import view_of
@@ -32,7 +32,7 @@ def engine(name: str = "e0", **changes: Any) -> FakeEngine:
 
 
 def room(num_requests: int) -> dict[str, Any]:
-    return {"concurrency": Bounds(lowest=num_requests, highest=num_requests)}
+    return {"concurrency": LimitRange(lowest=num_requests, highest=num_requests)}
 
 
 def waits(groups: Sequence[Group]) -> list[list[float]]:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from rollout.engine.interface import EngineLoad
+from rollout.engine.interface import EngineStatus
 from rollout.fleet import generation as dispatch
-from rollout.fleet.consolidation import Repacking
+from rollout.fleet.consolidation import ConsolidationRule
 from rollout.types import SamplingParams
 from tests.fakes.engine_client import FakeEngine, expected_answer
 from tests.fakes.local_actor import view_of, watched
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = 60
 ANSWER = expected_answer(item().prompt.token_ids, MAX_TOKENS)
-CALM = EngineLoad(running=0, waiting=0, kv_usage_frac=None, num_preemptions=None)
+CALM = EngineStatus(running=0, waiting=0, kv_usage_frac=None, num_preemptions=None)
 STEP_S = 0.2
 """Per chunk of three tokens; an answer takes 4 s, and is twice its prompt after one chunk."""
 RULE: dict[str, Any] = {
-    "repacking": Repacking(below=6, most=64),
+    "repacking": ConsolidationRule(below=6, most=64),
     "sampling": SamplingParams(max_tokens=MAX_TOKENS, temperature=0.7),
 }
 
@@ -160,7 +160,7 @@ def test_a_request_moves_only_once_it_is_twice_as_long_as_it_came() -> None:
 
 def test_nothing_moves_to_a_replica_that_no_longer_answers() -> None:
     class Mute(FakeEngine):
-        async def load(self) -> EngineLoad:
+        async def load(self) -> EngineStatus:
             if self.calls:
                 await asyncio.sleep(10_000)
             return await super().load()
@@ -199,7 +199,7 @@ def test_a_pinned_engine_gives_nothing_and_gets_nothing() -> None:
 
 def test_requests_that_others_sent_count_for_what_a_replica_has() -> None:
     async def main() -> None:
-        crowd = EngineLoad(running=30, waiting=0, kv_usage_frac=None, num_preemptions=None)
+        crowd = EngineStatus(running=30, waiting=0, kv_usage_frac=None, num_preemptions=None)
         await _without_a_move(engine("e0", said_load=crowd), engine("e1", said_load=crowd), **RULE)
 
     run_virtual(main())
@@ -207,7 +207,7 @@ def test_requests_that_others_sent_count_for_what_a_replica_has() -> None:
 
 def test_nothing_moves_to_a_replica_in_which_requests_wait() -> None:
     async def main() -> None:
-        queue = EngineLoad(running=7, waiting=1, kv_usage_frac=None, num_preemptions=None)
+        queue = EngineStatus(running=7, waiting=1, kv_usage_frac=None, num_preemptions=None)
         await _without_a_move(engine("e0"), engine("e1", said_load=queue), **RULE)
 
     run_virtual(main())

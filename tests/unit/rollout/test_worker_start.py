@@ -9,7 +9,7 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from rollout.engine.interface import EngineLoad, EngineSpec
+from rollout.engine.interface import EngineSpec, EngineStatus
 from rollout.errors import DataError
 from rollout.types import SamplingParams
 from rollout.worker.actor import RolloutWorkerActor
@@ -33,7 +33,7 @@ def worker(tokenizer: Path, *, trust_remote_code: bool) -> RolloutWorkerActor:
     )
     engine = ScriptedEngine(EngineSpec(model="scripted"))
 
-    async def load() -> EngineLoad:
+    async def load() -> EngineStatus:
         return engine.load()
 
     return RolloutWorkerActor(spec, {"replica_0": SimpleNamespace(load=SimpleNamespace(remote=load))})

@@ -5,60 +5,69 @@ import random
 
 import pytest
 
-from rollout.engine.interface import EngineLoad
-from rollout.fleet.adaptive_limit import CUT, KV_CRITICAL, KV_ROOM, TRIM, Bounds, Concurrency, Demand, growth_step
+from rollout.engine.interface import EngineStatus
+from rollout.fleet.adaptive_limit import (
+    CUT,
+    KV_CRITICAL,
+    KV_ROOM,
+    TRIM,
+    AdaptiveLimit,
+    LimitRange,
+    QueueState,
+    growth_step,
+)
 
-BOUNDS = Bounds(lowest=8, highest=256)
+BOUNDS = LimitRange(lowest=8, highest=256)
 
 
-def load(*, waiting: int = 0, kv: float | None = 0.5, preemptions: int | None = 0) -> EngineLoad:
-    return EngineLoad(running=1, waiting=waiting, kv_usage_frac=kv, num_preemptions=preemptions)
+def load(*, waiting: int = 0, kv: float | None = 0.5, preemptions: int | None = 0) -> EngineStatus:
+    return EngineStatus(running=1, waiting=waiting, kv_usage_frac=kv, num_preemptions=preemptions)
 
 
-def at(limit: int, **fields: int) -> Concurrency:
-    return Concurrency(bounds=BOUNDS, limit=limit, num_preemptions=0, **fields)
+def at(limit: int, **fields: int) -> AdaptiveLimit:
+    return AdaptiveLimit(bounds=BOUNDS, limit=limit, num_preemptions=0, **fields)
 
 
-def busy(in_flight: int, held: int = 100) -> Demand:
-    return Demand(in_flight=in_flight, held=held)
+def busy(in_flight: int, num_queued: int = 100) -> QueueState:
+    return QueueState(in_flight=in_flight, num_queued=num_queued)
 
 
 def test_it_begins_at_the_upper_bound_so_that_an_engine_with_room_is_never_held_back() -> None:
-    assert Concurrency.start(BOUNDS).limit == 256
+    assert AdaptiveLimit.start(BOUNDS).limit == 256
 
 
 @pytest.mark.parametrize(
-    ("state", "said", "demand", "move", "limit"),
+    ("state", "said", "queue", "move", "limit"),
     [
         (at(100), load(), busy(100), "grow", 108),
         (at(252), load(), busy(252), "grow", 256),
         (at(100), load(kv=None, preemptions=None), busy(100), "grow", 108),
-        (at(100), load(), busy(100, held=0), "hold", 100),  # nobody asks for more
+        (at(100), load(), busy(100, num_queued=0), "hold", 100),  # nobody asks for more
         (at(100), load(kv=KV_ROOM), busy(100), "hold", 100),
         (at(100), load(waiting=3), busy(100), "hold", 100),  # perhaps a burst
-        (at(100, queued_looks=1), load(waiting=3, kv=KV_ROOM), busy(100), "trim", 90),
-        (at(100, queued_looks=1), load(waiting=3, kv=None), busy(100), "trim", 90),
-        (at(100, queued_looks=1), load(), busy(100), "grow", 108),
+        (at(100, queued_polls=1), load(waiting=3, kv=KV_ROOM), busy(100), "trim", 90),
+        (at(100, queued_polls=1), load(waiting=3, kv=None), busy(100), "trim", 90),
+        (at(100, queued_polls=1), load(), busy(100), "grow", 108),
         (at(100), load(preemptions=1), busy(100), "trim", 90),
         (at(100), load(preemptions=1), busy(60), "trim", 54),  # of what runs, or it would change nothing
         (at(100), load(kv=KV_CRITICAL), busy(100), "cut", 50),
         (at(100), load(kv=KV_CRITICAL, preemptions=5), busy(100), "cut", 50),
         (at(10), load(kv=KV_CRITICAL), busy(10), "cut", 8),
         (at(100), load(kv=KV_CRITICAL, preemptions=5), busy(101), "hold", 100),  # the last step is still draining
-        (Concurrency(bounds=BOUNDS, limit=100), load(preemptions=7), busy(100), "grow", 108),  # 7 of an earlier time
+        (AdaptiveLimit(bounds=BOUNDS, limit=100), load(preemptions=7), busy(100), "grow", 108),  # 7 of an earlier time
         (at(100), load(preemptions=None), busy(100), "grow", 108),
     ],
 )
 def test_each_sign_leads_to_its_move(
-    state: Concurrency, said: EngineLoad, demand: Demand, move: str, limit: int
+    state: AdaptiveLimit, said: EngineStatus, queue: QueueState, move: str, limit: int
 ) -> None:
-    after = state.next(said, demand)
+    after = state.next(said, queue)
     assert (after.last_move, after.limit) == (move, limit)
 
 
 def test_a_burst_of_prompts_beside_an_empty_cache_takes_nothing_back() -> None:
     """An engine of a shared device wakes up and gets a whole step's prompts, whose prefill takes several looks."""
-    state = Concurrency.start(BOUNDS)
+    state = AdaptiveLimit.start(BOUNDS)
     for waiting in (200, 150, 100, 50):
         state = state.next(load(waiting=waiting, kv=0.1), busy(256))
     assert (state.limit, state.last_move) == (256, "hold")
@@ -67,7 +76,7 @@ def test_a_burst_of_prompts_beside_an_empty_cache_takes_nothing_back() -> None:
 
 
 def test_a_fixed_limit_stays_whatever_the_engine_says() -> None:
-    state = Concurrency.start(Bounds(lowest=64, highest=64))
+    state = AdaptiveLimit.start(LimitRange(lowest=64, highest=64))
     for said in (load(kv=1.0), load(preemptions=9, waiting=9), load(preemptions=19, waiting=9)):
         state = state.next(said, busy(64))
         assert state.limit == 64
@@ -78,14 +87,14 @@ def test_it_never_leaves_its_bounds_and_repeats_itself(seed: int) -> None:
     def play() -> list[int]:
         rng = random.Random(seed)
         lowest = rng.randint(1, 50)
-        state, limits = Concurrency.start(Bounds(lowest=lowest, highest=rng.randint(lowest, 500))), []
+        state, limits = AdaptiveLimit.start(LimitRange(lowest=lowest, highest=rng.randint(lowest, 500))), []
         for _ in range(300):
             said = load(
                 waiting=rng.choice([0, 0, rng.randint(1, 50)]),
                 kv=rng.choice([None, rng.random()]),
                 preemptions=rng.choice([None, rng.randint(0, 5)]),
             )
-            state = state.next(said, Demand(in_flight=rng.randint(0, 600), held=rng.choice([0, 9])))
+            state = state.next(said, QueueState(in_flight=rng.randint(0, 600), num_queued=rng.choice([0, 9])))
             assert state.bounds.lowest <= state.limit <= state.bounds.highest
             limits.append(state.limit)
         return limits
@@ -99,7 +108,7 @@ class Engine:
     def __init__(self, capacity: int) -> None:
         self.capacity, self.preemptions = capacity, 0
 
-    def look(self, in_flight: int) -> EngineLoad:
+    def look(self, in_flight: int) -> EngineStatus:
         self.preemptions += max(0, in_flight - self.capacity)
         return load(kv=min(KV_ROOM - 0.01, in_flight / self.capacity), preemptions=self.preemptions)
 
@@ -108,7 +117,7 @@ class Engine:
 @pytest.mark.parametrize("step_lag", [0, 3])
 def test_under_a_constant_capacity_it_settles_within_the_stated_amplitude(capacity: int, step_lag: int) -> None:
     """`step_lag`: looks that it takes until what is too much has drained."""
-    engine, state, in_flight = Engine(capacity), Concurrency.start(BOUNDS), BOUNDS.highest
+    engine, state, in_flight = Engine(capacity), AdaptiveLimit.start(BOUNDS), BOUNDS.highest
     limits: list[int] = []
     for _ in range(600):
         state = state.next(engine.look(in_flight), busy(in_flight))
@@ -139,7 +148,7 @@ def test_repeated_signs_of_one_overload_step_down_once_until_it_has_drained() ->
 
 
 def test_shares_add_up_to_no_more_than_the_whole() -> None:
-    assert Bounds(lowest=8, highest=256).share(3) == Bounds(lowest=2, highest=85)
-    assert Bounds(lowest=1, highest=2).share(4) == Bounds(lowest=1, highest=1)
+    assert LimitRange(lowest=8, highest=256).share(3) == LimitRange(lowest=2, highest=85)
+    assert LimitRange(lowest=1, highest=2).share(4) == LimitRange(lowest=1, highest=1)
     with pytest.raises(ValueError, match="1 <= lowest <= highest, got 3 and 2"):
-        Bounds(lowest=3, highest=2)
+        LimitRange(lowest=3, highest=2)

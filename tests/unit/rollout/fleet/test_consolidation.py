@@ -13,17 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.fleet.adaptive_limit import KV_ROOM
-from rollout.fleet.consolidation import Place, Repacking, has_doubled, replicas_to_free
+from rollout.fleet.consolidation import ConsolidationRule, EngineLoadView, engines_to_drain, has_doubled
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-RULE = Repacking(below=8, most=64)
+RULE = ConsolidationRule(below=8, most=64)
 
 
-def place(running: int, **fields: object) -> Place:
+def place(running: int, **fields: object) -> EngineLoadView:
     known: dict[str, object] = {"own": running, "may_leave": True}
-    return Place(running=running, **(known | fields))  # type: ignore[arg-type]
+    return EngineLoadView(running=running, **(known | fields))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -54,11 +54,11 @@ def place(running: int, **fields: object) -> Place:
         ({"a": place(2, kv_frac=0.3), "b": place(3, kv_frac=0.3), "c": place(9, kv_frac=0.4)}, ["a"]),
     ],
 )
-def test_what_is_freed(places: Mapping[str, Place], freed: list[str]) -> None:
-    assert replicas_to_free(places, RULE) == freed
+def test_what_is_freed(places: Mapping[str, EngineLoadView], freed: list[str]) -> None:
+    assert engines_to_drain(places, RULE) == freed
 
 
-def fits(places: Mapping[str, Place], freed: Sequence[str], rule: Repacking) -> bool:
+def fits(places: Mapping[str, EngineLoadView], freed: Sequence[str], rule: ConsolidationRule) -> bool:
     """By trying every way: whether everything that is freed has room on fuller replicas that are not."""
     kept = [name for name in places if name not in freed]
     for targets in itertools.product(kept, repeat=len(freed)):
@@ -83,10 +83,10 @@ some_place = st.builds(
 
 
 @given(st.lists(some_place, min_size=1, max_size=5), st.integers(2, 14), st.integers(4, 30))
-def test_what_is_freed_fits_elsewhere_and_is_allowed_to_go(some: list[Place], below: int, most: int) -> None:
-    rule = Repacking(below=below, most=most)
+def test_what_is_freed_fits_elsewhere_and_is_allowed_to_go(some: list[EngineLoadView], below: int, most: int) -> None:
+    rule = ConsolidationRule(below=below, most=most)
     places = {f"e{index}": one for index, one in enumerate(some)}
-    freed = replicas_to_free(places, rule)
+    freed = engines_to_drain(places, rule)
     assert len(set(freed)) == len(freed)
     for name in freed:
         assert 0 < places[name].running < below
@@ -98,9 +98,9 @@ def test_what_is_freed_fits_elsewhere_and_is_allowed_to_go(some: list[Place], be
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=6), st.integers(2, 14))
 def test_a_plan_leaves_nothing_to_do_once_it_is_carried_out(sizes: list[int], below: int) -> None:
     """With room everywhere all that is below ends on one replica, or on those that are busy anyway."""
-    rule = Repacking(below=below, most=1000)
+    rule = ConsolidationRule(below=below, most=1000)
     places = {f"e{index}": place(size) for index, size in enumerate(sizes)}
-    freed = replicas_to_free(places, rule)
+    freed = engines_to_drain(places, rule)
     kept = [name for name, one in places.items() if one.running and name not in freed]
     is_busy = [name for name in kept if places[name].running >= below]
     assert len(kept) == max(len(is_busy), min(1, sum(size > 0 for size in sizes)))
@@ -109,7 +109,7 @@ def test_a_plan_leaves_nothing_to_do_once_it_is_carried_out(sizes: list[int], be
     if freed:
         target = min(is_busy or kept, key=lambda name: places[name].running)
         after[target] = replace(after[target], running=after[target].running + moved)
-    assert replicas_to_free({n: replace(p, may_leave=p.running < below) for n, p in after.items()}, rule) == []
+    assert engines_to_drain({n: replace(p, may_leave=p.running < below) for n, p in after.items()}, rule) == []
 
 
 @given(st.integers(1, 4000), st.integers(1, 40_000), st.integers(0, 2**32))

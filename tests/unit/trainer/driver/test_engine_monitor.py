@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from rollout.engine.interface import EngineLoad, EngineTimes
+from rollout.engine.interface import EngineStatus, EngineTimes
 from rollout.fleet.scheduler import NoReplica
 from rollout.fleet.states import WorkerReport
 from rollout.types import SamplingParams
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 LIMIT_S = 30.0
 SOON_S = 10.0
 """No poll takes longer, so a silence is noticed so much after the limit at the latest."""
-CALM = EngineLoad(running=4, waiting=0, kv_usage_frac=0.3, num_preemptions=0)
+CALM = EngineStatus(running=4, waiting=0, kv_usage_frac=0.3, num_preemptions=0)
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Stopping(FakeEngine):
 
     is_stopped: bool = False
 
-    async def load(self) -> EngineLoad:
+    async def load(self) -> EngineStatus:
         while self.is_stopped:
             await asyncio.sleep(0.1)
         return await super().load()
@@ -122,7 +122,7 @@ def test_a_poll_that_fails_in_some_other_way_ends_no_watch() -> None:
     class Broken(FakeEngine):
         is_broken: bool = False
 
-        async def load(self) -> EngineLoad:
+        async def load(self) -> EngineStatus:
             if self.is_broken:
                 raise RuntimeError("something else")
             return await super().load()
@@ -227,7 +227,7 @@ def test_what_workers_do_adds_up_and_what_an_engine_says_does_not() -> None:
         )
 
     reports = [report(10, queued=2, migrated=(3, 900)), report(20, queued=5, migrated=(4, 1000))]
-    load = EngineLoad(running=30, waiting=1, kv_usage_frac=0.5, num_preemptions=None)
+    load = EngineStatus(running=30, waiting=1, kv_usage_frac=0.5, num_preemptions=None)
     assert load_record(reports, {"e0": load}) == {
         "engine/held": 7,
         "engine/moved_requests": 7,

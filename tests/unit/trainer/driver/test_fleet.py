@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from rollout.engine.interface import EngineLoad
+from rollout.engine.interface import EngineStatus
 from rollout.errors import WorkerLost
 from rollout.fleet.scheduler import NoReplica
 from rollout.fleet.states import FleetView, WorkerReport
@@ -42,8 +42,8 @@ SILENCE_S = 40.0
 class Engine:
     """Answers polls."""
 
-    async def load(self) -> EngineLoad:
-        return EngineLoad(running=1, waiting=0, kv_usage_frac=None, num_preemptions=None)
+    async def load(self) -> EngineStatus:
+        return EngineStatus(running=1, waiting=0, kv_usage_frac=None, num_preemptions=None)
 
 
 class Worker(ServesGroups):
@@ -362,6 +362,19 @@ def test_a_pin_holds_once_every_worker_knows_and_until_the_last_is_taken_back() 
         assert fleet._workers[1].lost
 
     play(lambda: World("ab", workers=[worker, silent], restart_worker=restart_worker), body)
+
+
+def test_a_pin_that_a_live_worker_does_not_take_ends_with_its_deadline() -> None:
+    class Deaf(Worker):
+        async def update(self, view: FleetView) -> WorkerReport:
+            raise RuntimeError("something else")
+
+    async def body(world: World) -> None:
+        with pytest.raises(TimeoutError, match="a pin of a timed out"):
+            await world.fleet.pin("a")
+        assert world.states == {"a": "live", "b": "live"}
+
+    play(lambda: World("ab", workers=[Worker(), Deaf()]), body)
 
 
 def test_an_engine_that_missed_a_version_while_it_was_pinned_stays_out() -> None:

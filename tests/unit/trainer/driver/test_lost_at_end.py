@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from rollout.engine.interface import EngineLoad
+from rollout.engine.interface import EngineStatus
 from rollout.fleet.scheduler import NoReplica
 from rollout.fleet.states import FleetView, WorkerReport
 from tests.fakes.local_actor import LocalActor
@@ -37,8 +37,8 @@ SAVES = pytest.mark.parametrize("every_steps", [0, LAST])
 
 
 class Engine:
-    async def load(self) -> EngineLoad:
-        return EngineLoad(running=0, waiting=0, kv_usage_frac=None, num_preemptions=None)
+    async def load(self) -> EngineStatus:
+        return EngineStatus(running=0, waiting=0, kv_usage_frac=None, num_preemptions=None)
 
 
 class Worker:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.fakes.process_life import is_running
-from trainer.driver.process_cleaner import MARK, Reaper
+from trainer.driver.process_cleaner import RUN_ID_VAR, ProcessCleaner
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,11 +22,11 @@ SLEEP = "import time; time.sleep(100)"
 DRIVER = """
 import json, os, subprocess, sys, time
 from pathlib import Path
-from trainer.driver.process_cleaner import MARK, Reaper
-os.environ[MARK] = sys.argv[1]
+from trainer.driver.process_cleaner import RUN_ID_VAR, ProcessCleaner
+os.environ[RUN_ID_VAR] = sys.argv[1]
 scratch = Path(sys.argv[2])
-Reaper(sys.argv[1], scratch, json.loads(sys.argv[3]))
-clean = {name: value for name, value in os.environ.items() if name != MARK}
+ProcessCleaner(sys.argv[1], scratch, json.loads(sys.argv[3]))
+clean = {name: value for name, value in os.environ.items() if name != RUN_ID_VAR}
 marked = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"], start_new_session=True)
 holder = subprocess.Popen(
     [sys.executable, "-c", "import time; time.sleep(100)"],
@@ -39,7 +39,7 @@ time.sleep(100)
 
 @pytest.fixture
 def bystander() -> Iterator[subprocess.Popen[bytes]]:
-    environment = {**os.environ, MARK: "another run"}
+    environment = {**os.environ, RUN_ID_VAR: "another run"}
     with subprocess.Popen([sys.executable, "-c", SLEEP], env=environment) as process:
         yield process
         process.kill()
@@ -76,7 +76,7 @@ def test_closing_spares_the_driver_even_with_open_files(tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     with (scratch / "mine").open("w"):
-        reaper = Reaper("run-2", scratch)
+        reaper = ProcessCleaner("run-2", scratch)
         reaper.close()
         reaper.close()
     assert not scratch.exists()
@@ -118,7 +118,7 @@ def test_a_driver_that_closes_in_order_writes_its_own_words(tmp_path: Path) -> N
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "owner.lock").touch()
     (tmp_path / "scratch").mkdir()
-    Reaper("run-4", tmp_path / "scratch", known).close()
+    ProcessCleaner("run-4", tmp_path / "scratch", known).close()
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["owner.lock"]
 
 
