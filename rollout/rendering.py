@@ -1,12 +1,14 @@
-"""Messages to token ids: chat templates, their variables, and the tokenizer.
+"""Between messages and token ids, for prompts and agents: the tokenizer, its chat template, and tool calls in a text.
 
-Text that the policy said is never tokenized again: of a conversation that goes on, only what follows its last turn is
-rendered.
+Text that the policy generated is never tokenized again: of a conversation that continues, only what follows its last
+turn is rendered.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -88,17 +90,21 @@ def _generation() -> Any:
     return Generation
 
 
-_MARK = "what the policy said"
+_PLACEHOLDER = "what the policy said"
 _SLACK = 1024
-"""Tokens beside twice those that there is room for: the last ones of a text that is cut are others."""
+"""Tokens beyond twice those that there is room for: the last ones of a text that is cut are others."""
 
 
 class TemplateError(ValueError):
-    """The chat template refused messages; says what it said."""
+    """The chat template refused messages; `reason` is what it raised."""
+
+    def __init__(self, reason: Exception) -> None:
+        super().__init__(f"the chat template refused the messages: {type(reason).__name__}: {reason}")
+        self.reason = reason
 
 
 class TooLong(ValueError):
-    """Messages have more than `num_tokens` tokens, which is far more than there is room for; nobody counted all."""
+    """Messages have more than `num_tokens` tokens, far more than there is room for; not all of them were counted."""
 
     def __init__(self, num_tokens: int) -> None:
         super().__init__(f"the messages have more than {num_tokens} tokens")
@@ -106,8 +112,8 @@ class TooLong(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """What a conversation is rendered with, beside its messages. Another setting is another conversation."""
+class RenderOptions:
+    """What a conversation is rendered with, beside its messages. Other options make it another conversation."""
 
     tools: Sequence[Mapping[str, Any]] = ()
     """As JSON schemas, in the form of OpenAI's API."""
@@ -115,8 +121,26 @@ class Setting:
     """Of the template, such as `enable_thinking`."""
 
 
-class ChatTemplate:
+def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: RenderOptions) -> str:
+    """The text of a conversation up to where the policy begins to speak.
+
+    Raises:
+        TemplateError: the template refuses the messages.
     """
+    try:
+        return tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tokenize=False,
+            add_generation_prompt=True,
+            **arguments_of(options.tools, options.variables),
+        )
+    except Exception as error:  # a template may raise anything
+        raise TemplateError(error) from error
+
+
+class ChatTemplateRenderer:
+    """Conversations of agents, turn by turn.
+
     Args:
         tokenizer: of Hugging Face, with a chat template.
 
@@ -128,64 +152,62 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         if getattr(tokenizer, "chat_template", None) is None:
             raise ValueError("the tokenizer has no chat template; use one of an instruction-tuned model")
-        if _MARK not in self._rendered(_made_up([{"role": "user", "content": "ask again"}]), Setting()):
+        if _PLACEHOLDER not in render(
+            tokenizer, _with_turn([{"role": "user", "content": "ask again"}]), RenderOptions()
+        ):
             raise ValueError("the chat template does not show what an assistant said; use another one")
 
-    def opening(self, messages: Sequence[Mapping[str, Any]], setting: Setting, *, most: int | None = None) -> list[int]:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], options: RenderOptions, *, max_tokens: int | None = None
+    ) -> list[int]:
         """Tokens of a conversation up to where the policy begins to speak.
 
         Args:
-            most: tokens that there is room for. A few more are returned all the same; far more are not counted.
+            max_tokens: that there is room for. A few more are returned all the same; far more are not counted.
 
         Raises:
             TemplateError: the template refuses the messages.
-            TooLong: there are far more tokens than `most`.
+            TooLong: there are far more tokens than `max_tokens`.
         """
-        return self._tokens(self._rendered(messages, setting), most)
+        return self._tokens(render(self._tokenizer, messages, options), max_tokens)
 
-    def continuation(
+    def render_next_turn(
         self,
         generated_ids: Sequence[int],
         messages: Sequence[Mapping[str, Any]],
-        setting: Setting,
+        options: RenderOptions,
         *,
-        most: int | None = None,
+        max_tokens: int | None = None,
     ) -> list[int]:
-        """Tokens between what the policy said (`generated_ids`, not empty) and where it speaks again after `messages`.
-        The end of its turn is among them, unless it is the last of `generated_ids`.
-
-        Args:
-            most: as of `opening`.
-
-        Raises:
-            TemplateError: the template refuses the messages.
-            TooLong: there are far more tokens than `most`.
+        """Tokens between what the policy generated (`generated_ids`, not empty) and where it speaks again after
+        `messages`. The end of its turn is among them, unless it is the last of `generated_ids`. `max_tokens` and errors
+        as of `render`.
         """
-        text, last = self.between(messages, setting), generated_ids[-1]
+        text, last = self.suffix(messages, options), generated_ids[-1]
         if last in self._tokenizer.all_special_ids:
             text = text.removeprefix(self.text([last]))
-        return self._tokens(text, most)
+        return self._tokens(text, max_tokens)
 
-    def between(self, messages: Sequence[Mapping[str, Any]], setting: Setting) -> str:
-        """Text between what the policy said, whatever it is, and where it speaks again after `messages`.
+    def suffix(self, messages: Sequence[Mapping[str, Any]], options: RenderOptions) -> str:
+        """Text between what the policy generated, whatever it is, and where it speaks again after `messages`.
 
         Raises:
             TemplateError: the template refuses the messages.
         """
         # Templates rewrite earlier turns, such as what was thought there. Of a made-up one nothing is kept but its end.
-        return self._rendered(_made_up(messages), setting).partition(_MARK)[2]
+        return render(self._tokenizer, _with_turn(messages), options).partition(_PLACEHOLDER)[2]
 
     def text(self, token_ids: Sequence[int], *, spelled_out: bool = True) -> str:
         """`spelled_out`: with special tokens."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=not spelled_out)
 
-    def _tokens(self, text: str, most: int | None) -> list[int]:
+    def _tokens(self, text: str, max_tokens: int | None) -> list[int]:
         text = text.encode("utf-8", "replace").decode()  # half a surrogate pair, which JSON can spell, is no text
-        if most is not None:
-            self._refuse_far_more(text, 2 * most + _SLACK)
+        if max_tokens is not None:
+            self._check_length(text, 2 * max_tokens + _SLACK)
         return self._ids(text)
 
-    def _refuse_far_more(self, text: str, limit: int) -> None:
+    def _check_length(self, text: str, limit: int) -> None:
         """Raises TooLong if a beginning of the text has more than `limit` tokens.
 
         Tokenizers decide from what is near: the tokens of a beginning are those of the whole text, but for the last
@@ -201,20 +223,79 @@ class ChatTemplate:
     def _ids(self, text: str) -> list[int]:
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def _rendered(self, messages: Sequence[Mapping[str, Any]], setting: Setting) -> str:
-        try:
-            return self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tokenize=False,
-                add_generation_prompt=True,
-                **arguments_of(setting.tools, setting.variables),
-            )
-        except Exception as error:  # a template may raise anything
-            raise TemplateError(f"the chat template refused the messages: {type(error).__name__}: {error}") from error
+
+def _with_turn(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [{"role": "user", "content": "ask"}, {"role": "assistant", "content": _PLACEHOLDER}, *messages]
 
 
-def _made_up(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    return [{"role": "user", "content": "ask"}, {"role": "assistant", "content": _MARK}, *messages]
+CALL_START, CALL_END = "<tool_call>", "</tool_call>"
+_CALL = re.compile(re.escape(CALL_START) + r"\s*(?=\{)")
+_DECODER = json.JSONDecoder()
+
+
+class ToolCallError(ValueError):
+    """A text begins a tool call and does not write it as it should."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A call as Hermes and Qwen models write it:
+
+    <tool_call>
+    {"name": "calculator", "arguments": {"expression": "3 * 14"}}
+    </tool_call>
+    """
+
+    name: str
+    arguments: Mapping[str, Any]
+    start: int
+    """Index of its first character in the text."""
+    end: int
+    """Index of what follows it."""
+
+
+def find_tool_calls(text: str) -> list[ToolCall]:
+    """All whole calls. One that is no JSON, or was cut off, is text: a thought may say how a call is written."""
+    found = (_read_call(text, match.start(), match.end()) for match in _CALL.finditer(text))
+    return [call for call in found if call is not None]
+
+
+def _read_call(text: str, start: int, body: int) -> ToolCall | None:
+    try:
+        call, stop = _DECODER.raw_decode(text, body)
+    except (ValueError, RecursionError):  # numbers without end and lists in lists in lists are no call either
+        return None
+    rest = text[stop:].lstrip()
+    match call:
+        case {"name": str(name), "arguments": dict(arguments)} if rest.startswith(CALL_END):
+            end = len(text) - len(rest) + len(CALL_END)
+            return ToolCall(name=name, arguments=arguments, start=start, end=end)
+        case _:
+            return None
+
+
+def last_tool_call(text: str) -> ToolCall | None:
+    """The call that a turn ends with; None if it has none. Nothing behind the first `CALL_END` counts.
+
+    Raises:
+        ToolCallError: it begins a call and does not write it as it should.
+    """
+    before, closed, _ = text.partition(CALL_END)
+    if calls := find_tool_calls(before + closed):
+        return calls[-1]
+    if CALL_START not in before and not closed:
+        return None
+    if CALL_START not in before:
+        raise ToolCallError(f"the call does not begin with {CALL_START}")
+    if not closed:
+        raise ToolCallError(f"the call does not end with {CALL_END}")
+    # The last one that an object follows: a thought before the call may say how one is written.
+    starts = [match.end() for match in _CALL.finditer(before)]
+    try:
+        json.loads(before[starts[-1] :] if starts else before.rpartition(CALL_START)[2])
+    except (ValueError, RecursionError) as error:
+        raise ToolCallError(f"the call is not valid JSON: {error}") from error
+    raise ToolCallError('a call is {"name": "...", "arguments": {...}}')
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool) -> Any:

@@ -100,8 +100,9 @@ def _show(line: CommandLine, started_at: float) -> int:
 def _show_config(line: CommandLine) -> int:
     from trainer.config.compose import resolve
     from trainer.config.plain import dump_yaml
+    from trainer.driver.named_files import file_problems
 
-    config, problems = resolve(line, note=sys.stderr.write)
+    config, problems = resolve(line, note=sys.stderr.write, check=file_problems)
     sys.stdout.write(dump_yaml(config))
     if problems:
         raise ConfigurationError(problems)
@@ -111,11 +112,13 @@ def _show_config(line: CommandLine) -> int:
 def _run(line: CommandLine, started_at: float) -> int:
     from rollout.errors import DataError
     from trainer.config.compose import resolve
+    from trainer.driver.datasets import data_problems
+    from trainer.driver.named_files import file_problems
     from trainer.errors import CheckpointError, ModelError
 
-    config, problems = resolve(line, note=sys.stderr.write)
+    config, problems = resolve(line, note=sys.stderr.write, check=file_problems)
     if problems:
-        raise ConfigurationError(problems)
+        raise ConfigurationError([*problems, *data_problems(config)])
     config = _compiling_where_asked(line, config)
     # The heavy imports (torch, Ray, vLLM) come only after the configuration has been checked.
     try:

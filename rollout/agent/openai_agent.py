@@ -22,7 +22,7 @@ from rollout.agent.openai_session import Session
 from rollout.agent.threads import UserThreads
 from rollout.errors import AgentError
 from rollout.plugins import load
-from rollout.rendering import ChatTemplate, load_tokenizer
+from rollout.rendering import ChatTemplateRenderer, load_tokenizer
 from rollout.types import Trajectory
 from weight_sync.addresses import reachable_host
 
@@ -239,7 +239,7 @@ def openai_agent(
     function = load(solve, what="agent")
     if not callable(function):
         raise ValueError(f"solve must be the path of a function, got {solve}, a {type(function).__name__}")
-    template = ChatTemplate(load_tokenizer(tokenizer, trust_remote_code=trust_remote_code))
+    template = ChatTemplateRenderer(load_tokenizer(tokenizer, trust_remote_code=trust_remote_code))
     return OpenAiLoop(
         cast("Solve", function),
         template=template,
@@ -267,7 +267,7 @@ class OpenAiLoop:
         self,
         solve: Solve,
         *,
-        template: ChatTemplate,
+        template: ChatTemplateRenderer,
         host: str = "127.0.0.1",
         variables: Mapping[str, Any] | None = None,
     ) -> None:

@@ -7,20 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from rollout.agent.tools import CLOSE, OPEN
-from rollout.rendering import Setting
+from rollout.rendering import RenderOptions, find_tool_calls
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
 MODEL = "policy"
-_CALL = re.compile(re.escape(OPEN) + r"\s*(?=\{)")
-_DECODER = json.JSONDecoder()
 _READ = (
     "messages", "tools", "chat_template_kwargs", "max_tokens", "max_completion_tokens", "stop", "stream",
     "stream_options", "logprobs", "model",
@@ -56,7 +52,7 @@ class ApiError(Exception):
 class ChatRequest:
     messages: tuple[Mapping[str, Any], ...]
     """In the form of `normal`."""
-    setting: Setting
+    options: RenderOptions
     max_tokens: int | None
     stop: tuple[str, ...] | None
     """None is what the run says."""
@@ -88,7 +84,7 @@ def parse_request(body: object, variables: Mapping[str, Any]) -> ChatRequest:
     stream_options = body.get("stream_options") or {}
     return ChatRequest(
         messages=tuple(normal(message) for message in messages),
-        setting=Setting(tools=_tools(body.get("tools")), variables={**variables, **_own_variables(body)}),
+        options=RenderOptions(tools=_tools(body.get("tools")), variables={**variables, **_own_variables(body)}),
         max_tokens=_max_tokens(body),
         stop=_stop(body.get("stop")),
         stream=body.get("stream") is True,
@@ -201,38 +197,13 @@ def assistant_message(text: str, *, call_prefix: str, reads_calls: bool) -> dict
     """
     calls: list[dict[str, Any]] = []
     content, position = "", 0
-    for found in _CALL.finditer(text) if reads_calls else ():
-        # A thought may say how a call is written. So may arguments, where quotes are escaped and nothing can be read.
-        if (call := _read_call(text, found.end())) is None:
-            continue
+    for call in find_tool_calls(text) if reads_calls else ():
         function = {"name": call.name, "arguments": json.dumps(call.arguments)}
         calls.append({"id": f"{call_prefix}{len(calls)}", "type": "function", "function": function})
-        content, position = content + text[position : found.start()], call.end
+        content, position = content + text[position : call.start], call.end
     if not calls:
         return {"role": "assistant", "content": text}
     return {"role": "assistant", "content": (content + text[position:]).strip() or None, "tool_calls": calls}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Call:
-    name: str
-    arguments: Mapping[str, Any]
-    end: int
-    """Index of what follows it in the text."""
-
-
-def _read_call(text: str, start: int) -> _Call | None:
-    """The call whose object begins at `start`."""
-    try:
-        call, end = _DECODER.raw_decode(text, start)
-    except (ValueError, RecursionError):
-        return None
-    rest = text[end:].lstrip()
-    match call:
-        case {"name": str(name), "arguments": dict(arguments)} if rest.startswith(CLOSE):
-            return _Call(name=name, arguments=arguments, end=len(text) - len(rest) + len(CLOSE))
-        case _:
-            return None
 
 
 def says_the_same(message: Mapping[str, Any], echoed: Mapping[str, Any]) -> bool:

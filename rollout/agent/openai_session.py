@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from rollout.agent.loop import Generate
     from rollout.agent.openai_protocol import ChatRequest
-    from rollout.rendering import ChatTemplate, Setting
+    from rollout.rendering import ChatTemplateRenderer, RenderOptions
     from rollout.types import Prompt, TokenChunk, Turn
 
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class _Conversation:
     """`messages` are those that `ledger` holds the tokens of. The policy spoke last; both are empty until it did."""
 
-    setting: Setting
+    options: RenderOptions
     ledger: TrajectoryBuilder = field(default_factory=lambda: TrajectoryBuilder(np.empty(0, np.int32)))
     messages: list[Mapping[str, Any]] = field(default_factory=list)
     said: set[int] = field(default_factory=set)
@@ -40,7 +40,7 @@ class _Conversation:
     """The policy is about to answer in it."""
 
     def is_continued_by(self, request: ChatRequest) -> bool:
-        if self.is_busy or not self.last_ids or self.setting != request.setting:
+        if self.is_busy or not self.last_ids or self.options != request.options:
             return False
         known = len(self.messages)
         return known < len(request.messages) and all(
@@ -77,7 +77,7 @@ class Session:
         max_tokens: int,
         *,
         generate: Generate,
-        template: ChatTemplate,
+        template: ChatTemplateRenderer,
         give_up: Callable[[], None] = lambda: None,
     ) -> None:
         self._prompt, self._most_tokens = prompt, len(prompt.token_ids) + max_tokens
@@ -156,10 +156,10 @@ class Session:
                 new = request.messages[len(conversation.messages) :]
                 num_used = len(conversation.ledger.token_ids())
                 most = max(0, self._most_tokens - num_used)
-                tokens = self._template.continuation(conversation.last_ids, new, request.setting, most=most)
+                tokens = self._template.render_next_turn(conversation.last_ids, new, request.options, max_tokens=most)
             else:
-                conversation = _Conversation(setting=request.setting)
-                tokens = self._template.opening(request.messages, request.setting, most=self._most_tokens)
+                conversation = _Conversation(options=request.options)
+                tokens = self._template.render(request.messages, request.options, max_tokens=self._most_tokens)
                 self._conversations.append(conversation)
         except TemplateError as error:
             raise ApiError(str(error)) from error
@@ -232,7 +232,7 @@ class Session:
             text = text.partition(stop)[0]  # it is part of the turn, and not of what OpenAI's API returns
         self._num_answers += 1
         prefix = f"call_{self._num_answers}_"
-        return assistant_message(text, call_prefix=prefix, reads_calls=bool(request.setting.tools))
+        return assistant_message(text, call_prefix=prefix, reads_calls=bool(request.options.tools))
 
     def _answer(
         self, completion: TokenChunk, message: Mapping[str, Any], request: ChatRequest, *, num_prompt_tokens: int

@@ -14,15 +14,24 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rollout.agent.loop import MultiTurnLoop, Reply
 from rollout.agent.threads import AllThreadsHang, UserThreads
 from rollout.plugins import load
-from rollout.rendering import ChatTemplate, Setting, arguments_of, load_tokenizer, schema_of, variables_of
+from rollout.rendering import (
+    CALL_END,
+    ChatTemplateRenderer,
+    RenderOptions,
+    ToolCall,
+    ToolCallError,
+    arguments_of,
+    last_tool_call,
+    load_tokenizer,
+    schema_of,
+    variables_of,
+)
 from rollout.types import ToolUse
 
 if TYPE_CHECKING:
@@ -30,9 +39,6 @@ if TYPE_CHECKING:
 
     from rollout.agent.loop import AgentLoop
     from rollout.types import Turn
-
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
-_CALL = re.compile(re.escape(OPEN) + r"(?=\s*\{)")
 
 
 class ToolError(Exception):
@@ -80,7 +86,7 @@ def tool_agent(
     return MultiTurnLoop(
         lambda _: _ToolUser(box, template),
         max_turns=max_turns,
-        stop=CLOSE,
+        stop=CALL_END,
         tools=shown,
         tool_names=tuple(functions) if tools_in_prompt else (),
     )
@@ -109,8 +115,8 @@ class TurnTemplate:
 
     def __init__(self, tokenizer: Any, arguments: Mapping[str, Any] | None = None) -> None:
         """`arguments`: of the template, beside the messages."""
-        self._template, self._setting = ChatTemplate(tokenizer), Setting(variables=arguments or {})
-        if "a result" not in self._template.between(_message("a result"), self._setting):
+        self._template, self._options = ChatTemplateRenderer(tokenizer), RenderOptions(variables=arguments or {})
+        if "a result" not in self._template.suffix(_message("a result"), self._options):
             raise ValueError("the chat template does not show what a tool returned; use one that knows the role `tool`")
 
     def text(self, token_ids: Sequence[int]) -> str:
@@ -119,44 +125,11 @@ class TurnTemplate:
 
     def tokens(self, generated_ids: Sequence[int], result: str) -> list[int]:
         """Context tokens that follow `generated_ids`. If these have the end of the turn already, it is not repeated."""
-        return self._template.continuation(generated_ids, _message(result), self._setting)
+        return self._template.render_next_turn(generated_ids, _message(result), self._options)
 
 
 def _message(result: str) -> list[Mapping[str, Any]]:
     return [{"role": "tool", "content": result}]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolCall:
-    name: str
-    arguments: Mapping[str, Any]
-
-
-def parse_call(text: str) -> ToolCall | None:
-    """The call that a turn ends with; None if it has none.
-
-    Raises:
-        ToolError: it begins a call and does not write it as it should.
-    """
-    before, closed, _ = text.partition(CLOSE)
-    # The last one that an object follows: a thought before the call may say how one is written, and so may its text.
-    starts = [found.end() for found in _CALL.finditer(before)]
-    opened, body = OPEN in before, before[starts[-1] :] if starts else before.rpartition(OPEN)[2]
-    if not opened and not closed:
-        return None
-    if not opened:
-        raise ToolError(f"the call does not begin with {OPEN}")
-    if not closed:
-        raise ToolError(f"the call does not end with {CLOSE}")
-    try:
-        call = json.loads(body)
-    except (ValueError, RecursionError) as error:  # numbers without end and lists in lists in lists are no call either
-        raise ToolError(f"the call is not valid JSON: {error}") from error
-    match call:
-        case {"name": str(name), "arguments": dict(arguments)}:
-            return ToolCall(name=name, arguments=arguments)
-        case _:
-            raise ToolError('a call is {"name": "...", "arguments": {...}}')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,9 +153,9 @@ class Toolbox:
     async def answer(self, text: str) -> ToolResult | None:
         """What the policy reads after a turn, errors included; None if the turn calls nothing."""
         try:
-            call = parse_call(text)
+            call = last_tool_call(text)
             return None if call is None else ToolResult(text=self._cut(await self._run(call)), is_error=False)
-        except ToolError as error:
+        except (ToolError, ToolCallError) as error:
             return ToolResult(text=self._cut(f"error: {error}"), is_error=True)
 
     async def _run(self, call: ToolCall) -> str:

@@ -71,11 +71,11 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SourceSpec:
+class DatasetSpec:
     """One data set and how its rows become prompts: the plain values of the `task` section of the config.
 
     Example:
-        SourceSpec(path="data/math.jsonl", reader="auto", split="train", prompt_column="prompt",
+        DatasetSpec(path="data/math.jsonl", reader="auto", split="train", prompt_column="prompt",
                    answer_column="answer", answer_required=True, reward_column="", reward_column_required=False,
                    rewards_with_answer=frozenset(), apply_chat_template=True, system_prompt="", dedup=True,
                    max_prompt_tokens=512, overlong_prompts="filter", max_operand=49)
@@ -123,13 +123,13 @@ class Row:
     columns: Mapping[str, Any]
 
 
-def read_rows(spec: SourceSpec) -> list[Row]:
+def read_rows(spec: DatasetSpec) -> list[Row]:
     """All rows of the data set, in its own order.
 
     Raises:
         DataError: the data set is missing, unreadable or empty, or has no such split.
     """
-    readers: dict[str, Callable[[SourceSpec], list[Row]]] = {
+    readers: dict[str, Callable[[DatasetSpec], list[Row]]] = {
         "arithmetic": _read_arithmetic,
         "jsonl": _read_jsonl,
         "parquet": _read_parquet,
@@ -144,7 +144,7 @@ def read_rows(spec: SourceSpec) -> list[Row]:
     return rows
 
 
-def resolve_reader(spec: SourceSpec) -> str:
+def resolve_reader(spec: DatasetSpec) -> str:
     """Which reader `auto` means for a path: by its suffix, by what a directory holds, else a Hugging Face name."""
     if spec.path == BUILTIN_ARITHMETIC:
         return "arithmetic"
@@ -169,7 +169,7 @@ def resolve_reader(spec: SourceSpec) -> str:
     return "hf"
 
 
-def _read_arithmetic(spec: SourceSpec) -> list[Row]:
+def _read_arithmetic(spec: DatasetSpec) -> list[Row]:
     if spec.path != BUILTIN_ARITHMETIC:
         raise DataError(
             f"reader 'arithmetic' makes its own data and cannot read {spec.path!r}; "
@@ -186,7 +186,7 @@ def _read_arithmetic(spec: SourceSpec) -> list[Row]:
     ]
 
 
-def _read_jsonl(spec: SourceSpec) -> list[Row]:
+def _read_jsonl(spec: DatasetSpec) -> list[Row]:
     rows: list[Row] = []
     for path, label in _labelled(files_of(spec.path, "jsonl")):
         for number, text in _lines(path):
@@ -232,7 +232,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         raise DataError(f"cannot read {path}: {error.strerror}; check that it is a readable file") from error
 
 
-def _read_parquet(spec: SourceSpec) -> list[Row]:
+def _read_parquet(spec: DatasetSpec) -> list[Row]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -249,7 +249,7 @@ def _read_parquet(spec: SourceSpec) -> list[Row]:
     return rows
 
 
-def _read_hugging_face(spec: SourceSpec) -> list[Row]:
+def _read_hugging_face(spec: DatasetSpec) -> list[Row]:
     if not Path(spec.path).expanduser().exists() and not _HUB_NAME.fullmatch(spec.path):
         raise missing(spec.path)
     splits = _load_hugging_face(spec)
@@ -264,7 +264,7 @@ def _read_hugging_face(spec: SourceSpec) -> list[Row]:
     ]
 
 
-def _load_hugging_face(spec: SourceSpec) -> dict[str, Any]:
+def _load_hugging_face(spec: DatasetSpec) -> dict[str, Any]:
     """Split name -> iterable of rows. A data set saved without splits counts as the split that was asked for."""
     import datasets
     from datasets.exceptions import DatasetsError
@@ -292,10 +292,10 @@ def _by_name(splits: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 MISSING = object()
-"""What `find` gives where there is no such column."""
+"""What `get_column` gives where there is no such column."""
 
 
-def find(columns: Mapping[str, Any], name: str) -> Any:
+def get_column(columns: Mapping[str, Any], name: str) -> Any:
     """The value of a column, `a.b` reaching into a struct; `MISSING` if there is none."""
     if name in columns:
         return columns[name]
@@ -320,7 +320,7 @@ def numbers(prompts: Sequence[Prompt], name: str, *, setting: str) -> list[float
 
 
 def _number(prompt: Prompt, name: str, setting: str) -> float | None:
-    value = find(prompt.metadata, name)
+    value = get_column(prompt.metadata, name)
     if value is MISSING:
         existing = ", ".join(prompt.metadata) if prompt.metadata else "none"
         raise DataError(
@@ -344,7 +344,7 @@ def _is_finite(value: float) -> bool:
         return False
 
 
-def drop_duplicates(rows: Sequence[Row], spec: SourceSpec) -> list[Row]:
+def drop_duplicates(rows: Sequence[Row], spec: DatasetSpec) -> list[Row]:
     """The first row of each prompt with its answer and its reward, in order. Other columns are not compared.
 
     Compared as they are in the data set, before any is tokenized. Rows without a prompt stay, for `render` to refuse.
@@ -360,9 +360,9 @@ def drop_duplicates(rows: Sequence[Row], spec: SourceSpec) -> list[Row]:
     return kept
 
 
-def _key(row: Row, spec: SourceSpec) -> bytes | None:
+def _key(row: Row, spec: DatasetSpec) -> bytes | None:
     names = (spec.prompt_column, spec.answer_column, *([spec.reward_column] if spec.reward_column else []))
-    values = [find(row.columns, name) for name in names]
+    values = [get_column(row.columns, name) for name in names]
     if values[0] is MISSING:
         return None
     # The type goes in with the value, or a missing answer and the text "null" would be the same.
@@ -399,8 +399,8 @@ def drop_overlong(
     return kept, len(overlong)
 
 
-def refuse_overlap(
-    train: SourceSpec, held_out: SourceSpec, *, key: str = "task.eval_path", split_key: str = "task.eval_split"
+def check_overlap(
+    train: DatasetSpec, held_out: DatasetSpec, *, key: str = "task.eval_path", split_key: str = "task.eval_split"
 ) -> None:
     """Readers of files know no splits: a directory with `train-0.jsonl` and `test-0.jsonl` is read whole for both sets.
 
@@ -425,7 +425,7 @@ def refuse_overlap(
     )
 
 
-def _files(spec: SourceSpec) -> set[Path]:
+def _files(spec: DatasetSpec) -> set[Path]:
     """What a reader of files reads, links followed; empty for the other readers."""
     reader = resolve_reader(spec) if spec.reader == "auto" else spec.reader
     if reader not in FILE_READERS.values():
@@ -433,6 +433,6 @@ def _files(spec: SourceSpec) -> set[Path]:
     return {path.resolve() for path in files_of(spec.path, reader)}
 
 
-def _is_chosen(train: SourceSpec, held_out: SourceSpec) -> bool:
+def _is_chosen(train: DatasetSpec, held_out: DatasetSpec) -> bool:
     train_path, held_out_path = (Path(spec.path).expanduser().resolve() for spec in (train, held_out))
     return train_path == held_out_path and (train_path.is_file() or train.split == held_out.split)

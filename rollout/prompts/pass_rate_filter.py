@@ -40,7 +40,7 @@ class PassRateBounds:
         return f"task.pass_rate_min={self.lowest:g} to task.pass_rate_max={self.highest:g}"
 
 
-class PassRates:
+class PassRateFilter:
     """The newest pass rate of every prompt, and how long those outside the bounds rest.
 
     The newest group of a prompt is its estimate: older ones are of a policy that is no more. It counts from the next
@@ -58,7 +58,7 @@ class PassRates:
         self._resting = self._rests_of(start)
         self._outside = set(self._resting)  # prompts found outside since the last group inside, by order of group id
         self._pending: dict[int, tuple[int, str, float]] = {}  # group id -> start version, prompt id, rate
-        self._settled: int | None = None  # newest version whose earlier groups count
+        self._applied: int | None = None  # newest version whose earlier groups count
         self._skipped = Counter(too_hard=0, too_easy=0)
 
     def require_prompt(self) -> None:
@@ -78,14 +78,14 @@ class PassRates:
         rate = sum(reward >= self._bounds.pass_reward for reward in rewards) / len(rewards)
         self._pending[group.group_id] = (group.start_version, group.prompt.prompt_id, rate)
 
-    def settle(self, version: int | None) -> None:
+    def apply_results(self, version: int | None) -> None:
         """Before a draw under `version`: groups of earlier versions count from now on; None for all groups.
 
         Raises:
             NoProgress: every prompt was found outside the bounds, without one group inside between.
         """
-        if version is None or version != self._settled:
-            self._settled = version
+        if version is None or version != self._applied:
+            self._applied = version
             for group_id in sorted(self._pending):
                 start_version, name, rate = self._pending[group_id]
                 if version is None or start_version < version:

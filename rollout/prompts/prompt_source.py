@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rollout.errors import DataError
-from rollout.prompts.datasets import SourceSpec, drop_duplicates, drop_overlong, read_rows
+from rollout.prompts.datasets import DatasetSpec, drop_duplicates, drop_overlong, read_rows
 from rollout.prompts.render_prompts import Tokenizer, has_column, missing_column, render
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from rollout.prompts.pass_rate_filter import PassRates
+    from rollout.prompts.pass_rate_filter import PassRateFilter
     from rollout.types import Group, Prompt
 
 
@@ -38,7 +38,7 @@ class PromptSet:
     """Changes with any id, token or answer, and with the order."""
 
 
-def load_prompts(spec: SourceSpec, tokenizer: Tokenizer) -> PromptSet:
+def load_prompts(spec: DatasetSpec, tokenizer: Tokenizer) -> PromptSet:
     """Reads, renders and filters a data set.
 
     Raises:
@@ -123,7 +123,7 @@ class PromptSource:
         seed: int,
         shuffle: bool,
         curriculum: Curriculum | None = None,
-        pass_rates: PassRates | None = None,
+        pass_rates: PassRateFilter | None = None,
     ) -> None:
         if seed < 0:
             raise DataError(f"the seed of the prompt order must be >= 0, got {seed}; set seed")
@@ -155,7 +155,7 @@ class PromptSource:
         """
         if self._pass_rates is None:
             return self._advance()
-        self._pass_rates.settle(version)
+        self._pass_rates.apply_results(version)
         while True:  # ends within three epochs: every prompt that is passed over rests for one turn less
             if self._position == 0 and (num_idle := self._pass_rates.skip_epochs()):
                 self._begin_epoch(self._epoch + num_idle)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from rollout.errors import DataError
-from rollout.prompts.datasets import MISSING, find
-from rollout.rendering import arguments_of
+from rollout.prompts.datasets import MISSING, get_column
+from rollout.rendering import RenderOptions, TemplateError
+from rollout.rendering import render as render_messages
 from rollout.types import Prompt
 
 if TYPE_CHECKING:
-    from rollout.prompts.datasets import Row, SourceSpec
+    from rollout.prompts.datasets import DatasetSpec, Row
 
 
 ROWS_AT_ONCE = 1024
@@ -32,7 +32,7 @@ class Tokenizer(Protocol):
     ) -> str: ...
 
 
-def render(rows: Sequence[Row], *, spec: SourceSpec, tokenizer: Tokenizer) -> list[Prompt]:
+def render(rows: Sequence[Row], *, spec: DatasetSpec, tokenizer: Tokenizer) -> list[Prompt]:
     """Rows as prompts.
 
     A list of chat messages always goes through the chat template; a string does if `spec.apply_chat_template`. A
@@ -52,26 +52,22 @@ def render(rows: Sequence[Row], *, spec: SourceSpec, tokenizer: Tokenizer) -> li
     return prompts
 
 
-@dataclass(frozen=True, slots=True)
-class _Text:
-    """A prompt as text."""
-
-    text: str
-    messages: Sequence[Mapping[str, Any]] | None
-    """What the chat template made it of; None for a plain string."""
+_Text = tuple[str, Sequence[Mapping[str, Any]] | None]
+"""A prompt as text, and the messages that the chat template made it of; None for a plain string."""
 
 
 def _tokenized(texts: Sequence[_Text], tokenizer: Tokenizer) -> list[Sequence[int]]:
     tokens: dict[int, Sequence[int]] = {}
     for is_templated in (False, True):
-        chosen = [index for index, text in enumerate(texts) if (text.messages is not None) == is_templated]
+        chosen = [index for index, (_, messages) in enumerate(texts) if (messages is not None) == is_templated]
         if chosen:
-            found = tokenizer([texts[index].text for index in chosen], add_special_tokens=not is_templated)
+            found = tokenizer([texts[index][0] for index in chosen], add_special_tokens=not is_templated)
             tokens.update(zip(chosen, found["input_ids"], strict=True))
     return [tokens[index] for index in range(len(texts))]
 
 
-def _prompt(row: Row, text: _Text, token_ids: Sequence[int], spec: SourceSpec) -> Prompt:
+def _prompt(row: Row, rendered: _Text, token_ids: Sequence[int], spec: DatasetSpec) -> Prompt:
+    text, messages = rendered
     if len(token_ids) == 0:
         raise DataError(f"{row.where}: the prompt has no tokens; remove the row or fill column {spec.prompt_column!r}")
     used = {spec.prompt_column, spec.answer_column}
@@ -80,23 +76,25 @@ def _prompt(row: Row, text: _Text, token_ids: Sequence[int], spec: SourceSpec) -
     return Prompt(
         prompt_id=row.row_id,
         token_ids=np.asarray(token_ids, np.int32),
-        text=text.text,
+        text=text,
         answer=_answer(row, spec, is_required=is_required),
         reward=reward,
         metadata={name: value for name, value in row.columns.items() if name not in used},
-        messages=tuple(text.messages or ()) if spec.keep_messages else (),
+        messages=tuple(messages or ()) if spec.keep_messages else (),
     )
 
 
 def has_column(row: Row, name: str) -> bool:
-    return find(row.columns, name) is not MISSING
+    return get_column(row.columns, name) is not MISSING
 
 
-def _checked_text(row: Row, spec: SourceSpec, tokenizer: Tokenizer) -> _Text:
+def _checked_text(row: Row, spec: DatasetSpec, tokenizer: Tokenizer) -> _Text:
     """JSON can spell half a surrogate pair (`"\\ud83d"`), which no tokenizer takes."""
     messages = _messages(row, spec)
-    plain = messages is None
-    text = str(find(row.columns, spec.prompt_column)) if plain else _apply_template(messages, row, spec, tokenizer)
+    if messages is None:
+        text = str(get_column(row.columns, spec.prompt_column))
+    else:
+        text = _apply_template(messages, row, spec, tokenizer)
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -104,12 +102,12 @@ def _checked_text(row: Row, spec: SourceSpec, tokenizer: Tokenizer) -> _Text:
             f"{row.where}: column {spec.prompt_column!r} holds {text[error.start]!r}, half a surrogate pair and no "
             "character; write the character whole, or remove the row"
         ) from error
-    return _Text(text, messages)
+    return text, messages
 
 
-def _messages(row: Row, spec: SourceSpec) -> list[dict[str, Any]] | None:
+def _messages(row: Row, spec: DatasetSpec) -> list[dict[str, Any]] | None:
     """What goes through the chat template; None if the prompt is a plain string that does not."""
-    value = find(row.columns, spec.prompt_column)
+    value = get_column(row.columns, spec.prompt_column)
     match value:
         case str() if not spec.apply_chat_template:
             _check_plain(row, spec)
@@ -135,7 +133,7 @@ def _messages(row: Row, spec: SourceSpec) -> list[dict[str, Any]] | None:
     return messages
 
 
-def _check_plain(row: Row, spec: SourceSpec) -> None:
+def _check_plain(row: Row, spec: DatasetSpec) -> None:
     """Raises DataError if something is to be in a prompt that only a chat template could put there."""
     wanted = {
         "task.system_prompt is set": (spec.system_prompt, "clear task.system_prompt"),
@@ -150,7 +148,7 @@ def _check_plain(row: Row, spec: SourceSpec) -> None:
             )
 
 
-def _checked_messages(value: Sequence[Any], row: Row, spec: SourceSpec) -> list[dict[str, Any]]:
+def _checked_messages(value: Sequence[Any], row: Row, spec: DatasetSpec) -> list[dict[str, Any]]:
     if not value:
         raise DataError(f"{row.where}: column {spec.prompt_column!r} holds no message; give at least one")
     for position, message in enumerate(value):
@@ -162,31 +160,25 @@ def _checked_messages(value: Sequence[Any], row: Row, spec: SourceSpec) -> list[
     return [dict(message) for message in value]
 
 
-def _apply_template(messages: list[dict[str, Any]], row: Row, spec: SourceSpec, tokenizer: Tokenizer) -> str:
+def _apply_template(messages: list[dict[str, Any]], row: Row, spec: DatasetSpec, tokenizer: Tokenizer) -> str:
     if getattr(tokenizer, "chat_template", MISSING) is None:
         raise DataError(
             f"{row.where}: the prompt needs a chat template, but the model's tokenizer has none; use an instruction-"
             "tuned model's tokenizer, or plain string prompts with task.apply_chat_template=false"
         )
+    options = RenderOptions(tools=spec.tools, variables=spec.chat_template_kwargs)
     try:
-        more = arguments_of(spec.tools, spec.chat_template_kwargs)
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **more)
-    except (ValueError, TypeError, _template_error()) as error:
+        return render_messages(tokenizer, messages, options)
+    except TemplateError as error:
         roles = ", ".join(str(m["role"]) for m in messages)
         raise DataError(
-            f"{row.where}: the tokenizer's chat template refused the messages (roles: {roles}): {error}"
+            f"{row.where}: the tokenizer's chat template refused the messages (roles: {roles}): {error.reason}"
         ) from error
 
 
-def _template_error() -> type[Exception]:
-    from jinja2.exceptions import TemplateError  # what a chat template's raise_exception() becomes
-
-    return TemplateError
-
-
-def _reward(row: Row, spec: SourceSpec) -> str:
+def _reward(row: Row, spec: DatasetSpec) -> str:
     """The name of its own reward; empty if it has none."""
-    value = find(row.columns, spec.reward_column) if spec.reward_column else None
+    value = get_column(row.columns, spec.reward_column) if spec.reward_column else None
     if value is None or value is MISSING:
         return ""
     if not isinstance(value, str):
@@ -197,8 +189,8 @@ def _reward(row: Row, spec: SourceSpec) -> str:
     return value
 
 
-def _answer(row: Row, spec: SourceSpec, *, is_required: bool) -> str:
-    value = find(row.columns, spec.answer_column)
+def _answer(row: Row, spec: DatasetSpec, *, is_required: bool) -> str:
+    value = get_column(row.columns, spec.answer_column)
     match value:
         case str():
             return value

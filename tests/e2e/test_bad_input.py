@@ -180,7 +180,9 @@ def old_vllm(world: World) -> list[str]:
 def broken_torchvision(world: World) -> list[str]:
     info = world.packages / "torchvision-0.1.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.1\n")
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: torchvision\nVersion: 0.1\nRequires-Dist: torch (==1.0)\n"
+    )
     package = world.packages / "torchvision"
     package.mkdir()
     (package / "__init__.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')\n")
@@ -278,7 +280,7 @@ CASES = [
     Case("port in use", port_in_use, ("learner.port", "Address already in use", "0 for a free one")),
     Case("unsupported vLLM", old_vllm, ("vLLM 0.9.1", "not supported", ">= 0.25.1", "install")),
     Case("torchvision that cannot load", broken_torchvision,
-         ("torchvision 0.1", "torchvision::nms does not exist", "pip uninstall torchvision")),
+         ("torchvision 0.1", "built for torch 1.0", "pip uninstall torchvision")),
 ]  # fmt: skip
 
 

@@ -33,7 +33,7 @@ from trainer.config.schema import (
 )
 from trainer.driver import loops
 from trainer.driver.checkpointing import Checkpointer
-from trainer.driver.datasets import HeldOut
+from trainer.driver.datasets import EvalSet
 from trainer.driver.engine_monitor import EngineIdleMeter
 from trainer.driver.evaluation import Evaluator
 from trainer.driver.loops import evaluate_at_start
@@ -86,9 +86,9 @@ def config(**sections: dict[str, Any]) -> RunConfig:
     return replace(base, **{name: replace(getattr(base, name), **keys) for name, keys in sections.items()})
 
 
-def held_out(cfg: RunConfig, num_prompts: int, *, name: str = "") -> tuple[HeldOut, ...]:
+def held_out(cfg: RunConfig, num_prompts: int, *, name: str = "") -> tuple[EvalSet, ...]:
     """One set of them; none without prompts."""
-    one = HeldOut(name=name, prompts=prompt_set(num_prompts).prompts, num_samples=cfg.trainer.eval_samples)
+    one = EvalSet(name=name, prompts=prompt_set(num_prompts).prompts, num_samples=cfg.trainer.eval_samples)
     return (one,) if num_prompts else ()
 
 
@@ -304,7 +304,7 @@ class ScriptedRun:
     state: RunState
     supervisor: Supervisor = field(default_factory=Supervisor)
     num_held_out: int = 4
-    further_sets: tuple[HeldOut, ...] = ()
+    further_sets: tuple[EvalSet, ...] = ()
     prompts: PromptSet = field(default_factory=prompt_set)
 
     def __post_init__(self) -> None:

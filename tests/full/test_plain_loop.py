@@ -21,13 +21,13 @@ from rollout.types import Group, Prompt, SamplingParams, Trajectory
 from rollout.worker.worker import derive_seed
 from tests.fakes.trainer_process import ROOT, TrainerProcess
 from tests.fakes.trajectories import make_turn
+from trainer.builtin.tiny_model import ensure_model
 from trainer.config.compose import load_config
 from trainer.data.build import build_train_batch
 from trainer.driver import actors as compose
 from trainer.driver.actors import start_actors
 from trainer.driver.cluster import Cluster
-from trainer.driver.inputs import ensure_model
-from trainer.driver.preflight import Checked, preflight
+from trainer.driver.preflight import PreflightResult, preflight
 from trainer.telemetry.trace import Tracer
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Story:
     """SHA-256 of the exported model."""
 
 
-async def plain_loop(cfg: RunConfig, checked: Checked, actors: compose.Actors, story: Story) -> None:
+async def plain_loop(cfg: RunConfig, checked: PreflightResult, actors: compose.Actors, story: Story) -> None:
     """Synchronous RL as a textbook has it."""
     source = compose.make_source(cfg, checked.inputs, None)
     coordinator = compose.make_coordinator(cfg, actors)
@@ -101,7 +101,7 @@ async def plain_loop(cfg: RunConfig, checked: Checked, actors: compose.Actors, s
 
 
 async def one_answer(
-    cfg: RunConfig, checked: Checked, engine: Any, prompt: Prompt, place: tuple[int, int]
+    cfg: RunConfig, checked: PreflightResult, engine: Any, prompt: Prompt, place: tuple[int, int]
 ) -> Trajectory:
     """Answer number `place[1]` of group `place[0]`, alone in the engine, judged."""
     group_id, sample = place
@@ -146,7 +146,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory, tiny_cache: Path) -> Story:
     folder = tmp_path_factory.mktemp("plain")
     story = Story()
 
-    async def whole_life(cfg: RunConfig, checked: Checked) -> None:
+    async def whole_life(cfg: RunConfig, checked: PreflightResult) -> None:
         await ensure_model(cfg)
         cluster = await asyncio.to_thread(Cluster.start, cfg, checked.placement, checked.backend)
         try:

@@ -73,6 +73,7 @@ from trainer.config.presets import packaged_configs
 from trainer.config.schema import all_keys
 from trainer.data.build import build_train_batch
 from trainer.driver.checkpointing import RunState, find_resume, take_over, tell_resumed
+from trainer.driver.named_files import file_problems
 from trainer.driver.run import EXIT_CODES, _say_goodbye, _summary
 from trainer.driver.step_metrics import batch_stats
 from trainer.errors import ConfigurationError, first_cause, one_line
@@ -130,7 +131,7 @@ def composed(argv: Sequence[str]) -> dict[str, Any]:
     notes: list[str] = []
     try:
         line = parse(argv)
-        config, problems = resolve(line, note=notes.append)
+        config, problems = resolve(line, note=notes.append, check=file_problems)
     except ConfigurationError as error:
         return {"exit": 2, "problems": _told(error.problems)}
     if line.overrides:

@@ -20,7 +20,6 @@ from tests.fakes.virtual_time import run_virtual
 from trainer.algorithms.group_filter import FinishedGroup, GroupFilterError
 from trainer.driver.actors import make_source
 from trainer.driver.checkpointing import Resumed, RunState
-from trainer.driver.inputs import Inputs
 from trainer.errors import first_cause
 from trainer.learner import checkpoint
 
@@ -76,8 +75,7 @@ class Played:
             with telemetry_in(cfg, where, resume_step=state.resumed_from_step) as telemetry:
                 world = Graded(Script(generate_s=(0.1, 9.0), seed=timing))
                 self.run = ScriptedRun(cfg, world, telemetry, state, num_held_out=0)
-                inputs = Inputs(tokenizer=None, train=levelled(num_prompts), evaluation=())
-                self.run.source = make_source(cfg, inputs, resumed)
+                self.run.source = make_source(cfg, levelled(num_prompts), resumed)
                 if resumed is not None:
                     self.run.buffer.load_state_dict(resumed.state["buffer"], self.run.source.find)
                 run_virtual(self.run.run(meddle=self._watch))

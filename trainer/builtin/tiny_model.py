@@ -10,9 +10,11 @@ Run as `python -m trainer.builtin.tiny_model DIRECTORY` it makes the model in a 
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import hashlib
 import json
+import logging
 import math
 import os
 import shutil
@@ -28,6 +30,8 @@ import numpy as np
 
 from rollout.processes import exit_with_parent
 from rollout.prompts.arithmetic import operand_pairs, question
+from trainer import subprograms
+from trainer.config.schema import model_paths, with_model_paths
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,6 +39,12 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
+    from trainer.config.schema import RunConfig
+
+
+log = logging.getLogger(__name__)
+
+MAKE_MODEL_TIMEOUT_S = 600.0
 
 PAD, UNK, EOS = "<pad>", "<unk>", "<eos>"
 SPECIAL_TOKENS = (PAD, UNK, EOS)
@@ -114,6 +124,48 @@ def cached_path(recipe: Recipe = RECIPE) -> Path:
 def is_ready(path: Path) -> bool:
     """Directories appear by rename, so one that has its weights is complete."""
     return (path / "model.safetensors").is_file()
+
+
+def with_model_directory(cfg: RunConfig) -> RunConfig:
+    """The configuration with built-in names replaced by the directories that actors load from."""
+    directory = str(cached_path())
+    return with_model_paths(cfg, lambda path: directory if path == BUILTIN_TINY else path)
+
+
+async def ensure_model(cfg: RunConfig) -> None:
+    """Make the built-in model on first use, in a process of its own, so that the driver stays free and light.
+
+    Raises:
+        RuntimeError: its process failed or took too long.
+    """
+    path = cached_path()
+    if BUILTIN_TINY not in model_paths(cfg).values() or is_ready(path):
+        return
+    log.info("making %s in %s (first use)", BUILTIN_TINY, path)
+    command = subprograms.command("trainer.builtin.tiny_model", str(path))
+    await _run_to_end(command, timeout_s=MAKE_MODEL_TIMEOUT_S)
+
+
+async def _run_to_end(command: list[str], *, timeout_s: float) -> None:
+    """Run a process to its end; it never outlives this call. Raises RuntimeError with its last words."""
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+        env=subprograms.environment(),
+    )
+    try:
+        async with asyncio.timeout(timeout_s):
+            _, stderr = await process.communicate()
+    except TimeoutError as error:
+        raise RuntimeError(f"{' '.join(command)} did not end within {timeout_s:g} s") from error
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode:
+        last = (stderr.decode(errors="replace").strip().splitlines() or ["no message"])[-1]
+        raise RuntimeError(f"{' '.join(command)} exited with {process.returncode}: {last}")
 
 
 def confuse_carry(a: int, b: int) -> int:

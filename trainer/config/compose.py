@@ -24,7 +24,6 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config.cli import CommandLine, parse
-from trainer.config.environment import check_environment
 from trainer.config.inactive import inactive_keys, reset_inactive
 from trainer.config.plain import close_word, suggestion, to_plain, to_run_config
 from trainer.config.presets import PACKAGE, config_names, groups, search_folders
@@ -33,8 +32,10 @@ from trainer.config.schema import OTHER_WORDS, RunConfig, all_keys, find_key
 from trainer.errors import ConfigurationError, Problem
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from importlib.resources.abc import Traversable
+
+    Check = Callable[[RunConfig], Iterable[Problem]]
 
 _OVERRIDE = re.compile(r"(?P<prefix>\+\+|\+|~)?(?P<key>[^=+~\s][^=\s]*)(?:=(?P<value>.*))?", re.DOTALL)
 _TEXTS_WITH_LINES = ("rollout.stop", "task.system_prompt")
@@ -57,22 +58,25 @@ class _Override(NamedTuple):
     value: str | None
 
 
-def load_config(argv: Sequence[str]) -> RunConfig:
+def load_config(argv: Sequence[str], *, check: Check = lambda _config: ()) -> RunConfig:
     """The configuration that a command line asks for, complete and checked.
 
     Raises `ConfigurationError` with every problem found: unknown keys, wrong types, values out of range, combinations
-    that cannot work, and files, directories and ports that cannot be used. Starts and creates nothing.
+    that cannot work, and what `check` finds. Starts and creates nothing.
     """
-    config, problems = resolve(parse(argv))
+    config, problems = resolve(parse(argv), check=check)
     if problems:
         raise ConfigurationError(problems)
     return config
 
 
-def resolve(line: CommandLine, *, note: Callable[[str], object] | None = None) -> tuple[RunConfig, list[Problem]]:
+def resolve(
+    line: CommandLine, *, note: Callable[[str], object] | None = None, check: Check = lambda _config: ()
+) -> tuple[RunConfig, list[Problem]]:
     """The sealed configuration and what is wrong with what it asks for.
 
     Args:
+        check: finds further problems, to be reported with the others: those of files, for one.
         note: is told, in whole lines, which keys of the files nothing reads here and are back at their defaults.
 
     Raises `ConfigurationError` if there is no configuration to speak of: a key, a type or an override is wrong.
@@ -92,7 +96,7 @@ def resolve(line: CommandLine, *, note: Callable[[str], object] | None = None) -
     # A refused key stands at its default now: what follows from that default alone is not the user's problem.
     consequences = [
         problem
-        for problem in [*unread, *check_combinations(config), *check_environment(config)]
+        for problem in [*unread, *check_combinations(config), *check(config)]
         if refused.isdisjoint({problem.key, *problem.also})
     ]
     if problems or misfits:

@@ -27,12 +27,12 @@ from rollout.types import SamplingParams
 from rollout.worker.actor import rollout_worker_actor
 from rollout.worker.worker import WorkerSpec, derive_seed, gather_or_cancel
 from trainer.builtin import tiny_model
+from trainer.builtin.tiny_model import with_model_directory
 from trainer.config.algorithm import traits_of
 from trainer.config.schema import with_model_paths
 from trainer.driver.cluster import actor_options
 from trainer.driver.datasets import training_source
 from trainer.driver.fleet import Fleet
-from trainer.driver.inputs import with_model_directory
 from trainer.driver.placement import RESTARTED, ranks_beside, shared_visibility
 from trainer.driver.weight_updates import OwnDevices, SharedDevices
 from trainer.errors import first_cause, one_line
@@ -47,10 +47,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from rollout.engine.interface import SleepLevel
-    from rollout.prompts.prompt_source import PromptSource
+    from rollout.prompts.prompt_source import PromptSet, PromptSource
     from trainer.config.schema import RolloutConfig, RunConfig
     from trainer.driver.checkpointing import Resumed
-    from trainer.driver.inputs import Inputs
     from trainer.driver.placement import Placement
     from trainer.telemetry.console import Progress
     from trainer.telemetry.trace import Tracer
@@ -206,9 +205,9 @@ def make_buffer(cfg: RunConfig, resumed: Resumed | None, source: PromptSource) -
     return buffer
 
 
-def make_source(cfg: RunConfig, inputs: Inputs, resumed: Resumed | None) -> PromptSource:
+def make_source(cfg: RunConfig, train: PromptSet, resumed: Resumed | None) -> PromptSource:
     """Raises DataError if a column does not fit, no prompt is left, or the data is not that of the checkpoint."""
-    source = training_source(cfg, inputs.train)
+    source = training_source(cfg, train)
     if resumed is not None:
         source.load_state_dict(resumed.state["source"])
     source.require_prompt()

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from trainer.config.schema import RunConfig, TrainerConfig
-    from trainer.driver.datasets import HeldOut
+    from trainer.driver.datasets import EvalSet
     from trainer.driver.fleet import Fleet
     from trainer.telemetry.session import Telemetry
     from weight_sync.coordinator import SyncCoordinator
@@ -132,7 +132,7 @@ class Evaluated:
         return {**self.breakdown.line(), **of_sets}
 
 
-def by_prompt(held_out: Sequence[HeldOut], trajectories: Sequence[Trajectory]) -> list[Answered]:
+def by_prompt(held_out: Sequence[EvalSet], trajectories: Sequence[Trajectory]) -> list[Answered]:
     """In the order of the sets and their prompts; answers to one prompt are in a row."""
     answers, every = list[Answered](), iter(trajectories)
     for one in held_out:
@@ -281,7 +281,7 @@ class Evaluator:
     def __init__(
         self,
         cfg: RunConfig,
-        held_out: Sequence[HeldOut],
+        held_out: Sequence[EvalSet],
         *,
         freeze: Freeze,
         generate: Generate,

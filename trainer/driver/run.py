@@ -20,6 +20,7 @@ from rich.console import Console
 
 from rollout.errors import DataError
 from rollout.worker.actor import rare_collections
+from trainer.builtin.tiny_model import ensure_model
 from trainer.config.describe import describe_critic, describe_objective, describe_rollout
 from trainer.driver import actors as compose
 from trainer.driver import loops
@@ -27,9 +28,8 @@ from trainer.driver.actors import start_actors, start_phase
 from trainer.driver.checkpointing import Checkpointer, RunState, take_over, tell_resumed
 from trainer.driver.cluster import Cluster
 from trainer.driver.evaluation import Evaluator, leased
-from trainer.driver.inputs import ensure_model, tell_inputs
 from trainer.driver.loops import evaluate_at_start, rescue
-from trainer.driver.preflight import Checked, look_again, preflight, tell_weights
+from trainer.driver.preflight import PreflightResult, log_inputs, look_again, preflight
 from trainer.driver.supervise import Supervisor
 from trainer.driver.weight_updates import SyncPump
 from trainer.errors import CheckpointError, ConfigurationError, ModelError, first_cause, note_log, one_line
@@ -78,8 +78,7 @@ def run(cfg: RunConfig, *, started_at: float) -> int:
     state = RunState(started_at=started_at, wall_clock=time.time)
     with telemetry.claimed_run_dir(cfg, console) as run_dir:
         checked = look_again(cfg, checked, run_dir.checkpoints)
-        tell_inputs(cfg, checked.inputs)
-        tell_weights(cfg)
+        log_inputs(cfg, checked.inputs)
         if checked.resumed is not None:
             tell_resumed(cfg, checked.resumed)
             state.load_state_dict(checked.resumed.state["run"])
@@ -111,7 +110,7 @@ class TrainingFailed(RuntimeError):
 class Driver:
     """Starts the parts of a run in order, runs the loops, and stops everything, however it ends."""
 
-    def __init__(self, cfg: RunConfig, state: RunState, sinks: Telemetry, checked: Checked) -> None:
+    def __init__(self, cfg: RunConfig, state: RunState, sinks: Telemetry, checked: PreflightResult) -> None:
         self._cfg, self._state, self._telemetry, self._checked = cfg, state, sinks, checked
         self._cluster: Cluster | None = None
         self._is_training = False
@@ -243,7 +242,7 @@ class Driver:
         live: SyncReport,
     ) -> loops.Parts:
         cfg, state, sinks, resumed = self._cfg, self._state, self._telemetry, self._checked.resumed
-        source = compose.make_source(cfg, self._checked.inputs, resumed)
+        source = compose.make_source(cfg, self._checked.inputs.train, resumed)
         buffer = compose.make_buffer(cfg, resumed, source)
         workers = compose.make_fleet(
             cfg,
@@ -294,7 +293,7 @@ def _as_failure(error: Exception, step: int) -> Exception:
     return failure
 
 
-async def _start_cluster(cfg: RunConfig, checked: Checked, last_words: Mapping[str, object]) -> Cluster:
+async def _start_cluster(cfg: RunConfig, checked: PreflightResult, last_words: Mapping[str, object]) -> Cluster:
     """Start Ray in a thread that the process does not wait for, since Ray has no deadline for an address that takes
     connections and does not answer. The kernel ends Ray's processes with the thread that started them, so it stays.
 

@@ -13,11 +13,11 @@ import numpy as np
 
 from rollout.worker.group_server import MOST_BYTES
 from trainer.builtin import tiny_model
+from trainer.builtin.tiny_model import ensure_model, with_model_directory
 from trainer.config.describe import describe_critic, describe_objective, describe_rollout
 from trainer.config.schema import LoraConfig, model_paths
-from trainer.driver.inputs import check_agent, check_torchvision, ensure_model, with_model_directory
 from trainer.driver.placement import Node, assign_nodes, bundles_by_actor, check_fits, plan_placement, ranks_beside
-from trainer.driver.preflight import check_files, check_own_functions, preflight
+from trainer.driver.preflight import check_inputs, preflight
 from trainer.errors import ConfigurationError, ModelError, Problem
 from trainer.tools.memory_plan import GIB, Device, MemoryItem, gib, min_bytes, model_shape, total, workspace_bytes
 from trainer.tools.run_plan import (
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from trainer.config.schema import RunConfig
-    from trainer.driver.inputs import Inputs
+    from trainer.driver.datasets import DataSets
     from trainer.driver.placement import Bundle, Placement
     from trainer.tools.memory_plan import Items, ModelShape
     from trainer.tools.run_plan import RunPlan, StepWork
@@ -330,9 +330,7 @@ def dry_run(
         if cfg.ray.address == "local":
             _, host_bytes = host_memory()
     else:
-        check_torchvision()
-        check_own_functions(cfg)
-        inputs, _ = check_files(cfg, agent=check_agent(cfg), is_device_here=False)
+        inputs = check_inputs(cfg)
         device = Device(name="given", total_bytes=int(device_memory_gib * GIB), is_shared=False)
     placement = (
         PlacementPlan() if nodes is None else _placement_on(cfg, nodes, is_elsewhere=device_memory_gib is not None)
@@ -400,7 +398,7 @@ def _check_mean(cfg: RunConfig, response_tokens: float | None) -> None:
     raise ConfigurationError([Problem(key="--response-tokens", got=f"{response_tokens:g}", allowed=allowed)])
 
 
-def _workload(cfg: RunConfig, inputs: Inputs, *, response_tokens: float | None) -> Workload:
+def _workload(cfg: RunConfig, inputs: DataSets, *, response_tokens: float | None) -> Workload:
     evaluates = bool(cfg.trainer.eval_every) or cfg.trainer.eval_at_start or cfg.trainer.eval_at_end
     return Workload(
         prompt_tokens=float(np.mean([len(prompt.token_ids) for prompt in inputs.train.prompts])),
@@ -409,7 +407,7 @@ def _workload(cfg: RunConfig, inputs: Inputs, *, response_tokens: float | None) 
     )
 
 
-def _here(cfg: RunConfig) -> tuple[Device, Inputs]:
+def _here(cfg: RunConfig) -> tuple[Device, DataSets]:
     """The device that the run would use, after every check that the run would make."""
     checked = preflight(cfg)
     backend = checked.backend

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import yaml
 
+from trainer.builtin.tiny_model import ensure_model, with_model_directory
 from trainer.config.plain import read_stored
-from trainer.driver.inputs import ensure_model, with_model_directory
 from trainer.errors import CheckpointError, ModelError, one_line
 from trainer.learner import checkpoint
 from trainer.learner.checkpoint import load_weights, verify

@@ -20,7 +20,7 @@ from rollout.agent.openai_agent import MOST_BYTES, OpenAiLoop, Task
 from rollout.agent.runner import make_loop, run_episode
 from rollout.errors import AgentError, EngineDead, PluginError
 from rollout.fleet.scheduler import NoReplica
-from rollout.rendering import ChatTemplate
+from rollout.rendering import ChatTemplateRenderer
 from rollout.types import SamplingParams, TokenChunk
 from rollout.worker.worker import RolloutWorker
 from tests.fakes.chat_policy import END, ChatPolicy, by_turn, chat_tokenizer
@@ -53,7 +53,7 @@ async def client_of(task: Task) -> AsyncIterator[Callable[..., Any]]:
 
 
 async def played(solve: Any, policy: ChatPolicy, *, generate: Generate | None = None, **changes: Any) -> Trajectory:
-    loop = OpenAiLoop(solve, template=ChatTemplate(policy.tokenizer), host=changes.pop("host", "127.0.0.1"))
+    loop = OpenAiLoop(solve, template=ChatTemplateRenderer(policy.tokenizer), host=changes.pop("host", "127.0.0.1"))
     try:
         limits: dict[str, Any] = {"max_tokens": 300, "timeout_s": 20.0} | changes
         return await run_episode(
@@ -151,7 +151,7 @@ async def test_an_agent_that_hangs_ends_at_the_deadline_with_its_generation_and_
 ) -> None:
     policy.engine.faults.hang_generation = True
     tasks: list[Task] = []
-    loop = OpenAiLoop(asks_once_and_notes(tasks), template=ChatTemplate(policy.tokenizer))
+    loop = OpenAiLoop(asks_once_and_notes(tasks), template=ChatTemplateRenderer(policy.tokenizer))
     before = asyncio.all_tasks()
     with pytest.raises(AgentError, match=r"longer than task\.agent_timeout_s=3"):
         await run_episode(loop, policy.prompt(), 300, generate=policy.generate, timeout_s=3.0)
@@ -221,7 +221,7 @@ async def test_a_client_in_a_thread_is_told_once_what_an_engine_raised(policy: C
             except openai.APIError as error:
                 here.call_soon_threadsafe(told.put_nowait, error)
 
-    loop = OpenAiLoop(solve, template=ChatTemplate(policy.tokenizer))
+    loop = OpenAiLoop(solve, template=ChatTemplateRenderer(policy.tokenizer))
     with pytest.raises(NoReplica, match="all are dead"):
         await loop.run(policy.prompt(), 300, generate)
     error = await told.get()
@@ -246,7 +246,7 @@ async def test_many_trajectories_share_a_server_and_nothing_else(policy: ChatPol
             await client.chat.completions.create(model=task.model, messages=[message])
             return float(task.answer)
 
-    loop = OpenAiLoop(solve, template=ChatTemplate(policy.tokenizer))
+    loop = OpenAiLoop(solve, template=ChatTemplateRenderer(policy.tokenizer))
     prompts = [replace(policy.prompt(), text=f"number {n}", answer=str(n)) for n in range(200)]
     async with openai.DefaultAsyncHttpxClient() as shared:
         episodes = await asyncio.gather(
@@ -271,7 +271,7 @@ async def test_a_plain_function_may_block(policy: ChatPolicy) -> None:
 @pytest.mark.parametrize("messages", [(), ({"role": "system", "content": "Be brief."}, USER)])
 async def test_an_agent_gets_the_prompt_as_messages(policy: ChatPolicy, messages: tuple[Message, ...]) -> None:
     seen: list[Task] = []
-    loop = OpenAiLoop(asks_once_and_notes(seen), template=ChatTemplate(policy.tokenizer))
+    loop = OpenAiLoop(asks_once_and_notes(seen), template=ChatTemplateRenderer(policy.tokenizer))
     prompt = replace(policy.prompt(), messages=messages)
     await run_episode(loop, prompt, 300, generate=policy.generate, timeout_s=20.0)
     await loop.close()
@@ -313,7 +313,7 @@ async def test_an_address_of_nobody_here_is_told_and_not_remembered(
 ) -> None:
     with pytest.raises(AgentError, match=r"cannot be reached at 192.0.2.1: .* set host in task.agent_args"):
         await played(asks_once, policy, host="192.0.2.1")
-    loop = OpenAiLoop(asks_once, template=ChatTemplate(policy.tokenizer))
+    loop = OpenAiLoop(asks_once, template=ChatTemplateRenderer(policy.tokenizer))
     with monkeypatch.context() as patch:
         patch.setattr(socket.socket, "bind", refuses)
         with pytest.raises(AgentError, match="cannot be reached"):
@@ -389,7 +389,7 @@ async def test_a_request_of_a_size_that_is_allowed_is_told_that_its_trajectory_h
 
 
 async def test_an_evaluation_plays_agents_too() -> None:
-    loop = OpenAiLoop(asks_once, template=ChatTemplate(chat_tokenizer()))
+    loop = OpenAiLoop(asks_once, template=ChatTemplateRenderer(chat_tokenizer()))
     settings = spec(agent="mine.make", agent_timeout_s=100.0)
     busy = RolloutWorker(settings, [FakeEngine("e0")], tokenizer=chat_tokenizer(), score=length_score, loop=loop)
     prompts = [replace(ChatPolicy(by_turn()).prompt(), prompt_id=str(n)) for n in range(3)]

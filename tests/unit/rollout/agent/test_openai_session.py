@@ -14,7 +14,7 @@ from rollout.agent.openai_agent import OpenAiLoop, Task
 from rollout.agent.openai_protocol import ApiError, parse_request
 from rollout.agent.openai_session import Session
 from rollout.agent.runner import run_episode
-from rollout.rendering import ChatTemplate, Setting, TooLong
+from rollout.rendering import ChatTemplateRenderer, RenderOptions, TooLong
 from tests.fakes.chat_policy import BEGIN, END, ChatPolicy, by_turn
 from tests.fakes.trajectories import make_chunk
 
@@ -47,7 +47,7 @@ async def played(
             return await talk(chat)
 
     await policy.start()
-    loop = OpenAiLoop(solve, template=ChatTemplate(policy.tokenizer), variables=changes.pop("variables", {}))
+    loop = OpenAiLoop(solve, template=ChatTemplateRenderer(policy.tokenizer), variables=changes.pop("variables", {}))
     try:
         limits: dict[str, Any] = {"max_tokens": 500, "timeout_s": 20.0} | changes
         return await run_episode(
@@ -319,7 +319,7 @@ async def test_an_answer_that_is_given_up_in_a_conversation_of_its_own_leaves_no
 
 
 def session_of(policy: ChatPolicy, *, generate: Any = None) -> Session:
-    template = ChatTemplate(policy.tokenizer)
+    template = ChatTemplateRenderer(policy.tokenizer)
     return Session(policy.prompt(), 500, generate=generate or policy.generate, template=template)
 
 
@@ -406,18 +406,18 @@ async def test_text_comes_in_parts_too() -> None:
 
 
 async def test_half_a_surrogate_pair_is_replaced_as_no_tokenizer_takes_it() -> None:
-    template = ChatTemplate((policy := ChatPolicy(by_turn())).tokenizer)
-    tokens = template.opening([{"role": "user", "content": "a\ud800"}], Setting())
+    template = ChatTemplateRenderer((policy := ChatPolicy(by_turn())).tokenizer)
+    tokens = template.render([{"role": "user", "content": "a\ud800"}], RenderOptions())
     assert policy.text(tokens).startswith("<|im_start|>user\na?")
 
 
 async def test_messages_that_are_far_too_long_are_refused_by_their_beginning() -> None:
     """All of them would take seconds, in which no other trajectory gets an answer, and gigabytes."""
     policy = await ChatPolicy(by_turn(*[f"one{END}"] * 2)).start()
-    template, session = ChatTemplate(policy.tokenizer), session_of(policy)
+    template, session = ChatTemplateRenderer(policy.tokenizer), session_of(policy)
     most = len(policy.prompt().token_ids) + 500
     with pytest.raises(TooLong) as refused:
-        template.opening([{"role": "user", "content": "x" * 2_000_000}], Setting(), most=most)
+        template.render([{"role": "user", "content": "x" * 2_000_000}], RenderOptions(), max_tokens=most)
     assert refused.value.num_tokens == 2 * most + 1024
     long = {"role": "user", "content": "x" * 2_000_000}
     with pytest.raises(ApiError, match=f"length is {most} tokens, .* have more than {2 * most + 1024}") as told:

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from rollout import rendering as module
-from rollout.rendering import ChatTemplate, Setting, TooLong
+from rollout.rendering import ChatTemplateRenderer, RenderOptions, TooLong
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,10 +65,10 @@ def test_no_message_that_fits_is_refused(make: Callable[[], Tokenizer], monkeypa
     monkeypatch.setattr(module, "_SLACK", 64)
     fast = PreTrainedTokenizerFast(tokenizer_object=make())
     fast.chat_template = SHOWS_TEXT
-    template, num_looked_at = ChatTemplate(fast), 0
+    template, num_looked_at = ChatTemplateRenderer(fast), 0
     for text in texts():
-        tokens = template.opening([{"role": "user", "content": text}], Setting())
-        again = template.opening([{"role": "user", "content": text}], Setting(), most=len(tokens))
+        tokens = template.render([{"role": "user", "content": text}], RenderOptions())
+        again = template.render([{"role": "user", "content": text}], RenderOptions(), max_tokens=len(tokens))
         assert again == tokens
         num_looked_at += len(text) > 4 * (2 * len(tokens) + 64)
     assert num_looked_at > 0
@@ -77,9 +77,9 @@ def test_no_message_that_fits_is_refused(make: Callable[[], Tokenizer], monkeypa
 def test_a_message_that_is_dense_behind_its_beginning_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     fast = PreTrainedTokenizerFast(tokenizer_object=known_words_without_spaces())
     fast.chat_template = SHOWS_TEXT
-    template, looked_at = ChatTemplate(fast), list[int]()
+    template, looked_at = ChatTemplateRenderer(fast), list[int]()
     ids_of = template._ids
     monkeypatch.setattr(template, "_ids", lambda text: looked_at.append(len(text)) or ids_of(text))
     with pytest.raises(TooLong, match="more than 1050 tokens"):
-        template.opening([{"role": "user", "content": " " * 10_000 + "to " * 100_000}], Setting(), most=13)
+        template.render([{"role": "user", "content": " " * 10_000 + "to " * 100_000}], RenderOptions(), max_tokens=13)
     assert looked_at == [4200, 8400, 16800]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from rollout.prompts.datasets import SourceSpec
+from rollout.prompts.datasets import DatasetSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,8 +41,8 @@ def tokenizer() -> CharTokenizer:
 
 
 @pytest.fixture
-def make_spec() -> Callable[..., SourceSpec]:
-    base = SourceSpec(
+def make_spec() -> Callable[..., DatasetSpec]:
+    base = DatasetSpec(
         path="builtin:arithmetic",
         reader="auto",
         split="train",

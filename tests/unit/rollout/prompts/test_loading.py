@@ -19,10 +19,10 @@ from rollout.prompts.prompt_source import load_prompts
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from rollout.prompts.datasets import SourceSpec
+    from rollout.prompts.datasets import DatasetSpec
     from rollout.prompts.prompt_source import PromptSet
 
-    MakeSpec = Callable[..., SourceSpec]
+    MakeSpec = Callable[..., DatasetSpec]
 
 ROWS: list[dict[str, Any]] = [
     {"prompt": "1+1=", "answer": "2", "level": 1, "extra": {"truth": "two"}},

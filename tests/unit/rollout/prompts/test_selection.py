@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from rollout.errors import DataError, NoProgress
 from rollout.prompts.datasets import numbers
-from rollout.prompts.pass_rate_filter import PassRateBounds, PassRates
+from rollout.prompts.pass_rate_filter import PassRateBounds, PassRateFilter
 from rollout.prompts.prompt_source import Curriculum, PromptSource
 from rollout.types import Group, Prompt, Trajectory
 from tests.unit.rollout.prompts.test_source import ids, prompt_set
@@ -42,7 +42,7 @@ def group(source: PromptSource, prompt_id: str, rewards: list[float], *, group_i
 
 
 def filtered(num_prompts: int, *, seed: int = 0, start: dict[str, float] | None = None, **bounds: Any) -> PromptSource:
-    rates = PassRates(num_prompts, replace(BOUNDS, **bounds), start={} if start is None else start)
+    rates = PassRateFilter(num_prompts, replace(BOUNDS, **bounds), start={} if start is None else start)
     return PromptSource(prompt_set(num_prompts), seed=seed, shuffle=True, pass_rates=rates)
 
 
@@ -295,14 +295,14 @@ def all_rest(*, retry_epochs: int) -> PromptSource:
 
 
 def test_a_rest_of_a_million_epochs_takes_no_million_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    source, turns, skips = all_rest(retry_epochs=10**6), Counter[str](), PassRates.skips
+    source, turns, skips = all_rest(retry_epochs=10**6), Counter[str](), PassRateFilter.skips
 
-    def counted(self: PassRates, prompt_id: str) -> bool:
+    def counted(self: PassRateFilter, prompt_id: str) -> bool:
         turns[prompt_id] += 1
         assert turns.total() <= 3 * 4
         return skips(self, prompt_id)
 
-    monkeypatch.setattr(PassRates, "skips", counted)
+    monkeypatch.setattr(PassRateFilter, "skips", counted)
     first = source.next()
     assert source.state_dict() | {"pass_rates": None} == source.state_dict() | {
         "epoch": 10**6, "position": 1, "pass_rates": None,

@@ -13,7 +13,7 @@ from tests.fakes.chat_tokenizer import PLAIN, THINKING, chat_tokenizer
 from trainer.config.algorithm import ESTIMATORS
 from trainer.config.compose import load_config
 from trainer.driver.actors import group_timeout_s, worker_spec
-from trainer.driver.inputs import check_agent, load_inputs, tell_inputs
+from trainer.driver.preflight import check_inputs, log_inputs, make_agent
 from trainer.errors import ConfigurationError
 from trainer.telemetry.console import FILE_ONLY
 
@@ -54,8 +54,8 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("args", ["{}", "{turns: 2}"])
 def test_a_loop_that_can_be_made_passes(args: str) -> None:
-    check_agent(load_config(["task.agent=agents_for_preflight.Loop", f"task.agent_args={args}"]))
-    check_agent(load_config([]))
+    make_agent(load_config(["task.agent=agents_for_preflight.Loop", f"task.agent_args={args}"]))
+    make_agent(load_config([]))
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_a_loop_that_can_be_made_passes(args: str) -> None:
 )
 def test_a_loop_that_cannot_is_a_configuration_error(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        check_agent(load_config(overrides))
+        make_agent(load_config(overrides))
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
@@ -96,7 +96,7 @@ def test_the_driver_waits_as_long_as_a_trajectory_may_take() -> None:
 
 @pytest.mark.parametrize("agent", ["agents_for_preflight.Loop", ""])
 def test_prompts_keep_their_messages_for_agents_alone(agent: str) -> None:
-    inputs = load_inputs(load_config([f"task.agent={agent}", "task.apply_chat_template=true"]))
+    inputs = check_inputs(load_config([f"task.agent={agent}", "task.apply_chat_template=true"]))
     for prompt in (inputs.train.prompts[0], inputs.evaluation[0].prompts[0]):
         assert list(prompt.messages) == ([{"role": "user", "content": prompt.text}] if agent else [])
 
@@ -113,7 +113,7 @@ def shown_by(
     cfg = load_config(
         ["device=cpu", "task.apply_chat_template=true", "task.max_prompt_tokens=2000", *agent, *overrides]
     )
-    return list(load_inputs(cfg, agent=check_agent(cfg)).left_out)
+    return list(check_inputs(cfg).left_out)
 
 
 def test_tools_that_the_prompts_do_not_name_are_told_on_the_screen_and_in_the_log(
@@ -128,8 +128,8 @@ def test_tools_that_the_prompts_do_not_name_are_told_on_the_screen_and_in_the_lo
     assert not hasattr(on_screen, *FILE_ONLY)
     caplog.clear()
     cfg = load_config([])
-    tell_inputs(cfg, replace(load_inputs(cfg), left_out=(text,)))
-    (in_file,) = caplog.records
+    log_inputs(cfg, replace(check_inputs(cfg), left_out=(text,)))
+    in_file = next(record for record in caplog.records if record.levelname == "WARNING")
     assert in_file.getMessage() == text and in_file.__dict__.items() >= FILE_ONLY.items()
 
 
@@ -142,8 +142,8 @@ def test_a_tool_that_the_system_prompt_names_is_known_to_the_policy(tmp_path: Pa
 
 
 def test_a_tool_that_a_few_prompts_name_by_chance_is_told_with_their_number(tmp_path: Path) -> None:
-    for name, some in (("train", "how much is double that?"), ("test", "?")):
-        rows = [{"prompt": text, "answer": "2"} for text in (some, "1+1=", "2+0=")]
+    for name, some, digit in (("train", "how much is double that?", 1), ("test", "?", 3)):
+        rows = [{"prompt": text, "answer": "2"} for text in (some, f"{digit}+1=", f"{digit}+0=")]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = [f"task.{key}_path={tmp_path / name}.jsonl" for key, name in (("train", "train"), ("eval", "test"))]
     (text,) = shown_by(tmp_path, PLAIN, "task.reader=jsonl", *data)
@@ -159,7 +159,7 @@ def test_several_tools_are_told_together(tmp_path: Path) -> None:
 def test_nothing_is_told_where_it_is_left_to_the_prompts_or_the_agent_has_no_tools(tmp_path: Path) -> None:
     assert shown_by(tmp_path, PLAIN, more=", tools_in_prompt: false") == []
     cfg = load_config(["device=cpu", "task.agent=agents_for_preflight.Loop"])
-    assert load_inputs(cfg, agent=check_agent(cfg)).left_out == ()
+    assert check_inputs(cfg).left_out == ()
 
 
 def test_a_template_that_is_given_tools_and_does_not_show_them_is_told(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from tests.fakes.chat_tokenizer import PLAIN, THINKING, chat_tokenizer
 from trainer.config.compose import load_config
 from trainer.driver.actors import worker_spec
 from trainer.driver.datasets import load_data
-from trainer.driver.inputs import check_agent, shown_tools
+from trainer.driver.preflight import make_agent, shown_tools
 from trainer.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def config(*overrides: str) -> RunConfig:
 
 def prompts(*overrides: str, template: str = THINKING) -> tuple[Prompt, ...]:
     cfg = config(*overrides)
-    data = load_data(cfg, chat_tokenizer(template), tools=shown_tools(check_agent(cfg)))
+    data = load_data(cfg, chat_tokenizer(template), tools=shown_tools(make_agent(cfg)))
     return (*data.train.prompts, *data.evaluation[0].prompts)
 
 
@@ -127,7 +127,7 @@ class Loop:
 def test_loops_that_ask_for_the_arguments_get_them_in_driver_and_workers(tmp_path: Path) -> None:
     (tmp_path / "asking_loop.py").write_text(FACTORY)
     cfg = config(OFF, "task.agent=asking_loop.Loop")
-    check_agent(cfg)
+    make_agent(cfg)
     spec = worker_spec(cfg)
     loop = make_loop(spec.agent, spec.agent_args, chat_template_kwargs=spec.chat_template_kwargs)
     assert loop.seen == {"enable_thinking": False}  # type: ignore[attr-defined]

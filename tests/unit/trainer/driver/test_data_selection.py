@@ -12,7 +12,6 @@ from tests.fakes.scripted_run import config, prompt_set
 from trainer.config.schema import TaskConfig
 from trainer.driver.actors import make_source
 from trainer.driver.datasets import curriculum_of, pass_rates_of
-from trainer.driver.inputs import Inputs
 
 if TYPE_CHECKING:
     from rollout.types import Prompt
@@ -64,10 +63,10 @@ def test_a_pass_rate_may_be_unknown_but_not_beyond_one() -> None:
 )
 def test_a_column_that_is_not_there_is_refused(keys: dict[str, Any], words: str) -> None:
     with pytest.raises(DataError, match=words):
-        make_source(config(task=keys), Inputs(tokenizer=None, train=prompt_set(), evaluation=()), None)
+        make_source(config(task=keys), prompt_set(), None)
 
 
 def test_pass_rates_that_leave_no_prompt_are_refused_before_the_run() -> None:
     data = replace(prompt_set(1), prompts=prompts({"rate": 0.0}))
     with pytest.raises(DataError, match="from the start"):
-        make_source(config(task=FILTER), Inputs(tokenizer=None, train=data, evaluation=()), None)
+        make_source(config(task=FILTER), data, None)

@@ -11,7 +11,7 @@ import pytest
 from rollout.types import Group
 from tests.fakes.metric_names import check_known
 from tests.fakes.scripted_run import prompt_set, trajectory
-from trainer.driver.datasets import HeldOut
+from trainer.driver.datasets import EvalSet
 from trainer.driver.evaluation import Answered, break_down, by_prompt, standard_error
 from trainer.driver.step_metrics import batch_stats
 
@@ -66,7 +66,7 @@ def test_parts_of_the_reward_have_the_names_and_the_means_of_training() -> None:
     answers = answered([[1.0, 0.0], [0.5, 0.5]])
     parts = [{"exact": 1.0, "format": 0.5}, {"exact": 0.0}, {"exact": 0.0, "format": 1.0}, {}]
     flat = [replace(t, reward_parts=parts.pop(0)) for one in answers for t in one.trajectories]
-    answers = by_prompt([HeldOut(prompts=[one.prompt for one in answers], num_samples=2)], flat)
+    answers = by_prompt([EvalSet(prompts=[one.prompt for one in answers], num_samples=2)], flat)
     found = break_down(answers, reward="math")
     assert found.reward_parts == {"exact": pytest.approx(1 / 3), "format": 0.75}
     groups = [

@@ -16,9 +16,9 @@ from tests.unit.trainer.driver.test_loops_evaluation import all_evaluations, lin
 from trainer.config.compose import load_config
 from trainer.driver import run as run_module
 from trainer.driver.checkpointing import RunState
-from trainer.driver.datasets import HeldOut, load_data
+from trainer.driver.datasets import DataSets, EvalSet, load_data
 from trainer.driver.evaluation import deal
-from trainer.driver.inputs import Inputs, tell_inputs
+from trainer.driver.preflight import log_inputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     Make = Callable[..., ScriptedRun]
     Play = Callable[..., loops.Parts]
 
-HARD = HeldOut(
+HARD = EvalSet(
     name="hard", prompts=[replace(p, prompt_id=f"hard/{i}") for i, p in enumerate(prompt_set(2).prompts)], num_samples=4
 )
-EASY = HeldOut(name="easy", prompts=prompt_set(3).prompts, num_samples=1)
+EASY = EvalSet(name="easy", prompts=prompt_set(3).prompts, num_samples=1)
 
 
 def of_three_sets(make: Make, script: Script | None = None, **sections: Any) -> ScriptedRun:
@@ -196,14 +196,12 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def load(sets: str, *overrides: str) -> Inputs:
+def load(sets: str, *overrides: str) -> DataSets:
     paths = ["task.train_path=train.jsonl", "task.eval_path=test.jsonl"]
     cfg = load_config(["device=cpu", "trainer.eval_temperature=1", *paths, f"task.eval_sets={sets}", *overrides])
-    tokenizer = chat_tokenizer(PLAIN)
-    data = load_data(cfg, tokenizer)
-    found = Inputs(tokenizer=tokenizer, train=data.train, evaluation=data.evaluation, left_out=data.left_out)
-    tell_inputs(cfg, found)
-    return found
+    data = load_data(cfg, chat_tokenizer(PLAIN))
+    log_inputs(cfg, data)
+    return data
 
 
 COLUMNS = "prompt_column: question, answer_column: solution.final"

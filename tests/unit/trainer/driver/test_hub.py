@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from trainer.config.compose import load_config
-from trainer.driver import inputs
-from trainer.driver import inputs as hub
+from trainer.driver import models as hub
+from trainer.driver.preflight import check_inputs
 from trainer.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def test_a_hub_that_refuses_is_told_at_once_with_the_model_and_what_to_do(
     cfg = load_config([f"model.path={MODEL}"])
     began = time.monotonic()
     with pytest.raises(ConfigurationError) as refused:
-        inputs.load_inputs(cfg)
+        check_inputs(cfg)
     assert time.monotonic() - began < hub.REACH_S
     (problem,) = refused.value.problems
     assert (problem.key, problem.got) == ("model.path", MODEL)
@@ -83,8 +83,8 @@ def test_a_hub_that_refuses_is_told_at_once_with_the_model_and_what_to_do(
 def test_a_hub_that_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, listener: socket.socket) -> None:
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{listener.getsockname()[1]}")
     monkeypatch.setattr(hub, "REACH_S", 0.2)
-    with pytest.raises(ConfigurationError, match="hub cannot be reached"):
-        hub.check_hub(load_config([f"model.path={MODEL}"]))
+    (problem,) = hub.hub_problems(load_config([f"model.path={MODEL}"]))
+    assert "hub cannot be reached" in str(problem)
 
 
 def test_a_hub_that_answers_is_there_whatever_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,16 +92,15 @@ def test_a_hub_that_answers_is_there_whatever_it_says(monkeypatch: pytest.Monkey
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
     thread = Thread(target=server.handle_request)
     thread.start()
-    hub.check_hub(load_config([f"model.path={MODEL}"]))
+    assert not list(hub.hub_problems(load_config([f"model.path={MODEL}"])))
     thread.join()
     server.server_close()
 
 
 def test_every_model_and_data_set_that_is_missing_is_named_once(closed: str) -> None:
     lines = [f"model.path={MODEL}", "model.tokenizer_path=some/tokenizer", "task=gsm8k", "algorithm.kl.coef=0.1"]
-    with pytest.raises(ConfigurationError) as refused:
-        hub.check_hub(load_config([*lines, "algorithm.kl.path=some/teacher"]))
-    got = {problem.key: problem.got for problem in refused.value.problems}
+    problems = hub.hub_problems(load_config([*lines, "algorithm.kl.path=some/teacher"]))
+    got = {problem.key: problem.got for problem in problems}
     assert got == {
         "model.path": MODEL,
         "algorithm.kl.path": "some/teacher",
@@ -112,27 +111,31 @@ def test_every_model_and_data_set_that_is_missing_is_named_once(closed: str) -> 
 
 def test_of_a_cluster_that_is_joined_only_what_is_read_here_has_to_be_here(closed: str, cache: Path) -> None:
     put_in_cache(cache / "hub" / "models--some--tokenizer", "tokenizer.json")
-    hub.check_hub(load_config([f"model.path={MODEL}", "model.tokenizer_path=some/tokenizer", "ray.address=auto"]))
+    assert not list(
+        hub.hub_problems(
+            load_config([f"model.path={MODEL}", "model.tokenizer_path=some/tokenizer", "ray.address=auto"])
+        )
+    )
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer.json"])
 def test_a_model_in_the_cache_asks_no_hub(closed: str, cache: Path, file: str) -> None:
     put_in_cache(cache / "hub" / "models--some--model", file)
-    hub.check_hub(load_config([f"model.path={MODEL}"]))
+    assert not list(hub.hub_problems(load_config([f"model.path={MODEL}"])))
 
 
 @pytest.mark.parametrize("folder", ["hub/datasets--openai--gsm8k", "datasets/openai___gsm8k"])
 def test_a_data_set_in_the_cache_asks_no_hub(closed: str, cache: Path, folder: str) -> None:
     put_in_cache(cache / folder, "README.md")
-    hub.check_hub(load_config(["task=gsm8k"]))
+    assert not list(hub.hub_problems(load_config(["task=gsm8k"])))
 
 
 def test_what_is_built_in_or_a_file_asks_no_hub(closed: str, cache: Path) -> None:
     (cache / "mine.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n')
-    hub.check_hub(load_config([]))
-    hub.check_hub(load_config(["task.train_path=mine.jsonl", "task.eval_path=mine.jsonl"]))
+    assert not list(hub.hub_problems(load_config([])))
+    assert not list(hub.hub_problems(load_config(["task.train_path=mine.jsonl", "task.eval_path=mine.jsonl"])))
 
 
 def test_offline_nobody_is_asked(monkeypatch: pytest.MonkeyPatch, closed: str) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    hub.check_hub(load_config([f"model.path={MODEL}"]))
+    assert not list(hub.hub_problems(load_config([f"model.path={MODEL}"])))

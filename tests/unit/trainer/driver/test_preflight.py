@@ -10,16 +10,19 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from rollout.errors import DataError
+from tests.fakes.scripted_run import prompt_set
+from trainer.__main__ import main
+from trainer.builtin import tiny_model
 from trainer.builtin.tiny_model import build_tokenizer
 from trainer.config.compose import load_config
-from trainer.driver import inputs, preflight, run
+from trainer.driver import models, preflight, run
 from trainer.driver.checkpointing import origin
+from trainer.driver.datasets import DataSets
 from trainer.errors import ConfigurationError
 from trainer.learner.checkpoint import begin, commit
 from trainer.tools.bench_workload import workload, write_inputs
@@ -50,10 +53,10 @@ def test_the_default_run_is_ready_without_making_the_model(tmp_path: Path) -> No
 
 
 def test_training_and_held_out_prompts_are_disjoint() -> None:
-    loaded = inputs.load_inputs(tiny())
+    loaded = preflight.check_inputs(tiny())
     assert not {p.text for p in loaded.train.prompts} & {p.text for p in loaded.evaluation[0].prompts}
     prompt = loaded.evaluation[0].prompts[0]
-    assert loaded.tokenizer.decode(prompt.token_ids) == prompt.text
+    assert build_tokenizer().decode(prompt.token_ids) == prompt.text
 
 
 def test_one_directory_for_both_sets_is_refused_where_splits_are_not_read(tmp_path: Path) -> None:
@@ -61,9 +64,9 @@ def test_one_directory_for_both_sets_is_refused_where_splits_are_not_read(tmp_pa
     for name in ("train", "test"):
         (tmp_path / "data" / f"{name}.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     with pytest.raises(DataError, match="both read"):
-        inputs.load_inputs(tiny("task.train_path=data", "task.eval_path=data"))
+        preflight.check_inputs(tiny("task.train_path=data", "task.eval_path=data"))
     same = ["task.train_path=data/test.jsonl", "task.eval_path=data/test.jsonl"]
-    assert len(inputs.load_inputs(tiny(*same)).evaluation[0].prompts) == 1, "one that is named for both is meant so"
+    assert len(preflight.check_inputs(tiny(*same)).evaluation[0].prompts) == 1, "one that is named for both is meant so"
 
 
 def test_rows_that_are_left_out_are_counted_by_data_set_and_logged(
@@ -74,17 +77,46 @@ def test_rows_that_are_left_out_are_counted_by_data_set_and_logged(
     (tmp_path / "held_out.jsonl").write_text(row + long)
     data = ["task.train_path=train.jsonl", "task.eval_path=held_out.jsonl"]
     cfg = tiny(*data, "task.overlong_prompts=filter", "task.max_prompt_tokens=16")
-    loaded = inputs.load_inputs(cfg)
+    loaded = preflight.check_inputs(cfg)
     caplog.clear()
     with caplog.at_level("INFO"):
-        inputs.tell_inputs(cfg, loaded)
+        preflight.log_inputs(cfg, loaded)
+    shared = (
+        "1 of 1 prompts of task.eval_path are among those of task.train_path: their accuracy says nothing of unseen "
+    )
+    shared += "problems; remove them from the training set"
     left_out = "rows of {} that were left out: {} that repeat an earlier one (task.dedup), 1 over {}=16"
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("INFO", "1 training prompts, 1 held out"),
         ("WARNING", left_out.format("task.train_path", 2, "task.max_prompt_tokens")),
         ("WARNING", left_out.format("task.eval_path", 0, "task.max_prompt_tokens")),
+        ("WARNING", shared),
+        ("INFO", "weights: those of builtin:tiny"),
     ]
-    assert inputs.load_inputs(tiny()).left_out == ()
+    assert preflight.check_inputs(tiny()).left_out == ()
+
+
+BROKEN_REWARD = "def reward(*, prompt, response, answer, metadata): raise KeyError('gold')\n"
+
+
+@pytest.mark.parametrize("model", ["nowhere", "empty"])
+def test_a_missing_model_a_bad_column_and_a_broken_reward_are_told_together(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The model is missed without torch (`nowhere`), or once it is read (`empty`)."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.json").write_text("{}")
+    (tmp_path / "empty" / "tokenizer.json").write_text("{}")
+    (tmp_path / "empty" / "model.safetensors").write_text("")
+    (tmp_path / "reward.py").write_text(BROKEN_REWARD)
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
+    wrong = ["device=cpu", f"model.path=./{model}", "task.reward.name=reward.py:reward"]
+    assert main(wrong) == 2
+    on_screen = capsys.readouterr().err
+    assert f"model.path = ./{model}" in on_screen and "KeyError: 'gold'" in on_screen
+    assert main([*wrong, "task.train_path=rows.jsonl"]) == 2
+    on_screen = capsys.readouterr().err
+    assert f"model.path = ./{model}" in on_screen and "the columns are: question, answer" in on_screen
 
 
 @pytest.mark.parametrize(
@@ -124,6 +156,7 @@ def with_vocabulary(folder: Path, size: int) -> None:
     write_inputs(workload("w1", is_tiny=True), folder)
     config = folder / "model" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": size}))
+    (folder / "model" / "pytorch_model.bin").touch()
     (folder / "held_out.jsonl").write_text('{"prompt": "1+1>", "answer": "2"}\n')
 
 
@@ -139,35 +172,51 @@ def test_a_prompt_with_a_token_that_a_model_has_not_is_refused(key: str, overrid
     """The highest token of the built-in prompts is `=`, 32."""
     overrides = [*overrides, f"{key}={tmp_path / 'model'}", f"model.tokenizer_path={tmp_path / 'model'}"]
     with_vocabulary(tmp_path, 33)
-    inputs.load_inputs(tiny(*overrides))
+    preflight.check_inputs(tiny(*overrides))
     held_out = ["task.eval_path=held_out.jsonl"]
     with pytest.raises(ConfigurationError, match=r"has no token 33, .* its vocabulary is 0 to 32"):
-        inputs.load_inputs(tiny(*overrides, *held_out))
+        preflight.check_inputs(tiny(*overrides, *held_out))
     with_vocabulary(tmp_path, 32)
     with pytest.raises(ConfigurationError, match=r"has no token 32, .* its vocabulary is 0 to 31") as caught:
-        inputs.load_inputs(tiny(*overrides))
+        preflight.check_inputs(tiny(*overrides))
     assert caught.value.problems[0].key == key
 
 
+def installed(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], requires: tuple[str, ...] = ()) -> None:
+    monkeypatch.setattr(preflight, "_version_of", versions.get)
+    monkeypatch.setattr("importlib.metadata.requires", lambda _name: list(requires))
+
+
 def test_a_missing_engine_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inputs, "_version_of", lambda _name: None)
+    installed(monkeypatch, {})
     with pytest.raises(ConfigurationError, match=r'pip install -e "\.\[cpu\]"'):
-        inputs.check_engine_package()
-    monkeypatch.setattr(inputs, "_version_of", lambda name: "0.1.0" if name == "vllm" else None)
+        preflight.preflight(tiny())
+    installed(monkeypatch, {"vllm": "0.1.0"})
     with pytest.raises(ConfigurationError, match=r"vLLM 0\.1\.0"):
-        inputs.check_engine_package()
+        preflight.preflight(tiny())
 
 
-def test_a_torchvision_that_does_not_import_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(sys.modules, "torchvision", ModuleType("torchvision"))  # what comes now is taken back
-    del sys.modules["torchvision"]
-    with pytest.raises(ConfigurationError, match="nms does not exist") as caught:
-        inputs.check_torchvision()
-    assert "pip uninstall torchvision" in str(caught.value)
-    (tmp_path / "torchvision.py").write_text("")
-    inputs.check_torchvision()
+@pytest.mark.parametrize(
+    ("torch", "torchvision", "requires", "is_refused"),
+    [
+        ("2.9.0", "0.24.0", ["numpy", "torch ==2.9.0"], False),
+        ("2.9.0+cu128", "0.24.0+cu128", ["torch (==2.9.0)"], False),
+        ("2.9.1", "0.24.0", ["torch==2.9.0", "gdown ; extra == 'gdown'"], True),
+        ("2.9.0+cu128", "0.24.0+cpu", ["torch==2.9.0"], True),
+        ("2.9.0a0+1f2e.nv25", "0.24.0a0+98ab", ["torch"], False),
+        ("2.9.0+other1", "0.24.0+gitab12", ["torch==2.9.0+other1"], False),
+    ],
+)
+def test_a_torchvision_of_another_torch_is_named_without_an_import_of_either(
+    torch: str, torchvision: str, requires: tuple[str, ...], is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed(monkeypatch, {"torch": torch, "torchvision": torchvision}, requires)
+    monkeypatch.setattr("importlib.import_module", lambda name: pytest.fail(f"{name} was imported"))
+    problems = list(preflight.torchvision_problems())
+    assert len(problems) == is_refused
+    if problems:
+        assert f"torchvision {torchvision} with torch {torch}" in str(problems[0])
+        assert "pip uninstall torchvision" in str(problems[0])
 
 
 def test_an_unusable_device_is_a_configuration_error() -> None:
@@ -210,7 +259,7 @@ def test_weights_are_drawn_only_where_that_is_asked_for_and_none_are_there(tmp_p
         preflight.preflight(tiny(path, drawn))
     for elsewhere in ("builtin:tiny", "owner/name"):
         with pytest.raises(ConfigurationError, match="must be the directory of a config without weights"):
-            preflight.check_files(tiny(f"model.path={elsewhere}", drawn))
+            preflight.check_inputs(tiny(f"model.path={elsewhere}", drawn))
 
 
 def test_missing_weights_are_told_before_what_a_checkpoint_says_of_the_seed(tmp_path: Path) -> None:
@@ -219,26 +268,30 @@ def test_missing_weights_are_told_before_what_a_checkpoint_says_of_the_seed(tmp_
     tmp = begin(tmp_path / "run" / "checkpoints", 5)
     commit(tmp, {"run": {"step": 5}, "buffer": {"prompts": []}, "origin": origin(cfg)})
     with pytest.raises(ConfigurationError, match="has no weights"):
-        preflight.check_files(replace(cfg, model=replace(cfg.model, random_weights=False)))
+        preflight.check_inputs(replace(cfg, model=replace(cfg.model, random_weights=False)))
 
 
 def test_where_weights_come_from_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     cfg = tiny("model.path=here", "seed=3")
     with caplog.at_level("INFO"):
-        preflight.tell_weights(cfg)
-        preflight.tell_weights(replace(cfg, model=replace(cfg.model, random_weights=True)))
-    assert caplog.messages == ["weights: those of here", "weights: drawn from seed 3"]
+        for is_drawn in (False, True):
+            one = replace(cfg, model=replace(cfg.model, random_weights=is_drawn))
+            preflight.log_inputs(one, DataSets(train=prompt_set(), evaluation=()))
+    assert [text for text in caplog.messages if "weights" in text] == [
+        "weights: those of here",
+        "weights: drawn from seed 3",
+    ]
 
 
 def test_the_built_in_model_name_becomes_its_directory(tmp_path: Path) -> None:
     cfg = tiny()
-    assert Path(inputs.with_model_directory(cfg).model.path).parent == tmp_path / "cache"
+    assert Path(tiny_model.with_model_directory(cfg).model.path).parent == tmp_path / "cache"
     other = replace(cfg, model=replace(cfg.model, path="some/model"))
-    assert inputs.with_model_directory(other) == other
+    assert tiny_model.with_model_directory(other) == other
 
 
 def run_python(code: str, **how: Any) -> None:
-    asyncio.run(inputs._run_to_end([sys.executable, "-c", code], **({"timeout_s": 30.0} | how)))
+    asyncio.run(tiny_model._run_to_end([sys.executable, "-c", code], **({"timeout_s": 30.0} | how)))
 
 
 def test_a_helper_process_that_fails_says_its_last_words() -> None:
@@ -268,7 +321,7 @@ def test_a_helper_process_ends_when_the_run_is_cancelled(tmp_path: Path) -> None
     code = f"import os, time; open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
 
     async def main() -> None:
-        task = asyncio.create_task(inputs._run_to_end([sys.executable, "-c", code], timeout_s=60.0))
+        task = asyncio.create_task(tiny_model._run_to_end([sys.executable, "-c", code], timeout_s=60.0))
         while not (pid_file.exists() and pid_file.read_text()):
             await asyncio.sleep(0.02)
         task.cancel()
@@ -307,32 +360,32 @@ def test_a_tokenizer_of_the_hub_that_may_not_be_fetched_says_why(
         raise OSError("not in the cache")
 
     monkeypatch.setenv("HF_HUB_OFFLINE", is_offline)
-    monkeypatch.setattr(inputs, "load_tokenizer", refuse)
+    monkeypatch.setattr(models, "load_tokenizer", refuse)
     cfg = load_config(["model.path=some/model"])
     with pytest.raises(ConfigurationError, match=says):
-        inputs._policy_tokenizer(cfg)
+        models.policy_tokenizer(cfg)
 
 
 def test_engines_that_cannot_sleep_share_no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """On CPU they do not sleep either, and nothing there is short of memory because of it."""
     monkeypatch.setattr("torch.version.hip", "6.3.42134-a9a80e791")
     shared, apart = load_config(["mode=colocated"]), load_config([])
-    with pytest.raises(ConfigurationError, match=r"(?s)mode\.name = colocated.*cannot give their memory"):
-        preflight._check_sleep(shared, build("rocm"))
-    preflight._check_sleep(apart, build("rocm"))
-    preflight._check_sleep(shared, build("cpu"))
+    (problem,) = preflight._sleep_problems(shared, build("rocm"))
+    assert problem.key == "mode.name" and "cannot give their memory" in problem.allowed
+    assert not list(preflight._sleep_problems(apart, build("rocm")))
+    assert not list(preflight._sleep_problems(shared, build("cpu")))
     monkeypatch.setattr("torch.version.hip", "6.4.43482-0f2d60242")
-    preflight._check_sleep(shared, build("rocm"))
+    assert not list(preflight._sleep_problems(shared, build("rocm")))
 
 
 def test_an_address_where_no_cluster_answers_is_refused_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        preflight._check_ray_address(address)
+        assert not list(preflight._ray_address_problems(address))
     for name in ("local", "auto", "ray://somewhere:10001"):
-        preflight._check_ray_address(name)
-    with pytest.raises(ConfigurationError, match=r"ray\.address = 127.*\n *no Ray cluster can be reached there"):
-        preflight._check_ray_address(address)
+        assert not list(preflight._ray_address_problems(name))
+    (problem,) = preflight._ray_address_problems(address)
+    assert problem.key == "ray.address" and "no Ray cluster can be reached there" in problem.allowed
 
 
 def test_a_tokenizer_with_more_tokens_than_the_embedding_has_rows_is_refused(tmp_path: Path) -> None:
@@ -341,6 +394,6 @@ def test_a_tokenizer_with_more_tokens_than_the_embedding_has_rows_is_refused(tmp
     shutil.copytree(tmp_path / "model", tmp_path / "tokenizer")
     cfg = tiny(f"model.path={tmp_path / 'model'}", f"model.tokenizer_path={tmp_path / 'tokenizer'}")
     with pytest.raises(ConfigurationError, match=rf"has {size} tokens, but the embedding of .* has {size - 1} rows"):
-        inputs.load_inputs(cfg)
+        preflight.check_inputs(cfg)
     with_vocabulary(tmp_path, size)
-    inputs.load_inputs(cfg)
+    preflight.check_inputs(cfg)

@@ -83,9 +83,3 @@ def test_what_works_passes() -> None:
     reached("algorithm.loss=own_preflight_for_test.loss", "+algorithm.loss_args.beta=0.1")
     reached("algorithm.advantage=own_preflight_for_test.alone", "rollout.group_size=1")
     reached()
-
-
-def test_preflight_asks_for_it_before_it_looks_at_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "get_backend", lambda *_, **__: pytest.fail("a device was looked at"))
-    with pytest.raises(ConfigurationError, match="no_such_module_for_test"):
-        preflight.preflight(load_config(["device=cpu", "algorithm.loss=no_such_module_for_test.loss"]))

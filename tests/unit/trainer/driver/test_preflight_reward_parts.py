@@ -10,11 +10,13 @@ import pytest
 
 from rollout.errors import DataError
 from trainer.config.compose import load_config
-from trainer.driver import inputs
+from trainer.driver.preflight import check_inputs, log_inputs
 from trainer.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from trainer.driver.datasets import DataSets
 
 PARTS = """
 def reward(*, prompt, response, answer, metadata):
@@ -42,8 +44,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def load(reward: str, *overrides: str, algorithm: str = "algorithm=gdpo") -> inputs.Inputs:
-    return inputs.load_inputs(load_config(["device=cpu", algorithm, f"task.reward.name={reward}", *overrides]))
+def load(reward: str, *overrides: str, algorithm: str = "algorithm=gdpo") -> DataSets:
+    return check_inputs(load_config(["device=cpu", algorithm, f"task.reward.name={reward}", *overrides]))
 
 
 def test_parts_that_are_there_pass() -> None:
@@ -70,7 +72,7 @@ def test_a_weight_of_a_part_that_is_not_there_is_refused_with_those_that_are() -
     assert (problem.key, problem.got) == ("algorithm.gdpo_weights", "fromat")
 
 
-def load_mixed(tmp_path: Path, *rewards: str | None, algorithm: str = "algorithm=grpo") -> inputs.Inputs:
+def load_mixed(tmp_path: Path, *rewards: str | None, algorithm: str = "algorithm=grpo") -> DataSets:
     rows = [{"prompt": f"{number}+1=", "answer": "2", "by": reward} for number, reward in enumerate(rewards)]
     (tmp_path / "mixed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return load("with_parts.py:reward", "task.train_path=mixed.jsonl", "task.reward.column=by", algorithm=algorithm)
@@ -83,7 +85,7 @@ def test_prompts_come_with_the_rewards_that_their_rows_name(tmp_path: Path, capl
     assert {p.reward for p in loaded.evaluation[0].prompts} == {""}
     num_held_out = len(loaded.evaluation[0].prompts)
     rewards = ["task.reward.name=with_parts.py:reward", "task.reward.column=by"]
-    inputs.tell_inputs(load_config(["device=cpu", *rewards]), loaded)
+    log_inputs(load_config(["device=cpu", *rewards]), loaded)
     expected = f"prompts by reward: with_parts.py:reward {1 + num_held_out}, plain.py:reward 2, arithmetic 1"
     assert expected in caplog.text
 

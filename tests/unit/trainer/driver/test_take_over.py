@@ -14,8 +14,8 @@ from rollout.prompts.prompt_source import PromptSource
 from tests.fakes.scripted_run import config, prompt_set
 from trainer.driver import run as run_module
 from trainer.driver.checkpointing import RunState, find_resume
-from trainer.driver.inputs import Inputs
-from trainer.driver.preflight import Checked
+from trainer.driver.datasets import DataSets
+from trainer.driver.preflight import PreflightResult
 from trainer.errors import CheckpointError, ConfigurationError
 from trainer.learner import checkpoint
 
@@ -79,13 +79,13 @@ class Start:
         self.cfg = replace(config(weight_sync={"self_test": True}, **sections), run_dir=str(self.path))
         return run_module.run(self.cfg, started_at=0.0)
 
-    def _preflight(self, cfg: Any) -> Checked:
-        inputs = Inputs(tokenizer=None, train=prompt_set(), evaluation=(), left_out=self.left_out)
+    def _preflight(self, cfg: Any) -> PreflightResult:
+        inputs = DataSets(train=prompt_set(), evaluation=(), left_out=self.left_out)
         backend: Any = SimpleNamespace(name="cpu")
         placement: Any = None
         resumed = find_resume(cfg, self.checkpoints)
         self.after_preflight()
-        return Checked(backend=backend, placement=placement, inputs=inputs, resumed=resumed)
+        return PreflightResult(backend=backend, placement=placement, inputs=inputs, resumed=resumed)
 
     def _step(self, name: str) -> Any:
         async def step(*_: object) -> None:
@@ -273,7 +273,7 @@ def test_the_log_says_what_was_loaded_and_the_screen_says_dropped_rows_once(
     """They were on the screen while the data was loaded."""
     start.left_out = ("rows of task.train_path that were left out: 3",)
     start()
-    assert "INFO    trainer.driver.inputs: 40 training prompts, 0 held out" in start.log
-    assert "WARNING trainer.driver.inputs: rows of task.train_path that were left out: 3" in start.log
+    assert "INFO    trainer.driver.preflight: 40 training prompts, 0 held out" in start.log
+    assert "WARNING trainer.driver.preflight: rows of task.train_path that were left out: 3" in start.log
     assert "40 training prompts" in (shown := capsys.readouterr().out)
     assert "left out" not in shown

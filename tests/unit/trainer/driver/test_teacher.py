@@ -9,8 +9,8 @@ from transformers import LlamaConfig
 
 from trainer.builtin.tiny_model import build_tokenizer
 from trainer.config.compose import load_config
-from trainer.driver import inputs as teacher
-from trainer.driver.inputs import check_teacher, load_inputs
+from trainer.driver import models
+from trainer.driver.preflight import check_inputs
 from trainer.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -29,9 +29,14 @@ def teacher_directory(path: Path, *, vocab_size: int = 128, tokenizer: Any = Non
     LlamaConfig(
         vocab_size=vocab_size, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4
     ).save_pretrained(path)
+    (path / "pytorch_model.bin").touch()
     if tokenizer is not None:
         tokenizer.save_pretrained(path)
     return path
+
+
+def compared(cfg: RunConfig, tokenizer: Any) -> list[Any]:
+    return list(models.teacher_problems(cfg, models.read_models(cfg), tokenizer))
 
 
 def taught(path: object) -> RunConfig:
@@ -40,7 +45,7 @@ def taught(path: object) -> RunConfig:
 
 def refused(path: Path) -> str:
     with pytest.raises(ConfigurationError) as caught:
-        load_inputs(taught(path))
+        check_inputs(taught(path))
     (problem,) = caught.value.problems
     assert problem.key == "algorithm.kl.path"
     return str(problem)
@@ -51,8 +56,8 @@ def test_padding_and_tokens_that_one_alone_names_do_not_matter(tmp_path: Path, v
     tokenizer = build_tokenizer()
     tokenizer.add_tokens(["<think>"])
     path = teacher_directory(tmp_path / "teacher", vocab_size=vocab_size, tokenizer=tokenizer)
-    assert check_teacher(taught(path), build_tokenizer()) == ()
-    assert check_teacher(taught("builtin:tiny"), tokenizer) == ()
+    assert compared(taught(path), build_tokenizer()) == []
+    assert compared(taught("builtin:tiny"), tokenizer) == []
 
 
 def test_fewer_rows_are_refused(tmp_path: Path) -> None:
@@ -72,13 +77,13 @@ def test_other_tokens_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_what_cannot_be_compared_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = teacher_directory(tmp_path / "teacher")
-    (told,) = load_inputs(taught(path)).left_out
+    (told,) = check_inputs(taught(path)).left_out
     assert f"algorithm.kl.path={path} has no tokenizer" in told
-    monkeypatch.setattr(teacher, "load_tokenizer", lambda *_, **__: pytest.fail("the hub is waited for once"))
-    (told,) = check_teacher(taught("some/teacher"), build_tokenizer())
+    monkeypatch.setattr(models, "load_tokenizer", lambda *_, **__: pytest.fail("the hub is waited for once"))
+    (told,) = compared(taught("some/teacher"), build_tokenizer())
     assert "algorithm.kl.path=some/teacher cannot be read here" in told
 
 
 def test_without_a_teacher_there_is_nothing_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(teacher, "load_tokenizer", lambda *_, **__: pytest.fail("there is no teacher"))
-    assert check_teacher(load_config(["device=cpu", "algorithm.kl.coef=0.1"]), build_tokenizer()) == ()
+    monkeypatch.setattr(models, "load_tokenizer", lambda *_, **__: pytest.fail("there is no teacher"))
+    assert compared(load_config(["device=cpu", "algorithm.kl.coef=0.1"]), build_tokenizer()) == []

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from rollout.prompts.datasets import SourceSpec
+from rollout.prompts.datasets import DatasetSpec
 from rollout.prompts.prompt_source import load_prompts
 from trainer.config.plain import to_run_config
 from trainer.learner.weights import check_weights
@@ -239,8 +239,8 @@ def test_prompts_have_exactly_the_tokens_and_lengths_they_should(tmp_path: Path,
     assert max(token for prompt in found for token in prompt.token_ids) < work.architecture().vocab
 
 
-def source(file: Path, work: Workload) -> SourceSpec:
-    return SourceSpec(
+def source(file: Path, work: Workload) -> DatasetSpec:
+    return DatasetSpec(
         path=str(file), reader="auto", split="train", prompt_column="prompt", answer_column="answer",
         answer_required=False, apply_chat_template=False, system_prompt="", dedup=False,
         max_prompt_tokens=work.prompt_tokens,

@@ -16,7 +16,7 @@ from trainer.builtin.tiny_model import build_tokenizer
 from trainer.config.cli import parse
 from trainer.config.compose import resolve
 from trainer.driver.datasets import training_source
-from trainer.driver.inputs import load_inputs
+from trainer.driver.preflight import check_inputs
 from trainer.errors import ConfigurationError
 from trainer.learner import checkpoint
 from trainer.tools.dry_run import dry_run
@@ -227,7 +227,7 @@ def test_a_run_on_devices_elsewhere_goes_on_from_a_checkpoint_of_their_kind(
     keys = (*drawn(model), "algorithm.kl.coef=0.1")
     cfg, problems = resolve(parse(list(keys)))
     assert not problems
-    source = training_source(cfg, load_inputs(cfg).train).state_dict()
+    source = training_source(cfg, check_inputs(cfg).train).state_dict()
     began = {"model.path": str(model), "seed": cfg.seed, "device.name": "npu"}
     save_checkpoint(tmp_path / "before", {"origin": began, "source": source})
     code, _, err = run_trainer("--dry-run", *keys, "run_dir=before")
@@ -246,7 +246,7 @@ def test_the_mean_of_the_answers_reaches_the_plan(tmp_path: Path, capsys: pytest
     overrides = (*drawn(model), "rollout.max_response_tokens=12", *evaluation)
     cfg, problems = resolve(parse(["--dry-run", *overrides]))
     assert not problems
-    num_held_out = len(load_inputs(cfg).evaluation[0].prompts)
+    num_held_out = len(check_inputs(cfg).evaluation[0].prompts)
     dry_run(cfg, device_memory_gib=80.0, response_tokens=5.0)
     out = capsys.readouterr().out
     assert "5 tokens, on average" in out

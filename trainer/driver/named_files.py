@@ -1,7 +1,7 @@
-"""Checks of a configuration against packages, devices and the model's own files.
+"""The files, directories, packages and ports that a configuration names: problems that show without torch or network.
 
-Needs no network and no accelerator: names of a hub are taken as they are (`trainer/driver/inputs.py` looks at those),
-and devices are counted when the run starts.
+`python -m trainer` reports them together with those of the configuration itself. Names of a hub are taken as they are
+(`models.py` looks at those), and devices are counted by `preflight.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trainer.config.schema import model_paths
 from trainer.errors import Problem
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     from trainer.config.schema import RunConfig
 
@@ -39,9 +39,10 @@ _TOKENIZER_FILES = (
 _MODEL_CONFIG = "config.json"
 
 
-def check_environment(config: RunConfig) -> list[Problem]:
+def file_problems(config: RunConfig) -> list[Problem]:
     """Every file, directory, package or port that the run would need and cannot have."""
-    return [problem for check in _CHECKS for problem in check(config)]
+    checks = (_run_dir, _models, _data, _reward, _engine_args, _resume, _wandb, _port)
+    return [problem for check in checks for problem in check(config)]
 
 
 def looks_local(name: str) -> bool:
@@ -65,45 +66,32 @@ def _run_dir(config: RunConfig) -> Iterator[Problem]:
         yield Problem(key=key, got=config.run_dir or "runs", allowed=allowed, do=do)
 
 
-def _model(config: RunConfig) -> Iterator[Problem]:
-    model = config.model
-    if model.path.startswith("builtin:"):
-        if model.path != "builtin:tiny":
-            yield Problem(key="model.path", got=model.path, allowed="the only built-in model is builtin:tiny")
-    elif not model.path:
-        yield Problem(key="model.path", got='""', allowed="must name a model", do="use builtin:tiny or a directory")
-    elif looks_local(model.path):
-        yield from _model_directory(config, Path(model.path))
-    if config.algorithm.uses_critic:
-        yield from _second_model(config, "critic.path")
-    if config.algorithm.kl.coef > 0:
-        yield from _second_model(config, "algorithm.kl.path")
+def _models(config: RunConfig) -> Iterator[Problem]:
+    """Critic and teacher have the policy's tokenizer, and count where they are used."""
+    model, algorithm = config.model, config.algorithm
+    is_used = {"critic.path": algorithm.uses_critic, "algorithm.kl.path": algorithm.kl.coef > 0}
+    for key, path in model_paths(config).items():
+        if not is_used.get(key, True):
+            continue
+        if path.startswith("builtin:"):
+            if path != "builtin:tiny":
+                yield Problem(key=key, got=path, allowed="the only built-in model is builtin:tiny")
+        elif not path:
+            yield Problem(key=key, got='""', allowed="must name a model", do="use builtin:tiny or a directory")
+        elif looks_local(path):
+            yield from _model_directory(config, key, path)
     if model.tokenizer_path and (model.tokenizer_path.startswith("builtin:") or looks_local(model.tokenizer_path)):
         yield from _tokenizer_directory("model.tokenizer_path", Path(model.tokenizer_path))
 
 
-def _model_directory(config: RunConfig, path: Path) -> Iterator[Problem]:
-    described, problems = _model_config("model.path", config.model.path)
+def _model_directory(config: RunConfig, key: str, path: str) -> Iterator[Problem]:
+    described, problems = _model_config(key, path)
     yield from problems
-    if not config.model.tokenizer_path and (path / _MODEL_CONFIG).is_file():
-        yield from _tokenizer_directory("model.path", path)
+    is_policy = key == "model.path"
+    if is_policy and not config.model.tokenizer_path and (Path(path) / _MODEL_CONFIG).is_file():
+        yield from _tokenizer_directory(key, Path(path))
     if not problems:
-        yield from fit_problems(config, described, path=config.model.path)
-
-
-def _second_model(config: RunConfig, key: str) -> Iterator[Problem]:
-    """Critic or teacher: the policy's tokens are theirs."""
-    path = model_paths(config).get(key)
-    if path is None:
-        return
-    if path.startswith("builtin:"):
-        if path != "builtin:tiny":
-            yield Problem(key=key, got=path, allowed="the only built-in model is builtin:tiny")
-    elif looks_local(path):
-        described, problems = _model_config(key, path)
-        yield from problems
-        if not problems:
-            yield from context_problems(config, described, key=key)
+        yield from (fit_problems if is_policy else context_problems)(config, _of_text(described), key=key)
 
 
 def _model_config(key: str, got: str) -> tuple[dict[str, Any], list[Problem]]:
@@ -124,23 +112,19 @@ def _model_config(key: str, got: str) -> tuple[dict[str, Any], list[Problem]]:
     return cast("dict[str, Any]", described) if isinstance(described, dict) else {}, []
 
 
-def fit_problems(config: RunConfig, described: Mapping[str, Any], *, path: str) -> Iterator[Problem]:
+def fit_problems(config: RunConfig, text: Mapping[str, Any], *, key: str) -> Iterator[Problem]:
     """What the engine would refuse only after it has started.
 
     Args:
-        described: what the config.json of the model at `path` says.
+        text: the config of the text model that `key` names.
     """
-    yield from _parallel_problems(config.rollout.tensor_parallel_size, _of_text(described), path=path)
-    yield from context_problems(config, described, key="model.path")
+    yield from _parallel_problems(config.rollout.tensor_parallel_size, text, path=model_paths(config)[key])
+    yield from context_problems(config, text, key=key)
 
 
-def context_problems(config: RunConfig, described: Mapping[str, Any], *, key: str) -> Iterator[Problem]:
-    """What a model makes no sense of.
-
-    Args:
-        described: as for `fit_problems`, of the model that `key` names.
-    """
-    text, path = _of_text(described), model_paths(config)[key]
+def context_problems(config: RunConfig, text: Mapping[str, Any], *, key: str) -> Iterator[Problem]:
+    """Whether prompt and answer fit into the context of the model; `text` as for `fit_problems`."""
+    path = model_paths(config)[key]
     context = text.get("max_position_embeddings")
     scaled = any(_stretches_context(text.get(name)) for name in ("rope_scaling", "rope_parameters"))
     longest = max(longest_sequence(config), config.rollout.max_model_len)
@@ -266,8 +250,3 @@ def _port(config: RunConfig) -> Iterator[Problem]:
         except OSError as error:
             allowed = f"cannot be used: {os.strerror(error.errno or 0)}"
             yield Problem(key="learner.port", got=str(port), allowed=allowed, do="use another, or 0 for a free one")
-
-
-_CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
-    _run_dir, _model, _data, _reward, _engine_args, _resume, _wandb, _port,
-)  # fmt: skip

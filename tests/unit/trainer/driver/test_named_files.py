@@ -1,4 +1,4 @@
-"""What lies outside of the configuration: files, directories, packages and ports that it names."""
+"""Files, directories, packages and ports that a configuration names and that cannot be used."""
 
 from __future__ import annotations
 
@@ -6,19 +6,29 @@ import json
 import socket
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from tests.unit.trainer.config.test_rules import config_with
-from trainer.config.environment import check_environment, looks_local
+from trainer.config.schema import RunConfig
+from trainer.driver.named_files import file_problems, looks_local
 
-if TYPE_CHECKING:
-    from trainer.config.schema import RunConfig
+
+def config_with(**keys: Any) -> RunConfig:
+    """`section__key=value` for a nested key."""
+    config: Any = RunConfig()
+    for path, value in keys.items():
+        config = _changed(config, path.split("__"), value)
+    return config
+
+
+def _changed(node: Any, path: list[str], value: Any) -> Any:
+    name, *deeper = path
+    return replace(node, **{name: _changed(getattr(node, name), deeper, value) if deeper else value})
 
 
 def keys_unusable(config: RunConfig) -> list[str]:
-    return [problem.key for problem in check_environment(config)]
+    return [problem.key for problem in file_problems(config)]
 
 
 def test_what_is_named_and_missing_is_refused(tmp_path: Path) -> None:
@@ -121,7 +131,7 @@ def test_a_teacher_is_there_and_sees_the_longest_answer(tmp_path: Path) -> None:
 
 
 def test_an_argument_that_the_engine_does_not_have_is_told_before_the_start() -> None:
-    found = check_environment(config_with(rollout__engine_args={"block_sizee": 16, "enable_prefix_caching": True}))
+    found = file_problems(config_with(rollout__engine_args={"block_sizee": 16, "enable_prefix_caching": True}))
     assert [problem.got for problem in found] == ["block_sizee: 16"]
     assert found[0].do == "did you mean block_size?"
 
