@@ -37,7 +37,7 @@ MAX_FRUITLESS_SUBMISSIONS = 100
 On shared devices engines may fall asleep `max_staleness` times in a row just after they have woken up."""
 
 
-class _Request:
+class PendingGeneration:
     """One generation in progress: what the engine gets, and what came back so far."""
 
     def __init__(self, sample_index: int, context: np.ndarray, max_tokens: int, stop: tuple[str, ...] | None) -> None:
@@ -51,7 +51,7 @@ class _Request:
         """Has the replica that it was sent to give it back; does not wait."""
         self._context = context
         self._chunks: list[TokenChunk] = []
-        self._num_tokens = self._num_sent = 0
+        self.num_tokens = self._num_sent = 0
         self._is_leaving = False
 
     @property
@@ -59,12 +59,8 @@ class _Request:
         return not self.answer.done()
 
     @property
-    def num_tokens(self) -> int:
-        return self._num_tokens
-
-    @property
     def budget(self) -> int:
-        return self.max_tokens - self._num_tokens
+        return self.max_tokens - self.num_tokens
 
     @property
     def load(self) -> int:
@@ -77,7 +73,7 @@ class _Request:
 
     @property
     def _length(self) -> int:
-        return len(self._context) + self._num_tokens
+        return len(self._context) + self.num_tokens
 
     def leave(self) -> None:
         """Its replica is to give it back."""
@@ -95,15 +91,15 @@ class _Request:
 
     def add(self, chunk: TokenChunk) -> None:
         _check_logprobs(chunk)
-        self._num_tokens += len(chunk.token_ids)
+        self.num_tokens += len(chunk.token_ids)
         if self.budget < 0:
-            raise ValueError(f"an engine returned {self._num_tokens} tokens where at most {self.max_tokens} were asked")
+            raise ValueError(f"an engine returned {self.num_tokens} tokens where at most {self.max_tokens} were asked")
         self._chunks.append(chunk)
-        if chunk.finish_reason in ("stop", "length") and self.is_open:  # else nobody waits for it any more
-            self.answer.set_result(join_chunks(self._chunks, chunk.finish_reason))
+        if chunk.finish_reason in ("stop", "length"):  # after "abort" it continues elsewhere
+            self.finish(chunk.finish_reason)
 
-    def settle(self, finish_reason: FinishReason) -> None:
-        """Ends with what there is."""
+    def finish(self, finish_reason: FinishReason) -> None:
+        """Answers with the tokens so far, unless its caller has gone."""
         if self.is_open:
             self.answer.set_result(join_chunks(self._chunks, finish_reason))
 
@@ -115,7 +111,7 @@ class _Call:
     group_key: str
     engine: EngineClient
     request_ids: Sequence[str]
-    requests: Sequence[_Request]
+    requests: Sequence[PendingGeneration]
 
     @property
     def may_leave(self) -> bool:
@@ -155,7 +151,7 @@ class GroupGenerator:
         self._context = context
         self._engines = engines
         self._scheduler = scheduler
-        self._batch: list[_Request] = []
+        self._batch: list[PendingGeneration] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_calls = 0
         self.tokens_of: Counter[int] = Counter()
@@ -189,7 +185,7 @@ class GroupGenerator:
         if max_tokens < 1:
             raise ValueError(f"max_tokens must be >= 1, got {max_tokens}")
         stops = (stop,) if isinstance(stop, str) else stop
-        request = _Request(sample_index, token_ids, max_tokens, None if stops is None else tuple(stops))
+        request = PendingGeneration(sample_index, token_ids, max_tokens, None if stops is None else tuple(stops))
         if not self._batch:
             asyncio.get_running_loop().call_soon(self._flush)
         self._batch.append(request)
@@ -205,8 +201,8 @@ class GroupGenerator:
         self._tasks.add(task)
         task.add_done_callback(lambda done: self._settle(done, batch))
 
-    def _settle(self, task: asyncio.Task[None], batch: list[_Request]) -> None:
-        """Whoever still waits for an answer learns how the task ended."""
+    def _settle(self, task: asyncio.Task[None], batch: list[PendingGeneration]) -> None:
+        """Callers that still wait learn how the task ended."""
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         for request in batch:
@@ -216,7 +212,7 @@ class GroupGenerator:
                 else:
                     request.answer.set_exception(error)
 
-    async def _drive(self, batch: list[_Request]) -> None:
+    async def _drive(self, batch: list[PendingGeneration]) -> None:
         """Submits a batch, and what is left of it again, until every request is answered or time is up."""
         deadline = asyncio.get_running_loop().time() + self._context.timeout_s
         num_fruitless = 0
@@ -237,14 +233,14 @@ class GroupGenerator:
                 if not name:
                     self._scheduler.require_engine()  # else it is no fault of the group
                 for request in unanswered:
-                    request.settle("abort")
+                    request.finish("abort")
             for request in unanswered:
                 if request.budget == 0:  # the replica went away between the last token and saying so
-                    request.settle("length")
+                    request.finish("length")
             made_progress = sum(request.num_tokens for request in unanswered) > tokens_before
             num_fruitless = 0 if made_progress else num_fruitless + 1
 
-    async def _enter(self, requests: Sequence[_Request]) -> str:
+    async def _enter(self, requests: Sequence[PendingGeneration]) -> str:
         """The replica that has room for them, which counts them from now on. Cancels its task once all are given
         up: others may have their place."""
         tokens, context, task = sum(request.load for request in requests), self._context, asyncio.current_task()
@@ -263,14 +259,14 @@ class GroupGenerator:
             for request in requests:
                 request.answer.remove_done_callback(stop_if_unwanted)
 
-    def _still_open(self, name: str, requests: Sequence[_Request]) -> list[_Request]:
+    def _still_open(self, name: str, requests: Sequence[PendingGeneration]) -> list[PendingGeneration]:
         """Those of `requests` that were not given up while they waited for room at `name`; it is free of the others."""
         closed = [request.load for request in requests if not request.is_open]
         if closed:
             self._scheduler.release(name, tokens=sum(closed), num_requests=len(closed))
         return [request for request in requests if request.is_open]
 
-    async def _submit(self, name: str, requests: Sequence[_Request]) -> None:
+    async def _submit(self, name: str, requests: Sequence[PendingGeneration]) -> None:
         """One streaming call to the replica `name`. If it dies, hangs or has old weights, it is excluded, and what
         is left of the requests goes on elsewhere."""
         loads = [request.load for request in requests]
@@ -298,7 +294,7 @@ class GroupGenerator:
             left = [load for load, is_left in zip(loads, is_outstanding, strict=True) if is_left]
             self._scheduler.release(name, tokens=sum(left), num_requests=len(left))
 
-    def _call(self, name: str, requests: Sequence[_Request]) -> _Call:
+    def _call(self, name: str, requests: Sequence[PendingGeneration]) -> _Call:
         self._num_calls += 1
         self._scheduler.recovered.add([request.num_tokens for request in requests if request.has_lost_replica])
         self._scheduler.migrated.add([tokens for request in requests if (tokens := request.send())])
@@ -310,7 +306,7 @@ class GroupGenerator:
             request.abort = partial(engine.abort, [request_id])
         return _Call(group_key=key, engine=engine, request_ids=ids, requests=requests)
 
-    def _params_of(self, request: _Request) -> SamplingParams:
+    def _params_of(self, request: PendingGeneration) -> SamplingParams:
         """Every submission has its own seed: a continuation must not replay the random numbers of its beginning. And it
         looks for stop strings in what the answer has."""
         submission = self._num_submissions.get(request.sample_index, 0)
