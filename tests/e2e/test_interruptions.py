@@ -51,7 +51,7 @@ def test_a_run_survives_kill_9_and_an_interrupt(start: Start, tmp_path: Path) ->
     killed = start(run_dir, *SMALL, ENDLESS, reward, "checkpoint.every_steps=3")
     killed.until(lambda: find_latest(checkpoints) is not None and len(killed.lines) >= 5)
     names = " ".join(killed.names)
-    for expected in ("ray::LearnerWorker", "ray::EngineActor", "EngineCore", "rollout.reward.child", "raylet"):
+    for expected in ("ray::LearnerActor", "ray::EngineActor", "EngineCore", "rollout.reward.child", "raylet"):
         assert expected in names
     killed.kill()
     assert killed.left_over(within_s=GONE_WITHIN_S) == []
@@ -66,7 +66,7 @@ def test_a_run_survives_kill_9_and_an_interrupt(start: Start, tmp_path: Path) ->
     interrupted = start(run_dir, *SMALL, ENDLESS, reward, "checkpoint.every_steps=0")
     interrupted.until(lambda: "resuming after step" in interrupted.text and len(interrupted.lines) >= before + 3)
     # A terminal is closed in the middle of a step, which takes longer than any of Ray's processes would take to end.
-    learner = interrupted.process("ray::LearnerWorker")
+    learner = interrupted.process("ray::LearnerActor")
     learner.suspend()
     time.sleep(0.5)
     interrupted.hang_up()
@@ -105,7 +105,7 @@ def test_an_interrupt_during_the_start_leaves_nothing(start: Start, tmp_path: Pa
     """In the middle of everything: Ray is up, actors are importing, and the model is being made."""
     run = start(tmp_path / "run", *SMALL, ENDLESS, cache=tmp_path / "cache")
     run.until(lambda: any("trainer.builtin.tiny_model" in name for name in run.names))
-    run.until(lambda: any("ray::LearnerWorker" in name for name in run.names))
+    run.until(lambda: any("ray::LearnerActor" in name for name in run.names))
     run.interrupt()
     assert run.wait(timeout_s=180.0) == 130, run.text[-3000:]
     assert run.left_over(within_s=ENDED_WITHIN_S) == []

@@ -118,11 +118,11 @@ def test_engine_and_rollout_worker_come_back_and_cost_no_group_and_the_loss_of_a
     run.until(lambda: "rollout worker 0 is back" in run.text)
     three_more_steps(run)
 
-    run.process("ray::LearnerWorker").kill()
+    run.process("ray::LearnerActor").kill()
     assert run.wait(timeout_s=180.0) == 1, run.text[-3000:]
     told = run.text.strip().splitlines()[-1]
     assert told.startswith("failed: ")
-    assert "LearnerWorker" in told or "learner rank" in told or "learner 0" in told or "learner 1" in told
+    assert "LearnerActor" in told or "learner rank" in told or "learner 0" in told or "learner 1" in told
     assert run.summary["exit_reason"] == "failed"
     assert run.summary["error"] in told
     last = run.lines[-1]

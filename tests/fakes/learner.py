@@ -29,7 +29,7 @@ from tests.fakes.patience import PATIENT_S
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.schema import LearnerConfig, ModelConfig, RolloutConfig, RunConfig
 from trainer.data.batch import MicroBatch
-from trainer.learner.policy import PolicyLearner
+from trainer.learner.policy import PolicyTrainer
 from weight_sync.device.select import get_backend
 
 if TYPE_CHECKING:
@@ -151,9 +151,9 @@ def process_group(store_file: Path, *, rank: int = 0, world_size: int = 1) -> It
         dist.destroy_process_group()
 
 
-def make_learner(cfg: RunConfig) -> PolicyLearner:
+def make_learner(cfg: RunConfig) -> PolicyTrainer:
     """A learner in the open process group."""
-    return PolicyLearner(
+    return PolicyTrainer(
         cfg,
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
@@ -163,7 +163,7 @@ def make_learner(cfg: RunConfig) -> PolicyLearner:
 
 
 def gradients(
-    learner: PolicyLearner, micro_batches: Sequence[MicroBatch], *, step: int = 0, **rewards: Any
+    learner: PolicyTrainer, micro_batches: Sequence[MicroBatch], *, step: int = 0, **rewards: Any
 ) -> dict[str, torch.Tensor]:
     """Whole gradients of one step, which is then not taken."""
     captured: dict[str, torch.Tensor] = {}
@@ -183,13 +183,13 @@ def gradients(
     return captured
 
 
-def reference_logprobs(learner: PolicyLearner, batch: MicroBatch) -> np.ndarray:
+def reference_logprobs(learner: PolicyTrainer, batch: MicroBatch) -> np.ndarray:
     """Of the learner's reference, which it must have: float32[T]."""
     assert learner._reference is not None
     return learner._reference.logprobs([batch])[0]
 
 
-def weights(learner: PolicyLearner) -> dict[str, torch.Tensor]:
+def weights(learner: PolicyTrainer) -> dict[str, torch.Tensor]:
     return {name: param.detach().full_tensor().clone() for name, param in learner.model.named_parameters()}
 
 

@@ -1,4 +1,4 @@
-"""A `LearnerWorker` in a process of its own, driven through a pipe instead of Ray."""
+"""A `LearnerActor` in a process of its own, driven through a pipe instead of Ray."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 def worker_main(cfg: RunConfig, rank: int, num_ranks: int, pipe: Any) -> None:
     """Build the worker, then answer `(method, args)` until the pipe closes."""
-    from trainer.learner.actor import LearnerWorker
+    from trainer.learner.actor import LearnerActor
 
-    class Worker(LearnerWorker):
+    class Worker(LearnerActor):
         def set_adapters(self, seed: int) -> None:
             """New adapters in place, as an optimizer step would leave them, large enough to be seen in every logit."""
             import torch

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from trainer.config.schema import RunConfig
-    from trainer.learner.policy import PolicyLearner
+    from trainer.learner.policy import PolicyTrainer
 
 GROUP_SIZE = 2
 
@@ -81,7 +81,7 @@ def config(model_dir: Path, *, critic: dict[str, Any] | None = None, **algorithm
 
 
 def all_gradients(
-    learner: PolicyLearner, batches: Sequence[MicroBatch], rewards: dict[str, Any]
+    learner: PolicyTrainer, batches: Sequence[MicroBatch], rewards: dict[str, Any]
 ) -> dict[str, torch.Tensor]:
     """Whole gradients of policy and critic of one step, which is then not taken. Of the first update only."""
     captured: dict[str, torch.Tensor] = {}
@@ -107,7 +107,7 @@ def all_gradients(
     return captured
 
 
-def all_weights(learner: PolicyLearner) -> dict[str, torch.Tensor]:
+def all_weights(learner: PolicyTrainer) -> dict[str, torch.Tensor]:
     """Of everything that is trained, whole."""
     return {
         f"{prefix}{name}": tensor.full_tensor().clone()

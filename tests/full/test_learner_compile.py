@@ -64,7 +64,7 @@ def test_after_a_rehearsal_no_step_waits_for_the_compiler(
         learner = make_learner(cfg)
         torch.compiler.reset()  # a test before this one may have compiled the same block
         before = counters["stats"]["unique_graphs"]
-        learner.rehearse(largest_micro_batch(cfg))
+        learner.warmup_compile(largest_micro_batch(cfg))
         rehearsed = counters["stats"]["unique_graphs"]
         assert rehearsed > before
         (parts, rewards), (one, of_one) = rewarded(4), rewarded(2, seed=1)

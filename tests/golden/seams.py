@@ -77,7 +77,7 @@ from trainer.driver.named_files import file_problems
 from trainer.driver.run import EXIT_CODES, _say_goodbye, _summary
 from trainer.driver.step_metrics import batch_stats
 from trainer.errors import ConfigurationError, first_cause, one_line
-from trainer.learner.policy import PolicyLearner
+from trainer.learner.policy import PolicyTrainer
 from trainer.tools.advise import main as advise
 from trainer.tools.bench import examine, table
 from trainer.tools.bench_figures import BenchPlan
@@ -316,7 +316,7 @@ def _steps(model: Path, algorithm: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _watch(learner: PolicyLearner, gradient: dict[str, Any]) -> None:
+def _watch(learner: PolicyTrainer, gradient: dict[str, Any]) -> None:
     """Fills `gradient` as the first step is taken."""
     optimizer: Any = learner._optimizers[""]
     take = optimizer.step
@@ -330,7 +330,7 @@ def _watch(learner: PolicyLearner, gradient: dict[str, Any]) -> None:
     optimizer.step = watching
 
 
-def _learner_input(learner: PolicyLearner) -> tuple[list[MicroBatch], dict[str, Any]]:
+def _learner_input(learner: PolicyTrainer) -> tuple[list[MicroBatch], dict[str, Any]]:
     """Of this rank: micro-batches that older versions sampled, near the policy, some of whose tokens are selected."""
     parts = sequences(8, seed=3)
     rng = np.random.default_rng(5)
@@ -528,7 +528,7 @@ def _taken(groups: Sequence[Group]) -> list[Any]:
 # Stored runs and tools
 
 
-class TinyLearner(PolicyLearner):
+class TinyLearner(PolicyTrainer):
     """A real one, which a scripted run trains."""
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from trainer.config.schema import RunConfig
     from trainer.data.batch import MicroBatch
-    from trainer.learner.policy import PolicyLearner
+    from trainer.learner.policy import PolicyTrainer
 
 pytestmark = pytest.mark.timeout(PATIENT_TEST_S)
 
@@ -60,7 +60,7 @@ def _share(parts: list[MicroBatch]) -> list[MicroBatch]:
     return split[dist.get_rank()]
 
 
-def _train(learner: PolicyLearner, first: int, num_steps: int) -> dict[str, float]:
+def _train(learner: PolicyTrainer, first: int, num_steps: int) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for step in range(first, first + num_steps):
         parts, step_rewards = rewarded(8, seed=step)

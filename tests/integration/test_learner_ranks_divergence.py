@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from trainer.learner.policy import PolicyLearner
+    from trainer.learner.policy import PolicyTrainer
 
 IN_REWARD = {"coef": 0.3, "placement": "reward"}
 IN_LOSS = {"coef": 0.3, "placement": "loss"}
@@ -35,7 +35,7 @@ BAD_RANK = 1
 
 
 @contextlib.contextmanager
-def _poisoned(learner: PolicyLearner, name: str) -> Iterator[None]:
+def _poisoned(learner: PolicyTrainer, name: str) -> Iterator[None]:
     """One rank's forward gives numbers that are not finite, as of a broken device."""
     if dist.get_rank() != BAD_RANK:
         yield

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from transformers import Qwen2Config
 
 from tests.fakes.learner import TINY, drawn_config, pack, sequences, weights
-from trainer.learner.policy import PolicyLearner
+from trainer.learner.policy import PolicyTrainer
 from weight_sync.device.select import get_backend
 from weight_sync.layout import local_shards
 from weight_sync.pack import Packer, PackStep
@@ -42,8 +42,8 @@ def one_device(tmp_path: Path) -> Iterator[torch.device]:
     dist.destroy_process_group()
 
 
-def learner_on(device: torch.device, cfg: RunConfig) -> PolicyLearner:
-    return PolicyLearner(cfg, rank=0, world_size=1, device=device, backend=get_backend("cuda"))
+def learner_on(device: torch.device, cfg: RunConfig) -> PolicyTrainer:
+    return PolicyTrainer(cfg, rank=0, world_size=1, device=device, backend=get_backend("cuda"))
 
 
 def test_the_memory_of_a_learner_that_is_away_is_free_and_it_learns_the_same_bits(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from trainer.config.schema import ModelConfig, RunConfig
     from trainer.data.batch import MicroBatch
     from trainer.learner.fsdp import Rendezvous
-    from trainer.learner.policy import PolicyLearner
+    from trainer.learner.policy import PolicyTrainer
     from trainer.learner.step_stats import StepResult
     from weight_sync.device.base import Backend
     from weight_sync.publisher import WeightPublisher
@@ -35,7 +35,7 @@ OWN_LOGGERS = ("trainer", "rollout", "weight_sync")
 
 
 @contextmanager
-def kept_warnings() -> Iterator[list[str]]:
+def captured_warnings() -> Iterator[list[str]]:
     """The texts of our own warnings and errors that are logged inside, in order; other handlers get them too."""
     keeper = _Keeper(logging.WARNING)
     loggers = [logging.getLogger(name) for name in OWN_LOGGERS]
@@ -62,10 +62,10 @@ Address = tuple[str, int]
 
 
 @dataclass(slots=True, kw_only=True)
-class _Ready:
+class _LearnerState:
     """What a rank has once it is set up."""
 
-    learner: PolicyLearner
+    learner: PolicyTrainer
     publisher: WeightPublisher
     description: bytes
     """What weight sync is told of the shards."""
@@ -75,7 +75,7 @@ class _Ready:
     """Brings `tensors` up to date with the parameters, where they do not share memory."""
 
 
-def _described(learner: PolicyLearner, publisher: WeightPublisher, model: ModelConfig) -> _Ready:
+def _described(learner: PolicyTrainer, publisher: WeightPublisher, model: ModelConfig) -> _LearnerState:
     """A learner that is on its device, and the views of its shards that will be published."""
     from trainer.learner.lora import AdapterSource
     from weight_sync.layout import local_shards
@@ -89,7 +89,9 @@ def _described(learner: PolicyLearner, publisher: WeightPublisher, model: ModelC
     else:
         params, shards, tensors = local_shards(learner.model, rollout_dtype=model.rollout_dtype)
     description = publisher.describe(params, shards)
-    return _Ready(learner=learner, publisher=publisher, description=description, tensors=tensors, refresh=refresh)
+    return _LearnerState(
+        learner=learner, publisher=publisher, description=description, tensors=tensors, refresh=refresh
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +106,7 @@ class OffloadReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SetUp:
+class SetupReport:
     """What the setup of one rank took, and warned of."""
 
     seconds: dict[str, float]
@@ -113,7 +115,7 @@ class SetUp:
     """For the driver's log; that of this process goes when the run ends in order."""
 
 
-class LearnerWorker:
+class LearnerActor:
     """One learner rank. Life: `node_address` (rank 0 only), `setup` on all ranks at once, then the rest, `close`.
 
     Methods other than `node_address`, `ws_*` and `close` are collective.
@@ -130,7 +132,7 @@ class LearnerWorker:
         make = get_backend if name == "auto" else build
         self._backend: Backend = make(name, cpu_threads=cfg.device.cpu_threads)
         self._rendezvous: Rendezvous | None = None
-        self._ready: _Ready | None = None
+        self._ready: _LearnerState | None = None
 
     def node_address(self) -> Address:
         """Open the meeting point on this node: an address other nodes reach, and a port that is bound from now on."""
@@ -143,16 +145,16 @@ class LearnerWorker:
         )
         return self._rendezvous.host, self._rendezvous.port
 
-    def setup(self, address: Address) -> SetUp:
+    def setup(self, address: Address) -> SetupReport:
         """Join the other ranks, build the model and compile it.
 
         Raises:
             DeviceError: this process lacks a variable its device needs, or the device is not here.
             ModelError: the model cannot be trained.
         """
-        with kept_warnings() as warnings:
+        with captured_warnings() as warnings:
             seconds = self._set_up(address)
-        return SetUp(seconds=seconds, warnings=tuple(warnings))
+        return SetupReport(seconds=seconds, warnings=tuple(warnings))
 
     def _set_up(self, address: Address) -> dict[str, float]:
         """Returns the seconds of each stage, in order."""
@@ -160,7 +162,7 @@ class LearnerWorker:
         import torch
 
         from trainer.learner.fsdp import Rendezvous, open_process_group
-        from trainer.learner.policy import PolicyLearner, largest_micro_batch
+        from trainer.learner.policy import PolicyTrainer, largest_micro_batch
         from weight_sync.publisher import WeightPublisher
 
         watch.append(time.perf_counter())
@@ -175,13 +177,13 @@ class LearnerWorker:
             self._rendezvous, backend=self._backend, rank=self._rank, world_size=world_size, timeout_s=timeout_s
         )
         watch.append(time.perf_counter())
-        learner = PolicyLearner(self._cfg, rank=self._rank, world_size=world_size, device=device, backend=self._backend)
+        learner = PolicyTrainer(self._cfg, rank=self._rank, world_size=world_size, device=device, backend=self._backend)
         publisher = WeightPublisher(self._backend, rank=self._rank)
         self._ready = _described(learner, publisher, self._cfg.model)
         watch.append(time.perf_counter())
         stages = ["imports", "device and meeting", "model"]
         if self._cfg.learner.compile:  # beside the start of the engines, and not in the first step
-            learner.rehearse(largest_micro_batch(self._cfg))
+            learner.warmup_compile(largest_micro_batch(self._cfg))
             watch.append(time.perf_counter())
             stages.append("compiling")
         return {stage: end - begin for stage, (begin, end) in zip(stages, pairwise(watch), strict=True)}
@@ -200,21 +202,21 @@ class LearnerWorker:
         group_rewards: Sequence[GroupRewards] | None = None,
         num_loss_tokens: int = 0,
     ) -> StepResult:
-        """See `PolicyLearner.train_step`."""
+        """See `PolicyTrainer.train_step`."""
         return self._parts.learner.train_step(
             micro_batches, step=step, group_rewards=group_rewards, num_loss_tokens=num_loss_tokens
         )
 
     def save(self, path: str, step: int) -> None:
-        """See `PolicyLearner.save`."""
+        """See `PolicyTrainer.save`."""
         self._parts.learner.save(Path(path), step=step)
 
     def load(self, path: str) -> int:
-        """See `PolicyLearner.load`."""
+        """See `PolicyTrainer.load`."""
         return self._parts.learner.load(Path(path))
 
     def export_hf(self, path: str) -> None:
-        """See `PolicyLearner.export_hf`."""
+        """See `PolicyTrainer.export_hf`."""
         self._parts.learner.export_hf(Path(path))
 
     def visible_devices(self) -> str:
@@ -249,7 +251,7 @@ class LearnerWorker:
     def ws_publish(self, version: int, deadline_s: float) -> bytes:
         """Pack the current weights as `version`; the optimizer may go on when this returns."""
         parts = self._parts
-        parts.learner.offload.require_device("ws_publish")
+        parts.learner.offload.require_onloaded("ws_publish")
         parts.refresh()
         return parts.publisher.publish(version, parts.tensors, deadline_s=deadline_s)
 
@@ -269,12 +271,12 @@ class LearnerWorker:
         close_process_group()
 
     @property
-    def _parts(self) -> _Ready:
+    def _parts(self) -> _LearnerState:
         if self._ready is None:
             raise LearnerError(f"learner rank {self._rank} is not set up (or closed already); call setup first")
         return self._ready
 
 
 def learner_actor() -> Any:
-    """`LearnerWorker` as a Ray actor class: `.options(...).remote(cfg, rank=0, world_size=2)`."""
-    return ray.remote(LearnerWorker)
+    """`LearnerActor` as a Ray actor class: `.options(...).remote(cfg, rank=0, world_size=2)`."""
+    return ray.remote(LearnerActor)

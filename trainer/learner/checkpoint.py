@@ -79,11 +79,11 @@ def commit(tmp: Path, extra_state: Mapping[str, Any]) -> Path:
     for path in (*tmp.rglob("*"), tmp):  # directories, too: their entries are what leads to the files
         _sync(path)
     final = tmp.with_name(tmp.name.removesuffix(".tmp"))
-    put_in_place(tmp, final)
+    replace_directory(tmp, final)
     return final
 
 
-def put_in_place(written: Path, final: Path) -> None:
+def replace_directory(written: Path, final: Path) -> None:
     """Rename the directory `written` to `final`, in place of what is there.
 
     The older one is called `NAME.replaced` until the new one is there, so that a kill at any moment leaves one of them
@@ -277,19 +277,19 @@ def save_sharded(
     optimizers: Mapping[str, ShardedAdamW],
     *,
     step: int,
-    readable: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+    host_view: Callable[[Tensor], Tensor] = lambda tensor: tensor,
 ) -> None:
     """Collective. `path` exists (`checkpoint.begin`); the shards go to `path/learner`.
 
     Args:
         optimizers: everything that is trained, by a prefix of its names in the checkpoint ("" for the policy).
-        readable: where the bytes of a tensor can be read, if not in the tensor (`Offload.readable`).
+        host_view: where the bytes of a tensor can be read, if not in the tensor (`CpuOffload.host_view`).
 
     Raises:
         CheckpointError: the files cannot be written; names `path` and says why.
     """
     counters = {f"{prefix}num_updates": torch.tensor(one.num_updates) for prefix, one in optimizers.items()}
-    tensors = {name: readable(tensor) for name, tensor in _tensors(optimizers).items()}
+    tensors = {name: host_view(tensor) for name, tensor in _tensors(optimizers).items()}
     try:
         save(tensors | counters | {"step": torch.tensor(step)}, checkpoint_id=path / SHARDS_DIR)
     except (CheckpointException, RuntimeError, OSError) as error:

@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from weight_sync.device.base import Backend
 
 
-# They are public, but not declared.
-
-
 UNSHARDED_SHARE = 1 / 8
 """Blocks stay whole between forward and backward if all of them together fit into this share of the device: that
 saves one of two all-gathers per micro-batch."""
@@ -188,7 +185,7 @@ def learning_rate(step: int, *, config: LearnerConfig, total_steps: int) -> floa
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Slot:
+class ParamState:
     """One parameter as the model and as the optimizer see it; both share memory."""
 
     name: str
@@ -203,7 +200,7 @@ class ShardedAdamW:
         """`params` by the names that they have in checkpoints; all of them are trained."""
         self._config = config
         self._slots = [
-            _Slot(name=name, param=param, local=_local(param.detach()).requires_grad_())
+            ParamState(name=name, param=param, local=local_tensor(param.detach()).requires_grad_())
             for name, param in params.items()
         ]
         decayed = [slot.local for slot in self._slots if slot.param.ndim >= 2]
@@ -226,13 +223,13 @@ class ShardedAdamW:
     def grad_sq_sum(self) -> Tensor:
         """Sum of squares over this rank's shards, float32[], on the gradients' device. Sum it over ranks for the
         squared norm of the whole gradient."""
-        grads = [_local(slot.param.grad) for slot in self._slots if slot.param.grad is not None]
+        grads = [local_tensor(slot.param.grad) for slot in self._slots if slot.param.grad is not None]
         return get_total_norm(grads).square()
 
     def step(self, *, lr: float, grad_norm: float) -> None:
         """Clip to `max_grad_norm` by the given norm of the whole gradient, update, and drop the gradients."""
         for slot in self._slots:
-            slot.local.grad = None if slot.param.grad is None else _local(slot.param.grad)
+            slot.local.grad = None if slot.param.grad is None else local_tensor(slot.param.grad)
         if grad_norm > self._config.max_grad_norm:
             locals_ = [slot.local for slot in self._slots]
             clip_grads_with_norm_(locals_, self._config.max_grad_norm, torch.tensor(grad_norm))
@@ -276,5 +273,6 @@ class ShardedAdamW:
             self._adamw.state[slot.local]["step"].fill_(count)
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's shard of a DTensor; any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,4 @@
-"""The learner seen from the driver: all ranks as one. Ray's side of it is `worker.py`."""
+"""The learner seen from the driver: all ranks as one. Ray's side of it is `actor.py`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from trainer.errors import (
     one_line,
     tells_its_cause,
 )
+from trainer.remote import NoAnswer, answer
 from weight_sync.device.errors import DeviceError
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trainer.data.batch import TrainBatch
-    from trainer.learner.actor import OffloadReport, SetUp
+    from trainer.learner.actor import OffloadReport, SetupReport
     from trainer.learner.step_stats import StepResult
 
 OWN_ERRORS = (ModelError, CheckpointError, TrainingDiverged, DeviceError)
@@ -38,10 +39,6 @@ PEERS_S = 5.0
 """How long a rank that failed waits for the one that made it fail."""
 BROKEN_CLOSE_TIMEOUT_S = 1.0
 """After a failure the other ranks may hang in a collective: do not wait long for them."""
-
-
-class NoAnswer(TimeoutError):
-    """A rank did not answer in time; what it does may still go on."""
 
 
 class RankHandle:
@@ -59,21 +56,14 @@ class RankHandle:
         Raises:
             NoAnswer: says which rank, for how long, and what to do.
         """
-        future = asyncio.wrap_future(getattr(self.actor, method).remote(*args).future())
-        limit = asyncio.timeout(timeout_s)
+        key = "weight_sync.timeout_s" if method.startswith("ws_") else "learner.timeout_s"
+        do = f"it hangs, or {key} is too short; look at its file in actor_logs/"
+        ref = getattr(self.actor, method).remote(*args)
         try:
-            async with limit:
-                return await future
-        except actor_errors():
+            return await answer(ref, timeout_s=timeout_s, who=f"learner rank {self.rank}", call=method, do=do)
+        except (NoAnswer, *actor_errors()):
             self.is_broken = True
             raise
-        except TimeoutError as error:
-            if not limit.expired():
-                raise  # the rank's own
-            self.is_broken = True
-            key = "weight_sync.timeout_s" if method.startswith("ws_") else "learner.timeout_s"
-            what = f"learner rank {self.rank} gave no answer to {method} for {timeout_s:g} s"
-            raise NoAnswer(f"{what}; it hangs, or {key} is too short; look at its file in actor_logs/") from error
 
 
 class LearnerGroup:
@@ -99,8 +89,8 @@ class LearnerGroup:
         """Whether a call has failed, so that it is of no more use."""
         return self._has_failed or any(rank.is_broken for rank in self._ranks)
 
-    async def setup(self) -> list[SetUp]:
-        """Ranks meet at rank 0's address and build their models. As `LearnerWorker.setup`, of every rank."""
+    async def setup(self) -> list[SetupReport]:
+        """Ranks meet at rank 0's address and build their models. As `LearnerActor.setup`, of every rank."""
         (address,) = await self._gather("node_address", [()], ranks=self._ranks[:1])
         return await self._all("setup", address)
 
@@ -111,7 +101,7 @@ class LearnerGroup:
             The metrics (equal on all ranks), with the seconds of the slowest rank per phase, and operations added up.
 
         Raises:
-            TrainingDiverged: as `PolicyLearner.train_step`; after a `GradientsDiverged` the group can still save.
+            TrainingDiverged: as `PolicyTrainer.train_step`; after a `GradientsDiverged` the group can still save.
             LearnerError: a rank failed, or did not answer in time.
         """
         if len(batch.micro_batches) != len(self._ranks):
@@ -132,11 +122,11 @@ class LearnerGroup:
         )
 
     async def visible_devices(self) -> list[str]:
-        """Of every rank; see `LearnerWorker.visible_devices`."""
+        """Of every rank; see `LearnerActor.visible_devices`."""
         return await self._all("visible_devices")
 
     async def offload(self) -> list[OffloadReport]:
-        """Every rank leaves its device to the engine there; see `LearnerWorker.offload`."""
+        """Every rank leaves its device to the engine there; see `LearnerActor.offload`."""
         return await self._all("offload")
 
     async def onload(self) -> list[OffloadReport]:

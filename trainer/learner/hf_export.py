@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rollout.rendering import load_tokenizer
-from trainer.learner.checkpoint import put_in_place
+from trainer.learner.checkpoint import replace_directory
 from trainer.learner.lora import ADAPTER_DIR, gather_adapters, merged_parameters, write_adapter
 from weight_sync.checkpoint_names import persistent_buffers
 
@@ -62,7 +62,7 @@ def write_hf(path: Path, *, model: PreTrainedModel, source_dir: Path, config: Mo
 
     `AutoModelForCausalLM.from_pretrained(path)` and engines load the result. Weights are in `model.rollout_dtype`: what
     the engines generated with. The directory appears whole or not at all, and replaces what is there (see
-    `put_in_place`). LoRA adapters are merged into the weights, and written once more by themselves in `adapter/`.
+    `replace_directory`). LoRA adapters are merged into the weights, and written once more by themselves in `adapter/`.
 
     Raises:
         OSError: rank 0 cannot write to `path`.
@@ -78,7 +78,7 @@ def write_hf(path: Path, *, model: PreTrainedModel, source_dir: Path, config: Mo
         tmp = path.with_name(f"{path.name}.tmp")
         try:
             _write(tmp, state, adapter, model=model, source_dir=source_dir, config=config)
-            put_in_place(tmp, path)
+            replace_directory(tmp, path)
         finally:
             shutil.rmtree(tmp, ignore_errors=True)
 

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from trainer.config.schema import model_paths
 from trainer.errors import TESTED, ModelError
-from trainer.learner.fsdp import UNSHARDED_SHARE, ShardingPlan, clear_fsdp_forward, shard_model
+from trainer.learner.fsdp import UNSHARDED_SHARE, ShardingPlan, clear_fsdp_forward, local_tensor, shard_model
 from trainer.learner.logprobs import selected_logprobs
 from trainer.learner.lora import add_adapters, init_adapters
 from trainer.learner.packed_inputs import ATTENTION_NAME, PackedInputs, best_layout, register_packed_attention
@@ -518,4 +517,4 @@ class ValueHead(nn.Module):
     def reset(self) -> None:
         """Zero this rank's part, once there is memory."""
         for param in self.parameters():
-            (param.to_local() if isinstance(param, DTensor) else param).zero_()
+            local_tensor(param).zero_()

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from trainer.errors import LearnerError
-from trainer.learner.fsdp import sharded_like
+from trainer.learner.fsdp import local_tensor, sharded_like
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -61,7 +60,7 @@ def place(sizes: Sequence[int], *, block_bytes: int) -> tuple[list[Place], list[
     return places, used
 
 
-class Offload:
+class CpuOffload:
     """The storages behind some tensors, on the device or on the host. Not thread-safe.
 
     Host memory is taken at the first `to_host` and kept: page-locked, where the device can copy from it faster.
@@ -71,7 +70,7 @@ class Offload:
         """Tensors (or shards of DTensors) on other devices than the backend's are left alone: they are offloaded
         already."""
         self._backend = backend
-        local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+        local = [local_tensor(tensor) for tensor in tensors]
         here = [tensor.untyped_storage() for tensor in local if tensor.device.type == backend.torch_device]
         self._storages: dict[int, UntypedStorage] = {storage._cdata: storage for storage in here if storage.nbytes()}
         self._sizes = {key: storage.nbytes() for key, storage in self._storages.items()}
@@ -132,16 +131,16 @@ class Offload:
             return False
         return True
 
-    def require_device(self, what: str) -> None:
+    def require_onloaded(self, what: str) -> None:
         """Raises LearnerError if the bytes are on the host while `what` needs them."""
         if self.is_on_host:
             raise LearnerError(
                 f"{what} needs the learner's memory on the device, and it is offloaded; call onload first"
             )
 
-    def readable(self, tensor: Tensor) -> Tensor:
+    def host_view(self, tensor: Tensor) -> Tensor:
         """The tensor itself, or while it is on the host one of the same shape over its bytes there, read-only."""
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = local_tensor(tensor)
         key = local.untyped_storage()._cdata
         if not self.is_on_host or key not in self._storages:
             return tensor

@@ -21,7 +21,7 @@ from trainer.learner.flops import model_flops, peak_flops
 from trainer.learner.fsdp import ShardedAdamW, learner_mesh, learning_rate
 from trainer.learner.hf_export import export_hf
 from trainer.learner.model import ParallelContext, build_policy
-from trainer.learner.offload import Offload
+from trainer.learner.offload import CpuOffload
 from trainer.learner.packed_inputs import loss_inputs, scatter_to_tokens, to_device, token_ages
 from trainer.learner.prepare import build_reference, prepare_step
 from trainer.learner.step_stats import Metric, PhaseTimer, StepResult, StepSums, policy_metrics
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from weight_sync.device.base import Backend
 
 
-class PolicyLearner:
+class PolicyTrainer:
     """Model, optimizer and loss of one rank. Every public method except `close` is collective: all ranks must call it.
 
     The default process group must be open (`parallel.open_process_group`). On CPU the same seed, inputs and
@@ -70,7 +70,7 @@ class PolicyLearner:
             self._optimizers["critic."] = self._critic.optimizer
         moments = (tensor for optimizer in self._optimizers.values() for tensor in optimizer.tensors())
         frozen = [] if self._reference is None else self._reference.parameters()
-        self.offload = Offload((*self._built.policy.parameters(), *frozen, *moments), backend=backend)
+        self.offload = CpuOffload((*self._built.policy.parameters(), *frozen, *moments), backend=backend)
         """What takes device memory between two steps: weights, moments, a critic's, the reference."""
         self._model_flops = model_flops(self.model)
         self._peak_flops = peak_flops(
@@ -116,7 +116,7 @@ class PolicyLearner:
         """
         if not micro_batches:
             raise ValueError("train_step needs at least one micro-batch per rank; pad ranks with a batch without loss")
-        self.offload.require_device("train_step")
+        self.offload.require_onloaded("train_step")
         cfg, critic = self._cfg, self._critic
         timer, values = PhaseTimer(self.device, clock=self._clock), ValueSums(num_loss_tokens=num_loss_tokens)
         num_critic_alone = cfg.critic.warmup_steps if cfg.algorithm.uses_critic else 0
@@ -253,13 +253,13 @@ class PolicyLearner:
         for optimizer in self._optimizers.values():
             optimizer.zero_grad()
 
-    def rehearse(self, batch: MicroBatch) -> None:
+    def warmup_compile(self, batch: MicroBatch) -> None:
         """Every pass of a step over `batch`, of reference and critic too, and nothing kept of them but what is done
         once: compiling, above all.
 
         Weights, moments and the numbers of later steps stay as they were, and torch's cache gives the memory back.
         """
-        self.offload.require_device("rehearse")
+        self.offload.require_onloaded("warmup_compile")
         if self._reference is not None:
             self._reference.logprobs([batch])
         if self._critic is not None:
@@ -286,7 +286,7 @@ class PolicyLearner:
     def save(self, path: Path, *, step: int) -> None:
         """Write this rank's part of model and optimizer into the directory `path` (see `checkpoint.begin`). Works
         while they are on the host, too."""
-        save_sharded(path, self._optimizers, step=step, readable=self.offload.readable)
+        save_sharded(path, self._optimizers, step=step, host_view=self.offload.host_view)
 
     def load(self, path: Path) -> int:
         """Restore model and optimizer, also from another number of ranks; returns the step they were saved at.
@@ -294,12 +294,12 @@ class PolicyLearner:
         Raises:
             CheckpointError: a file is missing or truncated, or the checkpoint is of another model.
         """
-        self.offload.require_device("load")
+        self.offload.require_onloaded("load")
         return load_sharded(path, self._optimizers)
 
     def export_hf(self, path: Path) -> None:
         """Write the policy as a Hugging Face model directory in `model.rollout_dtype`; rank 0 writes."""
-        self.offload.require_device("export_hf")
+        self.offload.require_onloaded("export_hf")
         export_hf(path, model=self.model, source_dir=self._built.source_dir, config=self._cfg.model, rank=self._rank)
 
 

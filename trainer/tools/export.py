@@ -136,7 +136,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def export_checkpoint(checkpoint: Path, out: Path, cfg: RunConfig) -> None:
-    """Write what `PolicyLearner.export_hf` would write after `load(checkpoint)`, into `out`, which is replaced.
+    """Write what `PolicyTrainer.export_hf` would write after `load(checkpoint)`, into `out`, which is replaced.
 
     Equal bit for bit, with one exception: LoRA adapters are merged on the CPU, and a learner merges them on its device,
     whose matrix products may differ in the last bit.

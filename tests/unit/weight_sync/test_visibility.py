@@ -12,7 +12,7 @@ from rollout.engine.actor import EngineActor
 from rollout.engine.interface import EngineSpec
 from tests.fakes.scripted_run import config
 from trainer.learner import actor as learner_module
-from trainer.learner.actor import LearnerWorker
+from trainer.learner.actor import LearnerActor
 from weight_sync.device import DeviceError
 from weight_sync.device.rocm import RocmBackend
 from weight_sync.device.select import build
@@ -82,7 +82,7 @@ def test_a_learner_knows_its_device_before_the_driver_is_first_called(monkeypatc
     asked: list[str | None] = []
     monkeypatch.setattr(RocmBackend, "why_unavailable", lambda _: asked.append(os.environ.get(HIP)))
     monkeypatch.setattr(learner_module, "ray", fake_ray(["3"]))
-    worker = LearnerWorker(config(device={"name": "rocm"}), rank=0, world_size=1)
+    worker = LearnerActor(config(device={"name": "rocm"}), rank=0, world_size=1)
     with pytest.raises(DeviceError, match="RAY_EXPERIMENTAL_NOSET_HIP_VISIBLE_DEVICES must be '1'"):
         worker.setup(("nowhere", 1))
     for variable in build("rocm").process_env("learner"):
@@ -110,6 +110,6 @@ def test_a_learner_whose_node_has_not_the_device_that_was_named_says_why(monkeyp
         pytest.skip("this machine has the device")
     for variable in build("cuda").process_env("learner"):
         monkeypatch.setenv(variable.name, variable.value)
-    worker = LearnerWorker(config(device={"name": "cuda"}), rank=0, world_size=1)
+    worker = LearnerActor(config(device={"name": "cuda"}), rank=0, world_size=1)
     with pytest.raises(DeviceError, match="device 'cuda' cannot be used on the learner's node: "):
         worker._check_device()

@@ -13,7 +13,7 @@ from rollout.engine.interface import EngineInfo
 from tests.fakes.scripted_run import config
 from tests.unit.trainer.learner.test_group import HandActor
 from trainer.driver.actors import Actors, start_actors
-from trainer.learner.actor import SetUp
+from trainer.learner.actor import SetupReport
 from trainer.learner.group import LearnerGroup
 from trainer.telemetry.trace import Tracer
 
@@ -36,8 +36,8 @@ def engine(answer: object = None, **startup_s: float) -> HandActor:
     return HandActor(start=info if answer is None else answer)
 
 
-def set_up(*warnings: str, **seconds: float) -> SetUp:
-    return SetUp(seconds=seconds, warnings=warnings)
+def set_up(*warnings: str, **seconds: float) -> SetupReport:
+    return SetupReport(seconds=seconds, warnings=warnings)
 
 
 def actors(ranks: list[HandActor], engines: list[HandActor], workers: list[HandActor]) -> Actors:

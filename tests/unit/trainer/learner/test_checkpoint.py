@@ -16,8 +16,8 @@ from trainer.learner.checkpoint import (
     locate,
     older_complete,
     prune,
-    put_in_place,
     read_state,
+    replace_directory,
     step_of,
     verify,
 )
@@ -106,7 +106,7 @@ def test_one_directory_in_place_of_another_is_there_whole_whenever_a_kill_comes(
         (written / "model").write_text(text)
         return written
 
-    put_in_place(write("first"), final)
+    replace_directory(write("first"), final)
     rename = Path.rename
 
     def killed(path: Path, target: Path) -> Path:
@@ -116,10 +116,10 @@ def test_one_directory_in_place_of_another_is_there_whole_whenever_a_kill_comes(
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Path, "rename", killed)
-        put_in_place(write("second"), final)
+        replace_directory(write("second"), final)
     assert (replaced / "model").read_text() == "first"
     for text in ("third", "fourth"):
-        put_in_place(write(text), final)
+        replace_directory(write(text), final)
         assert [path.name for path in tmp_path.iterdir()] == ["export"]
         assert (final / "model").read_text() == text
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from trainer.data.batch import MicroBatch
     from trainer.learner.critic import ValueTargets
-    from trainer.learner.policy import PolicyLearner
+    from trainer.learner.policy import PolicyTrainer
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 GAMMA, LAMBDA = 0.9, 0.8
@@ -33,13 +33,13 @@ GAE = {"gae_gamma": GAMMA, "gae_lambda": LAMBDA}
 KINDS: dict[str, dict[str, Any]] = {"own": {}, "shared": {"shared_backbone": True, "value_coef": 0.5}}
 
 
-def train(learner: PolicyLearner, num_steps: int, *, first: int = 0) -> None:
+def train(learner: PolicyTrainer, num_steps: int, *, first: int = 0) -> None:
     for step in range(first, first + num_steps):
         parts, step_rewards = rewarded(4, seed=step)
         learner.train_step([pack_rewarded(parts)], step=step, **step_rewards)
 
 
-def targets_of(learner: PolicyLearner, batches: list[MicroBatch], step_rewards: dict[str, Any]) -> list[ValueTargets]:
+def targets_of(learner: PolicyTrainer, batches: list[MicroBatch], step_rewards: dict[str, Any]) -> list[ValueTargets]:
     assert learner._critic is not None
     rewards = [b.token_rewards.astype(np.float64) for b in batches if b.token_rewards is not None]
     found = learner._critic.targets(batches, rewards, ValueSums(num_loss_tokens=step_rewards["num_loss_tokens"]))
@@ -51,7 +51,7 @@ def targets_of(learner: PolicyLearner, batches: list[MicroBatch], step_rewards: 
 class PlainCritic:
     """A Hugging Face model of the critic's (or policy's) weights, and a linear layer: values by the textbook."""
 
-    def __init__(self, learner: PolicyLearner, directory: Path) -> None:
+    def __init__(self, learner: PolicyTrainer, directory: Path) -> None:
         state = all_weights(learner)
         prefix = "critic." if isinstance(learner._critic, SeparateCritic) else ""
         self.prefix = prefix
@@ -237,7 +237,7 @@ def test_a_rehearsal_leaves_policy_and_critic_alone(kind: str, tiny_dir: Path) -
     cfg = config(tiny_dir, critic=KINDS[kind])
     learner = make_learner(cfg)
     before = all_weights(learner)
-    learner.rehearse(largest_micro_batch(cfg))
+    learner.warmup_compile(largest_micro_batch(cfg))
     assert all(tensor.equal(before[name]) for name, tensor in all_weights(learner).items())
     params = [slot.param for optimizer in learner._optimizers.values() for slot in optimizer._slots]
     assert not any(param.grad is not None for param in params)

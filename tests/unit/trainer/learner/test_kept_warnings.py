@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 
-from trainer.learner.actor import kept_warnings
+from trainer.learner.actor import captured_warnings
 
 
 def test_our_own_warnings_are_kept_while_the_block_runs_and_those_of_others_are_not() -> None:
     own, other = logging.getLogger("trainer.learner.packed_inputs"), logging.getLogger("transformers")
-    with kept_warnings() as kept:
+    with captured_warnings() as kept:
         own.warning("no kernel for %s", "npu")
         own.info("ready")
         other.warning("deprecated")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trainer.config.schema import RunConfig
-    from trainer.learner.policy import PolicyLearner
+    from trainer.learner.policy import PolicyTrainer
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 TARGETS = "q_proj+o_proj+up_proj"
@@ -35,7 +35,7 @@ def lora_config(directory: Path, *, compute_dtype: str = "float32", **lora: Any)
     return replace(cfg, model=replace(cfg.model, compute_dtype=compute_dtype, lora=LoraConfig(**values)))
 
 
-def train(learner: PolicyLearner, *steps: int) -> None:
+def train(learner: PolicyTrainer, *steps: int) -> None:
     for step in steps:
         learner.train_step([pack(sequences(4, seed=step))], step=step)
 
@@ -44,7 +44,7 @@ def whole(param: Any) -> torch.Tensor:
     return param.full_tensor().detach()
 
 
-def base_of(learner: PolicyLearner) -> dict[str, torch.Tensor]:
+def base_of(learner: PolicyTrainer) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in weights(learner).items() if not is_adapter(name)}
 
 

@@ -15,7 +15,7 @@ from trainer.config.schema import ModelConfig
 from trainer.errors import LearnerError
 from trainer.learner.actor import _described
 from trainer.learner.fsdp import sharded_like
-from trainer.learner.offload import ALIGNMENT, Offload, Place, place
+from trainer.learner.offload import ALIGNMENT, CpuOffload, Place, place
 from weight_sync.device.select import get_backend
 from weight_sync.publisher import WeightPublisher
 
@@ -37,22 +37,22 @@ def test_storages_fill_blocks_in_order_and_a_large_one_has_its_own() -> None:
 def test_memory_is_given_back_and_every_holder_of_a_tensor_finds_its_bytes_again() -> None:
     whole = torch.arange(12.0)
     view, tied, other = whole[4:8], whole, torch.arange(5, dtype=torch.int16)
-    offload = Offload([other, whole, tied, torch.empty(0)], backend=get_backend("cpu"), block_bytes=128)
+    offload = CpuOffload([other, whole, tied, torch.empty(0)], backend=get_backend("cpu"), block_bytes=128)
     assert offload.nbytes == 12 * 4 + 5 * 2
     for _ in range(2):
         before = [tensor.clone() for tensor in (whole, view, other)]
         offload.to_host()
         offload.to_host()
         assert whole.untyped_storage().nbytes() == other.untyped_storage().nbytes() == 0
-        torch.testing.assert_close(offload.readable(view), before[1], rtol=0, atol=0)
+        torch.testing.assert_close(offload.host_view(view), before[1], rtol=0, atol=0)
         with pytest.raises(LearnerError, match="train_step needs"):
-            offload.require_device("train_step")
+            offload.require_onloaded("train_step")
         offload.to_device()
         offload.to_device()
-        offload.require_device("train_step")
+        offload.require_onloaded("train_step")
         for tensor, expected in zip((whole, view, other), before, strict=True):
             torch.testing.assert_close(tensor, expected, rtol=0, atol=0)
-        assert offload.readable(view) is view
+        assert offload.host_view(view) is view
         view.add_(100)
 
 
@@ -116,13 +116,13 @@ def test_views_for_weight_sync_survive_the_way_to_the_host(tmp_path: Path) -> No
 
 
 def test_memory_that_stays_taken_is_an_error_with_what_is_needed_and_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    offload = Offload([torch.arange(8.0)], backend=get_backend("cpu"))
+    offload = CpuOffload([torch.arange(8.0)], backend=get_backend("cpu"))
     offload.to_host()
     tries: list[int] = []
-    monkeypatch.setattr(Offload, "_take", lambda *_: tries.append(1))
+    monkeypatch.setattr(CpuOffload, "_take", lambda *_: tries.append(1))
     with pytest.raises(LearnerError, match=r"needs 0.00 GiB of its device and finds"):
         offload.to_device(patience_s=0.6)
     assert len(tries) >= 2
     monkeypatch.undo()
     offload.to_device()
-    offload.require_device("anything")
+    offload.require_onloaded("anything")

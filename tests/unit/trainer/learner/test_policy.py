@@ -301,7 +301,7 @@ def test_a_rehearsal_changes_no_number_of_a_later_step(tiny_dir: Path) -> None:
     )
     rehearsed, plain = make_learner(cfg), make_learner(cfg)
     before = weights(rehearsed)
-    rehearsed.rehearse(largest_micro_batch(cfg))
+    rehearsed.warmup_compile(largest_micro_batch(cfg))
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(rehearsed).items())
     assert all(param.grad is None for param in rehearsed.model.parameters())
     for step in range(2):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from trainer.config.schema import RunConfig
     from trainer.data.batch import MicroBatch
-    from trainer.learner.policy import PolicyLearner
+    from trainer.learner.policy import PolicyTrainer
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -36,7 +36,7 @@ def with_lora(cfg: RunConfig) -> RunConfig:
     return replace(cfg, model=replace(cfg.model, lora=LoraConfig(rank=8, alpha=20.0, target_modules="q_proj+up_proj")))
 
 
-def train(learner: PolicyLearner, num_steps: int, *, first: int = 0) -> None:
+def train(learner: PolicyTrainer, num_steps: int, *, first: int = 0) -> None:
     for step in range(first, first + num_steps):
         learner.train_step([pack(sequences(4, seed=step))], step=step)
 
