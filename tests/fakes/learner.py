@@ -193,27 +193,62 @@ def weights(learner: PolicyTrainer) -> dict[str, torch.Tensor]:
     return {name: param.detach().full_tensor().clone() for name, param in learner.model.named_parameters()}
 
 
+class RankPool:
+    """`world_size` processes with a process group, which run one job after the other: their start costs most."""
+
+    def __init__(self, directory: Path, *, world_size: int) -> None:
+        multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOAD, *MODELS])
+        self._directory, self._num_jobs = directory, 0
+        self._queues = [multiprocessing.get_context("forkserver").SimpleQueue() for _ in range(world_size)]
+        self._ranks = mp.start_processes(
+            _rank_main, (world_size, self._queues, directory), nprocs=world_size, join=False, start_method="forkserver"
+        )
+
+    def run(self, job: Callable[[Path], Any], directory: Path) -> list[Any]:
+        """What `job(directory)` returns on each rank.
+
+        Raises:
+            TimeoutError: they hang, say in a collective that one of them never entered. They are killed.
+        """
+        self._num_jobs += 1
+        for queue in self._queues:
+            queue.put((job, directory, self._num_jobs))
+        paths = [self._directory / f"result_{self._num_jobs}_{rank}.pt" for rank in range(len(self._queues))]
+        give_up = time.monotonic() + PATIENT_S
+        while not all(path.exists() for path in paths):
+            self._ranks.join(timeout=0.1)  # raises what a rank raised
+            if time.monotonic() > give_up:
+                self.kill()
+                raise TimeoutError(f"{len(paths)} ranks were not done after {PATIENT_S} s")
+        return [torch.load(path, weights_only=False) for path in paths]
+
+    def close(self) -> None:
+        for queue in self._queues:
+            queue.put(None)
+        give_up = time.monotonic() + PATIENT_S
+        while not self._ranks.join(timeout=1.0):
+            if time.monotonic() > give_up:
+                self.kill()
+
+    def kill(self) -> None:
+        for process in self._ranks.processes:
+            process.kill()
+
+
 def run_ranks(job: Callable[[Path], Any], directory: Path, *, world_size: int) -> list[Any]:
-    """Run `job(directory)` in `world_size` new processes with a process group; returns what each rank returned.
-
-    Raises:
-        TimeoutError: they hang, say in a collective that one of them never entered. They are killed.
-    """
-    multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOAD, *MODELS])
-    ranks = mp.start_processes(
-        _rank_main, (world_size, job, directory), nprocs=world_size, join=False, start_method="forkserver"
-    )
-    give_up = time.monotonic() + PATIENT_S
-    while not ranks.join(timeout=1.0):
-        if time.monotonic() > give_up:
-            for process in ranks.processes:
-                process.kill()
-            raise TimeoutError(f"{world_size} ranks were not done after {PATIENT_S} s")
-    return [torch.load(directory / f"result_{rank}.pt", weights_only=False) for rank in range(world_size)]
+    """`RankPool.run` in new processes."""
+    pool = RankPool(directory, world_size=world_size)
+    found = pool.run(job, directory)
+    pool.close()
+    return found
 
 
-def _rank_main(rank: int, world_size: int, job: Callable[[Path], Any], directory: Path) -> None:
+def _rank_main(rank: int, world_size: int, queues: Sequence[Any], directory: Path) -> None:
     with process_group(directory / "store", rank=rank, world_size=world_size):
-        torch.save(job(directory), directory / f"result_{rank}.pt")
+        while (given := queues[rank].get()) is not None:
+            job, where, number = given
+            path = directory / f"result_{number}_{rank}.pt"
+            torch.save(job(where), path.with_suffix(".tmp"))
+            path.with_suffix(".tmp").rename(path)
     # The work is done and the group is gone. torch's own teardown at exit sometimes aborts the process over a thread.
     os._exit(0)

@@ -1,9 +1,14 @@
-"""The learner on one and two real ranks (processes with gloo)."""
+"""The learner on one and two real ranks (processes with gloo): gradients, metrics, checkpoints, losses, critics and
+references do not depend on the number of ranks, and what is not finite on one rank stops both."""
 
 from __future__ import annotations
 
+import contextlib
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,25 +16,69 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from tests.fakes.learner import (
     TINY,
+    RankPool,
     drawn_config,
     gradients,
     make_learner,
     pack,
     process_group,
+    reference_logprobs,
     run_config,
-    run_ranks,
     save_tiny,
     sequences,
     weights,
     without_loss,
 )
-from trainer.errors import CheckpointError
+from tests.fakes.patience import PATIENT_TEST_S
+from tests.fakes.rewarded import all_gradients, all_weights, config, filler, pack_rewarded, rewarded
+from trainer.config.algorithm import AlgorithmConfig, ClampConfig, CorrectionConfig, RejectConfig
+from trainer.errors import CheckpointError, TrainingDiverged
+from trainer.learner import critic, prepare
 from trainer.learner.checkpoint import begin, commit, find_latest, read_state
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
+    from trainer.config.schema import RunConfig
+    from trainer.data.batch import MicroBatch
+    from trainer.learner.policy import PolicyTrainer
+
+pytestmark = [pytest.mark.timeout(PATIENT_TEST_S), pytest.mark.usefixtures("one_rank")]
+
 STEPS_BEFORE, STEPS_AFTER = 3, 2
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("ranks")
+    save_tiny(path / "model")
+    save_tiny(path / TEACHER, "llama", seed=1)
+    # 61 rows, 3 heads' worth of rows and one-row norms split unevenly over two ranks
+    Qwen2Config(**TINY, architectures=["Qwen2ForCausalLM"]).save_pretrained(path / "hollow")
+    return path
+
+
+@pytest.fixture(scope="module")
+def pool(directory: Path) -> Iterator[RankPool]:
+    pool = RankPool(directory, world_size=2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def one_rank(directory: Path, pool: RankPool) -> Iterator[None]:
+    """This process as the only rank. The other ranks are started before it."""
+    del pool
+    with process_group(directory / "store_of_one"):
+        yield
+
+
+def _assert_close(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], *, rtol: float) -> None:
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        error = (got[name] - tensor).norm() / tensor.norm().clamp_min(1e-6)
+        assert error <= rtol, f"{name}: relative error {error}"
 
 
 def _step(learner: Any, step: int) -> Any:
@@ -81,35 +130,13 @@ def _two_rank_job(directory: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("ranks")
-    save_tiny(path / "model")
-    # 61 rows, 3 heads' worth of rows and one-row norms split unevenly over two ranks
-    Qwen2Config(**TINY, architectures=["Qwen2ForCausalLM"]).save_pretrained(path / "hollow")
-    return path
+def two_ranks(pool: RankPool, directory: Path) -> list[dict[str, Any]]:
+    return pool.run(_two_rank_job, directory)
 
 
 @pytest.fixture(scope="module")
-def two_ranks(directory: Path) -> list[dict[str, Any]]:
-    return run_ranks(_two_rank_job, directory, world_size=2)
-
-
-@pytest.fixture(scope="module")
-def _one_rank(directory: Path, two_ranks: list[dict[str, Any]]) -> Any:
-    with process_group(directory / "store_of_one"):
-        yield
-
-
-@pytest.fixture(scope="module")
-def one_rank_gradients(directory: Path, _one_rank: None) -> dict[str, torch.Tensor]:
+def one_rank_gradients(directory: Path) -> dict[str, torch.Tensor]:
     return gradients(make_learner(run_config(directory / "model")), [pack(sequences(12))])
-
-
-def _assert_close(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], *, rtol: float) -> None:
-    assert got.keys() == expected.keys()
-    for name, tensor in expected.items():
-        error = (got[name] - tensor).norm() / tensor.norm()
-        assert error <= rtol, f"{name}: relative error {error}"
 
 
 @pytest.mark.parametrize("split", ["halves", "uneven", "one rank idle"])
@@ -120,7 +147,6 @@ def test_gradients_on_two_ranks_equal_those_on_one(
         _assert_close(result["gradients"][split], one_rank_gradients, rtol=1e-6)
 
 
-@pytest.mark.usefixtures("_one_rank")
 def test_metrics_and_logprobs_do_not_depend_on_the_number_of_ranks(
     directory: Path, two_ranks: list[dict[str, Any]]
 ) -> None:
@@ -141,7 +167,6 @@ def test_resumed_run_gives_the_same_bits_as_an_uninterrupted_one(two_ranks: list
         assert not all(tensor.equal(result["saved"][name]) for name, tensor in result["uninterrupted"].items())
 
 
-@pytest.mark.usefixtures("_one_rank")
 def test_checkpoint_of_two_ranks_resumes_on_one(directory: Path, two_ranks: list[dict[str, Any]]) -> None:
     path = find_latest(directory / "checkpoints")
     assert path is not None and read_state(path) == {"source": 17}
@@ -153,14 +178,12 @@ def test_checkpoint_of_two_ranks_resumes_on_one(directory: Path, two_ranks: list
     _assert_close(weights(learner), two_ranks[0]["uninterrupted"], rtol=1e-5)
 
 
-@pytest.mark.usefixtures("_one_rank")
 def test_export_of_two_ranks_loads_with_equal_weights(directory: Path, two_ranks: list[dict[str, Any]]) -> None:
     model = AutoModelForCausalLM.from_pretrained(directory / "export")
     exported = two_ranks[0]["exported"]
     assert all(exported[name].equal(param) for name, param in model.named_parameters())
 
 
-@pytest.mark.usefixtures("_one_rank")
 def test_random_initialisation_does_not_depend_on_the_number_of_ranks(
     directory: Path, two_ranks: list[dict[str, Any]]
 ) -> None:
@@ -168,7 +191,6 @@ def test_random_initialisation_does_not_depend_on_the_number_of_ranks(
     assert all(tensor.equal(expected[name]) for name, tensor in two_ranks[1]["random"].items())
 
 
-@pytest.mark.usefixtures("_one_rank", "two_ranks")
 def test_truncated_or_foreign_checkpoint_is_refused(directory: Path, tmp_path: Path) -> None:
     learner = make_learner(run_config(directory / "model"))
     tmp = begin(tmp_path, 1)
@@ -186,3 +208,270 @@ def test_truncated_or_foreign_checkpoint_is_refused(directory: Path, tmp_path: P
     shard.unlink()
     with pytest.raises(CheckpointError, match="cannot be loaded"):
         learner.load(path)
+
+
+# Losses
+
+OBJECTIVES = {
+    "gspo": AlgorithmConfig(loss="gspo", clip_low=0.1, clip_high=0.1),
+    "gmpo with entropy bonus": AlgorithmConfig(loss="gmpo", clip_low=0.4, clip_high=0.4, entropy_coef=0.3),
+    "decoupled with rejection": AlgorithmConfig(
+        correction=CorrectionConfig(
+            objective="decoupled",
+            clamp=ClampConfig(upper=1.5),
+            reject=RejectConfig(metric="k2", upper=0.8),
+        )
+    ),
+}
+
+
+def _loss_config(directory: Path, name: str) -> RunConfig:
+    return replace(run_config(directory / "model"), algorithm=OBJECTIVES[name])
+
+
+def _loss_job(directory: Path) -> dict[str, dict[str, torch.Tensor]]:
+    parts = sequences(12)
+    uneven = ([pack(parts[:1]), pack(parts[1:5])], [pack(parts[5:]), without_loss()])
+    return {
+        name: gradients(make_learner(_loss_config(directory, name)), uneven[dist.get_rank()]) for name in OBJECTIVES
+    }
+
+
+@pytest.fixture(scope="module")
+def loss_gradients(pool: RankPool, directory: Path) -> list[dict[str, dict[str, torch.Tensor]]]:
+    return pool.run(_loss_job, directory)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_every_kind_of_loss_has_the_gradients_of_one_rank_on_two(
+    name: str, directory: Path, loss_gradients: list[dict[str, dict[str, torch.Tensor]]]
+) -> None:
+    expected = gradients(make_learner(_loss_config(directory, name)), [pack(sequences(12))])
+    for rank in loss_gradients:
+        _assert_close(rank[name], expected, rtol=1e-5)
+
+
+# Critics, references, and advantages that are finished on the ranks
+
+
+TEACHER = "teacher"
+IN_REWARD = {"coef": 0.3, "placement": "reward"}
+IN_ADVANTAGE = {"coef": 0.3, "placement": "advantage", "estimator": "k1", "path": TEACHER}
+CRITIC_CASES: dict[str, dict[str, Any]] = {
+    "own critic, KL in the reward": {"gae_gamma": 0.9, "gae_lambda": 0.8, "kl": IN_REWARD},
+    "own critic with warm-up, two updates": {
+        "critic": {"warmup_steps": 1, "updates_per_step": 2, "value_clip": 0.1},
+        "kl": IN_REWARD,
+    },
+    "shared critic, KL in the loss": {"critic": {"shared_backbone": True}, "kl": {"coef": 0.3, "placement": "loss"}},
+    "grpo, KL in the reward": {"advantage": "grpo", "kl": IN_REWARD},
+    "reinforce_pp, KL in the reward": {"advantage": "reinforce_pp", "kl": IN_REWARD},
+    "own critic, KL to a teacher in the advantage": {"kl": IN_ADVANTAGE},
+    "a teacher alone": {"advantage": "zero", "loss": "importance_sampling", "kl": IN_ADVANTAGE},
+    "a teacher in the loss": {"advantage": "grpo", "kl": {"coef": 0.3, "placement": "loss", "path": TEACHER}},
+}
+STEPS = 3
+
+
+def _critic_config(directory: Path, name: str) -> RunConfig:
+    kl = CRITIC_CASES[name]["kl"]
+    path = str(directory / TEACHER) if _is_taught(name) else None
+    return config(directory / "model", **CRITIC_CASES[name] | {"kl": kl | {"path": path}})
+
+
+def _is_taught(name: str) -> bool:
+    return "path" in CRITIC_CASES[name]["kl"]
+
+
+def _share(parts: list[MicroBatch]) -> list[MicroBatch]:
+    """The micro-batches of this rank: an uneven split, with a filler."""
+    if dist.get_world_size() == 1:
+        return [pack_rewarded(parts)]
+    split = ([pack_rewarded(parts[:1]), pack_rewarded(parts[1:4])], [pack_rewarded(parts[4:]), filler()])
+    return split[dist.get_rank()]
+
+
+def _train(learner: PolicyTrainer, first: int, num_steps: int) -> dict[str, float]:
+    metrics: dict[str, float] = {}
+    for step in range(first, first + num_steps):
+        parts, step_rewards = rewarded(8, seed=step)
+        result = learner.train_step(_share(parts), step=step, **step_rewards)
+        metrics = {name: metric.mean for name, metric in result.metrics.items()}
+    return metrics
+
+
+def _work(directory: Path, name: str) -> dict[str, Any]:
+    """Train, look at everything, and go on."""
+    learner = make_learner(_critic_config(directory, name))
+    whole = pack_rewarded(rewarded(8, seed=99)[0])
+    initial = reference_logprobs(learner, whole) if _is_taught(name) else learner.logprobs(whole)
+    metrics = _train(learner, 0, STEPS)
+    found = {
+        "metrics": metrics,
+        "weights": all_weights(learner),
+        "initial": initial,
+        "current": learner.logprobs(whole),
+        "reference": reference_logprobs(learner, whole),
+    }
+    path = directory / f"{dist.get_world_size()} {name.replace(',', '')}"
+    if dist.get_rank() == 0:
+        begin(path, STEPS)
+    dist.barrier()
+    learner.save(path / f"step_{STEPS}.tmp", step=STEPS)
+    _train(learner, STEPS, 1)
+    return found | {"path": path / f"step_{STEPS}.tmp", "later": all_weights(learner)}
+
+
+def _resumed(directory: Path, name: str, path: Path) -> dict[str, Any]:
+    learner = make_learner(_critic_config(directory, name))
+    assert learner.load(path) == STEPS
+    parts, step_rewards = rewarded(8, seed=99)
+    found: dict[str, Any] = {
+        "weights": all_weights(learner),
+        "reference": reference_logprobs(learner, pack_rewarded(parts)),
+        "gradients": all_gradients(learner, _share(parts), step_rewards),
+    }
+    _train(learner, STEPS, 1)
+    return found | {"later": all_weights(learner)}
+
+
+def _critic_job(directory: Path) -> dict[str, Any]:
+    found = {name: _work(directory, name) for name in CRITIC_CASES}
+    found["again"] = {name: _resumed(directory, name, found[name]["path"]) for name in CRITIC_CASES}
+    return found
+
+
+@pytest.fixture(scope="module")
+def two(pool: RankPool, directory: Path) -> list[dict[str, Any]]:
+    return pool.run(_critic_job, directory)
+
+
+@pytest.fixture(scope="module")
+def one(directory: Path, two: list[dict[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {name: _work(directory, name) for name in CRITIC_CASES}
+    found["again"] = {name: _resumed(directory, name, two[0][name]["path"]) for name in CRITIC_CASES}
+    return found
+
+
+@pytest.mark.parametrize("name", CRITIC_CASES)
+def test_two_ranks_have_the_gradients_and_metrics_of_one(
+    name: str, one: dict[str, Any], two: list[dict[str, Any]]
+) -> None:
+    expected = {key: value for key, value in one[name]["metrics"].items() if key != "num_tokens"}  # counts fillers
+    for rank in two:
+        # From the same bits of all weights, so that nothing but the split differs.
+        _assert_close(rank["again"][name]["gradients"], one["again"][name]["gradients"], rtol=1e-5)
+        _assert_close(rank[name]["weights"], one[name]["weights"], rtol=1e-4)
+        got = {key: value for key, value in rank[name]["metrics"].items() if key != "num_tokens"}
+        assert got == pytest.approx(expected, rel=1e-3, abs=1e-6)
+    assert two[0][name]["metrics"] == two[1][name]["metrics"]
+
+
+@pytest.mark.parametrize("name", CRITIC_CASES)
+def test_the_reference_stays_what_it_began_as(name: str, one: dict[str, Any], two: list[dict[str, Any]]) -> None:
+    for found in (one, *two):
+        assert np.abs(found[name]["current"] - found[name]["initial"]).max() > 1e-3
+        np.testing.assert_array_equal(found[name]["reference"], found[name]["initial"])
+        np.testing.assert_array_equal(found["again"][name]["reference"], found[name]["initial"])
+
+
+@pytest.mark.parametrize("name", CRITIC_CASES)
+def test_a_resumed_job_gives_the_bits_of_an_uninterrupted_one(name: str, two: list[dict[str, Any]]) -> None:
+    for rank in two:
+        for what in ("weights", "later"):
+            assert all(tensor.equal(rank["again"][name][what][n]) for n, tensor in rank[name][what].items())
+
+
+@pytest.mark.parametrize("name", CRITIC_CASES)
+def test_a_checkpoint_of_two_ranks_goes_on_with_one(name: str, one: dict[str, Any], two: list[dict[str, Any]]) -> None:
+    resumed = one["again"][name]
+    assert all(tensor.equal(resumed["weights"][n]) for n, tensor in two[0][name]["weights"].items())
+    _assert_close(resumed["later"], two[0][name]["later"], rtol=1e-4)
+
+
+def _go_on_from_one(directory: Path) -> dict[str, Any]:
+    paths = {name: directory / f"1 {name.replace(',', '')}" / f"step_{STEPS}.tmp" for name in CRITIC_CASES}
+    return {name: _resumed(directory, name, path) for name, path in paths.items()}
+
+
+@pytest.fixture(scope="module")
+def two_from_one(pool: RankPool, directory: Path, one: dict[str, Any]) -> list[dict[str, Any]]:
+    del one  # it wrote the checkpoints
+    return pool.run(_go_on_from_one, directory)
+
+
+@pytest.mark.parametrize("name", CRITIC_CASES)
+def test_a_checkpoint_of_one_rank_goes_on_with_two(
+    name: str, one: dict[str, Any], two_from_one: list[dict[str, Any]]
+) -> None:
+    for rank in two_from_one:
+        assert all(tensor.equal(rank[name]["weights"][n]) for n, tensor in one[name]["weights"].items())
+        _assert_close(rank[name]["later"], one[name]["later"], rtol=1e-4)
+        np.testing.assert_array_equal(rank[name]["reference"], one[name]["reference"])
+
+
+# What is not finite on one rank
+
+IN_LOSS = {"coef": 0.3, "placement": "loss"}
+BAD_CASES: dict[str, tuple[dict[str, Any], str]] = {
+    "own critic": ({}, "values of the critic"),
+    "shared critic": ({"critic": {"shared_backbone": True}}, "values of the critic"),
+    "reference, reward of answers": ({"advantage": "grpo", "kl": IN_REWARD}, "log-probs of the reference"),
+    "reference, reward of tokens": ({"kl": IN_REWARD}, "log-probs of the reference"),
+    "reference, loss": ({"advantage": "grpo", "kl": IN_LOSS}, "log-probs of the reference"),
+}
+BAD_RANK = 1
+
+
+@contextlib.contextmanager
+def _poisoned(learner: PolicyTrainer, name: str) -> Iterator[None]:
+    """One rank's forward gives numbers that are not finite, as of a broken device."""
+    if dist.get_rank() != BAD_RANK:
+        yield
+        return
+    target, bad = (prepare, np.nan) if name.startswith("ref") else (critic, np.inf)
+    original = target.scatter_to_tokens
+
+    def broken(*args: Any) -> np.ndarray:
+        return np.where(args[-1].loss_mask, np.float32(bad), original(*args))
+
+    with patch.object(target, "scatter_to_tokens", broken):
+        yield
+
+
+def _divergence_job(directory: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, (keys, _) in BAD_CASES.items():
+        learner = make_learner(config(directory / "model", **keys))
+        parts, step_rewards = rewarded(8)
+        mine = [pack_rewarded(parts[:3])] if dist.get_rank() == 0 else [pack_rewarded(parts[3:])]
+        mine = [replace(batch, advantages=batch.loss_mask.astype(np.float32)) for batch in mine]
+        before, told = all_weights(learner), "nothing was raised"
+        try:
+            with _poisoned(learner, name):
+                learner.train_step(mine, step=0, **step_rewards)
+        except TrainingDiverged as error:
+            told = str(error)
+        after = all_weights(learner)
+        is_unchanged = all(tensor.equal(before[key]) for key, tensor in after.items())
+        learner.train_step(mine, step=0, **step_rewards)  # neither rank is a collective behind the other
+        found[name] = {"told": told, "is_unchanged": is_unchanged, "weights": all_weights(learner)}
+        clean = make_learner(config(directory / "model", **keys))
+        clean.train_step(mine, step=0, **step_rewards)
+        found[name]["clean"] = all_weights(clean)
+    return found
+
+
+@pytest.fixture(scope="module")
+def diverged(pool: RankPool, directory: Path) -> list[dict[str, Any]]:
+    return pool.run(_divergence_job, directory)
+
+
+@pytest.mark.parametrize("name", BAD_CASES)
+def test_both_ranks_raise_name_the_cause_and_could_go_on(name: str, diverged: list[dict[str, Any]]) -> None:
+    for rank in diverged:
+        found = rank[name]
+        assert BAD_CASES[name][1] in found["told"] and "not finite" in found["told"]
+        assert found["is_unchanged"]
+        assert all(tensor.equal(found["weights"][key]) for key, tensor in found["clean"].items()), "no gradient is left"
+    assert diverged[0][name]["told"] == diverged[1][name]["told"]

@@ -18,7 +18,7 @@ from trainer.errors import (
     one_line,
     tells_its_cause,
 )
-from trainer.remote import NoAnswer, answer
+from trainer.remote import RemoteTimeout, call
 from weight_sync.device.errors import DeviceError
 
 if TYPE_CHECKING:
@@ -54,14 +54,14 @@ class RankHandle:
         """Call one method of one rank. Raises what the method raised.
 
         Raises:
-            NoAnswer: says which rank, for how long, and what to do.
+            RemoteTimeout: says which rank, for how long, and what to do.
         """
         key = "weight_sync.timeout_s" if method.startswith("ws_") else "learner.timeout_s"
-        do = f"it hangs, or {key} is too short; look at its file in actor_logs/"
+        hint = f"it hangs, or increase {key}; look at its file in actor_logs/"
         ref = getattr(self.actor, method).remote(*args)
         try:
-            return await answer(ref, timeout_s=timeout_s, who=f"learner rank {self.rank}", call=method, do=do)
-        except (NoAnswer, *actor_errors()):
+            return await call(ref, timeout_s=timeout_s, who=f"learner rank {self.rank}", what=method, hint=hint)
+        except (RemoteTimeout, *actor_errors()):
             self.is_broken = True
             raise
 
@@ -212,7 +212,7 @@ def _to_report(method: str, failures: Mapping[int, BaseException]) -> Exception:
     error: Exception
     if isinstance(cause, OWN_ERRORS):
         error = type(cause)(f"learner rank {rank}: {cause}")
-    elif isinstance(cause, NoAnswer):
+    elif isinstance(cause, RemoteTimeout):
         error = LearnerError(str(cause))
     else:
         verb = "died" if isinstance(cause, actor_errors()) else "failed"

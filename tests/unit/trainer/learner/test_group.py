@@ -99,7 +99,7 @@ async def test_our_own_errors_keep_their_type_and_win_over_broken_connections() 
 async def test_a_rank_that_does_not_answer_is_named_at_the_deadline() -> None:
     group = LearnerGroup([HandActor(), HandActor(export_hf="hang")], timeout_s=0.05)
     with pytest.raises(
-        LearnerError, match=r"learner rank 1 gave no answer to export_hf for 0\.05 s; it hangs, or learner"
+        LearnerError, match=r"export_hf timed out after 0\.05 s on learner rank 1; it hangs, or increase learner"
     ):
         await group.export_hf(Path("/x"))
 
