@@ -1,7 +1,8 @@
 """Everything a user can get wrong: a clear message, exit code 2, and nothing left behind.
 
-Each row is one real `python -m trainer` in a world of its own (working directory, home, temporary files, caches), which
-is compared before and after. What a row expects are words of the message: the thing, what it got, what to do.
+Each row runs in a world of its own (working directory, home, temporary files, caches), which is compared before and
+after. What a row expects are words of the message: the thing, what it got, what to do. Most rows call `main`; those of
+`PROCESSES` are real `python -m trainer`, for what only a process shows: what it imports, and what it leaves behind.
 """
 
 from __future__ import annotations
@@ -10,12 +11,10 @@ import contextlib
 import fcntl
 import hashlib
 import json
-import os
 import socket
 import subprocess
 import sys
 import uuid
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,14 +23,14 @@ import pytest
 
 from tests.fakes.learner import save_tiny
 from tests.fakes.patience import PATIENT_S
+from trainer.__main__ import main
 from trainer.builtin.tiny_model import build_tokenizer
 from trainer.learner import checkpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 ROOT = Path(__file__).resolve().parents[2]
-NUM_AT_A_TIME = 2
 MARK = "TANDEM_TEST_WORLD"
 """An environment variable by which every process that a run has started is found."""
 
@@ -49,7 +48,7 @@ class World:
             (path / name).mkdir(parents=True)
 
     def environment(self) -> dict[str, str]:
-        own = {
+        return {
             MARK: self.mark,
             "HOME": str(self.path / "home"),
             "TMPDIR": str(self.path / "tmp"),
@@ -60,7 +59,6 @@ class World:
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
         }
-        return {**os.environ, **own}
 
     def files(self) -> dict[str, str]:
         """Every file by its content, every directory by its name."""
@@ -284,62 +282,42 @@ CASES = [
 ]  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Outcome:
-    exit_code: int
-    out: str
-    error: str
-    changed: dict[str, str]
-    """Files that came, went or changed."""
-    processes: list[int]
-
-
-def run_case(case: Case, world: World) -> Outcome:
-    arguments = case.prepare(world)
-    with world.cleanup:
-        before = world.files()
-        result = subprocess.run(
-            [sys.executable, "-m", "trainer", *arguments],
-            cwd=world.cwd,
-            env=world.environment(),
-            capture_output=True,
-            text=True,
-            timeout=PATIENT_S,
-        )
-        after = world.files()
-    changed = dict(sorted(before.items() ^ after.items()))
-    return Outcome(result.returncode, result.stdout, result.stderr, changed, world.processes())
+PROCESSES = (
+    "unknown key", "model weights truncated", "reward hangs", "run directory in use", "unsupported vLLM",
+    "torchvision that cannot load",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def outcomes(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Future[Outcome]]]:
-    """Outcomes by name, of the rows that were selected; the others are not run."""
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = save_tiny(tmp_path_factory.mktemp("whole"))
     build_tokenizer().save_pretrained(model)
-    wanted = {item.callspec.params["case"].name for item in request.session.items if item.path == Path(__file__)}
-    pool = ThreadPoolExecutor(NUM_AT_A_TIME)
-    try:
-        yield {
-            case.name: pool.submit(run_case, case, World(tmp_path_factory.mktemp("world"), model))
-            for case in CASES
-            if case.name in wanted
-        }
-    finally:
-        pool.shutdown(cancel_futures=True)
+    return model
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_bad_input_is_refused_with_a_clear_message_and_leaves_nothing(
-    case: Case, outcomes: dict[str, Future[Outcome]]
+    case: Case, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    outcome = outcomes[case.name].result()
-    print(outcome.error)
-    missing = [words for words in case.words if words not in " ".join(outcome.error.split())]
-    assert not missing, f"{outcome.error}\nlacks {missing}"
-    assert outcome.exit_code == 2
-    assert "Traceback" not in outcome.error
-    assert outcome.out == "", "a run that does not start prints its problem and nothing else"
-    assert outcome.changed == {}
-    assert outcome.processes == []
+    world = World(tmp_path, model)
+    arguments = case.prepare(world)
+    monkeypatch.chdir(world.cwd)
+    for name, value in world.environment().items():
+        monkeypatch.setenv(name, value)
+    with world.cleanup:
+        before = world.files()
+        if case.name in PROCESSES:
+            command = [sys.executable, "-m", "trainer", *arguments]
+            result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENT_S, check=False)
+            exit_code, out, error = result.returncode, result.stdout, result.stderr
+        else:
+            exit_code = main(arguments)
+            out, error = capsys.readouterr()
+        changed = dict(sorted(before.items() ^ world.files().items()))
+    missing = [words for words in case.words if words not in " ".join(error.split())]
+    assert not missing, f"{error}\nlacks {missing}"
+    assert exit_code == 2
+    assert "Traceback" not in error
+    assert out == "", "a run that does not start prints its problem and nothing else"
+    assert changed == {}
+    assert world.processes() == []

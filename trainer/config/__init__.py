@@ -1,1 +1,1 @@
-"""Configuration: schema, composition, conversion, checks. Imports without torch; only `load` imports Hydra."""
+"""Configuration: schema, composition, checks. Imports without torch; only `compose` imports Hydra."""

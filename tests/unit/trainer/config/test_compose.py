@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import re
 import sys
 from dataclasses import replace
@@ -473,7 +474,7 @@ def test_sets_are_written_whole_or_key_by_key_and_come_back_from_a_file() -> Non
     assert whole == single
     assert whole.task.eval_sets == {"hard": EvalSetConfig(path="builtin:arithmetic", samples=8)}
     again, problems = to_run_config(to_plain(whole))
-    assert (again, problems) == (whole, [])
+    assert (again, problems) == (whole, []) and pickle.loads(pickle.dumps(whole)) == whole
 
 
 def test_a_path_with_special_characters_needs_no_second_quotes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
