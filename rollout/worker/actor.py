@@ -98,12 +98,12 @@ class RolloutWorkerActor:
     async def run_group(self, item: RolloutRequest) -> Group:
         return await self._worker.run_group(item)
 
-    async def submit(self, items: Mapping[int, RolloutRequest], given_up: Sequence[int]) -> None:
-        """Begin groups by their tickets, and give others up; see `GroupServer`."""
-        self._groups.submit(items, given_up)
+    async def submit(self, items: Mapping[int, RolloutRequest], cancelled: Sequence[int]) -> None:
+        """Begin groups by their call ids, and cancel others; see `GroupServer`."""
+        self._groups.submit(items, cancelled)
 
     async def ended(self) -> dict[int, Group | Exception]:
-        """The groups that have ended since the last call, by their tickets; waits for one."""
+        """The groups that have ended since the last call, by their call ids; waits for one."""
         return await self._groups.ended()
 
     async def evaluate(

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-EVERY_S = 0.02
+FLUSH_S = 0.02
 """At most one call per worker and direction in this time; what comes sooner goes together. Nothing else waits."""
-MOST_BYTES = 100_000
+MAX_BYTES = 100_000
 """Of one answer, unless a single group is larger. Ray sends up to 100 kB to the driver itself. A larger answer stays in
 the object store until the last of its groups is trained, because they are views of it; so it has one group."""
 EXPECTED = (NoReplica, TimeoutError, AgentError, BaselineError)
@@ -31,7 +31,7 @@ EXPECTED = (NoReplica, TimeoutError, AgentError, BaselineError)
 
 
 class GroupServer:
-    """Runs groups side by side, each under the ticket that its caller gave it.
+    """Runs groups side by side, each under the call id that its caller gave it.
 
     Args:
         run_group: generates and rewards one group.
@@ -43,35 +43,35 @@ class GroupServer:
         self._ended: dict[int, tuple[Group | Exception, int]] = {}
         """With the size of each when it is sent, in bytes."""
         self._num_bytes = 0
-        self._told: set[type[Exception]] = set()
+        self._logged: set[type[Exception]] = set()
         """Errors whose origin is in the log."""
         self._has_ended = asyncio.Event()
         self._not_before_s = 0.0
 
-    def submit(self, items: Mapping[int, RolloutRequest], given_up: Iterable[int]) -> None:
+    def submit(self, items: Mapping[int, RolloutRequest], cancelled: Iterable[int]) -> None:
         """Begin these groups, and end those that nobody waits for any more; one that has ended is left out."""
-        for ticket, item in items.items():
-            self._running[ticket] = asyncio.create_task(self._run(ticket, item), name=f"group {item.group_id}")
-        for ticket in given_up:
-            if task := self._running.pop(ticket, None):
+        for call_id, item in items.items():
+            self._running[call_id] = asyncio.create_task(self._run(call_id, item), name=f"group {item.group_id}")
+        for call_id in cancelled:
+            if task := self._running.pop(call_id, None):
                 task.cancel()
-            elif ended := self._ended.pop(ticket, None):
+            elif ended := self._ended.pop(call_id, None):
                 self._num_bytes -= ended[1]
 
     async def ended(self) -> dict[int, Group | Exception]:
-        """What has ended since the last call, the oldest first, or why it failed; at most `MOST_BYTES`, or one group.
+        """What has ended since the last call, the oldest first, or why it failed; at most `MAX_BYTES`, or one group.
 
-        Waits for: the end of a group, and `EVERY_S` after the last answer. Unblocked by: cancellation; its caller
+        Waits for: the end of a group, and `FLUSH_S` after the last answer. Unblocked by: cancellation; its caller
         watches whether the worker lives.
         """
         loop = asyncio.get_running_loop()
         taken: dict[int, Group | Exception] = {}
         while not taken:
             await self._has_ended.wait()
-            if self._num_bytes < MOST_BYTES:
+            if self._num_bytes < MAX_BYTES:
                 await asyncio.sleep(self._not_before_s - loop.time())
             taken = self._take()
-        self._not_before_s = loop.time() + EVERY_S
+        self._not_before_s = loop.time() + FLUSH_S
         return taken
 
     def close(self) -> None:
@@ -82,35 +82,35 @@ class GroupServer:
 
     def _take(self) -> dict[int, Group | Exception]:
         taken, num_bytes = dict[int, "Group | Exception"](), 0
-        for ticket, (outcome, size) in self._ended.items():
-            if taken and num_bytes + size > MOST_BYTES:
+        for call_id, (outcome, size) in self._ended.items():
+            if taken and num_bytes + size > MAX_BYTES:
                 break
-            taken[ticket] = outcome
+            taken[call_id] = outcome
             num_bytes += size
-        for ticket in taken:
-            del self._ended[ticket]
+        for call_id in taken:
+            del self._ended[call_id]
         self._num_bytes -= num_bytes
         if not self._ended:
             self._has_ended.clear()
         return taken
 
-    async def _run(self, ticket: int, item: RolloutRequest) -> None:
+    async def _run(self, call_id: int, item: RolloutRequest) -> None:
         outcome: Group | Exception
         size = 0
         try:
             outcome = await self._run_group(item)
             size = len(pickle.dumps(outcome))
         except asyncio.CancelledError:
-            if ticket not in self._running:
-                raise  # it was given up
+            if call_id not in self._running:
+                raise  # it was cancelled
             outcome = RuntimeError("something that an agent loop or a reward waited for was cancelled")
         except Exception as error:
-            if not isinstance(error, EXPECTED) and type(error) not in self._told:
-                self._told.add(type(error))
+            if not isinstance(error, EXPECTED) and type(error) not in self._logged:
+                self._logged.add(type(error))
                 log.exception("group %d failed, the first with this error", item.group_id)
             outcome = _portable(error)
-        self._running.pop(ticket, None)
-        self._ended[ticket] = outcome, size
+        self._running.pop(call_id, None)
+        self._ended[call_id] = outcome, size
         self._num_bytes += size
         self._has_ended.set()
 

@@ -26,7 +26,7 @@ from rollout.errors import WorkerLost
 from rollout.fleet.engine_client import is_actor_lost
 from rollout.fleet.scheduler import NoReplica
 from rollout.fleet.states import EngineRecord, EngineView, FleetView, apply
-from rollout.worker.group_server import EVERY_S
+from rollout.worker.group_server import FLUSH_S
 from trainer.driver.engine_monitor import POLL_S, SILENCE_S, EngineIdleMeter, EngineMonitor, load_record
 from trainer.errors import first_cause, one_line
 from trainer.remote import RemoteTimeout, call, cancel_call, kill_actor
@@ -146,7 +146,7 @@ class WorkerClient:
             self._tasks[name] = asyncio.create_task(coroutine(), name=f"groups {name}")
 
     async def _send(self) -> None:
-        """Consumes: groups to begin and to cancel. Waits for: the worker to take them, and `EVERY_S`.
+        """Consumes: groups to begin and to cancel. Waits for: the worker to take them, and `FLUSH_S`.
 
         Unblocked by: the loss of the worker, which the fleet watches.
         """
@@ -159,7 +159,7 @@ class WorkerClient:
                 self._cancelled += cancelled  # with the next call
                 self._fail(items, error)
                 await asyncio.sleep(RETRY_S)
-            await asyncio.sleep(EVERY_S)
+            await asyncio.sleep(FLUSH_S)
 
     async def _receive(self) -> None:
         """Consumes: what has ended in the worker. Waits for: it. Unblocked by: the loss of the worker, as `_send`."""

@@ -10,7 +10,7 @@ import pytest
 
 from rollout.errors import WorkerLost
 from rollout.types import Group, Prompt, RolloutRequest, Trajectory
-from rollout.worker.group_server import EVERY_S, MOST_BYTES, GroupServer
+from rollout.worker.group_server import FLUSH_S, MAX_BYTES, GroupServer
 from tests.fakes.local_actor import LocalActor, ServesGroups
 from tests.fakes.trajectories import make_turn
 from tests.fakes.virtual_time import run_virtual
@@ -84,20 +84,20 @@ def test_what_begins_and_ends_together_takes_one_call_each_way() -> None:
 
 
 def test_what_comes_soon_after_an_answer_waits_a_moment_and_comes_together() -> None:
-    num_groups, apart_s = 1_000, EVERY_S / 20
+    num_groups, apart_s = 1_000, FLUSH_S / 20
     worker = Worker({group_id: 1.0 + group_id * apart_s for group_id in range(num_groups)})
     groups, ended_s = run_groups(worker, range(num_groups))
     assert [group.group_id for group in groups] == list(range(num_groups))
     assert len(worker.answered) <= num_groups / 20 + 2
-    assert ended_s <= 1.0 + num_groups * apart_s + 2 * EVERY_S
+    assert ended_s <= 1.0 + num_groups * apart_s + 2 * FLUSH_S
 
 
 def test_a_large_group_has_an_answer_for_itself() -> None:
-    worker = Worker(1.0, num_tokens=MOST_BYTES // 8)
+    worker = Worker(1.0, num_tokens=MAX_BYTES // 8)
     groups, ended_s = run_groups(worker, range(10))
     assert sorted(worker.answered) == [[group_id] for group_id in range(10)]
     assert [group.group_id for group in groups] == list(range(10))
-    assert ended_s == pytest.approx(1.0, abs=EVERY_S), "what is full is not kept waiting"
+    assert ended_s == pytest.approx(1.0, abs=FLUSH_S), "what is full is not kept waiting"
 
 
 def test_a_group_that_is_given_up_ends_in_the_worker_and_the_others_do_not() -> None:
@@ -134,7 +134,7 @@ def test_a_group_that_was_given_up_before_it_was_sent_is_not_begun() -> None:
         second = asyncio.create_task(fleet.run_group(item(1)))
         await asyncio.sleep(0)
         third = asyncio.create_task(fleet.run_group(item(2)))  # while the call for the second is on its way
-        await asyncio.sleep(EVERY_S / 4)
+        await asyncio.sleep(FLUSH_S / 4)
         third.cancel()
         await second
 
@@ -234,7 +234,7 @@ def test_a_lost_worker_fails_all_its_groups_at_once_and_is_never_called_again(mo
         running.append(asyncio.create_task(fleet.run_group(item(5))))
         await asyncio.sleep(0)
         actor.die()
-        await asyncio.sleep(EVERY_S)
+        await asyncio.sleep(FLUSH_S)
         assert all(isinstance(task.exception(), WorkerLost) for task in running)
         num_calls = len(worker.submitted)
         client = fleet._workers[0].client
