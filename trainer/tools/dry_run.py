@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rollout.worker.group_server import MOST_BYTES
+from rollout.worker.group_server import MAX_BYTES
 from trainer.builtin import tiny_model
 from trainer.builtin.tiny_model import ensure_model, with_model_directory
 from trainer.config.describe import describe_critic, describe_objective, describe_rollout
@@ -177,7 +177,7 @@ def _store(plan: RunPlan) -> list[str]:
     tight = "  (may not fit: it spills to disk)" if store.may_spill else ""
     rows = [*_rows(store.items), f"  {'together':<34}{gib(total(store.items)):>12}{has}{tight}"]
     if not store.carries_groups:
-        size, most = f"{store.group_bytes / 1000:.3g} kB", f"{MOST_BYTES / 1000:.0f} kB"
+        size, most = f"{store.group_bytes / 1000:.3g} kB", f"{MAX_BYTES / 1000:.0f} kB"
         rows.append(f"  Groups go past it, as up to {most} do: one with the longest answers has about {size}.")
     return ["Object store of Ray, at most", *rows, ""]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from rollout.worker.group_server import MOST_BYTES
+from rollout.worker.group_server import MAX_BYTES
 from trainer.config.algorithm import SELECTING_LOSSES, traits_of
 from trainer.config.rules import pairing_problems
 from trainer.errors import Problem
@@ -121,7 +121,7 @@ class ObjectStore:
     @property
     def carries_groups(self) -> bool:
         """Whether a group goes through the store, and not to the driver itself."""
-        return self.group_bytes > MOST_BYTES
+        return self.group_bytes > MAX_BYTES
 
     @property
     def may_spill(self) -> bool:
@@ -308,9 +308,9 @@ def object_store(cfg: RunConfig, workload: Workload, *, num_slots: int, group_si
     per_token = MICRO_BATCH_BYTES + selected + REWARDS_BYTES * cfg.algorithm.finishes_on_ranks
     sequences = cfg.trainer.groups_per_step * cfg.rollout.group_size * cfg.task.agent_max_sequences
     needs = {"micro-batches of one step": int(sequences * (workload.prompt_tokens + longest) * per_token)}
-    if group_size * answer > MOST_BYTES:
+    if group_size * answer > MAX_BYTES:
         needs[f"{num_slots:,} groups in flight"] = num_slots * group_size * answer
-    if num_asked * answer > MOST_BYTES:
+    if num_asked * answer > MAX_BYTES:
         needs[f"{num_asked:,} answers of an evaluation"] = num_asked * answer
     return ObjectStore(
         items=tuple(
