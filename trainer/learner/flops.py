@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from torch import nn
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
     from trainer.data.batch import MicroBatch
 
@@ -103,13 +103,18 @@ def model_flops(hf: PreTrainedModel) -> ModelFlops | None:
     if (visited is not None and not has_experts) or getattr(text, "v_head_dim", None) is not None:
         return None
     head = cast("nn.Linear", hf.get_output_embeddings()).weight
-    heads, head_dim = int(text.num_attention_heads), getattr(text, "head_dim", None)
-    head_dim = int(text.hidden_size) // heads if head_dim is None else int(head_dim)
     return ModelFlops(
         per_token=per_token,
         per_loss_token=(TRAINED if head.requires_grad else FROZEN) * head.numel(),
-        per_squared_length=6.0 * len(blocks) * heads * head_dim,
+        per_squared_length=6.0 * len(blocks) * int(text.num_attention_heads) * head_dim(hf.config),
     )
+
+
+def head_dim(config: PreTrainedConfig) -> int:
+    """Size of an attention head; of a composite model, of its language model."""
+    text = config.get_text_config()
+    given = getattr(text, "head_dim", None)
+    return int(text.hidden_size) // int(text.num_attention_heads) if given is None else int(given)
 
 
 def peak_flops(device_name: str, *, compute_dtype: str, given_tflops: float | None) -> float | None:

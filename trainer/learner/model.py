@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from trainer.config.schema import model_paths
 from trainer.errors import TESTED, ModelError
+from trainer.learner.flops import head_dim
 from trainer.learner.fsdp import UNSHARDED_SHARE, ShardingPlan, clear_fsdp_forward, local_tensor, shard_model
 from trainer.learner.logprobs import selected_logprobs
 from trainer.learner.lora import add_adapters, init_adapters
@@ -396,7 +397,7 @@ def shard_and_load(
     for head in heads:
         head.reset()
     disable_dropout(hf)
-    return _layout(hf, context.device, compute_dtype)
+    return best_layout(context.device, compute_dtype, head_dim=head_dim(hf.config))
 
 
 def hidden_size(hf: PreTrainedModel) -> int:
@@ -406,13 +407,6 @@ def hidden_size(hf: PreTrainedModel) -> int:
 def vocab_size(hf: PreTrainedModel) -> int:
     """Rows of the embedding: often more than the tokenizer has tokens, to a round number."""
     return int(hf.config.get_text_config().vocab_size)
-
-
-def _layout(hf: PreTrainedModel, device: torch.device, compute_dtype: torch.dtype) -> LayoutFn:
-    config = hf.config
-    head_dim = getattr(config, "head_dim", None)
-    head_dim = config.hidden_size // config.num_attention_heads if head_dim is None else head_dim
-    return best_layout(device, compute_dtype, head_dim=head_dim)
 
 
 def check_model(model: ModelConfig, directory: Path) -> None:

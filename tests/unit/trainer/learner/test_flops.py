@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, DeepseekV3Config
+from transformers import AutoModelForCausalLM, DeepseekV3Config, Gemma3Config, Qwen2Config
 
 from tests.fakes.learner import KINDS, TINY, make_learner, pack, run_config, sequences, without_loss
 from tests.fakes.rewarded import config, pack_rewarded, rewarded
 from trainer.config.schema import LoraConfig
-from trainer.learner.flops import ModelFlops, model_flops, peak_flops
+from trainer.learner.flops import ModelFlops, head_dim, model_flops, peak_flops
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -115,3 +115,8 @@ def test_the_peak_of_a_device_is_known_by_its_name_or_not_at_all(name: str, tflo
     assert peak_flops(name, compute_dtype="bfloat16", given_tflops=None) == expected
     assert peak_flops(name, compute_dtype="float32", given_tflops=None) is None
     assert peak_flops(name, compute_dtype="float32", given_tflops=0.5) == 0.5e12
+
+
+def test_the_head_size_of_a_composite_model_is_that_of_its_language_model() -> None:
+    assert head_dim(Gemma3Config(text_config={"head_dim": 24, "hidden_size": 64, "num_attention_heads": 4})) == 24
+    assert head_dim(Qwen2Config(**TINY)) == 8
