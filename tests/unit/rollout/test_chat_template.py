@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
-from rollout.rendering import arguments_of, schema_of, variables_of, why_refused
+from rollout.rendering import (
+    ToolCallError,
+    arguments_of,
+    find_tool_calls,
+    last_tool_call,
+    schema_of,
+    variables_of,
+    why_refused,
+)
 from tests.fakes.chat_tokenizer import PLAIN, THINKING, chat_tokenizer
 
 
@@ -74,3 +83,33 @@ def test_a_function_is_described_by_its_docstring_and_annotations_under_the_name
     }
     with pytest.raises(ValueError, match="no docstring"):
         schema_of("bare", lambda query: query)
+
+
+GOOD = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "whole", "last"),
+    [
+        ("the answer is 4", [], None),
+        (f"so {GOOD}", ["add"], "add"),
+        (f"a call is <tool_call> {{...}}; {GOOD}", ["add"], "add"),
+        (f"{GOOD} and {GOOD.replace('add', 'sub')}", ["add", "sub"], "add"),
+        (GOOD.replace('"a": 1', '"a": "<tool_call> {"'), ["add"], "add"),
+        (GOOD.replace("</tool_call>", ""), [], "does not end with </tool_call>"),
+        ('{"name": "add", "arguments": {}}</tool_call>', [], "does not begin with <tool_call>"),
+        ("<tool_call>{add}</tool_call>", [], "is not valid JSON"),
+        ('<tool_call>{"name": "add"}</tool_call>', [], 'a call is {"name"'),
+    ],
+)
+def test_one_grammar_of_tool_calls_for_all_agents(text: str, whole: list[str], last: str | None) -> None:
+    """`whole`: the calls of the text; `last`: the call that its first turn ends with, or what is wrong with it."""
+    calls = find_tool_calls(text)
+    assert [call.name for call in calls] == whole
+    assert all(text[call.start : call.end].startswith("<tool_call>") for call in calls)
+    if last is None or whole:
+        call = last_tool_call(text)
+        assert (None if call is None else call.name) == last
+    else:
+        with pytest.raises(ToolCallError, match=re.escape(last)):
+            last_tool_call(text)
