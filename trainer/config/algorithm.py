@@ -154,7 +154,7 @@ def loss_traits(loss: str) -> LossTraits:
     Raises:
         ValueError: no such loss.
     """
-    found = _OWN_LOSS if is_own(loss) else dict[str, LossTraits](LOSSES).get(loss)
+    found = _OWN_LOSS if is_own(loss) else cast("Mapping[str, LossTraits]", LOSSES).get(loss)
     if found is None:
         raise ValueError(f"algorithm.loss must be one of {', '.join(LOSSES)}, or a dotted path, got {loss!r}")
     return found

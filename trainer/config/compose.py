@@ -32,7 +32,7 @@ from trainer.config.schema import OTHER_WORDS, RunConfig, all_keys, find_key
 from trainer.errors import ConfigurationError, Problem
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
     from importlib.resources.abc import Traversable
 
     Check = Callable[[RunConfig], Iterable[Problem]]
@@ -231,7 +231,7 @@ def _compose(line: CommandLine) -> tuple[Mapping[str, object], DictConfig, list[
 
 
 @contextlib.contextmanager
-def _hydra(config_dir: Path | None) -> Iterator[list[str]]:
+def _hydra(config_dir: Path | None) -> Generator[list[str]]:
     """Hydra's search path; yields the overrides that belong to it. A folder of the user wins over the package."""
     GlobalHydra.instance().clear()
     if config_dir is None:

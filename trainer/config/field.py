@@ -129,7 +129,7 @@ class Key(NamedTuple):
     @property
     def section_of_entries(self) -> type | None:
         """The section that each entry of a map of sections is; None for everything else."""
-        return self.entry if is_dataclass(self.entry) else None
+        return self.entry if isinstance(self.entry, type) and is_dataclass(self.entry) else None
 
     @property
     def is_text(self) -> bool:

@@ -7,9 +7,9 @@ name is refused instead.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from rollout.prompts.datasets import reader_of_suffix
 from trainer.config.algorithm import LOSS_KEYS, loss_traits, traits_of
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 BUILTIN_TASK = "builtin:arithmetic"
 
 
-class Inactive(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Inactive:
     """Keys that nothing reads while `when` holds."""
 
     keys: Sequence[str]

@@ -206,9 +206,10 @@ def _refusal(key: Key, value: object, behind: _Parts) -> str:
         return f"entry {behind[0]} {text}"
     if words := words_of(key.hint):
         return _no_word(key, list(map(str, words)), value)
-    hint, is_number = without_null(key.hint), isinstance(value, int | float) and not isinstance(value, bool)
-    if is_number and (hint is float or (hint is int and float(value).is_integer())):
-        return f"must be {bounds_text(key.bounds)}" if math.isfinite(value) else "must be a finite number"
+    hint = without_null(key.hint)
+    number = value if isinstance(value, int | float) and not isinstance(value, bool) else None
+    if number is not None and (hint is float or (hint is int and float(number).is_integer())):
+        return f"must be {bounds_text(key.bounds)}" if math.isfinite(number) else "must be a finite number"
     spelled = hint is not key.hint and str(value).lower() in {"none", "nil", "~", ""}
     return _wrong_type(hint, value) + ("; nothing is written null" if spelled else "")
 
