@@ -72,8 +72,8 @@ def notes() -> Iterator[Notes]:
 
 def moved(run: Simulation) -> tuple[int, int]:
     """Requests and tokens."""
-    reports = [local.worker.loads() for local in run.workers]
-    return sum(one.moved_requests for one in reports), sum(one.moved_tokens for one in reports)
+    reports = [local.worker.report() for local in run.workers]
+    return sum(one.migrated_requests for one in reports), sum(one.migrated_tokens for one in reports)
 
 
 worlds: dict[str, Any] = {

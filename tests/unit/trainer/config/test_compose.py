@@ -24,6 +24,7 @@ from trainer.config.inactive import INACTIVE, inactive_keys, reset_inactive
 from trainer.config.plain import dump_yaml, read_stored, to_plain, to_run_config
 from trainer.config.presets import config_names, groups, packaged_configs
 from trainer.config.schema import EvalSetConfig, LearnerConfig, RolloutConfig, RunConfig, all_keys
+from trainer.driver.named_files import file_problems
 from trainer.errors import ConfigurationError
 
 NAMES = config_names(packaged_configs())
@@ -37,7 +38,7 @@ def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def problems_of(*argv: str) -> dict[str, str]:
     """Key -> the whole text about it."""
     with pytest.raises(ConfigurationError) as caught:
-        load_config(list(argv))
+        load_config(list(argv), check=file_problems)
     return {problem.key: str(problem) for problem in caught.value.problems}
 
 

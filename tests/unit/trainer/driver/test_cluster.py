@@ -142,10 +142,10 @@ def test_processes_are_ended_also_where_the_logs_cannot_be_kept(
 
     monkeypatch.setattr(cluster, "copy_logs", refused)
     monkeypatch.setattr(cluster.ray, "shutdown", lambda: done.append("ray"))
-    reaper: Any = SimpleNamespace(close=lambda: done.append("reaper"))
+    cleaner: Any = SimpleNamespace(close=lambda: done.append("cleaner"))
     placement: Any = None
-    cluster.Cluster(placement, scratch=tmp_path, reaper=reaper).stop(keep_logs_in=tmp_path / "kept")
-    assert done == ["ray", "reaper"]
+    cluster.Cluster(placement, scratch=tmp_path, cleaner=cleaner).stop(keep_logs_in=tmp_path / "kept")
+    assert done == ["ray", "cleaner"]
     assert "No space left on device" in caplog.text
 
 

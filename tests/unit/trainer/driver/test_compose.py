@@ -122,24 +122,18 @@ async def test_an_engine_without_weights_is_given_to_nobody(fails_at: str, monke
                 raise OSError("no")
             return 7
 
-        async def quarantine(self, name: str, _: str) -> None:
-            log.append(f"quarantine {name}")
-
-        async def replace(self, name: str, _: Any) -> None:
-            log.append(f"replace {name}")
-
     new: Any = Party()
     monkeypatch.setattr(compose.ray, "kill", lambda actor: log.append("kill new" if actor is new else "kill old"))
     engines: dict[str, Any] = {"r0": object()}
-    call = replace_engine("r0", lambda: new, engines=engines, coordinator=new, workers=new, timeout_s=5.0)
-    before = ["quarantine r0", "kill old", "start"]
+    call = replace_engine("r0", lambda: new, engines=engines, coordinator=new, timeout_s=5.0)
+    before = ["kill old", "start"]
     if fails_at:
         with pytest.raises(OSError, match="no"):
             await call
         assert log == [*before, *(["join"] if fails_at == "join" else []), "kill new"]
     else:
         assert await call == 7
-        assert log == [*before, "join", "replace r0"]
+        assert log == [*before, "join"]
 
 
 async def test_learners_are_told_the_kind_of_device_that_the_driver_found(monkeypatch: pytest.MonkeyPatch) -> None:
