@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import json
 import math
 import random
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,6 +22,7 @@ from rollout.buffer.rollout_buffer import RolloutBuffer
 from rollout.prompts.prompt_source import PromptSet, PromptSource, fingerprint
 from rollout.types import Group, Prompt, Trajectory
 from tests.fakes.trajectories import make_turn
+from tests.fakes.virtual_time import run_virtual
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.schema import (
     CheckpointConfig,
@@ -31,15 +33,12 @@ from trainer.config.schema import (
     TelemetryConfig,
     TrainerConfig,
 )
-from trainer.driver import loops
-from trainer.driver.checkpointing import Checkpointer
 from trainer.driver.datasets import EvalSet
 from trainer.driver.engine_monitor import EngineIdleMeter
 from trainer.driver.evaluation import Evaluator
-from trainer.driver.loops import evaluate_at_start
 from trainer.driver.run import Driver
-from trainer.driver.supervise import Supervisor
-from trainer.driver.weight_updates import OwnDevices, SyncPump
+from trainer.driver.training_run import TrainingRun
+from trainer.driver.weight_updates import DedicatedDevices
 from trainer.learner.step_stats import Metric, StepResult
 from trainer.telemetry.console import Progress
 from trainer.telemetry.run_dir import open_run_dir
@@ -55,7 +54,7 @@ if TYPE_CHECKING:
 
     from rollout.types import RolloutRequest, SamplingParams
     from trainer.data.batch import TrainBatch
-    from trainer.driver.checkpointing import RunState
+    from trainer.driver.state import RunState
 
 REPLICA = "replica_0"
 
@@ -192,11 +191,14 @@ class World:
         self.evaluated.append(version)
         return [trajectory(p, 0, [(self.live, 1)], reward=self.script.accuracy_of(version)) for p in prompts]
 
-    def close(self) -> None:
-        """Nothing is under way here after the loops."""
+    async def watch(self, **_: object) -> None:
+        await asyncio.Event().wait()
 
     def exclude_lost_engines(self) -> None:
         """None is lost here."""
+
+    def close(self) -> None:
+        """Nothing is under way here after the loops."""
 
     # as LearnerGroup
     async def train_step(self, batch: TrainBatch) -> StepResult:
@@ -290,6 +292,7 @@ def telemetry_in(cfg: RunConfig, path: Path, *, resume_step: int | None = None) 
             tracer=tracer,
             recorder=TrajectoryRecorder(run_dir.trajectories),
             thread=InlineExecutor(1),
+            group_thread=InlineExecutor(1),
             slow_thread=InlineExecutor(1),
         )
 
@@ -302,10 +305,10 @@ class ScriptedRun:
     world: World
     telemetry: Telemetry
     state: RunState
-    supervisor: Supervisor = field(default_factory=Supervisor)
     num_held_out: int = 4
     further_sets: tuple[EvalSet, ...] = ()
     prompts: PromptSet = field(default_factory=prompt_set)
+    devices: DedicatedDevices | None = None
 
     def __post_init__(self) -> None:
         cfg, world = self.cfg, self.world
@@ -319,55 +322,43 @@ class ScriptedRun:
         )
         self.source = PromptSource(self.prompts, seed=cfg.seed, shuffle=cfg.task.shuffle)
 
-    def parts(self) -> loops.Parts:
-        cfg, world, state = self.cfg, self.world, self.state
-
-        async def on_live(report: SyncReport) -> None:
-            await loops.on_live(parts, self.supervisor, report)
-
+    def training(self) -> TrainingRun:
+        cfg, world = self.cfg, self.world
         anything: Any = world
-        parts = loops.Parts(
-            cfg=cfg,
-            state=state,
-            telemetry=self.telemetry,
+        evaluator = Evaluator(
+            cfg,
+            (*held_out(cfg, self.num_held_out), *self.further_sets),
+            pin_versions=world.freeze,
+            generate=world.evaluate,
+            members=lambda: {REPLICA: "live"},
+            first_version=self.state.step,
+        )
+        return TrainingRun(
+            cfg,
+            self.state,
+            self.telemetry,
             source=self.source,
             buffer=self.buffer,
             workers=anything,
             learner=anything,
-            devices=OwnDevices(anything),
-            pump=SyncPump(anything, on_live=on_live, tracer=self.telemetry.tracer, first=sync_report(state.step)),
-            evaluator=Evaluator(
-                cfg,
-                (*held_out(cfg, self.num_held_out), *self.further_sets),
-                freeze=world.freeze,
-                generate=world.evaluate,
-                members=lambda: {REPLICA: "live"},
-                first_version=self.state.step,
-            ),
-            checkpointer=Checkpointer(
-                cfg, self.telemetry, learner=anything, buffer=self.buffer, source=self.source, state=state
-            ),
+            devices=self.devices or DedicatedDevices(anything),
+            evaluator=evaluator,
+            live=sync_report(self.state.step),
         )
-        return parts
 
-    async def run(self, *, meddle: Callable[[loops.Parts], Any] | None = None) -> loops.Parts:
-        """As `Driver._train`. `meddle` may change the parts, or spawn something with what it returns."""
+    async def run(self, *, meddle: Callable[[TrainingRun], Any] | None = None) -> TrainingRun:
+        """As `Driver._train`. `meddle` may change the run, or return something to do meanwhile."""
         asyncio.get_running_loop().set_default_executor(InlineExecutor(1))
-        async with self.supervisor as supervisor:
-            parts = self.parts()
-            extra = meddle(parts) if meddle is not None else None
-            try:
-                await evaluate_at_start(parts, supervisor)
-                loops.start(parts, supervisor)
-                if extra is not None:
-                    supervisor.spawn(extra, name="meddler", may_end=True)
-                await supervisor.until(loops.train_loop(parts))
-            finally:
-                parts.buffer.close()
-        return parts
+        training = self.training()
+        extra = meddle(training) if meddle is not None else None
+        try:
+            await training.run(*([] if extra is None else [extra]))
+        finally:
+            training.buffer.close()
+        return training
 
 
-async def forever(*_: object) -> None:
+async def forever(*_: object, **__: object) -> None:
     await asyncio.Event().wait()
 
 
@@ -377,17 +368,64 @@ class ScriptedDriver(Driver):
     def __init__(self, scripted: ScriptedRun, watch_loads: Callable[[], Any] = forever) -> None:
         nothing: Any = None
         super().__init__(scripted.cfg, scripted.state, scripted.telemetry, nothing)
-        self._scripted, self._watch_loads = scripted, watch_loads
+        self._scripted = scripted
+        scripted.world.watch = lambda **_: watch_loads()  # type: ignore[method-assign]
         self.members = {REPLICA: "live"}
+        self.interrupts: Sequence[float] = ()
+        """When Ctrl-C is pressed."""
 
     async def _work(self) -> None:
         """Without a cluster."""
         nothing: Any = None
         coordinator: Any = SimpleNamespace(members=self.members)
-        self.work = asyncio.current_task()
+        work: Any = asyncio.current_task()
+        for at in self.interrupts:
+            asyncio.get_running_loop().call_at(at, self._interrupt, work)
         await self._train(nothing, coordinator, nothing, nothing)
 
-    def _parts(self, *_: Any, supervisor: Any, **_keys: Any) -> Any:
-        self._scripted.supervisor = supervisor
-        self._scripted.world.watch = lambda **_: self._watch_loads()  # type: ignore[attr-defined]
-        return self._scripted.parts()
+    def _training_run(self, *_: Any) -> Any:
+        return self._scripted.training()
+
+
+def lines(run: ScriptedRun) -> list[dict[str, Any]]:
+    """Of metrics.jsonl."""
+    return json_lines(run.telemetry.run_dir.metrics)
+
+
+def all_evaluations(run: ScriptedRun) -> list[dict[str, Any]]:
+    """Lines of evaluations.jsonl."""
+    return json_lines(run.telemetry.run_dir.evaluations)
+
+
+def recorded(run: ScriptedRun) -> list[dict[str, Any]]:
+    """Groups that were recorded."""
+    return [line for path in sorted(run.telemetry.run_dir.trajectories.glob("*.jsonl")) for line in json_lines(path)]
+
+
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def watch_batches(run: ScriptedRun) -> list[list[Group]]:
+    """The groups of each step, filled as the run goes on."""
+    seen: list[list[Group]] = []
+    take = run.buffer.take
+
+    async def watching(step: int) -> list[Group]:
+        groups = await take(step)
+        seen.append(groups)
+        return groups
+
+    run.buffer.take = watching  # type: ignore[method-assign]
+    return seen
+
+
+def drive(driver: Driver) -> BaseException | None:
+    """The run as its driver drives it; what it failed with."""
+
+    async def main() -> BaseException | None:
+        asyncio.get_running_loop().set_default_executor(InlineExecutor(1))
+        (error,) = await asyncio.gather(driver.run(), return_exceptions=True)
+        return error
+
+    return run_virtual(main())

@@ -72,9 +72,10 @@ from trainer.config.presets import groups as groups_in
 from trainer.config.presets import packaged_configs
 from trainer.config.schema import all_keys
 from trainer.data.build import build_train_batch
-from trainer.driver.checkpointing import RunState, find_resume, take_over, tell_resumed
+from trainer.driver.checkpointing import find_resume_point, log_resumed, prepare_run_dir
 from trainer.driver.named_files import file_problems
 from trainer.driver.run import EXIT_CODES, _say_goodbye, _summary
+from trainer.driver.state import RunState
 from trainer.driver.step_metrics import batch_stats
 from trainer.errors import ConfigurationError, first_cause, one_line
 from trainer.learner.policy import PolicyTrainer
@@ -410,9 +411,9 @@ def scripted_run(run: Run, path: Path, *, learner: TinyLearner | None = None) ->
     cfg = config(**{**run.sections, "mode": {**mode, **run.sections.get("mode", {})}})
     state = RunState(started_at=0.0, wall_clock=time.time)
     with logged(path) as lines:
-        resumed = find_resume(cfg, path / "checkpoints")
+        resumed = find_resume_point(cfg, path / "checkpoints")
         if resumed is not None:
-            tell_resumed(cfg, resumed)
+            log_resumed(cfg, resumed)
             state.load_state_dict(resumed.state["run"])
         with telemetry_in(cfg, path, resume_step=state.resumed_from_step) as telemetry:
             telemetry.run_dir.write_config(cfg)
@@ -420,7 +421,7 @@ def scripted_run(run: Run, path: Path, *, learner: TinyLearner | None = None) ->
             scripted = ScriptedRun(cfg, world, telemetry, state)
             scripted.further_sets = run.sets
             if resumed is not None:
-                take_over(cfg, telemetry.run_dir, resumed)
+                prepare_run_dir(cfg, telemetry.run_dir, resumed)
                 scripted.buffer.load_state_dict(resumed.state["buffer"], scripted.source.find)
                 scripted.source.load_state_dict(resumed.state["source"])
                 if learner is not None:
@@ -462,8 +463,7 @@ def _driven(scripted: ScriptedRun, run: Run) -> str:
         loop = asyncio.get_running_loop()
         loop.set_default_executor(InlineExecutor(1))
         driver: Any = ScriptedDriver(scripted, watch if run.watch_fails_s < math.inf else forever)
-        for at in run.interrupts:
-            loop.call_later(at, lambda: driver._interrupt(driver.work))
+        driver.interrupts = run.interrupts
         await driver.run()
 
     try:
@@ -575,7 +575,7 @@ def store_scripted_run(path: Path, *, num_steps: int, script: Mapping[str, Any])
 def loaded(path: Path) -> dict[str, Any]:
     """What a stored run directory says today: its configuration, its checkpoint, and its files."""
     outcome = composed(["--config-dir", str(path), "--config-name", "config"])
-    resumed = find_resume(config(), path / "checkpoints")
+    resumed = find_resume_point(config(), path / "checkpoints")
     state = {} if resumed is None else {**resumed.state, "origin": sorted(resumed.state["origin"])}
     answers = [line for file in sorted(path.glob("evaluations/*.jsonl")) for line in json_lines(file)]
     return {"outcome": outcome, "checkpoint": state, "first answer": answers[:1], **left_in(path)}

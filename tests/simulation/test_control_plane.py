@@ -17,7 +17,7 @@ from tests.fakes.scripted_replica import Workload
 from tests.fakes.virtual_time import run_virtual
 from tests.simulation.fleet import Plan
 from tests.simulation.world import HELD_OUT, Simulation, simulation
-from trainer.driver.step_metrics import WINDOW_COHORTS
+from trainer.driver.step_metrics import COHORT_WINDOW
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -79,7 +79,7 @@ def check_tables(run: Simulation) -> None:
         "recorder._generated_lengths": window + plan.groups_per_step + 4 * plan.num_slots,  # whole steps, and the next
         "recorder._trained_lengths": window,
         "early._open": plan.max_staleness + 2,
-        "early._complete": WINDOW_COHORTS,
+        "early._complete": COHORT_WINDOW,
     }
     assert exact.keys() <= run.peaks.keys()
     others = max(plan.num_replicas, plan.num_slots * plan.group_size) + 2

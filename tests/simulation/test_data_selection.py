@@ -19,14 +19,15 @@ from tests.fakes.scripted_run import Script, ScriptedRun, World, config, prompt_
 from tests.fakes.virtual_time import run_virtual
 from trainer.algorithms.group_filter import FinishedGroup, GroupFilterError
 from trainer.driver.actors import make_source
-from trainer.driver.checkpointing import Resumed, RunState
+from trainer.driver.checkpointing import ResumePoint
+from trainer.driver.state import RunState
 from trainer.errors import first_cause
 from trainer.learner import checkpoint
 
 if TYPE_CHECKING:
     from rollout.prompts.prompt_source import PromptSet
     from rollout.types import Group, RolloutRequest
-    from trainer.driver import loops
+    from trainer.driver.training_run import TrainingRun
 
 NUM_PROMPTS, GROUPS_PER_STEP = 60, 3
 BOUNDS = {"pass_rate_min": 0.1, "pass_rate_max": 0.9}
@@ -59,7 +60,7 @@ class Played:
 
     def __init__(
         self, *, total_steps: int = 60, num_prompts: int = NUM_PROMPTS, max_staleness: int = 0, timing: int = 0,
-        resumed: Resumed | None = None, path: Path | None = None, **sections: Any,
+        resumed: ResumePoint | None = None, path: Path | None = None, **sections: Any,
     ) -> None:  # fmt: skip
         cfg = config(
             trainer={"total_steps": total_steps, "eval_every": 0, "eval_at_start": False, "eval_at_end": False},
@@ -81,7 +82,7 @@ class Played:
                 run_virtual(self.run.run(meddle=self._watch))
                 self.lines = [json.loads(line) for line in telemetry.run_dir.metrics.read_text().splitlines()]
 
-    def _watch(self, parts: loops.Parts) -> None:
+    def _watch(self, parts: TrainingRun) -> None:
         take = parts.buffer.take
 
         async def watching(step: int) -> list[Group]:
@@ -143,7 +144,7 @@ def test_a_resumed_run_trains_the_prompts_that_it_would_have_trained(
     unbroken = Played(**selected)
     Played(checkpoint={"every_steps": stop_after, "keep_last": 9}, path=tmp_path / "run", **selected)
     path = tmp_path / "run" / "checkpoints" / f"step_{stop_after}"
-    found = Resumed(path=path, state=checkpoint.read_state(path))
+    found = ResumePoint(path=path, state=checkpoint.read_state(path))
     resumed = Played(timing=5, resumed=found, **selected)
     assert resumed.trained == unbroken.trained[stop_after:]
 

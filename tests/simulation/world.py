@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import io
 from collections import Counter
-from collections.abc import Mapping, Sized
+from collections.abc import Coroutine, Mapping, Sized
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,16 +28,14 @@ from rollout.reward.call import RewardResult
 from rollout.types import SamplingParams
 from rollout.worker.worker import RolloutWorker, WorkerSpec
 from tests.fakes.local_actor import LocalActor, Ref, ServedWorker
-from tests.fakes.scripted_run import InlineExecutor, config, held_out, prompt_set
+from tests.fakes.scripted_run import InlineExecutor, config, forever, held_out, prompt_set
 from tests.simulation.books import Books
 from tests.simulation.fleet import Fleet, Plan
 from trainer.driver import fleet as workers
-from trainer.driver import loops
-from trainer.driver.checkpointing import Checkpointer, RunState
-from trainer.driver.evaluation import Evaluator, leased
-from trainer.driver.loops import evaluate_at_start
-from trainer.driver.supervise import Supervisor
-from trainer.driver.weight_updates import OwnDevices, SharedDevices, SyncPump
+from trainer.driver.evaluation import Evaluator, pinned_versions
+from trainer.driver.state import RunState
+from trainer.driver.training_run import TrainingRun
+from trainer.driver.weight_updates import ColocatedDevices, DedicatedDevices
 from trainer.telemetry.console import Progress
 from trainer.telemetry.run_dir import open_run_dir
 from trainer.telemetry.session import Telemetry
@@ -86,7 +84,7 @@ class _Served(ServedWorker):
 
 
 class _Engines(Mapping[str, LocalActor]):
-    """The replicas as `SharedDevices` sees them, whichever they are by then."""
+    """The replicas as `ColocatedDevices` sees them, whichever they are by then."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -151,30 +149,25 @@ class Simulation:
         )
         self.books.watch(self.buffer, self.plan.num_steps)
         self._count_work(self.buffer)
-        async with Supervisor() as supervisor:
-            await self.fleet.coordinator.open()
-            await self.devices.to_learner()
-            await self.devices.publish(0)
-            self.parts = self._parts(supervisor, await self.devices.sync(0))
-            try:
-                await self._run_loops(self.parts, supervisor)
-            finally:
-                self.buffer.close()
+        await self.fleet.coordinator.open()
+        await self.devices.acquire_for_training()
+        await self.devices.publish(0)
+        self.training = self._training(await self.devices.sync(0))
+        try:
+            await self.training.run(*self._losses())
+        finally:
+            self.buffer.close()
         await self._end_workers()
 
-    async def _run_loops(self, parts: loops.Parts, supervisor: Supervisor) -> None:
-        await evaluate_at_start(parts, supervisor)
-        loops.start(parts, supervisor)
-        plan = self.plan
-        losses = plan.death_every_s or plan.worker_death_every_s or plan.failed_pull_frac
-        if losses or plan.most_requests or plan.repack_below:  # else there is nothing to watch, and polls cost time
-            watch = self.pool.watch(needs_groups=lambda: parts.needs_groups, needs_engines=lambda: not parts.is_trained)
-            supervisor.spawn(watch, name="fleet")
-        if self.plan.death_every_s:
-            supervisor.spawn(self.fleet.lose_replicas(), name="losses")
-        if self.plan.worker_death_every_s:
-            supervisor.spawn(self.fleet.lose_workers(self.workers), name="worker losses")
-        await supervisor.until(loops.train_loop(parts))
+    def _losses(self) -> list[Coroutine[Any, Any, Any]]:
+        plan, losses = self.plan, list[Coroutine[Any, Any, Any]]()
+        if plan.death_every_s:
+            losses.append(self.fleet.lose_replicas())
+        if plan.worker_death_every_s:
+            losses.append(self.fleet.lose_workers(self.workers))
+        if not (losses or plan.failed_pull_frac or plan.most_requests or plan.repack_below):
+            self.pool.watch = forever  # type: ignore[method-assign]  # there is nothing to watch, and polls cost time
+        return losses
 
     def _count_work(self, buffer: Any) -> None:
         selector: Any = asyncio.get_running_loop()._selector  # type: ignore[attr-defined]
@@ -224,11 +217,11 @@ class Simulation:
             raise RewardError("no verdict")
         return RewardResult(reward=float(self.fleet.rng.random() < 0.5))
 
-    def _devices(self) -> OwnDevices:
+    def _devices(self) -> DedicatedDevices:
         fleet = self.fleet
         if not self.plan.shares_devices:
-            return OwnDevices(fleet.coordinator)
-        return SharedDevices(
+            return DedicatedDevices(fleet.coordinator)
+        return ColocatedDevices(
             fleet.coordinator,
             fleet,
             _Engines(fleet),
@@ -239,7 +232,7 @@ class Simulation:
         )
 
     async def _restart_engine(self, name: str, _number: int) -> int | None:
-        async with self.devices.engines_turn():
+        async with self.devices.engines_active():
             return await self.fleet.restart(name)
 
     async def _restart_worker(self, index: int, _number: int) -> LocalWorker:
@@ -248,55 +241,40 @@ class Simulation:
         self.workers[index] = worker = LocalWorker(self._worker(index, clock), self.books)
         return worker
 
-    def _parts(self, supervisor: Supervisor, live: SyncReport) -> loops.Parts:
-        cfg, fleet, state = self.cfg, self.fleet, self.state
+    def _training(self, live: SyncReport) -> TrainingRun:
+        cfg, fleet = self.cfg, self.fleet
         anything: Any = fleet
-        source = PromptSource(prompt_set(200), seed=self.plan.seed, shuffle=True)
-
-        async def on_live(report: SyncReport) -> None:
-            fleet.live = report.version
-            behind = {
-                name: version
-                for name, version in fleet.coordinator.live_versions.items()
-                if fleet.states[name] == "live" and (version is None or version < report.version)
-            }
-            self.pool.exclude_lost_engines()
-            for name in behind:  # leased to an evaluation, or lost and on its way to be replaced
-                assert not self.pool.takes_training(name), f"{behind}, and {name} gets requests of training"
-            await loops.on_live(parts, supervisor, report)
-            self._look(parts)
-
-        self.pump = pump = SyncPump(
-            self.devices,
-            on_live=on_live,
-            tracer=self.telemetry.tracer,
-            first=live,
-            await_engine=self.pool.wait_for_engine,
-        )
         evaluator = Evaluator(
             cfg,
             held_out(cfg, HELD_OUT if self.plan.eval_every else 0),
-            freeze=partial(leased, coordinator=fleet.coordinator, workers=self.pool),
+            pin_versions=partial(pinned_versions, coordinator=fleet.coordinator, workers=self.pool),
             generate=self._evaluate,
             members=self.pool.engine_states,
         )
-        checkpointer = Checkpointer(
-            cfg, self.telemetry, learner=anything, buffer=self.buffer, source=source, state=state
-        )
-        parts = loops.Parts(
-            cfg=cfg,
-            state=state,
-            telemetry=self.telemetry,
-            source=source,
+        return WatchedRun(
+            self,
+            source=PromptSource(prompt_set(200), seed=self.plan.seed, shuffle=True),
             buffer=self.buffer,
             workers=self.pool,
             learner=anything,
             devices=self.devices,
-            pump=pump,
             evaluator=evaluator,
-            checkpointer=checkpointer,
+            live=live,
+            wait_for_engine=self.pool.wait_for_engine,
         )
-        return parts
+
+    def before_live(self, report: SyncReport) -> None:
+        """No engine that is behind gets requests of training."""
+        fleet = self.fleet
+        fleet.live = report.version
+        behind = {
+            name: version
+            for name, version in fleet.coordinator.live_versions.items()
+            if fleet.states[name] == "live" and (version is None or version < report.version)
+        }
+        self.pool.exclude_lost_engines()
+        for name in behind:  # leased to an evaluation, or lost and on its way to be replaced
+            assert not self.pool.takes_training(name), f"{behind}, and {name} gets requests of training"
 
     async def _evaluate(
         self, prompts: Sequence[Prompt], params: SamplingParams, engine: str, numbers: Sequence[int]
@@ -305,8 +283,8 @@ class Simulation:
         self.evaluated.append({version for answer in answers for version in answer.policy_versions})
         return answers
 
-    def _look(self, parts: loops.Parts) -> None:
-        buffer = vars(parts.buffer)
+    def look(self, run: TrainingRun) -> None:
+        buffer = vars(run.buffer)
         sizes = {f"buffer.{name}": len(buffer[f"_{name}"]) for name in ("queued", "running", "ready", "in_training")}
         sizes["buffer.tokens"] = len(buffer["_tokens"])
         sizes |= {"tasks": len(asyncio.all_tasks()), "calls at workers": sum(len(w.tasks) for w in self.workers)}
@@ -318,12 +296,25 @@ class Simulation:
                 for name, value in vars(thing).items():
                     if isinstance(value, Sized):
                         sizes[f"{holder} {index}.{name}"] = len(value)
-        for holder, thing in {"recorder": parts.recorder, "early": parts.recorder._early, "flow": parts.flow}.items():
+        for holder, thing in {"lengths": run.metrics.lengths, "queue": run.metrics.queue}.items():
             sizes |= {f"{holder}.{name}": len(value) for name, value in vars(thing).items() if isinstance(value, Sized)}
         sizes["answers"] = sum(replica.num_open for replica in self.fleet.replicas.values())
         self.running.append(sizes["buffer.running"])
         for name, size in sizes.items():
             self.peaks[name] = max(self.peaks[name], size)
+
+
+class WatchedRun(TrainingRun):
+    """Looks at everything at each version."""
+
+    def __init__(self, world: Simulation, **parties: Any) -> None:
+        super().__init__(world.cfg, world.state, world.telemetry, **parties)
+        self._world = world
+
+    async def on_live(self, report: SyncReport) -> None:
+        self._world.before_live(report)
+        await super().on_live(report)
+        self._world.look(self)
 
 
 def run_config(plan: Plan) -> RunConfig:
@@ -363,6 +354,7 @@ def simulation(plan: Plan, path: Path) -> Iterator[Simulation]:
             tracer=Tracer(None),
             recorder=None,
             thread=InlineExecutor(1),
+            group_thread=InlineExecutor(1),
             slow_thread=InlineExecutor(1),
         )
         patch = stack.enter_context(pytest.MonkeyPatch.context())

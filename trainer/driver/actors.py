@@ -34,7 +34,7 @@ from trainer.driver.cluster import actor_options
 from trainer.driver.datasets import training_source
 from trainer.driver.fleet import Fleet
 from trainer.driver.placement import RESTARTED, ranks_beside, shared_visibility
-from trainer.driver.weight_updates import OwnDevices, SharedDevices
+from trainer.driver.weight_updates import ColocatedDevices, DedicatedDevices
 from trainer.errors import first_cause, one_line
 from trainer.learner.actor import learner_actor
 from trainer.learner.group import LearnerGroup
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from rollout.engine.interface import SleepLevel
     from rollout.prompts.prompt_source import PromptSet, PromptSource
     from trainer.config.schema import RolloutConfig, RunConfig
-    from trainer.driver.checkpointing import Resumed
+    from trainer.driver.checkpointing import ResumePoint
     from trainer.driver.placement import Placement
     from trainer.telemetry.console import Progress
     from trainer.telemetry.trace import Tracer
@@ -182,16 +182,16 @@ def make_coordinator(cfg: RunConfig, actors: Actors) -> SyncCoordinator:
     return SyncCoordinator(actors.learner.ranks, replicas, options=options)
 
 
-def make_devices(cfg: RunConfig, actors: Actors, coordinator: SyncCoordinator, tracer: Tracer) -> OwnDevices:
+def make_devices(cfg: RunConfig, actors: Actors, coordinator: SyncCoordinator, tracer: Tracer) -> DedicatedDevices:
     """Whose turn it is on the devices of the run."""
     if not cfg.mode.shares_devices:
-        return OwnDevices(coordinator)
-    return SharedDevices(
+        return DedicatedDevices(coordinator)
+    return ColocatedDevices(
         coordinator, actors.learner, actors.engines, tracer=tracer, sleep_timeout_s=cfg.weight_sync.timeout_s
     )
 
 
-def make_buffer(cfg: RunConfig, resumed: Resumed | None, source: PromptSource) -> RolloutBuffer:
+def make_buffer(cfg: RunConfig, resumed: ResumePoint | None, source: PromptSource) -> RolloutBuffer:
     buffer = RolloutBuffer(
         groups_per_step=cfg.trainer.groups_per_step,
         max_staleness=cfg.mode.max_staleness,
@@ -205,7 +205,7 @@ def make_buffer(cfg: RunConfig, resumed: Resumed | None, source: PromptSource) -
     return buffer
 
 
-def make_source(cfg: RunConfig, train: PromptSet, resumed: Resumed | None) -> PromptSource:
+def make_source(cfg: RunConfig, train: PromptSet, resumed: ResumePoint | None) -> PromptSource:
     """Raises DataError if a column does not fit, no prompt is left, or the data is not that of the checkpoint."""
     source = training_source(cfg, train)
     if resumed is not None:
@@ -228,7 +228,7 @@ def make_fleet(
     backend: Backend,
     actors: Actors,
     coordinator: SyncCoordinator,
-    devices: OwnDevices,
+    devices: DedicatedDevices,
     live_version: Callable[[], int],
 ) -> Fleet:
     """Engines and rollout workers; those that are lost are started again.
@@ -248,7 +248,7 @@ def make_fleet(
         return actor
 
     async def restart_engine(name: str, number: int) -> int | None:
-        async with devices.engines_turn():
+        async with devices.engines_active():
             make = partial(
                 new_engine, cfg, placement, backend, name=f"{name}{RESTARTED}{number}", version=live_version()
             )
@@ -397,7 +397,7 @@ def _tokenizer_path(cfg: RunConfig) -> str:
 TRACK = "start"
 
 
-async def start_actors(cfg: RunConfig, actors: Actors, resumed: Resumed | None, tracer: Tracer) -> None:
+async def start_actors(cfg: RunConfig, actors: Actors, resumed: ResumePoint | None, tracer: Tracer) -> None:
     """Load models into learner and engines, side by side, and start the reward processes.
 
     On shared devices the learner comes first and leaves: an engine measures at its start what memory is free.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,15 +16,13 @@ from trainer.telemetry.session import cut_records, set_records_aside
 from weight_sync.device.select import get_backend
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from rollout.buffer.rollout_buffer import RolloutBuffer
     from rollout.prompts.prompt_source import PromptSource
-    from rollout.types import Group
     from trainer.config.schema import RunConfig
+    from trainer.driver.state import RunState
     from trainer.learner.group import LearnerGroup
     from trainer.telemetry.run_dir import RunDir
-    from trainer.telemetry.session import ExitReason, Telemetry
+    from trainer.telemetry.session import Telemetry
 
 
 log = logging.getLogger(__name__)
@@ -34,49 +32,8 @@ _BEGIN = "began_at"
 them. The same command once more, as of a job that is requeued, goes on from what came of it."""
 
 
-class FailedResponses:
-    """Of one process. Warns at the first failure and at every doubling of their number, so that a judge that is down
-    for an hour leaves some lines and not thousands."""
-
-    def __init__(self) -> None:
-        self.num_failed = 0
-        self.num_responses = 0
-        self.first_error = ""
-        self._warn_at = 1
-        self._told = (0, 0)
-
-    def count(self, group: Group) -> None:
-        """A group came back, whatever becomes of it."""
-        errors = [trajectory.error for trajectory in group.trajectories if trajectory.status == "failed"]
-        self.num_responses += len(group.trajectories)
-        self.num_failed += len(errors)
-        if errors and not self.first_error:
-            self.first_error = errors[0]
-        if errors and self.num_failed >= self._warn_at:
-            self._warn_at = 2 * self.num_failed
-            log.warning("%s", self)
-
-    @property
-    def frac(self) -> float:
-        """Share of all responses so far; 0 without any."""
-        return self.num_failed / self.num_responses if self.num_responses else 0.0
-
-    def take_frac(self) -> float:
-        """Share of the responses that came since the last call, those of groups that are not trained included."""
-        before, self._told = self._told, (self.num_failed, self.num_responses)
-        return (self.num_failed - before[0]) / max(self.num_responses - before[1], 1)
-
-    def __str__(self) -> str:
-        plural = "" if self.num_failed == 1 else "s"
-        first_line = self.first_error.partition("\n")[0]  # a traceback may follow; summary.json has it
-        return (
-            f"{self.num_failed} response{plural} of {self.num_responses} ({self.frac:.0%}) failed and got no reward; "
-            f"means are over the others. First failure: {first_line}"
-        )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resumed:
+class ResumePoint:
     """A complete checkpoint to go on from."""
 
     path: Path
@@ -87,7 +44,7 @@ class Resumed:
         return int(self.state["run"]["step"])
 
 
-def find_resume(cfg: RunConfig, directory: Path | None, *, is_device_here: bool = True) -> Resumed | None:
+def find_resume_point(cfg: RunConfig, directory: Path | None, *, is_device_here: bool = True) -> ResumePoint | None:
     """The checkpoint that `checkpoint.resume` names, verified; None for a fresh start. A run directory stands for its
     newest checkpoint. Where this run has resumed from the one named before, it is the newest of those that followed.
 
@@ -114,14 +71,14 @@ def find_resume(cfg: RunConfig, directory: Path | None, *, is_device_here: bool 
             path = checkpoint.locate(Path(wanted))
         assert path is not None
         path = path.absolute()  # learners read it too, and may have been started elsewhere
-        resumed = Resumed(path=path, state=checkpoint.read_state(path))
+        resumed = ResumePoint(path=path, state=checkpoint.read_state(path))
     except CheckpointError as error:
         raise _refused(cfg, str(error), _way_on(path)) from error
     _check_origin(cfg, resumed, is_device_here=is_device_here)
     return resumed
 
 
-def tell_resumed(cfg: RunConfig, resumed: Resumed) -> None:
+def log_resumed(cfg: RunConfig, resumed: ResumePoint) -> None:
     """Says what the run goes on from."""
     buffer = resumed.state["buffer"]
     anew = f"{len(buffer['prompts'])} groups that were under way begin anew"
@@ -137,7 +94,7 @@ def tell_resumed(cfg: RunConfig, resumed: Resumed) -> None:
         )
 
 
-def take_over(cfg: RunConfig, run_dir: RunDir, resumed: Resumed | None) -> None:
+def prepare_run_dir(cfg: RunConfig, run_dir: RunDir, resumed: ResumePoint | None) -> None:
     """Make the run directory that of a run which goes on from `resumed`, or begins anew. Blocking.
 
     What earlier processes did beyond that is moved away or cut. So call it when nothing can refuse the run any more,
@@ -215,7 +172,7 @@ def origin(cfg: RunConfig) -> dict[str, Any]:
     }
 
 
-def _check_origin(cfg: RunConfig, resumed: Resumed, *, is_device_here: bool) -> None:
+def _check_origin(cfg: RunConfig, resumed: ResumePoint, *, is_device_here: bool) -> None:
     """Raises ConfigurationError if what has to stay as it was is not; a checkpoint that does not tell is taken as it
     is."""
     why = {"model.lora.rank": "what the checkpoint holds was trained so, and fits nothing else"}
@@ -340,123 +297,3 @@ class Checkpointer:
         except OSError as error:
             # What was trained is safe, and a disk that fills up says so itself.
             log.warning("old checkpoints could not be deleted (%s); the next save tries again", one_line(error))
-
-
-@dataclass(slots=True, kw_only=True)
-class Evaluation:
-    """One held-out evaluation of one policy version."""
-
-    version: int
-    accuracy: float
-    """Mean reward of all answers."""
-    num_prompts: int
-    num_samples: int = 1
-    """Answers per prompt."""
-    pass_at: dict[int, float] = field(default_factory=dict)
-    """k -> estimated probability that one of k answers to a prompt passes, mean over prompts."""
-    tokens_mean: float = 0.0
-    truncated_frac: float
-    time_s: float
-
-    def record(self) -> dict[str, float]:
-        return {
-            **{f"eval/pass_at/{k}": value for k, value in self.pass_at.items()},
-            "eval/num_samples": self.num_samples,
-            "eval/tokens_mean": self.tokens_mean,
-            "eval/accuracy": self.accuracy,
-            "eval/version": self.version,
-            "eval/num_prompts": self.num_prompts,
-            "eval/truncated_frac": self.truncated_frac,
-            "eval/time_s": self.time_s,
-        }
-
-
-@dataclass(slots=True, kw_only=True)
-class RunState:
-    """Mutable state of a run; owned by the driver's event loop."""
-
-    started_at: float
-    """Unix time of the process start, in seconds."""
-    wall_clock: Callable[[], float]
-    step: int = 0
-    """Optimizer steps done; the policy's version is the same number."""
-    live_version: int = 0
-    """Newest version that is live on the engines."""
-    resumed_from_step: int | None = None
-    startup_s: float | None = None
-    first_accuracy: float | None = None
-    last_evaluation: Evaluation | None = None
-    reached: Evaluation | None = None
-    """The one that reached `trainer.stop_at_accuracy`."""
-    set_accuracies: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """First and last one of each of `task.eval_sets`."""
-    unreported: list[Mapping[str, object]] = field(default_factory=list)
-    """Metrics of evaluations that ended and wait for the next line."""
-    num_failed_evaluations: int = 0
-    discarded_tokens: int = 0
-    failed_responses: FailedResponses = field(default_factory=FailedResponses)
-    stop_reason: ExitReason | None = None
-    """Why the run is to end after the step that runs now; None while it goes on."""
-    stop_requested: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the loops are not even to wait for the next step: on an interrupt."""
-
-    @property
-    def time_s(self) -> float:
-        """Since the process began."""
-        return self.wall_clock() - self.started_at
-
-    def mark_dispatched(self) -> None:
-        """The first prompt went out: start-up is over."""
-        if self.startup_s is None:
-            self.startup_s = self.time_s
-
-    def stop(self, reason: ExitReason) -> None:
-        """Ask the loops to end in order; the first reason counts."""
-        if self.stop_reason is None:
-            self.stop_reason = reason
-        if reason == "interrupted":
-            self.stop_requested.set()
-
-    def add_evaluation(
-        self, evaluation: Evaluation, breakdown: Mapping[str, object], of_sets: Mapping[str, float] | None = None
-    ) -> None:
-        """
-        Args:
-            breakdown: its metrics that a checkpoint need not know.
-            of_sets: accuracies of `task.eval_sets`.
-        """
-        for name, accuracy in (of_sets or {}).items():
-            first, _ = self.set_accuracies.get(name, (accuracy, accuracy))
-            self.set_accuracies[name] = first, accuracy
-        if self.first_accuracy is None:
-            self.first_accuracy = evaluation.accuracy
-        self.last_evaluation = evaluation
-        self.unreported.append({**evaluation.record(), **breakdown})
-
-    def told_of_sets(self) -> dict[str, dict[str, float]]:
-        """Accuracies of `task.eval_sets` for the summary."""
-        pairs = self.set_accuracies.items()
-        return {name: {"first_accuracy": first, "last_accuracy": last} for name, (first, last) in pairs}
-
-    def state_dict(self) -> dict[str, Any]:
-        """JSON-able."""
-        last = self.last_evaluation
-        return {
-            "step": self.step,
-            "first_accuracy": self.first_accuracy,
-            "last_evaluation": None if last is None else {name: getattr(last, name) for name in Evaluation.__slots__},
-            "set_accuracies": {name: list(pair) for name, pair in self.set_accuracies.items()},
-            "num_failed_evaluations": self.num_failed_evaluations,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.step = self.live_version = self.resumed_from_step = int(state["step"])
-        self.first_accuracy = state["first_accuracy"]
-        self.num_failed_evaluations = state.get("num_failed_evaluations", 0)
-        self.set_accuracies = {name: (first, last) for name, (first, last) in state.get("set_accuracies", {}).items()}
-        last = state["last_evaluation"]
-        if last is not None:  # JSON made text of the k
-            pass_at = {int(k): value for k, value in last.get("pass_at", {}).items()}
-            known = {name: last[name] for name in Evaluation.__slots__ if name in last}
-            last = Evaluation(**{**known, "pass_at": pass_at})
-        self.last_evaluation = last

@@ -23,7 +23,7 @@ from trainer.config.algorithm import traits_of
 from trainer.config.own_function import is_own, load_own
 from trainer.config.rules import estimator_problems
 from trainer.driver.actors import make_source, why_engines_read_weights
-from trainer.driver.checkpointing import Resumed, find_resume
+from trainer.driver.checkpointing import ResumePoint, find_resume_point
 from trainer.driver.datasets import DataSets, check_data
 from trainer.driver.findings import Findings
 from trainer.driver.models import (
@@ -67,7 +67,7 @@ class PreflightResult:
     backend: Backend
     placement: Placement
     inputs: DataSets
-    resumed: Resumed | None
+    resumed: ResumePoint | None
 
 
 def preflight(cfg: RunConfig) -> PreflightResult:
@@ -117,7 +117,7 @@ def look_again(cfg: RunConfig, checked: PreflightResult, checkpoints: Path) -> P
     Raises:
         ConfigurationError, DataError: as `preflight`.
     """
-    resumed = find_resume(cfg, checkpoints)
+    resumed = find_resume_point(cfg, checkpoints)
     make_source(cfg, checked.inputs.train, resumed)  # raises if the data is not that of the checkpoint
     return replace(checked, resumed=resumed)
 
@@ -240,7 +240,9 @@ def _ray_address_problems(address: str) -> Iterator[Problem]:
 # --- models, checkpoint, data, reward ---
 
 
-def _check_inputs(cfg: RunConfig, found: Findings, *, is_device_here: bool) -> tuple[DataSets | None, Resumed | None]:
+def _check_inputs(
+    cfg: RunConfig, found: Findings, *, is_device_here: bool
+) -> tuple[DataSets | None, ResumePoint | None]:
     """Each check runs as far as what it needs is there: without a tokenizer data and rewards are still looked at."""
     found.attempt(check_own_functions, cfg)
     agent = found.attempt(make_agent, cfg)
@@ -250,7 +252,7 @@ def _check_inputs(cfg: RunConfig, found: Findings, *, is_device_here: bool) -> t
     resumed = None
     if not weights:  # whether they are drawn is part of what a checkpoint compares
         directory = Path(cfg.run_dir) / "checkpoints" if cfg.run_dir else None
-        resumed = found.attempt(find_resume, cfg, directory, is_device_here=is_device_here)
+        resumed = found.attempt(find_resume_point, cfg, directory, is_device_here=is_device_here)
     if unreachable := list(hub_problems(cfg)):
         found.add(unreachable)
         return None, resumed  # all that follows would ask the hub

@@ -23,15 +23,13 @@ from rollout.worker.actor import rare_collections
 from trainer.builtin.tiny_model import ensure_model
 from trainer.config.describe import describe_critic, describe_objective, describe_rollout
 from trainer.driver import actors as compose
-from trainer.driver import loops
 from trainer.driver.actors import start_actors, start_phase
-from trainer.driver.checkpointing import Checkpointer, RunState, take_over, tell_resumed
+from trainer.driver.checkpointing import log_resumed, prepare_run_dir
 from trainer.driver.cluster import Cluster
-from trainer.driver.evaluation import Evaluator, leased
-from trainer.driver.loops import evaluate_at_start, rescue
+from trainer.driver.evaluation import Evaluator, pinned_versions
 from trainer.driver.preflight import PreflightResult, log_inputs, look_again, preflight
-from trainer.driver.supervise import Supervisor
-from trainer.driver.weight_updates import SyncPump
+from trainer.driver.state import RunState
+from trainer.driver.training_run import TrainingRun
 from trainer.errors import CheckpointError, ConfigurationError, ModelError, first_cause, note_log, one_line
 from trainer.learner import checkpoint
 from trainer.telemetry import session as environment
@@ -43,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from trainer.config.schema import RunConfig
-    from trainer.driver.weight_updates import OwnDevices
+    from trainer.driver.weight_updates import DedicatedDevices
     from trainer.telemetry.run_dir import RunDir
     from trainer.telemetry.session import Telemetry
     from weight_sync.coordinator import SyncCoordinator
@@ -80,10 +78,10 @@ def run(cfg: RunConfig, *, started_at: float) -> int:
         checked = look_again(cfg, checked, run_dir.checkpoints)
         log_inputs(cfg, checked.inputs)
         if checked.resumed is not None:
-            tell_resumed(cfg, checked.resumed)
+            log_resumed(cfg, checked.resumed)
             state.load_state_dict(checked.resumed.state["run"])
         with (
-            # Earlier records are not cut yet: see `take_over`.
+            # Earlier records are not cut yet: see `prepare_run_dir`.
             telemetry.opened(cfg, run_dir, console) as sinks,
             _summary(cfg, state, run_dir),
         ):
@@ -136,7 +134,7 @@ class Driver:
         if now - self._interrupted_at < SAME_SIGNAL_S:
             return
         self._interrupted_at = now
-        if self._is_training and not self._state.stop_requested.is_set():
+        if self._is_training and not self._state.interrupted.is_set():
             log.warning("interrupted: finishing this step and saving; interrupt again to stop at once")
             self._state.stop("interrupted")
             return
@@ -184,13 +182,13 @@ class Driver:
                 await start_actors(cfg, actors, checked.resumed, tracer)
             with start_phase(progress, tracer, "opening weight sync"):
                 await coordinator.open()
-                await devices.to_learner()
+                await devices.acquire_for_training()
                 await devices.publish(self._state.step)
                 live = await devices.sync(self._state.step)
                 if cfg.weight_sync.self_test:
                     await coordinator.self_test()
             # Not before: a start that fails must not cost what earlier processes did.
-            await asyncio.to_thread(take_over, cfg, self._telemetry.run_dir, checked.resumed)
+            await asyncio.to_thread(prepare_run_dir, cfg, self._telemetry.run_dir, checked.resumed)
             with rare_collections():
                 await self._train(actors, coordinator, devices, live)
         finally:
@@ -199,88 +197,55 @@ class Driver:
                 await actors.close(timeout_s=cfg.trainer.shutdown_timeout_s)
 
     async def _train(
-        self, actors: compose.Actors, coordinator: SyncCoordinator, devices: OwnDevices, live: SyncReport
+        self, actors: compose.Actors, coordinator: SyncCoordinator, devices: DedicatedDevices, live: SyncReport
     ) -> None:
-        async with Supervisor() as supervisor:
-            parts = self._parts(actors, coordinator, devices, supervisor=supervisor, live=live)
-            self._is_training = True
-            try:
-                parts.workers.exclude_lost_engines()  # one may have missed the first version
-                await self._run_loops(parts, supervisor)
-                self._state.stop("completed")
-            except Exception as error:
-                self._is_training = False  # an interrupt does not wait for what comes now
-                self._failure, self._state.stop_reason = _as_failure(error, self._state.step), "failed"
-                await supervisor.stop()
-                await rescue(parts)
-                if self._failure is error:
-                    raise
-                raise self._failure from error
-            finally:
-                self._state.discarded_tokens = parts.buffer.stats().discarded_tokens
-                await supervisor.stop()
-                parts.workers.close()
-                parts.buffer.close()
+        state = self._state
+        training = self._training_run(actors, coordinator, devices, live)
+        self._is_training = True
+        try:
+            await training.run(*([] if self._cluster is None else [self._cluster.watch()]))
+            state.stop("completed")
+        except Exception as error:
+            self._is_training = False  # an interrupt does not wait for what comes now
+            self._failure, state.stop_reason = _as_failure(error, state.step), "failed"
+            await training.train_loop.emergency_save()
+            if self._failure is error:
+                raise
+            raise self._failure from error
+        finally:
+            state.discarded_tokens = training.buffer.stats().discarded_tokens
+            training.workers.close()
+            training.buffer.close()
 
-    async def _run_loops(self, parts: loops.Parts, supervisor: Supervisor) -> None:
-        """All of them, until the last step is saved and evaluated. Raises the first failure."""
-        watch = parts.workers.watch(needs_groups=lambda: parts.needs_groups, needs_engines=lambda: not parts.is_trained)
-        supervisor.spawn(watch, name="fleet")
-        if self._cluster is not None:
-            supervisor.spawn(self._cluster.watch(), name="ray", may_end=True)
-        await evaluate_at_start(parts, supervisor)
-        loops.start(parts, supervisor)
-        await supervisor.until(loops.train_loop(parts))
-
-    def _parts(
-        self,
-        actors: compose.Actors,
-        coordinator: SyncCoordinator,
-        devices: OwnDevices,
-        *,
-        supervisor: Supervisor,
-        live: SyncReport,
-    ) -> loops.Parts:
-        cfg, state, sinks, resumed = self._cfg, self._state, self._telemetry, self._checked.resumed
-        source = compose.make_source(cfg, self._checked.inputs.train, resumed)
-        buffer = compose.make_buffer(cfg, resumed, source)
+    def _training_run(
+        self, actors: compose.Actors, coordinator: SyncCoordinator, devices: DedicatedDevices, live: SyncReport
+    ) -> TrainingRun:
+        cfg, state, checked = self._cfg, self._state, self._checked
+        source = compose.make_source(cfg, checked.inputs.train, checked.resumed)
         workers = compose.make_fleet(
-            cfg,
-            self._checked.placement,
-            self._checked.backend,
-            actors,
-            coordinator,
-            devices,
-            lambda: state.live_version,
+            cfg, checked.placement, checked.backend, actors, coordinator, devices, lambda: state.live_version
         )
-
-        async def on_live(report: SyncReport) -> None:
-            workers.exclude_lost_engines()
-            await loops.on_live(parts, supervisor, report)
-
-        parts = loops.Parts(
-            cfg=cfg,
-            state=state,
-            telemetry=sinks,
+        evaluator = Evaluator(
+            cfg,
+            checked.inputs.evaluation,
+            pin_versions=partial(pinned_versions, coordinator=coordinator, workers=workers),
+            generate=workers.evaluate,
+            members=workers.engine_states,
+            first_version=state.step,
+        )
+        return TrainingRun(
+            cfg,
+            state,
+            self._telemetry,
             source=source,
-            buffer=buffer,
+            buffer=compose.make_buffer(cfg, checked.resumed, source),
             workers=workers,
             learner=actors.learner,
             devices=devices,
-            pump=SyncPump(
-                devices, on_live=on_live, tracer=sinks.tracer, first=live, await_engine=workers.wait_for_engine
-            ),
-            evaluator=Evaluator(
-                cfg,
-                self._checked.inputs.evaluation,
-                freeze=partial(leased, coordinator=coordinator, workers=workers),
-                generate=workers.evaluate,
-                members=workers.engine_states,
-                first_version=state.step,
-            ),
-            checkpointer=Checkpointer(cfg, sinks, learner=actors.learner, buffer=buffer, source=source, state=state),
+            evaluator=evaluator,
+            live=live,
+            wait_for_engine=workers.wait_for_engine,
         )
-        return parts
 
 
 def _as_failure(error: Exception, step: int) -> Exception:
@@ -380,7 +345,10 @@ def _summary(cfg: RunConfig, state: RunState, run_dir: RunDir) -> Iterator[None]
             num_responses=state.failed_responses.num_responses,
             num_failed_responses=state.failed_responses.num_failed,
             first_failure=state.failed_responses.first_error,
-            eval_sets=state.told_of_sets(),
+            eval_sets={
+                name: {"first_accuracy": first, "last_accuracy": last}
+                for name, (first, last) in state.set_accuracies.items()
+            },
             error=error,
         )
         try:

@@ -1,4 +1,4 @@
-"""New weights to the engines, and whose turn it is on shared devices."""
+"""New weights to the engines, and who uses the devices that learner and engines share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from trainer.errors import first_cause, one_line
 from trainer.remote import call, kill_actor
@@ -15,52 +15,194 @@ from weight_sync.errors import PublisherLost, VersionUnavailable, WeightSyncErro
 from weight_sync.types import ReplicaTimes, SyncReport
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Iterator, Mapping
 
+    from trainer.learner.group import LearnerGroup
     from trainer.telemetry.trace import Tracer
+    from weight_sync.coordinator import SyncCoordinator
 
 
 log = logging.getLogger(__name__)
 
 
-class Coordinator(Protocol):
-    """`trainer.driver.weight_updates.OwnDevices`, or a `weight_sync.coordinator.SyncCoordinator` by itself."""
+class DedicatedDevices:
+    """Learners and engines have separate devices: everything at any time."""
 
-    async def publish(self, version: int) -> float: ...
+    def __init__(self, coordinator: SyncCoordinator) -> None:
+        self._coordinator = coordinator
 
-    async def sync(self, version: int) -> SyncReport: ...
+    async def acquire_for_training(self) -> None:
+        return
+
+    @asynccontextmanager
+    async def engines_active(self) -> AsyncIterator[None]:
+        """Around what an engine needs its device for, in addition to generation."""
+        yield
+
+    async def publish(self, version: int) -> float:
+        return await self._coordinator.publish(version)
+
+    async def sync(self, version: int) -> SyncReport:
+        return await self._coordinator.sync(version)
+
+    @property
+    def offload_s(self) -> float:
+        """Part of the last `publish` in which the learner's memory left the devices."""
+        return 0.0
+
+    def record(self) -> dict[str, object]:
+        """Metrics of the last turns."""
+        return {}
 
 
-OnLive = Callable[[SyncReport], Awaitable[None]]
-AwaitEngine = Callable[[Exception], Awaitable[None]]
-"""(why no engine took a version): returns when it may be tried again; raises that error if nothing has changed."""
+class ColocatedDevices(DedicatedDevices):
+    """One learner rank and one engine worker on every device. Either side's memory is there, never both.
 
-
-async def no_engine_returns(error: Exception) -> None:
-    """Where nobody starts engines again."""
-    raise error
-
-
-class SyncPump:
-    """Publishing blocks the learner for the pack only; moving and committing happens in `run`.
-
-    At most one version is on its way and at most one waits. A newer version replaces the one that waits: its steps
-    become live together with the newer one. Where no engine takes a version, it waits until one has been started again.
+    What stays on a device all the time: two contexts, the arena with the packed weights, captured graphs.
     """
 
     def __init__(
         self,
-        coordinator: Coordinator,
+        coordinator: SyncCoordinator,
+        learner: LearnerGroup,
+        engines: Mapping[str, Any],
+        *,
+        tracer: Tracer,
+        sleep_timeout_s: float,
+        kill: Callable[[Any], None] = kill_actor,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            engines: actors by name; whoever restarts one puts it in here.
+            sleep_timeout_s: deadline of an engine that is to enter sleep mode.
+        """
+        super().__init__(coordinator)
+        self._learner, self._engines = learner, engines
+        self._tracer, self._kill, self._clock = tracer, kill, clock
+        self._sleep_timeout_s = sleep_timeout_s
+        self._devices = asyncio.Lock()
+        """Held by the learner until its version has been moved, and by whoever needs the engines active meanwhile."""
+        self._engines_updated = asyncio.Event()
+        """The engines have taken what the learner published last."""
+        self._engines_updated.set()
+        self._is_held_by_learner = self._is_learner_onloaded = False
+        self._record: dict[str, float] = {}
+
+    async def acquire_for_training(self) -> None:
+        """Consumes: nothing. Waits for: the end of the last sync, and of a restart. Unblocked by: `sync`, which has a
+        deadline. Does nothing where the learner has the devices.
+
+        Raises:
+            LearnerError: a rank did not get its memory back.
+        """
+        if self._is_learner_onloaded:
+            return
+        await self._engines_updated.wait()
+        await self._devices.acquire()
+        self._engines_updated.clear()
+        self._record = {}
+        self._is_held_by_learner = self._is_learner_onloaded = True
+        with self._timed("sleep"):
+            await self._put_to_sleep()
+        with self._timed("onload"):
+            moved = await self._learner.onload()
+        self._record["devices/onload_bytes"] = sum(one.nbytes for one in moved)
+
+    async def publish(self, version: int) -> float:
+        """As the coordinator's; the learner's memory is on the host afterwards."""
+        seconds = await super().publish(version)
+        with self._timed("offload"):
+            moved = await self._learner.offload()
+        self._is_learner_onloaded = False
+        self._record["devices/free_frac"] = min(one.free_bytes / one.total_bytes for one in moved)
+        return seconds
+
+    async def sync(self, version: int) -> SyncReport:
+        """As the coordinator's; the devices are the engines' then. A sync that fails leaves them to engines that are
+        started again, but not to the learner: `sync` must be tried again first."""
+        if not self._is_held_by_learner:
+            await self._devices.acquire()
+        try:
+            report = await super().sync(version)
+        finally:
+            self._is_held_by_learner = False
+            self._devices.release()
+        self._engines_updated.set()
+        return report
+
+    @asynccontextmanager
+    async def engines_active(self) -> AsyncIterator[None]:
+        """Consumes: nothing. Waits for: the learner to leave the devices. Unblocked by: `sync`."""
+        async with self._devices:
+            yield
+
+    @property
+    def offload_s(self) -> float:
+        return self._record.get("devices/offload_s", 0.0)
+
+    def record(self) -> dict[str, object]:
+        return {**self._record}
+
+    async def _put_to_sleep(self) -> None:
+        """Engines that are lost, or fail to enter sleep mode, are killed: they would keep their memory. The next sync
+        sees who is gone, and the others go on."""
+        members = self._coordinator.members
+        names = [name for name, state in members.items() if state == "live"]
+        for name in members.keys() - set(names):
+            self._kill(self._engines[name])
+        hint = "increase weight_sync.timeout_s if it was on its way"
+        calls = (
+            call(self._engines[name].sleep.remote(), timeout_s=self._sleep_timeout_s, who=name, what="sleep", hint=hint)
+            for name in names
+        )
+        failures = {
+            name: result
+            for name, result in zip(names, await asyncio.gather(*calls, return_exceptions=True), strict=True)
+            if isinstance(result, BaseException)
+        }
+        for name, error in failures.items():
+            log.warning("%s did not fall asleep and is ended: %s", name, one_line(first_cause(error)))
+            self._kill(self._engines[name])
+
+    @contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        began = self._clock()
+        with self._tracer.span("devices", what):
+            yield
+        self._record[f"devices/{what}_s"] = self._clock() - began
+
+
+OnLive = Callable[[SyncReport], Awaitable[None]]
+WaitForEngine = Callable[[Exception], Awaitable[None]]
+"""(why no engine took a version): returns when it may be tried again; raises that error if none comes back."""
+
+
+async def raise_error(error: Exception) -> None:
+    """Where lost engines are not restarted."""
+    raise error
+
+
+class WeightUpdater:
+    """Publishing blocks the learner for the pack only; `run` moves and commits the weights.
+
+    At most one version is being moved and at most one waits. A newer version replaces the one that waits: its steps
+    become live together with the newer one. Where no engine takes a version, it waits until one has been restarted.
+    """
+
+    def __init__(
+        self,
+        devices: DedicatedDevices,
         *,
         on_live: OnLive,
         tracer: Tracer,
         first: SyncReport,
-        await_engine: AwaitEngine = no_engine_returns,
+        wait_for_engine: WaitForEngine = raise_error,
     ) -> None:
         """`first` is the report of the version that is live already."""
-        self._coordinator = coordinator
+        self._devices = devices
         self._on_live = on_live
-        self._await_engine = await_engine
+        self._wait_for_engine = wait_for_engine
         self._tracer = tracer
         self._waiting: int | None = None
         self._is_packing = False
@@ -89,7 +231,7 @@ class SyncPump:
         # Stays so if the pack fails: that ends the run, and `run` must not end it first with what followed from it.
         self._is_packing = True
         with self._tracer.span("sync", f"pack v{version}"):
-            seconds = await self._coordinator.publish(version)
+            seconds = await self._devices.publish(version)
         async with self._changed:
             self._waiting = self._published = version
             self._is_packing = False
@@ -109,7 +251,7 @@ class SyncPump:
                 await self._changed.wait_for(lambda: self._waiting is not None)
                 version, self._waiting = self._waiting, None
             assert version is not None
-            report = await self._bring(version)
+            report = await self._move(version)
             if report is None:
                 self.num_superseded += 1
                 continue
@@ -119,11 +261,11 @@ class SyncPump:
                 self._live = version
                 self._changed.notify_all()
 
-    async def _bring(self, version: int) -> SyncReport | None:
+    async def _move(self, version: int) -> SyncReport | None:
         """None if a newer version has taken its place: that one goes live for both."""
         while True:
             try:
-                report = await self._coordinator.sync(version)
+                report = await self._devices.sync(version)
             except VersionUnavailable as error:
                 # It waited too long for its turn.
                 if not await self._is_superseded():
@@ -133,7 +275,7 @@ class SyncPump:
             except PublisherLost:
                 raise
             except (WeightSyncError, TimeoutError) as error:
-                await self._await_engine(error)
+                await self._wait_for_engine(error)
                 if await self._is_superseded():
                     return None
             else:
@@ -147,7 +289,7 @@ class SyncPump:
             await self._changed.wait_for(lambda: not self._is_packing)
             return self._waiting is not None
 
-    async def drained(self) -> None:
+    async def wait_until_live(self) -> None:
         """Wait until the newest published version is live. Bounded by the deadline of the sync, which fails the run."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._live >= self._published)
@@ -183,181 +325,3 @@ class SyncPump:
             end_s=live_at,
             drain_s=times.drain_s,
         )
-
-
-class FleetCoordinator(Protocol):
-    """The part of `weight_sync.coordinator.SyncCoordinator` that is used here."""
-
-    @property
-    def members(self) -> Mapping[str, str]: ...
-
-    async def publish(self, version: int) -> float: ...
-
-    async def sync(self, version: int) -> SyncReport: ...
-
-
-class Moved(Protocol):
-    """What a learner rank says about its move; see `trainer.learner.actor.OffloadReport`."""
-
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def free_bytes(self) -> int: ...
-    @property
-    def total_bytes(self) -> int: ...
-
-
-class Learner(Protocol):
-    """The part of `trainer.learner.group.LearnerGroup` that is used here."""
-
-    async def offload(self) -> Sequence[Moved]: ...
-
-    async def onload(self) -> Sequence[Moved]: ...
-
-
-class OwnDevices:
-    """Learners and engines have devices of their own: everything at any time."""
-
-    def __init__(self, coordinator: FleetCoordinator) -> None:
-        self._coordinator = coordinator
-
-    async def to_learner(self) -> None:
-        return
-
-    @asynccontextmanager
-    async def engines_turn(self) -> AsyncIterator[None]:
-        """Around what an engine needs its device for, beside generation."""
-        yield
-
-    async def publish(self, version: int) -> float:
-        return await self._coordinator.publish(version)
-
-    async def sync(self, version: int) -> SyncReport:
-        return await self._coordinator.sync(version)
-
-    @property
-    def offload_s(self) -> float:
-        """Part of the last `publish` in which the learner's memory left the devices."""
-        return 0.0
-
-    def record(self) -> dict[str, object]:
-        """Metrics of the last turns."""
-        return {}
-
-
-class SharedDevices(OwnDevices):
-    """One learner rank and one engine worker on every device. Either side's memory is there, never both.
-
-    What stays on a device all the time: two contexts, the arena with the packed weights, captured graphs.
-    """
-
-    def __init__(
-        self,
-        coordinator: FleetCoordinator,
-        learner: Learner,
-        engines: Mapping[str, Any],
-        *,
-        tracer: Tracer,
-        sleep_timeout_s: float,
-        kill: Callable[[Any], None] = kill_actor,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """
-        Args:
-            engines: actors by name; whoever restarts one puts it in here.
-            sleep_timeout_s: deadline of an engine that is told to sleep.
-        """
-        super().__init__(coordinator)
-        self._learner, self._engines = learner, engines
-        self._tracer, self._kill, self._clock = tracer, kill, clock
-        self._sleep_timeout_s = sleep_timeout_s
-        self._engines_have_it = asyncio.Lock()
-        """Held by whoever wants the engines' turn to last, and by the learner until its version was on its way."""
-        self._have_version = asyncio.Event()
-        """The engines have taken what the learner published last."""
-        self._have_version.set()
-        self._is_learners_turn = self._is_learner_here = False
-        self._record: dict[str, float] = {}
-
-    async def to_learner(self) -> None:
-        """Consumes: nothing. Waits for: the end of the last sync, and of a restart. Unblocked by: `sync`, which has a
-        deadline. Does nothing in the learner's turn.
-
-        Raises:
-            LearnerError: a rank did not get its memory back.
-        """
-        if self._is_learner_here:
-            return
-        await self._have_version.wait()
-        await self._engines_have_it.acquire()
-        self._have_version.clear()
-        self._record = {}
-        self._is_learners_turn = self._is_learner_here = True
-        with self._timed("sleep"):
-            await self._put_to_sleep()
-        with self._timed("onload"):
-            moved = await self._learner.onload()
-        self._record["devices/onload_bytes"] = sum(one.nbytes for one in moved)
-
-    async def publish(self, version: int) -> float:
-        """As the coordinator's; the learner's memory is on the host afterwards."""
-        seconds = await super().publish(version)
-        with self._timed("offload"):
-            moved = await self._learner.offload()
-        self._is_learner_here = False
-        self._record["devices/free_frac"] = min(one.free_bytes / one.total_bytes for one in moved)
-        return seconds
-
-    async def sync(self, version: int) -> SyncReport:
-        """As the coordinator's; it ends the learner's turn. One that fails leaves the devices to engines that are
-        started again, but not to the learner: `sync` must be tried again first."""
-        if not self._is_learners_turn:
-            await self._engines_have_it.acquire()
-        try:
-            report = await super().sync(version)
-        finally:
-            self._is_learners_turn = False
-            self._engines_have_it.release()
-        self._have_version.set()
-        return report
-
-    @asynccontextmanager
-    async def engines_turn(self) -> AsyncIterator[None]:
-        """Consumes: nothing. Waits for: the end of the learner's turn. Unblocked by: `sync`."""
-        async with self._engines_have_it:
-            yield
-
-    @property
-    def offload_s(self) -> float:
-        return self._record.get("devices/offload_s", 0.0)
-
-    def record(self) -> dict[str, object]:
-        return {**self._record}
-
-    async def _put_to_sleep(self) -> None:
-        """Engines that are lost, or do not fall asleep, are ended: they would keep their memory. The next sync sees who
-        is gone, and the others go on."""
-        members = self._coordinator.members
-        names = [name for name, state in members.items() if state == "live"]
-        for name in members.keys() - set(names):
-            self._kill(self._engines[name])
-        hint = "increase weight_sync.timeout_s if it was on its way"
-        calls = (
-            call(self._engines[name].sleep.remote(), timeout_s=self._sleep_timeout_s, who=name, what="sleep", hint=hint)
-            for name in names
-        )
-        failures = {
-            name: result
-            for name, result in zip(names, await asyncio.gather(*calls, return_exceptions=True), strict=True)
-            if isinstance(result, BaseException)
-        }
-        for name, error in failures.items():
-            log.warning("%s did not fall asleep and is ended: %s", name, one_line(first_cause(error)))
-            self._kill(self._engines[name])
-
-    @contextmanager
-    def _timed(self, what: str) -> Iterator[None]:
-        began = self._clock()
-        with self._tracer.span("devices", what):
-            yield
-        self._record[f"devices/{what}_s"] = self._clock() - began

@@ -505,7 +505,8 @@ BUFFER: Rows = (
     (
         "telemetry/trajectories_left_out",
         "records",
-        "Groups, failed attempts and evaluations that were not recorded since telemetry.trajectories_gib was reached.",
+        "Groups, failed attempts and evaluations that were not recorded: telemetry.trajectories_gib was reached, or the"
+        " disk was 64 records behind.",
         "0",
     ),
     (

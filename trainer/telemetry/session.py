@@ -16,6 +16,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from rollout.types import Group, RolloutRequest
+    from rollout.types import Group, Prompt, RolloutRequest, Trajectory
     from trainer.config.schema import RunConfig
     from trainer.telemetry.trajectories import FailureStatus
 
@@ -54,8 +55,10 @@ class Telemetry:
     recorder: TrajectoryRecorder | None
     """None with `telemetry.record_trajectories=false`."""
     thread: ThreadPoolExecutor
+    group_thread: ThreadPoolExecutor
+    """For trajectories; nobody waits for them."""
     slow_thread: ThreadPoolExecutor
-    """For what takes long and nobody waits for."""
+    """For the responses of evaluations, which can be gigabytes."""
 
     async def write_step(self, record: Mapping[str, object]) -> None:
         """One line of metrics, to all sinks and the display. Raises `RunDirLost` if they have no place any more."""
@@ -67,15 +70,52 @@ class Telemetry:
         """One evaluation that ended, for better or worse."""
         await self._in_thread(self.writer.write_evaluation, line)
 
-    async def record_group(self, group: Group, status: Any, reason: str) -> None:
-        """One finished group, before any filter."""
+    def record_group(self, group: Group, status: Any, reason: str) -> None:
+        """One finished group, before any filter. In the background, as `record_failure`: a slow disk must not delay
+        training, so a record is skipped and counted where `MAX_PENDING` of them wait for it."""
         if self.recorder is not None:
-            await self._in_thread(lambda recorder: recorder.write(group, status, reason=reason), self.recorder)
+            self.recorder.in_background(self.group_thread, self.recorder.write, group, status, reason=reason)
 
-    async def record_failure(self, item: RolloutRequest, status: FailureStatus, reason: str) -> None:
+    def record_failure(self, item: RolloutRequest, status: FailureStatus, reason: str) -> None:
         """An attempt at a group that raised."""
         if self.recorder is not None:
-            await self._in_thread(lambda recorder: recorder.write_failure(item, status, reason=reason), self.recorder)
+            self.recorder.in_background(self.group_thread, self.recorder.write_failure, item, status, reason=reason)
+
+    async def record_answers(
+        self, answers: Sequence[tuple[str, Prompt, Sequence[Trajectory]]], *, version: int, failed: str = ""
+    ) -> str | None:
+        """Begin to write the responses of an evaluation, where trajectories are recorded. Returns the file's name in
+        the run directory once it is there and empty; None if there is none. Only the end of the process waits for the
+        rest.
+
+        Args:
+            answers: none if the evaluation failed before it had all of them.
+            failed: why the evaluation gives no number; empty if it gives one.
+        """
+        recorder, folder = self.recorder, self.run_dir.answers
+        if recorder is None or not answers:
+            return None
+        path = await self._in_thread(recorder.begin_evaluation, folder, version)
+        if path is None:
+            return None
+        name = f"{folder.name}/{path.name}"
+        if path.name != f"version_{version}.jsonl":
+            log.info("version %d has been evaluated before; what was answered this time is in %s", version, name)
+        status = "failed" if failed else "scored"
+        write = partial(recorder.write_answers, path, answers, version=version, status=status, reason=failed)
+        self.slow_thread.submit(write)
+        return name
+
+    def record(self) -> dict[str, object]:
+        """Metrics of what could not be recorded since the process began."""
+        record: dict[str, object] = {
+            "telemetry/sink_errors": self.writer.num_errors,
+            "telemetry/trace_dropped": self.tracer.num_dropped,
+        }
+        if self.recorder is not None:
+            record["telemetry/trajectory_errors"] = self.recorder.num_errors
+            record["telemetry/trajectories_left_out"] = self.recorder.num_skipped
+        return record
 
     async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.thread, function, *args)
@@ -108,8 +148,9 @@ def opened(cfg: RunConfig, run_dir: RunDir, console: Console) -> Iterator[Teleme
         recorder = (
             TrajectoryRecorder(run_dir.trajectories, max_bytes=max_bytes) if cfg.telemetry.record_trajectories else None
         )
-        thread, slow_thread = (
-            stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix=name)) for name in ("telemetry", "answers")
+        thread, group_thread, slow_thread = (
+            stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix=name))
+            for name in ("telemetry", "groups", "answers")
         )
         stack.callback(_tell_of_answers, progress, slow_thread)
         yield Telemetry(
@@ -119,6 +160,7 @@ def opened(cfg: RunConfig, run_dir: RunDir, console: Console) -> Iterator[Teleme
             tracer=tracer,
             recorder=recorder,
             thread=thread,
+            group_thread=group_thread,
             slow_thread=slow_thread,
         )
 

@@ -15,9 +15,10 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import threading
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import numpy as np
@@ -26,6 +27,7 @@ from trainer.telemetry.run_dir import append_line, to_jsonable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from concurrent.futures import Executor
     from pathlib import Path
 
     from rollout.types import Group, Prompt, RolloutRequest, Trajectory, Turn
@@ -36,12 +38,15 @@ GroupStatus = Literal["ready", "filtered"]
 FailureStatus = Literal["retried", "dropped"]
 EvaluationStatus = Literal["scored", "failed"]
 
+MAX_PENDING = 64
+"""Records that wait for the disk in the background; each may hold megabytes."""
 _MAX_FILE_BYTES = 256 * 2**20
 
 
 class TrajectoryRecorder:
     """A disk that is full, or a record that cannot be encoded, is logged and counted in `num_errors`, and does not stop
-    the run. What comes when a folder holds `max_bytes` is counted in `num_skipped`."""
+    the run. What comes when a folder holds `max_bytes`, or when the disk is too far behind, is counted in
+    `num_skipped`. Groups and evaluations may be written by two threads."""
 
     def __init__(
         self,
@@ -65,8 +70,33 @@ class TrajectoryRecorder:
         """Folders that reached the limit, each logged once."""
         self._logged: set[type[Exception]] = set()
         """Kinds of errors, each logged once."""
+        self._pending, self._is_behind = threading.BoundedSemaphore(MAX_PENDING), False
+        self._lock = threading.Lock()
+        """Of the counters."""
         self.num_errors = 0
         self.num_skipped = 0
+
+    def in_background(self, thread: Executor, write: Callable[..., None], *args: Any, **how: Any) -> None:
+        """`write(*args, **how)` in this thread, unless too many records wait for it. Never blocks."""
+        if not self._pending.acquire(blocking=False):
+            self._count_skipped()
+            if not self._is_behind:
+                self._is_behind = True
+                logger.warning(
+                    "%s takes records too slowly: %d wait, so some are skipped, and counted in "
+                    "telemetry/trajectories_left_out",
+                    self._folder,
+                    MAX_PENDING,
+                )
+            return
+
+        def work() -> None:
+            try:
+                write(*args, **how)
+            finally:
+                self._pending.release()
+
+        thread.submit(work)
 
     def write(self, group: Group, status: GroupStatus, *, reason: str = "") -> None:
         """`reason` says why a group was filtered. Blocking file I/O: call it off the event loop."""
@@ -114,11 +144,19 @@ class TrajectoryRecorder:
             self._evaluation_failed(path, error)
 
     def _evaluation_failed(self, path: Path, error: Exception) -> None:
-        self.num_errors += 1
+        self._count_error()
         logger.warning("%s is not complete, since it cannot be written (%r); the run continues without it", path, error)
 
+    def _count_error(self) -> None:
+        with self._lock:
+            self.num_errors += 1
+
+    def _count_skipped(self) -> None:
+        with self._lock:
+            self.num_skipped += 1
+
     def _skip(self, folder: Path) -> None:
-        self.num_skipped += 1
+        self._count_skipped()
         if folder not in self._full:
             self._full.add(folder)
             logger.warning(
@@ -143,7 +181,7 @@ class TrajectoryRecorder:
                 self._num_bytes = 0
             append_line(self._folder / f"groups_{self._number:05d}.jsonl", line)
         except Exception as error:  # noqa: BLE001 - the edge of one record: columns of a data set and rewards hold anything
-            self.num_errors += 1
+            self._count_error()
             if type(error) not in self._logged:
                 self._logged.add(type(error))
                 logger.warning("a record of trajectories cannot be written (%r); the run continues without it", error)

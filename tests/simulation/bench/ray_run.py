@@ -32,13 +32,12 @@ from rollout.worker.worker import WorkerSpec
 from tests.fakes.scripted_replica import Workload
 from tests.fakes.scripted_run import config, sync_report
 from tests.simulation.bench.actors import ScriptedRank, ScriptedWorker
-from trainer.driver import loops
 from trainer.driver.actors import make_buffer
-from trainer.driver.checkpointing import Checkpointer, RunState
 from trainer.driver.evaluation import Evaluator
 from trainer.driver.fleet import Fleet
-from trainer.driver.supervise import Supervisor
-from trainer.driver.weight_updates import OwnDevices, SyncPump
+from trainer.driver.state import RunState
+from trainer.driver.training_run import TrainingRun
+from trainer.driver.weight_updates import DedicatedDevices
 from trainer.learner.group import LearnerGroup
 from trainer.telemetry.run_dir import open_run_dir
 from trainer.telemetry.session import Telemetry, opened
@@ -147,13 +146,13 @@ class Samples:
     """Of the driver's memory, without what it shares with the object store."""
     shared_bytes: list[int]
 
-    async def run(self, parts: loops.Parts) -> None:
+    async def run(self, parts: TrainingRun) -> None:
         """Consumes: nothing. Waits for: its interval. Unblocked by: cancellation."""
         while True:
             self.look(parts)
             await asyncio.sleep(SAMPLE_S)
 
-    def look(self, parts: loops.Parts) -> None:
+    def look(self, parts: TrainingRun) -> None:
         self.groups_running.append(parts.buffer.stats().num_running)
         memory = _memory_bytes()
         self.private_bytes.append(memory["RssAnon"])
@@ -209,52 +208,29 @@ async def _train(
     workers: list[Any],
     learner: LearnerGroup,
     samples: Samples,
-) -> loops.Parts:
+) -> TrainingRun:
     """As `Driver._train`, until the last step."""
-    async with Supervisor() as supervisor:
-        parts = _parts(cfg, case, telemetry, workers, learner, supervisor)
-        try:
-            samples.look(parts)
-            supervisor.spawn(parts.workers.watch(), name="fleet")
-            supervisor.spawn(samples.run(parts), name="samples")
-            loops.start(parts, supervisor)
-            await supervisor.until(loops.train_loop(parts))
-        finally:
-            parts.buffer.close()
-    return parts
-
-
-def _parts(
-    cfg: RunConfig,
-    case: RayCase,
-    telemetry: Telemetry,
-    workers: list[Any],
-    learner: LearnerGroup,
-    supervisor: Supervisor,
-) -> loops.Parts:
-    state = RunState(started_at=time.time(), wall_clock=time.time)
     source = PromptSource(_prompts(case.prompt_tokens), seed=0, shuffle=True)
-    buffer = make_buffer(cfg, None, source)
     fleet = Fleet({}, workers, group_timeout_s=REQUEST_TIMEOUT_S)
     sync: Any = _Sync(workers)
-
-    async def on_live(report: SyncReport) -> None:
-        await loops.on_live(parts, supervisor, report)
-
-    parts = loops.Parts(
-        cfg=cfg,
-        state=state,
-        telemetry=telemetry,
+    training = TrainingRun(
+        cfg,
+        RunState(started_at=time.time(), wall_clock=time.time),
+        telemetry,
         source=source,
-        buffer=buffer,
+        buffer=make_buffer(cfg, None, source),
         workers=fleet,
         learner=learner,
-        devices=OwnDevices(sync),
-        pump=SyncPump(sync, on_live=on_live, tracer=telemetry.tracer, first=sync_report(0)),
-        evaluator=Evaluator(cfg, (), freeze=_nothing, generate=fleet.evaluate, members=dict),
-        checkpointer=Checkpointer(cfg, telemetry, learner=learner, buffer=buffer, source=source, state=state),
+        devices=DedicatedDevices(sync),
+        evaluator=Evaluator(cfg, (), pin_versions=_nothing, generate=fleet.evaluate, members=dict),
+        live=sync_report(0),
     )
-    return parts
+    samples.look(training)
+    try:
+        await training.run(samples.run(training))
+    finally:
+        training.buffer.close()
+    return training
 
 
 def _nothing(*_: Any) -> Any:
@@ -324,7 +300,7 @@ async def _answers(refs: list[Any]) -> list[Any]:
         return await asyncio.gather(*refs)
 
 
-def _result(case: RayCase, parts: loops.Parts, samples: Samples) -> dict[str, Any]:
+def _result(case: RayCase, parts: TrainingRun, samples: Samples) -> dict[str, Any]:
     stats, running, size = parts.buffer.stats(), samples.groups_running, case.group_size
     return {
         **asdict(case),

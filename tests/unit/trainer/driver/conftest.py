@@ -9,14 +9,14 @@ import pytest
 
 from tests.fakes.scripted_run import Script, ScriptedRun, World, config, telemetry_in
 from tests.fakes.virtual_time import run_virtual
-from trainer.driver.checkpointing import RunState
+from trainer.driver.state import RunState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from trainer.config.schema import RunConfig
-    from trainer.driver import loops
+    from trainer.driver.training_run import TrainingRun
 
 
 @pytest.fixture
@@ -39,10 +39,10 @@ def scripted(tmp_path: Path) -> Iterator[Callable[..., ScriptedRun]]:
 
 
 @pytest.fixture
-def play() -> Callable[..., loops.Parts]:
+def play() -> Callable[..., TrainingRun]:
     """Runs one to its end in virtual time."""
 
-    def run(scripted_run: ScriptedRun, **how: Any) -> loops.Parts:
+    def run(scripted_run: ScriptedRun, **how: Any) -> TrainingRun:
         return run_virtual(scripted_run.run(**how))
 
     return run

@@ -104,7 +104,7 @@ async def test_an_engine_without_weights_is_given_to_nobody(fails_at: str, monke
     log: list[str] = []
 
     class Party:
-        """New engine, coordinator and workers in one."""
+        """New engine and coordinator in one."""
 
         @property
         def start(self) -> Any:

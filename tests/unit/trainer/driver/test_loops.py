@@ -1,4 +1,4 @@
-"""The four loops around the real buffer, prompt source, batcher and telemetry; workers, learner and sync scripted."""
+"""The loops around the real buffer, prompt source, batcher and telemetry; workers, learner and sync scripted."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,39 +15,21 @@ import pytest
 from rollout.errors import NoProgress
 from rollout.types import Group, Prompt
 from tests.fakes.metric_names import check_complete, check_known
-from tests.fakes.scripted_run import Script, ScriptedRun, trajectory
-from trainer.driver import loops
-from trainer.driver.loops import StalenessBroken, check_ages
-from trainer.driver.weight_updates import OwnDevices
+from tests.fakes.scripted_run import Script, ScriptedRun, World, lines, prompt_set, recorded, trajectory, watch_batches
+from trainer.config.compose import load_config
+from trainer.driver.loops import StalenessViolation, StallTimeout, check_staleness, filter_reason
+from trainer.driver.weight_updates import DedicatedDevices
+from trainer.errors import first_cause
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
     from rollout.types import RolloutRequest
+    from trainer.driver.training_run import TrainingRun
 
     Make = Callable[..., ScriptedRun]
-    Play = Callable[..., loops.Parts]
-
-
-def lines(run: ScriptedRun) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in run.telemetry.run_dir.metrics.read_text().splitlines()]
-
-
-def recorded(run: ScriptedRun) -> list[dict[str, Any]]:
-    files = sorted(run.telemetry.run_dir.trajectories.glob("*.jsonl"))
-    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
-
-
-def watch_batches(parts: loops.Parts, seen: list[list[Group]]) -> None:
-    take = parts.buffer.take
-
-    async def watching(step: int) -> list[Group]:
-        groups = await take(step)
-        seen.append(groups)
-        return groups
-
-    parts.buffer.take = watching  # type: ignore[method-assign]
+    Play = Callable[..., TrainingRun]
 
 
 SLOW_SYNC = Script(train_s=0.2, pull_s=4.0)
@@ -62,8 +44,8 @@ def test_a_run_trains_every_step_and_no_group_is_too_old(
     scripted: Make, play: Play, max_staleness: int, script: Script
 ) -> None:
     run = scripted(script, mode={"max_staleness": max_staleness}, trainer={"total_steps": 12})
-    seen: list[list[Group]] = []
-    play(run, meddle=lambda parts: watch_batches(parts, seen))
+    seen = watch_batches(run)
+    play(run)
     assert run.world.numbers("trained") == list(range(12))
     assert run.state.step == run.world.live == run.state.live_version == 12
     ages = [step - group.start_version for step, groups in enumerate(seen) for group in groups]
@@ -109,8 +91,8 @@ def test_generation_gets_a_longer_lead_while_the_learner_has_to_wait_and_no_long
 
 def test_every_prompt_is_trained_once_or_still_outstanding(scripted: Make, play: Play) -> None:
     run = scripted(Script(generate_s=(0.1, 9.0)), mode={"max_staleness": 4}, trainer={"total_steps": 10})
-    seen: list[list[Group]] = []
-    play(run, meddle=lambda parts: watch_batches(parts, seen))
+    seen = watch_batches(run)
+    play(run)
     trained = Counter(group.group_id for groups in seen[:10] for group in groups)
     owed = Counter(entry["group_id"] for entry in run.buffer.state_dict(10)["prompts"])
     assert trained + owed == Counter(range(run.buffer.stats().admitted))
@@ -136,8 +118,8 @@ def test_without_staleness_the_timing_changes_nothing(scripted: Make, play: Play
     trained: list[list[list[str]]] = []
     for script in (Script(seed=1), Script(seed=2, generate_s=(0.0, 60.0), pull_s=9.0)):
         run = scripted(script, mode={"max_staleness": 0})
-        seen: list[list[Group]] = []
-        play(run, meddle=lambda parts, seen=seen: watch_batches(parts, seen))
+        seen = watch_batches(run)
+        play(run)
         trained.append([[group.prompt.prompt_id for group in groups] for groups in seen])
         run.telemetry.run_dir.close()
     assert trained[0] == trained[1]
@@ -147,7 +129,7 @@ def test_a_group_that_is_too_old_stops_the_run_with_its_name(scripted: Make, pla
     """The buffer is broken on purpose: from step 3 on it hands out the groups of step 0 again."""
     run = scripted(mode={"max_staleness": 1})
 
-    def break_buffer(parts: loops.Parts) -> None:
+    def break_buffer(parts: TrainingRun) -> None:
         take, first = parts.buffer.take, []
 
         async def broken(step: int) -> list[Group]:
@@ -157,7 +139,7 @@ def test_a_group_that_is_too_old_stops_the_run_with_its_name(scripted: Make, pla
 
         parts.buffer.take = broken  # type: ignore[method-assign]
 
-    with pytest.raises(StalenessBroken, match=r"step 3 with max_staleness=1 .* version 0 \(group \d\)"):
+    with pytest.raises(StalenessViolation, match=r"step 3 with max_staleness=1 .* version 0 \(group \d\)"):
         play(run, meddle=break_buffer)
     assert run.world.numbers("train") == [0, 1, 2]
 
@@ -167,12 +149,12 @@ def test_a_token_that_is_too_old_is_caught_even_in_a_young_group() -> None:
     group = Group(
         group_id=7, prompt=prompt, trajectories=[trajectory(prompt, 0, [(2, 1), (4, 3)], reward=0.0)], start_version=4
     )
-    check_ages([group], step=4, max_staleness=2)
-    with pytest.raises(StalenessBroken, match=r"version 2 \(group 7\)"):
-        check_ages([group], step=4, max_staleness=1)
+    check_staleness([group], step=4, max_staleness=2)
+    with pytest.raises(StalenessViolation, match=r"version 2 \(group 7\)"):
+        check_staleness([group], step=4, max_staleness=1)
 
 
-class Offloading(OwnDevices):
+class Offloading(DedicatedDevices):
     """The learner's memory leaves in 3 s once it has packed."""
 
     async def publish(self, version: int) -> float:
@@ -188,28 +170,10 @@ class Offloading(OwnDevices):
 def test_what_leaves_shared_devices_is_no_wait_for_the_sync(scripted: Make, play: Play) -> None:
     run = scripted(Script(pack_s=0.5))
 
-    def share(parts: loops.Parts) -> None:
-        anything: Any = run.world
-        shared = Offloading(anything)
-        object.__setattr__(parts, "devices", shared)
-        parts.pump._coordinator = shared
-
-    play(run, meddle=share)
+    anything: Any = run.world
+    run.devices = Offloading(anything)
+    play(run)
     assert [line["wait/learner_for_sync_s"] for line in lines(run)] == pytest.approx([0.5] * run.state.step)
-
-
-def test_a_request_to_stop_takes_effect_between_two_steps(scripted: Make, play: Play) -> None:
-    run = scripted(Script(train_s=5.0), trainer={"total_steps": 50})
-
-    async def interrupt() -> None:
-        while len(run.world.numbers("train")) < 3:
-            await asyncio.sleep(0.5)
-        run.state.stop("interrupted")
-
-    play(run, meddle=lambda _parts: interrupt())
-    assert run.world.numbers("trained") == run.world.numbers("train") == [0, 1, 2]
-    assert [line["step"] for line in lines(run)] == [1, 2, 3]
-    assert run.world.live == 3
 
 
 def test_a_run_that_waits_for_groups_can_be_stopped(scripted: Make, play: Play) -> None:
@@ -227,7 +191,7 @@ def test_a_run_that_waits_for_groups_can_be_stopped(scripted: Make, play: Play) 
 def test_a_stalled_run_ends_with_the_reason(scripted: Make, play: Play) -> None:
     run = scripted(Script(hangs=lambda item: item.group_id == 4), trainer={"stall_timeout_s": 77.0, "total_steps": 50})
     run.world.lost_engines["engine_1"] = "lost (no answer)"
-    with pytest.raises(loops.Stalled, match=r"no batch for step \d+ within trainer.stall_timeout_s=77: .*4") as caught:
+    with pytest.raises(StallTimeout, match=r"no batch for step \d+ within trainer.stall_timeout_s=77: .*4") as caught:
         play(run)
     assert "num_running=1" in str(caught.value)
     assert "engines lost: {'engine_1': 'lost (no answer)'}" in str(caught.value)
@@ -275,8 +239,8 @@ def root(error: BaseException) -> BaseException:
 def test_filtered_groups_are_recorded_and_replaced(scripted: Make, play: Play) -> None:
     even = Script(reward_of=lambda group_id, sample: float(sample) if group_id % 2 else 1.0)
     run = scripted(even, algorithm={"filter_zero_variance": True, "max_refills_per_step": 4})
-    seen: list[list[Group]] = []
-    play(run, meddle=lambda parts: watch_batches(parts, seen))
+    seen = watch_batches(run)
+    play(run)
     assert all(group.group_id % 2 for groups in seen for group in groups)
     assert run.buffer.stats().filtered["zero_variance"] > 0
     for group in recorded(run):
@@ -375,4 +339,212 @@ def test_why_a_group_is_replaced(rewards: list[float], statuses: str, wants_filt
         for i, (reward, status) in enumerate(zip(rewards, statuses, strict=True))
     ]
     group = Group(group_id=0, prompt=prompt, trajectories=answers, start_version=0)
-    assert loops.filter_reason(group, filter_zero_variance=wants_filter) == reason
+    assert filter_reason(group, filter_zero_variance=wants_filter) == reason
+
+
+class Perfect(World):
+    """From some version on all answers are right, and the filter keeps no group."""
+
+    right_from: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.script.reward_of = lambda _group, sample: 1.0 if self.live >= self.right_from else float(sample % 2)
+        self.script.accuracy_of = lambda version: float(version >= self.right_from)
+
+
+def perfect(run: ScriptedRun) -> ScriptedRun:
+    run.world = Perfect(run.world.script)
+    return run
+
+
+@pytest.mark.parametrize("evaluate_s", [0.0, 30.0])
+def test_a_run_that_reached_its_accuracy_does_not_fail_for_want_of_groups(
+    scripted: Make, play: Play, evaluate_s: float
+) -> None:
+    """What is generated while the last evaluation runs, or for the step after the one that did it, is all filtered."""
+    run = perfect(
+        scripted(
+            Script(evaluate_s=evaluate_s, train_s=3.0),
+            trainer={"stop_at_accuracy": 0.9, "total_steps": 50, "eval_every": 1},
+            algorithm={"filter_zero_variance": True, "max_refills_per_step": 20},
+            checkpoint={"export_hf": True, "save_at_end": True},
+        )
+    )
+    play(run)
+    assert run.state.stop_reason == "accuracy_reached"
+    assert run.state.last_evaluation is not None
+    assert run.state.last_evaluation.version >= Perfect.right_from
+    assert (run.telemetry.run_dir.export / "model").exists()
+    assert run.world.num_generating == 0
+
+
+def test_a_run_that_reached_its_accuracy_does_not_stall_either(scripted: Make, play: Play) -> None:
+    """Its groups are filtered so slowly that the filter never says that it is too many."""
+    run = perfect(
+        scripted(
+            Script(train_s=3.0, generate_s=(40.0, 60.0)),
+            trainer={"stop_at_accuracy": 0.9, "total_steps": 50, "eval_every": 1, "stall_timeout_s": 200.0},
+            algorithm={"filter_zero_variance": True, "max_refills_per_step": 100_000},
+            checkpoint={"export_hf": True},
+        )
+    )
+    play(run)
+    assert run.state.stop_reason == "accuracy_reached"
+    assert (run.telemetry.run_dir.export / "model").exists()
+
+
+def test_a_run_that_can_no_longer_generate_fails_if_nothing_ends_it(scripted: Make, play: Play) -> None:
+    keys = {"algorithm": {"filter_zero_variance": True}, "trainer": {"total_steps": 50, "eval_every": 1}}
+    run = perfect(scripted(Script(train_s=3.0), **keys))
+    with pytest.raises(BaseException) as caught:
+        play(run)
+    assert isinstance(first_cause(caught.value), NoProgress)
+
+
+def test_generation_ends_before_the_last_evaluation(scripted: Make, play: Play) -> None:
+    run = scripted(Script(generate_s=(2.0, 900.0)), trainer={"stop_at_accuracy": 0.3, "total_steps": 50})
+    generating: list[int] = []
+
+    def watch(parts: TrainingRun) -> None:
+        evaluate = run.world.evaluate
+
+        async def watched(*args: Any) -> Any:
+            await asyncio.sleep(0)
+            generating.append(run.world.num_generating)
+            return await evaluate(*args)
+
+        parts.evaluator._generate = watched
+
+    parts = play(run, meddle=watch)
+    assert generating[-1] == 0 < max(generating)
+    assert parts.buffer.state_dict(run.state.step)["prompts"], "what was under way is owed"
+
+
+def test_an_interrupt_after_the_accuracy_was_reached_says_what_it_left_out(scripted: Make, play: Play) -> None:
+    run = scripted(
+        Script(evaluate_s=20.0), trainer={"stop_at_accuracy": 0.2, "total_steps": 50}, checkpoint={"export_hf": True}
+    )
+
+    async def interrupt() -> None:
+        while run.state.stop_reason is None:
+            await asyncio.sleep(0.1)
+        run.state.stop("interrupted")
+
+    play(run, meddle=lambda _parts: interrupt())
+    assert not run.telemetry.run_dir.export.exists()
+    assert run.state.stop_reason == "interrupted"
+
+
+PROMPT = prompt_set(1).prompts[0]
+
+
+REMAX: dict[str, Any] = {"advantage": "remax", "loss": "ppo_clip"}
+
+
+WRONG_EVERY_THIRD = Script(reward_of=lambda group_id, sample: float(group_id % 3 > 0))
+"""All samples of a group are worth the same; the greedy answer is worth 1."""
+
+
+def with_baselines(run: ScriptedRun) -> ScriptedRun:
+    run_group = run.world.run_group
+
+    async def more(item: RolloutRequest) -> Group:
+        group = await run_group(item)
+        greedy = trajectory(item.prompt, 2, [(run.world.live, 7)], reward=1.0)
+        return replace(group, baseline=greedy)
+
+    run.world.run_group = more  # type: ignore[method-assign]
+    return run
+
+
+def test_a_run_reports_its_baselines_and_trains_none(
+    scripted: Callable[..., ScriptedRun], play: Callable[..., Any]
+) -> None:
+    run = with_baselines(scripted(WRONG_EVERY_THIRD, algorithm=REMAX, mode={"max_staleness": 2}))
+    play(run)
+    written = lines(run)
+    assert len(written) == 6
+    assert {line["reward/greedy_mean"] for line in written} == {1.0}
+    assert {line["learner/num_samples"] for line in written} == {3 * 2}
+    assert {line["discarded_tokens"] for line in written} == {0}
+    assert all(line["baseline"]["num_generated_tokens"] == 7 for line in recorded(run))
+    assert {line["response/tokens_max"] for line in written} <= {2.0, 3.0}
+
+
+def test_dynamic_sampling_drops_groups_that_are_worth_what_the_greedy_answer_is(
+    scripted: Callable[..., ScriptedRun], play: Callable[..., Any]
+) -> None:
+    keys = REMAX | {"filter_zero_variance": True, "max_refills_per_step": 16}
+    run = with_baselines(scripted(WRONG_EVERY_THIRD, algorithm=keys))
+    play(run)
+    reasons = {line["group_id"] % 3: line["reason"] for line in recorded(run)}
+    assert reasons == {0: "", 1: "zero_variance", 2: "zero_variance"}
+    assert {line["reward/zero_variance_frac"] for line in lines(run)} == {0.0}
+
+
+def test_a_baseline_that_is_too_old_breaks_the_promise_too() -> None:
+    fresh = Group(
+        group_id=4,
+        prompt=PROMPT,
+        trajectories=[trajectory(PROMPT, 0, [(5, 2)], reward=1.0)],
+        start_version=5,
+        baseline=trajectory(PROMPT, 1, [(5, 2)], reward=1.0),
+    )
+    check_staleness([fresh], step=6, max_staleness=1)
+    assert fresh.baseline is not None
+    old = replace(fresh, baseline=trajectory(PROMPT, 1, [(4, 1), (5, 1)], reward=1.0))
+    with pytest.raises(StalenessViolation, match=r"version 4 \(group 4\)"):
+        check_staleness([old], step=6, max_staleness=1)
+
+
+NUM_STEPS, GROUPS_PER_STEP = 10, 3
+
+
+def one_step_off(scripted: Make, play: Play, script: Script) -> tuple[ScriptedRun, list[list[Group]]]:
+    """A run with what the group of that name sets, and the groups of each step."""
+    mode = asdict(load_config(["mode=one_step_off"]).mode)
+    trainer = {"total_steps": NUM_STEPS, "groups_per_step": GROUPS_PER_STEP}
+    run = scripted(script, mode=mode, trainer=trainer)
+    assert run.cfg.mode.name == "one_step_off"
+    steps = watch_batches(run)
+    play(run)
+    return run, steps
+
+
+def times(run: ScriptedRun, what: str) -> dict[int, float]:
+    """Number of the step or group -> when that happened."""
+    return {number: time for time, name, number in run.world.events if name == what}
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        Script(),
+        Script(train_s=10.0, generate_s=(2.0, 4.0)),
+        Script(train_s=1.0, generate_s=(15.0, 15.0)),
+        Script(train_s=0.2, pull_s=4.0),
+        Script(generate_s=(0.1, 30.0), seed=3),
+    ],
+    ids=["even", "learner is slow", "engines are slow", "sync is slow", "long tail"],
+)
+def test_every_group_is_trained_within_one_step_whatever_is_slow(scripted: Make, play: Play, script: Script) -> None:
+    run, steps = one_step_off(scripted, play, script)
+    ages = [step - group.start_version for step, groups in enumerate(steps) for group in groups]
+    assert len(ages) == NUM_STEPS * GROUPS_PER_STEP
+    assert (min(ages), max(ages)) == (0, 1), "at the start both steps are made by the first version; never more"
+    lines: list[dict[str, Any]] = [json.loads(line) for line in run.telemetry.run_dir.metrics.read_text().splitlines()]
+    assert max(line["staleness/max"] for line in lines) == 1
+    assert {line["buffer/num_slots"] for line in lines} == {2 * GROUPS_PER_STEP}, "one step ahead, and none more"
+    assert run.world.numbers("trained") == list(range(NUM_STEPS))
+
+
+def test_the_next_step_is_generated_while_one_is_trained(scripted: Make, play: Play) -> None:
+    """Engines need at most 4 s, and a version 0.7 s to get to them; the learner needs 10 s."""
+    run, steps = one_step_off(scripted, play, Script(train_s=10.0, generate_s=(2.0, 4.0)))
+    begun, ended = times(run, "generate"), times(run, "generated")
+    train, trained = times(run, "train"), times(run, "trained")
+    for step in range(1, NUM_STEPS - 1):
+        for group in steps[step + 1]:
+            assert group.start_version == step, "by the version that the step before has made"
+            assert train[step] < begun[group.group_id] < ended[group.group_id] < trained[step]

@@ -15,9 +15,7 @@ from rollout.engine.interface import EngineStatus
 from rollout.fleet.scheduler import NoReplica
 from rollout.fleet.states import FleetView, WorkerReport
 from tests.fakes.local_actor import LocalActor
-from tests.fakes.scripted_run import REPLICA, InlineExecutor, Script, ScriptedDriver, ScriptedRun
-from tests.fakes.virtual_time import run_virtual
-from tests.unit.trainer.driver.test_loops_evaluation import all_evaluations, lines
+from tests.fakes.scripted_run import REPLICA, Script, ScriptedDriver, ScriptedRun, all_evaluations, drive, lines
 from trainer.driver import fleet as fleet_module
 from trainer.driver.fleet import AllEnginesLost, AllWorkersLost, Fleet
 from trainer.errors import LearnerError
@@ -50,12 +48,12 @@ class Driver(ScriptedDriver):
     """With a real fleet: the replicas in `members`, whose restarts take longer than what is left of a run, and one
     rollout worker."""
 
-    def __init__(self, run: ScriptedRun, restarts: list[str]) -> None:
+    def __init__(self, run: ScriptedRun, restarts: list[str], prepare: Callable[[Driver], None]) -> None:
         super().__init__(run)
-        self.restarts = restarts
+        self.restarts, self.prepare = restarts, prepare
 
-    def _parts(self, *args: Any, **keys: Any) -> Any:
-        parts = super()._parts(*args, **keys)
+    def _training_run(self, *_: Any) -> Any:
+        training = super()._training_run()
         self.fleet = Fleet(
             {name: LocalActor(Engine()) for name in self.members},
             [LocalActor(Worker())],
@@ -65,8 +63,12 @@ class Driver(ScriptedDriver):
             sync_states=lambda: self.members,
         )
         self._scripted.world.watch = self.fleet.watch  # type: ignore[attr-defined]
-        parts.evaluator._members = self.fleet.engine_states
-        return parts
+        training.evaluator._members = self.fleet.engine_states
+        return training
+
+    async def _work(self) -> None:
+        self.prepare(self)
+        await super()._work()
 
     async def restart(self, name: str, _number: int) -> None:
         self.restarts.append(name)
@@ -86,19 +88,11 @@ def restarts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return []
 
 
-def drive(
+def outcome(
     run: ScriptedRun, restarts: list[str], *, prepare: Callable[[Driver], None] = lambda _: None
 ) -> BaseException | None:
-    """The run as its driver drives it; what it failed with."""
-
-    async def main() -> BaseException | None:
-        asyncio.get_running_loop().set_default_executor(InlineExecutor(1))
-        driver = Driver(run, restarts)
-        prepare(driver)
-        (error,) = await asyncio.gather(driver.run(), return_exceptions=True)
-        return error
-
-    return run_virtual(main())
+    """What the run failed with."""
+    return drive(Driver(run, restarts, prepare))
 
 
 def during(run: ScriptedRun, what: str, happens: Callable[[], Awaitable[None]], *, version: int | None = None) -> None:
@@ -153,7 +147,7 @@ def test_the_only_engine_lost_in_the_last_evaluation_costs_that_evaluation_and_n
     def prepare(driver: Driver) -> None:
         during(run, "evaluate", loses(driver, raises=True), version=LAST)
 
-    assert drive(run, restarts, prepare=prepare) is None
+    assert outcome(run, restarts, prepare=prepare) is None
     assert ended_in_order(run)
     assert restarts == [], "it would be of no use"
     failed = all_evaluations(run)[-1]
@@ -184,7 +178,7 @@ def test_the_last_evaluation_is_made_by_the_engines_that_are_left(
 
         run.world.evaluate = evaluate  # type: ignore[method-assign]
 
-    assert drive(run, restarts, prepare=prepare) is None
+    assert outcome(run, restarts, prepare=prepare) is None
     assert ended_in_order(run)
     assert asked[-1] == OTHER and REPLICA in asked
     assert lines(run)[-1]["eval/version"] == LAST
@@ -218,7 +212,7 @@ def test_an_engine_lost_while_the_result_is_written_is_told_and_ends_nothing(
 
         during(run, what, lose)
 
-    assert drive(run, restarts, prepare=prepare) is None
+    assert outcome(run, restarts, prepare=prepare) is None
     assert ended_in_order(run)
     assert "replica_0 is lost (weight sync: dead); training is over" in caplog.text
     assert restarts == []
@@ -241,7 +235,7 @@ def test_the_last_rollout_worker_lost_when_no_group_is_needed_any_more_ends_noth
 
         during(run, what, lose)
 
-    assert drive(run, restarts, prepare=prepare) is None
+    assert outcome(run, restarts, prepare=prepare) is None
     assert ended_in_order(run)
     assert "no rollout worker is left" in caplog.text
 
@@ -255,7 +249,7 @@ def test_the_last_engine_lost_before_the_last_version_is_live_ends_the_run(
     def prepare(driver: Driver) -> None:
         during(run, "sync", loses(driver), version=step)
 
-    assert isinstance(drive(run, restarts, prepare=prepare), AllEnginesLost)
+    assert isinstance(outcome(run, restarts, prepare=prepare), AllEnginesLost)
     assert (run.state.stop_reason, restarts) == ("failed", [])
 
 
@@ -272,7 +266,7 @@ def test_a_restart_from_before_the_last_version_is_live_is_given_up_then(scripte
 
     given_up: list[bool] = []
     during(run, "export_hf", waits)
-    assert drive(run, restarts, prepare=prepare) is None
+    assert outcome(run, restarts, prepare=prepare) is None
     assert restarts == [REPLICA, f"{REPLICA} given up"]
     assert given_up == [True], "an export on shared devices would wait for it"
 
@@ -283,7 +277,7 @@ def test_the_last_rollout_worker_lost_in_mid_training_ends_the_run(scripted: Mak
     def prepare(driver: Driver) -> None:
         asyncio.get_running_loop().call_later(50.0, driver.lose_worker)
 
-    assert isinstance(drive(run, restarts, prepare=prepare), AllWorkersLost)
+    assert isinstance(outcome(run, restarts, prepare=prepare), AllWorkersLost)
     assert 0 < run.state.step < LAST
 
 
@@ -299,7 +293,7 @@ def test_the_last_rollout_worker_lost_when_the_accuracy_is_reached_ends_nothing(
 
         during(run, "publish", lose, version=2)
 
-    assert drive(run, restarts, prepare=prepare) is None
+    assert outcome(run, restarts, prepare=prepare) is None
     assert run.state.step < LAST
     assert run.world.numbers("saved") == [run.state.step]
 
@@ -311,5 +305,5 @@ def test_a_learner_lost_before_the_export_ends_the_run(scripted: Make, restarts:
         raise LearnerError("rank 1 died")
 
     during(run, "export_hf", lost)
-    assert isinstance(drive(run, restarts), LearnerError)
+    assert isinstance(outcome(run, restarts), LearnerError)
     assert run.state.stop_reason == "failed"

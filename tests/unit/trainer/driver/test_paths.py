@@ -12,7 +12,7 @@ from tests.fakes.scripted_run import config
 from trainer.config.algorithm import KlConfig
 from trainer.driver import actors as compose
 from trainer.driver.actors import Actors, for_actors
-from trainer.driver.checkpointing import find_resume
+from trainer.driver.checkpointing import find_resume_point
 from trainer.driver.placement import plan_placement
 from trainer.learner import checkpoint
 from weight_sync.device.select import get_backend
@@ -80,6 +80,6 @@ def test_the_built_in_model_is_absolute_before_it_is_made(here: Path, monkeypatc
 def test_learners_are_told_of_a_checkpoint_by_its_absolute_path(here: Path) -> None:
     tmp = checkpoint.begin(Path("run/checkpoints"), 5)
     checkpoint.commit(tmp, {"run": {"step": 5}})
-    found = find_resume(config(), Path("run/checkpoints"))
+    found = find_resume_point(config(), Path("run/checkpoints"))
     assert found is not None
     assert found.path == here / "run" / "checkpoints" / "step_5"

@@ -11,7 +11,8 @@ from tests.fakes.scripted_run import config
 from trainer.config.algorithm import KlConfig
 from trainer.config.schema import LoraConfig
 from trainer.driver import checkpointing as resume_module
-from trainer.driver.checkpointing import Evaluation, RunState, find_resume, origin, take_over, tell_resumed
+from trainer.driver.checkpointing import find_resume_point, log_resumed, origin, prepare_run_dir
+from trainer.driver.state import EvalMetrics, RunState
 from trainer.errors import ConfigurationError
 from trainer.learner import checkpoint
 from trainer.telemetry.run_dir import open_run_dir
@@ -29,7 +30,7 @@ def save(directory: Path, step: int) -> Path:
 
 
 def resume(value: str, directory: Path) -> Any:
-    return find_resume(config(checkpoint={"resume": value}), directory)
+    return find_resume_point(config(checkpoint={"resume": value}), directory)
 
 
 def test_auto_takes_the_newest_complete_checkpoint(tmp_path: Path) -> None:
@@ -48,10 +49,10 @@ def test_a_run_directory_is_resumed_from_its_newest_checkpoint(
     for step in (100, 142):
         save(tmp_path / "other" / "checkpoints", step)
     cfg = config(checkpoint={"resume": str(wanted)})
-    found = find_resume(cfg, mine.checkpoints)
+    found = find_resume_point(cfg, mine.checkpoints)
     assert found is not None and found.step == 142
-    tell_resumed(cfg, found)
-    take_over(cfg, mine, found)
+    log_resumed(cfg, found)
+    prepare_run_dir(cfg, mine, found)
     assert "WARNING" not in [record.levelname for record in caplog.records]
     save(mine.checkpoints, 150)
     assert resume(str(wanted), mine.checkpoints).step == 150, "the same command once more"
@@ -104,7 +105,7 @@ def test_an_older_checkpoint_of_the_same_run_leaves_the_later_ones_behind_and_sa
     directory = run_dir.checkpoints
 
     def begin(value: str) -> None:
-        take_over(config(checkpoint={"resume": value}), run_dir, resume(value, directory))
+        prepare_run_dir(config(checkpoint={"resume": value}), run_dir, resume(value, directory))
 
     for step in (10, 40, 50):
         save(directory, step)
@@ -125,7 +126,7 @@ def test_an_older_checkpoint_of_the_same_run_leaves_the_later_ones_behind_and_sa
 def test_a_resumed_run_says_what_it_goes_on_from(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = save(tmp_path, 10)
     with caplog.at_level("INFO"):
-        tell_resumed(config(), resume("auto", tmp_path))
+        log_resumed(config(), resume("auto", tmp_path))
     begin_anew = "3 groups that were under way begin anew, 2 of them had been finished"
     assert f"going on from {path}; {begin_anew}" in caplog.text
 
@@ -166,7 +167,7 @@ def go_on(directory: Path, keys: dict[str, Any], change: dict[str, Any]) -> Any:
     """A checkpoint of a run with `keys`, resumed with `change` in them."""
     tmp = checkpoint.begin(directory, 5)
     checkpoint.commit(tmp, {"run": {"step": 5}, "origin": origin(with_seed(**keys))})
-    return find_resume(with_seed(**merged(keys, change), checkpoint={"resume": "auto"}), directory)
+    return find_resume_point(with_seed(**merged(keys, change), checkpoint={"resume": "auto"}), directory)
 
 
 @pytest.mark.parametrize(
@@ -247,25 +248,29 @@ def test_a_directory_is_the_same_by_any_path(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize("keys", [WITH_KL, LORA])
 def test_a_checkpoint_that_does_not_tell_is_taken_as_it_is(tmp_path: Path, keys: dict[str, Any]) -> None:
     save(tmp_path, 5)
-    assert find_resume(config(**keys, checkpoint={"resume": "auto"}), tmp_path).step == 5  # type: ignore[union-attr]
+    assert find_resume_point(config(**keys, checkpoint={"resume": "auto"}), tmp_path).step == 5  # type: ignore[union-attr]
 
 
 def new_state(now: float = 100.0) -> RunState:
     return RunState(started_at=now, wall_clock=lambda: now)
 
 
+def evaluation(version: int, accuracy: float) -> EvalMetrics:
+    return EvalMetrics(version=version, accuracy=accuracy, num_prompts=4, truncated_frac=0.1, time_s=1.0)
+
+
 def test_the_state_survives_json() -> None:
     state = new_state()
     state.step = 12
-    state.add_evaluation(Evaluation(version=0, accuracy=0.25, num_prompts=4, truncated_frac=0.0, time_s=1.0), {})
-    state.add_evaluation(Evaluation(version=10, accuracy=0.5, num_prompts=4, truncated_frac=0.1, time_s=2.0), {})
+    state.add_evaluation({"": evaluation(0, 0.25)})
+    state.add_evaluation({"": evaluation(10, 0.5)})
     again = new_state()
     again.load_state_dict(json.loads(json.dumps(state.state_dict())))
     assert again.state_dict() == state.state_dict()
     assert (again.step, again.live_version, again.resumed_from_step) == (12, 12, 12)
     assert again.first_accuracy == 0.25
     assert again.last_evaluation == state.last_evaluation
-    again.add_evaluation(Evaluation(version=12, accuracy=0.9, num_prompts=4, truncated_frac=0.0, time_s=1.0), {})
+    again.add_evaluation({"": evaluation(12, 0.9)})
     assert again.first_accuracy == 0.25, "the first accuracy is that of the whole run"
 
 
@@ -278,9 +283,9 @@ def test_a_state_without_evaluations_survives_too() -> None:
 def test_the_first_reason_to_stop_counts_and_only_an_interrupt_ends_a_wait() -> None:
     state = new_state()
     state.stop("accuracy_reached")
-    assert not state.stop_requested.is_set()
+    assert not state.interrupted.is_set()
     state.stop("interrupted")
-    assert state.stop_requested.is_set()
+    assert state.interrupted.is_set()
     assert state.stop_reason == "accuracy_reached"
 
 

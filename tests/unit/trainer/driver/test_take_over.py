@@ -13,9 +13,10 @@ import pytest
 from rollout.prompts.prompt_source import PromptSource
 from tests.fakes.scripted_run import config, prompt_set
 from trainer.driver import run as run_module
-from trainer.driver.checkpointing import RunState, find_resume
+from trainer.driver.checkpointing import find_resume_point
 from trainer.driver.datasets import DataSets
 from trainer.driver.preflight import PreflightResult
+from trainer.driver.state import RunState
 from trainer.errors import CheckpointError, ConfigurationError
 from trainer.learner import checkpoint
 
@@ -47,7 +48,7 @@ class Start:
         self.trained_from: list[int | None] = []
         self.seen_by_training: dict[str, list[Any]] = {}
         coordinator = SimpleNamespace(open=nothing, close=nothing, self_test=self._step("self_test"))
-        devices = SimpleNamespace(to_learner=nothing, publish=nothing, sync=nothing)
+        devices = SimpleNamespace(acquire_for_training=nothing, publish=nothing, sync=nothing)
         actors = SimpleNamespace(close=nothing)
         cluster = SimpleNamespace(placement=None, stop=lambda **_keys: None)
 
@@ -83,7 +84,7 @@ class Start:
         inputs = DataSets(train=prompt_set(), evaluation=(), left_out=self.left_out)
         backend: Any = SimpleNamespace(name="cpu")
         placement: Any = None
-        resumed = find_resume(cfg, self.checkpoints)
+        resumed = find_resume_point(cfg, self.checkpoints)
         self.after_preflight()
         return PreflightResult(backend=backend, placement=placement, inputs=inputs, resumed=resumed)
 

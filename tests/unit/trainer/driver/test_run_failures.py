@@ -1,19 +1,27 @@
-"""A run that fails for no fault of its learner loses nothing that was learned."""
+"""A run that fails, or loses engines or workers: what was learned is saved, and the first cause ends it."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import logging
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.fakes.scripted_run import InlineExecutor, Script, ScriptedDriver, ScriptedRun
+from tests.fakes.scripted_run import (
+    InlineExecutor,
+    Script,
+    ScriptedDriver,
+    ScriptedRun,
+    drive,
+    lines,
+    watch_batches,
+)
 from tests.fakes.virtual_time import run_virtual
-from trainer.driver.checkpointing import Checkpointer, RunState, find_resume
-from trainer.driver.weight_updates import OwnDevices
+from trainer.driver.checkpointing import Checkpointer, find_resume_point
+from trainer.driver.state import RunState
+from trainer.driver.weight_updates import DedicatedDevices
 from trainer.errors import CheckpointError, GradientsDiverged, LearnerError, TrainingDiverged
 from trainer.learner import checkpoint
 from trainer.telemetry.session import Telemetry
@@ -23,6 +31,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     Scripted = Callable[..., ScriptedRun]
+    Make = Callable[..., ScriptedRun]
 
 
 class Broken(RuntimeError):
@@ -36,18 +45,13 @@ def fail(run: ScriptedRun, *, after_s: float, interrupt_s: float | None = None) 
         await asyncio.sleep(after_s)
         raise Broken("no worker is left")
 
-    async def main() -> BaseException:
-        asyncio.get_running_loop().set_default_executor(InlineExecutor(1))
-        driver = ScriptedDriver(run, watch_loads)
-        training = asyncio.create_task(driver.run())
-        if interrupt_s is not None:
-            asyncio.get_running_loop().call_later(interrupt_s, lambda: driver._interrupt(driver.work))
-        (error,) = await asyncio.gather(training, return_exceptions=True)
-        assert isinstance(error, BaseException), "it ended as if all were well"
-        assert run.state.stop_reason == "failed"
-        return error
-
-    return run_virtual(main())
+    driver = ScriptedDriver(run, watch_loads)
+    if interrupt_s is not None:
+        driver.interrupts = (interrupt_s,)
+    error = drive(driver)
+    assert isinstance(error, BaseException), "it ended as if all were well"
+    assert run.state.stop_reason == "failed"
+    return error
 
 
 def saved(run: ScriptedRun) -> list[int]:
@@ -59,8 +63,8 @@ def saved(run: ScriptedRun) -> list[int]:
     return steps
 
 
-def written(run: ScriptedRun) -> list[int]:
-    return [json.loads(line)["step"] for line in run.telemetry.run_dir.metrics.read_text().splitlines()]
+def steps_of(run: ScriptedRun) -> list[int]:
+    return [line["step"] for line in lines(run)]
 
 
 def events(run: ScriptedRun, what: str) -> list[float]:
@@ -76,7 +80,7 @@ def test_the_step_that_the_learner_is_in_ends_is_written_and_saved(scripted: Scr
     assert events(run, "trained")[-1] > 350.0, "the failure came in the middle of it"
     assert run.state.step == num_steps
     assert saved(run) == [2, 4]
-    assert written(run) == [1, 2, 3, 4]
+    assert steps_of(run) == [1, 2, 3, 4]
 
 
 def test_a_step_whose_weights_no_engine_takes_is_written_and_saved(scripted: Scripted) -> None:
@@ -90,7 +94,7 @@ def test_a_step_whose_weights_no_engine_takes_is_written_and_saved(scripted: Scr
 
     run.world.publish = hang_at_3  # type: ignore[method-assign]
     assert isinstance(fail(run, after_s=1_000.0), Broken)
-    assert (saved(run), written(run)) == ([3], [1, 2, 3])
+    assert (saved(run), steps_of(run)) == ([3], [1, 2, 3])
 
 
 def test_a_learner_that_waits_for_its_devices_is_saved_as_it_is(
@@ -99,13 +103,13 @@ def test_a_learner_that_waits_for_its_devices_is_saved_as_it_is(
     """Colocated with engines that do not wake: its turn never comes."""
     run = scripted(Script(train_s=1.0))
 
-    async def to_learner(_devices: OwnDevices) -> None:
+    async def acquire_for_training(_devices: DedicatedDevices) -> None:
         if run.state.step == 2:
             await asyncio.Event().wait()
 
-    monkeypatch.setattr(OwnDevices, "to_learner", to_learner)
+    monkeypatch.setattr(DedicatedDevices, "acquire_for_training", acquire_for_training)
     assert isinstance(fail(run, after_s=100.0), Broken)
-    assert (saved(run), written(run)) == ([2], [1, 2])
+    assert (saved(run), steps_of(run)) == ([2], [1, 2])
 
 
 def test_a_checkpoint_that_is_being_written_is_finished_and_not_begun_again(
@@ -113,14 +117,14 @@ def test_a_checkpoint_that_is_being_written_is_finished_and_not_begun_again(
 ) -> None:
     run = scripted(Script(train_s=1.0, save_s=500.0), checkpoint={"every_steps": 2})
     assert isinstance(fail(run, after_s=100.0), Broken)
-    assert (saved(run), written(run)) == ([2], [1, 2])
+    assert (saved(run), steps_of(run)) == ([2], [1, 2])
     assert "could not be saved" not in caplog.text
 
 
 def test_after_a_failure_of_the_learner_nothing_is_saved(scripted: Scripted) -> None:
     run = scripted(Script(learner_error=lambda step: LearnerError("rank 1 died") if step == 3 else None))
     assert isinstance(fail(run, after_s=10_000.0), LearnerError)
-    assert (saved(run), written(run)) == ([], [1, 2, 3])
+    assert (saved(run), steps_of(run)) == ([], [1, 2, 3])
 
 
 def test_a_save_that_fails_is_logged_and_the_failure_is_told(
@@ -149,7 +153,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_does_not_end_the_run(
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
         patch.setattr("trainer.learner.checkpoint.shutil.rmtree", busy)
         assert isinstance(fail(run, after_s=350.0), Broken)
-    assert (saved(run), written(run)) == ([4], [1, 2, 3, 4])
+    assert (saved(run), steps_of(run)) == ([4], [1, 2, 3, 4])
     assert "old checkpoints could not be deleted (OSError: step_1.deleted is busy); the next save tries again" in (
         caplog.text
     )
@@ -212,7 +216,7 @@ def test_the_line_that_is_being_written_is_written_once(scripted: Scripted) -> N
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Telemetry, "write_step", slow)
         assert isinstance(fail(run, after_s=100.0), Broken)
-    assert (saved(run), written(run)) == ([3], [1, 2, 3])
+    assert (saved(run), steps_of(run)) == ([3], [1, 2, 3])
 
 
 @pytest.mark.parametrize("what", ["publish", "save"])
@@ -236,7 +240,7 @@ def test_a_learner_that_diverges_has_whole_weights_and_saves_them(scripted: Scri
     diverged = GradientsDiverged("gradient norm of step 3 is inf, after 3 skipped steps")
     run = scripted(Script(learner_error=lambda step: diverged if step == 3 else None))
     assert isinstance(fail(run, after_s=10_000.0), GradientsDiverged)
-    assert (saved(run), written(run)) == ([3], [1, 2, 3])
+    assert (saved(run), steps_of(run)) == ([3], [1, 2, 3])
 
 
 def test_values_that_are_not_finite_may_come_of_the_weights_which_are_not_saved(scripted: Scripted) -> None:
@@ -252,7 +256,7 @@ def test_a_run_goes_on_from_there_and_trains_every_prompt_once(scripted: Scripte
     before = watch_batches(first)
     assert isinstance(fail(first, after_s=90.0), Broken)
     first.telemetry.run_dir.close()
-    resumed = find_resume(first.cfg, first.telemetry.run_dir.checkpoints)
+    resumed = find_resume_point(first.cfg, first.telemetry.run_dir.checkpoints)
     assert resumed is not None
     assert 1 < resumed.step < len(before), "batches of later steps had been taken"
     state = RunState(started_at=0.0, wall_clock=lambda: 0.0)
@@ -262,23 +266,9 @@ def test_a_run_goes_on_from_there_and_trains_every_prompt_once(scripted: Scripte
     second.source.load_state_dict(resumed.state["source"])
     after = watch_batches(second)
     run_virtual(second.run())
-    assert written(second) == list(range(1, 13))
-    prompts = [name for names in (*before[: resumed.step], *after) for name in names]
+    assert steps_of(second) == list(range(1, 13))
+    prompts = [group.prompt.prompt_id for groups in (*before[: resumed.step], *after) for group in groups]
     assert len(prompts) == len(set(prompts)) == 12 * 3, "of the 40 prompts of the first epoch"
-
-
-def watch_batches(run: ScriptedRun) -> list[list[str]]:
-    """Ids of the prompts of each step, filled as the run goes on."""
-    seen: list[list[str]] = []
-    take = run.buffer.take
-
-    async def watching(step: int) -> Any:
-        groups = await take(step)
-        seen.append([group.prompt.prompt_id for group in groups])
-        return groups
-
-    run.buffer.take = watching  # type: ignore[method-assign]
-    return seen
 
 
 def test_what_the_checkpoint_has_is_not_saved_again(scripted: Scripted) -> None:

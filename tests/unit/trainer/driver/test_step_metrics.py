@@ -1,3 +1,5 @@
+"""What a step says of itself: rates, ages, length bias, queue times, idle engines and lost work."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -15,11 +17,9 @@ from tests.fakes.scripted_run import config, prompt_set, sync_report, trajectory
 from trainer.data.build import build_train_batch
 from trainer.driver.step_metrics import (
     LENGTH_WINDOW_GROUPS,
-    DataWait,
-    EarlyLengths,
-    GroupFlow,
-    StepRecorder,
-    StepTimes,
+    LengthBiasMonitor,
+    QueueTimer,
+    StepMetrics,
     buffer_record,
     ks_distance,
     sync_record,
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from trainer.data.batch import TrainBatch
+
 
 NUMBERS = st.lists(st.integers(0, 12), min_size=1, max_size=30)
 
@@ -62,6 +63,7 @@ def groups(lengths: Sequence[int], *, first: int = 0) -> list[Group]:
     ]
 
 
+WAITS = {"wait_for_batch_s": 3.0, "wait_for_eval_s": 1.0, "wait_for_sync_s": 0.5}
 LIMITS = {"num_ranks": 2, "max_tokens_per_micro_batch": 64, "max_response_tokens": 16}
 
 
@@ -74,17 +76,16 @@ RESULT = StepResult(
     metrics={"loss": Metric(sum=6.0, count=3.0), "grad_norm": Metric(sum=2.0)},
     seconds={"forward": 1.0, "backward": 2.0, "optimizer": 1.0, "step": 4.0},
 )
-TIMES = StepTimes(waited_for_data=DataWait(whole_s=3.0, beside_evaluation_s=1.0), waited_for_sync_s=0.5)
 
 
 def test_rates_are_tokens_over_the_time_between_two_steps() -> None:
     now = [100.0]
-    recorder = StepRecorder(clock=lambda: now[0])
+    metrics = StepMetrics(clock=lambda: now[0])
     trained = groups([2, 4])
     for group in trained:
-        recorder.count_generated(group)
+        metrics.count_generated(group)
     now[0] = 110.0
-    record = recorder.step_record(trained, built(trained), RESULT, TIMES, max_staleness=1)
+    record = metrics.step_record(trained, built(trained), RESULT, max_staleness=1, **WAITS)
     num_tokens = 2 * (3 + 2) + 2 * (3 + 4)
     assert record["perf/step_s"] == 10.0
     assert record["perf/rollout_tokens_per_s"] == pytest.approx(12 / 10)
@@ -93,42 +94,42 @@ def test_rates_are_tokens_over_the_time_between_two_steps() -> None:
     assert record["learner/loss"] == 2.0
     assert (record["wait/learner_for_data_s"], record["wait/learner_for_sync_s"]) == (3.0, 0.5)
     now[0] = 115.0
-    again = recorder.step_record(trained, built(trained), RESULT, TIMES, max_staleness=1)
+    again = metrics.step_record(trained, built(trained), RESULT, max_staleness=1, **WAITS)
     assert again["perf/step_s"] == 5.0
     assert again["perf/rollout_tokens_per_s"] == 0.0, "tokens were counted twice"
 
 
 def test_a_preference_for_short_answers_shows_as_length_bias() -> None:
-    recorder = StepRecorder(clock=lambda: 0.0)
+    metrics = StepMetrics(clock=lambda: 0.0)
     short, long = groups([1, 1]), groups([9, 9], first=2)
     for group in (*short, *long):
-        recorder.count_generated(group)
-    assert recorder.step_record(short, built(short), RESULT, TIMES, max_staleness=1)["length_bias/ks"] == 0.5
-    assert recorder.step_record(long, built(long), RESULT, TIMES, max_staleness=1)["length_bias/ks"] == 0.0
+        metrics.count_generated(group)
+    assert metrics.step_record(short, built(short), RESULT, max_staleness=1, **WAITS)["length_bias/ks"] == 0.5
+    assert metrics.step_record(long, built(long), RESULT, max_staleness=1, **WAITS)["length_bias/ks"] == 0.0
 
 
 def test_answers_of_several_token_sequences_that_are_all_trained_show_no_length_bias() -> None:
-    recorder = StepRecorder(clock=lambda: 0.0)
+    metrics = StepMetrics(clock=lambda: 0.0)
     (group,) = groups([3])
     turn = group.trajectories[0].turns()[0]
     turns = (turn, replace(turn, begins_anew=True), replace(turn, begins_anew=True))
     trajectories = [Trajectory.of_turns(turns, status=t.status, reward=t.reward) for t in group.trajectories]
     group = replace(group, trajectories=trajectories)
-    recorder.count_generated(group)
-    record = recorder.step_record([group], built([group]), RESULT, TIMES, max_staleness=1)
+    metrics.count_generated(group)
+    record = metrics.step_record([group], built([group]), RESULT, max_staleness=1, **WAITS)
     assert record["learner/num_sequences"] == 6 and record["length_bias/ks"] == 0.0
 
 
 @pytest.mark.parametrize("groups_per_step", [3, 200, 300])
 def test_what_is_trained_whole_shows_no_length_bias_in_whichever_order_it_finished(groups_per_step: int) -> None:
-    recorder = StepRecorder(clock=lambda: 0.0)
+    metrics = StepMetrics(clock=lambda: 0.0)
     for step in range(4):
         trained = groups([1 + n % 13 for n in range(groups_per_step)], first=step * groups_per_step)
         for group in sorted(trained, key=lambda group: group.num_generated_tokens):
-            recorder.count_generated(group)
-        record = recorder.step_record(trained, built(trained), RESULT, TIMES, max_staleness=0)
+            metrics.count_generated(group)
+        record = metrics.step_record(trained, built(trained), RESULT, max_staleness=0, **WAITS)
         assert record["length_bias/ks"] == 0.0
-    num_kept = len(recorder._generated_lengths)
+    num_kept = len(metrics.lengths._generated)
     assert min(LENGTH_WINDOW_GROUPS, 4 * groups_per_step) <= num_kept < LENGTH_WINDOW_GROUPS + groups_per_step
 
 
@@ -136,11 +137,11 @@ def test_answers_that_the_loss_leaves_out_are_not_among_the_trained_lengths() ->
     algorithm = replace(config().algorithm, mask_truncated=True)
     short, long = groups([2, 8])
     long = replace(long, trajectories=[replace(t, status="truncated") for t in long.trajectories])
-    recorder = StepRecorder(clock=lambda: 0.0)
+    metrics = StepMetrics(clock=lambda: 0.0)
     for group in (short, long):
-        recorder.count_generated(group)
+        metrics.count_generated(group)
     batch = build_train_batch([short, long], step=0, algorithm=algorithm, **LIMITS)
-    assert recorder.step_record([short, long], batch, RESULT, TIMES, max_staleness=0)["length_bias/ks"] == 0.5
+    assert metrics.step_record([short, long], batch, RESULT, max_staleness=0, **WAITS)["length_bias/ks"] == 0.5
 
 
 def test_a_line_is_known_and_complete() -> None:
@@ -150,10 +151,10 @@ def test_a_line_is_known_and_complete() -> None:
         "step": 1,
         "version": 1,
         "time_s": 0.0,
-        **StepRecorder().step_record(trained, built(trained), RESULT, TIMES, max_staleness=1),
+        **StepMetrics().step_record(trained, built(trained), RESULT, max_staleness=1, **WAITS),
         **buffer_record(buffer.stats()),
         **sync_record(sync_report(0), version_lag=1),
-        **GroupFlow().step_record(trained, num_replicas=2, slot_wait_s=0.0, engines_idle_frac=None),
+        **QueueTimer().step_record(trained, num_replicas=2, backpressure_s=0.0, engines_idle_frac=None),
     }
     check_known(record)
     check_complete(record)
@@ -199,7 +200,7 @@ def test_answers_that_are_not_trained_have_no_age_and_are_counted_by_reason() ->
     lost = replace(group.trajectories[2], status="failed", reward=nan)
     mixed = [replace(group, trajectories=[*group.trajectories[:2], lost])]
     assert ages_of(mixed, step=5)["staleness/mean"] == 0.0
-    record = StepRecorder(clock=lambda: 0.0).step_record(mixed, built(mixed, step=5), RESULT, TIMES, max_staleness=3)
+    record = StepMetrics(clock=lambda: 0.0).step_record(mixed, built(mixed, step=5), RESULT, max_staleness=3, **WAITS)
     assert record["response/untrained/failed"] == 1
     check_known(record)
 
@@ -213,27 +214,33 @@ def test_ages_agree_with_a_list_of_every_token(segments: list[tuple[int, int]]) 
         assert ages[name] == next(a for a in slow if sum(b <= a for b in slow) >= share * len(slow))
 
 
+def trained_at(lengths: LengthBiasMonitor, step: int, of: list[Group], *, max_staleness: int) -> dict[str, float]:
+    """Metrics of cohorts after this step."""
+    lengths.trained(of, built(of, step=step), max_staleness=max_staleness)
+    return {name: value for name, value in lengths.record().items() if "early" in name}
+
+
 def test_a_cohort_that_is_trained_whole_shows_no_preference() -> None:
-    early = EarlyLengths()
-    early.trained([answers(0, 0, [[(0, 1)]]), answers(1, 0, [[(0, 9)]])], step=0, max_staleness=0)
-    assert early.record() == {"length_bias/early_ks": 0.0, "length_bias/early_length_ratio": 1.0}
+    of = [answers(0, 0, [[(0, 1)], [(0, 1)]]), answers(1, 0, [[(0, 9)], [(0, 9)]])]
+    found = trained_at(LengthBiasMonitor(), 0, of, max_staleness=0)
+    assert found == {"length_bias/early_ks": 0.0, "length_bias/early_length_ratio": 1.0}
 
 
 def test_a_cohort_whose_short_answers_are_trained_first_shows_it_once_the_long_ones_are_in() -> None:
-    early = EarlyLengths()
-    early.trained([answers(0, 0, [[(0, 1)], [(0, 3)]])], step=0, max_staleness=1)
-    assert early.record() == {}, "long answers may still be on their way"
-    early.trained([answers(1, 0, [[(0, 9)], [(0, 11)]]), answers(2, 1, [[(1, 99)]])], step=1, max_staleness=1)
-    assert early.record() == {"length_bias/early_ks": 0.5, "length_bias/early_length_ratio": 2 / 6}
-    assert early.record()["length_bias/early_length_ratio"] < 1
+    lengths = LengthBiasMonitor()
+    early = [answers(0, 0, [[(0, 1)], [(0, 3)]])]
+    assert trained_at(lengths, 0, early, max_staleness=1) == {}, "long answers may still be on their way"
+    late = [answers(1, 0, [[(0, 9)], [(0, 11)]]), answers(2, 1, [[(1, 30)], [(1, 30)]])]
+    expected = {"length_bias/early_ks": 0.5, "length_bias/early_length_ratio": 2 / 6}
+    assert trained_at(lengths, 1, late, max_staleness=1) == expected
 
 
 def test_answers_that_carry_no_loss_are_counted_in_tokens() -> None:
     trained = groups([2, 4])
     dropped = replace(trained[1], trajectories=[replace(trained[1].trajectories[0], status="failed", reward=nan)])
-    record = StepRecorder().step_record([trained[0], dropped], built([trained[0]]), RESULT, TIMES, max_staleness=1)
+    record = StepMetrics().step_record([trained[0], dropped], built([trained[0]]), RESULT, max_staleness=1, **WAITS)
     assert record["discarded/excluded_tokens"] == 0, "a failed answer is counted where it fails"
-    record = StepRecorder().step_record(trained, built([trained[0]]), RESULT, TIMES, max_staleness=1)
+    record = StepMetrics().step_record(trained, built([trained[0]]), RESULT, max_staleness=1, **WAITS)
     assert record["discarded/excluded_tokens"] == 2 * 4
 
 
@@ -245,7 +252,117 @@ def test_utilisation_is_of_all_devices_in_the_time_of_the_slowest_rank(
 ) -> None:
     result = replace(RESULT, seconds={"step": 1.5}, model_flops=model_flops, peak_flops=peak_flops)
     of = groups([3, 4, 5])
-    times = StepTimes(waited_for_data=DataWait(whole_s=9.0, beside_evaluation_s=0.0), waited_for_sync_s=9.0)
-    record = StepRecorder().step_record(of, built(of), result, times, max_staleness=1)
+    record = StepMetrics().step_record(of, built(of), result, max_staleness=1, **WAITS)
     assert record.get("perf/mfu") == mfu
     check_known(record)
+
+
+PROMPT = prompt_set(1).prompts[0]
+
+
+def group(group_id: int, *, lengths: tuple[int, ...] = (2, 3)) -> Group:
+    parts = [trajectory(PROMPT, i, [(0, n)], reward=1.0) for i, n in enumerate(lengths)]
+    return Group(group_id=group_id, prompt=PROMPT, trajectories=parts, start_version=0)
+
+
+class Story:
+    """A queue timer and its clock."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.queue = QueueTimer(clock=lambda: self.now)
+
+    def at(self, seconds: float) -> QueueTimer:
+        self.now = 100.0 + seconds
+        return self.queue
+
+
+def test_every_wait_of_a_group_has_its_own_figure() -> None:
+    story = Story()
+    story.at(0).admitted(0)
+    story.at(1).admitted(1)
+    story.at(2).claimed(0)
+    story.at(2).claimed(1)
+    story.at(5).finished(group(0))
+    story.at(12).finished(group(1))
+    story.at(20).taken([group(0), group(1)])
+    record = story.at(30).step_record([group(0), group(1)], num_replicas=1, backpressure_s=0.0, engines_idle_frac=None)
+    queues = {name.removeprefix("queue/"): value for name, value in record.items() if name.startswith("queue/")}
+    assert queues == {
+        "admitted_to_claimed_s": 1.5, "admitted_to_claimed_s_max": 2.0,
+        "claimed_to_finished_s": 6.5, "claimed_to_finished_s_max": 10.0,
+        "finished_to_taken_s": 11.5, "finished_to_taken_s_max": 15.0,
+    }  # fmt: skip
+    assert not story.queue._times, "a trained group is forgotten"
+
+
+def test_the_wait_for_an_engine_is_that_of_the_steps_answers() -> None:
+    def waited(group_id: int, *seconds: float) -> Group:
+        whole = group(group_id, lengths=(2,) * len(seconds))
+        answers = zip(whole.trajectories, seconds, strict=True)
+        return replace(whole, trajectories=[replace(t, timings={"engine_wait_s": s}) for t, s in answers])
+
+    groups = [waited(0, 0.0, 2.0), waited(1, 4.0, 10.0)]
+    record = Story().queue.step_record(groups, num_replicas=1, backpressure_s=0.0, engines_idle_frac=None)
+    assert (record["queue/for_engine_s"], record["queue/for_engine_s_max"]) == (4.0, 10.0)
+
+
+@pytest.mark.parametrize(("num_replicas", "idle_s"), [(1, 20.0 + 10.0), (2, 20.0 + 10.0 / 2 + 10.0), (4, 42.5)])
+def test_until_engines_speak_one_without_a_group_is_taken_for_idle(num_replicas: int, idle_s: float) -> None:
+    story = Story()
+    for group_id in (0, 1):
+        story.at(0).admitted(group_id)
+    story.at(20).claimed(0)  # one with the engines for 5 s, two for 10 s, one for 5 s, none for 10 s
+    story.at(25).claimed(1)
+    story.at(35).finished(group(0))
+    story.at(40).finished(group(1))
+    record = story.at(50).step_record([], num_replicas=num_replicas, backpressure_s=0.0, engines_idle_frac=None)
+    assert record["perf/groups_running"] == pytest.approx((5 + 20 + 5) / 50)
+    slow = sum(max(0, num_replicas - n) / num_replicas for n in [0] * 20 + [1] * 5 + [2] * 10 + [1] * 5 + [0] * 10)
+    assert record["wait/engines_idle_s"] == pytest.approx(slow)
+    assert record["perf/engines_busy_frac"] == pytest.approx(1 - slow / 50)
+    assert slow == idle_s
+
+
+def test_what_engines_say_of_themselves_counts() -> None:
+    story = Story()
+    story.at(0).admitted(0)
+    story.at(0).claimed(0)
+    record = story.at(20).step_record([], num_replicas=2, backpressure_s=0.0, engines_idle_frac=0.375)
+    assert (record["wait/engines_idle_s"], record["perf/engines_busy_frac"]) == (7.5, 0.625)
+
+
+def test_a_line_is_about_the_time_since_the_line_before() -> None:
+    story = Story()
+    record = story.at(10).step_record([], num_replicas=1, backpressure_s=4.0, engines_idle_frac=None)
+    assert record["wait/engines_idle_s"] == 10.0
+    story.at(10).admitted(0)
+    story.at(10).claimed(0)
+    record = story.at(16).step_record([], num_replicas=1, backpressure_s=7.0, engines_idle_frac=None)
+    assert (record["wait/engines_idle_s"], record["wait/producer_for_slots_s"]) == (0.0, 3.0)
+    assert record["perf/engines_busy_frac"] == 1.0
+
+
+def test_lost_work_is_told_apart() -> None:
+    story = Story()
+    for group_id in range(4):
+        story.at(0).admitted(group_id)
+        story.at(0).claimed(group_id)
+    story.at(1).filtered(group(0))
+    story.at(2).failed(1, "retried")
+    story.at(3).failed(2, "dropped")
+    whole = group(3, lengths=(4, 6))
+    unjudged = replace(whole.trajectories[0], status="failed", reward=nan, num_lost_tokens=3)
+    judged = replace(whole.trajectories[1], num_lost_tokens=8)
+    story.at(4).finished(replace(whole, trajectories=[unjudged, judged]))
+    record = story.at(9).step_record([], num_replicas=1, backpressure_s=0.0, engines_idle_frac=None)
+    lost = {name.removeprefix("discarded/"): v for name, v in record.items() if name.startswith("discarded/")}
+    assert lost == {"filtered_tokens": 5, "failed_tokens": 7, "given_up_tokens": 8, "retried_s": 2.0, "dropped_s": 3.0}
+    assert set(story.queue._times) == {1, 3}, "filtered and dropped groups are forgotten"
+    again = story.at(10).step_record([], num_replicas=1, backpressure_s=0.0, engines_idle_frac=None)
+    assert again["discarded/filtered_tokens"] == 0
+    story.at(11).claimed(1)
+    story.at(12).finished(group(1))
+    story.at(12).taken([group(1)])
+    record = story.at(12).step_record([group(1)], num_replicas=1, backpressure_s=0.0, engines_idle_frac=None)
+    assert record["queue/admitted_to_claimed_s"] == 9.0, "a retry waits anew"

@@ -1,0 +1,225 @@
+"""What a run knows of itself: how far it has come, why it ends, and what its evaluations found."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from rollout.types import Group
+    from trainer.telemetry.session import ExitReason
+
+
+log = logging.getLogger(__name__)
+
+
+class Phase(enum.IntEnum):
+    """A run only moves forward through these."""
+
+    GENERATING = 0
+    DRAINING = 1
+    """No further group is needed: the last batch is built, or the run is ending. Steps may still be trained."""
+    TRAINED = 2
+    """The last step is trained; its weights may still be on their way to the engines."""
+
+
+class FailedResponses:
+    """Counts responses without a reward, of this process. Warns at the first one and at every doubling of their number,
+    so that a judge that is down for an hour leaves some lines and not thousands."""
+
+    def __init__(self) -> None:
+        self.num_failed = 0
+        self.num_responses = 0
+        self.first_error = ""
+        self._warn_at = 1
+        self._reported = (0, 0)
+
+    def count(self, group: Group) -> None:
+        """A group was generated, whether it is trained or not."""
+        errors = [trajectory.error for trajectory in group.trajectories if trajectory.status == "failed"]
+        self.num_responses += len(group.trajectories)
+        self.num_failed += len(errors)
+        if errors and not self.first_error:
+            self.first_error = errors[0]
+        if errors and self.num_failed >= self._warn_at:
+            self._warn_at = 2 * self.num_failed
+            log.warning("%s", self)
+
+    @property
+    def frac(self) -> float:
+        """Of all responses so far; 0 without any."""
+        return self.num_failed / self.num_responses if self.num_responses else 0.0
+
+    def take_frac(self) -> float:
+        """Of the responses since the last call, those of groups that are not trained included."""
+        before, self._reported = self._reported, (self.num_failed, self.num_responses)
+        return (self.num_failed - before[0]) / max(self.num_responses - before[1], 1)
+
+    def __str__(self) -> str:
+        plural = "" if self.num_failed == 1 else "s"
+        first_line = self.first_error.partition("\n")[0]  # a traceback may follow; summary.json has it
+        return (
+            f"{self.num_failed} response{plural} of {self.num_responses} ({self.frac:.0%}) failed and got no reward; "
+            f"means are over the others. First failure: {first_line}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalMetrics:
+    """The numbers of one policy version on one evaluation set."""
+
+    version: int
+    accuracy: float
+    """Mean reward of all responses."""
+    num_prompts: int
+    num_samples: int = 1
+    """Responses per prompt."""
+    pass_at: Mapping[int, float] = field(default_factory=dict)
+    """k -> estimated probability that one of k responses to a prompt passes, mean over prompts."""
+    tokens_mean: float = 0.0
+    truncated_frac: float
+    time_s: float
+    """Of the whole evaluation, all sets together."""
+    accuracy_stderr: float | None = None
+    """None with one prompt, which says nothing of others."""
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    """Part -> mean over the responses that have it."""
+    by_reward: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Name of a reward -> accuracy and num_prompts of its prompts; empty where no prompt names one."""
+
+    def flatten(self, name: str = "") -> dict[str, object]:
+        """Metrics `eval/...`, or `eval/NAME/...` for one of `task.eval_sets`, without what all sets share.
+
+        The name of a reward may be a path; as part of a metric's name it is one word.
+        """
+        prefix = f"eval/{name}/" if name else "eval/"
+        whole = {} if name else {"version": self.version, "time_s": self.time_s}
+        stderr = {} if self.accuracy_stderr is None else {"accuracy_stderr": self.accuracy_stderr}
+        numbers: dict[str, object] = {
+            **{f"pass_at/{k}": value for k, value in self.pass_at.items()},
+            "num_samples": self.num_samples,
+            "tokens_mean": self.tokens_mean,
+            "accuracy": self.accuracy,
+            "num_prompts": self.num_prompts,
+            "truncated_frac": self.truncated_frac,
+            **whole,
+            **stderr,
+            **{f"reward/part/{part}": mean for part, mean in self.reward_parts.items()},
+            **{
+                f"{number}/{reward.replace('/', '.')}": value
+                for reward, numbers in self.by_reward.items()
+                for number, value in numbers.items()
+            },
+        }
+        return {prefix + key: value for key, value in numbers.items()}
+
+    def line(self) -> dict[str, object]:
+        """Its part of a line of evaluations.jsonl."""
+        numbers = asdict(self)
+        for shared in ("version", "time_s"):
+            del numbers[shared]
+        return {**numbers, "pass_at": {str(k): value for k, value in self.pass_at.items()}}
+
+
+@dataclass(slots=True, kw_only=True)
+class RunState:
+    """Mutable state of a run; owned by the driver's event loop."""
+
+    started_at: float
+    """Unix time of the process start, in seconds."""
+    wall_clock: Callable[[], float]
+    step: int = 0
+    """Optimizer steps done; the policy's version is the same number."""
+    live_version: int = 0
+    """Newest version that is live on the engines."""
+    resumed_from_step: int | None = None
+    startup_s: float | None = None
+    first_accuracy: float | None = None
+    last_evaluation: EvalMetrics | None = None
+    reached: EvalMetrics | None = None
+    """The one that reached `trainer.stop_at_accuracy`."""
+    set_accuracies: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """First and last one of each of `task.eval_sets`."""
+    unreported: list[Mapping[str, object]] = field(default_factory=list)
+    """Metrics of evaluations that ended and wait for the next line."""
+    num_failed_evaluations: int = 0
+    discarded_tokens: int = 0
+    failed_responses: FailedResponses = field(default_factory=FailedResponses)
+    phase: Phase = Phase.GENERATING
+    stop_reason: ExitReason | None = None
+    """Why the run is to end after the step that runs now; None while it goes on."""
+    interrupted: asyncio.Event = field(default_factory=asyncio.Event)
+    """The loops are not even to wait for the next batch. Also set where another reason to stop came first."""
+
+    @property
+    def time_s(self) -> float:
+        """Since the process began."""
+        return self.wall_clock() - self.started_at
+
+    @property
+    def needs_groups(self) -> bool:
+        """If not, the parts that make groups may fail without failing the run."""
+        return self.phase is Phase.GENERATING and self.stop_reason is None
+
+    @property
+    def needs_engines(self) -> bool:
+        """Until all steps are trained and the last version is live; engines only evaluate from then on."""
+        return self.phase is not Phase.TRAINED or self.live_version < self.step
+
+    def advance(self, phase: Phase) -> None:
+        self.phase = max(self.phase, phase)
+
+    def mark_dispatched(self) -> None:
+        """The first prompt went out: start-up is over."""
+        if self.startup_s is None:
+            self.startup_s = self.time_s
+
+    def stop(self, reason: ExitReason) -> None:
+        """Ask the loops to end cleanly; the first reason counts."""
+        if self.stop_reason is None:
+            self.stop_reason = reason
+        if reason == "interrupted":
+            self.interrupted.set()
+
+    def add_evaluation(self, scores: Mapping[str, EvalMetrics]) -> None:
+        """`scores` by set; that of `task.eval_path` has the name ""."""
+        main = scores[""]
+        for name, one in scores.items():
+            if name:
+                first, _ = self.set_accuracies.get(name, (one.accuracy, one.accuracy))
+                self.set_accuracies[name] = first, one.accuracy
+        if self.first_accuracy is None:
+            self.first_accuracy = main.accuracy
+        self.last_evaluation = main
+        self.unreported.append({key: value for name, one in scores.items() for key, value in one.flatten(name).items()})
+
+    def take_evaluation(self) -> Mapping[str, object]:
+        """Metrics of the newest evaluation that ended since the last call; empty if none did."""
+        ended, self.unreported[:] = list(self.unreported), []
+        return ended[-1] if ended else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {
+            "step": self.step,
+            "first_accuracy": self.first_accuracy,
+            "last_evaluation": None if self.last_evaluation is None else asdict(self.last_evaluation),
+            "set_accuracies": {name: list(pair) for name, pair in self.set_accuracies.items()},
+            "num_failed_evaluations": self.num_failed_evaluations,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = self.live_version = self.resumed_from_step = int(state["step"])
+        self.first_accuracy = state["first_accuracy"]
+        self.num_failed_evaluations = state.get("num_failed_evaluations", 0)
+        self.set_accuracies = {name: (first, last) for name, (first, last) in state.get("set_accuracies", {}).items()}
+        last = state["last_evaluation"]
+        if last is not None:  # JSON has turned each k into text
+            known = {one.name: last[one.name] for one in fields(EvalMetrics) if one.name in last}
+            last = EvalMetrics(**{**known, "pass_at": {int(k): value for k, value in last.get("pass_at", {}).items()}})
+        self.last_evaluation = last
