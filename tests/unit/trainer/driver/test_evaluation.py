@@ -606,3 +606,44 @@ def test_there_is_no_file_without_answers_or_where_trajectories_are_not_recorded
         assert asyncio.run(replace(telemetry, recorder=None).record_answers(ANSWERS, version=4)) is None
         assert asyncio.run(telemetry.record_answers([], version=4, failed="time was up")) is None
         assert list(telemetry.run_dir.answers.iterdir()) == []
+
+
+def test_nothing_is_due_without_prompts() -> None:
+    one = evaluator(Replica(), num_prompts=0)
+    assert (one.is_possible, one.is_due(10)) == (False, False)
+
+
+def test_prompts_of_sets_with_other_numbers_of_answers_are_dealt_whole_and_in_turn() -> None:
+    assert split_prompts([1, 1, 3, 3, 2], 2) == [[0, 2, 3, 4, 8, 9], [1, 5, 6, 7]]
+
+
+def test_a_prompt_is_asked_for_as_often_as_configured_in_a_row() -> None:
+    asked: list[Any] = []
+
+    @contextlib.asynccontextmanager
+    async def pin_versions(names: Any) -> AsyncIterator[dict[str, int]]:
+        yield dict.fromkeys(names, 2)
+
+    async def generate(prompts: Any, params: Any, name: str, _numbers: Any) -> Any:
+        asked.append((name, params.temperature, params.top_p, [prompt.prompt_id for prompt in prompts]))
+        return answers([[1.0] * 4] * 3)
+
+    cfg = config(trainer={"eval_samples": 4, "eval_temperature": 1.0, "eval_top_p": 0.9})
+    members = {"a": "live", "b": "live"}
+    one = Evaluator(cfg, held_out(cfg, 3), pin_versions=pin_versions, generate=generate, members=lambda: members)
+    asyncio.run(run(one))
+    assert asked == [("a", 1.0, 0.9, [prompt.prompt_id for prompt in PROMPTS for _ in range(4)])]
+
+
+def test_answers_of_a_version_that_was_evaluated_before_go_to_a_second_file_and_the_log_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    with telemetry_in(config(), tmp_path / "run") as telemetry:
+        first = asyncio.run(telemetry.record_answers(ANSWERS, version=4))
+        assert caplog.text == ""
+        second = asyncio.run(telemetry.record_answers(ANSWERS, version=4))
+        assert (first, second) == ("evaluations/version_4.jsonl", "evaluations/version_4.2.jsonl")
+        assert "what was answered this time is in evaluations/version_4.2" in caplog.text
+        sizes = [len((telemetry.run_dir.path / name).read_text().splitlines()) for name in (first, second) if name]
+    assert sizes == [5, 5]

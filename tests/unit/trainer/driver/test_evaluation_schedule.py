@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.fakes.metric_names import check_known
-from tests.fakes.scripted_run import Script, ScriptedRun, all_evaluations, lines, prompt_set
+from tests.fakes.scripted_run import InlineExecutor, Script, ScriptedRun, all_evaluations, lines, prompt_set
 from tests.fakes.virtual_time import run_virtual
 from trainer.driver import run as run_module
 from trainer.driver.datasets import EvalSet
@@ -102,6 +102,47 @@ def test_the_learner_does_not_wait_for_an_evaluation_otherwise(scripted: Make, p
     play(run)
     begun = [time for time, what, _ in run.world.events if what == "train"]
     assert begun[4] < 20.0
+
+
+def test_beginning_an_evaluation_waits_until_no_commit_can_slip_in(scripted: Make) -> None:
+    """Somebody else keeps the replica for three seconds."""
+    run = scripted()
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_default_executor(InlineExecutor(1))
+        training, lock = run.training(), run.world.frozen
+        async with training.tasks:
+            await lock.acquire()
+            asyncio.get_running_loop().call_later(3.0, lock.release)
+            await training.evaluations.begin()
+            assert asyncio.get_running_loop().time() == pytest.approx(3.0)
+            assert lock.locked()
+
+    run_virtual(main())
+
+
+def test_a_run_without_held_out_prompts_evaluates_nothing(scripted: Make, play: Play) -> None:
+    run = scripted(num_held_out=0)
+    play(run)
+    assert (run.world.evaluated, run.state.step) == ([], 6)
+    assert {line["wait/learner_for_evaluation_s"] for line in lines(run)} == {0.0}
+
+
+def test_the_last_step_is_saved_before_it_is_evaluated(scripted: Make, play: Play) -> None:
+    saved: list[list[int]] = []
+    run = scripted(checkpoint={"save_at_end": True})
+    run.world.script = Script(accuracy_of=lambda _version: saved.append(run.world.numbers("saved")) or 0.0)
+    play(run)
+    assert [] in saved and saved[-1] == [6]
+    assert run.world.numbers("saved") == [6]
+
+
+def test_a_last_sync_that_fails_costs_neither_checkpoint_nor_line(scripted: Make, play: Play) -> None:
+    script = Script(sync_error=lambda version: OSError("no replica") if version == 6 else None, train_s=3.0)
+    run = scripted(script, checkpoint={"save_at_end": True})
+    with pytest.raises(OSError, match="no replica"):
+        play(run)
+    assert lines(run)[-1]["step"] == 6
 
 
 def test_periodic_evaluation_can_be_turned_off(scripted: Make, play: Play) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,7 @@ from trainer.config.compose import load_config
 from trainer.driver.loops import StalenessViolation, StallTimeout, check_staleness, filter_reason
 from trainer.driver.weight_updates import DedicatedDevices
 from trainer.errors import first_cause
+from trainer.telemetry import trajectories
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -176,6 +179,62 @@ def test_what_leaves_shared_devices_is_no_wait_for_the_sync(scripted: Make, play
     assert [line["wait/learner_for_sync_s"] for line in lines(run)] == pytest.approx([0.5] * run.state.step)
 
 
+def test_a_request_to_stop_takes_effect_between_two_steps(scripted: Make, play: Play) -> None:
+    run = scripted(Script(train_s=5.0), trainer={"total_steps": 50})
+
+    async def interrupt() -> None:
+        while len(run.world.numbers("train")) < 3:
+            await asyncio.sleep(0.5)
+        run.state.stop("interrupted")
+
+    play(run, meddle=lambda _training: interrupt())
+    assert run.world.numbers("trained") == run.world.numbers("train") == [0, 1, 2]
+    assert [line["step"] for line in lines(run)] == [1, 2, 3]
+    assert run.world.live == 3
+
+
+def test_a_checkpoint_is_saved_when_due_and_at_the_end_once(scripted: Make, play: Play) -> None:
+    run = scripted(checkpoint={"every_steps": 2, "keep_last": 2, "save_at_end": True, "export_hf": True})
+    play(run)
+    assert run.world.numbers("saved") == [2, 4, 6]
+    assert sorted(path.name for path in run.telemetry.run_dir.checkpoints.iterdir()) == ["step_4", "step_6"]
+    assert (run.telemetry.run_dir.export / "model").exists()
+
+
+def test_every_so_many_steps_a_checkpoint_is_kept_for_ever(scripted: Make, play: Play) -> None:
+    run = scripted(checkpoint={"every_steps": 1, "keep_last": 1, "keep_every": 4})
+    play(run)
+    assert sorted(path.name for path in run.telemetry.run_dir.checkpoints.iterdir()) == ["step_4", "step_6"]
+
+
+def test_the_line_of_a_step_is_written_before_its_checkpoint(scripted: Make, play: Play) -> None:
+    """A kill between the two must not leave a checkpoint of a step that has no line: it would never be written."""
+    run = scripted(checkpoint={"every_steps": 1})
+    num_lines: list[tuple[int, int]] = []
+    save = run.world.save
+
+    async def watching(path: Any, *, step: int) -> None:
+        num_lines.append((step, len(lines(run))))
+        await save(path, step=step)
+
+    run.world.save = watching  # type: ignore[method-assign]
+    play(run)
+    assert [(step, count) for step, count in num_lines if step < 6] == [(step, step) for step in range(1, 6)]
+
+
+@pytest.mark.parametrize("save_at_end", [False, True])
+def test_an_interrupted_run_is_always_saved(scripted: Make, play: Play, save_at_end: bool) -> None:
+    run = scripted(trainer={"total_steps": 50, "eval_every": 0}, checkpoint={"save_at_end": save_at_end})
+
+    async def interrupt() -> None:
+        while run.state.step < 3:
+            await asyncio.sleep(0.3)
+        run.state.stop("interrupted")
+
+    play(run, meddle=lambda _training: interrupt())
+    assert run.world.numbers("saved") == [run.state.step]
+
+
 def test_a_run_that_waits_for_groups_can_be_stopped(scripted: Make, play: Play) -> None:
     run = scripted(Script(hangs=lambda item: item.start_version >= 2), checkpoint={"save_at_end": True})
 
@@ -246,6 +305,29 @@ def test_filtered_groups_are_recorded_and_replaced(scripted: Make, play: Play) -
     for group in recorded(run):
         expected = ("ready", "") if group["group_id"] % 2 else ("filtered", "zero_variance")
         assert (group["status"], group["reason"]) == expected
+
+
+def test_a_disk_that_hangs_delays_no_step_and_what_it_cannot_take_is_counted(
+    scripted: Make, play: Play, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A finished group goes to the buffer at once, and is recorded in the background."""
+    monkeypatch.setattr(trajectories, "MAX_PENDING", 4)
+    run, answers_again = scripted(), threading.Event()
+    folder = run.telemetry.run_dir.trajectories
+    with ThreadPoolExecutor(1) as disk:
+        disk.submit(answers_again.wait)
+        recorder = trajectories.TrajectoryRecorder(folder)
+        run.telemetry = replace(run.telemetry, recorder=recorder, group_thread=disk)
+        try:
+            play(run)
+            assert run.state.step == 6
+            assert recorded(run) == []
+        finally:
+            answers_again.set()
+    assert len(recorded(run)) == 4
+    last = lines(run)[-1]
+    assert last["telemetry/trajectories_left_out"] == last["buffer/finished"] - 4 > 0
+    assert caplog.text.count("takes records too slowly: 4 wait") == 1
 
 
 def test_a_run_that_filters_everything_ends_with_the_reason(scripted: Make, play: Play) -> None:
@@ -548,3 +630,10 @@ def test_the_next_step_is_generated_while_one_is_trained(scripted: Make, play: P
         for group in steps[step + 1]:
             assert group.start_version == step, "by the version that the step before has made"
             assert train[step] < begun[group.group_id] < ended[group.group_id] < trained[step]
+
+
+def test_generation_is_never_two_steps_ahead(scripted: Make, play: Play) -> None:
+    run, steps = one_step_off(scripted, play, Script(train_s=10.0, generate_s=(2.0, 4.0)))
+    begun, trained = times(run, "generate"), times(run, "trained")
+    for step in range(NUM_STEPS - 2):
+        assert all(begun[group.group_id] > trained[step] for group in steps[step + 2])

@@ -282,3 +282,110 @@ def test_a_run_that_learned_nothing_saves_nothing(scripted: Scripted) -> None:
     run = scripted(Script(generate_s=(1e6, 2e6)))
     assert isinstance(fail(run, after_s=100.0), Broken)
     assert saved(run) == []
+
+
+async def after(seconds: float, error: Exception | None = None) -> None:
+    await asyncio.sleep(seconds)
+    if error is not None:
+        raise error
+
+
+def ended_with(run: ScriptedRun, *watches: Any) -> tuple[BaseException | None, float]:
+    """What the loops raised beside these watches, and when. No task is left by then."""
+
+    async def main() -> tuple[BaseException | None, float]:
+        asyncio.get_running_loop().set_default_executor(InlineExecutor(1))
+        (error,) = await asyncio.gather(run.training().run(*watches), return_exceptions=True)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        return error, asyncio.get_running_loop().time()
+
+    return run_virtual(main())
+
+
+LONG = {"total_steps": 1000, "eval_every": 0}
+
+
+def test_the_first_failure_ends_the_run_at_once(scripted: Scripted) -> None:
+    run = scripted(trainer=LONG)
+    error, at = ended_with(run, after(12.0, ValueError("second")), after(11.0, OSError("first")), after(1e6))
+    assert (repr(error), at) == ("OSError('first')", pytest.approx(11.0))
+
+
+def test_what_a_failure_leads_to_is_not_the_cause(scripted: Scripted) -> None:
+    run = scripted(trainer=LONG)
+    failed = asyncio.Event()
+
+    async def cause() -> None:
+        await asyncio.sleep(10.0)
+        failed.set()
+        raise OSError("cause")
+
+    async def consequence(*_: object) -> None:
+        await failed.wait()
+        raise ValueError("consequence")
+
+    run.world.train_step = consequence  # type: ignore[assignment]
+    error, at = ended_with(run, cause())
+    assert (repr(error), at) == ("OSError('cause')", pytest.approx(10.0))
+
+
+def test_a_run_waits_until_everything_beside_it_has_ended_after_a_failure(scripted: Scripted) -> None:
+    ended: list[str] = []
+
+    async def cleaning_up() -> None:
+        try:
+            await asyncio.sleep(1e6)
+        finally:
+            await asyncio.sleep(5.0)
+            ended.append("clean")
+
+    error, at = ended_with(scripted(trainer=LONG), cleaning_up(), after(10.0, OSError("boom")))
+    assert (repr(error), at, ended) == ("OSError('boom')", pytest.approx(15.0), ["clean"])
+
+
+def test_a_watch_may_end_before_the_run_and_ends_with_it(scripted: Scripted) -> None:
+    run = scripted()
+    error, _ = ended_with(run, after(1.0), after(1e9, OSError("long after")))
+    assert (error, run.state.step) == (None, 6)
+
+
+def test_a_failure_of_a_watch_as_the_run_ends_is_logged_and_no_failure_of_the_run(
+    scripted: Scripted, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fails_on_its_way_out() -> None:
+        try:
+            await asyncio.sleep(1e9)
+        finally:
+            raise OSError("the node is gone")
+
+    run = scripted()
+    error, _ = ended_with(run, fails_on_its_way_out())
+    assert (error, run.state.step) == (None, 6)
+    assert "a task failed as the run ended: OSError: the node is gone" in caplog.text
+
+
+def test_a_cancelled_run_cancels_everything(scripted: Scripted) -> None:
+    run = scripted(trainer=LONG)
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_default_executor(InlineExecutor(1))
+        task = asyncio.create_task(run.training().run(after(1e6)))
+        await asyncio.sleep(10.0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        assert {one.get_name() for one in left} <= {"step"}, "the step of the learner goes on: see emergency_save"
+        await asyncio.sleep(10.0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    run_virtual(main())
+
+
+def test_an_engine_that_missed_the_first_version_is_excluded_before_the_first_request(scripted: Scripted) -> None:
+    """It starts without weights, and would be taken for live until the second version comes."""
+    run = scripted()
+    num_requests: list[int] = []
+    run.world.exclude_lost_engines = lambda: num_requests.append(len(run.world.numbers("generate")))  # type: ignore[method-assign]
+    assert ended_with(run)[0] is None
+    assert num_requests[0] == 0

@@ -366,3 +366,12 @@ def test_lost_work_is_told_apart() -> None:
     story.at(12).taken([group(1)])
     record = story.at(12).step_record([group(1)], num_replicas=1, backpressure_s=0.0, engines_idle_frac=None)
     assert record["queue/admitted_to_claimed_s"] == 9.0, "a retry waits anew"
+
+
+def test_tokens_of_a_baseline_count_as_generated_but_not_in_the_lengths() -> None:
+    prompt = prompt_set(1).prompts[0]
+    samples = [trajectory(prompt, i, [(0, 2)], reward=1.0) for i in range(2)]
+    greedy = trajectory(prompt, 2, [(0, 7)], reward=1.0)
+    metrics = StepMetrics(clock=lambda: 0.0)
+    metrics.count_generated(Group(group_id=0, prompt=prompt, trajectories=samples, start_version=0, baseline=greedy))
+    assert (metrics._generated_tokens, list(metrics.lengths._generated)) == (11, [[2, 2]])

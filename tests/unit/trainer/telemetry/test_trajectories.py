@@ -239,3 +239,31 @@ def test_a_full_disk_costs_what_it_refuses_and_leaves_no_half_line(tmp_path: Pat
         write_evaluation(recorder, evaluations, [make_group()] * 4)
     assert len((evaluations / "version_4.2.jsonl").read_text().splitlines()) == 2
     assert recorder.num_errors == 2
+
+
+class Guarded(TrajectoryRecorder):
+    """Groups and evaluations are written by two threads: its counters change under the lock only."""
+
+    _counts: dict[str, int]
+
+    def _set(self, name: str, value: int) -> None:
+        assert value == 0 or self._lock.locked()
+        vars(self).setdefault("_counts", {})[name] = value
+
+    num_errors = property(lambda self: self._counts["errors"], lambda self, value: self._set("errors", value))
+    num_skipped = property(lambda self: self._counts["skipped"], lambda self, value: self._set("skipped", value))
+
+
+def test_what_is_not_recorded_is_counted_under_a_lock(tmp_path: Path) -> None:
+    full = Guarded(tmp_path, max_bytes=0)
+    full.write(make_group(), "ready")
+    full.write_failure(RolloutRequest(group_id=1, prompt=make_group().prompt, start_version=0), "dropped", reason="")
+    assert full.begin_evaluation(tmp_path, 1) is None
+    assert (full.num_errors, full.num_skipped) == (0, 3)
+    broken = Guarded(tmp_path / "missing")
+    broken.write(make_group(), "ready")
+    broken.write_answers(
+        tmp_path / "missing" / "version_1.jsonl", [("", make_group().prompt, [])], version=1, status="scored"
+    )
+    assert broken.begin_evaluation(tmp_path / "missing", 1) is None
+    assert (broken.num_errors, broken.num_skipped) == (3, 0)
