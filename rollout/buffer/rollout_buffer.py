@@ -1,9 +1,9 @@
 r"""The buffer between prompts, engines and learner: every group that is under way.
 
-    prompt_loop   wait_for_slot -> readmit | admit      waits for a slot, if needed     woken by release, filter, fail
-    rollout_loop  claim -> finish | filter | fail       waits for an admitted prompt    woken by admit, fail (retry)
-    batch_loop    take(step)                            waits for finished groups       woken by finish, filter, fail
-    train_loop    release(step, version=step + 1)       never waits
+    feed_prompts  wait_for_slot -> readmit | admit      waits for a slot, if needed     woken by release, filter, fail
+    RolloutLoop   claim -> finish | filter | fail       waits for an admitted prompt    woken by admit, fail (retry)
+    build_batches take(step)                            waits for finished groups       woken by finish, filter, fail
+    TrainLoop     release(step, version=step + 1)       never waits
 
     queued --claim--> running --finish--> ready --take--> in training --release--> (gone: slot free)
        ^                 | \--filter---------------------------------------------> (gone: slot free, counted)
@@ -107,7 +107,7 @@ class RolloutBuffer:
         self._has_queued = asyncio.Event()
         self._notify()
 
-    # --- prompt_loop -------------------------------------------------------------------------------------------------
+    # --- feed_prompts ------------------------------------------------------------------------------------------------
 
     async def wait_for_slot(self) -> None:
         """Returns when a slot is free and one more group is needed. Of several callers each must look again."""
@@ -143,7 +143,7 @@ class RolloutBuffer:
         self._counts["admitted"] += 1
         return self._enqueue(group_id, prompt)
 
-    # --- rollout_loop ------------------------------------------------------------------------------------------------
+    # --- RolloutLoop -------------------------------------------------------------------------------------------------
 
     async def claim(self) -> RolloutRequest:
         """The next queued prompt, first in first out, retries first. Whoever claims must finish, filter or fail it."""
@@ -218,7 +218,7 @@ class RolloutBuffer:
         self._close_if(self._guard.on_dropped(error))
         return "dropped"
 
-    # --- batch_loop --------------------------------------------------------------------------------------------------
+    # --- build_batches -----------------------------------------------------------------------------------------------
 
     async def take(self, step: int) -> list[Group]:
         """The B groups that `step` trains, by ascending group id. One caller at a time; steps in order.
@@ -261,7 +261,7 @@ class RolloutBuffer:
         self._notify()
         return [group for _, group in taken]
 
-    # --- train_loop --------------------------------------------------------------------------------------------------
+    # --- TrainLoop ---------------------------------------------------------------------------------------------------
 
     def grow_slots(self) -> None:
         """The learner has nothing to do: if it is groups that are missing, B more slots are open from now on.
