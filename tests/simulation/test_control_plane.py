@@ -76,10 +76,10 @@ def check_tables(run: Simulation) -> None:
         "streams": plan.num_slots + held_out,
         "tasks": plan.num_slots * (plan.group_size + 5) + 5 * held_out + 32,
         "answers": plan.num_slots * plan.group_size + held_out,
-        "recorder._generated_lengths": window + plan.groups_per_step + 4 * plan.num_slots,  # whole steps, and the next
-        "recorder._trained_lengths": window,
-        "early._open": plan.max_staleness + 2,
-        "early._complete": COHORT_WINDOW,
+        "lengths._generated": window + plan.groups_per_step + 4 * plan.num_slots,  # whole steps, and the next
+        "lengths._trained": window,
+        "lengths._open": plan.max_staleness + 2,
+        "lengths._complete": COHORT_WINDOW,
     }
     assert exact.keys() <= run.peaks.keys()
     others = max(plan.num_replicas, plan.num_slots * plan.group_size) + 2

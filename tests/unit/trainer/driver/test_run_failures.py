@@ -306,8 +306,14 @@ LONG = {"total_steps": 1000, "eval_every": 0}
 
 
 def test_the_first_failure_ends_the_run_at_once(scripted: Scripted) -> None:
+    async def fails_on_its_way_out() -> None:
+        try:
+            await asyncio.sleep(1e6)
+        finally:
+            raise ValueError("second")
+
     run = scripted(trainer=LONG)
-    error, at = ended_with(run, after(12.0, ValueError("second")), after(11.0, OSError("first")), after(1e6))
+    error, at = ended_with(run, fails_on_its_way_out(), after(11.0, OSError("first")), fails_on_its_way_out())
     assert (repr(error), at) == ("OSError('first')", pytest.approx(11.0))
 
 
