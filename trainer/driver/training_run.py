@@ -83,7 +83,19 @@ class TrainingRun:
 
         Raises:
             Exception: the first failure, of whichever task; the others have ended by then.
+            CancelledError: the run was cancelled, even if a task failed because of that: a task group would raise
+                the failure instead.
         """
+        run = asyncio.create_task(self._run(*watches), name="run")
+        try:
+            await asyncio.wait({run})
+        except asyncio.CancelledError:
+            run.cancel()
+            await asyncio.gather(run, return_exceptions=True)
+            raise
+        run.result()
+
+    async def _run(self, *watches: Coroutine[Any, Any, None]) -> None:
         training: asyncio.Task[None] | None = None
         failures: tuple[Exception, ...] = ()
         try:

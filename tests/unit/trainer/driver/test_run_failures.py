@@ -370,12 +370,18 @@ def test_a_failure_of_a_watch_as_the_run_ends_is_logged_and_no_failure_of_the_ru
     assert "a task failed as the run ended: OSError: the node is gone" in caplog.text
 
 
-def test_a_cancelled_run_cancels_everything(scripted: Scripted) -> None:
+def test_a_cancelled_run_cancels_everything_and_stays_cancelled_where_that_fails(scripted: Scripted) -> None:
     run = scripted(trainer=LONG)
+
+    async def fails_on_its_way_out() -> None:
+        try:
+            await asyncio.sleep(1e9)
+        finally:
+            raise OSError("the node is gone")
 
     async def main() -> None:
         asyncio.get_running_loop().set_default_executor(InlineExecutor(1))
-        task = asyncio.create_task(run.training().run(after(1e6)))
+        task = asyncio.create_task(run.training().run(after(1e6), fails_on_its_way_out()))
         await asyncio.sleep(10.0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
