@@ -30,25 +30,25 @@ class Problem:
     """One thing that keeps a run from starting.
 
     Example:
-        Problem(key="mode.max_staleness", got="-1", allowed="must be >= 0", do="use 0 for on-policy training")
+        Problem(key="mode.max_staleness", value="-1", message="must be >= 0", hint="use 0 for on-policy training")
     """
 
     key: str
     """The key, override or argument that is wrong."""
-    got: str
+    value: str
     """Its value as the user would write it; empty if there is none."""
-    allowed: str
+    message: str
     """What is wrong with it, and what is allowed."""
-    do: str = ""
-    """What to do, where that does not follow from `allowed`."""
-    also: tuple[str, ...] = ()
+    hint: str = ""
+    """What to do, where that does not follow from `message`."""
+    related: tuple[str, ...] = ()
     """Further keys that take part in the problem."""
 
     def __str__(self) -> str:
-        head = f"{self.key} = {self.got}" if self.got else self.key
-        lines = [head, f"    {self.allowed}"]
-        if self.do:
-            lines.append(f"    -> {self.do}")
+        head = f"{self.key} = {self.value}" if self.value else self.key
+        lines = [head, f"    {self.message}"]
+        if self.hint:
+            lines.append(f"    -> {self.hint}")
         return "\n".join(lines)
 
 

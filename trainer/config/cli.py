@@ -58,10 +58,14 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         unknown = message.removeprefix("unrecognized arguments: ").split() if "unrecognized" in message else []
-        do = next((_ADVICE[word] for word in unknown if word in _ADVICE), "")
-        do = do or next((_as_key(word, self.words) for word in unknown if word.startswith("--")), "")
+        hint = next((_ADVICE[word] for word in unknown if word in _ADVICE), "")
+        hint = hint or next((_as_key(word, self.words) for word in unknown if word.startswith("--")), "")
         raise ConfigurationError(
-            [Problem(key="command line", got="", allowed=message, do=do if do else "see python -m trainer --help")]
+            [
+                Problem(
+                    key="command line", value="", message=message, hint=hint if hint else "see python -m trainer --help"
+                )
+            ]
         )
 
 
@@ -119,7 +123,7 @@ def _check_planned(option: str, given: float | None, what: str, action: Action) 
     if given is None or (action == "dry_run" and 0 < given < math.inf):
         return
     allowed = "must be > 0" if action == "dry_run" else f"plans {what}; only --dry-run plans"
-    raise ConfigurationError([Problem(key=option, got=f"{given:g}", allowed=allowed)])
+    raise ConfigurationError([Problem(key=option, value=f"{given:g}", message=allowed)])
 
 
 def _nodes(given: str | None, action: Action) -> tuple[int, ...] | None:
@@ -130,10 +134,10 @@ def _nodes(given: str | None, action: Action) -> tuple[int, ...] | None:
         return tuple(map(int, counts))
     if action == "dry_run":
         allowed = "must be integers with commas between them, not all 0"
-        do = "say how many devices each node has, the driver's node first: --nodes 8,8,8, or 0,8,8 if that has none"
+        hint = "say how many devices each node has, the driver's node first: --nodes 8,8,8, or 0,8,8 if that has none"
     else:
-        allowed, do = "plans for other nodes; only --dry-run plans", "a run asks Ray for its nodes: ray.address"
-    raise ConfigurationError([Problem(key="--nodes", got=given, allowed=allowed, do=do)])
+        allowed, hint = "plans for other nodes; only --dry-run plans", "a run asks Ray for its nodes: ray.address"
+    raise ConfigurationError([Problem(key="--nodes", value=given, message=allowed, hint=hint)])
 
 
 _MOST_USED = (

@@ -97,7 +97,7 @@ def resolve(
     consequences = [
         problem
         for problem in [*unread, *check_combinations(config), *check(config)]
-        if refused.isdisjoint({problem.key, *problem.also})
+        if refused.isdisjoint({problem.key, *problem.related})
     ]
     if problems or misfits:
         raise ConfigurationError([*problems, *misfits, *consequences])
@@ -296,20 +296,20 @@ def _override_problem(
 ) -> Problem | None:
     match = _OVERRIDE.fullmatch(text)
     if match is None or (match["value"] is None and match["prefix"] != "~"):
-        allowed = "is not an override; write KEY=VALUE, without spaces around ="
+        message = "is not an override; write KEY=VALUE, without spaces around ="
         hint = "see --help"
         if re.fullmatch(r"[A-Za-z]\w*", text) and text not in all_keys():
             hint = f"did you mean --config-name {text}?"
-        return Problem(key=text, got="", allowed=allowed, do=hint)
+        return Problem(key=text, value="", message=message, hint=hint)
     override = _Override(text, match["prefix"] or "", match["key"], match["value"])
     key, value = override.key, override.value or ""
     if re.match(r"hydra\b", key):
         do = "where a run writes is run_dir=PATH; for several runs write a loop"
-        return Problem(key=key, got=value, allowed="is for Hydra's own launcher, which is not used", do=do)
+        return Problem(key=key, value=value, message="is for Hydra's own launcher, which is not used", hint=do)
     if key in _TEXTS_WITH_LINES and (escape := _LINE_ESCAPE.search(value)):
-        allowed = f"holds a backslash and the letter {escape[0][1]}, which stay as they are on a command line"
+        message = f"holds a backslash and the letter {escape[0][1]}, which stay as they are on a command line"
         do = "for the character itself write $'KEY=...' in bash; a YAML file tells one from the other"
-        return Problem(key=key, got=value, allowed=allowed, do=do)
+        return Problem(key=key, value=value, message=message, hint=do)
     if key in options and override.value is not None:
         return _option_problem(override, line, folders, options[key])
     return _value_problem(override)
@@ -324,16 +324,16 @@ def _option_problem(
     # A file without a defaults list, such as the config.yaml of a run, holds whole sections. An option laid over one
     # would keep what the option leaves at a default.
     if override.prefix != "~" and "defaults" not in data and isinstance(data.get(section), dict):
-        allowed = f"would be mixed with the section {section} that {line.config_name}.yaml holds"
+        message = f"would be mixed with the section {section} that {line.config_name}.yaml holds"
         do = f"set single keys ({section}.KEY=VALUE), or start from a configuration with a defaults list"
-        return Problem(key=group, got=value, allowed=allowed, do=do)
+        return Problem(key=group, value=value, message=message, hint=do)
     if value in options:
         return None
     close = close_word(value, list(options))
     do = f"did you mean {group}={close}?" if close else ""
     if group == "device":
         do = OTHER_WORDS.get(value.lower(), do)
-    return Problem(key=group, got=value, allowed=f"must be one of {', '.join(options)}", do=do)
+    return Problem(key=group, value=value, message=f"must be one of {', '.join(options)}", hint=do)
 
 
 def _value_problem(override: _Override) -> Problem | None:
@@ -344,13 +344,13 @@ def _value_problem(override: _Override) -> Problem | None:
     except HydraException as error:
         info = all_keys().get(key)
         if info is None and key.split(".")[0] not in all_keys():
-            return Problem(key=key, got=value, allowed="unknown key", do=suggestion(key))
+            return Problem(key=key, value=value, message="unknown key", hint=suggestion(key))
         reason = str(error).splitlines()[0]
         text = '["VALUE"]' if info is not None and info.is_list else '"VALUE"'
         do = f"put text with special characters in quotes, twice on a shell: {key}='{text}'"
-        return Problem(key=key, got=value, allowed=f"cannot be read: {reason}", do=do)
+        return Problem(key=key, value=value, message=f"cannot be read: {reason}", hint=do)
     do = f"write a loop: for value in ...; do python -m trainer {key}=$value run_dir=runs/$value; done"
-    return Problem(key=key, got=value, allowed="is a list of runs; one run takes one value", do=do)
+    return Problem(key=key, value=value, message="is a list of runs; one run takes one value", hint=do)
 
 
 def _no_such_config(line: CommandLine, known: list[str]) -> Problem:
@@ -362,8 +362,8 @@ def _no_such_config(line: CommandLine, known: list[str]) -> Problem:
         do = f"write --config-dir {path.parent} --config-name {path.stem}"
     elif line.config_dir is not None and (line.config_dir / path.with_suffix(".yml")).is_file():
         do = f"rename {path.with_suffix('.yml')} to {path}"
-    allowed = f"must be one of {', '.join(known)}"
-    return Problem(key="--config-name", got=line.config_name, allowed=allowed, do=do)
+    message = f"must be one of {', '.join(known)}"
+    return Problem(key="--config-name", value=line.config_name, message=message, hint=do)
 
 
 def _hydra_problem(line: CommandLine, error: Exception) -> Problem:
@@ -375,4 +375,4 @@ def _hydra_problem(line: CommandLine, error: Exception) -> Problem:
         override.partition("=")[0] for override in line.overrides
     }:
         do = f"{line.config_name}.yaml has an option of {again[1]} already: leave the plus out"
-    return Problem(key=f"--config-name {line.config_name}", got="", allowed=f"cannot be composed: {text}", do=do)
+    return Problem(key=f"--config-name {line.config_name}", value="", message=f"cannot be composed: {text}", hint=do)

@@ -37,7 +37,7 @@ class Inactive:
     """Values of the configuration `c` may stand in it: {c.algorithm.loss}."""
     because: Sequence[str]
     """The keys that make them inactive."""
-    do: str = ""
+    hint: str = ""
     """What to do about it; by default, to leave the key at its default."""
     is_kept: bool = False
     """A YAML file may well hold the keys for runs in which something reads them: they never go back."""
@@ -193,7 +193,7 @@ INACTIVE: tuple[Inactive, ...] = (
         "nothing is evaluated", ["task.eval_path", "trainer.eval_every"]),
     # Without task.eval_path they are refused (rules.py): something is missing then.
     Inactive(["task.eval_sets"], lambda c: bool(c.task.eval_path) and not _is_evaluated(c), "nothing is evaluated",
-        ["task.eval_path", "trainer.eval_every"], do="set trainer.eval_every, or leave them out: ~task.eval_sets"),
+        ["task.eval_path", "trainer.eval_every"], hint="set trainer.eval_every, or leave them out: ~task.eval_sets"),
     Inactive(["trainer.eval_blocking"],
         lambda c: _is_evaluated(c) and not _is_evaluated_while_training(c) and not c.mode.shares_devices,
         "only the last version is evaluated, when training is over", ["trainer.eval_every"]),
@@ -238,7 +238,9 @@ def reset_inactive(
                 if key in written:
                     problems.append(_problem(key, value, why, "leave it out", row.because))
             elif _is_named(key, asked_for):
-                problems.append(_problem(key, value, why, row.do or f"leave it at {value_text(default)}", row.because))
+                problems.append(
+                    _problem(key, value, why, row.hint or f"leave it at {value_text(default)}", row.because)
+                )
             else:
                 reset.setdefault(why, []).append(f"{key}={_shown(key, value)}")
                 config = _with_value(config, key.split("."), default)
@@ -248,8 +250,10 @@ def reset_inactive(
     return config, note, problems
 
 
-def _problem(key: str, value: object, why: str, do: str, because: Sequence[str]) -> Problem:
-    return Problem(key=key, got=_shown(key, value), allowed=f"has no effect: {why}", do=do, also=tuple(because))
+def _problem(key: str, value: object, why: str, hint: str, because: Sequence[str]) -> Problem:
+    return Problem(
+        key=key, value=_shown(key, value), message=f"has no effect: {why}", hint=hint, related=tuple(because)
+    )
 
 
 def _shown(key: str, value: Any) -> str:

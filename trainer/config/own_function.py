@@ -59,10 +59,10 @@ def _load(path: str, key: str, names: tuple[str, ...]) -> OwnFunction:
         signature.bind(None, **dict.fromkeys(names, 0.0))
     except TypeError as error:
         given = ", ".join(names) if names else "nothing"
-        allowed = f"cannot be called with one argument and the numbers of {key}_args ({given}): {error}"
-        raise _refused(key, path, allowed, f"its signature is {signature}") from error
+        message = f"cannot be called with one argument and the numbers of {key}_args ({given}): {error}"
+        raise _refused(key, path, message, f"its signature is {signature}") from error
     return function
 
 
-def _refused(key: str, path: str, allowed: str, do: str) -> ConfigurationError:
-    return ConfigurationError([Problem(key=key, got=path, allowed=allowed, do=do, also=(f"{key}_args",))])
+def _refused(key: str, path: str, message: str, hint: str) -> ConfigurationError:
+    return ConfigurationError([Problem(key=key, value=path, message=message, hint=hint, related=(f"{key}_args",))])

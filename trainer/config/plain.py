@@ -72,8 +72,8 @@ def to_run_config(data: Mapping[str, object]) -> tuple[RunConfig, list[Problem]]
                     problems += [] if value is None else [_no_section(key, value)]
                 else:
                     do = f"default {value_text(key.default)}: {key.doc}"
-                    allowed = _refusal(key, value, one["loc"][len(parts) :])
-                    problems.append(Problem(key=key.path, got=value_text(value), allowed=allowed, do=do))
+                    message = _refusal(key, value, one["loc"][len(parts) :])
+                    problems.append(Problem(key=key.path, value=value_text(value), message=message, hint=do))
 
 
 def read_stored(data: Mapping[str, object]) -> tuple[RunConfig, list[Problem]]:
@@ -164,9 +164,9 @@ def _no_section(key: Key, value: object) -> Problem:
     choose = f"choose the group with {key.path}={value} or in `defaults`, or " if is_option else ""
     return Problem(
         key=key.path,
-        got=value_text(value),
-        allowed=f"expected a section with the keys {', '.join(names)}",
-        do=f"{choose}set its keys one by one: {key.path}.{names[0]}=...",
+        value=value_text(value),
+        message=f"expected a section with the keys {', '.join(names)}",
+        hint=f"{choose}set its keys one by one: {key.path}.{names[0]}=...",
     )
 
 
@@ -182,12 +182,12 @@ def _unknown(parts: _Parts, value: object) -> Iterator[Problem]:
     close = difflib.get_close_matches(name, siblings, n=1, cutoff=0.7)
     if section and section not in all_keys() and close:  # an entry of a map: its keys are like those of no section
         do = f"did you mean {section}.{close[0]}?"
-        yield Problem(key=path, got=value_text(value), allowed="unknown key", do=do)
+        yield Problem(key=path, value=value_text(value), message="unknown key", hint=do)
         return
     inner = {path: value} if suggestion(path) else dict(_leaves(path, value))
     for leaf, given in inner.items():
         got = "{...}" if isinstance(given, Mapping) else value_text(given)
-        yield Problem(key=leaf, got=got, allowed="unknown key", do=suggestion(leaf) or keys)
+        yield Problem(key=leaf, value=got, message="unknown key", hint=suggestion(leaf) or keys)
 
 
 def _leaves(path: str, value: object) -> Iterator[tuple[str, object]]:

@@ -28,9 +28,9 @@ def packaged_configs() -> Traversable:
             [
                 Problem(
                     key="package `configs`",
-                    got=str(folder),
-                    allowed=f"hides the package `configs` of Tandem in {home}",
-                    do="start from another directory, or take that one off PYTHONPATH",
+                    value=str(folder),
+                    message=f"hides the package `configs` of Tandem in {home}",
+                    hint="start from another directory, or take that one off PYTHONPATH",
                 )
             ]
         )
@@ -47,7 +47,7 @@ def search_folders(config_dir: Path | None) -> list[Traversable]:
     if config_dir is None:
         return [packaged_configs()]
     if not config_dir.is_dir():
-        problem = Problem(key="--config-dir", got=str(config_dir), allowed="must be a folder with YAML files")
+        problem = Problem(key="--config-dir", value=str(config_dir), message="must be a folder with YAML files")
         raise ConfigurationError([problem])
     return [config_dir, packaged_configs()]
 

@@ -94,18 +94,18 @@ def longest_sequence(config: RunConfig) -> int:
     return config.task.max_prompt_tokens + config.rollout.max_response_tokens
 
 
-def _conflict(config: RunConfig, key: str, allowed: str, do: str, *also: str) -> Problem:
+def _conflict(config: RunConfig, key: str, message: str, hint: str, *related: str) -> Problem:
     """`key` cannot have its value; `also` are the keys that it does not go together with."""
-    return Problem(key=key, got=value_text(attrgetter(key)(config)), allowed=allowed, do=do, also=also)
+    return Problem(key=key, value=value_text(attrgetter(key)(config)), message=message, hint=hint, related=related)
 
 
 def _run(config: RunConfig) -> Iterator[Problem]:
     if not re.fullmatch(r"[\w.\-+]+", config.name) or config.name in {".", ".."}:
-        allowed = "must be letters, digits, dot, minus, plus or underscore"
-        yield _conflict(config, "name", allowed, "it names a directory")
+        message = "must be letters, digits, dot, minus, plus or underscore"
+        yield _conflict(config, "name", message, "it names a directory")
     for name in config.device.env:
         if not re.fullmatch(r"[A-Za-z_]\w*", name):
-            yield Problem(key="device.env", got=name, allowed="is not the name of an environment variable")
+            yield Problem(key="device.env", value=name, message="is not the name of an environment variable")
     if not config.ray.address:
         yield _conflict(config, "ray.address", "must be local, auto or HOST:PORT", "use local for a private cluster")
 
@@ -115,11 +115,11 @@ def _lora(config: RunConfig) -> Iterator[Problem]:
     if lora.rank == 0:
         return
     if lora.rank not in LORA_RANKS:
-        allowed = f"must be 0 or one of {', '.join(map(str, LORA_RANKS))}: engines would pad any other rank"
-        yield _conflict(config, "model.lora.rank", allowed, "use the next larger one, it costs the engines the same")
+        message = f"must be 0 or one of {', '.join(map(str, LORA_RANKS))}: engines would pad any other rank"
+        yield _conflict(config, "model.lora.rank", message, "use the next larger one, it costs the engines the same")
     if not re.fullmatch(r"\w+(\+\w+)*", lora.target_modules):
-        do = "for example q_proj+v_proj"
-        yield _conflict(config, "model.lora.target_modules", "must be names of layers joined by +", do)
+        hint = "for example q_proj+v_proj"
+        yield _conflict(config, "model.lora.target_modules", "must be names of layers joined by +", hint)
 
 
 # Prompts and agents
@@ -131,20 +131,20 @@ def _task(config: RunConfig) -> Iterator[Problem]:
         yield _conflict(config, "task.train_path", "must name the training prompts", f"use {BUILTIN_TASK} or a file")
     for key, path in {"task.train_path": task.train_path, **task.held_out_paths}.items():
         if path and task.reader == "arithmetic" and path != BUILTIN_TASK:
-            do = "use task.reader=auto, or jsonl, parquet or hf"
-            yield _conflict(config, "task.reader", f"reads {BUILTIN_TASK} only, not {key}={path}", do, key)
+            hint = "use task.reader=auto, or jsonl, parquet or hf"
+            yield _conflict(config, "task.reader", f"reads {BUILTIN_TASK} only, not {key}={path}", hint, key)
         if task.reader not in {"auto", "arithmetic"} and path == BUILTIN_TASK:
-            do = f"use task.reader=auto, or set {key} too"
-            yield _conflict(config, "task.reader", f"cannot read {key}={path}", do, key)
+            hint = f"use task.reader=auto, or set {key} too"
+            yield _conflict(config, "task.reader", f"cannot read {key}={path}", hint, key)
     try:
         json.dumps(task.chat_template_kwargs, allow_nan=False)
     except (TypeError, ValueError) as error:
-        do = "use texts, finite numbers, true, false, null, and lists and maps of these"
-        yield _conflict(config, "task.chat_template_kwargs", f"must be values of JSON: {error}", do)
+        hint = "use texts, finite numbers, true, false, null, and lists and maps of these"
+        yield _conflict(config, "task.chat_template_kwargs", f"must be values of JSON: {error}", hint)
     if task.curriculum != "none" and not task.difficulty_column and not task.pass_rate_column:
-        allowed, also = "needs to know what is hard", ("task.difficulty_column", "task.pass_rate_column")
-        do = "set task.difficulty_column or task.pass_rate_column to a column of the data set"
-        yield _conflict(config, "task.curriculum", allowed, do, *also)
+        message, related = "needs to know what is hard", ("task.difficulty_column", "task.pass_rate_column")
+        hint = "set task.difficulty_column or task.pass_rate_column to a column of the data set"
+        yield _conflict(config, "task.curriculum", message, hint, *related)
 
 
 def _pass_rates(config: RunConfig) -> Iterator[Problem]:
@@ -153,32 +153,32 @@ def _pass_rates(config: RunConfig) -> Iterator[Problem]:
     if not task.filters_pass_rate:
         return
     if lowest > highest:
-        allowed = f"must be at most task.pass_rate_max={highest:g}"
-        yield _conflict(config, keys[0], allowed, "for example 0.1 and 0.9", keys[1])
+        message = f"must be at most task.pass_rate_max={highest:g}"
+        yield _conflict(config, keys[0], message, "for example 0.1 and 0.9", keys[1])
     elif not any(lowest <= n / group_size <= highest for n in range(group_size + 1)):
-        allowed = (
+        message = (
             f"lets no group in: with rollout.group_size={group_size} a pass rate is a multiple of 1/{group_size}, and "
             f"none lies in {lowest:g}..{highest:g}"
         )
-        yield _conflict(config, keys[0], allowed, "widen the bounds, or raise rollout.group_size", keys[1])
+        yield _conflict(config, keys[0], message, "widen the bounds, or raise rollout.group_size", keys[1])
 
 
 def _agent(config: RunConfig) -> Iterator[Problem]:
     algorithm, task, key = config.algorithm, config.task, "task.agent_max_sequences"
     if not task.agent and task.reward.name == "zero" and algorithm.advantage != "zero":
-        allowed = "rewards nothing, and without task.agent no environment rewards the turns"
-        do = "set task.agent, or use another reward"
-        yield _conflict(config, "task.reward.name", allowed, do, "task.agent")
+        message = "rewards nothing, and without task.agent no environment rewards the turns"
+        hint = "set task.agent, or use another reward"
+        yield _conflict(config, "task.reward.name", message, hint, "task.agent")
     if not task.agent or task.agent_max_sequences == 1:
         return
     # The learner takes what is still to come from the tokens that follow in the same sequence.
-    do = "use 1, or another estimator"
+    hint = "use 1, or another estimator"
     if algorithm.uses_critic:
-        allowed = "must be 1: a critic's returns end with their sequence, and the outcome comes after the last one"
-        yield _conflict(config, key, allowed, do, _ADVANTAGE)
+        message = "must be 1: a critic's returns end with their sequence, and the outcome comes after the last one"
+        yield _conflict(config, key, message, hint, _ADVANTAGE)
     elif algorithm.kl.in_reward and not is_own(algorithm.advantage) and traits_of(algorithm).reward_to_go:
-        allowed = f"must be 1: with the KL in the reward, {_chosen(config)} adds up rewards within a sequence alone"
-        yield _conflict(config, key, allowed, f"{do}, or the KL in the loss", _ADVANTAGE)
+        message = f"must be 1: with the KL in the reward, {_chosen(config)} adds up rewards within a sequence alone"
+        yield _conflict(config, key, message, f"{hint}, or the KL in the loss", _ADVANTAGE)
 
 
 # Advantages
@@ -198,21 +198,21 @@ def estimator_problems(config: RunConfig, traits: EstimatorTraits) -> Iterator[P
     """Keys that do not go together with an estimator of these traits."""
     algorithm, group_size, chosen = config.algorithm, config.rollout.group_size, _chosen(config)
     if traits.needs_peers and group_size == 1:
-        allowed = f"must be >= 2: {chosen} compares the answers of a group"
-        do = "use rollout.group_size=8, or algorithm.advantage=reinforce"
-        yield _conflict(config, "rollout.group_size", allowed, do, _ADVANTAGE)
+        message = f"must be >= 2: {chosen} compares the answers of a group"
+        hint = "use rollout.group_size=8, or algorithm.advantage=reinforce"
+        yield _conflict(config, "rollout.group_size", message, hint, _ADVANTAGE)
     elif traits.spans_step and group_size * config.trainer.groups_per_step == 1:
-        allowed = f"must be >= 2 with one answer per group: {chosen} normalises over the answers of a step"
-        also = "rollout.group_size", _ADVANTAGE
-        yield _conflict(config, "trainer.groups_per_step", allowed, "every advantage would be 0; raise it", *also)
+        message = f"must be >= 2 with one answer per group: {chosen} normalises over the answers of a step"
+        related = "rollout.group_size", _ADVANTAGE
+        yield _conflict(config, "trainer.groups_per_step", message, "every advantage would be 0; raise it", *related)
     if algorithm.advantage == "gpg" and algorithm.gpg_scale == "nonzero_rewards":
         yield from _counted_rewards(config)
     if traits.uses_parts:
         yield from _reward_parts(config)
     if config.rollout.top_k == 1 and (traits.needs_peers or traits.greedy_baseline):
         other = "the greedy answer" if traits.greedy_baseline else "the answers of a group"
-        allowed = f"samples greedily: {chosen} compares with {other}, which would be the same one"
-        yield _conflict(config, "rollout.top_k", allowed, "use 0, or 2 and more", _ADVANTAGE)
+        message = f"samples greedily: {chosen} compares with {other}, which would be the same one"
+        yield _conflict(config, "rollout.top_k", message, "use 0, or 2 and more", _ADVANTAGE)
     yield from _zero_variance(config, traits)
     yield from _kl_in_rewards(config, traits)
 
@@ -220,26 +220,26 @@ def estimator_problems(config: RunConfig, traits: EstimatorTraits) -> Iterator[P
 def _reward_parts(config: RunConfig) -> Iterator[Problem]:
     for name, weight in config.algorithm.gdpo_weights.items():
         if weight == 0 or not math.isfinite(weight):
-            got, do = f"{name}: {weight:g}", "leave out the entry, to leave out the part"
-            yield Problem(key="algorithm.gdpo_weights", got=got, allowed="must be finite and not 0", do=do)
+            got, hint = f"{name}: {weight:g}", "leave out the entry, to leave out the part"
+            yield Problem(key="algorithm.gdpo_weights", value=got, message="must be finite and not 0", hint=hint)
     if is_own(config.algorithm.advantage) and config.algorithm.overlong_buffer_tokens > 0:
         why = f"{_chosen(config)} takes the parts of the reward, shaping moves their total"
         key = "algorithm.overlong_buffer_tokens"
         yield _conflict(config, key, f"has no effect: {why}", "leave it at 0", _ADVANTAGE)
     if config.task.agent:
-        allowed = f"may reward turns, which are no named part of a reward: {_chosen(config)} would not see them"
-        yield _conflict(config, "task.agent", allowed, "use an estimator of the total reward", _ADVANTAGE)
+        message = f"may reward turns, which are no named part of a reward: {_chosen(config)} would not see them"
+        yield _conflict(config, "task.agent", message, "use an estimator of the total reward", _ADVANTAGE)
 
 
 def _counted_rewards(config: RunConfig) -> Iterator[Problem]:
     """The count of answers with a reward other than 0 is only one of right answers if nothing else moves rewards."""
-    key, do = "algorithm.gpg_scale", "use valid_groups"
+    key, hint = "algorithm.gpg_scale", "use valid_groups"
     if config.algorithm.overlong_buffer_tokens > 0:
-        allowed = "counts answers with a reward other than 0, which the overlong penalty makes of wrong ones"
-        yield _conflict(config, key, allowed, do, "algorithm.overlong_buffer_tokens")
+        message = "counts answers with a reward other than 0, which the overlong penalty makes of wrong ones"
+        yield _conflict(config, key, message, hint, "algorithm.overlong_buffer_tokens")
     if config.task.agent:
-        allowed = "counts answers with a reward other than 0, and turns may be rewarded whatever the answer is worth"
-        yield _conflict(config, key, allowed, do, "task.agent")
+        message = "counts answers with a reward other than 0, and turns may be rewarded whatever the answer is worth"
+        yield _conflict(config, key, message, hint, "task.agent")
 
 
 def _zero_variance(config: RunConfig, traits: EstimatorTraits) -> Iterator[Problem]:
@@ -249,37 +249,37 @@ def _zero_variance(config: RunConfig, traits: EstimatorTraits) -> Iterator[Probl
         return
     key, chosen = "algorithm.filter_zero_variance", _chosen(config)
     if config.rollout.group_size == 1:
-        allowed = "drops every group: one answer never differs from itself"
-        yield _conflict(config, key, allowed, "use false", "rollout.group_size")
+        message = "drops every group: one answer never differs from itself"
+        yield _conflict(config, key, message, "use false", "rollout.group_size")
     elif not traits.needs_peers:
-        allowed = f"drops groups that teach: {chosen} does not compare the answers of a group"
-        yield _conflict(config, key, allowed, "use false", _ADVANTAGE)
+        message = f"drops groups that teach: {chosen} does not compare the answers of a group"
+        yield _conflict(config, key, message, "use false", _ADVANTAGE)
     elif traits.uses_parts:
-        allowed = f"looks at the total reward: {chosen} also learns from answers that differ in their parts alone"
-        yield _conflict(config, key, allowed, "use false", _ADVANTAGE)
+        message = f"looks at the total reward: {chosen} also learns from answers that differ in their parts alone"
+        yield _conflict(config, key, message, "use false", _ADVANTAGE)
 
 
 def _kl_in_rewards(config: RunConfig, traits: EstimatorTraits) -> Iterator[Problem]:
     """Estimators of these traits that have no meaning on rewards less the KL."""
-    algorithm, chosen, do = config.algorithm, _chosen(config), "use loss, or another estimator"
+    algorithm, chosen, hint = config.algorithm, _chosen(config), "use loss, or another estimator"
     if algorithm.filter_zero_variance and (algorithm.kl.in_reward or algorithm.kl.in_advantage):
-        allowed = "looks at rewards without their KL: groups of equal rewards still differ in it"
-        yield _conflict(config, "algorithm.filter_zero_variance", allowed, "use false", _PLACEMENT)
+        message = "looks at rewards without their KL: groups of equal rewards still differ in it"
+        yield _conflict(config, "algorithm.filter_zero_variance", message, "use false", _PLACEMENT)
     if not algorithm.kl.in_reward:
         return
     if traits.uses_parts:
-        allowed = f"cannot be reward: {chosen} takes the parts of the reward, the KL moves their total"
-        yield _conflict(config, _PLACEMENT, allowed, do, _ADVANTAGE)
+        message = f"cannot be reward: {chosen} takes the parts of the reward, the KL moves their total"
+        yield _conflict(config, _PLACEMENT, message, hint, _ADVANTAGE)
     if is_own(algorithm.advantage) and traits.reward_to_go:
-        allowed = f"cannot be reward: {chosen} declares reward_to_go, and on the learner nothing would call it"
-        yield _conflict(config, _PLACEMENT, allowed, do, _ADVANTAGE)
+        message = f"cannot be reward: {chosen} declares reward_to_go, and on the learner nothing would call it"
+        yield _conflict(config, _PLACEMENT, message, hint, _ADVANTAGE)
     if algorithm.advantage == "gpg":
-        allowed = "cannot be reward: gpg counts answers that teach nothing, and with the KL every answer differs"
-        yield _conflict(config, _PLACEMENT, allowed, do, _ADVANTAGE)
+        message = "cannot be reward: gpg counts answers that teach nothing, and with the KL every answer differs"
+        yield _conflict(config, _PLACEMENT, message, hint, _ADVANTAGE)
     if algorithm.mask_truncated and (traits.needs_peers or traits.spans_step):
-        allowed = f"takes truncated answers out before their KL is known, and {chosen} compares with them"
-        do = "use false, or the KL in the loss"
-        yield _conflict(config, "algorithm.mask_truncated", allowed, do, _PLACEMENT, _ADVANTAGE)
+        message = f"takes truncated answers out before their KL is known, and {chosen} compares with them"
+        hint = "use false, or the KL in the loss"
+        yield _conflict(config, "algorithm.mask_truncated", message, hint, _PLACEMENT, _ADVANTAGE)
 
 
 def _zero(config: RunConfig) -> Iterator[Problem]:
@@ -288,12 +288,12 @@ def _zero(config: RunConfig) -> Iterator[Problem]:
     if algorithm.advantage != "zero":
         return
     if kl.coef == 0 or kl.path is None:
-        allowed = "gives every token 0, so that only a teacher teaches, and there is none"
-        do = "set algorithm.kl.path (and algorithm.kl.coef above 0), or use another estimator"
-        yield _conflict(config, _ADVANTAGE, allowed, do, "algorithm.kl.path", "algorithm.kl.coef")
+        message = "gives every token 0, so that only a teacher teaches, and there is none"
+        hint = "set algorithm.kl.path (and algorithm.kl.coef above 0), or use another estimator"
+        yield _conflict(config, _ADVANTAGE, message, hint, "algorithm.kl.path", "algorithm.kl.coef")
     elif kl.in_reward:
-        allowed = f"cannot be reward: {_ADVANTAGE}=zero reads no reward, so nothing would be learned"
-        yield _conflict(config, _PLACEMENT, allowed, "use advantage or loss", _ADVANTAGE)
+        message = f"cannot be reward: {_ADVANTAGE}=zero reads no reward, so nothing would be learned"
+        yield _conflict(config, _PLACEMENT, message, "use advantage or loss", _ADVANTAGE)
 
 
 # The loss, the critic and the KL
@@ -303,50 +303,50 @@ def _loss(config: RunConfig) -> Iterator[Problem]:
     algorithm, most = config.algorithm, config.rollout.max_response_tokens
     buffer = "algorithm.overlong_buffer_tokens"
     if algorithm.overlong_buffer_tokens > 0 and algorithm.overlong_penalty == 0:
-        allowed, do = "must be above 0: nothing is taken off over the buffer", f"raise it, or set {buffer}=0"
-        yield _conflict(config, "algorithm.overlong_penalty", allowed, do, buffer)
+        message, hint = "must be above 0: nothing is taken off over the buffer", f"raise it, or set {buffer}=0"
+        yield _conflict(config, "algorithm.overlong_penalty", message, hint, buffer)
     if algorithm.overlong_buffer_tokens > most:
-        do = "it is the last part of an answer: lower it, or use 0 for no penalty"
-        allowed = f"must be at most rollout.max_response_tokens={most}"
-        yield _conflict(config, buffer, allowed, do, "rollout.max_response_tokens")
+        hint = "it is the last part of an answer: lower it, or use 0 for no penalty"
+        message = f"must be at most rollout.max_response_tokens={most}"
+        yield _conflict(config, buffer, message, hint, "rollout.max_response_tokens")
     if algorithm.group_filter and not is_dotted_path(algorithm.group_filter):
-        do = "or leave it empty; dynamic sampling is algorithm.filter_zero_variance"
-        yield _conflict(config, "algorithm.group_filter", "must be a dotted path, package.module.function", do)
+        hint = "or leave it empty; dynamic sampling is algorithm.filter_zero_variance"
+        yield _conflict(config, "algorithm.group_filter", "must be a dotted path, package.module.function", hint)
     if algorithm.cov_min >= algorithm.cov_max:
-        allowed = f"must be below algorithm.cov_max={value_text(algorithm.cov_max)}"
-        yield _conflict(config, "algorithm.cov_min", allowed, "no token lies between them", "algorithm.cov_max")
+        message = f"must be below algorithm.cov_max={value_text(algorithm.cov_max)}"
+        yield _conflict(config, "algorithm.cov_min", message, "no token lies between them", "algorithm.cov_max")
 
 
 def _critic(config: RunConfig) -> Iterator[Problem]:
     if not config.algorithm.uses_critic:
         return
     if config.critic.warmup_steps >= config.trainer.total_steps:
-        allowed = f"must be below trainer.total_steps={config.trainer.total_steps}"
-        yield _conflict(config, "critic.warmup_steps", allowed, "the policy is never trained", "trainer.total_steps")
+        message = f"must be below trainer.total_steps={config.trainer.total_steps}"
+        yield _conflict(config, "critic.warmup_steps", message, "the policy is never trained", "trainer.total_steps")
     yield from _selecting_loss(config, _ADVANTAGE)
 
 
 def _kl(config: RunConfig) -> Iterator[Problem]:
     kl, key = config.algorithm.kl, "algorithm.kl.estimator"
     if kl.in_loss and kl.estimator == "k1":
-        allowed = f"has a gradient without meaning with {_PLACEMENT}=loss: its expectation is 0 everywhere"
-        do = "use k1_straight_through or k2, whose gradient is that of the KL"
-        yield _conflict(config, key, allowed, do, _PLACEMENT)
+        message = f"has a gradient without meaning with {_PLACEMENT}=loss: its expectation is 0 everywhere"
+        hint = "use k1_straight_through or k2, whose gradient is that of the KL"
+        yield _conflict(config, key, message, hint, _PLACEMENT)
     if kl.in_reward and kl.estimator.endswith("straight_through"):
-        allowed = f"differs in its gradient alone, and with {_PLACEMENT}=reward only the value is read"
-        do = f"use {kl.estimator.removesuffix('_straight_through')}"
-        yield _conflict(config, key, allowed, do, _PLACEMENT)
+        message = f"differs in its gradient alone, and with {_PLACEMENT}=reward only the value is read"
+        hint = f"use {kl.estimator.removesuffix('_straight_through')}"
+        yield _conflict(config, key, message, hint, _PLACEMENT)
     if kl.in_advantage and kl.estimator != "k1":
-        allowed = f"must be k1 with {_PLACEMENT}=advantage: only its mean gradient is that of the KL there"
-        yield _conflict(config, key, allowed, f"use {key}=k1", _PLACEMENT)
+        message = f"must be k1 with {_PLACEMENT}=advantage: only its mean gradient is that of the KL there"
+        yield _conflict(config, key, message, f"use {key}=k1", _PLACEMENT)
     if (kl.in_reward or kl.in_advantage) and not config.algorithm.uses_critic:
         yield from _selecting_loss(config, _PLACEMENT)
 
 
-def _selecting_loss(config: RunConfig, also: str) -> Iterator[Problem]:
+def _selecting_loss(config: RunConfig, related: str) -> Iterator[Problem]:
     if loss_traits(config.algorithm.loss).selects:
-        allowed = "chooses tokens by their advantages before the step is split, and these are finished on the learner"
-        yield _conflict(config, "algorithm.loss", allowed, "use ppo_clip", also)
+        message = "chooses tokens by their advantages before the step is split, and these are finished on the learner"
+        yield _conflict(config, "algorithm.loss", message, "use ppo_clip", related)
 
 
 # The off-policy correction
@@ -355,8 +355,8 @@ def _selecting_loss(config: RunConfig, also: str) -> Iterator[Problem]:
 def _correction(config: RunConfig) -> Iterator[Problem]:
     correction, key = config.algorithm.correction, f"{_CORRECTION}.objective"
     if correction.objective == "loglinear" and config.mode.max_staleness == 0:
-        allowed = "interpolates over the age of tokens, which is always 0 with mode.max_staleness=0"
-        yield _conflict(config, key, allowed, "use bypass or decoupled", "mode.max_staleness")
+        message = "interpolates over the age of tokens, which is always 0 with mode.max_staleness=0"
+        yield _conflict(config, key, message, "use bypass or decoupled", "mode.max_staleness")
     yield from _corrected_loss(config)
     yield from _clamped_loss(config)
     yield from _bounds(config, "clamp", "ratio")
@@ -369,21 +369,21 @@ def _corrected_loss(config: RunConfig) -> Iterator[Problem]:
     """Losses to which the chosen objective gives nothing to act on."""
     loss, correction, key = config.algorithm.loss, config.algorithm.correction, f"{_CORRECTION}.objective"
     if not loss_traits(loss).is_weighted:
-        why, do = f"algorithm.loss={loss} holds no ratio", "use algorithm.loss=importance_sampling"
+        why, hint = f"algorithm.loss={loss} holds no ratio", "use algorithm.loss=importance_sampling"
         leaves_out = correction.mask.is_active or correction.reject.is_active
         if correction.objective != "bypass":
-            yield _conflict(config, key, f"must be bypass: {why}", do, "algorithm.loss")
+            yield _conflict(config, key, f"must be bypass: {why}", hint, "algorithm.loss")
         elif loss == "reinforce" and config.mode.max_staleness > 0 and not leaves_out:
-            allowed = f"takes samples of mode.max_staleness={config.mode.max_staleness} for its own: {why}"
-            do = f"use mode=sync, {do.removeprefix('use ')}, or a correction that masks or rejects"
-            yield _conflict(config, "algorithm.loss", allowed, do, "mode.max_staleness", _CORRECTION)
+            message = f"takes samples of mode.max_staleness={config.mode.max_staleness} for its own: {why}"
+            hint = f"use mode=sync, {hint.removeprefix('use ')}, or a correction that masks or rejects"
+            yield _conflict(config, "algorithm.loss", message, hint, "mode.max_staleness", _CORRECTION)
     elif correction.objective == "decoupled" and loss_traits(loss).is_bounded:
-        allowed = (
+        message = (
             "has one update per batch, so the ratio to the policy at the start of the step is always 1, and "
             f"algorithm.loss={loss} cannot bound it"
         )
-        do = "use algorithm.loss=importance_sampling with this correction, or objective bypass or loglinear"
-        yield _conflict(config, key, allowed, do, "algorithm.loss")
+        hint = "use algorithm.loss=importance_sampling with this correction, or objective bypass or loglinear"
+        yield _conflict(config, key, message, hint, "algorithm.loss")
 
 
 def _clamped_loss(config: RunConfig) -> Iterator[Problem]:
@@ -393,17 +393,17 @@ def _clamped_loss(config: RunConfig) -> Iterator[Problem]:
         return
     held, objective = loss_traits(loss).ratio, f"{_CORRECTION}.objective"
     if held is None:
-        why, do = _OWN_BOUNDS[loss]
+        why, hint = _OWN_BOUNDS[loss]
         for bound in ("lower", "upper"):
-            allowed = f"must be null with {objective}=bypass: algorithm.loss={loss} {why}"
+            message = f"must be null with {objective}=bypass: algorithm.loss={loss} {why}"
             if getattr(correction.clamp, bound) is not None:
-                yield _conflict(config, f"{_CORRECTION}.clamp.{bound}", allowed, do, "algorithm.loss", objective)
+                yield _conflict(config, f"{_CORRECTION}.clamp.{bound}", message, hint, "algorithm.loss", objective)
     elif correction.level != held:
-        allowed = (
+        message = (
             f"must be {held} with a clamp and {objective}=bypass: that is the ratio that algorithm.loss={loss} holds"
         )
-        also = f"{_CORRECTION}.clamp", "algorithm.loss", objective
-        yield _conflict(config, f"{_CORRECTION}.level", allowed, f"use {held}, or no clamp", *also)
+        related = f"{_CORRECTION}.clamp", "algorithm.loss", objective
+        yield _conflict(config, f"{_CORRECTION}.level", message, f"use {held}, or no clamp", *related)
 
 
 def _bounds(config: RunConfig, action: str, metric: str) -> Iterator[Problem]:
@@ -415,11 +415,11 @@ def _bounds(config: RunConfig, action: str, metric: str) -> Iterator[Problem]:
     if bounds.lower is not None and metric != "k1" and bounds.lower <= 0:
         yield _conflict(config, f"{prefix}.lower", f"has no effect: {metric} is never below 0", "use null", *others)
     elif bounds.lower is not None and bounds.lower >= agreed:
-        allowed = f"must be below {agreed:g}, the {metric} where both policies agree"
-        yield _conflict(config, f"{prefix}.lower", allowed, "lower it, or use null", *others)
+        message = f"must be below {agreed:g}, the {metric} where both policies agree"
+        yield _conflict(config, f"{prefix}.lower", message, "lower it, or use null", *others)
     if bounds.upper is not None and bounds.upper <= agreed:
-        allowed = f"must be above {agreed:g}, the {metric} where both policies agree"
-        yield _conflict(config, f"{prefix}.upper", allowed, "raise it, or use null", *others)
+        message = f"must be above {agreed:g}, the {metric} where both policies agree"
+        yield _conflict(config, f"{prefix}.upper", message, "raise it, or use null", *others)
 
 
 def _clamped_beyond_mask(config: RunConfig) -> Iterator[Problem]:
@@ -428,12 +428,12 @@ def _clamped_beyond_mask(config: RunConfig) -> Iterator[Problem]:
         return
     if clamp.upper is not None and mask.upper is not None and clamp.upper >= mask.upper:
         key, other = f"{_CORRECTION}.clamp.upper", f"{_CORRECTION}.mask.upper"
-        allowed = f"has no effect: {other}={mask.upper:g} takes those tokens out"
-        yield _conflict(config, key, allowed, "lower it, or use null", other)
+        message = f"has no effect: {other}={mask.upper:g} takes those tokens out"
+        yield _conflict(config, key, message, "lower it, or use null", other)
     if clamp.lower is not None and mask.lower is not None and clamp.lower <= mask.lower:
         key, other = f"{_CORRECTION}.clamp.lower", f"{_CORRECTION}.mask.lower"
-        allowed = f"has no effect: {other}={mask.lower:g} takes those tokens out"
-        yield _conflict(config, key, allowed, "raise it, or use null", other)
+        message = f"has no effect: {other}={mask.lower:g} takes those tokens out"
+        yield _conflict(config, key, message, "raise it, or use null", other)
 
 
 # Staleness and shared devices
@@ -442,24 +442,24 @@ def _clamped_beyond_mask(config: RunConfig) -> Iterator[Problem]:
 def _mode(config: RunConfig) -> Iterator[Problem]:
     wanted = _STALENESS.get(config.mode.name)
     if wanted is not None and config.mode.max_staleness != wanted:
-        allowed = (
+        message = (
             f"must be {wanted} with mode.name={config.mode.name}; what the file of --config-name or the command line "
             "says wins over the group"
         )
-        do = f"say mode.max_staleness={wanted} beside it, or mode=async, which takes any"
-        yield _conflict(config, "mode.max_staleness", allowed, do, "mode.name")
+        hint = f"say mode.max_staleness={wanted} beside it, or mode=async, which takes any"
+        yield _conflict(config, "mode.max_staleness", message, hint, "mode.name")
     if not config.mode.shares_devices:
         return
-    chosen, do, trainer = f"mode.name={config.mode.name}", "the group mode=colocated sets it", config.trainer
+    chosen, hint, trainer = f"mode.name={config.mode.name}", "the group mode=colocated sets it", config.trainer
     for key, (value, why) in _IN_TURNS.items():
         if attrgetter(key)(config) != value:
-            yield _conflict(config, key, f"must be {value_text(value)} with {chosen}: {why}", do, "mode.name")
+            yield _conflict(config, key, f"must be {value_text(value)} with {chosen}: {why}", hint, "mode.name")
     if config.task.eval_path and (trainer.eval_every or trainer.eval_at_start) and not trainer.eval_blocking:
-        allowed = f"must be true with {chosen}: engines cannot evaluate while they sleep"
-        yield _conflict(config, "trainer.eval_blocking", allowed, do, "mode.name")
+        message = f"must be true with {chosen}: engines cannot evaluate while they sleep"
+        yield _conflict(config, "trainer.eval_blocking", message, hint, "mode.name")
     if config.weight_sync.transport not in _WITHIN_A_DEVICE:
-        allowed = f"connects two devices, and with {chosen} learner and engine are on one"
-        yield _conflict(config, "weight_sync.transport", allowed, "use auto or ipc", "mode.name")
+        message = f"connects two devices, and with {chosen} learner and engine are on one"
+        yield _conflict(config, "weight_sync.transport", message, "use auto or ipc", "mode.name")
 
 
 def pairing_problems(config: RunConfig) -> Iterator[Problem]:
@@ -467,13 +467,13 @@ def pairing_problems(config: RunConfig) -> Iterator[Problem]:
     rollout = config.rollout
     num_workers = rollout.num_replicas * rollout.tensor_parallel_size
     if config.mode.shares_devices and config.learner.num_ranks != num_workers:
-        allowed = (
+        message = (
             f"must be rollout.num_replicas * rollout.tensor_parallel_size = {rollout.num_replicas} * "
             f"{rollout.tensor_parallel_size} = {num_workers} with mode.name={config.mode.name}: every device has one "
             "learner rank and one engine worker"
         )
-        also = "rollout.num_replicas", "rollout.tensor_parallel_size", "mode.name"
-        yield _conflict(config, "learner.num_ranks", allowed, "change one of them", *also)
+        related = "rollout.num_replicas", "rollout.tensor_parallel_size", "mode.name"
+        yield _conflict(config, "learner.num_ranks", message, "change one of them", *related)
 
 
 # Engines and sampling
@@ -484,11 +484,11 @@ def _lengths(config: RunConfig) -> Iterator[Problem]:
     limits = "task.max_prompt_tokens", "rollout.max_response_tokens"
     sum_text = f"task.max_prompt_tokens + rollout.max_response_tokens = {longest}"
     if 0 < rollout.max_model_len < longest:
-        allowed = f"must be at least {sum_text}, or 0 to follow them"
-        yield _conflict(config, "rollout.max_model_len", allowed, "raise it or lower those", *limits)
+        message = f"must be at least {sum_text}, or 0 to follow them"
+        yield _conflict(config, "rollout.max_model_len", message, "raise it or lower those", *limits)
     if config.learner.max_tokens_per_micro_batch < longest:
-        allowed = f"must be at least {sum_text}: the longest sequence has to fit into one micro-batch"
-        yield _conflict(config, "learner.max_tokens_per_micro_batch", allowed, "raise it or lower those", *limits)
+        message = f"must be at least {sum_text}: the longest sequence has to fit into one micro-batch"
+        yield _conflict(config, "learner.max_tokens_per_micro_batch", message, "raise it or lower those", *limits)
     # Whether the tokenizer has the tokens is known when it is loaded.
     if not all(rollout.stop):
         yield _conflict(config, "rollout.stop", "must hold no empty text: it would end every answer", "leave it out")
@@ -538,42 +538,42 @@ def _concurrency(config: RunConfig) -> Iterator[Problem]:
     highest = rollout.max_num_seqs if rollout.max_concurrency is None else rollout.max_concurrency
     key = "max_num_seqs" if rollout.max_concurrency is None else "max_concurrency"
     if rollout.concurrency == "adaptive" and rollout.min_concurrency >= highest:
-        allowed = f"must be below rollout.{key}={highest}"
-        do = "lower it, or use rollout.concurrency=fixed"
-        yield _conflict(config, "rollout.min_concurrency", allowed, do, f"rollout.{key}", "rollout.concurrency")
+        message = f"must be below rollout.{key}={highest}"
+        hint = "lower it, or use rollout.concurrency=fixed"
+        yield _conflict(config, "rollout.min_concurrency", message, hint, f"rollout.{key}", "rollout.concurrency")
     if rollout.concurrency == "adaptive" and highest > rollout.max_num_seqs:
-        allowed = f"must be at most rollout.max_num_seqs={rollout.max_num_seqs}: more would wait inside the engine"
-        also = "rollout.max_num_seqs", "rollout.concurrency"
-        yield _conflict(config, "rollout.max_concurrency", allowed, "lower it, or use null", *also)
+        message = f"must be at most rollout.max_num_seqs={rollout.max_num_seqs}: more would wait inside the engine"
+        related = "rollout.max_num_seqs", "rollout.concurrency"
+        yield _conflict(config, "rollout.max_concurrency", message, "lower it, or use null", *related)
     if rollout.max_concurrency is not None and rollout.max_concurrency < rollout.num_workers:
-        allowed = f"must be at least rollout.num_workers={rollout.num_workers}: each of them needs its share"
-        yield _conflict(config, "rollout.max_concurrency", allowed, "raise it", "rollout.num_workers")
+        message = f"must be at least rollout.num_workers={rollout.num_workers}: each of them needs its share"
+        yield _conflict(config, "rollout.max_concurrency", message, "raise it", "rollout.num_workers")
     by_staleness = rollout.seed_requests is None
     is_seeded = config.mode.max_staleness == 0 if by_staleness else rollout.seed_requests
     if rollout.repack_below is not None and is_seeded and not config.mode.shares_devices:
-        allowed = "must be null with seeded requests: what moves goes on with another seed, and timing says what moves"
-        do = "leave it at null, or use rollout.seed_requests=false"
-        also = "mode.max_staleness" if by_staleness else "rollout.seed_requests"
-        yield _conflict(config, "rollout.repack_below", allowed, do, also)
+        message = "must be null with seeded requests: what moves goes on with another seed, and timing says what moves"
+        hint = "leave it at null, or use rollout.seed_requests=false"
+        related = "mode.max_staleness" if by_staleness else "rollout.seed_requests"
+        yield _conflict(config, "rollout.repack_below", message, hint, related)
 
 
 def _engine_args(config: RunConfig) -> Iterator[Problem]:
     """One for each argument that is ours to set, or that breaks what a run stands on."""
     most = config.rollout.max_num_seqs
     for name, value in config.rollout.engine_args.items():
-        do, also = "leave it out", ()
+        hint, related = "leave it out", ()
         if name == "max_num_batched_tokens" and isinstance(value, int) and value < most:
-            allowed = f"{name} must be at least rollout.max_num_seqs={most}: a step has a token of each"
-            do, also = "raise it, or leave it out", ("rollout.max_num_seqs",)
+            message = f"{name} must be at least rollout.max_num_seqs={most}: a step has a token of each"
+            hint, related = "raise it, or leave it out", ("rollout.max_num_seqs",)
         elif name == "distributed_executor_backend" and value not in _EXECUTORS:
-            allowed = f"{name} must be one of {', '.join(_EXECUTORS)}: an engine's workers are processes of its host"
+            message = f"{name} must be one of {', '.join(_EXECUTORS)}: an engine's workers are processes of its host"
         elif name in _OWN_KEYS:
-            allowed, do, also = f"{name} is set by {_OWN_KEYS[name]}", f"use {_OWN_KEYS[name]}", (_OWN_KEYS[name],)
+            message, hint, related = f"{name} is set by {_OWN_KEYS[name]}", f"use {_OWN_KEYS[name]}", (_OWN_KEYS[name],)
         elif name in _RELIED_ON:
-            allowed = f"must not hold {name}: {_RELIED_ON[name]}"
+            message = f"must not hold {name}: {_RELIED_ON[name]}"
         else:
             continue
-        yield Problem(key="rollout.engine_args", got=f"{name}: {value}", allowed=allowed, do=do, also=also)
+        yield Problem(key="rollout.engine_args", value=f"{name}: {value}", message=message, hint=hint, related=related)
 
 
 # Training, evaluation, checkpoints
@@ -583,20 +583,20 @@ def _learner(config: RunConfig) -> Iterator[Problem]:
     learner, trainer = config.learner, config.trainer
     samples = trainer.groups_per_step * config.rollout.group_size
     if learner.num_ranks > samples:
-        allowed = f"must be at most {samples}, the samples of one step (trainer.groups_per_step x rollout.group_size)"
-        also = "trainer.groups_per_step", "rollout.group_size"
-        yield _conflict(config, "learner.num_ranks", allowed, "a rank without samples does nothing", *also)
+        message = f"must be at most {samples}, the samples of one step (trainer.groups_per_step x rollout.group_size)"
+        related = "trainer.groups_per_step", "rollout.group_size"
+        yield _conflict(config, "learner.num_ranks", message, "a rank without samples does nothing", *related)
     alone = config.critic.warmup_steps if config.algorithm.uses_critic else 0
     if learner.lr_schedule != "constant" and learner.warmup_steps >= trainer.total_steps - alone:
         left = "trainer.total_steps" if alone == 0 else "trainer.total_steps - critic.warmup_steps"
-        allowed = f"leaves no step for the {learner.lr_schedule} schedule; must be < {left}"
-        also = "trainer.total_steps", "learner.lr_schedule", *(["critic.warmup_steps"] if alone else [])
-        yield _conflict(config, "learner.warmup_steps", allowed, "lower it or raise trainer.total_steps", *also)
+        message = f"leaves no step for the {learner.lr_schedule} schedule; must be < {left}"
+        related = "trainer.total_steps", "learner.lr_schedule", *(["critic.warmup_steps"] if alone else [])
+        yield _conflict(config, "learner.warmup_steps", message, "lower it or raise trainer.total_steps", *related)
     every, kept = config.checkpoint.every_steps, config.checkpoint.keep_every
     if every > 0 and kept % every:
-        allowed = f"must be a multiple of checkpoint.every_steps={every}: no other step is saved"
-        do = f"for example {max(1, kept // every) * every}"
-        yield _conflict(config, "checkpoint.keep_every", allowed, do, "checkpoint.every_steps")
+        message = f"must be a multiple of checkpoint.every_steps={every}: no other step is saved"
+        hint = f"for example {max(1, kept // every) * every}"
+        yield _conflict(config, "checkpoint.keep_every", message, hint, "checkpoint.every_steps")
 
 
 def _evaluation(config: RunConfig) -> Iterator[Problem]:
@@ -604,27 +604,31 @@ def _evaluation(config: RunConfig) -> Iterator[Problem]:
     trainer, task = config.trainer, config.task
     if not task.eval_path or not (trainer.eval_every > 0 or trainer.eval_at_start or trainer.eval_at_end):
         if trainer.stop_at_accuracy is not None:
-            key, do = "trainer.stop_at_accuracy", "set task.eval_path and eval_every"
-            also = "task.eval_path", "trainer.eval_every", "trainer.eval_at_start", "trainer.eval_at_end"
-            yield _conflict(config, key, "is never reached: evaluation is off", do, *also)
+            key, hint = "trainer.stop_at_accuracy", "set task.eval_path and eval_every"
+            related = "task.eval_path", "trainer.eval_every", "trainer.eval_at_start", "trainer.eval_at_end"
+            yield _conflict(config, key, "is never reached: evaluation is off", hint, *related)
         if task.eval_sets and not task.eval_path:
-            allowed, also = "stand beside task.eval_path, which is empty", ("task.eval_path", "trainer.eval_every")
-            do = "name one of them there (eval/accuracy and trainer.stop_at_accuracy are about it), or ~task.eval_sets"
-            yield Problem(key="task.eval_sets", got=", ".join(task.eval_sets), allowed=allowed, do=do, also=also)
+            message, related = "stand beside task.eval_path, which is empty", ("task.eval_path", "trainer.eval_every")
+            hint = (
+                "name one of them there (eval/accuracy and trainer.stop_at_accuracy are about it), or ~task.eval_sets"
+            )
+            yield Problem(
+                key="task.eval_sets", value=", ".join(task.eval_sets), message=message, hint=hint, related=related
+            )
         return
     if 0 < trainer.eval_temperature < MIN_TEMPERATURE:
-        allowed = f"must be 0 or at least {MIN_TEMPERATURE}: vLLM would sample at {MIN_TEMPERATURE}"
-        yield _conflict(config, "trainer.eval_temperature", allowed, "use 0 for greedy answers")
+        message = f"must be 0 or at least {MIN_TEMPERATURE}: vLLM would sample at {MIN_TEMPERATURE}"
+        yield _conflict(config, "trainer.eval_temperature", message, "use 0 for greedy answers")
     if trainer.eval_samples > 1 and trainer.eval_temperature == 0:
         yield _repeated_greedy("trainer.eval_samples", trainer.eval_samples)
     if trainer.eval_pass_k is not None and trainer.eval_pass_k > trainer.eval_samples:
-        allowed = f"must be at most trainer.eval_samples={trainer.eval_samples}: there is no estimate beyond it"
-        yield _conflict(config, "trainer.eval_pass_k", allowed, "raise trainer.eval_samples", "trainer.eval_samples")
+        message = f"must be at most trainer.eval_samples={trainer.eval_samples}: there is no estimate beyond it"
+        yield _conflict(config, "trainer.eval_pass_k", message, "raise trainer.eval_samples", "trainer.eval_samples")
     longest = "task.agent_timeout_s" if task.agent else "rollout.request_timeout_s"
     limit_s = task.agent_timeout_s if task.agent else config.rollout.request_timeout_s
     if trainer.eval_timeout_s < limit_s:
-        allowed = f"must be at least {longest}={limit_s:g}: a single answer may take that long"
-        yield _conflict(config, "trainer.eval_timeout_s", allowed, "raise it, or lower that", longest)
+        message = f"must be at least {longest}={limit_s:g}: a single answer may take that long"
+        yield _conflict(config, "trainer.eval_timeout_s", message, "raise it, or lower that", longest)
     for name, one in task.eval_sets.items():
         yield from _eval_set(config, name, one)
 
@@ -632,25 +636,25 @@ def _evaluation(config: RunConfig) -> Iterator[Problem]:
 def _eval_set(config: RunConfig, name: str, one: EvalSetConfig) -> Iterator[Problem]:
     trainer, key = config.trainer, f"task.eval_sets.{name}"
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name) or name in RESERVED_NAMES:
-        allowed = f"a name is of letters, digits and . _ -, and none of {', '.join(RESERVED_NAMES)}"
-        yield Problem(key="task.eval_sets", got=name, allowed=allowed, do="it is part of eval/NAME/accuracy")
+        message = f"a name is of letters, digits and . _ -, and none of {', '.join(RESERVED_NAMES)}"
+        yield Problem(key="task.eval_sets", value=name, message=message, hint="it is part of eval/NAME/accuracy")
     if not one.path:
-        do = "set it, or leave the set out"
-        yield Problem(key=f"{key}.path", got="", allowed="must name held-out prompts", do=do)
+        hint = "set it, or leave the set out"
+        yield Problem(key=f"{key}.path", value="", message="must name held-out prompts", hint=hint)
     if one.samples is None:
         return
     if one.samples > 1 and trainer.eval_temperature == 0:
         yield _repeated_greedy(f"{key}.samples", one.samples)
     if trainer.eval_pass_k is not None and one.samples < trainer.eval_pass_k:
-        allowed = f"must be at least trainer.eval_pass_k={trainer.eval_pass_k}: there is no estimate beyond it"
-        do, also = "raise it, or use trainer.eval_pass_k=null: each set's own number", ("trainer.eval_pass_k",)
-        yield Problem(key=f"{key}.samples", got=str(one.samples), allowed=allowed, do=do, also=also)
+        message = f"must be at least trainer.eval_pass_k={trainer.eval_pass_k}: there is no estimate beyond it"
+        hint, related = "raise it, or use trainer.eval_pass_k=null: each set's own number", ("trainer.eval_pass_k",)
+        yield Problem(key=f"{key}.samples", value=str(one.samples), message=message, hint=hint, related=related)
 
 
 def _repeated_greedy(key: str, samples: int) -> Problem:
-    allowed = "must be 1 with trainer.eval_temperature=0: greedy answers to one prompt are all the same"
-    do = "use trainer.eval_temperature=1.0, or one sample"
-    return Problem(key=key, got=str(samples), allowed=allowed, do=do, also=("trainer.eval_temperature",))
+    message = "must be 1 with trainer.eval_temperature=0: greedy answers to one prompt are all the same"
+    hint = "use trainer.eval_temperature=1.0, or one sample"
+    return Problem(key=key, value=str(samples), message=message, hint=hint, related=("trainer.eval_temperature",))
 
 
 _CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (

@@ -147,8 +147,10 @@ def _is_same(path: str, other: str | Path) -> bool:
     return Path(path).resolve() == Path(other).resolve()
 
 
-def _refused(cfg: RunConfig, allowed: str, do: str) -> ConfigurationError:
-    return ConfigurationError([Problem(key="checkpoint.resume", got=cfg.checkpoint.resume, allowed=allowed, do=do)])
+def _refused(cfg: RunConfig, message: str, hint: str) -> ConfigurationError:
+    return ConfigurationError(
+        [Problem(key="checkpoint.resume", value=cfg.checkpoint.resume, message=message, hint=hint)]
+    )
 
 
 def origin(cfg: RunConfig) -> dict[str, Any]:
@@ -191,14 +193,14 @@ def _check_origin(cfg: RunConfig, resumed: ResumePoint, *, is_device_here: bool)
         cfg = replace(cfg, device=replace(cfg.device, name="auto"))
         why.pop("device.name", None)
     before, now = resumed.state.get("origin", {}), origin(cfg)
-    do = "use what the run began with (a link will do if it was moved), or begin a new run in another run_dir"
+    hint = "use what the run began with (a link will do if it was moved), or begin a new run in another run_dir"
     problems = [
         Problem(
             key=key,
-            got=str(now[key]),
-            allowed=f"must stay {before[key]}, as in {resumed.path}: {reason}",
-            do=do,
-            also=("checkpoint.resume",),
+            value=str(now[key]),
+            message=f"must stay {before[key]}, as in {resumed.path}: {reason}",
+            hint=hint,
+            related=("checkpoint.resume",),
         )
         for key, reason in why.items()
         if key in before and before[key] != now[key]

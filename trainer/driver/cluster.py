@@ -197,10 +197,10 @@ class Cluster:
         except (ConnectionError, ValueError, RuntimeError, RayError) as error:
             problem = Problem(
                 key="ray.address",
-                got=cfg.ray.address,
-                allowed=f"no Ray cluster can be reached there: {error}",
-                do="start one with `ray start --head`, or use ray.address=local; if it runs, and was started where Ray "
-                "has a token (~/.ray/auth_token), set RAY_AUTH_MODE=token here too",
+                value=cfg.ray.address,
+                message=f"no Ray cluster can be reached there: {error}",
+                hint="start one with `ray start --head`, or use ray.address=local; if it runs, and was started with a "
+                "Ray token (~/.ray/auth_token), set RAY_AUTH_MODE=token here too",
             )
             raise ConfigurationError([problem]) from error
         if unread := [f"ray.{name}={value}" for name, value in _node_sizes(cfg).items()]:
@@ -393,11 +393,11 @@ def _no_room(cfg: RunConfig, late: dict[str, Bundle], nodes: list[Node]) -> Prob
     left = [replace(node, resources=free.get(node.node_id, {})) for node in nodes]
     return Problem(
         key=SIZES,
-        got=f"no room for {', '.join(late)}: {describe_bundles(late)}",
-        allowed=f"the Ray cluster is large enough ({describe_nodes(nodes)}), but after "
+        value=f"no room for {', '.join(late)}: {describe_bundles(late)}",
+        message=f"the Ray cluster is large enough ({describe_nodes(nodes)}), but after "
         f"ray.placement_timeout_s={cfg.ray.placement_timeout_s:g} no node had that left, beside what others hold and "
         f"what was set aside for the rest of this run: {describe_nodes(left)}",
-        do="`ray status` says who holds what; wait for others, or ask for fewer ranks or replicas",
+        hint="`ray status` says who holds what; wait for others, or ask for fewer ranks or replicas",
     )
 
 

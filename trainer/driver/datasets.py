@@ -171,9 +171,9 @@ def _choose(cfg: RunConfig, name: str, one: EvalSetConfig, loaded: PromptSet) ->
 
 def _check_template(cfg: RunConfig, tokenizer: Any, *, with_tools: bool) -> None:
     kwargs = cfg.task.chat_template_kwargs
-    if kwargs and (allowed := why_refused(tokenizer, kwargs, with_tools=with_tools)) is not None:
-        key, do = "task.chat_template_kwargs", "leave them out, or check their names in the tokenizer's chat template"
-        raise ConfigurationError([Problem(key=key, got=value_text(kwargs), allowed=allowed, do=do)])
+    if kwargs and (message := why_refused(tokenizer, kwargs, with_tools=with_tools)) is not None:
+        key, hint = "task.chat_template_kwargs", "leave them out, or check their names in the tokenizer's chat template"
+        raise ConfigurationError([Problem(key=key, value=value_text(kwargs), message=message, hint=hint)])
 
 
 def _left_out(cfg: RunConfig, key: str, loaded: PromptSet) -> tuple[str, ...]:
@@ -315,15 +315,15 @@ def _check_reward(cfg: RunConfig, sample: Prompt) -> None:
 
 def _part_problems(cfg: RunConfig, reward: str, parts: Mapping[str, float]) -> Iterator[Problem]:
     """What the estimator wants of the parts of a reward, against those of the trial call."""
-    algorithm, also = cfg.algorithm, ("task.reward.name",)
+    algorithm, related = cfg.algorithm, ("task.reward.name",)
     if not traits_of(algorithm).uses_parts:
         return
     if not parts:
-        allowed = f"reads the named parts of a reward, and {reward} returns none"
-        do = 'let it return a dict such as {"reward": total, "correct": .., "format": ..}, or use another estimator'
-        yield Problem(key="algorithm.advantage", got=algorithm.advantage, allowed=allowed, do=do, also=also)
+        message = f"reads the named parts of a reward, and {reward} returns none"
+        hint = 'let it return a dict such as {"reward": total, "correct": .., "format": ..}, or use another estimator'
+        yield Problem(key="algorithm.advantage", value=algorithm.advantage, message=message, hint=hint, related=related)
         return
     for name in algorithm.gdpo_weights:
         if name not in parts:
-            allowed = f"must name parts that {reward} returns: {', '.join(sorted(parts))}"
-            yield Problem(key="algorithm.gdpo_weights", got=name, allowed=allowed, also=also)
+            message = f"must name parts that {reward} returns: {', '.join(sorted(parts))}"
+            yield Problem(key="algorithm.gdpo_weights", value=name, message=message, related=related)

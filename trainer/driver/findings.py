@@ -43,7 +43,9 @@ class Findings:
         """Each once; of the data they are put under `task`."""
         found: dict[str, Problem] = {}
         for error in self._errors:
-            own = [Problem(key="task", got="", allowed=str(error))] if isinstance(error, DataError) else error.problems
+            own = (
+                [Problem(key="task", value="", message=str(error))] if isinstance(error, DataError) else error.problems
+            )
             found.update({str(problem): problem for problem in own})
         return tuple(found.values())
 

@@ -56,10 +56,10 @@ def hub_problems(cfg: RunConfig) -> Iterator[Problem]:
 def _unreachable(name: str, keys: Sequence[str], what: str, place: str, reason: str) -> Problem:
     return Problem(
         key=keys[0],
-        got=name,
-        allowed=f"{what} is not in the cache of this machine, and the hub cannot be reached: {reason}",
-        do=f"check the network, or name a copy: {keys[0]}={place}; once it is cached, HF_HUB_OFFLINE=1 reads it there",
-        also=tuple(keys[1:]),
+        value=name,
+        message=f"{what} is not in the cache of this machine, and the hub cannot be reached: {reason}",
+        hint=f"check the network, or name a copy: {keys[0]}={place}; HF_HUB_OFFLINE=1 reads a cached one",
+        related=tuple(keys[1:]),
     )
 
 
@@ -172,7 +172,7 @@ def _read_model(cfg: RunConfig, key: str, path: str) -> ModelInfo:
         text = config.get_text_config().to_dict()
     except (ModelError, ValueError) as error:  # ValueError: several text models in one config
         is_elsewhere = not is_here and (key == TEACHER or isinstance(error.__cause__, OSError | ImportError))
-        problem = Problem(key=key, got=path, allowed=" ".join(str(error).split()))
+        problem = Problem(key=key, value=path, message=" ".join(str(error).split()))
         return ModelInfo(key=key, path=path, problems=() if is_elsewhere else (problem,))
     # The config.json of a policy in a directory was looked at together with the configuration.
     check = context_problems if key == TEACHER else fit_problems
@@ -186,7 +186,7 @@ def weight_problems(cfg: RunConfig, *, why_engines_read: str | None) -> Iterator
     Args:
         why_engines_read: the key because of which engines load the weights of the policy themselves; None if none does.
     """
-    model, also = cfg.model, "model.random_weights"
+    model, related = cfg.model, "model.random_weights"
     for key, path in model_paths(cfg).items():
         directory = Path(path).expanduser()
         if not directory.is_dir():
@@ -194,19 +194,21 @@ def weight_problems(cfg: RunConfig, *, why_engines_read: str | None) -> Iterator
         try:
             check_weights(directory, is_random_init=is_random_init(model, path))
         except ModelError as error:
-            yield Problem(key=key, got=path, allowed=str(error), also=(also,))
+            yield Problem(key=key, value=path, message=str(error), related=(related,))
     if not model.random_weights:
         return
     if not Path(model.path).expanduser().is_dir():
-        allowed = f"must be the directory of a config without weights with {also}=true, which draws them"
-        yield Problem(key="model.path", got=model.path, allowed=allowed, also=(also,))
+        message = f"must be the directory of a config without weights with {related}=true, which draws them"
+        yield Problem(key="model.path", value=model.path, message=message, related=(related,))
     elif why_engines_read is not None:
-        allowed = (
+        message = (
             f"must be a directory with weights: with {why_engines_read} engines load them, and this one has a config "
             "alone"
         )
-        do = "save the weights there (save_pretrained), or name another model"
-        yield Problem(key="model.path", got=model.path, allowed=allowed, do=do, also=(why_engines_read, also))
+        hint = "save the weights there (save_pretrained), or name another model"
+        yield Problem(
+            key="model.path", value=model.path, message=message, hint=hint, related=(why_engines_read, related)
+        )
 
 
 def policy_tokenizer(cfg: RunConfig) -> Any:
@@ -219,10 +221,10 @@ def policy_tokenizer(cfg: RunConfig) -> Any:
         return load_tokenizer(path, trust_remote_code=cfg.model.trust_remote_code)
     except _TOKENIZER_ERRORS as error:
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        do = "check the name or directory"
+        hint = "check the name or directory"
         if os.environ.get("HF_HUB_OFFLINE", "0").upper() in {"1", "ON", "YES", "TRUE"} and not Path(path).exists():
-            do = "HF_HUB_OFFLINE is set: unset it to download, or give a directory"
-        problem = Problem(key=key, got=path, allowed=f"its tokenizer cannot be loaded: {first_line}", do=do)
+            hint = "HF_HUB_OFFLINE is set: unset it to download, or give a directory"
+        problem = Problem(key=key, value=path, message=f"its tokenizer cannot be loaded: {first_line}", hint=hint)
         raise ConfigurationError([problem]) from error
 
 
@@ -232,16 +234,16 @@ def vocabulary_problems(cfg: RunConfig, policy: ModelInfo, tokenizer: Any) -> It
     looks at prompts one by one."""
     num_tokens = len(tokenizer)
     if unknown := [token_id for token_id in cfg.rollout.stop_token_ids if token_id >= num_tokens]:
-        allowed = f"must be below {num_tokens}, the number of tokens that the tokenizer has"
-        yield Problem(key="rollout.stop_token_ids", got=str(unknown), allowed=allowed)
+        message = f"must be below {num_tokens}, the number of tokens that the tokenizer has"
+        yield Problem(key="rollout.stop_token_ids", value=str(unknown), message=message)
     rows, size = policy.vocab_size, int(tokenizer.vocab_size)
     if cfg.model.tokenizer_path not in ("", cfg.model.path) and rows is not None and size > rows:
         yield Problem(
             key="model.tokenizer_path",
-            got=cfg.model.tokenizer_path,
-            allowed=f"has {size} tokens, but the embedding of {cfg.model.path} has {rows} rows",
-            do="use the tokenizer that came with the model: leave model.tokenizer_path empty",
-            also=("model.path",),
+            value=cfg.model.tokenizer_path,
+            message=f"has {size} tokens, but the embedding of {cfg.model.path} has {rows} rows",
+            hint="use the tokenizer that came with the model: leave model.tokenizer_path empty",
+            related=("model.path",),
         )
 
 
@@ -254,9 +256,9 @@ def token_problems(models: Iterable[ModelInfo], prompts: Sequence[Prompt]) -> It
     for prompt in prompts:
         token = foreign_token(prompt.token_ids, size)
         if token is not None:
-            allowed = f"has no token {token}, which prompt {prompt.prompt_id} has; its vocabulary is 0 to {size - 1}"
-            do = "set model.tokenizer_path to the model's own tokenizer, or resize the embedding of the model"
-            yield Problem(key=info.key, got=info.path, allowed=allowed, do=do, also=("model.tokenizer_path",))
+            message = f"has no token {token}, which prompt {prompt.prompt_id} has; its vocabulary is 0 to {size - 1}"
+            hint = "set model.tokenizer_path to the model's own tokenizer, or resize the embedding of the model"
+            yield Problem(key=info.key, value=info.path, message=message, hint=hint, related=("model.tokenizer_path",))
             return
 
 
@@ -282,8 +284,8 @@ def teacher_problems(cfg: RunConfig, models: Mapping[str, ModelInfo], tokenizer:
         return
     at_least = models["model.path"].vocab_size
     if at_least is not None and teacher.vocab_size < at_least:
-        allowed = f"has {teacher.vocab_size} tokens, the policy {at_least}: it has to judge whatever is sampled"
-        yield _unfit_teacher(path, allowed)
+        message = f"has {teacher.vocab_size} tokens, the policy {at_least}: it has to judge whatever is sampled"
+        yield _unfit_teacher(path, message)
         return
     theirs = _teacher_tokenizer(cfg, path)
     if theirs is None:
@@ -306,6 +308,6 @@ def _teacher_tokenizer(cfg: RunConfig, path: str) -> Any | None:
         return None
 
 
-def _unfit_teacher(path: str, allowed: str) -> Problem:
-    do = "use a teacher of the policy's family, with the same tokenizer and at least as many rows"
-    return Problem(key=TEACHER, got=path, allowed=allowed, do=do, also=("model.path",))
+def _unfit_teacher(path: str, message: str) -> Problem:
+    hint = "use a teacher of the policy's family, with the same tokenizer and at least as many rows"
+    return Problem(key=TEACHER, value=path, message=message, hint=hint, related=("model.path",))

@@ -53,17 +53,17 @@ def looks_local(name: str) -> bool:
 def _run_dir(config: RunConfig) -> Iterator[Problem]:
     key, wanted = "run_dir", Path(config.run_dir or "runs")
     if config.run_dir and wanted.exists() and not wanted.is_dir():
-        do = "name a directory, new or of an earlier run"
-        yield Problem(key=key, got=str(wanted), allowed="is a file", do=do)
+        hint = "name a directory, new or of an earlier run"
+        yield Problem(key=key, value=str(wanted), message="is a file", hint=hint)
         return
     existing = next(parent for parent in [wanted, *wanted.absolute().parents] if parent.exists())
     try:
         # Asking the file system is the only way to know: permissions do not tell about read-only mounts.
         Path(tempfile.mkdtemp(prefix=".tandem-", dir=existing)).rmdir()
     except OSError as error:
-        do = "choose another directory with run_dir=PATH"
-        allowed = f"cannot be written: {existing}: {error.strerror}"
-        yield Problem(key=key, got=config.run_dir or "runs", allowed=allowed, do=do)
+        hint = "choose another directory with run_dir=PATH"
+        message = f"cannot be written: {existing}: {error.strerror}"
+        yield Problem(key=key, value=config.run_dir or "runs", message=message, hint=hint)
 
 
 def _models(config: RunConfig) -> Iterator[Problem]:
@@ -75,9 +75,9 @@ def _models(config: RunConfig) -> Iterator[Problem]:
             continue
         if path.startswith("builtin:"):
             if path != "builtin:tiny":
-                yield Problem(key=key, got=path, allowed="the only built-in model is builtin:tiny")
+                yield Problem(key=key, value=path, message="the only built-in model is builtin:tiny")
         elif not path:
-            yield Problem(key=key, got='""', allowed="must name a model", do="use builtin:tiny or a directory")
+            yield Problem(key=key, value='""', message="must name a model", hint="use builtin:tiny or a directory")
         elif looks_local(path):
             yield from _model_directory(config, key, path)
     if model.tokenizer_path and (model.tokenizer_path.startswith("builtin:") or looks_local(model.tokenizer_path)):
@@ -101,14 +101,14 @@ def _model_config(key: str, got: str) -> tuple[dict[str, Any], list[Problem]]:
         what = (
             f"has no {_MODEL_CONFIG}" if path.is_dir() else "is not a directory" if path.exists() else "does not exist"
         )
-        also = ", or builtin:tiny" if key == "model.path" else ""
-        do = f"give the directory of a Hugging Face model, a hub name (owner/name){also}"
-        return {}, [Problem(key=key, got=got, allowed=what, do=do)]
+        related = ", or builtin:tiny" if key == "model.path" else ""
+        hint = f"give the directory of a Hugging Face model, a hub name (owner/name){related}"
+        return {}, [Problem(key=key, value=got, message=what, hint=hint)]
     try:
         described = json.loads((path / _MODEL_CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         what = f"its {_MODEL_CONFIG} cannot be read: {error}"
-        return {}, [Problem(key=key, got=got, allowed=what, do="download the model again")]
+        return {}, [Problem(key=key, value=got, message=what, hint="download the model again")]
     return cast("dict[str, Any]", described) if isinstance(described, dict) else {}, []
 
 
@@ -131,10 +131,10 @@ def context_problems(config: RunConfig, text: Mapping[str, Any], *, key: str) ->
     if isinstance(context, int) and longest > context and not scaled:
         yield Problem(
             key="rollout.max_response_tokens",
-            got=str(config.rollout.max_response_tokens),
-            allowed=f"prompt and answer need {longest} tokens, but the context of {path} has {context}",
-            do="lower rollout.max_response_tokens, task.max_prompt_tokens or rollout.max_model_len",
-            also=("task.max_prompt_tokens", "rollout.max_model_len", key),
+            value=str(config.rollout.max_response_tokens),
+            message=f"prompt and answer need {longest} tokens, but the context of {path} has {context}",
+            hint="lower rollout.max_response_tokens, task.max_prompt_tokens or rollout.max_model_len",
+            related=("task.max_prompt_tokens", "rollout.max_model_len", key),
         )
 
 
@@ -147,12 +147,12 @@ def _parallel_problems(parallel: int, text: Mapping[str, Any], *, path: str) -> 
     """Every device of an engine gets as many heads as any other; one of keys and values may be on several."""
     heads, kv_heads = text.get("num_attention_heads"), text.get("num_key_value_heads")
     if isinstance(heads, int) and heads % parallel:
-        allowed = f"must divide the {heads} attention heads of {path}"
+        message = f"must divide the {heads} attention heads of {path}"
     elif isinstance(kv_heads, int) and kv_heads > 0 and kv_heads % parallel and parallel % kv_heads:
-        allowed = f"must divide the {kv_heads} key-value heads of {path}, or be a multiple of them"
+        message = f"must divide the {kv_heads} key-value heads of {path}, or be a multiple of them"
     else:
         return
-    yield Problem(key="rollout.tensor_parallel_size", got=str(parallel), allowed=allowed, also=("model.path",))
+    yield Problem(key="rollout.tensor_parallel_size", value=str(parallel), message=message, related=("model.path",))
 
 
 def _stretches_context(rope: Any) -> bool:
@@ -165,7 +165,7 @@ def _tokenizer_directory(key: str, path: Path) -> Iterator[Problem]:
         return
     what = f"has no tokenizer (none of {', '.join(_TOKENIZER_FILES)})" if path.is_dir() else "does not exist"
     yield Problem(
-        key=key, got=str(path), allowed=what, do="set model.tokenizer_path to a tokenizer", also=("model.path",)
+        key=key, value=str(path), message=what, hint="set model.tokenizer_path to a tokenizer", related=("model.path",)
     )
 
 
@@ -174,12 +174,12 @@ def _data(config: RunConfig) -> Iterator[Problem]:
     for key, name in {"task.train_path": task.train_path, **task.held_out_paths}.items():
         if name.startswith("builtin:"):
             if name != "builtin:arithmetic":
-                yield Problem(key=key, got=name, allowed="the only built-in task is builtin:arithmetic")
+                yield Problem(key=key, value=name, message="the only built-in task is builtin:arithmetic")
             continue
         is_file = name.endswith(_DATA_SUFFIXES) or task.reader in {"jsonl", "parquet"}
         if name and (is_file or looks_local(name)) and not Path(name).exists():
-            do = "give a file, a directory, a hub name (owner/name) or builtin:arithmetic"
-            yield Problem(key=key, got=name, allowed="does not exist", do=do, also=("task.reader",))
+            hint = "give a file, a directory, a hub name (owner/name) or builtin:arithmetic"
+            yield Problem(key=key, value=name, message="does not exist", hint=hint, related=("task.reader",))
 
 
 def _reward(config: RunConfig) -> Iterator[Problem]:
@@ -188,9 +188,11 @@ def _reward(config: RunConfig) -> Iterator[Problem]:
         return
     key, got = "task.reward.name", config.task.reward.name
     if not Path(file).is_file():
-        yield Problem(key=key, got=got, allowed=f"the file {file} does not exist", do="give path/to/file.py:function")
+        yield Problem(
+            key=key, value=got, message=f"the file {file} does not exist", hint="give path/to/file.py:function"
+        )
     elif not function.isidentifier():
-        yield Problem(key=key, got=got, allowed=f"{function!r} is not the name of a function")
+        yield Problem(key=key, value=got, message=f"{function!r} is not the name of a function")
 
 
 def _resume(config: RunConfig) -> Iterator[Problem]:
@@ -198,8 +200,8 @@ def _resume(config: RunConfig) -> Iterator[Problem]:
     if resume in {"auto", "never"}:
         return
     if not resume or not Path(resume).is_dir():
-        do = "use auto, never, or the directory of a checkpoint (run_dir/checkpoints/step_N)"
-        yield Problem(key="checkpoint.resume", got=resume or '""', allowed="is not a directory", do=do)
+        hint = "use auto, never, or the directory of a checkpoint (run_dir/checkpoints/step_N)"
+        yield Problem(key="checkpoint.resume", value=resume or '""', message="is not a directory", hint=hint)
 
 
 def _engine_args(config: RunConfig) -> Iterator[Problem]:
@@ -210,9 +212,9 @@ def _engine_args(config: RunConfig) -> Iterator[Problem]:
         if name in known or name in REFUSED_ENGINE_ARGS:
             continue
         close = difflib.get_close_matches(name, known, n=1)
-        do = f"did you mean {close[0]}?" if close else "see the arguments of vllm.AsyncEngineArgs"
-        allowed = f"must hold arguments of vLLM's engine alone: it has no {name}"
-        yield Problem(key="rollout.engine_args", got=f"{name}: {value}", allowed=allowed, do=do)
+        hint = f"did you mean {close[0]}?" if close else "see the arguments of vllm.AsyncEngineArgs"
+        message = f"must hold arguments of vLLM's engine alone: it has no {name}"
+        yield Problem(key="rollout.engine_args", value=f"{name}: {value}", message=message, hint=hint)
 
 
 def _fields_of_engine_args() -> set[str] | None:
@@ -232,9 +234,9 @@ def _fields_of_engine_args() -> set[str] | None:
 
 def _wandb(config: RunConfig) -> Iterator[Problem]:
     if config.telemetry.wandb and importlib.util.find_spec("wandb") is None:
-        do = 'pip install "tandem-rl[wandb]", or use telemetry.wandb=false'
+        hint = 'pip install "tandem-rl[wandb]", or use telemetry.wandb=false'
         yield Problem(
-            key="telemetry.wandb", got="true", allowed="needs the package wandb, which is not installed", do=do
+            key="telemetry.wandb", value="true", message="needs the package wandb, which is not installed", hint=hint
         )
 
 
@@ -248,5 +250,5 @@ def _port(config: RunConfig) -> Iterator[Problem]:
         try:
             probe.bind(("", port))
         except OSError as error:
-            allowed = f"cannot be used: {os.strerror(error.errno or 0)}"
-            yield Problem(key="learner.port", got=str(port), allowed=allowed, do="use another, or 0 for a free one")
+            message = f"cannot be used: {os.strerror(error.errno or 0)}"
+            yield Problem(key="learner.port", value=str(port), message=message, hint="use another, or 0 for a free one")

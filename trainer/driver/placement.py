@@ -113,9 +113,9 @@ def check_fits(cfg: RunConfig, placement: Placement, *, backend: str, num_device
         [
             Problem(
                 key="learner.num_ranks" if is_shared else SIZES,
-                got=str(ranks) if is_shared else f"{ranks} + {replicas} * {tp} = {placement.num_devices}",
-                allowed=f"{where} has {num_devices} {backend} device{'' if num_devices == 1 else 's'}",
-                do="ask for fewer ranks or replicas, or show more devices",
+                value=str(ranks) if is_shared else f"{ranks} + {replicas} * {tp} = {placement.num_devices}",
+                message=f"{where} has {num_devices} {backend} device{'' if num_devices == 1 else 's'}",
+                hint="ask for fewer ranks or replicas, or show more devices",
             )
         ]
     )
@@ -127,9 +127,9 @@ def check_cpus(cfg: RunConfig, placement: Placement) -> None:
     num_cpus = cfg.ray.num_cpus
     if num_cpus == 0 or num_cpus >= placement.num_cpus - _ROUNDING:
         return
-    allowed = f"must be at least {placement.num_cpus:g}, which all actors take together, or 0 for as many as they take"
-    do = "CPUs are counted, not pinned: raise it, leave it out, or ask for fewer ranks, replicas or rollout workers"
-    raise ConfigurationError([Problem(key="ray.num_cpus", got=str(num_cpus), allowed=allowed, do=do)])
+    message = f"must be at least {placement.num_cpus:g}, which all actors take together, or 0 for as many as they take"
+    hint = "CPUs are counted, not pinned: raise it, leave it out, or ask for fewer ranks, replicas or rollout workers"
+    raise ConfigurationError([Problem(key="ray.num_cpus", value=str(num_cpus), message=message, hint=hint)])
 
 
 def check_device_is_named(cfg: RunConfig, *, backend: str, resource: str | None, there: Mapping[str, float]) -> None:
@@ -143,10 +143,10 @@ def check_device_is_named(cfg: RunConfig, *, backend: str, resource: str | None,
         [
             Problem(
                 key="device",
-                got=f"auto, which is {backend} on the driver's host",
-                allowed=f"the Ray cluster has {_text(found)}, and auto looks at the driver's host alone",
-                do=f"say which the run takes: {' or '.join(choices)}; device={backend} leaves them idle",
-                also=("ray.address",),
+                value=f"auto, which is {backend} on the driver's host",
+                message=f"the Ray cluster has {_text(found)}, and auto looks at the driver's host alone",
+                hint=f"say which the run takes: {' or '.join(choices)}; device={backend} leaves them idle",
+                related=("ray.address",),
             )
         ]
     )
@@ -323,15 +323,17 @@ def _covers(free: Bundle, bundle: Bundle) -> bool:
 def _does_not_fit(bundles: Mapping[str, Bundle], nodes: Sequence[Node]) -> Problem:
     too_large = {_text(bundle) for bundle in bundles.values() if not any(_covers(n.resources, bundle) for n in nodes)}
     if too_large:
-        do = f"no node has {' or '.join(sorted(too_large))}, and an actor is on one node: make it smaller, or add nodes"
+        hint = (
+            f"no node has {' or '.join(sorted(too_large))}, and an actor is on one node: make it smaller, or add nodes"
+        )
     else:
-        do = "ask for fewer ranks or replicas, or start Ray on more nodes; CPUs count too (`ray start --num-cpus`)"
+        hint = "ask for fewer ranks or replicas, or start Ray on more nodes; CPUs count too (`ray start --num-cpus`)"
     return Problem(
         key=SIZES,
-        got=describe_bundles(bundles),
-        allowed=f"must fit on the {len(nodes)} nodes of the Ray cluster: {describe_nodes(nodes)}",
-        do=do,
-        also=("rollout.num_workers",),
+        value=describe_bundles(bundles),
+        message=f"must fit on the {len(nodes)} nodes of the Ray cluster: {describe_nodes(nodes)}",
+        hint=hint,
+        related=("rollout.num_workers",),
     )
 
 

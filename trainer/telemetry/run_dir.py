@@ -128,9 +128,9 @@ def cannot_be_written(path: Path, error: OSError) -> Problem:
     file = f" ({error.filename})" if error.filename else ""
     return Problem(
         key="run_dir",
-        got=str(path),
-        allowed=f"cannot be written: {error.strerror}{file}",
-        do="make room there, or choose another directory with run_dir=PATH",
+        value=str(path),
+        message=f"cannot be written: {error.strerror}{file}",
+        hint="make room there, or choose another directory with run_dir=PATH",
     )
 
 
@@ -181,9 +181,9 @@ def _take_lock(path: Path, clock: Callable[[], float]) -> TextIOWrapper:
             lock.close()
             problem = Problem(
                 key="run_dir",
-                got=str(path),
-                allowed=f"is in use by {owner}",
-                do="wait for that run to end, stop it, or choose another directory with run_dir=PATH",
+                value=str(path),
+                message=f"is in use by {owner}",
+                hint="wait for that run to end, stop it, or choose another directory with run_dir=PATH",
             )
             raise ConfigurationError([problem]) from None
         if _is_at(lock, path / LOCK):

@@ -373,9 +373,9 @@ def _placement_on(cfg: RunConfig, nodes: Sequence[int], *, is_elsewhere: bool) -
         return describe_placement(cfg, nodes, backend=backend.name, resource=backend.ray_resource)
     if is_elsewhere and name == "auto":
         return describe_placement(cfg, nodes, backend="GPU", resource="GPU")
-    allowed = f"counts accelerators, and the device is {backend.name}: its processes are seated by CPUs alone"
+    message = f"counts accelerators, and the device is {backend.name}: its processes are seated by CPUs alone"
     do = "leave --nodes out, or plan for accelerators that are elsewhere: --device-memory-gib N, without device=cpu"
-    raise ConfigurationError([Problem(key="--nodes", got=",".join(map(str, nodes)), allowed=allowed, do=do)])
+    raise ConfigurationError([Problem(key="--nodes", value=",".join(map(str, nodes)), message=message, hint=do)])
 
 
 def _critic_shape(cfg: RunConfig) -> ModelShape | None:
@@ -394,8 +394,8 @@ def _check_mean(cfg: RunConfig, response_tokens: float | None) -> None:
     longest = cfg.rollout.max_response_tokens
     if response_tokens is None or response_tokens <= longest:
         return
-    allowed = f"a mean is at most the longest answer, rollout.max_response_tokens={longest}"
-    raise ConfigurationError([Problem(key="--response-tokens", got=f"{response_tokens:g}", allowed=allowed)])
+    message = f"a mean is at most the longest answer, rollout.max_response_tokens={longest}"
+    raise ConfigurationError([Problem(key="--response-tokens", value=f"{response_tokens:g}", message=message)])
 
 
 def _workload(cfg: RunConfig, inputs: DataSets, *, response_tokens: float | None) -> Workload:
@@ -413,7 +413,7 @@ def _here(cfg: RunConfig) -> tuple[Device, DataSets]:
     backend = checked.backend
     if (reason := backend.why_unavailable()) is not None:  # on a cluster that is joined it may be elsewhere
         do = "plan for devices that are elsewhere: --device-memory-gib N"
-        raise ConfigurationError([Problem(key="device", got=backend.name, allowed=f"is not here: {reason}", do=do)])
+        raise ConfigurationError([Problem(key="device", value=backend.name, message=f"is not here: {reason}", hint=do)])
     backend.set_device(0)
     total_bytes = backend.memory_info()[1]
     is_shared = backend.ray_resource is None
@@ -424,4 +424,4 @@ def _shape(cfg: RunConfig, path: str, *, key: str) -> ModelShape:
     try:
         return model_shape(cfg.model, path)
     except ModelError as error:
-        raise ConfigurationError([Problem(key=key, got=path, allowed=" ".join(str(error).split()))]) from error
+        raise ConfigurationError([Problem(key=key, value=path, message=" ".join(str(error).split()))]) from error

@@ -350,9 +350,9 @@ def _too_large(where: str, items: Items, total_bytes: int) -> list[Problem]:
     return [
         Problem(
             key=hint.split(":")[0].split("=")[0],
-            got=f"{gib(total(items))} for {where}",
-            allowed=f"{where} has {gib(total_bytes)}; most of it is for {names}: {gib(total(tuple(largest)))}",
-            do=hint,
+            value=f"{gib(total(items))} for {where}",
+            message=f"{where} has {gib(total_bytes)}; most of it is for {names}: {gib(total(tuple(largest)))}",
+            hint=hint,
         )
     ]
 
@@ -366,9 +366,9 @@ def _engine_problems(plan: RunPlan, cfg: RunConfig) -> list[Problem]:
         found.append(
             Problem(
                 key=where,
-                got=f"room for {engine.max_kv_tokens} tokens beside {gib(weights.nbytes)} of weights",
-                allowed=f"an engine device of {gib(device.total_bytes)} must hold one sequence of {longest} tokens",
-                do=f"raise it, lower rollout.max_model_len or rollout.max_response_tokens, or {weights.hint}",
+                value=f"room for {engine.max_kv_tokens} tokens beside {gib(weights.nbytes)} of weights",
+                message=f"an engine device of {gib(device.total_bytes)} must hold one sequence of {longest} tokens",
+                hint=f"raise it, lower rollout.max_model_len or rollout.max_response_tokens, or {weights.hint}",
             )
         )
     own_bytes = int(cfg.rollout.gpu_memory_utilization * device.total_bytes)
@@ -376,9 +376,9 @@ def _engine_problems(plan: RunPlan, cfg: RunConfig) -> list[Problem]:
         found.append(
             Problem(
                 key="rollout.gpu_memory_utilization",
-                got=f"{gib(own_bytes)} for the engine, beside {gib(plan.arena_bytes)} of arena that stays",
-                allowed=f"a shared device has {gib(device.total_bytes)}",
-                do="lower it: the learner's context and arena stay while it is away",
+                value=f"{gib(own_bytes)} for the engine, beside {gib(plan.arena_bytes)} of arena that stays",
+                message=f"a shared device has {gib(device.total_bytes)}",
+                hint="lower it: the learner's context and arena stay while it is away",
             )
         )
     is_sure = not device.is_shared and not engine.uncounted
@@ -387,9 +387,9 @@ def _engine_problems(plan: RunPlan, cfg: RunConfig) -> list[Problem]:
         found.append(
             Problem(
                 key="weight_sync.commit",
-                got=f"staged: {gib(shadow.nbytes)} of shadow per engine device",
-                allowed=f"only {gib(int((1 - cfg.rollout.gpu_memory_utilization) * device.total_bytes))} are left",
-                do=shadow.hint,
+                value=f"staged: {gib(shadow.nbytes)} of shadow per engine device",
+                message=f"only {gib(int((1 - cfg.rollout.gpu_memory_utilization) * device.total_bytes))} are left",
+                hint=shadow.hint,
             )
         )
     return found

@@ -336,7 +336,7 @@ def test_an_error_that_shows_after_the_start_names_the_log_and_does_not_say_that
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def late(*_: object) -> int:
-        error = ConfigurationError([Problem(key="learner.num_ranks", got="8", allowed="no room on the cluster")])
+        error = ConfigurationError([Problem(key="learner.num_ranks", value="8", message="no room on the cluster")])
         note_log(error, Path("runs/a/log.txt"))
         raise error
 
@@ -348,8 +348,8 @@ def test_an_error_that_shows_after_the_start_names_the_log_and_does_not_say_that
 
 def test_problems_are_the_same_in_another_process() -> None:
     problems = [
-        Problem(key="algorithm.policy_loss", got="mine.loss", allowed="no module of that name on this node"),
-        Problem(key="mode.max_staleness", got="-1", allowed="must be >= 0", do="use 0 for on-policy training"),
+        Problem(key="algorithm.policy_loss", value="mine.loss", message="no module of that name on this node"),
+        Problem(key="mode.max_staleness", value="-1", message="must be >= 0", hint="use 0 for on-policy training"),
     ]
     told = pickle.loads(pickle.dumps(ConfigurationError(problems)))
     assert told.problems == tuple(problems) and str(told) == str(ConfigurationError(problems))

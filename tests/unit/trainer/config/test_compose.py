@@ -199,7 +199,7 @@ def test_a_wrong_override_is_named_with_what_is_allowed(override: str, key: str,
 def test_the_default_that_stands_in_for_a_refused_value_causes_no_second_problem() -> None:
     with pytest.raises(ConfigurationError) as caught:
         load_config(["mode=sync", "mode.max_staleness=x"])
-    assert [problem.allowed for problem in caught.value.problems] == ['expected integer, got the text "x"']
+    assert [problem.message for problem in caught.value.problems] == ['expected integer, got the text "x"']
 
 
 def test_an_unknown_key_in_yaml_is_refused(tmp_path: Path) -> None:
@@ -396,7 +396,7 @@ def test_a_default_that_is_asked_for_and_not_read_is_refused(overrides: list[str
     with pytest.raises(ConfigurationError) as caught:
         load_config(overrides)
     (problem,) = caught.value.problems
-    assert problem.key == key and "has no effect" in problem.allowed and problem.do == "leave it out"
+    assert problem.key == key and "has no effect" in problem.message and problem.hint == "leave it out"
 
 
 @pytest.mark.parametrize(

@@ -448,7 +448,7 @@ def test_a_loss_accepts_its_keys_and_refuses_all_others(loss: Any) -> None:
     for key, value in MOVED.items():
         problems = problems_in(config_of(f"SYNC a.loss={loss} a.{key}={value}"))
         assert [p.key for p in problems] == ([] if key in LOSS_KEYS.get(loss, ()) else [f"algorithm.{key}"])
-        assert all(f"algorithm.loss={loss} does not read it" in p.allowed for p in problems)
+        assert all(f"algorithm.loss={loss} does not read it" in p.message for p in problems)
     assert keys_refused(config_of(f"SYNC a.loss={loss} a.entropy_coef=0.01")) == []
 
 
@@ -459,10 +459,10 @@ def test_decoupled_takes_no_loss_whose_bound_would_never_act(loss: LossName) -> 
         assert problems == []
         return
     (problem,) = problems
-    assert problem.key == f"{PREFIX}.objective" and f"algorithm.loss={loss}" in problem.allowed
-    assert "algorithm.loss=importance_sampling" in problem.do
+    assert problem.key == f"{PREFIX}.objective" and f"algorithm.loss={loss}" in problem.message
+    assert "algorithm.loss=importance_sampling" in problem.hint
     if loss not in ("reinforce", "dro"):
-        assert "always 1" in problem.allowed and "bypass or loglinear" in problem.do
+        assert "always 1" in problem.message and "bypass or loglinear" in problem.hint
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "sequence_mean"])
@@ -498,7 +498,7 @@ def test_a_loss_of_the_user_holds_the_ratio_of_the_token_and_may_have_no_bound()
 def test_numbers_of_an_own_function_are_refused_with_a_built_in_one(key: str) -> None:
     args = f"a.{key}_args=" + '{"beta":1.0}'
     (problem,) = problems_in(config_of(args))
-    assert problem.key == f"algorithm.{key}_args" and "is built in" in problem.allowed
+    assert problem.key == f"algorithm.{key}_args" and "is built in" in problem.message
     assert keys_refused(config_of(f"a.{key}=my.function {args}")) == []
 
 
@@ -562,8 +562,8 @@ def test_an_engine_argument_with_a_key_of_its_own_is_refused_with_its_name(
     argument: str, value: object, instead: str
 ) -> None:
     (problem,) = engine_problems(**{argument: value})
-    assert (problem.key, problem.got) == ("rollout.engine_args", f"{argument}: {value}")
-    assert problem.do == f"use {instead}" and problem.also == (instead,)
+    assert (problem.key, problem.value) == ("rollout.engine_args", f"{argument}: {value}")
+    assert problem.hint == f"use {instead}" and problem.related == (instead,)
 
 
 @pytest.mark.parametrize(
@@ -583,7 +583,7 @@ def test_an_engine_argument_that_the_run_relies_on_is_refused_with_the_reason(
     argument: str, value: object, why: str
 ) -> None:
     (problem,) = engine_problems(**{argument: value})
-    assert why in problem.allowed and problem.do == "leave it out"
+    assert why in problem.message and problem.hint == "leave it out"
 
 
 def engine_problems(**arguments: Any) -> list[Problem]:
@@ -593,13 +593,13 @@ def engine_problems(**arguments: Any) -> list[Problem]:
 
 
 def test_every_wrong_engine_argument_is_named_and_any_other_passes() -> None:
-    assert [p.got for p in engine_problems(seed=1, load_format="auto", enforce_eager=True)] == [
+    assert [p.value for p in engine_problems(seed=1, load_format="auto", enforce_eager=True)] == [
         "seed: 1", "load_format: auto", "enforce_eager: True",
     ]  # fmt: skip
     free = {"quantization": "fp8", "kv_cache_dtype": "fp8", "max_num_batched_tokens": 256, "async_scheduling": False}
     assert engine_problems(**free, distributed_executor_backend="mp") == []
     (problem,) = engine_problems(max_num_batched_tokens=255)
-    assert problem.got == "max_num_batched_tokens: 255" and "rollout.max_num_seqs=256" in problem.allowed
+    assert problem.value == "max_num_batched_tokens: 255" and "rollout.max_num_seqs=256" in problem.message
 
 
 def test_whatever_a_run_sets_for_its_engines_is_refused_unless_it_is_theirs_to_choose() -> None:
@@ -618,7 +618,7 @@ OWN_STALENESS = {"cispo_7b": 4, "dapo_7b": 4, "gspo_7b": 3, "reinforce_pp_7b": 2
 def test_accelerators_have_one_rank_and_one_worker_each() -> None:
     assert not list(pairing_problems(config_of("SHARED")))
     (problem,) = pairing_problems(config_of("SHARED rollout.tensor_parallel_size=1"))
-    assert problem.key == "learner.num_ranks" and "2 * 1 = 2" in problem.allowed
+    assert problem.key == "learner.num_ranks" and "2 * 1 = 2" in problem.message
 
 
 def test_the_colocated_group_sets_what_it_needs_and_own_keys_still_win() -> None:
@@ -637,8 +637,8 @@ def test_every_shipped_configuration_takes_every_mode_or_says_which_key_makes_it
         with pytest.raises(ConfigurationError) as caught:
             load_config(asked)
         (problem,) = caught.value.problems
-        assert problem.key == "mode.max_staleness" and "--config-name" in problem.allowed
-        asked += re.findall(r"mode\.max_staleness=\d", problem.do)
+        assert problem.key == "mode.max_staleness" and "--config-name" in problem.message
+        asked += re.findall(r"mode\.max_staleness=\d", problem.hint)
     config = load_config(asked)
     of_mode = {"async": 1, "one_step_off": 1, "sync": 0, "colocated": 0}[mode]
     staleness = of_mode if is_refused else OWN_STALENESS.get(name, of_mode)
@@ -662,7 +662,7 @@ def test_every_shipped_configuration_joins_a_cluster(name: str, joins: list[str]
     assert not problems
     assert config.ray.address != "local"
     _, problems = resolve(parse(["--config-name", name, *joins, "ray.object_store_gib=24"]))
-    assert [(problem.key, problem.got) for problem in problems] == [("ray.object_store_gib", "24")]
+    assert [(problem.key, problem.value) for problem in problems] == [("ray.object_store_gib", "24")]
 
 
 # Further evaluation sets
@@ -703,7 +703,7 @@ def test_an_evaluation_set_that_cannot_be_is_refused_by_its_key(
 ) -> None:
     with pytest.raises(ConfigurationError) as caught:
         load_config(["device=cpu", *overrides])
-    found = {problem.key: problem.allowed for problem in caught.value.problems}
+    found = {problem.key: problem.message for problem in caught.value.problems}
     assert allowed in found[key], found
 
 

@@ -74,7 +74,7 @@ def test_a_hub_that_refuses_is_told_at_once_with_the_model_and_what_to_do(
         check_inputs(cfg)
     assert time.monotonic() - began < hub.REACH_S
     (problem,) = refused.value.problems
-    assert (problem.key, problem.got) == ("model.path", MODEL)
+    assert (problem.key, problem.value) == ("model.path", MODEL)
     for words in ("hub cannot be reached", closed, "HF_HUB_OFFLINE=1", "model.path=DIR"):
         assert words in str(problem)
     assert "Retrying" not in capfd.readouterr().err
@@ -100,7 +100,7 @@ def test_a_hub_that_answers_is_there_whatever_it_says(monkeypatch: pytest.Monkey
 def test_every_model_and_data_set_that_is_missing_is_named_once(closed: str) -> None:
     lines = [f"model.path={MODEL}", "model.tokenizer_path=some/tokenizer", "task=gsm8k", "algorithm.kl.coef=0.1"]
     problems = hub.hub_problems(load_config([*lines, "algorithm.kl.path=some/teacher"]))
-    got = {problem.key: problem.got for problem in problems}
+    got = {problem.key: problem.value for problem in problems}
     assert got == {
         "model.path": MODEL,
         "algorithm.kl.path": "some/teacher",

@@ -132,8 +132,8 @@ def test_a_teacher_is_there_and_sees_the_longest_answer(tmp_path: Path) -> None:
 
 def test_an_argument_that_the_engine_does_not_have_is_told_before_the_start() -> None:
     found = file_problems(config_with(rollout__engine_args={"block_sizee": 16, "enable_prefix_caching": True}))
-    assert [problem.got for problem in found] == ["block_sizee: 16"]
-    assert found[0].do == "did you mean block_size?"
+    assert [problem.value for problem in found] == ["block_sizee: 16"]
+    assert found[0].hint == "did you mean block_size?"
 
 
 @pytest.mark.parametrize(

@@ -371,7 +371,7 @@ def test_engines_that_cannot_sleep_share_no_devices(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("torch.version.hip", "6.3.42134-a9a80e791")
     shared, apart = load_config(["mode=colocated"]), load_config([])
     (problem,) = preflight._sleep_problems(shared, build("rocm"))
-    assert problem.key == "mode.name" and "cannot give their memory" in problem.allowed
+    assert problem.key == "mode.name" and "cannot give their memory" in problem.message
     assert not list(preflight._sleep_problems(apart, build("rocm")))
     assert not list(preflight._sleep_problems(shared, build("cpu")))
     monkeypatch.setattr("torch.version.hip", "6.4.43482-0f2d60242")
@@ -385,7 +385,7 @@ def test_an_address_where_no_cluster_answers_is_refused_at_once() -> None:
     for name in ("local", "auto", "ray://somewhere:10001"):
         assert not list(preflight._ray_address_problems(name))
     (problem,) = preflight._ray_address_problems(address)
-    assert problem.key == "ray.address" and "no Ray cluster can be reached there" in problem.allowed
+    assert problem.key == "ray.address" and "no Ray cluster can be reached there" in problem.message
 
 
 def test_a_tokenizer_with_more_tokens_than_the_embedding_has_rows_is_refused(tmp_path: Path) -> None:

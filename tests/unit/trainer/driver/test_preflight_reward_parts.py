@@ -69,7 +69,7 @@ def test_a_weight_of_a_part_that_is_not_there_is_refused_with_those_that_are() -
     with pytest.raises(ConfigurationError, match="correct, format") as caught:
         load("with_parts.py:reward", "algorithm.gdpo_weights={correct: 1, fromat: 0.5}")
     (problem,) = caught.value.problems
-    assert (problem.key, problem.got) == ("algorithm.gdpo_weights", "fromat")
+    assert (problem.key, problem.value) == ("algorithm.gdpo_weights", "fromat")
 
 
 def load_mixed(tmp_path: Path, *rewards: str | None, algorithm: str = "algorithm=grpo") -> DataSets:

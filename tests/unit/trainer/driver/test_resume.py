@@ -194,7 +194,7 @@ def test_what_no_checkpoint_holds_must_stay_as_it_was(
         go_on(tmp_path, keys, change)
     (problem,) = caught.value.problems
     value = origin(with_seed(**keys))[key]
-    assert problem.key == key and f"must stay {value}, as in" in problem.allowed
+    assert problem.key == key and f"must stay {value}, as in" in problem.message
     assert go_on(tmp_path, keys, {}).step == 5
 
 

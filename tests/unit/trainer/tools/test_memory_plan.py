@@ -118,7 +118,7 @@ def test_host_memory_is_asked_for_by_all_ranks_together(shape_7b: ModelShape) ->
 
     assert problems(with_host(114), cfg) == [], "7.6 billion x 16 bytes are 113.5 GiB"
     (problem,) = problems(with_host(113), cfg)
-    assert (problem.key, problem.got) == ("learner.cpu_offload", "113.48 GiB for the memory of this host")
+    assert (problem.key, problem.value) == ("learner.cpu_offload", "113.48 GiB for the memory of this host")
     assert str(problem).count("masters, moments and gradients") == 1
     text = format_plan(with_host(113), cfg)
     assert "2 ranks together" in text and "113.48 GiB of 113.00 GiB" in text
@@ -143,7 +143,7 @@ def test_a_shared_device_holds_either_side_and_the_arena(shape_7b: ModelShape) -
     assert "arena of the learner" in words and "21.28 GiB per device" in words
     greedy = replace(cfg, rollout=replace(cfg.rollout, gpu_memory_utilization=0.99))
     (problem,) = problems(planned(greedy, shape_7b), greedy)
-    assert problem.key == "rollout.gpu_memory_utilization" and "3.55 GiB of arena" in problem.got
+    assert problem.key == "rollout.gpu_memory_utilization" and "3.55 GiB of arena" in problem.value
     odd = replace(cfg, learner=replace(cfg.learner, num_ranks=3))
     assert [p.key for p in problems(planned(odd, shape_7b), odd)] == ["learner.num_ranks"]
 
@@ -262,7 +262,7 @@ def test_processes_that_share_a_host_are_added_up(shape_7b: ModelShape) -> None:
     (problem,) = problems(found, cfg)
     num_engines = cfg.rollout.num_replicas * cfg.rollout.tensor_parallel_size
     needed = cfg.learner.num_ranks * total(found.learner) + num_engines * total(found.engine.items)
-    assert problem.got == f"{gib(needed)} for this host", "all ranks and engines together"
+    assert problem.value == f"{gib(needed)} for this host", "all ranks and engines together"
     assert not problems(planned(cfg, shape_7b, replace(host, total_bytes=2000 * GIB)), cfg)
     least = min_bytes(found.learner)
     offloaded = planned(config(learner={"cpu_offload": True}), shape_7b, host)
