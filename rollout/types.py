@@ -292,7 +292,7 @@ class Group:
 
     group_id: int
     """Counts admissions from 0; unique within a run, resumes included."""
-    prompt: Prompt
+    prompt_id: str
     trajectories: Sequence[Trajectory]
     start_version: int
     """The policy version that was live when the group was admitted."""

@@ -76,7 +76,7 @@ class PassRateFilter:
         if not rewards:
             return
         rate = sum(reward >= self._bounds.pass_reward for reward in rewards) / len(rewards)
-        self._pending[group.group_id] = (group.start_version, group.prompt.prompt_id, rate)
+        self._pending[group.group_id] = (group.start_version, group.prompt_id, rate)
 
     def apply_results(self, version: int | None) -> None:
         """Before a draw under `version`: groups of earlier versions count from now on; None for all groups.

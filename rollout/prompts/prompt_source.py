@@ -181,7 +181,7 @@ class PromptSource:
         """Metrics of the stream, and of the prompts of `groups`."""
         record: dict[str, float] = {"epoch": self._epoch}
         if self._curriculum is not None:
-            difficulties = [self._curriculum.difficulties[self._index[g.prompt.prompt_id]] for g in groups]
+            difficulties = [self._curriculum.difficulties[self._index[g.prompt_id]] for g in groups]
             record["difficulty_mean"] = float(np.mean(difficulties))
         return record if self._pass_rates is None else record | self._pass_rates.record()
 

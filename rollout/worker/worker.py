@@ -190,7 +190,7 @@ class RolloutWorker:
             raise BaselineError(f"the greedy answer to prompt {item.prompt.prompt_id} failed: {baseline.error}")
         return Group(
             group_id=item.group_id,
-            prompt=item.prompt,
+            prompt_id=item.prompt.prompt_id,
             trajectories=trajectories[:size],
             start_version=item.start_version,
             baseline=baseline,

@@ -181,7 +181,12 @@ class World:
             trajectory(item.prompt, i, segments, reward=self.script.reward_of(item.group_id, i)) for i in range(2)
         ]
         self.note("generated", item.group_id)
-        return Group(group_id=item.group_id, prompt=item.prompt, trajectories=answers, start_version=item.start_version)
+        return Group(
+            group_id=item.group_id,
+            prompt_id=item.prompt.prompt_id,
+            trajectories=answers,
+            start_version=item.start_version,
+        )
 
     async def evaluate(
         self, prompts: Sequence[Prompt], _params: SamplingParams, _engine: str, _numbers: Sequence[int]

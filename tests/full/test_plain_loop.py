@@ -84,7 +84,9 @@ async def plain_loop(cfg: RunConfig, checked: PreflightResult, actors: compose.A
         for group_id in range(step * GROUPS, (step + 1) * GROUPS):
             prompt = source.next()
             answers = [await one_answer(cfg, checked, engine, prompt, (group_id, i)) for i in range(SAMPLES)]
-            groups.append(Group(group_id=group_id, prompt=prompt, trajectories=answers, start_version=step))
+            groups.append(
+                Group(group_id=group_id, prompt_id=prompt.prompt_id, trajectories=answers, start_version=step)
+            )
         batch = build_train_batch(
             groups,
             step=step,

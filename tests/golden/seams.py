@@ -189,7 +189,7 @@ def group(given: Mapping[str, Any]) -> Group:
     baseline = given["baseline"]
     return Group(
         group_id=given["group_id"],
-        prompt=Prompt(prompt_id=prompt_id, token_ids=np.array(given["prompt"], np.int32), text="", answer=""),
+        prompt_id=prompt_id,
         trajectories=[_trajectory(prompt_id, answer) for answer in given["answers"]],
         start_version=given["start_version"],
         baseline=None if baseline is None else _trajectory(prompt_id, baseline),

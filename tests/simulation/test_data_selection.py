@@ -87,7 +87,7 @@ class Played:
 
         async def watching(step: int) -> list[Group]:
             groups = await take(step)
-            self.trained.append([group.prompt.prompt_id for group in groups])
+            self.trained.append([group.prompt_id for group in groups])
             return groups
 
         parts.buffer.take = watching  # type: ignore[method-assign]

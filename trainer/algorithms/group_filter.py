@@ -17,7 +17,7 @@ from trainer.config.own_function import OwnFunction, load_own
 if TYPE_CHECKING:
     from trainer.config.algorithm import AlgorithmConfig
 
-OwnFilter = Callable[[Group], str]
+OwnFilter = Callable[[Group, Prompt], str]
 """Why a group is replaced; empty if it is to be trained."""
 
 BUILTIN_REASONS = ("rewards_failed", "zero_variance")
@@ -61,11 +61,11 @@ def own_group_filter(algorithm: AlgorithmConfig) -> OwnFilter | None:
     return partial(_ask, function, path)
 
 
-def finished(group: Group) -> FinishedGroup:
+def finished(group: Group, prompt: Prompt) -> FinishedGroup:
     """The view of a filter. Needs a judged answer."""
     judged = [t for t in group.trajectories if t.status != "failed"]
     return FinishedGroup(
-        prompt=group.prompt,
+        prompt=prompt,
         rewards_G=np.array([t.total_reward for t in judged], np.float64),
         lengths_G=np.array([t.num_generated_tokens for t in judged], np.int64),
         is_truncated_G=np.array([t.status == "truncated" for t in judged], np.bool_),
@@ -89,11 +89,11 @@ def checked_reason(given: object) -> str:
     return given
 
 
-def _ask(function: OwnFunction, path: str, group: Group) -> str:
+def _ask(function: OwnFunction, path: str, group: Group, prompt: Prompt) -> str:
     try:
-        return checked_reason(function(finished(group)))
+        return checked_reason(function(finished(group, prompt)))
     except Exception as error:
         what = str(error) if isinstance(error, GroupFilterError) else f"raised {type(error).__name__}: {error}"
         raise GroupFilterError(
-            f"algorithm.group_filter {path} {what} (group {group.group_id}, prompt {group.prompt.prompt_id})"
+            f"algorithm.group_filter {path} {what} (group {group.group_id}, prompt {group.prompt_id})"
         ) from error

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from rollout.buffer.rollout_buffer import RolloutBuffer
     from rollout.prompts.prompt_source import PromptSource
-    from rollout.types import RolloutRequest
+    from rollout.types import Prompt, RolloutRequest
     from trainer.algorithms.group_filter import OwnFilter
     from trainer.config.algorithm import AlgorithmConfig
     from trainer.config.schema import RunConfig
@@ -120,11 +120,13 @@ class RolloutLoop:
         self._state.failed_responses.count(group)
         self._source.observe(group)
         try:
-            reason = filter_reason(group, filter_zero_variance=self._filter_zero_variance, own=self._own_filter)
+            reason = filter_reason(
+                group, item.prompt, filter_zero_variance=self._filter_zero_variance, own=self._own_filter
+            )
         except GroupFilterError:  # ends the run; what it was given is written down
-            telemetry.record_group(group, "filtered", "group_filter_failed")
+            telemetry.record_group(group, item.prompt, "filtered", "group_filter_failed")
             raise
-        telemetry.record_group(group, "filtered" if reason else "ready", reason)
+        telemetry.record_group(group, item.prompt, "filtered" if reason else "ready", reason)
         if reason:
             queue.filtered(group)
             failure = next((t.error for t in group.trajectories if t.error), "") if reason == REWARDS_FAILED else ""
@@ -150,14 +152,14 @@ class RolloutLoop:
         self._telemetry.record_failure(item, outcome, reason)
 
 
-def filter_reason(group: Group, *, filter_zero_variance: bool, own: OwnFilter | None = None) -> str:
+def filter_reason(group: Group, prompt: Prompt, *, filter_zero_variance: bool, own: OwnFilter | None = None) -> str:
     """Why a finished group is replaced before it costs a training slot; empty if it is to be trained."""
     num_scored = sum(t.status != "failed" for t in group.trajectories)
     if num_scored < min(MIN_SCORED, len(group.trajectories)):
         return REWARDS_FAILED
     if filter_zero_variance and group.has_equal_rewards:
         return "zero_variance"
-    return "" if own is None else own(group)
+    return "" if own is None else own(group, prompt)
 
 
 async def build_batches(

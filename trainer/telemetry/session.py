@@ -70,11 +70,11 @@ class Telemetry:
         """One evaluation that ended, for better or worse."""
         await self._in_thread(self.writer.write_evaluation, line)
 
-    def record_group(self, group: Group, status: Any, reason: str) -> None:
+    def record_group(self, group: Group, prompt: Prompt, status: Any, reason: str) -> None:
         """One finished group, before any filter. In the background, as `record_failure`: a slow disk must not delay
         training, so a record is skipped and counted where `MAX_PENDING` of them wait for it."""
         if self.recorder is not None:
-            self.recorder.in_background(self.group_thread, self.recorder.write, group, status, reason=reason)
+            self.recorder.in_background(self.group_thread, self.recorder.write, group, prompt, status, reason=reason)
 
     def record_failure(self, item: RolloutRequest, status: FailureStatus, reason: str) -> None:
         """An attempt at a group that raised."""

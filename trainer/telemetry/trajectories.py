@@ -98,9 +98,9 @@ class TrajectoryRecorder:
 
         thread.submit(work)
 
-    def write(self, group: Group, status: GroupStatus, *, reason: str = "") -> None:
+    def write(self, group: Group, prompt: Prompt, status: GroupStatus, *, reason: str = "") -> None:
         """`reason` says why a group was filtered. Blocking file I/O: call it off the event loop."""
-        self._append(lambda: {"status": status, "reason": reason, **_group(group)})
+        self._append(lambda: {"status": status, "reason": reason, **_group(group, prompt)})
 
     def write_failure(self, item: RolloutRequest, status: FailureStatus, *, reason: str) -> None:
         """An attempt that raised `reason`, and how many there were. Blocking, as `write`."""
@@ -225,11 +225,11 @@ def _empty_group(item: RolloutRequest) -> dict[str, object]:
     }
 
 
-def _group(group: Group) -> dict[str, object]:
+def _group(group: Group, prompt: Prompt) -> dict[str, object]:
     return {
         "group_id": group.group_id,
         "start_version": group.start_version,
-        "prompt": _prompt(group.prompt),
+        "prompt": _prompt(prompt),
         "rewards": to_jsonable(group.rewards),
         "trajectories": [_trajectory(trajectory) for trajectory in group.trajectories],
         # Greedy, only there to be compared with: never trained.

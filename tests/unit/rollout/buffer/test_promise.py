@@ -165,7 +165,7 @@ class Simulation:
             await asyncio.sleep(self.world.train_s)
             self.trained.append((step, groups))
             for group in groups:
-                self.fate[group.prompt.prompt_id] += 1
+                self.fate[group.prompt_id] += 1
             pending = asyncio.create_task(self.sync(step, pending))
 
     async def sync(self, step: int, before: asyncio.Task[None] | None) -> None:
@@ -243,6 +243,6 @@ def test_synchronous_mode_trains_the_same_groups_whatever_the_timing() -> None:
             await simulation.run()
             return simulation
 
-        return [[group.prompt.prompt_id for group in groups] for _, groups in run_virtual(main()).trained]
+        return [[group.prompt_id for group in groups] for _, groups in run_virtual(main()).trained]
 
     assert trained(1) == trained(2) == [[f"p{3 * step + i}" for i in range(3)] for step in range(12)]

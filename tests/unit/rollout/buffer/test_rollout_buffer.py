@@ -46,7 +46,9 @@ def group_of(item: RolloutRequest, *, num_tokens: int = 3, start_version: int | 
         timings={},
     )
     version = item.start_version if start_version is None else start_version
-    return Group(group_id=item.group_id, prompt=item.prompt, trajectories=[trajectory], start_version=version)
+    return Group(
+        group_id=item.group_id, prompt_id=item.prompt.prompt_id, trajectories=[trajectory], start_version=version
+    )
 
 
 async def admit_and_claim(buffer: RolloutBuffer, *names: str) -> list[RolloutRequest]:

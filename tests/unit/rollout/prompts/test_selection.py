@@ -38,7 +38,7 @@ def group(source: PromptSource, prompt_id: str, rewards: list[float], *, group_i
         )
         for i, reward in enumerate(rewards)
     ]
-    return Group(group_id=group_id, prompt=source.find(prompt_id), trajectories=answers, start_version=version)
+    return Group(group_id=group_id, prompt_id=prompt_id, trajectories=answers, start_version=version)
 
 
 def filtered(num_prompts: int, *, seed: int = 0, start: dict[str, float] | None = None, **bounds: Any) -> PromptSource:

@@ -46,7 +46,9 @@ def make_group(trajectories: Sequence[Trajectory], *, group_id: int = 0, start_v
     prompt = Prompt(
         prompt_id="train/0", token_ids=np.arange(10, 10 + NUM_PROMPT_TOKENS, dtype=np.int32), text="", answer=""
     )
-    return Group(group_id=group_id, prompt=prompt, trajectories=tuple(trajectories), start_version=start_version)
+    return Group(
+        group_id=group_id, prompt_id=prompt.prompt_id, trajectories=tuple(trajectories), start_version=start_version
+    )
 
 
 def random_groups(seed: int, *, num_groups: int, group_size: int, max_tokens: int) -> list[Group]:

@@ -548,7 +548,7 @@ def test_parts_of_the_reward_have_the_names_and_the_means_of_training() -> None:
     found = score_set(own, config().trainer, reward="math", version=2, time_s=1.0)
     assert found.reward_parts == {"exact": pytest.approx(1 / 3), "format": 0.75}
     groups = [
-        Group(group_id=i, prompt=prompt, trajectories=of_prompt, start_version=2)
+        Group(group_id=i, prompt_id=prompt.prompt_id, trajectories=of_prompt, start_version=2)
         for i, (_, prompt, of_prompt) in enumerate(own)
     ]
     trained = {name: value for name, value in batch_stats(groups, 2).items() if name.startswith("reward/part/")}

@@ -74,7 +74,7 @@ class Worker(ServesGroups):
         self.items.append(item)
         if len(self.items) <= self.num_failures:
             raise NoReplica("all 1 engines are excluded")
-        return Group(group_id=item.group_id, prompt=item.prompt, trajectories=[], start_version=0)
+        return Group(group_id=item.group_id, prompt_id=item.prompt.prompt_id, trajectories=[], start_version=0)
 
     async def evaluate(self, _prompts: Any, _params: Any, engine: str, _numbers: Any) -> list[str]:
         self.evaluations.append(engine)

@@ -123,7 +123,7 @@ def test_without_staleness_the_timing_changes_nothing(scripted: Make, play: Play
         run = scripted(script, mode={"max_staleness": 0})
         seen = watch_batches(run)
         play(run)
-        trained.append([[group.prompt.prompt_id for group in groups] for groups in seen])
+        trained.append([[group.prompt_id for group in groups] for groups in seen])
         run.telemetry.run_dir.close()
     assert trained[0] == trained[1]
 
@@ -150,7 +150,10 @@ def test_a_group_that_is_too_old_stops_the_run_with_its_name(scripted: Make, pla
 def test_a_token_that_is_too_old_is_caught_even_in_a_young_group() -> None:
     prompt = Prompt(prompt_id="p", token_ids=np.array([1], np.int32), text="", answer="")
     group = Group(
-        group_id=7, prompt=prompt, trajectories=[trajectory(prompt, 0, [(2, 1), (4, 3)], reward=0.0)], start_version=4
+        group_id=7,
+        prompt_id=prompt.prompt_id,
+        trajectories=[trajectory(prompt, 0, [(2, 1), (4, 3)], reward=0.0)],
+        start_version=4,
     )
     check_staleness([group], step=4, max_staleness=2)
     with pytest.raises(StalenessViolation, match=r"version 2 \(group 7\)"):
@@ -420,8 +423,8 @@ def test_why_a_group_is_replaced(rewards: list[float], statuses: str, wants_filt
         replace(trajectory(prompt, i, [(0, 2)], reward=float(reward)), status=names[status])
         for i, (reward, status) in enumerate(zip(rewards, statuses, strict=True))
     ]
-    group = Group(group_id=0, prompt=prompt, trajectories=answers, start_version=0)
-    assert filter_reason(group, filter_zero_variance=wants_filter) == reason
+    group = Group(group_id=0, prompt_id=prompt.prompt_id, trajectories=answers, start_version=0)
+    assert filter_reason(group, prompt, filter_zero_variance=wants_filter) == reason
 
 
 class Perfect(World):
@@ -568,7 +571,7 @@ def test_dynamic_sampling_drops_groups_that_are_worth_what_the_greedy_answer_is(
 def test_a_baseline_that_is_too_old_breaks_the_promise_too() -> None:
     fresh = Group(
         group_id=4,
-        prompt=PROMPT,
+        prompt_id=PROMPT.prompt_id,
         trajectories=[trajectory(PROMPT, 0, [(5, 2)], reward=1.0)],
         start_version=5,
         baseline=trajectory(PROMPT, 1, [(5, 2)], reward=1.0),

@@ -306,7 +306,7 @@ def test_what_failed_is_told_by_its_first_line_and_kept_whole() -> None:
     error = "reward 'mine.py:reward': raised ValueError: no number\n  File \"mine.py\", line 3, in reward"
     prompt = prompt_set(1).prompts[0]
     lost = replace(trajectory(prompt, 0, [(0, 3)], reward=nan), status="failed", error=error)
-    failed.count(Group(group_id=0, prompt=prompt, trajectories=[lost], start_version=0))
+    failed.count(Group(group_id=0, prompt_id=prompt.prompt_id, trajectories=[lost], start_version=0))
     assert str(failed).endswith("First failure: reward 'mine.py:reward': raised ValueError: no number")
     assert failed.first_error == error
 

@@ -267,7 +267,7 @@ def test_a_run_goes_on_from_there_and_trains_every_prompt_once(scripted: Scripte
     after = watch_batches(second)
     run_virtual(second.run())
     assert steps_of(second) == list(range(1, 13))
-    prompts = [group.prompt.prompt_id for groups in (*before[: resumed.step], *after) for group in groups]
+    prompts = [group.prompt_id for groups in (*before[: resumed.step], *after) for group in groups]
     assert len(prompts) == len(set(prompts)) == 12 * 3, "of the 40 prompts of the first epoch"
 
 

@@ -55,7 +55,7 @@ def groups(lengths: Sequence[int], *, first: int = 0) -> list[Group]:
     return [
         Group(
             group_id=first + i,
-            prompt=prompts[i],
+            prompt_id=prompts[i].prompt_id,
             trajectories=[trajectory(prompts[i], s, [(0, n)], reward=float(s)) for s in range(2)],
             start_version=0,
         )
@@ -168,7 +168,7 @@ def answers(group_id: int, start_version: int, segments: Sequence[Sequence[tuple
     prompt = prompt_set().prompts[0]
     return Group(
         group_id=group_id,
-        prompt=prompt,
+        prompt_id=prompt.prompt_id,
         trajectories=[trajectory(prompt, i, list(parts), reward=1.0) for i, parts in enumerate(segments)],
         start_version=start_version,
     )
@@ -262,7 +262,7 @@ PROMPT = prompt_set(1).prompts[0]
 
 def group(group_id: int, *, lengths: tuple[int, ...] = (2, 3)) -> Group:
     parts = [trajectory(PROMPT, i, [(0, n)], reward=1.0) for i, n in enumerate(lengths)]
-    return Group(group_id=group_id, prompt=PROMPT, trajectories=parts, start_version=0)
+    return Group(group_id=group_id, prompt_id=PROMPT.prompt_id, trajectories=parts, start_version=0)
 
 
 class Story:
@@ -373,5 +373,7 @@ def test_tokens_of_a_baseline_count_as_generated_but_not_in_the_lengths() -> Non
     samples = [trajectory(prompt, i, [(0, 2)], reward=1.0) for i in range(2)]
     greedy = trajectory(prompt, 2, [(0, 7)], reward=1.0)
     metrics = StepMetrics(clock=lambda: 0.0)
-    metrics.count_generated(Group(group_id=0, prompt=prompt, trajectories=samples, start_version=0, baseline=greedy))
+    metrics.count_generated(
+        Group(group_id=0, prompt_id=prompt.prompt_id, trajectories=samples, start_version=0, baseline=greedy)
+    )
     assert (metrics._generated_tokens, list(metrics.lengths._generated)) == (11, [[2, 2]])

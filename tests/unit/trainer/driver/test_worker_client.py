@@ -29,7 +29,7 @@ def group_of(item: RolloutRequest, *, num_tokens: int = 4) -> Group:
     answer = Trajectory.of_turns(
         [turn], prompt_id="p", sample_index=0, reward=1.0, reward_parts={}, status="completed", timings={}
     )
-    return Group(group_id=item.group_id, prompt=item.prompt, trajectories=[answer], start_version=0)
+    return Group(group_id=item.group_id, prompt_id=item.prompt.prompt_id, trajectories=[answer], start_version=0)
 
 
 class Worker(ServesGroups):

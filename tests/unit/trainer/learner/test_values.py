@@ -43,7 +43,9 @@ def trajectory(index: int, turns: Sequence[tuple[int, int]]) -> Trajectory:
 @pytest.mark.parametrize("context", [[(2, 4)], [(2, 1), (3, 3)], [(1, 2), (1, 1), (4, 1)]])
 def test_gae_has_the_closed_form_whatever_context_stands_between_the_turns(context: list[tuple[int, int]]) -> None:
     prompt = Prompt(prompt_id="a", token_ids=np.zeros(2, np.int32), text="", answer="")
-    group = Group(group_id=0, prompt=prompt, trajectories=[trajectory(i, context) for i in range(2)], start_version=0)
+    group = Group(
+        group_id=0, prompt_id=prompt.prompt_id, trajectories=[trajectory(i, context) for i in range(2)], start_version=0
+    )
     algorithm = AlgorithmConfig(advantage="gae", gae_gamma=1.0, gae_lambda=0.95)
     limits = {"num_ranks": 1, "max_tokens_per_micro_batch": 100, "max_response_tokens": 50}
     ((batch,),) = build_train_batch([group], step=0, algorithm=algorithm, **limits).micro_batches

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     import pytest
 
 
-def make_group(group_id: int = 0, *, text: str = "19", metadata: dict[str, object] | None = None) -> Group:
+PROMPT = Prompt(prompt_id="train/1", token_ids=np.array([5], np.int32), text="12+7=", answer="19")
+
+
+def make_group(group_id: int = 0, *, text: str = "19") -> Group:
     is_generated = np.array([False, True, True, False, True])
     turn = Turn(
         token_ids=np.array([5, 6, 7, 8, 9], np.int32),
@@ -39,27 +42,26 @@ def make_group(group_id: int = 0, *, text: str = "19", metadata: dict[str, objec
             timings={}, error="reward hung",
         ),
     ]  # fmt: skip
-    prompt = Prompt(
-        prompt_id="train/1", token_ids=np.array([5], np.int32), text="12+7=", answer="19", metadata=metadata or {}
-    )
-    return Group(group_id=group_id, prompt=prompt, trajectories=trajectories, start_version=2)
+    return Group(group_id=group_id, prompt_id="train/1", trajectories=trajectories, start_version=2)
 
 
 def recorded(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for path in sorted(folder.iterdir()) for line in path.read_text().splitlines()]
 
 
-def write_evaluation(recorder: TrajectoryRecorder, folder: Path, groups: Sequence[Group], **how: Any) -> Path:
+def write_evaluation(
+    recorder: TrajectoryRecorder, folder: Path, groups: Sequence[Group], *, prompt: Prompt = PROMPT, **how: Any
+) -> Path:
     path = recorder.begin_evaluation(folder, 4)
     assert path is not None and path.read_bytes() == b""
-    answers = [("", group.prompt, group.trajectories) for group in groups]
+    answers = [("", prompt, group.trajectories) for group in groups]
     recorder.write_answers(path, answers, **({"version": 4, "status": "scored"} | how))
     return path
 
 
 def test_a_group_is_recorded_in_full(tmp_path: Path) -> None:
     recorder = TrajectoryRecorder(tmp_path, clock=lambda: 12.5)
-    recorder.write(make_group(7, metadata={"level": np.int64(3)}), "filtered", reason="zero_variance")
+    recorder.write(make_group(7), replace(PROMPT, metadata={"level": np.int64(3)}), "filtered", reason="zero_variance")
     (line,) = recorded(tmp_path)
     about = [line[name] for name in ("group_id", "status", "reason", "start_version", "time_s")]
     assert about == [7, "filtered", "zero_variance", 2, 12.5]
@@ -80,7 +82,7 @@ def test_a_group_is_recorded_in_full(tmp_path: Path) -> None:
 def test_a_baseline_is_recorded_apart_from_what_is_trained(tmp_path: Path) -> None:
     group = make_group(1)
     greedy = replace(group.trajectories[0], sample_index=2, reward=0.5, text="18")
-    TrajectoryRecorder(tmp_path).write(replace(group, baseline=greedy), "ready")
+    TrajectoryRecorder(tmp_path).write(replace(group, baseline=greedy), PROMPT, "ready")
     (line,) = recorded(tmp_path)
     assert [t["sample_index"] for t in line["trajectories"]] == [0, 1]
     assert (line["baseline"]["sample_index"], line["baseline"]["reward"], line["baseline"]["text"]) == (2, 0.5, "18")
@@ -88,14 +90,14 @@ def test_a_baseline_is_recorded_apart_from_what_is_trained(tmp_path: Path) -> No
 
 def test_an_attempt_that_raised_is_recorded_with_prompt_attempts_and_reason(tmp_path: Path) -> None:
     recorder = TrajectoryRecorder(tmp_path, clock=lambda: 12.5)
-    item = RolloutRequest(group_id=7, prompt=make_group(7).prompt, start_version=2, attempt=1, num_worker_losses=1)
+    item = RolloutRequest(group_id=7, prompt=PROMPT, start_version=2, attempt=1, num_worker_losses=1)
     recorder.write_failure(item, "dropped", reason="TimeoutError: no sample ended")
     (line,) = recorded(tmp_path)
     assert (line["status"], line["reason"], line["attempts"]) == ("dropped", "TimeoutError: no sample ended", 3)
     assert (line["group_id"], line["start_version"], line["time_s"]) == (7, 2, 12.5)
     assert line["prompt"]["prompt_id"] == "train/1"
     assert (line["rewards"], line["trajectories"], line["baseline"]) == ([], [], None)
-    recorder.write(make_group(8), "ready")
+    recorder.write(make_group(8), PROMPT, "ready")
     assert recorded(tmp_path)[1].keys() - {"attempts"} == line.keys() - {"attempts"}
 
 
@@ -108,7 +110,7 @@ def test_the_answers_of_an_evaluation_are_recorded_as_those_of_a_group(tmp_path:
     placed = [replace(trajectory, sample_index=8 + i) for i, trajectory in enumerate(group.trajectories)]
     path = write_evaluation(recorder, evaluations, [replace(group, trajectories=placed)], status="failed", reason="why")
     assert path == evaluations / "version_4.jsonl"
-    recorder.write(group, "ready")
+    recorder.write(group, PROMPT, "ready")
     (line,), (of_group,) = recorded(evaluations), recorded(groups)
     assert [line[name] for name in ("status", "reason", "version", "time_s")] == ["failed", "why", 4, 12.5]
     for name in ("prompt", "rewards", "trajectories"):
@@ -126,8 +128,8 @@ def test_files_rotate_by_size_and_a_new_process_begins_a_new_file(tmp_path: Path
     (tmp_path / "groups_best.jsonl").write_text("")  # somebody else's
     recorder = TrajectoryRecorder(tmp_path, max_file_bytes=2000)
     for group_id in range(5):
-        recorder.write(make_group(group_id, text="x" * 900), "ready")
-    TrajectoryRecorder(tmp_path).write(make_group(5), "ready")
+        recorder.write(make_group(group_id, text="x" * 900), PROMPT, "ready")
+    TrajectoryRecorder(tmp_path).write(make_group(5), PROMPT, "ready")
     assert [line["group_id"] for line in recorded(tmp_path)] == list(range(6))
     files = sorted(tmp_path.glob("groups_0*"))
     assert all(path.stat().st_size <= 2000 for path in files)
@@ -137,12 +139,12 @@ def test_files_rotate_by_size_and_a_new_process_begins_a_new_file(tmp_path: Path
 def test_past_its_limit_a_folder_gets_no_more_which_is_logged_once_and_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    TrajectoryRecorder(tmp_path).write(make_group(0), "ready")
+    TrajectoryRecorder(tmp_path).write(make_group(0), PROMPT, "ready")
     size = sum(path.stat().st_size for path in tmp_path.iterdir())
     recorder = TrajectoryRecorder(tmp_path, max_bytes=int(3.5 * size), max_file_bytes=size)
     for group_id in range(1, 5):  # what an earlier process has written counts
-        recorder.write(make_group(group_id), "ready")
-    item = RolloutRequest(group_id=7, prompt=make_group(7).prompt, start_version=2)
+        recorder.write(make_group(group_id), PROMPT, "ready")
+    item = RolloutRequest(group_id=7, prompt=PROMPT, start_version=2)
     recorder.write_failure(item, "dropped", reason="nothing of it is written, however small")
     assert [line["group_id"] for line in recorded(tmp_path)] == [0, 1, 2]
     assert (recorder.num_skipped, recorder.num_errors) == (3, 0)
@@ -160,38 +162,37 @@ def test_an_evaluation_that_has_begun_is_whole_and_later_ones_are_skipped(
     write_evaluation(recorder, evaluations, [make_group()])
     assert recorder.begin_evaluation(evaluations, 5) is recorder.begin_evaluation(evaluations, 6) is None
     assert [path.name for path in evaluations.iterdir()] == ["version_4.jsonl"]
-    recorder.write(make_group(), "ready")
+    recorder.write(make_group(), PROMPT, "ready")
     assert len(recorded(evaluations)) == 1 and not recorded(groups)
     assert (recorder.num_skipped, recorder.num_errors) == (3, 0)
     assert len(caplog.messages) == 2, "once for each folder"
 
 
 def test_metadata_that_json_cannot_hold_is_kept_as_text(tmp_path: Path) -> None:
-    TrajectoryRecorder(tmp_path).write(make_group(0, metadata={"image": b"\x00"}), "ready")
+    TrajectoryRecorder(tmp_path).write(make_group(0), replace(PROMPT, metadata={"image": b"\x00"}), "ready")
     assert "image" in recorded(tmp_path)[0]["prompt"]["metadata"]["repr"]
 
 
 def test_half_a_surrogate_pair_is_escaped_and_costs_nothing(tmp_path: Path) -> None:
     """As a reward or a data set makes it that cuts a text in the middle of an emoji."""
-    group = make_group(3, metadata={"source": ["fine", "\ud83d"], "\udc00": 1})
+    prompt = replace(PROMPT, answer="ä \ud83d", metadata={"source": ["fine", "\ud83d"], "\udc00": 1})
+    group = make_group(3)
     failed = replace(group.trajectories[1], error="ValueError: \ud83d is no number")
-    group = replace(
-        group, prompt=replace(group.prompt, answer="ä \ud83d"), trajectories=[group.trajectories[0], failed]
-    )
+    group = replace(group, trajectories=[group.trajectories[0], failed])
     groups, evaluations = tmp_path / "trajectories", tmp_path / "evaluations"
     groups.mkdir()
     evaluations.mkdir()
     recorder = TrajectoryRecorder(groups)
-    recorder.write(group, "ready")
-    item = RolloutRequest(group_id=4, prompt=group.prompt, start_version=2)
+    recorder.write(group, prompt, "ready")
+    item = RolloutRequest(group_id=4, prompt=prompt, start_version=2)
     recorder.write_failure(item, "dropped", reason="RewardFailed: \udfff")
-    write_evaluation(recorder, evaluations, [make_group(), group, make_group()], reason="first: \ud83d")
+    write_evaluation(recorder, evaluations, [group] * 2, prompt=prompt, reason="first: \ud83d")
     line, failure = recorded(groups)
     assert line["prompt"]["answer"] == "ä \\ud83d"
     assert line["prompt"]["metadata"] == {"source": ["fine", "\\ud83d"], "\\udc00": 1}
     assert [one["error"] for one in line["trajectories"]] == ["", "ValueError: \\ud83d is no number"]
     assert failure["reason"] == "RewardFailed: \\udfff"
-    assert [line["prompt"]["answer"] for line in recorded(evaluations)] == ["19", "ä \\ud83d", "19"]
+    assert [line["prompt"]["answer"] for line in recorded(evaluations)] == ["ä \\ud83d"] * 2
     assert {line["reason"] for line in recorded(evaluations)} == {"first: \\ud83d"}
     assert recorder.num_errors == 0
 
@@ -204,8 +205,8 @@ def test_a_group_that_cannot_be_encoded_is_counted_and_stops_nothing(
     endless["exact"] = endless
     for parts in (endless, {"exact": object()}, {"exact": object()}):
         broken = replace(group.trajectories[0], reward_parts=parts)  # type: ignore[arg-type]
-        recorder.write(replace(group, trajectories=[broken]), "ready")
-    recorder.write(make_group(1), "ready")
+        recorder.write(replace(group, trajectories=[broken]), PROMPT, "ready")
+    recorder.write(make_group(1), PROMPT, "ready")
     assert [line["group_id"] for line in recorded(tmp_path)] == [1]
     assert recorder.num_errors == 3
     assert caplog.text.count("cannot be written") == 2, "once for each kind of error"
@@ -228,11 +229,11 @@ def test_a_full_disk_costs_what_it_refuses_and_leaves_no_half_line(tmp_path: Pat
     groups.mkdir()
     evaluations.mkdir()
     recorder = TrajectoryRecorder(groups)
-    recorder.write(make_group(0), "ready")
+    recorder.write(make_group(0), PROMPT, "ready")
     (path,) = groups.iterdir()
     with file_limit(path.stat().st_size + 20):
-        recorder.write(make_group(1), "ready")
-    recorder.write(make_group(2), "ready")
+        recorder.write(make_group(1), PROMPT, "ready")
+    recorder.write(make_group(2), PROMPT, "ready")
     assert [line["group_id"] for line in recorded(groups)] == [0, 2]
     size = write_evaluation(recorder, evaluations, [make_group()]).stat().st_size
     with file_limit(int(2.5 * size)):
@@ -256,14 +257,12 @@ class Guarded(TrajectoryRecorder):
 
 def test_what_is_not_recorded_is_counted_under_a_lock(tmp_path: Path) -> None:
     full = Guarded(tmp_path, max_bytes=0)
-    full.write(make_group(), "ready")
-    full.write_failure(RolloutRequest(group_id=1, prompt=make_group().prompt, start_version=0), "dropped", reason="")
+    full.write(make_group(), PROMPT, "ready")
+    full.write_failure(RolloutRequest(group_id=1, prompt=PROMPT, start_version=0), "dropped", reason="")
     assert full.begin_evaluation(tmp_path, 1) is None
     assert (full.num_errors, full.num_skipped) == (0, 3)
     broken = Guarded(tmp_path / "missing")
-    broken.write(make_group(), "ready")
-    broken.write_answers(
-        tmp_path / "missing" / "version_1.jsonl", [("", make_group().prompt, [])], version=1, status="scored"
-    )
+    broken.write(make_group(), PROMPT, "ready")
+    broken.write_answers(tmp_path / "missing" / "version_1.jsonl", [("", PROMPT, [])], version=1, status="scored")
     assert broken.begin_evaluation(tmp_path / "missing", 1) is None
     assert (broken.num_errors, broken.num_skipped) == (3, 0)

@@ -33,18 +33,20 @@ ROOT = Path(__file__).parents[4]
 DOCUMENT = (ROOT / "docs" / "data_selection.md").read_text()
 
 
+PROMPT = Prompt(prompt_id="train/4", token_ids=np.array([1], np.int32), text="q", answer="a", metadata={"level": 3})
+
+
 def group_of(rewards: Sequence[float], statuses: Sequence[TrajectoryStatus] | None = None) -> Group:
-    prompt = Prompt(prompt_id="train/4", token_ids=np.array([1], np.int32), text="q", answer="a", metadata={"level": 3})
     given = ["completed"] * len(rewards) if statuses is None else statuses
     answers = [
-        replace(trajectory(prompt, i, [(0, i + 1)], reward=reward), status=status)
+        replace(trajectory(PROMPT, i, [(0, i + 1)], reward=reward), status=status)
         for i, (reward, status) in enumerate(zip(rewards, given, strict=True))
     ]
-    return Group(group_id=7, prompt=prompt, trajectories=answers, start_version=0)
+    return Group(group_id=7, prompt_id=PROMPT.prompt_id, trajectories=answers, start_version=0)
 
 
 def test_a_filter_sees_the_judged_answers_and_the_prompt() -> None:
-    seen = finished(group_of([1.0, float("nan"), 0.5], ["truncated", "failed", "completed"]))
+    seen = finished(group_of([1.0, float("nan"), 0.5], ["truncated", "failed", "completed"]), PROMPT)
     assert seen.rewards_G.tolist() == [1.0, 0.5]
     assert seen.lengths_G.tolist() == [1, 3]
     assert seen.is_truncated_G.tolist() == [True, False]
@@ -118,7 +120,7 @@ def test_it_is_asked_after_the_built_in_filters() -> None:
     own = own_group_filter(configured("mostly_wrong"))
     assert own is not None
     reasons = [
-        loops.filter_reason(group, filter_zero_variance=True, own=own)
+        loops.filter_reason(group, PROMPT, filter_zero_variance=True, own=own)
         for group in (
             group_of([0.0, 0.0, 1.0, 0.0]),
             group_of([0.0, 0.0]),
@@ -143,7 +145,7 @@ def test_a_filter_that_fails_in_a_run_is_told_with_its_group(name: str, words: s
     own = own_group_filter(configured(name))
     assert own is not None
     with pytest.raises(GroupFilterError, match=rf"{name} {words}.* \(group 7, prompt train/4\)"):
-        own(group_of([1.0, 0.0]))
+        own(group_of([1.0, 0.0]), PROMPT)
 
 
 def test_a_path_that_leads_nowhere_is_refused_before_the_run() -> None:

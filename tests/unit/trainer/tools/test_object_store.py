@@ -39,7 +39,7 @@ def group(num_answers: int) -> Group:
         for i in range(num_answers)
     ]  # fmt: skip
     prompt = Prompt(prompt_id="train/0", token_ids=np.arange(PROMPT, dtype=np.int32), text="", answer="")
-    return Group(group_id=0, prompt=prompt, trajectories=answers, start_version=0)
+    return Group(group_id=0, prompt_id=prompt.prompt_id, trajectories=answers, start_version=0)
 
 
 def settings(**sections: dict[str, Any]) -> RunConfig:

@@ -43,7 +43,7 @@ def sample(
 
 
 def group(number: int, samples: list[Trajectory], *, version: int) -> Group:
-    return Group(group_id=number, prompt=prompt(number), trajectories=samples, start_version=version)
+    return Group(group_id=number, prompt_id=prompt(number).prompt_id, trajectories=samples, start_version=version)
 
 
 @pytest.fixture
@@ -54,15 +54,20 @@ def run_dir(tmp_path: Path) -> Path:
         (run / folder).mkdir(parents=True)
     (run / "config.yaml").write_text("telemetry: {record_trajectories: true}\n")
     first = TrajectoryRecorder(run / "trajectories")
-    first.write(group(0, [sample(0, 1.0, text="one"), sample(1, 0.25, text="a quarter")], version=0), "ready")
     first.write(
-        group(1, [sample(0, 0.0, text="nothing"), sample(1, 0.0)], version=0), "filtered", reason="zero_variance"
+        group(0, [sample(0, 1.0, text="one"), sample(1, 0.25, text="a quarter")], version=0), prompt(0), "ready"
+    )
+    first.write(
+        group(1, [sample(0, 0.0, text="nothing"), sample(1, 0.0)], version=0),
+        prompt(1),
+        "filtered",
+        reason="zero_variance",
     )
     item = RolloutRequest(group_id=2, prompt=prompt(2), attempt=0, start_version=0)
     first.write_failure(item, "retried", reason="RuntimeError: judge is down")
     second = TrajectoryRecorder(run / "trajectories")
     failed = sample(1, float("nan"), text="two", error="reward hung")
-    second.write(group(2, [sample(0, 0.5, text="half", versions=(1, 1, 2)), failed], version=1), "ready")
+    second.write(group(2, [sample(0, 0.5, text="half", versions=(1, 1, 2)), failed], version=1), prompt(2), "ready")
     for version, reward in ((9, 0.125), (9, 0.25), (10, 0.375)):
         path = second.begin_evaluation(run / "evaluations", version)
         assert path is not None
@@ -156,7 +161,7 @@ def test_files_are_read_in_the_order_of_their_numbers(run_dir: Path, capsys: Cap
     (run_dir / "trajectories" / "groups_mine.jsonl").write_text("whatever\n")
     folder = run_dir / "trajectories"
     (folder / "groups_00001.jsonl").rename(folder / "groups_99999.jsonl")
-    TrajectoryRecorder(folder).write(group(100, [sample(0, 1.0)], version=5), "ready")
+    TrajectoryRecorder(folder).write(group(100, [sample(0, 1.0)], version=5), prompt(100), "ready")
     assert (folder / "groups_100000.jsonl").exists()
     assert ids(run_dir, capsys, "--last", "2") == [(2, 2), (100, 1)]
 
@@ -164,7 +169,9 @@ def test_files_are_read_in_the_order_of_their_numbers(run_dir: Path, capsys: Cap
 def test_long_texts_are_cut_in_the_middle_and_control_characters_do_nothing(run_dir: Path, capsys: Capture) -> None:
     recorder = TrajectoryRecorder(run_dir / "trajectories")
     bad = "\x1b[2J\x9b2J\x7f\r\u202e" + "x" * 5000 + "é THE END"
-    recorder.write(group(9, [sample(0, float("nan"), text=bad, error="\x1b]0;title\x07\ngroup 3")], version=3), "ready")
+    recorder.write(
+        group(9, [sample(0, float("nan"), text=bad, error="\x1b]0;title\x07\ngroup 3")], version=3), prompt(9), "ready"
+    )
     text = shown(run_dir, capsys, "--group", "9")
     assert all(c.isprintable() or c == "\n" for c in text)
     for part in (r"\x1b[2J\x9b2J\x7f\r\u202e", r"\x1b]0;title\x07", "é THE END", "characters left out", "    group 3"):
@@ -178,7 +185,9 @@ def test_long_texts_are_cut_in_the_middle_and_control_characters_do_nothing(run_
 
 
 def test_a_terminal_without_utf8_shows_what_it_can(run_dir: Path) -> None:
-    TrajectoryRecorder(run_dir / "trajectories").write(group(9, [sample(0, 1.0, text="é")], version=3), "ready")
+    TrajectoryRecorder(run_dir / "trajectories").write(
+        group(9, [sample(0, 1.0, text="é")], version=3), prompt(9), "ready"
+    )
     for arguments, expected in (([], rb"\xe9"), (["--json"], rb"\u00e9")):
         command = [sys.executable, "-m", "trainer.view", str(run_dir), "--group", "9", *arguments]
         result = subprocess.run(command, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"})
@@ -203,7 +212,7 @@ def test_answers_of_evaluations_are_shown(run_dir: Path, capsys: Capture) -> Non
 
 def test_the_greedy_response_that_others_are_compared_with_is_shown(run_dir: Path, capsys: Capture) -> None:
     compared = replace(group(9, [sample(0, 1.0)], version=3), baseline=sample(0, 0.75, text="greedy text"))
-    TrajectoryRecorder(run_dir / "trajectories").write(compared, "ready")
+    TrajectoryRecorder(run_dir / "trajectories").write(compared, prompt(9), "ready")
     text = shown(run_dir, capsys, "--last", "1")
     assert "greedy response: reward 0.750" in text
     assert "greedy text" in text
