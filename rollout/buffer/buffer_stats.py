@@ -22,7 +22,7 @@ class BufferStats:
     num_queued: int
     num_running: int
     num_ready: int
-    num_taken: int
+    num_training: int
     """Taken by a step whose weights are not live yet."""
     oldest_age: int
     """Age at the next step of the oldest outstanding group, in policy versions; 0 without any."""
@@ -39,14 +39,14 @@ class BufferStats:
     retried: int
     dropped: Mapping[str, int]
     """Groups given up after their last retry, by type of the last error."""
-    refilled: int
+    replaced: int
     """Filtered and dropped groups together: each made room for one more prompt."""
     discarded_tokens: int
     """Generated tokens of finished groups that are neither ready nor taken. Must be 0."""
-    take_wait_s: float
+    batch_wait_s: float
     """Total time that `take` waited for groups."""
-    forced_wait_s: float
-    """Part of `take_wait_s` spent waiting for old groups while B others were ready: the price of the bound."""
+    oldest_wait_s: float
+    """Part of `batch_wait_s` spent waiting for old groups while B others were ready: the price of the bound."""
     slot_wait_s: float
     """Total time that `wait_for_slot` waited for a slot."""
 
@@ -56,13 +56,13 @@ class StarvationGuard:
 
     Args:
         groups_per_step: B.
-        max_refills_per_step: more than this many times B filtered groups while fewer than B worked, or this many
+        max_filtered_batches_per_step: more than this many times B filtered groups while fewer than B worked, or as many
             dropped prompts in a row without a group that worked, mean that there is no progress.
     """
 
-    def __init__(self, *, groups_per_step: int, max_refills_per_step: int) -> None:
+    def __init__(self, *, groups_per_step: int, max_filtered_batches_per_step: int) -> None:
         self._groups_per_step = groups_per_step
-        self._max_refills_per_step = max_refills_per_step
+        self._max_refills_per_step = max_filtered_batches_per_step
         self._filtered: Counter[str] = Counter()
         self._num_finished = 0
         self._dropped: list[Exception] = []
@@ -99,7 +99,7 @@ class StarvationGuard:
             why += f"The first failure: {first_line}"
         return NoProgress(
             f"{total} groups were filtered ({reasons}) without one step of {self._groups_per_step} groups; at most "
-            f"max_refills_per_step={self._max_refills_per_step} times {self._groups_per_step} are allowed. "
+            f"max_filtered_batches_per_step={self._max_refills_per_step} times {self._groups_per_step} are allowed. "
             f"{why.rstrip()}"
         )
 

@@ -50,7 +50,7 @@ class RolloutBuffer:
         groups_per_step: B, groups per optimizer step.
         max_staleness: S, the largest age in policy versions at which a group may be trained.
         max_retries: how often a failed group is tried again before its prompt is dropped.
-        max_refills_per_step: when to give up with `NoProgress`, see `StarvationGuard`.
+        max_filtered_batches_per_step: when to give up with `NoProgress`, see `StarvationGuard`.
         version: the policy version that is live now; the first step to be taken.
         end_step: the first step that is not taken any more; None for no end.
         next_group_id: the first group id to hand out.
@@ -63,7 +63,7 @@ class RolloutBuffer:
         groups_per_step: int,
         max_staleness: int,
         max_retries: int,
-        max_refills_per_step: int,
+        max_filtered_batches_per_step: int,
         version: int = 0,
         end_step: int | None = None,
         next_group_id: int = 0,
@@ -72,7 +72,7 @@ class RolloutBuffer:
         _check("groups_per_step", groups_per_step, 1)
         _check("max_staleness", max_staleness, 0)
         _check("max_retries", max_retries, 0)
-        _check("max_refills_per_step", max_refills_per_step, 1)
+        _check("max_filtered_batches_per_step", max_filtered_batches_per_step, 1)
         self._groups_per_step = groups_per_step
         self._max_staleness = max_staleness
         self._max_retries = max_retries
@@ -94,7 +94,9 @@ class RolloutBuffer:
         self._dropped: Counter[str] = Counter()
         self._tokens: Counter[str] = Counter()  # finished, taken
         self._seconds = {"take": 0.0, "forced": 0.0, "slot": 0.0}
-        self._guard = StarvationGuard(groups_per_step=groups_per_step, max_refills_per_step=max_refills_per_step)
+        self._guard = StarvationGuard(
+            groups_per_step=groups_per_step, max_filtered_batches_per_step=max_filtered_batches_per_step
+        )
 
         # `take` looks again no earlier than when its `Wait` may be over: a look takes time in proportion to the slots.
         self._wait: Wait | None = None
@@ -322,7 +324,7 @@ class RolloutBuffer:
             num_queued=len(self._queued),
             num_running=len(self._running),
             num_ready=len(self._ready),
-            num_taken=self._num_slots_used - self._num_outstanding,
+            num_training=self._num_slots_used - self._num_outstanding,
             oldest_age=self._next_step - min(start_versions, default=self._next_step),
             version=self._version,
             admitted=self._counts["admitted"],
@@ -332,10 +334,10 @@ class RolloutBuffer:
             failed=self._counts["failed"],
             retried=self._counts["retried"],
             dropped=dict(self._dropped),
-            refilled=self._filtered.total() + self._dropped.total(),
+            replaced=self._filtered.total() + self._dropped.total(),
             discarded_tokens=self._tokens["finished"] - self._tokens["taken"] - ready_tokens,
-            take_wait_s=self._seconds["take"],
-            forced_wait_s=self._seconds["forced"],
+            batch_wait_s=self._seconds["take"],
+            oldest_wait_s=self._seconds["forced"],
             slot_wait_s=self._seconds["slot"],
         )
 

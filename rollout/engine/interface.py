@@ -59,7 +59,7 @@ class EngineSpec:
     enforce_eager: bool = False
     reports_load: bool = False
     """Whether the engine counts what `Engine.load` says of its cache and queue; costs it a little at every step."""
-    stream_tokens: int = 64
+    stream_interval: int = 64
     """Most tokens of one chunk: what a caller loses if the engine dies."""
     seed: int = 0
     in_flight: InFlight = "keep"
@@ -85,7 +85,7 @@ class EngineSpec:
     """Environment of the engine's processes; wins over ours and over the inherited one."""
 
     def __post_init__(self) -> None:
-        for name in ("tensor_parallel_size", "max_model_len", "max_num_seqs", "num_threads", "stream_tokens"):
+        for name in ("tensor_parallel_size", "max_model_len", "max_num_seqs", "num_threads", "stream_interval"):
             value = getattr(self, name)
             if value < 1:
                 raise ValueError(f"EngineSpec.{name} must be >= 1, got {value}; fix it in the `rollout` section")
@@ -175,7 +175,7 @@ class Engine(ABC):
     def generate(
         self, request_id: str, token_ids: np.ndarray, params: SamplingParams
     ) -> AsyncGenerator[TokenChunk, None]:
-        """Stream one completion of `token_ids` (int32[T]) in chunks of at most `stream_tokens` tokens.
+        """Stream one completion of `token_ids` (int32[T]) in chunks of at most `stream_interval` tokens.
 
         The last chunk, and only it, has a `finish_reason`. Closing the generator early aborts the request.
 

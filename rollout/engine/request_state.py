@@ -119,13 +119,13 @@ class ActiveRequest:
         self,
         queue: RequestOutputCollector,
         version: int,
-        stream_tokens: int,
+        stream_interval: int,
         *,
         matcher: StopStringMatcher | None = None,
         drafts: bool = False,
     ) -> None:
         self.queue = queue
-        self.output = OutputBuffer(VersionSpans(version), stream_tokens)
+        self.output = OutputBuffer(VersionSpans(version), stream_interval)
         self._matcher, self._drafts = matcher, drafts
 
     def take(self, completion: Any) -> FinishReason | None:
@@ -174,11 +174,11 @@ class VersionSpans:
 
 
 class OutputBuffer:
-    """Collects a request's tokens and cuts them into completions of at most `stream_tokens` tokens."""
+    """Collects a request's tokens and cuts them into completions of at most `stream_interval` tokens."""
 
-    def __init__(self, versions: VersionSpans, stream_tokens: int) -> None:
+    def __init__(self, versions: VersionSpans, stream_interval: int) -> None:
         self.versions = versions
-        self._stream_tokens = stream_tokens
+        self._stream_tokens = stream_interval
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
         self._num_emitted = 0

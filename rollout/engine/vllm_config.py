@@ -36,8 +36,8 @@ def engine_args(spec: EngineSpec) -> dict[str, Any]:
         "skip_tokenizer_init": True,
         # Log-probs of the distribution that was sampled from, after temperature.
         "logprobs_mode": "processed_logprobs",
-        # One output per chunk instead of one per step: the event loop wakes stream_tokens times less often.
-        "stream_interval": spec.stream_tokens,
+        # One output per chunk instead of one per step: the event loop wakes stream_interval times less often.
+        "stream_interval": spec.stream_interval,
         "disable_log_stats": True,
     }
     if spec.sleep_level:

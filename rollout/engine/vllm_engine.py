@@ -191,7 +191,7 @@ class VllmEngine(Engine):
             queue = await self._guard(engine.add_request(request_id, prompt, sampling, lora_request=self._adapter))
             engine = self._engine  # if it died meanwhile, nobody would wake the stream
             request = ActiveRequest(
-                queue, self._version, self._spec.stream_tokens, matcher=matcher, drafts=self._drafts
+                queue, self._version, self._spec.stream_interval, matcher=matcher, drafts=self._drafts
             )
             if not self._requests.enter(request_id, request):
                 await self._within(engine.abort(request_id), _ABORT_TIMEOUT_S, "abort")

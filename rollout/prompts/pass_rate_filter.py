@@ -27,7 +27,7 @@ class PassRateBounds:
     highest: float
     retry_epochs: int
     """How often a prompt outside is passed over before it is tried again."""
-    pass_reward: float
+    pass_threshold: float
     """Reward from which an answer passes."""
 
     def side(self, rate: float) -> str:
@@ -75,7 +75,7 @@ class PassRateFilter:
         rewards = [t.total_reward for t in group.trajectories if t.status != "failed"]
         if not rewards:
             return
-        rate = sum(reward >= self._bounds.pass_reward for reward in rewards) / len(rewards)
+        rate = sum(reward >= self._bounds.pass_threshold for reward in rewards) / len(rewards)
         self._pending[group.group_id] = (group.start_version, group.prompt_id, rate)
 
     def apply_results(self, version: int | None) -> None:
@@ -129,7 +129,7 @@ class PassRateFilter:
         """Metrics; counts since the run began."""
         counts = {f"skipped/{side}": float(count) for side, count in self._skipped.items()}
         rates = {"pass_rate_mean": float(np.mean(list(self._rates.values())))} if self._rates else {}
-        return {**counts, **rates, "resting": len(self._resting)}
+        return {**counts, **rates, "prompts_excluded": len(self._resting)}
 
     def state_dict(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -163,9 +163,9 @@ class PassRateFilter:
     def _nothing_left(self, since: str) -> str:
         return (
             f"all {self._num_prompts} prompts have pass rates outside {self._bounds} {since}, so none is worth an "
-            f"answer; prompts by pass rate (rewards of at least task.pass_reward={self._bounds.pass_reward:g}): "
+            f"answer; prompts by pass rate (rewards of at least task.pass_threshold={self._bounds.pass_threshold:g}): "
             f"{_distribution(list(self._newest().values()))}. Widen the bounds, use prompts that are less "
-            "hard or less easy, or see whether task.pass_reward is one that answers can reach"
+            "hard or less easy, or see whether task.pass_threshold is one that answers can reach"
         )
 
 

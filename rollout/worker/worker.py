@@ -79,7 +79,7 @@ class WorkerSpec:
     """Token sequences that a trajectory may consist of."""
     seed: int
     """Of the run."""
-    seed_requests: bool = True
+    per_request_seed: bool = True
     """Give every request of training its own seed, so that a synchronous run repeats itself bit for bit. Costs an
     engine some speed, because it samples seeded requests one by one. Evaluations are always seeded."""
     tokenizer_path: str = ""
@@ -153,7 +153,7 @@ class RolloutWorker:
         def params_of(sample: int, submission: int) -> SamplingParams:
             if sample == size:  # the baseline; nothing is drawn, so nothing is seeded
                 return SamplingParams(max_tokens=sampling.max_tokens, temperature=0.0, stop=sampling.stop)
-            if not self._spec.seed_requests:
+            if not self._spec.per_request_seed:
                 return sampling
             return replace(sampling, seed=self._seed(item.prompt.prompt_id, item.group_id, sample, submission))
 

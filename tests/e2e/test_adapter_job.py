@@ -95,4 +95,4 @@ def test_the_engine_samples_under_the_adapter_that_the_learner_has(job: TrainerP
     """On policy, their log-probs of the same tokens agree but for rounding, though every step moves the adapter."""
     assert {line["staleness/max"] for line in job.lines} == {0}
     assert max(abs(line["learner/ratio_max"] - 1) for line in job.lines) < 1e-3
-    assert max(line["learner/kl_behaviour"] for line in job.lines) < 1e-4
+    assert max(line["learner/kl_behavior"] for line in job.lines) < 1e-4

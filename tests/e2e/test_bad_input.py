@@ -212,7 +212,7 @@ CASES = [
     plain(
         "group of one with GRPO",
         "rollout.group_size=1",
-        words=("rollout.group_size = 1", "must be >= 2", "algorithm.advantage=reinforce"),
+        words=("rollout.group_size = 1", "must be >= 2", "algorithm.advantage_estimator=reinforce"),
     ),
     plain("not an override", "learner.lr", words=("learner.lr", "is not an override", "KEY=VALUE")),
     plain("open bracket", "seed=[1", words=("seed = [1", "cannot be read")),

@@ -30,13 +30,13 @@ ENDLESS = (
     "learner.num_ranks=2",
     f"mode.max_staleness={MAX_STALENESS}",
     "mode.in_flight=recompute",
-    "rollout.stream_tokens=8",
+    "rollout.stream_interval=8",
     "task.eval_size=256",
     "rollout.max_num_seqs=128",
     "rollout.num_replicas=2",
     "rollout.max_retries=0",
     "rollout.max_engine_restarts=9",
-    "rollout.silence_timeout_s=40",
+    "rollout.heartbeat_timeout_s=40",
     "trainer.eval_at_start=true",
     "weight_sync.timeout_s=20",
     "trainer.total_steps=100000",
@@ -71,11 +71,11 @@ def lose_with_answers(run: TrainerProcess, lose: Callable[[], None]) -> None:
     for _ in range(4):
         num_lines = len(run.lines)
         run.until(lambda before=num_lines: len(run.lines) > before and is_busy(run))
-        rescued, num_returns = run.lines[-1]["engine/rescued_tokens"], num_returned(run)
+        rescued, num_returns = run.lines[-1]["engine/migrated_tokens"], num_returned(run)
         lose()
         run.until(lambda before=num_returns: num_returned(run) > before)
         three_more_steps(run)
-        if run.lines[-1]["engine/rescued_tokens"] > rescued:
+        if run.lines[-1]["engine/migrated_tokens"] > rescued:
             return
     raise AssertionError(f"no answer of an engine that was lost went on elsewhere: {run.text[-8000:]}")
 

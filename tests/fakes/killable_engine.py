@@ -24,7 +24,7 @@ class KillableEngine(EngineActor):
 
     def __init__(self, version: int, token_s: float) -> None:
         env = {variable.name: variable.value for variable in build("cpu").process_env("engine")}
-        spec = EngineSpec(model="", stream_tokens=4, initial_version=version, env=env)
+        spec = EngineSpec(model="", stream_interval=4, initial_version=version, env=env)
         super().__init__(spec, build=lambda one: ScriptedEngine(one, script=position_script, token_s=token_s))
 
     async def pid(self) -> int:

@@ -77,7 +77,7 @@ def run_config(model_dir: Path, **learner: Any) -> RunConfig:
     """float32 throughout, plain token mean, a learning rate that shows."""
     return RunConfig(
         model=ModelConfig(path=str(model_dir), compute_dtype="float32", rollout_dtype="float32"),
-        learner=LearnerConfig(**{"lr": 1e-3, "max_grad_norm": 1e9, "logprob_chunk_tokens": 7, **learner}),
+        learner=LearnerConfig(**{"lr": 1e-3, "max_grad_norm": 1e9, "logprob_chunk_size": 7, **learner}),
         algorithm=AlgorithmConfig(),
         rollout=RolloutConfig(temperature=0.8),
     )

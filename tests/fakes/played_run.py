@@ -50,7 +50,7 @@ def play(
             StepLine(
                 step=k + 1, step_s=end - at, learner_s=learn_s, data_wait_s=ready - at, sync_wait_s=sync_s,
                 pack_s=0.1 * sync_s, engines_idle_s=begin - idle_since, slot_wait_s=begin - idle_since,
-                forced_wait_s=0.0,
+                oldest_wait_s=0.0,
             )
         )  # fmt: skip
         at, idle_since = end, engine_free
@@ -72,11 +72,11 @@ def write_run(
         for line in lines:
             record: dict[str, Any] = {
                 "step": line.step, "perf/step_s": line.step_s, "learner/step_s": line.learner_s,
-                "wait/learner_for_data_s": line.data_wait_s, "wait/learner_for_sync_s": line.sync_wait_s,
-                "sync/pack_s": line.pack_s, "buffer/forced_wait_s": line.forced_wait_s,
+                "time/wait_for_batch_s": line.data_wait_s, "time/wait_for_sync_s": line.sync_wait_s,
+                "sync/pack_s": line.pack_s, "buffer/oldest_wait_s": line.oldest_wait_s,
             }  # fmt: skip
             if with_idle:
-                record |= {"wait/engines_idle_s": line.engines_idle_s, "wait/producer_for_slots_s": line.slot_wait_s}
+                record |= {"time/engines_idle_s": line.engines_idle_s, "time/backpressure_s": line.slot_wait_s}
             file.write(json.dumps(record) + "\n")
         file.write('{"step": 99, "perf/st')
     tracer = Tracer(run_dir / "trace.json")

@@ -73,7 +73,7 @@ def filler() -> MicroBatch:
 
 def config(model_dir: Path, *, critic: dict[str, Any] | None = None, **algorithm: Any) -> RunConfig:
     """PPO unless `advantage` says otherwise; `kl` takes the keys of its section."""
-    keys: dict[str, Any] = {"advantage": "gae", **algorithm}
+    keys: dict[str, Any] = {"advantage_estimator": "gae", **algorithm}
     if "kl" in keys:
         keys["kl"] = KlConfig(**keys["kl"])
     values = {"lr": 1e-2, "max_grad_norm": 1e9, **({} if critic is None else critic)}

@@ -139,7 +139,7 @@ class ScriptedEngine(Engine):
         try:
             async with self._gate.admission():
                 self._check_alive()
-                live = _Live(OutputBuffer(VersionSpans(self._version), self._spec.stream_tokens), matcher)
+                live = _Live(OutputBuffer(VersionSpans(self._version), self._spec.stream_interval), matcher)
                 live.ended_by = "abort" if request_id in self._cancelled else None
                 if not self._live:
                     self._activity.begin()

@@ -39,7 +39,7 @@ class Workload:
     """Range of the time per token; each answer has one of its own."""
     first_token_s: float = 0.2
     """Mean of the exponential time before the first token: queue and prefill."""
-    stream_tokens: int = 64
+    stream_interval: int = 64
     """Tokens per chunk."""
     kv_requests: int = 64
     """So many requests fill the KV cache; more of them are said to wait."""
@@ -63,9 +63,9 @@ class _Answer:
         self._began = self.due = 0.0
         self.is_over = False
 
-    def begin_chunk(self, now: float, stream_tokens: int) -> None:
+    def begin_chunk(self, now: float, stream_interval: int) -> None:
         self._began = now
-        self.due = now + self._token_s * min(stream_tokens, self.num_tokens - self._num_emitted)
+        self.due = now + self._token_s * min(stream_interval, self.num_tokens - self._num_emitted)
 
     def num_sampled(self, now: float) -> int:
         """Tokens that exist by now, emitted or not."""
@@ -82,14 +82,14 @@ class _Answer:
         """Ends now with what was sampled."""
         self.num_tokens, self._finish_reason, self.due = self.num_sampled(now), "abort", now
 
-    def cut(self, now: float, stream_tokens: int) -> TokenChunk:
+    def cut(self, now: float, stream_interval: int) -> TokenChunk:
         """The chunk that is due; the next one begins. The ids are the positions in the whole sequence."""
-        first, last = self._num_emitted, min(self._num_emitted + stream_tokens, self.num_tokens)
+        first, last = self._num_emitted, min(self._num_emitted + stream_interval, self.num_tokens)
         self._num_emitted = last
         is_last = last == self.num_tokens
         self.is_over = is_last
         if not is_last:
-            self.begin_chunk(now, stream_tokens)
+            self.begin_chunk(now, stream_interval)
         return TokenChunk(
             token_ids=np.arange(self._num_context + first, self._num_context + last, dtype=np.int32),
             logprobs=np.full(last - first, -1.0, np.float32),
@@ -144,13 +144,13 @@ class _Stream:
             if timer is not None:
                 timer.cancel()
 
-    def cut(self, now: float, stream_tokens: int) -> tuple[int, TokenChunk] | None:
+    def cut(self, now: float, stream_interval: int) -> tuple[int, TokenChunk] | None:
         """The next chunk that is due by now, if there is one."""
         if not self._due or self._due[0][0] > now:
             return None
         _, index = heapq.heappop(self._due)
         answer = self._answers[index]
-        chunk = answer.cut(now, stream_tokens)
+        chunk = answer.cut(now, stream_interval)
         if chunk.finish_reason is None:
             heapq.heappush(self._due, (answer.due, index))
         return index, chunk
@@ -223,7 +223,7 @@ class ScriptedReplica:
         await self._is_awake.wait()
         self._check_alive()
         clock = asyncio.get_running_loop().time
-        chunk_tokens = self._workload.stream_tokens
+        chunk_tokens = self._workload.stream_interval
         answers = [self._begin(len(t), p.max_tokens) for t, p in zip(token_ids, params, strict=True)]
         stream = _Stream(request_ids, answers)
         if not self._streams:
@@ -267,7 +267,7 @@ class ScriptedReplica:
             version=self._version,
         )
         delay_s = rng.expovariate(1 / workload.first_token_s) if workload.first_token_s else 0.0
-        answer.begin_chunk(asyncio.get_running_loop().time() + delay_s, workload.stream_tokens)
+        answer.begin_chunk(asyncio.get_running_loop().time() + delay_s, workload.stream_interval)
         return answer
 
     def commit(self, version: int, *, pause_s: float, gives_back: bool = False) -> None:

@@ -77,7 +77,7 @@ def config(**sections: dict[str, Any]) -> RunConfig:
         rollout=RolloutConfig(group_size=2, max_response_tokens=16, max_retries=1),
         learner=LearnerConfig(num_ranks=2, max_tokens_per_micro_batch=64),
         trainer=TrainerConfig(total_steps=6, groups_per_step=3, eval_every=2),
-        algorithm=AlgorithmConfig(max_refills_per_step=4),
+        algorithm=AlgorithmConfig(max_filtered_batches_per_step=4),
         checkpoint=CheckpointConfig(every_steps=0, save_at_end=False, export_hf=False),
         telemetry=TelemetryConfig(tensorboard=False, progress="off"),
         mode=ModeConfig(max_staleness=1),
@@ -322,7 +322,7 @@ class ScriptedRun:
             groups_per_step=cfg.trainer.groups_per_step,
             max_staleness=cfg.mode.max_staleness,
             max_retries=cfg.rollout.max_retries,
-            max_refills_per_step=cfg.algorithm.max_refills_per_step,
+            max_filtered_batches_per_step=cfg.algorithm.max_filtered_batches_per_step,
             version=self.state.step,
         )
         self.source = PromptSource(self.prompts, seed=cfg.seed, shuffle=cfg.task.shuffle)

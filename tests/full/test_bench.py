@@ -136,7 +136,7 @@ def test_synchronous_steps_train_the_prompts_in_order(runs: dict[str, dict[str, 
 
 def test_engines_that_read_no_weights_have_those_of_the_learner(out: Path) -> None:
     """On policy, both sides' log-probs of the same tokens agree but for rounding."""
-    assert all(line["learner/mismatch_engine"] < 1e-4 for line in metrics(out, "colocated 1"))
+    assert all(line["mismatch/fresh"] < 1e-4 for line in metrics(out, "colocated 1"))
 
 
 def test_the_start_up_is_told_in_parts(runs: dict[str, dict[str, Any]]) -> None:

@@ -71,7 +71,7 @@ def settings(model_dir: Path, **changes: object) -> dict[str, object]:
         "max_num_seqs": 8,
         "kv_cache_gib": 0.125,
         "enforce_eager": True,
-        "stream_tokens": 4,
+        "stream_interval": 4,
         "extension": "tests.fakes.letter_extension.LetterExtension",
         **changes,
     }

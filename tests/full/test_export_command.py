@@ -38,7 +38,7 @@ def _configs(directory: Path) -> dict[str, RunConfig]:
     full = run_config(directory / "qwen2")
     half = replace(full.model, rollout_dtype="bfloat16")
     lora = replace(half, path=str(directory / "llama"), compute_dtype="bfloat16", lora=LORA)
-    critic = replace(full, algorithm=AlgorithmConfig(advantage="gae"))
+    critic = replace(full, algorithm=AlgorithmConfig(advantage_estimator="gae"))
     return {
         "float32": full,
         "tied, bfloat16": replace(full, model=half),

@@ -41,10 +41,10 @@ def test_compiled_blocks_give_the_same_gradients_and_names(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "changes",
     [
-        {"advantage": "grpo"},
-        {"advantage": "grpo", "kl": {"coef": 0.1}},
-        {"advantage": "gae", "critic": {"path": "llama"}},
-        {"advantage": "gae", "critic": {"shared_backbone": True}},
+        {"advantage_estimator": "grpo"},
+        {"advantage_estimator": "grpo", "kl": {"coef": 0.1}},
+        {"advantage_estimator": "gae", "critic": {"path": "llama"}},
+        {"advantage_estimator": "gae", "critic": {"shared_backbone": True}},
     ],
 )
 def test_after_a_rehearsal_no_step_waits_for_the_compiler(

@@ -34,7 +34,7 @@ def job(teacher: Path, tiny_cache: Path, tmp_path_factory: pytest.TempPathFactor
     process = TrainerProcess(
         tmp_path_factory.mktemp("distillation") / "run",
         "algorithm=opd",
-        f"algorithm.kl.path={teacher}",
+        f"algorithm.kl.reference_model={teacher}",
         f"trainer.total_steps={STEPS}",
         f"trainer.eval_every={STEPS}",
         cache=tiny_cache,

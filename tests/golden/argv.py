@@ -22,7 +22,7 @@ GOOD_AT_ONCE, BAD_AT_ONCE = 4, 14
 CONTEXT = {
     "algorithm.kl.": "algorithm.kl.coef=0.1",
     "algorithm.correction.": "correction=tis",
-    "algorithm.clip_dual": "algorithm=ppo",
+    "algorithm.dual_clip": "algorithm=ppo",
     "algorithm.gae_": "algorithm=ppo",
     "algorithm.whiten": "algorithm=ppo",
     "algorithm.gdpo": "algorithm=gdpo",
@@ -36,7 +36,7 @@ CONTEXT = {
     "model.lora.": "model.lora.rank=8",
     "task.agent_": "task.agent=rollout.agent.tools:tool_agent",
     "telemetry.wandb_": "telemetry.wandb=false",
-    "learner.min_lr_frac": "learner.lr_schedule=cosine",
+    "learner.min_lr_ratio": "learner.lr_schedule=cosine",
 }
 """What a key needs beside it, by the beginning of its name."""
 
@@ -63,14 +63,14 @@ algorithm=ppo critic.shared_backbone=true|algorithm=ppo critic.value_clip=0.2|al
 algorithm=gspo correction=tis|algorithm=gspo correction=tis algorithm.correction.level=sequence_mean
 algorithm=dapo correction=decoupled|algorithm=dapo correction=a3po
 algorithm=grpo correction=decoupled algorithm.loss=ppo_clip|algorithm=cispo correction=mis
-algorithm.loss=importance_sampling algorithm.clip_low=0.1|algorithm.loss=importance_sampling
+algorithm.loss=importance_sampling algorithm.clip_ratio_low=0.1|algorithm.loss=importance_sampling
 algorithm.correction.reject.upper=2|algorithm.correction.reject.lower=3 algorithm.correction.reject.upper=2
 algorithm.correction.mask.metric=k1 algorithm.correction.mask.upper=-1|algorithm.correction.clamp.lower=0
-algorithm.kl.coef=0.1 algorithm.kl.placement=advantage|algorithm.kl.coef=0.1 algorithm.kl.placement=reward
-algorithm.kl.coef=0.1 algorithm.kl.estimator=k1|algorithm.kl.coef=0.1 algorithm.kl.path=gone/model/x
-algorithm.kl.coef=0.1 algorithm.kl.placement=advantage algorithm.kl.estimator=k1|algorithm=opd
+algorithm.kl.coef=0.1 algorithm.kl.apply_to=advantage|algorithm.kl.coef=0.1 algorithm.kl.apply_to=reward
+algorithm.kl.coef=0.1 algorithm.kl.estimator=k1|algorithm.kl.coef=0.1 algorithm.kl.reference_model=gone/model/x
+algorithm.kl.coef=0.1 algorithm.kl.apply_to=advantage algorithm.kl.estimator=k1|algorithm=opd
 algorithm.kl.estimator=k2|algorithm.loss=my.module:loss|algorithm.loss=tests.nowhere.loss
-algorithm.advantage=tests.nowhere.estimator|algorithm.loss_args.x=1|algorithm.group_filter=tests.nowhere.keep
+algorithm.advantage_estimator=tests.nowhere.estimator|algorithm.loss_args.x=1|algorithm.group_filter=tests.nowhere.keep
 algorithm.group_filter_args.x=1|rollout.engine_args.max_num_seqs=5|rollout.engine_args.gpu_memory_utilisation=0.5
 rollout.engine_args.model=x|rollout.engine_args.block_size=16|rollout.max_concurrency=4|rollout.repack_below=3
 rollout.load_report_s=1|trainer.stop_at_accuracy=0.9 task.eval_path=''
@@ -92,15 +92,15 @@ weight_sync.transport=carrier_pigeon|weight_sync.num_slots=1|weight_sync.num_slo
 TOGETHER = """
 'device.env={"NOT A NAME": x}' task.train_path='' 'task.chat_template_kwargs={a: nan}' task.reward.name=zero
 algorithm=ppo task.agent=my.agent:make task.agent_max_sequences=2 critic.warmup_steps=100000
-algorithm=reinforce_pp algorithm.kl.coef=0.1 algorithm.kl.placement=reward task.agent=a.b:c task.agent_max_sequences=2
+algorithm=reinforce_pp algorithm.kl.coef=0.1 algorithm.kl.apply_to=reward task.agent=a.b:c task.agent_max_sequences=2
 algorithm=reinforce_pp trainer.groups_per_step=1 rollout.group_size=1
-algorithm=gdpo 'algorithm.gdpo_weights={a: 0}' task.agent=a.b:c algorithm.filter_zero_variance=true
+algorithm=gdpo 'algorithm.gdpo_weights={a: 0}' task.agent=a.b:c algorithm.dynamic_sampling=true
 algorithm=gpg algorithm.overlong_buffer_tokens=8 task.agent=a.b:c
-algorithm=reinforce mode=sync algorithm.filter_zero_variance=true rollout.group_size=1
-algorithm=reinforce mode=sync algorithm.filter_zero_variance=true
+algorithm=reinforce mode=sync algorithm.dynamic_sampling=true rollout.group_size=1
+algorithm=reinforce mode=sync algorithm.dynamic_sampling=true
 algorithm=dapo algorithm.overlong_penalty=0 algorithm.overlong_buffer_tokens=100000
 algorithm=clip_cov algorithm.cov_min=5 algorithm.cov_max=5 checkpoint.every_steps=0 checkpoint.keep_every=5
-algorithm=clip_cov algorithm.kl.coef=0.1 algorithm.kl.placement=reward
+algorithm=clip_cov algorithm.kl.coef=0.1 algorithm.kl.apply_to=reward
 correction=a3po mode=sync
 algorithm=dppo algorithm.correction.objective=decoupled
 algorithm=dppo correction=tis
@@ -109,11 +109,11 @@ algorithm.correction.mask.metric=k2 algorithm.correction.mask.lower=-1 algorithm
 algorithm.correction.mask.lower=0.2 algorithm.correction.mask.upper=4 algorithm.correction.clamp.upper=5
 algorithm.correction.mask.lower=0.2 algorithm.correction.mask.upper=4 algorithm.correction.clamp.lower=0.1
 model.lora.rank=8 model.path=org/name algorithm.kl.coef=0.1 learner.reference_cpu_offload=true
-algorithm=dapo algorithm.kl.coef=0.1 algorithm.kl.placement=reward algorithm.kl.estimator=k3_straight_through
-algorithm.kl.coef=0.1 algorithm.kl.placement=reward algorithm.mask_truncated=true
-algorithm.advantage=zero algorithm.kl.coef=0.1 algorithm.kl.placement=reward
-algorithm=gdpo algorithm.kl.coef=0.1 algorithm.kl.placement=reward
-algorithm=gpg algorithm.kl.coef=0.1 algorithm.kl.placement=reward
+algorithm=dapo algorithm.kl.coef=0.1 algorithm.kl.apply_to=reward algorithm.kl.estimator=k3_straight_through
+algorithm.kl.coef=0.1 algorithm.kl.apply_to=reward algorithm.mask_truncated=true
+algorithm.advantage_estimator=zero algorithm.kl.coef=0.1 algorithm.kl.apply_to=reward
+algorithm=gdpo algorithm.kl.coef=0.1 algorithm.kl.apply_to=reward
+algorithm=gpg algorithm.kl.coef=0.1 algorithm.kl.apply_to=reward
 task.pass_rate_min=0.6 task.pass_rate_max=0.7 rollout.group_size=2 task.curriculum=easy_to_hard
 task.pass_rate_min=0.7 task.pass_rate_max=0.6
 'rollout.engine_args={max_num_batched_tokens: 1, distributed_executor_backend: ray}'
@@ -127,8 +127,8 @@ mode=colocated learner.num_ranks=1 rollout.num_replicas=1
 rollout.concurrency=adaptive rollout.min_concurrency=600
 rollout.max_concurrency=100000 'rollout.stop=[""]' 'rollout.stop_token_ids=[-1]'
 rollout.max_concurrency=1 rollout.num_workers=4
-rollout.repack_below=4 rollout.seed_requests=true
-rollout.repack_below=4 rollout.num_replicas=2 rollout.seed_requests=false
+rollout.repack_below=4 rollout.per_request_seed=true
+rollout.repack_below=4 rollout.num_replicas=2 rollout.per_request_seed=false
 algorithm=ppo critic.path=builtin:huge model.tokenizer_path=./gone
 algorithm=ppo critic.path=model rollout.max_response_tokens=4096
 model.path=broken
@@ -139,7 +139,7 @@ model.path=model rollout.tensor_parallel_size=4
 --config-dir . --config-name mine +correction=tis
 --config-dir . --config-name whole
 --config-dir . --config-name whole algorithm=ppo
---config-dir . --config-name whole algorithm.clip_low=0.1
+--config-dir . --config-name whole algorithm.clip_ratio_low=0.1
 --config-dir . --config-name unreadable
 --config-name ./mine.yaml
 --config-name dapo_7b device=cpu

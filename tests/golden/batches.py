@@ -48,8 +48,8 @@ def play(seed: int, _folder: Path) -> Any:
 def random_algorithm(rng: random.Random, estimator: str, *, aggregation: str) -> dict[str, Any]:
     loss = rng.choice(["ppo_clip", "ppo_clip", "clip_cov", "kl_cov"])
     changes: dict[str, Any] = {
-        "advantage": estimator,
-        "aggregation": aggregation,
+        "advantage_estimator": estimator,
+        "loss_aggregation": aggregation,
         "loss": loss,
         "normalize_by_std": rng.random() < 0.7,
         "mask_truncated": rng.random() < 0.3,
@@ -58,11 +58,11 @@ def random_algorithm(rng: random.Random, estimator: str, *, aggregation: str) ->
     if rng.random() < 0.3:
         changes |= {"overlong_buffer_tokens": 8, "overlong_penalty": 0.5}
     if rng.random() < 0.3:
-        changes["aggregation_norm_tokens"] = 17
+        changes["loss_norm_tokens"] = 17
     if loss != "ppo_clip":
         changes |= {"cov_frac": 0.2, "cov_min": -0.1, "cov_max": 0.5}
     if rng.random() < 0.2:
-        changes["kl"] = {"coef": 0.1, "placement": "reward"}
+        changes["kl"] = {"coef": 0.1, "apply_to": "reward"}
     if rng.random() < 0.5:
         changes["gdpo_weights"] = {"format": 0.5, "right": 2.0}
     return changes

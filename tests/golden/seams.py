@@ -175,7 +175,7 @@ def write_inputs(folder: Path) -> None:
     (folder / "broken").mkdir()
     (folder / "broken" / "config.json").write_text("{")
     (folder / "mine.yaml").write_text("defaults: [tiny, _self_]\nname: mine\nlearner: {lr: 0.5}\n")
-    (folder / "whole.yaml").write_text("name: whole\nalgorithm: {name: mine, clip_low: 0.3}\n")
+    (folder / "whole.yaml").write_text("name: whole\nalgorithm: {name: mine, clip_ratio_low: 0.3}\n")
     (folder / "unreadable.yaml").write_text("name: [\n")
     (folder / "data.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')
     (folder / "reward.py").write_text("def score(response, answer):\n    return 1.0\n")
@@ -554,7 +554,7 @@ class LearningWorld(World):
 
 
 STORED: dict[str, dict[str, Any]] = {
-    "algorithm": {"advantage": "reinforce", "loss": "reinforce"},
+    "algorithm": {"advantage_estimator": "reinforce", "loss": "reinforce"},
     "learner": {"num_ranks": 1, "max_tokens_per_micro_batch": 2048},
     "trainer": {"total_steps": 20, "groups_per_step": 3, "eval_every": 4},
     "model": {"path": "golden/tiny"},

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LOSSES: dict[str, dict[str, Any]] = {
-    "ppo_clip": {"loss": "ppo_clip", "clip_dual": 1.5},
+    "ppo_clip": {"loss": "ppo_clip", "dual_clip": 1.5},
     "reinforce": {"loss": "reinforce"},
     "importance_sampling": {"loss": "importance_sampling"},
-    "gspo": {"loss": "gspo", "clip_low": 0.05, "clip_high": 0.05},
-    "gmpo": {"loss": "gmpo", "clip_low": 0.1, "clip_high": 0.15},
+    "gspo": {"loss": "gspo", "clip_ratio_low": 0.05, "clip_ratio_high": 0.05},
+    "gmpo": {"loss": "gmpo", "clip_ratio_low": 0.1, "clip_ratio_high": 0.15},
     "cispo": {"loss": "cispo"},
     "sapo": {"loss": "sapo"},
     "clip_cov": {"loss": "clip_cov"},
@@ -41,11 +41,15 @@ PLACES: dict[str, dict[str, Any]] = {
     "alone": {},
     "entropy": {"entropy_coef": 0.01},
     "kl in loss": {"kl": {"coef": 0.1, "estimator": "k3"}},
-    "kl in reward": {"kl": {"coef": 0.1, "estimator": "k1", "placement": "reward"}},
-    "kl in advantage": {"kl": {"coef": 0.1, "estimator": "k1", "placement": "advantage"}},
-    "critic": {"advantage": "gae", "gae_lambda": 0.9},
-    "shared critic": {"advantage": "gae", "shared_backbone": True, "whiten_advantages": False},
-    "critic, kl in reward": {"advantage": "gae", "gae_gamma": 0.98, "kl": {"coef": 0.1, "placement": "reward"}},
+    "kl in reward": {"kl": {"coef": 0.1, "estimator": "k1", "apply_to": "reward"}},
+    "kl in advantage": {"kl": {"coef": 0.1, "estimator": "k1", "apply_to": "advantage"}},
+    "critic": {"advantage_estimator": "gae", "gae_lambda": 0.9},
+    "shared critic": {"advantage_estimator": "gae", "shared_backbone": True, "whiten_advantages": False},
+    "critic, kl in reward": {
+        "advantage_estimator": "gae",
+        "gae_gamma": 0.98,
+        "kl": {"coef": 0.1, "apply_to": "reward"},
+    },
 }
 ESTIMATORS = ("k2", "k1_straight_through", "k3_straight_through")
 ON_RANKS = (

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SMALL: dict[str, Any] = {"num_steps": 12, "groups_per_step": 3, "max_response_tokens": 120}
-TROUBLE: dict[str, Any] = {"reward_error_frac": 0.05, "group_error_frac": 0.05, "filter_zero_variance": True}
-TAIL, CHUNKS = Workload(tail=1.1, stream_tokens=16), Workload(tail=0.7, stream_tokens=7)
+TROUBLE: dict[str, Any] = {"reward_error_frac": 0.05, "group_error_frac": 0.05, "dynamic_sampling": True}
+TAIL, CHUNKS = Workload(tail=1.1, stream_interval=16), Workload(tail=0.7, stream_interval=7)
 
 
 def cases() -> Mapping[str, Any]:

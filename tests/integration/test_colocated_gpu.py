@@ -38,7 +38,7 @@ GIB = 1 << 30
 def make_spec(folder: Path, **changes: Any) -> EngineSpec:
     return EngineSpec(
         model=str(folder), device="cuda", dtype="bfloat16", max_model_len=256, max_num_seqs=8,
-        gpu_memory_utilization=0.2, enforce_eager=False, stream_tokens=8, extension=EXTENSION, **changes,
+        gpu_memory_utilization=0.2, enforce_eager=False, stream_interval=8, extension=EXTENSION, **changes,
     )  # fmt: skip
 
 

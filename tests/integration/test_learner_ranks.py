@@ -213,8 +213,8 @@ def test_truncated_or_foreign_checkpoint_is_refused(directory: Path, tmp_path: P
 # Losses
 
 OBJECTIVES = {
-    "gspo": AlgorithmConfig(loss="gspo", clip_low=0.1, clip_high=0.1),
-    "gmpo with entropy bonus": AlgorithmConfig(loss="gmpo", clip_low=0.4, clip_high=0.4, entropy_coef=0.3),
+    "gspo": AlgorithmConfig(loss="gspo", clip_ratio_low=0.1, clip_ratio_high=0.1),
+    "gmpo with entropy bonus": AlgorithmConfig(loss="gmpo", clip_ratio_low=0.4, clip_ratio_high=0.4, entropy_coef=0.3),
     "decoupled with rejection": AlgorithmConfig(
         correction=CorrectionConfig(
             objective="decoupled",
@@ -255,20 +255,23 @@ def test_every_kind_of_loss_has_the_gradients_of_one_rank_on_two(
 
 
 TEACHER = "teacher"
-IN_REWARD = {"coef": 0.3, "placement": "reward"}
-IN_ADVANTAGE = {"coef": 0.3, "placement": "advantage", "estimator": "k1", "path": TEACHER}
+IN_REWARD = {"coef": 0.3, "apply_to": "reward"}
+IN_ADVANTAGE = {"coef": 0.3, "apply_to": "advantage", "estimator": "k1", "reference_model": TEACHER}
 CRITIC_CASES: dict[str, dict[str, Any]] = {
     "own critic, KL in the reward": {"gae_gamma": 0.9, "gae_lambda": 0.8, "kl": IN_REWARD},
     "own critic with warm-up, two updates": {
         "critic": {"warmup_steps": 1, "updates_per_step": 2, "value_clip": 0.1},
         "kl": IN_REWARD,
     },
-    "shared critic, KL in the loss": {"critic": {"shared_backbone": True}, "kl": {"coef": 0.3, "placement": "loss"}},
-    "grpo, KL in the reward": {"advantage": "grpo", "kl": IN_REWARD},
-    "reinforce_pp, KL in the reward": {"advantage": "reinforce_pp", "kl": IN_REWARD},
+    "shared critic, KL in the loss": {"critic": {"shared_backbone": True}, "kl": {"coef": 0.3, "apply_to": "loss"}},
+    "grpo, KL in the reward": {"advantage_estimator": "grpo", "kl": IN_REWARD},
+    "reinforce_pp, KL in the reward": {"advantage_estimator": "reinforce_pp", "kl": IN_REWARD},
     "own critic, KL to a teacher in the advantage": {"kl": IN_ADVANTAGE},
-    "a teacher alone": {"advantage": "zero", "loss": "importance_sampling", "kl": IN_ADVANTAGE},
-    "a teacher in the loss": {"advantage": "grpo", "kl": {"coef": 0.3, "placement": "loss", "path": TEACHER}},
+    "a teacher alone": {"advantage_estimator": "zero", "loss": "importance_sampling", "kl": IN_ADVANTAGE},
+    "a teacher in the loss": {
+        "advantage_estimator": "grpo",
+        "kl": {"coef": 0.3, "apply_to": "loss", "reference_model": TEACHER},
+    },
 }
 STEPS = 3
 
@@ -276,11 +279,11 @@ STEPS = 3
 def _critic_config(directory: Path, name: str) -> RunConfig:
     kl = CRITIC_CASES[name]["kl"]
     path = str(directory / TEACHER) if _is_taught(name) else None
-    return config(directory / "model", **CRITIC_CASES[name] | {"kl": kl | {"path": path}})
+    return config(directory / "model", **CRITIC_CASES[name] | {"kl": kl | {"reference_model": path}})
 
 
 def _is_taught(name: str) -> bool:
-    return "path" in CRITIC_CASES[name]["kl"]
+    return "reference_model" in CRITIC_CASES[name]["kl"]
 
 
 def _share(parts: list[MicroBatch]) -> list[MicroBatch]:
@@ -412,13 +415,13 @@ def test_a_checkpoint_of_one_rank_goes_on_with_two(
 
 # What is not finite on one rank
 
-IN_LOSS = {"coef": 0.3, "placement": "loss"}
+IN_LOSS = {"coef": 0.3, "apply_to": "loss"}
 BAD_CASES: dict[str, tuple[dict[str, Any], str]] = {
     "own critic": ({}, "values of the critic"),
     "shared critic": ({"critic": {"shared_backbone": True}}, "values of the critic"),
-    "reference, reward of answers": ({"advantage": "grpo", "kl": IN_REWARD}, "log-probs of the reference"),
+    "reference, reward of answers": ({"advantage_estimator": "grpo", "kl": IN_REWARD}, "log-probs of the reference"),
     "reference, reward of tokens": ({"kl": IN_REWARD}, "log-probs of the reference"),
-    "reference, loss": ({"advantage": "grpo", "kl": IN_LOSS}, "log-probs of the reference"),
+    "reference, loss": ({"advantage_estimator": "grpo", "kl": IN_LOSS}, "log-probs of the reference"),
 }
 BAD_RANK = 1
 

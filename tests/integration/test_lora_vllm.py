@@ -163,7 +163,7 @@ def make_spec(folder: Path, **changes: Any) -> EngineSpec:
         "max_num_seqs": 8,
         "kv_cache_gib": 0.125,
         "enforce_eager": True,
-        "stream_tokens": 8,
+        "stream_interval": 8,
         "extension": EXTENSION,
         "lora_rank": RANK,
         "lora_targets": tuple(TARGETS.split("+")),

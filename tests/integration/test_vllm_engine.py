@@ -74,7 +74,7 @@ def make_spec(model_dir: Path, **changes: object) -> EngineSpec:
         "max_num_seqs": 64,
         "kv_cache_gib": 0.125,
         "enforce_eager": True,
-        "stream_tokens": 16,
+        "stream_interval": 16,
         "extension": "tests.fakes.letter_extension.LetterExtension",
     }
     return EngineSpec(**{**values, **changes})  # type: ignore[arg-type]
@@ -267,7 +267,7 @@ def test_no_text_is_made_where_no_stop_string_is_looked_for() -> None:
 
 @ONE_LOOP
 class TestVllmEngine(EngineContract):
-    stream_tokens = 16
+    stream_interval = 16
     max_model_len = 4096
     stop_token = STOP
     extra_stop_token = EXTRA_STOP

@@ -58,7 +58,7 @@ class Plan:
     """Of the rewards: the trajectory fails."""
     group_error_frac: float = 0.0
     """Of the rewards: something raises that fails the whole group."""
-    filter_zero_variance: bool = False
+    dynamic_sampling: bool = False
     max_retries: int = 2
     most_requests: int = 0
     """Per replica and worker, adapted to the load; 0 for no limit."""

@@ -99,7 +99,7 @@ plans = st.builds(
         Workload,
         tail=st.sampled_from([0.7, 1.1, 3.0]),
         first_token_s=st.sampled_from([0.0, 0.5, 20.0]),
-        stream_tokens=st.sampled_from([1, 7, 64]),
+        stream_interval=st.sampled_from([1, 7, 64]),
     ),
     max_response_tokens=st.sampled_from([1, 20, 200]),
     train_s=st.sampled_from([0.0, 1.0, 30.0]),
@@ -111,7 +111,7 @@ plans = st.builds(
     max_restarts=st.sampled_from([0, 1, 1000]),
     reward_error_frac=st.sampled_from([0.0, 0.1]),
     group_error_frac=st.sampled_from([0.0, 0.0, 0.1, 0.3]),
-    filter_zero_variance=st.booleans(),
+    dynamic_sampling=st.booleans(),
     max_retries=st.integers(0, 2),
     most_requests=st.sampled_from([0, 1, 4]),
     eval_every=st.sampled_from([0, 1, 3]),
@@ -122,7 +122,7 @@ plans = st.builds(
 @settings(max_examples=120, deadline=None)
 @given(plans)
 def test_every_promise_holds_in_random_worlds(plan: Plan) -> None:
-    if plan.filter_zero_variance and plan.group_size == 1:
+    if plan.dynamic_sampling and plan.group_size == 1:
         return  # everything would be filtered
     run = play(plan)
     check_promises(run)
@@ -139,7 +139,7 @@ def test_all_replicas_get_their_share_however_many_workers_there_are(num_workers
 
 
 def test_ten_thousand_answers_are_under_way_at_64_replicas() -> None:
-    workload = Workload(tail=3.0, min_tokens=64, token_s=(0.4, 0.6), stream_tokens=64)
+    workload = Workload(tail=3.0, min_tokens=64, token_s=(0.4, 0.6), stream_interval=64)
     sizes = {"num_steps": 3, "groups_per_step": 1_400, "max_staleness": 4, "group_size": 4}
     with rare_collections():
         run = play(Plan(**sizes, num_replicas=64, num_workers=2, workload=workload, train_s=0.05, sync_s=0.1, seed=5))
@@ -159,7 +159,7 @@ def long_plan(num_groups: int, **changes: Any) -> Plan:
         "group_size": 1,
     }
     fates: dict[str, Any] = {"death_every_s": 60.0, "reward_error_frac": 0.01, "group_error_frac": 0.002}
-    workload = Workload(tail=1.1, stream_tokens=128)
+    workload = Workload(tail=1.1, stream_interval=128)
     return Plan(**({"num_replicas": 8, "workload": workload, "seed": 7} | sizes | fates | changes))
 
 

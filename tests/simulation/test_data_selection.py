@@ -65,7 +65,7 @@ class Played:
         cfg = config(
             trainer={"total_steps": total_steps, "eval_every": 0, "eval_at_start": False, "eval_at_end": False},
             mode={"max_staleness": max_staleness},
-            **{"algorithm": {"max_refills_per_step": 1000}, **sections},
+            **{"algorithm": {"max_filtered_batches_per_step": 1000}, **sections},
         )
         self.trained: list[list[str]] = []
         state = RunState(started_at=0.0, wall_clock=lambda: 0.0)
@@ -108,21 +108,21 @@ def test_the_pass_rate_filter_saves_training_slots(max_staleness: int) -> None:
     last = filtered.lines[-1]
     check_known(last)
     assert last["data/skipped/too_hard"] > 0 < last["data/skipped/too_easy"]
-    assert 0 < last["data/resting"] <= 2 * NUM_PROMPTS / 3
+    assert 0 < last["data/prompts_excluded"] <= 2 * NUM_PROMPTS / 3
     assert filtered.run.buffer.stats().filtered == {}
     assert {line["data/epoch"] for line in without.lines} == {0, 1, 2, 3}
 
 
 def test_with_dynamic_sampling_it_saves_generation() -> None:
-    dapo = {"filter_zero_variance": True, "max_refills_per_step": 1000}
+    dapo = {"dynamic_sampling": True, "max_filtered_batches_per_step": 1000}
     without, filtered = Played(algorithm=dapo), Played(algorithm=dapo, task=BOUNDS)
     assert without.useful_frac == filtered.useful_frac == 1.0
     assert without.run.buffer.stats().admitted > 2.7 * 60 * GROUPS_PER_STEP
     assert filtered.run.buffer.stats().admitted < 1.9 * 60 * GROUPS_PER_STEP
 
 
-ALL = {**BOUNDS, "curriculum": "easy_to_hard", "difficulty_column": "level", "pass_rate_retry_epochs": 1}
-DAPO = {"filter_zero_variance": True, "max_refills_per_step": 1000}
+ALL = {**BOUNDS, "curriculum": "easy_to_hard", "difficulty_column": "level", "pass_rate_cooldown_epochs": 1}
+DAPO = {"dynamic_sampling": True, "max_filtered_batches_per_step": 1000}
 
 
 @pytest.mark.parametrize("timing", [1, 2, 3])

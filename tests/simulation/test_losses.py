@@ -17,7 +17,7 @@ __all__ = ["quiet"]
 
 
 def plan_with(**changes: Any) -> Plan:
-    workload = Workload(tail=1.5, stream_tokens=16)
+    workload = Workload(tail=1.5, stream_interval=16)
     return Plan(**({"num_steps": 40, "group_size": 2, "workload": workload, "seed": 5} | changes))
 
 
@@ -64,7 +64,7 @@ plans = st.builds(
     num_replicas=st.integers(1, 4),
     num_workers=st.integers(1, 2),
     num_arena_slots=st.sampled_from([1, 2, 3]),
-    workload=st.builds(Workload, tail=st.sampled_from([0.7, 3.0]), stream_tokens=st.sampled_from([7, 64])),
+    workload=st.builds(Workload, tail=st.sampled_from([0.7, 3.0]), stream_interval=st.sampled_from([7, 64])),
     max_response_tokens=st.sampled_from([20, 200]),
     train_s=st.sampled_from([0.0, 1.0, 30.0]),
     pack_s=st.sampled_from([0.0, 1.0, 10.0]),

@@ -88,7 +88,7 @@ worlds: dict[str, Any] = {
         min_tokens=st.sampled_from([1, 16]),
         tail=st.sampled_from([0.7, 1.2, 3.0]),
         first_token_s=st.sampled_from([0.0, 0.2]),
-        stream_tokens=st.sampled_from([1, 7, 64]),
+        stream_interval=st.sampled_from([1, 7, 64]),
         kv_requests=st.sampled_from([4, 64]),
     ),
     "max_response_tokens": st.sampled_from([20, 200, 800]),

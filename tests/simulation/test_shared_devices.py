@@ -20,7 +20,7 @@ __all__ = ["quiet"]
 
 
 def shared(**changes: Any) -> Plan:
-    workload = Workload(tail=1.5, stream_tokens=16)
+    workload = Workload(tail=1.5, stream_interval=16)
     sizes: dict[str, Any] = {"num_steps": 40, "max_staleness": 0, "num_arena_slots": 1, "workload": workload, "seed": 5}
     return Plan(**(sizes | {"shares_devices": True} | changes))
 
@@ -58,7 +58,7 @@ plans = st.builds(
     num_replicas=st.integers(1, 4),
     num_workers=st.integers(1, 2),
     num_arena_slots=st.sampled_from([1, 2]),
-    workload=st.builds(Workload, tail=st.sampled_from([0.7, 3.0]), stream_tokens=st.sampled_from([7, 64])),
+    workload=st.builds(Workload, tail=st.sampled_from([0.7, 3.0]), stream_interval=st.sampled_from([7, 64])),
     max_response_tokens=st.sampled_from([20, 200]),
     train_s=st.sampled_from([0.0, 1.0, 30.0]),
     move_s=st.sampled_from([0.0, 0.5, 20.0]),
@@ -68,7 +68,7 @@ plans = st.builds(
     all_die_frac=st.sampled_from([0.0, 0.3]),
     worker_death_every_s=st.sampled_from([0.0, 30.0]),
     restart_s=st.sampled_from([0.0, 5.0, 200.0]),
-    filter_zero_variance=st.booleans(),
+    dynamic_sampling=st.booleans(),
     most_requests=st.sampled_from([0, 2]),
     eval_every=st.sampled_from([0, 2]),
     seed=st.integers(0, 2**32),

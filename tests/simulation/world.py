@@ -144,7 +144,7 @@ class Simulation:
             groups_per_step=self.plan.groups_per_step,
             max_staleness=self.plan.max_staleness,
             max_retries=self.plan.max_retries,
-            max_refills_per_step=self.cfg.algorithm.max_refills_per_step,
+            max_filtered_batches_per_step=self.cfg.algorithm.max_filtered_batches_per_step,
             clock=clock,
         )
         self.books.watch(self.buffer, self.plan.num_steps)
@@ -333,7 +333,7 @@ def run_config(plan: Plan) -> RunConfig:
             "eval_blocking": plan.shares_devices,
             "stall_timeout_s": 1e6,
         },
-        algorithm={"max_refills_per_step": 1_000, "filter_zero_variance": plan.filter_zero_variance},
+        algorithm={"max_filtered_batches_per_step": 1_000, "dynamic_sampling": plan.dynamic_sampling},
         learner={"max_tokens_per_micro_batch": 64 * plan.max_response_tokens},
         mode={"name": "colocated" if plan.shares_devices else "async", "max_staleness": plan.max_staleness},
     )

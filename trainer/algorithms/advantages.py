@@ -230,7 +230,7 @@ def _part_names(parts: Sequence[Mapping[str, FloatArray]], weights: Mapping[str,
     if not found:
         raise ValueError(
             "advantage 'gdpo' normalises the named parts of the reward, got none; let the reward function return a "
-            'dict such as {"reward": total, "correct": .., "format": ..}, or use algorithm.advantage=grpo'
+            'dict such as {"reward": total, "correct": .., "format": ..}, or use algorithm.advantage_estimator=grpo'
         )
     if missing := sorted(set(weights) - set(found)):
         raise ValueError(
@@ -260,9 +260,9 @@ def step_advantages(groups: Sequence[GroupRewards], *, config: AlgorithmConfig) 
     if not groups:
         return []
     if traits_of(config).needs_peers:
-        _require_peers(groups, config.advantage)
+        _require_peers(groups, config.advantage_estimator)
     rewards = [group.rewards_G for group in groups]
-    match config.advantage:
+    match config.advantage_estimator:
         case "grpo":
             return [mean_baseline(r, normalize_by_std=config.normalize_by_std) for r in rewards]
         case "rloo":
@@ -290,7 +290,10 @@ def step_advantages(groups: Sequence[GroupRewards], *, config: AlgorithmConfig) 
         case name if is_own(name):
             return _own_advantages(groups, config)
         case _:
-            raise ValueError(f"algorithm.advantage must be one of {', '.join(ESTIMATORS)}, got {config.advantage!r}")
+            raise ValueError(
+                f"algorithm.advantage_estimator must be one of {', '.join(ESTIMATORS)}, "
+                f"got {config.advantage_estimator!r}"
+            )
 
 
 def _own_advantages(groups: Sequence[GroupRewards], config: AlgorithmConfig) -> list[FloatArray]:
@@ -300,7 +303,7 @@ def _own_advantages(groups: Sequence[GroupRewards], config: AlgorithmConfig) -> 
         ConfigurationError: as `load_own`.
         ValueError: it gave something else; the message names it.
     """
-    key, path, args = "algorithm.advantage", config.advantage, config.advantage_args
+    key, path, args = "algorithm.advantage_estimator", config.advantage_estimator, config.advantage_args
     given = load_own(path, key=key, args=args)(groups, **args)
     expected = f"{key}={path} must give a list of one array for each of {len(groups)} groups"
     if not isinstance(given, Sequence):
@@ -332,7 +335,7 @@ def _baseline(group: GroupRewards) -> float:
     if group.baseline is None:
         raise ValueError(
             "advantage 'remax' takes the reward of a greedy answer off, got a group without one; "
-            "roll out with a greedy baseline, or use algorithm.advantage=reinforce"
+            "roll out with a greedy baseline, or use algorithm.advantage_estimator=reinforce"
         )
     return group.baseline
 
@@ -342,7 +345,7 @@ def _require_peers(groups: Sequence[GroupRewards], name: str) -> None:
     if smallest < 2:
         raise ValueError(
             f"advantage {name!r} compares answers of one prompt and needs at least 2, got {smallest}; "
-            "raise rollout.group_size or use algorithm.advantage=reinforce"
+            "raise rollout.group_size or use algorithm.advantage_estimator=reinforce"
         )
 
 

@@ -59,7 +59,7 @@ def correct(
         sums over the loss tokens, 0-d tensors: of the importance weights keep x clamp(rho) `weight` and `weight_sq`,
         with their largest `weight_max`; tokens `clamped` (out of the bounds of `clamp`), `masked` and `rejected`; and
         the distance of the learner's policy to the one that sampled, of tokens sampled at the version that the step
-        starts with (`engine`: the same weights, other kernels) and at older ones (`stale`: what was learned since, and
+        starts with (`fresh`: the same weights, other kernels) and at older ones (`stale`: what was learned since, and
         that mismatch on top): `_tokens`, `_abs` (of |log ratio|, nats) and `_kl` (k3, never negative)).
 
     Example:
@@ -89,7 +89,7 @@ def correct(
         "clamped": (clamped_L != ratio_L).sum().float(),
         "masked": is_masked_L.sum().float(),
         "rejected": is_rejected_L.sum().float(),
-        **_mismatch("engine", current_L - engine_L, age_L == 0),
+        **_mismatch("fresh", current_L - engine_L, age_L == 0),
         **_mismatch("stale", current_L - engine_L, age_L > 0),
     }
     # x / x is exactly 1, so where nothing acts the loss keeps its bits.

@@ -120,24 +120,24 @@ def policy_loss(inputs: LossInputs, *, config: AlgorithmConfig) -> tuple[Tensor,
         ConfigurationError: the path of a user's loss leads to none.
         ValueError: a user's loss gave something else, or a loss without gradient.
     """
-    low, high = config.clip_low, config.clip_high
+    low, high = config.clip_ratio_low, config.clip_ratio_high
     match config.loss:
         case "ppo_clip":
-            return ppo_clip_loss(inputs, clip_low=low, clip_high=high, clip_dual=config.clip_dual)
+            return ppo_clip_loss(inputs, clip_ratio_low=low, clip_ratio_high=high, dual_clip=config.dual_clip)
         case "reinforce":
             return reinforce_loss(inputs)
         case "importance_sampling":
             return importance_sampling_loss(inputs)
         case "gspo":
-            return gspo_loss(inputs, clip_low=low, clip_high=high)
+            return gspo_loss(inputs, clip_ratio_low=low, clip_ratio_high=high)
         case "gmpo":
-            return gmpo_loss(inputs, clip_low=low, clip_high=high)
+            return gmpo_loss(inputs, clip_ratio_low=low, clip_ratio_high=high)
         case "cispo":
-            return cispo_loss(inputs, clip_low=low, clip_high=high)
+            return cispo_loss(inputs, clip_ratio_low=low, clip_ratio_high=high)
         case "sapo":
             return sapo_loss(inputs, tau_positive=config.sapo_tau_positive, tau_negative=config.sapo_tau_negative)
         case "clip_cov":
-            return clip_cov_loss(inputs, clip_low=low, clip_high=high)
+            return clip_cov_loss(inputs, clip_ratio_low=low, clip_ratio_high=high)
         case "kl_cov":
             return kl_cov_loss(inputs, kl_coef=config.cov_kl_coef)
         case "dppo_tv":
@@ -170,7 +170,7 @@ def _own_loss(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, Loss
     if loss_L.shape != shape or loss_L.dtype != dtype:
         raise ValueError(
             f"{name} must give one {dtype} per loss token, shape {list(shape)}, got {loss_L.dtype} of shape "
-            f"{list(loss_L.shape)}; do not average, algorithm.aggregation does"
+            f"{list(loss_L.shape)}; do not average, algorithm.loss_aggregation does"
         )
     if torch.is_grad_enabled() and inputs.logprobs_L.requires_grad and not loss_L.requires_grad:
         raise ValueError(f"{name} gave a loss without gradient; compute it from inputs.logprobs_L, without detach()")
@@ -178,7 +178,7 @@ def _own_loss(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, Loss
 
 
 def ppo_clip_loss(
-    inputs: LossInputs, *, clip_low: float, clip_high: float, clip_dual: float | None = None
+    inputs: LossInputs, *, clip_ratio_low: float, clip_ratio_high: float, dual_clip: float | None = None
 ) -> tuple[Tensor, LossStats]:
     """Clipped surrogate: max(-A r, -A clip(r, 1 - low, 1 + high)), and at most -A c where A < 0.
 
@@ -186,22 +186,24 @@ def ppo_clip_loss(
     eq. 10); dual clip of Ye et al. (2020, arXiv:1912.09729, eq. 5).
 
     Args:
-        clip_dual: c > 1, or None for no dual clip.
+        dual_clip: c > 1, or None for no dual clip.
 
     Example:
-        log-ratio 0.5 and advantage 1 with clip_high 0.28 give -1.28.
+        log-ratio 0.5 and advantage 1 with clip_ratio_high 0.28 give -1.28.
     """
     ratio_L, _ = ratio_and_log(inputs)
-    loss_L, low_L, high_L = clipped_surrogate(ratio_L, inputs.advantages_L, clip_low=clip_low, clip_high=clip_high)
-    if clip_dual is None:
+    loss_L, low_L, high_L = clipped_surrogate(
+        ratio_L, inputs.advantages_L, clip_ratio_low=clip_ratio_low, clip_ratio_high=clip_ratio_high
+    )
+    if dual_clip is None:
         return loss_L, loss_stats(inputs, low=low_L, high=high_L)
-    bound_L = -inputs.advantages_L * clip_dual
+    bound_L = -inputs.advantages_L * dual_clip
     is_dual_L = (inputs.advantages_L < 0) & (bound_L < loss_L)
     return torch.where(is_dual_L, bound_L, loss_L), loss_stats(inputs, low=low_L, high=high_L, dual=is_dual_L)
 
 
 def clipped_surrogate(
-    ratio_L: Tensor, advantages_L: Tensor, *, clip_low: float, clip_high: float
+    ratio_L: Tensor, advantages_L: Tensor, *, clip_ratio_low: float, clip_ratio_high: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """max(-A r, -A clip(r, 1 - low, 1 + high)) for any ratio.
 
@@ -209,7 +211,7 @@ def clipped_surrogate(
         (loss float32[L], where the lower bound cut the gradient bool[L], where the upper bound did bool[L]).
     """
     plain_L = -advantages_L * ratio_L
-    clipped_L = -advantages_L * ratio_L.clamp(1.0 - clip_low, 1.0 + clip_high)
+    clipped_L = -advantages_L * ratio_L.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
     is_cut_L, is_negative_L = clipped_L > plain_L, advantages_L < 0
     return torch.maximum(plain_L, clipped_L), is_cut_L & is_negative_L, is_cut_L & ~is_negative_L
 
@@ -225,17 +227,17 @@ def importance_sampling_loss(inputs: LossInputs) -> tuple[Tensor, LossStats]:
     return -inputs.advantages_L * ratio_L, loss_stats(inputs)
 
 
-def cispo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float) -> tuple[Tensor, LossStats]:
+def cispo_loss(inputs: LossInputs, *, clip_ratio_low: float, clip_ratio_high: float) -> tuple[Tensor, LossStats]:
     """-sg(clip(r, 1 - low, 1 + high)) A log pi: the weight is clipped, so no token loses its gradient.
 
     CISPO (MiniMax-M1 2025, arXiv:2506.13585, eq. 4 and 5).
 
     Example:
-        old log-prob -1.5, new -1, advantage 1 and clip_high 0.28 give 1.28.
+        old log-prob -1.5, new -1, advantage 1 and clip_ratio_high 0.28 give 1.28.
     """
     ratio_L, _ = ratio_and_log(inputs)
     ratio_L = ratio_L.detach()
-    low, high = 1.0 - clip_low, 1.0 + clip_high
+    low, high = 1.0 - clip_ratio_low, 1.0 + clip_ratio_high
     loss_L = -ratio_L.clamp(low, high) * inputs.advantages_L * at_least_float32(inputs.logprobs_L)
     return loss_L, loss_stats(inputs, low=ratio_L < low, high=ratio_L > high)
 
@@ -268,7 +270,7 @@ def dro_loss(inputs: LossInputs, *, beta: float) -> tuple[Tensor, LossStats]:
     return -inputs.advantages_L * logprobs_L + 0.5 * beta * log_ratio(inputs).square(), loss_stats(inputs)
 
 
-def clip_cov_loss(inputs: LossInputs, *, clip_low: float, clip_high: float) -> tuple[Tensor, LossStats]:
+def clip_cov_loss(inputs: LossInputs, *, clip_ratio_low: float, clip_ratio_high: float) -> tuple[Tensor, LossStats]:
     """The PPO clip loss, and 0 on selected tokens: Clip-Cov of Cui et al. (2025, arXiv:2505.22617, section 4).
 
     Raises:
@@ -276,7 +278,9 @@ def clip_cov_loss(inputs: LossInputs, *, clip_low: float, clip_high: float) -> t
     """
     selected_L = _selection(inputs)
     ratio_L, _ = ratio_and_log(inputs)
-    loss_L, low_L, high_L = clipped_surrogate(ratio_L, inputs.advantages_L, clip_low=clip_low, clip_high=clip_high)
+    loss_L, low_L, high_L = clipped_surrogate(
+        ratio_L, inputs.advantages_L, clip_ratio_low=clip_ratio_low, clip_ratio_high=clip_ratio_high
+    )
     is_negative_L = inputs.advantages_L < 0
     stats = loss_stats(inputs, low=low_L | (selected_L & is_negative_L), high=high_L | (selected_L & ~is_negative_L))
     return loss_L.masked_fill(selected_L, 0.0), stats
@@ -306,21 +310,23 @@ def _selection(inputs: LossInputs) -> Tensor:
     return inputs.selected_L
 
 
-def gspo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float) -> tuple[Tensor, LossStats]:
+def gspo_loss(inputs: LossInputs, *, clip_ratio_low: float, clip_ratio_high: float) -> tuple[Tensor, LossStats]:
     """max(-A s, -A clip(s, 1 - low, 1 + high)) with s the geometric mean of the ratios of the sequence.
 
     GSPO-token (Zheng et al. 2025, arXiv:2507.18071, section 4.3): s_t = sg(s) pi_t / sg(pi_t), whose gradient with
     equal advantages is that of GSPO (section 4.1).
 
     Example:
-        one sequence with log-ratios [.3, -.1, .2], advantage 1 and clip_high 4e-4 gives -1.0004 on every token.
+        one sequence with log-ratios [.3, -.1, .2], advantage 1 and clip_ratio_high 4e-4 gives -1.0004 on every token.
     """
     ratio_L = _value_with_own_gradient(sequence_mean(log_ratio(inputs), inputs), inputs.logprobs_L)
-    loss_L, low_L, high_L = clipped_surrogate(ratio_L, inputs.advantages_L, clip_low=clip_low, clip_high=clip_high)
+    loss_L, low_L, high_L = clipped_surrogate(
+        ratio_L, inputs.advantages_L, clip_ratio_low=clip_ratio_low, clip_ratio_high=clip_ratio_high
+    )
     return loss_L, loss_stats(inputs, low=low_L, high=high_L)
 
 
-def gmpo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float) -> tuple[Tensor, LossStats]:
+def gmpo_loss(inputs: LossInputs, *, clip_ratio_low: float, clip_ratio_high: float) -> tuple[Tensor, LossStats]:
     """-A times the geometric mean of the clipped ratios of the sequence; the bounds are of the log-ratio.
 
     GMPO (Zhao et al. 2025, arXiv:2507.20673): each token's log-ratio is clipped to [-low, high], only upwards
@@ -328,8 +334,11 @@ def gmpo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float) -> tuple
     """
     log_ratio_L = log_ratio(inputs).detach()
     is_negative_L = inputs.advantages_L < 0
-    is_low_L, is_high_L = is_negative_L & (log_ratio_L < -clip_low), ~is_negative_L & (log_ratio_L > clip_high)
-    kept_L = log_ratio_L.masked_fill(is_low_L, -clip_low).masked_fill(is_high_L, clip_high)
+    is_low_L, is_high_L = (
+        is_negative_L & (log_ratio_L < -clip_ratio_low),
+        ~is_negative_L & (log_ratio_L > clip_ratio_high),
+    )
+    kept_L = log_ratio_L.masked_fill(is_low_L, -clip_ratio_low).masked_fill(is_high_L, clip_ratio_high)
     logprobs_L = inputs.logprobs_L
     open_L = torch.where(is_low_L | is_high_L, logprobs_L.detach(), logprobs_L)
     loss_L = -inputs.advantages_L * _value_with_own_gradient(sequence_mean(kept_L, inputs), open_L)

@@ -63,7 +63,7 @@ def loss_weights(
             weights[has_loss] = 1.0 / (num_sequences * norm_tokens)
         case _:
             raise ValueError(
-                "algorithm.aggregation must be token_mean, token_sum, seq_mean_token_sum, seq_mean_token_mean or "
+                "algorithm.loss_aggregation must be token_mean, token_sum, seq_mean_token_sum, seq_mean_token_mean or "
                 f"seq_mean_token_sum_norm, got {kind!r}"
             )
     return weights

@@ -82,19 +82,21 @@ def declared_traits(estimator: OwnFunction) -> EstimatorTraits:
 
 
 def traits_of(algorithm: AlgorithmConfig) -> EstimatorTraits:
-    """Of the estimator that `algorithm.advantage` names; a user's own, by dotted path, is imported for it.
+    """Of the estimator that `algorithm.advantage_estimator` names; a user's own, by dotted path, is imported for it.
 
     Raises:
         ConfigurationError: the path does not lead to an estimator.
         ValueError: no such name.
     """
-    advantage = algorithm.advantage
+    advantage = algorithm.advantage_estimator
     if is_own(advantage):
-        return declared_traits(load_own(advantage, key="algorithm.advantage", args=algorithm.advantage_args))
+        return declared_traits(load_own(advantage, key="algorithm.advantage_estimator", args=algorithm.advantage_args))
     for name, traits in ESTIMATORS.items():
         if name == advantage:
             return traits
-    raise ValueError(f"algorithm.advantage must be one of {', '.join(ESTIMATORS)}, or a dotted path, got {advantage!r}")
+    raise ValueError(
+        f"algorithm.advantage_estimator must be one of {', '.join(ESTIMATORS)}, or a dotted path, got {advantage!r}"
+    )
 
 
 LossName = Literal[
@@ -125,10 +127,10 @@ class LossTraits:
     """Treats tokens differently which are chosen over the whole step."""
 
 
-_CLIP = ("clip_low", "clip_high")
+_CLIP = ("clip_ratio_low", "clip_ratio_high")
 
 LOSSES: Mapping[LossName, LossTraits] = {
-    "ppo_clip": LossTraits(keys=(*_CLIP, "clip_dual"), ratio="token"),
+    "ppo_clip": LossTraits(keys=(*_CLIP, "dual_clip"), ratio="token"),
     "reinforce": LossTraits(is_weighted=False),
     "importance_sampling": LossTraits(ratio="token", is_bounded=False),
     "gspo": LossTraits(keys=_CLIP, ratio="sequence_mean"),
@@ -237,12 +239,12 @@ class KlConfig:
         "Weight of the KL divergence of the policy to the reference; 0 keeps no reference.",
         ge=0,
     )
-    path: PathText | None = key(
+    reference_model: PathText | None = key(
         None,
         "The reference: a Hugging Face model directory or hub name, of any architecture with the policy's tokens (a "
         "teacher); null takes the policy that the run began with.",
     )
-    placement: Literal["loss", "reward", "advantage"] = key(
+    apply_to: Literal["loss", "reward", "advantage"] = key(
         "loss",
         "`loss` adds the KL of the policy being trained to every token's loss (GRPO); `reward` takes the KL of the "
         "policy that sampled off every token's reward, so that the advantages see it (PPO for RLHF); `advantage` takes "
@@ -258,21 +260,21 @@ class KlConfig:
 
     @property
     def in_loss(self) -> bool:
-        return self.coef > 0 and self.placement == "loss"
+        return self.coef > 0 and self.apply_to == "loss"
 
     @property
     def in_reward(self) -> bool:
-        return self.coef > 0 and self.placement == "reward"
+        return self.coef > 0 and self.apply_to == "reward"
 
     @property
     def in_advantage(self) -> bool:
-        return self.coef > 0 and self.placement == "advantage"
+        return self.coef > 0 and self.apply_to == "advantage"
 
 
 @section
 class AlgorithmConfig:
     name: Text = key("grpo", "Shown in logs; the parts below define the objective.")
-    advantage: AdvantageName | DottedPath = key(
+    advantage_estimator: AdvantageName | DottedPath = key(
         "grpo",
         "Advantage estimator: the reward against the group's mean (grpo), the mean of the others (rloo), or a "
         "length-weighted mean (opo); only the single best answer of a group (pass_at_k); the plain reward (reinforce); "
@@ -284,7 +286,7 @@ class AlgorithmConfig:
         "from its turn on; the group estimators add them up.",
     )
     advantage_args: dict[Name, Number] = key(
-        factory=dict, doc="Your own estimator (a dotted path in `algorithm.advantage`): its numbers, by name."
+        factory=dict, doc="Your own estimator (a dotted path in `algorithm.advantage_estimator`): its numbers, by name."
     )
     normalize_by_std: Bool = key(
         True, "GRPO and pass@k: divide by the group's standard deviation; false with grpo is Dr. GRPO."
@@ -320,19 +322,20 @@ class AlgorithmConfig:
     loss_args: dict[Name, Number] = key(
         factory=dict, doc="Your own loss (a dotted path in `algorithm.loss`): its numbers, by name."
     )
-    clip_low: Float = key(
+    clip_ratio_low: Float = key(
         0.2,
-        "ppo_clip, gspo, cispo, clip_cov: lower bound of the ratio is 1 - clip_low; gmpo: of the log-ratio, -clip_low.",
+        "ppo_clip, gspo, cispo, clip_cov: lower bound of the ratio is 1 - clip_ratio_low; gmpo: of the log-ratio, "
+        "-clip_ratio_low.",
         gt=0,
         le=1,
     )
-    clip_high: Float = key(
+    clip_ratio_high: Float = key(
         0.2,
-        "ppo_clip, gspo, cispo, clip_cov: upper bound of the ratio is 1 + clip_high; gmpo: of the log-ratio, "
-        "clip_high.",
+        "ppo_clip, gspo, cispo, clip_cov: upper bound of the ratio is 1 + clip_ratio_high; gmpo: of the log-ratio, "
+        "clip_ratio_high.",
         gt=0,
     )
-    clip_dual: Float | None = key(
+    dual_clip: Float | None = key(
         None, "ppo_clip: dual clip constant c (> 1) for negative advantages; null turns it off.", gt=1
     )
     sapo_tau_positive: Float = key(1.0, "sapo: temperature of the gate where the advantage is positive.", gt=0)
@@ -354,13 +357,13 @@ class AlgorithmConfig:
         0.0, "Entropy bonus: this times the entropy of each loss token is subtracted from its loss; 0 costs nothing.",
         ge=0,
     )  # fmt: skip
-    aggregation: AggregationName = key(
+    loss_aggregation: AggregationName = key(
         "token_mean", "How token losses become one number; the denominator is global over ranks and micro-batches."
     )
-    aggregation_norm_tokens: Int | None = key(
+    loss_norm_tokens: Int | None = key(
         None, "seq_mean_token_sum_norm: its constant divisor; null takes `rollout.max_response_tokens`.", ge=1
     )
-    filter_zero_variance: Bool = key(
+    dynamic_sampling: Bool = key(
         False, "Dynamic sampling (DAPO): drop groups of equal rewards (remax: equal to the greedy one), and refill."
     )
     group_filter: Text = key(
@@ -369,7 +372,7 @@ class AlgorithmConfig:
         "not worth a training slot. It is asked after the built-in filters; empty asks nobody.",
     )
     group_filter_args: dict[Name, Number] = key(factory=dict, doc="Its numbers, by name.")
-    max_refills_per_step: Int = key(
+    max_filtered_batches_per_step: Int = key(
         64,
         "When a run stops because nothing comes of its groups: more than this many times `trainer.groups_per_step` of "
         "them were filtered (zero variance, or failed rewards) while not one step's groups worked; or so many prompts "
@@ -386,7 +389,7 @@ class AlgorithmConfig:
 
     @property
     def uses_critic(self) -> bool:
-        return self.advantage == "gae"
+        return self.advantage_estimator == "gae"
 
     @property
     def finishes_on_ranks(self) -> bool:

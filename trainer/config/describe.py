@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 def describe_objective(algorithm: AlgorithmConfig) -> str:
     """One line: estimator, loss with its numbers, aggregation, correction, and what happens to samples.
 
-    Example: `grpo / std -> ppo_clip(clip_low=0.2, clip_high=0.28, clip_dual=null) -> token_mean; engine's log-probs as
+    Example: `grpo / std -> ppo_clip(clip_ratio_low=0.2, clip_ratio_high=0.28, dual_clip=null) -> token_mean;
+    engine's log-probs as
     old policy`.
     """
     traits = traits_of(algorithm)
@@ -37,7 +38,7 @@ def describe_objective(algorithm: AlgorithmConfig) -> str:
     if algorithm.entropy_coef > 0:
         loss += f" - {value_text(algorithm.entropy_coef)} x entropy"
     parts = [f"{estimator} -> {loss} -> {_aggregation(algorithm)}", _correction(algorithm.correction)]
-    if algorithm.filter_zero_variance:
+    if algorithm.dynamic_sampling:
         equal = "rewards equal to the greedy one" if traits.greedy_baseline else "equal rewards"
         parts.append(f"groups of {equal} are filtered and refilled")
     if algorithm.group_filter:
@@ -52,7 +53,7 @@ def describe_objective(algorithm: AlgorithmConfig) -> str:
 
 def _estimator(algorithm: AlgorithmConfig, traits: EstimatorTraits) -> str:
     """Its name and the keys that it reads; of the user's own also what it declares, since other code goes by that."""
-    name = algorithm.advantage
+    name = algorithm.advantage_estimator
     if is_own(name):
         declared = [trait.name for trait in fields(traits) if getattr(traits, trait.name)]
         return f"own {name}({_numbers(algorithm.advantage_args)}) [{', '.join(declared) if declared else 'no trait'}]"
@@ -72,15 +73,15 @@ def _estimator(algorithm: AlgorithmConfig, traits: EstimatorTraits) -> str:
 
 
 def _kl(kl: KlConfig) -> str:
-    other = "the first policy" if kl.path is None else kl.path
+    other = "the first policy" if kl.reference_model is None else kl.reference_model
     return f"{value_text(kl.coef)} x KL to {other} ({kl.estimator})"
 
 
 def _aggregation(algorithm: AlgorithmConfig) -> str:
-    if algorithm.aggregation != "seq_mean_token_sum_norm":
-        return algorithm.aggregation
-    tokens = algorithm.aggregation_norm_tokens
-    return f"{algorithm.aggregation}({'rollout.max_response_tokens' if tokens is None else tokens})"
+    if algorithm.loss_aggregation != "seq_mean_token_sum_norm":
+        return algorithm.loss_aggregation
+    tokens = algorithm.loss_norm_tokens
+    return f"{algorithm.loss_aggregation}({'rollout.max_response_tokens' if tokens is None else tokens})"
 
 
 def describe_critic(critic: CriticConfig, *, policy_lr: float) -> str:

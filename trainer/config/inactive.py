@@ -52,11 +52,11 @@ def _is_evaluated(c: RunConfig) -> bool:
 
 
 def _reads_std(c: RunConfig) -> bool:
-    return not is_own(c.algorithm.advantage) and traits_of(c.algorithm).reads_normalize_by_std
+    return not is_own(c.algorithm.advantage_estimator) and traits_of(c.algorithm).reads_normalize_by_std
 
 
 def _uses_parts(c: RunConfig) -> bool:
-    return not is_own(c.algorithm.advantage) and traits_of(c.algorithm).uses_parts
+    return not is_own(c.algorithm.advantage_estimator) and traits_of(c.algorithm).uses_parts
 
 
 def _reads_level(correction: CorrectionConfig) -> bool:
@@ -69,8 +69,8 @@ def _is_file(path: str, reader: str) -> bool:
 
 _NO_FILTER = "task.pass_rate_min=0 and task.pass_rate_max=1 filter nothing"
 _PASS_RATES = ("task.pass_rate_min", "task.pass_rate_max")
-_ADVANTAGE, _LOSS, _EVAL_PATH = ("algorithm.advantage",), ("algorithm.loss",), ("task.eval_path",)
-_CHOSEN = "algorithm.advantage={c.algorithm.advantage}"
+_ADVANTAGE, _LOSS, _EVAL_PATH = ("algorithm.advantage_estimator",), ("algorithm.loss",), ("task.eval_path",)
+_CHOSEN = "algorithm.advantage_estimator={c.algorithm.advantage_estimator}"
 _CORRECTION = "algorithm.correction"
 _SPLIT_OF_FILE = "is a file, which has no splits and is read whole"
 _NO_BOUND = "no bound is set"
@@ -83,7 +83,7 @@ _OF_OWN_BACKBONE = tuple(
     for name in ("path", "lr", "weight_decay", "max_grad_norm", "warmup_steps", "updates_per_step", "cpu_offload")
 )
 _OF_EVALUATION = tuple(
-    f"trainer.eval_{name}" for name in ("samples", "temperature", "top_p", "pass_k", "pass_reward", "timeout_s")
+    f"trainer.eval_{name}" for name in ("samples", "temperature", "top_p", "pass_k", "pass_threshold", "timeout_s")
 )
 _UNCHOSEN_LOSSES = tuple(
     Inactive(
@@ -101,7 +101,8 @@ INACTIVE: tuple[Inactive, ...] = (
     # Prompts.
     Inactive(["task.max_operand"], lambda c: BUILTIN_TASK not in {c.task.train_path, *c.task.held_out_paths.values()},
         f"no prompts come from {BUILTIN_TASK}", ["task.train_path", "task.eval_path"]),
-    Inactive(["task.pass_rate_retry_epochs", "task.pass_reward"], lambda c: not c.task.filters_pass_rate, _NO_FILTER,
+    Inactive(["task.pass_rate_cooldown_epochs", "task.pass_threshold"], lambda c: not c.task.filters_pass_rate,
+        _NO_FILTER,
         _PASS_RATES),
     Inactive(["task.pass_rate_column"], lambda c: not c.task.filters_pass_rate and c.task.curriculum == "none",
         f"{_NO_FILTER}, and task.curriculum=none", _PASS_RATES),
@@ -124,20 +125,20 @@ INACTIVE: tuple[Inactive, ...] = (
     # Advantages. A user's own estimator reads no key of the others, whatever its traits.
     Inactive(["algorithm.normalize_by_std"], lambda c: not _reads_std(c),
         f"{_CHOSEN} does not switch its normalisation", _ADVANTAGE),
-    Inactive(["algorithm.gpg_scale"], lambda c: c.algorithm.advantage != "gpg",
+    Inactive(["algorithm.gpg_scale"], lambda c: c.algorithm.advantage_estimator != "gpg",
         f"{_CHOSEN} has no factor for answers that teach nothing", _ADVANTAGE),
-    Inactive(["algorithm.gdpo_weights"], lambda c: is_own(c.algorithm.advantage),
+    Inactive(["algorithm.gdpo_weights"], lambda c: is_own(c.algorithm.advantage_estimator),
         f"{_CHOSEN} reads algorithm.advantage_args", _ADVANTAGE),
-    Inactive(["algorithm.gdpo_weights"], lambda c: not is_own(c.algorithm.advantage) and not _uses_parts(c),
+    Inactive(["algorithm.gdpo_weights"], lambda c: not is_own(c.algorithm.advantage_estimator) and not _uses_parts(c),
         f"{_CHOSEN} takes the total reward, not its parts", _ADVANTAGE),
     Inactive(["algorithm.overlong_buffer_tokens"], _uses_parts,
         f"{_CHOSEN} takes the parts of the reward, shaping moves their total", _ADVANTAGE),
-    Inactive(["algorithm.overlong_buffer_tokens"], lambda c: c.algorithm.advantage == "zero",
+    Inactive(["algorithm.overlong_buffer_tokens"], lambda c: c.algorithm.advantage_estimator == "zero",
         f"{_CHOSEN} reads no reward", _ADVANTAGE),
     Inactive(["algorithm.overlong_penalty"], lambda c: c.algorithm.overlong_buffer_tokens == 0,
         "algorithm.overlong_buffer_tokens=0 turns the penalty off", ["algorithm.overlong_buffer_tokens"]),
     # Functions of the user.
-    Inactive(["algorithm.advantage_args"], lambda c: not is_own(c.algorithm.advantage),
+    Inactive(["algorithm.advantage_args"], lambda c: not is_own(c.algorithm.advantage_estimator),
         f"{_CHOSEN} is built in and has keys of its own", _ADVANTAGE),
     Inactive(["algorithm.loss_args"], lambda c: not is_own(c.algorithm.loss),
         "algorithm.loss={c.algorithm.loss} is built in and has keys of its own", _LOSS),
@@ -145,8 +146,9 @@ INACTIVE: tuple[Inactive, ...] = (
         "algorithm.group_filter is empty", ["algorithm.group_filter"]),
     # The loss.
     *_UNCHOSEN_LOSSES,
-    Inactive(["algorithm.aggregation_norm_tokens"], lambda c: c.algorithm.aggregation != "seq_mean_token_sum_norm",
-        "algorithm.aggregation={c.algorithm.aggregation} has no constant divisor", ["algorithm.aggregation"]),
+    Inactive(["algorithm.loss_norm_tokens"], lambda c: c.algorithm.loss_aggregation != "seq_mean_token_sum_norm",
+        "algorithm.loss_aggregation={c.algorithm.loss_aggregation} has no constant divisor",
+        ["algorithm.loss_aggregation"]),
     # The critic and the reference.
     Inactive(_OF_CRITIC, lambda c: not c.algorithm.uses_critic, f"{_CHOSEN} has no critic", _ADVANTAGE),
     Inactive(_OF_OWN_BACKBONE, lambda c: c.algorithm.uses_critic and c.critic.shared_backbone,
@@ -156,10 +158,11 @@ INACTIVE: tuple[Inactive, ...] = (
         "a critic with its own backbone has its own optimizer", ["critic.shared_backbone"]),
     Inactive(["critic.value_clip"], lambda c: c.algorithm.uses_critic and c.critic.updates_per_step == 1,
         "the first update of a step starts from the values that it is clipped around", ["critic.updates_per_step"]),
-    Inactive(["algorithm.kl.path", "algorithm.kl.placement", "algorithm.kl.estimator", "learner.reference_cpu_offload"],
+    Inactive(["algorithm.kl.reference_model", "algorithm.kl.apply_to", "algorithm.kl.estimator",
+        "learner.reference_cpu_offload"],
         lambda c: c.algorithm.kl.coef == 0, "algorithm.kl.coef=0 keeps no reference", ["algorithm.kl.coef"]),
     Inactive(["learner.reference_cpu_offload"],
-        lambda c: c.algorithm.kl.coef > 0 and c.model.lora.rank > 0 and c.algorithm.kl.path is None,
+        lambda c: c.algorithm.kl.coef > 0 and c.model.lora.rank > 0 and c.algorithm.kl.reference_model is None,
         "with LoRA the reference is the policy without its adapters", ["model.lora.rank"]),
     # The off-policy correction.
     Inactive([f"{_CORRECTION}.clamp.lower", f"{_CORRECTION}.clamp.upper"],
@@ -182,7 +185,7 @@ INACTIVE: tuple[Inactive, ...] = (
     Inactive(["rollout.repack_below"], lambda c: c.mode.shares_devices,
         "with mode.name={c.mode.name} all engines leave their devices at the same moment", ["mode.name"]),
     # Training, evaluation, and what is written.
-    Inactive(["learner.min_lr_frac"], lambda c: c.learner.lr_schedule == "constant",
+    Inactive(["learner.min_lr_ratio"], lambda c: c.learner.lr_schedule == "constant",
         "learner.lr_schedule=constant never lowers the learning rate", ["learner.lr_schedule"]),
     Inactive(["task.eval_size"], lambda c: not c.task.eval_path, "task.eval_path is empty: nothing is evaluated",
         _EVAL_PATH),

@@ -20,7 +20,28 @@ from trainer.errors import Problem
 
 _Parts = Sequence[int | str]
 
-RENAMED: Mapping[str, str] = {}
+RENAMED: Mapping[str, str] = {
+    "algorithm.advantage": "algorithm.advantage_estimator",
+    "algorithm.aggregation": "algorithm.loss_aggregation",
+    "algorithm.aggregation_norm_tokens": "algorithm.loss_norm_tokens",
+    "algorithm.clip_dual": "algorithm.dual_clip",
+    "algorithm.clip_high": "algorithm.clip_ratio_high",
+    "algorithm.clip_low": "algorithm.clip_ratio_low",
+    "algorithm.filter_zero_variance": "algorithm.dynamic_sampling",
+    "algorithm.kl.path": "algorithm.kl.reference_model",
+    "algorithm.kl.placement": "algorithm.kl.apply_to",
+    "algorithm.max_refills_per_step": "algorithm.max_filtered_batches_per_step",
+    "learner.logprob_chunk_tokens": "learner.logprob_chunk_size",
+    "learner.min_lr_frac": "learner.min_lr_ratio",
+    "rollout.report_load": "rollout.engine_stats",
+    "rollout.seed_requests": "rollout.per_request_seed",
+    "rollout.silence_timeout_s": "rollout.heartbeat_timeout_s",
+    "rollout.stream_tokens": "rollout.stream_interval",
+    "task.pass_rate_retry_epochs": "task.pass_rate_cooldown_epochs",
+    "task.pass_reward": "task.pass_threshold",
+    "telemetry.trajectories_gib": "telemetry.max_trajectories_gib",
+    "trainer.eval_pass_reward": "trainer.eval_pass_threshold",
+}
 """Earlier name of a key -> its name now. The command line and YAML files of users must say the new one; the
 configurations of earlier runs are read through this map."""
 
@@ -40,8 +61,8 @@ OTHER_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("gradient_checkpointing", "enable_gradient_checkpointing"), "learner.activation_checkpointing"),
     **dict.fromkeys(("num_gpus", "n_gpus", "gpus", "n_gpus_per_node", "gpus_per_node"), "learner.num_ranks"),
     **dict.fromkeys(("beta", "init_kl_coef", "kl_loss_coef", "kl_ctl"), "algorithm.kl.coef"),
-    **dict.fromkeys(("epsilon", "eps_clip", "clip_ratio_low"), "algorithm.clip_low"),
-    **dict.fromkeys(("epsilon_high", "eps_clip_high", "clip_ratio_high"), "algorithm.clip_high"),
+    **dict.fromkeys(("epsilon", "eps_clip"), "algorithm.clip_ratio_low"),
+    **dict.fromkeys(("epsilon_high", "eps_clip_high"), "algorithm.clip_ratio_high"),
     **dict.fromkeys(("save_steps", "save_freq", "save_interval", "save_period"), "checkpoint.every_steps"),
     **dict.fromkeys(("resume_from_checkpoint", "resume_from_path", "load_checkpoint"), "checkpoint.resume"),
     **dict.fromkeys(("output_dir", "default_local_dir", "checkpoint_dir", "ckpt_path", "save_path"), "run_dir"),

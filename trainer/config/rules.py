@@ -28,7 +28,7 @@ MIN_TEMPERATURE = 0.01
 RESERVED_NAMES = ("accuracy", "num_prompts", "pass_at", "reward")
 """Of evaluation sets: their metrics would have the names of others, as `eval/accuracy/...` is of a reward."""
 
-_ADVANTAGE, _PLACEMENT, _CORRECTION = "algorithm.advantage", "algorithm.kl.placement", "algorithm.correction"
+_ADVANTAGE, _PLACEMENT, _CORRECTION = "algorithm.advantage_estimator", "algorithm.kl.apply_to", "algorithm.correction"
 _STALENESS = {"sync": 0, "one_step_off": 1}
 _IN_TURNS: Mapping[str, tuple[object, str]] = {
     "mode.in_flight": ("abort", "a sleeping engine has no cache, so its requests are given back and go on afterwards"),
@@ -38,7 +38,7 @@ _IN_TURNS: Mapping[str, tuple[object, str]] = {
 """Keys that have one useful value where devices are shared."""
 _WITHIN_A_DEVICE = {"auto", "ipc", "shm", "gloo"}
 _OWN_BOUNDS: Mapping[str, tuple[str, str]] = {
-    "cispo": ("bounds its weight itself", "set algorithm.clip_high, and algorithm.clip_low below 1"),
+    "cispo": ("bounds its weight itself", "set algorithm.clip_ratio_high, and algorithm.clip_ratio_low below 1"),
     "sapo": ("closes a gate of its own", "use null, or algorithm.loss=ppo_clip"),
 }
 """Losses that hold a ratio within a bound of their own: which one, and what to do."""
@@ -56,7 +56,7 @@ _OWN_KEYS = {
     "max_num_seqs": "rollout.max_num_seqs",
     "gpu_memory_utilization": "rollout.gpu_memory_utilization",
     "enforce_eager": "rollout.enforce_eager",
-    "stream_interval": "rollout.stream_tokens",
+    "stream_interval": "rollout.stream_interval",
     "seed": "seed",
     "enable_sleep_mode": "mode.name",
     **dict.fromkeys(("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank"), "model.lora.rank"),
@@ -165,7 +165,7 @@ def _pass_rates(config: RunConfig) -> Iterator[Problem]:
 
 def _agent(config: RunConfig) -> Iterator[Problem]:
     algorithm, task, key = config.algorithm, config.task, "task.agent_max_sequences"
-    if not task.agent and task.reward.name == "zero" and algorithm.advantage != "zero":
+    if not task.agent and task.reward.name == "zero" and algorithm.advantage_estimator != "zero":
         message = "rewards nothing, and without task.agent no environment rewards the turns"
         hint = "set task.agent, or use another reward"
         yield _conflict(config, "task.reward.name", message, hint, "task.agent")
@@ -176,7 +176,7 @@ def _agent(config: RunConfig) -> Iterator[Problem]:
     if algorithm.uses_critic:
         message = "must be 1: a critic's returns end with their sequence, and the outcome comes after the last one"
         yield _conflict(config, key, message, hint, _ADVANTAGE)
-    elif algorithm.kl.in_reward and not is_own(algorithm.advantage) and traits_of(algorithm).reward_to_go:
+    elif algorithm.kl.in_reward and not is_own(algorithm.advantage_estimator) and traits_of(algorithm).reward_to_go:
         message = f"must be 1: with the KL in the reward, {_chosen(config)} adds up rewards within a sequence alone"
         yield _conflict(config, key, message, f"{hint}, or the KL in the loss", _ADVANTAGE)
 
@@ -185,12 +185,12 @@ def _agent(config: RunConfig) -> Iterator[Problem]:
 
 
 def _chosen(config: RunConfig) -> str:
-    return f"algorithm.advantage={config.algorithm.advantage}"
+    return f"algorithm.advantage_estimator={config.algorithm.advantage_estimator}"
 
 
 def _advantage(config: RunConfig) -> Iterator[Problem]:
     # What a user's own estimator needs is known once it is imported, which is not done here: preflight checks it.
-    if not is_own(config.algorithm.advantage):
+    if not is_own(config.algorithm.advantage_estimator):
         yield from estimator_problems(config, traits_of(config.algorithm))
 
 
@@ -199,13 +199,13 @@ def estimator_problems(config: RunConfig, traits: EstimatorTraits) -> Iterator[P
     algorithm, group_size, chosen = config.algorithm, config.rollout.group_size, _chosen(config)
     if traits.needs_peers and group_size == 1:
         message = f"must be >= 2: {chosen} compares the answers of a group"
-        hint = "use rollout.group_size=8, or algorithm.advantage=reinforce"
+        hint = "use rollout.group_size=8, or algorithm.advantage_estimator=reinforce"
         yield _conflict(config, "rollout.group_size", message, hint, _ADVANTAGE)
     elif traits.spans_step and group_size * config.trainer.groups_per_step == 1:
         message = f"must be >= 2 with one answer per group: {chosen} normalises over the answers of a step"
         related = "rollout.group_size", _ADVANTAGE
         yield _conflict(config, "trainer.groups_per_step", message, "every advantage would be 0; raise it", *related)
-    if algorithm.advantage == "gpg" and algorithm.gpg_scale == "nonzero_rewards":
+    if algorithm.advantage_estimator == "gpg" and algorithm.gpg_scale == "nonzero_rewards":
         yield from _counted_rewards(config)
     if traits.uses_parts:
         yield from _reward_parts(config)
@@ -222,7 +222,7 @@ def _reward_parts(config: RunConfig) -> Iterator[Problem]:
         if weight == 0 or not math.isfinite(weight):
             got, hint = f"{name}: {weight:g}", "leave out the entry, to leave out the part"
             yield Problem(key="algorithm.gdpo_weights", value=got, message="must be finite and not 0", hint=hint)
-    if is_own(config.algorithm.advantage) and config.algorithm.overlong_buffer_tokens > 0:
+    if is_own(config.algorithm.advantage_estimator) and config.algorithm.overlong_buffer_tokens > 0:
         why = f"{_chosen(config)} takes the parts of the reward, shaping moves their total"
         key = "algorithm.overlong_buffer_tokens"
         yield _conflict(config, key, f"has no effect: {why}", "leave it at 0", _ADVANTAGE)
@@ -245,9 +245,9 @@ def _counted_rewards(config: RunConfig) -> Iterator[Problem]:
 def _zero_variance(config: RunConfig, traits: EstimatorTraits) -> Iterator[Problem]:
     """Dynamic sampling drops groups of equal rewards: wrong where those would teach something."""
     # With a greedy baseline it drops the groups whose every answer is worth what that one is, whatever their size.
-    if not config.algorithm.filter_zero_variance or traits.greedy_baseline:
+    if not config.algorithm.dynamic_sampling or traits.greedy_baseline:
         return
-    key, chosen = "algorithm.filter_zero_variance", _chosen(config)
+    key, chosen = "algorithm.dynamic_sampling", _chosen(config)
     if config.rollout.group_size == 1:
         message = "drops every group: one answer never differs from itself"
         yield _conflict(config, key, message, "use false", "rollout.group_size")
@@ -262,18 +262,18 @@ def _zero_variance(config: RunConfig, traits: EstimatorTraits) -> Iterator[Probl
 def _kl_in_rewards(config: RunConfig, traits: EstimatorTraits) -> Iterator[Problem]:
     """Estimators of these traits that have no meaning on rewards less the KL."""
     algorithm, chosen, hint = config.algorithm, _chosen(config), "use loss, or another estimator"
-    if algorithm.filter_zero_variance and (algorithm.kl.in_reward or algorithm.kl.in_advantage):
+    if algorithm.dynamic_sampling and (algorithm.kl.in_reward or algorithm.kl.in_advantage):
         message = "looks at rewards without their KL: groups of equal rewards still differ in it"
-        yield _conflict(config, "algorithm.filter_zero_variance", message, "use false", _PLACEMENT)
+        yield _conflict(config, "algorithm.dynamic_sampling", message, "use false", _PLACEMENT)
     if not algorithm.kl.in_reward:
         return
     if traits.uses_parts:
         message = f"cannot be reward: {chosen} takes the parts of the reward, the KL moves their total"
         yield _conflict(config, _PLACEMENT, message, hint, _ADVANTAGE)
-    if is_own(algorithm.advantage) and traits.reward_to_go:
+    if is_own(algorithm.advantage_estimator) and traits.reward_to_go:
         message = f"cannot be reward: {chosen} declares reward_to_go, and on the learner nothing would call it"
         yield _conflict(config, _PLACEMENT, message, hint, _ADVANTAGE)
-    if algorithm.advantage == "gpg":
+    if algorithm.advantage_estimator == "gpg":
         message = "cannot be reward: gpg counts answers that teach nothing, and with the KL every answer differs"
         yield _conflict(config, _PLACEMENT, message, hint, _ADVANTAGE)
     if algorithm.mask_truncated and (traits.needs_peers or traits.spans_step):
@@ -285,12 +285,12 @@ def _kl_in_rewards(config: RunConfig, traits: EstimatorTraits) -> Iterator[Probl
 def _zero(config: RunConfig) -> Iterator[Problem]:
     """The estimator that gives 0 leaves all teaching to the KL to a teacher."""
     algorithm, kl = config.algorithm, config.algorithm.kl
-    if algorithm.advantage != "zero":
+    if algorithm.advantage_estimator != "zero":
         return
-    if kl.coef == 0 or kl.path is None:
+    if kl.coef == 0 or kl.reference_model is None:
         message = "gives every token 0, so that only a teacher teaches, and there is none"
-        hint = "set algorithm.kl.path (and algorithm.kl.coef above 0), or use another estimator"
-        yield _conflict(config, _ADVANTAGE, message, hint, "algorithm.kl.path", "algorithm.kl.coef")
+        hint = "set algorithm.kl.reference_model (and algorithm.kl.coef above 0), or use another estimator"
+        yield _conflict(config, _ADVANTAGE, message, hint, "algorithm.kl.reference_model", "algorithm.kl.coef")
     elif kl.in_reward:
         message = f"cannot be reward: {_ADVANTAGE}=zero reads no reward, so nothing would be learned"
         yield _conflict(config, _PLACEMENT, message, "use advantage or loss", _ADVANTAGE)
@@ -310,7 +310,7 @@ def _loss(config: RunConfig) -> Iterator[Problem]:
         message = f"must be at most rollout.max_response_tokens={most}"
         yield _conflict(config, buffer, message, hint, "rollout.max_response_tokens")
     if algorithm.group_filter and not is_dotted_path(algorithm.group_filter):
-        hint = "or leave it empty; dynamic sampling is algorithm.filter_zero_variance"
+        hint = "or leave it empty; dynamic sampling is algorithm.dynamic_sampling"
         yield _conflict(config, "algorithm.group_filter", "must be a dotted path, package.module.function", hint)
     if algorithm.cov_min >= algorithm.cov_max:
         message = f"must be below algorithm.cov_max={value_text(algorithm.cov_max)}"
@@ -520,7 +520,7 @@ def _acts_on_ratio(config: RunConfig) -> str | None:
     if loss_traits(algorithm.loss).is_bounded:
         return f"algorithm.loss={algorithm.loss}"
     if algorithm.kl.in_reward or algorithm.kl.in_advantage:
-        return f"{_PLACEMENT}={algorithm.kl.placement}"
+        return f"{_PLACEMENT}={algorithm.kl.apply_to}"
     if correction.objective == "loglinear":
         return f"{_CORRECTION}.objective=loglinear"
     cuts = {
@@ -548,12 +548,12 @@ def _concurrency(config: RunConfig) -> Iterator[Problem]:
     if rollout.max_concurrency is not None and rollout.max_concurrency < rollout.num_workers:
         message = f"must be at least rollout.num_workers={rollout.num_workers}: each of them needs its share"
         yield _conflict(config, "rollout.max_concurrency", message, "raise it", "rollout.num_workers")
-    by_staleness = rollout.seed_requests is None
-    is_seeded = config.mode.max_staleness == 0 if by_staleness else rollout.seed_requests
+    by_staleness = rollout.per_request_seed is None
+    is_seeded = config.mode.max_staleness == 0 if by_staleness else rollout.per_request_seed
     if rollout.repack_below is not None and is_seeded and not config.mode.shares_devices:
         message = "must be null with seeded requests: what moves goes on with another seed, and timing says what moves"
-        hint = "leave it at null, or use rollout.seed_requests=false"
-        related = "mode.max_staleness" if by_staleness else "rollout.seed_requests"
+        hint = "leave it at null, or use rollout.per_request_seed=false"
+        related = "mode.max_staleness" if by_staleness else "rollout.per_request_seed"
         yield _conflict(config, "rollout.repack_below", message, hint, related)
 
 

@@ -65,7 +65,7 @@ class LearnerConfig:
     num_ranks: Int = key(2, "Learner processes, one per device (FSDP2 shards over all of them).", ge=1)
     lr: Float = key(1e-6, "Peak learning rate (AdamW).", gt=0)
     lr_schedule: Literal["constant", "cosine", "linear"] = key("constant", "Schedule after the warm-up.")
-    min_lr_frac: Float = key(
+    min_lr_ratio: Float = key(
         0.0, "Learning rate at the end of a cosine or linear schedule, as a share of `lr`.", ge=0, le=1
     )
     warmup_steps: Int = key(0, "Steps of linear warm-up.", ge=0)
@@ -81,7 +81,7 @@ class LearnerConfig:
         ge=0,
     )
     max_tokens_per_micro_batch: Int = key(16384, "Packed tokens per micro-batch and rank.", ge=1)
-    logprob_chunk_tokens: Int = key(1024, "Tokens whose logits exist at once.", ge=1)
+    logprob_chunk_size: Int = key(1024, "Tokens whose logits exist at once.", ge=1)
     activation_checkpointing: Bool = key(False, "Recompute each block in the backward.")
     compile: Bool = key(
         False,
@@ -191,7 +191,7 @@ class RolloutConfig:
     top_k: Int = key(
         0, "Top-k sampling of training rollouts; 0 keeps the whole vocabulary. What holds for `top_p` holds here.", ge=0
     )
-    seed_requests: Bool | None = key(
+    per_request_seed: Bool | None = key(
         None,
         "Whether every request has a seed of its own, which a run that is to repeat itself needs and which costs an "
         "engine some speed; otherwise the engines draw from `seed` in the order of their work. null is true with "
@@ -223,7 +223,7 @@ class RolloutConfig:
         "`fixed`. Shared out evenly over the rollout workers.",
         ge=1,
     )
-    report_load: Bool = key(
+    engine_stats: Bool = key(
         False,
         "Engines report the use of their KV cache, preemptions and what waits inside them (`engine/kv_usage_frac/*`, "
         "`engine/preemptions/*`, `engine/waiting/*`), which costs their front end some time in every step. "
@@ -239,10 +239,10 @@ class RolloutConfig:
     gpu_memory_utilization: Float = key(0.85, "Share of device memory for an engine (accelerators).", gt=0, le=1)
     kv_cache_gib: Float = key(1.0, "KV cache of an engine on `cpu`, GiB.", gt=0)
     enforce_eager: Bool = key(False, "Never capture device graphs.")
-    stream_tokens: Int = key(
+    stream_interval: Int = key(
         64,
         "Tokens per streamed chunk; a dead engine loses at most one chunk, and a live one gives a sign of life with "
-        "each, which must take much less than silence_timeout_s.",
+        "each, which must take much less than heartbeat_timeout_s.",
         ge=1,
         le=1024,
     )
@@ -265,7 +265,7 @@ class RolloutConfig:
         "again. While the run trains, it fails when no worker is left.",
         ge=0,
     )
-    silence_timeout_s: Float = key(
+    heartbeat_timeout_s: Float = key(
         120.0,
         "An engine that answers nothing for so long is lost, and so is one that has requests and gives no token, "
         "unless it is paused or asleep; a rollout worker is lost after half of it. What is lost is ended and started "
@@ -362,7 +362,7 @@ class TaskConfig:
     pass_rate_max: Float = key(
         1.0, "Prompts that the policy solves more often than this rest; below 1, always solved ones do.", ge=0, le=1
     )
-    pass_rate_retry_epochs: Int = key(
+    pass_rate_cooldown_epochs: Int = key(
         2, "A prompt that rests is passed over so many times, an epoch each, and then tried again.", ge=1
     )
     pass_rate_column: Text = key(
@@ -370,7 +370,7 @@ class TaskConfig:
         "Column with a pass rate of each prompt (0 to 1), measured before the run: counts until a group of it came "
         "back. Null is not known.",
     )
-    pass_reward: Float = key(1.0, "Reward from which a training answer passes.")
+    pass_threshold: Float = key(1.0, "Reward from which a training answer passes.")
     eval_size: Int = key(256, "Prompts per evaluation; 0 means all held-out prompts.", ge=0)
     max_operand: Int = key(49, "builtin:arithmetic only: largest operand of the additions.", ge=9)
     agent: Text = key(
@@ -420,7 +420,7 @@ class TelemetryConfig:
         "Write every group to `run_dir/trajectories`, before any filter, and every evaluation's answers to "
         "`run_dir/evaluations`.",
     )
-    trajectories_gib: Float | None = key(
+    max_trajectories_gib: Float | None = key(
         20.0,
         "GiB that `run_dir/trajectories` may hold at most, and `run_dir/evaluations` as many: what comes later is "
         "counted and not written. A token takes about 20 bytes. null for no bound.",
@@ -453,7 +453,7 @@ class TrainerConfig:
         "`eval_samples`. `eval/pass_at/1` is always there.",
         ge=1,
     )
-    eval_pass_reward: Float = key(1.0, "Reward from which a held-out answer passes.")
+    eval_pass_threshold: Float = key(1.0, "Reward from which a held-out answer passes.")
     eval_blocking: Bool = key(
         False,
         "Let the learner wait for each evaluation at the start and between steps; all engines then share its prompts. "
@@ -530,7 +530,7 @@ def model_paths(config: RunConfig) -> dict[str, str]:
     named = {
         "model.path": config.model.path,
         "critic.path": config.critic.path,
-        "algorithm.kl.path": config.algorithm.kl.path,
+        "algorithm.kl.reference_model": config.algorithm.kl.reference_model,
     }
     return {key: path for key, path in named.items() if path is not None}
 
@@ -542,7 +542,10 @@ def with_model_paths(config: RunConfig, change: Callable[[str], str]) -> RunConf
         config,
         model=replace(model, path=change(model.path)),
         critic=critic if critic.path is None else replace(critic, path=change(critic.path)),
-        algorithm=replace(config.algorithm, kl=kl if kl.path is None else replace(kl, path=change(kl.path))),
+        algorithm=replace(
+            config.algorithm,
+            kl=kl if kl.reference_model is None else replace(kl, reference_model=change(kl.reference_model)),
+        ),
     )
 
 

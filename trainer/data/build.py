@@ -244,11 +244,11 @@ def _name(trajectory: Trajectory) -> str:
 
 def _weights(samples: Sequence[Sample], algorithm: AlgorithmConfig, max_response_tokens: int) -> list[float]:
     """Of every sample; an answer counts once, by its tokens, however many sequences it consists of."""
-    norm = algorithm.aggregation_norm_tokens
+    norm = algorithm.loss_norm_tokens
     answers, of_answer = np.unique(np.array([s.answer_index for s in samples], np.int64), return_inverse=True)
     num_loss_tokens = np.bincount(of_answer, [s.num_loss_tokens for s in samples], minlength=len(answers))
     weights = loss_weights(
-        num_loss_tokens, algorithm.aggregation, norm_tokens=max_response_tokens if norm is None else norm
+        num_loss_tokens, algorithm.loss_aggregation, norm_tokens=max_response_tokens if norm is None else norm
     )
     return weights[of_answer].tolist()
 

@@ -170,7 +170,9 @@ def origin(cfg: RunConfig) -> dict[str, Any]:
         "seed": cfg.seed if is_random_init else None,
         "device.name": _device_name(cfg) if is_random_init else None,
         "critic.path": None if cfg.critic.path is None else _located(cfg.critic.path),
-        "algorithm.kl.path": None if cfg.algorithm.kl.path is None else _located(cfg.algorithm.kl.path),
+        "algorithm.kl.reference_model": None
+        if cfg.algorithm.kl.reference_model is None
+        else _located(cfg.algorithm.kl.reference_model),
     }
 
 
@@ -183,10 +185,10 @@ def _check_origin(cfg: RunConfig, resumed: ResumePoint, *, is_device_here: bool)
         why |= dict.fromkeys(base, "adapters are trained on frozen weights (model.lora)")
         why["model.lora.alpha"] = "it scales the adapters of the checkpoint, so the policy would be another one"
         why["model.lora.target_modules"] = "the policy has an adapter on each of them"
-    elif kl.coef > 0 and (kl.path is None or is_random_init(cfg.model, kl.path)):
+    elif kl.coef > 0 and (kl.reference_model is None or is_random_init(cfg.model, kl.reference_model)):
         why |= dict.fromkeys(base, "the reference is the first policy (algorithm.kl)")
     if kl.coef > 0:
-        why["algorithm.kl.path"] = "the KL would be to another model from here on"
+        why["algorithm.kl.reference_model"] = "the KL would be to another model from here on"
     if cfg.algorithm.uses_critic and not cfg.critic.shared_backbone:
         why["critic.path"] = "the critic goes on from the checkpoint, and another start would change nothing"
     if not is_device_here:

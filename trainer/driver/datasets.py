@@ -281,8 +281,8 @@ def pass_rates_of(task: TaskConfig, prompts: Sequence[Prompt]) -> PassRateFilter
     bounds = PassRateBounds(
         lowest=task.pass_rate_min,
         highest=task.pass_rate_max,
-        retry_epochs=task.pass_rate_retry_epochs,
-        pass_reward=task.pass_reward,
+        retry_epochs=task.pass_rate_cooldown_epochs,
+        pass_threshold=task.pass_threshold,
     )
     return PassRateFilter(len(prompts), bounds, start=_known_rates(task, prompts))
 
@@ -321,7 +321,13 @@ def _part_problems(cfg: RunConfig, reward: str, parts: Mapping[str, float]) -> I
     if not parts:
         message = f"reads the named parts of a reward, and {reward} returns none"
         hint = 'let it return a dict such as {"reward": total, "correct": .., "format": ..}, or use another estimator'
-        yield Problem(key="algorithm.advantage", value=algorithm.advantage, message=message, hint=hint, related=related)
+        yield Problem(
+            key="algorithm.advantage_estimator",
+            value=algorithm.advantage_estimator,
+            message=message,
+            hint=hint,
+            related=related,
+        )
         return
     for name in algorithm.gdpo_weights:
         if name not in parts:

@@ -41,12 +41,12 @@ class EngineMonitor:
     """Polls engines, each independently of the others.
 
     Args:
-        silence_timeout_s: how long an engine may be silent.
+        heartbeat_timeout_s: how long an engine may be silent.
         on_lost: (engine, its incarnation, reason) of one that died, or was silent for longer.
     """
 
-    def __init__(self, *, silence_timeout_s: float, on_lost: Callable[[str, int, str], object]) -> None:
-        self._silence_timeout_s = silence_timeout_s
+    def __init__(self, *, heartbeat_timeout_s: float, on_lost: Callable[[str, int, str], object]) -> None:
+        self._silence_timeout_s = heartbeat_timeout_s
         self._on_lost = on_lost
         self._polls: dict[str, asyncio.Task[None]] = {}
         self._incarnations: dict[str, int] = {}
@@ -122,12 +122,12 @@ def load_record(reports: Sequence[WorkerReport], loads: Mapping[str, EngineStatu
     Limits and requests in flight, queued, migrated and recovered are summed over workers.
     """
     record: dict[str, float] = {
-        "engine/held": sum(report.num_queued for report in reports),
-        "engine/moved_requests": sum(report.migrated_requests for report in reports),
-        "engine/moved_tokens": sum(report.migrated_tokens for report in reports),
-        "engine/rescued_requests": sum(report.recovered_requests for report in reports),
-        "engine/rescued_tokens": sum(report.recovered_tokens for report in reports),
-        "discarded/attempt_tokens": sum(report.lost_tokens for report in reports),
+        "engine/queued": sum(report.num_queued for report in reports),
+        "engine/repacked_requests": sum(report.migrated_requests for report in reports),
+        "engine/repacked_tokens": sum(report.migrated_tokens for report in reports),
+        "engine/migrated_requests": sum(report.recovered_requests for report in reports),
+        "engine/migrated_tokens": sum(report.recovered_tokens for report in reports),
+        "discarded/failed_attempt_tokens": sum(report.lost_tokens for report in reports),
     }
     limits, in_flight = Counter[str](), Counter[str]()
     for report in reports:

@@ -77,7 +77,7 @@ def score_set(
     num_samples = len(answers[0][2])
     rewards_PS = np.array([t.total_reward for t in trajectories], np.float64).reshape(-1, num_samples)  # P prompts
     means_P = rewards_PS.mean(axis=1)
-    num_passed_P = (rewards_PS >= cfg.eval_pass_reward).sum(axis=1)
+    num_passed_P = (rewards_PS >= cfg.eval_pass_threshold).sum(axis=1)
     largest_k = num_samples if cfg.eval_pass_k is None else cfg.eval_pass_k
     parts: dict[str, list[float]] = {}
     for trajectory in trajectories:

@@ -226,7 +226,7 @@ class Fleet:
         workers: Sequence[Any],
         *,
         group_timeout_s: float,
-        silence_timeout_s: float = SILENCE_S,
+        heartbeat_timeout_s: float = SILENCE_S,
         max_engine_restarts: int = 0,
         max_worker_restarts: int = 0,
         restart_engine: Callable[[str, int], Awaitable[int | None]] | None = None,
@@ -237,7 +237,7 @@ class Fleet:
         Args:
             engines: actors by name, all with the live weights; `restart_engine` puts new ones in here.
             group_timeout_s: longest time that a worker may take for a group, rewards included.
-            silence_timeout_s: of an engine; a worker has half of it.
+            heartbeat_timeout_s: of an engine; a worker has half of it.
             restart_engine: (engine, number of the restart) ends the old engine and puts a new one in its place, with
                 the newest weights; returns their version. Has a deadline.
             restart_worker: (place, number of the restart) -> a new worker actor, started. Has a deadline.
@@ -247,14 +247,14 @@ class Fleet:
         self._workers = [_Worker(name=f"rollout worker {index}", actor=actor) for index, actor in enumerate(workers)]
         self._group_timeout_s = group_timeout_s + GROUP_GRACE_S
         # Half: an engine seems to wait for a worker that does not read its stream, and would look silent with it.
-        self._worker_timeout_s = silence_timeout_s / 2
+        self._worker_timeout_s = heartbeat_timeout_s / 2
         self._restart_engine_actor, self._restart_worker_actor = restart_engine, restart_worker
         self._engine_policy = RestartPolicy(0 if restart_engine is None else max_engine_restarts)
         self._worker_policy = RestartPolicy(0 if restart_worker is None else max_worker_restarts)
         self._sync_states = sync_states
         self._table = {name: EngineRecord() for name in engines}
         self._epoch = 0
-        self._monitor = EngineMonitor(silence_timeout_s=silence_timeout_s, on_lost=self._lose_engine)
+        self._monitor = EngineMonitor(heartbeat_timeout_s=heartbeat_timeout_s, on_lost=self._lose_engine)
         self._restarts: dict[str, asyncio.Task[None]] = {}
         """Under way, of engines and workers."""
         self._changed = asyncio.Event()

@@ -88,7 +88,7 @@ class RolloutLoop:
         workers: Fleet,
         source: PromptSource,
     ) -> None:
-        self._filter_zero_variance = algorithm.filter_zero_variance
+        self._filter_zero_variance = algorithm.dynamic_sampling
         self._own_filter = own_group_filter(algorithm)
         self._state, self._telemetry, self._metrics = state, telemetry, metrics
         self._buffer, self._workers, self._source = buffer, workers, source
@@ -121,7 +121,7 @@ class RolloutLoop:
         self._source.observe(group)
         try:
             reason = filter_reason(
-                group, item.prompt, filter_zero_variance=self._filter_zero_variance, own=self._own_filter
+                group, item.prompt, dynamic_sampling=self._filter_zero_variance, own=self._own_filter
             )
         except GroupFilterError:  # ends the run; what it was given is written down
             telemetry.record_group(group, item.prompt, "filtered", "group_filter_failed")
@@ -152,12 +152,12 @@ class RolloutLoop:
         self._telemetry.record_failure(item, outcome, reason)
 
 
-def filter_reason(group: Group, prompt: Prompt, *, filter_zero_variance: bool, own: OwnFilter | None = None) -> str:
+def filter_reason(group: Group, prompt: Prompt, *, dynamic_sampling: bool, own: OwnFilter | None = None) -> str:
     """Why a finished group is replaced before it costs a training slot; empty if it is to be trained."""
     num_scored = sum(t.status != "failed" for t in group.trajectories)
     if num_scored < min(MIN_SCORED, len(group.trajectories)):
         return REWARDS_FAILED
-    if filter_zero_variance and group.has_equal_rewards:
+    if dynamic_sampling and group.has_equal_rewards:
         return "zero_variance"
     return "" if own is None else own(group, prompt)
 

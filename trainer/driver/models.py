@@ -124,7 +124,7 @@ def _why_silent(name: str) -> str | None:
 
 # --- configs and vocabularies ---
 
-TEACHER = "algorithm.kl.path"
+TEACHER = "algorithm.kl.reference_model"
 
 _TOKENIZER_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, StrictDataclassError)
 """Of transformers, for files that are missing, damaged or of a kind that it does not know."""

@@ -69,7 +69,7 @@ def _run_dir(config: RunConfig) -> Iterator[Problem]:
 def _models(config: RunConfig) -> Iterator[Problem]:
     """Critic and teacher have the policy's tokenizer, and count where they are used."""
     model, algorithm = config.model, config.algorithm
-    is_used = {"critic.path": algorithm.uses_critic, "algorithm.kl.path": algorithm.kl.coef > 0}
+    is_used = {"critic.path": algorithm.uses_critic, "algorithm.kl.reference_model": algorithm.kl.coef > 0}
     for key, path in model_paths(config).items():
         if not is_used.get(key, True):
             continue

@@ -289,7 +289,7 @@ def check_own_functions(cfg: RunConfig) -> None:
     if is_own(algorithm.loss):
         found.attempt(load_own, algorithm.loss, key="algorithm.loss", args=algorithm.loss_args)
     found.attempt(own_group_filter, algorithm)
-    if is_own(algorithm.advantage):
+    if is_own(algorithm.advantage_estimator):
         found.attempt(lambda: found.add(estimator_problems(cfg, traits_of(algorithm))))
     found.raise_if_any()
 

@@ -68,7 +68,7 @@ class StepMetrics:
         return {
             **batch_stats(groups, batch.step),
             **token_ages(batch, max_staleness=max_staleness),
-            **{f"learner/{name}": metric.mean for name, metric in result.metrics.items()},
+            **{name if "/" in name else f"learner/{name}": metric.mean for name, metric in result.metrics.items()},
             **{f"learner/{phase}_s": seconds for phase, seconds in result.seconds.items()},
             "learner/num_samples": batch.num_samples,
             "learner/num_sequences": batch.num_sequences,
@@ -80,11 +80,11 @@ class StepMetrics:
             "perf/tokens_per_s": batch.num_tokens / step_s,
             "perf/learner_busy_frac": min(learner_s / step_s, 1.0),
             **model_flops_utilization(result),
-            "wait/learner_for_data_s": wait_for_batch_s,
-            "wait/learner_for_evaluation_s": wait_for_eval_s,
-            "wait/learner_for_sync_s": wait_for_sync_s,
-            **{f"response/untrained/{reason}": number for reason, number in batch.excluded.items()},
-            "discarded/excluded_tokens": num_scored - batch.num_loss_tokens,
+            "time/wait_for_batch_s": wait_for_batch_s,
+            "time/wait_for_eval_s": wait_for_eval_s,
+            "time/wait_for_sync_s": wait_for_sync_s,
+            **{f"response/excluded/{reason}": number for reason, number in batch.excluded.items()},
+            "discarded/masked_tokens": num_scored - batch.num_loss_tokens,
             **self.lengths.record(),
         }
 
@@ -312,13 +312,13 @@ class QueueTimer:
         lost, self._lost = self._lost, defaultdict(float)
         waited_s, self._backpressure_s = backpressure_s - self._backpressure_s, backpressure_s
         return {
-            "wait/engines_idle_s": idle_frac * elapsed_s,
-            "wait/producer_for_slots_s": waited_s,
+            "time/engines_idle_s": idle_frac * elapsed_s,
+            "time/backpressure_s": waited_s,
             "perf/engines_busy_frac": 1 - idle_frac,
             "perf/groups_running": sum(s * n for n, s in seconds.items()) / elapsed_s,
             "discarded/filtered_tokens": lost["filtered_tokens"],
             "discarded/failed_tokens": lost["failed_tokens"],
-            "discarded/given_up_tokens": lost["given_up_tokens"],
+            "discarded/unused_tokens": lost["given_up_tokens"],
             "discarded/retried_s": lost["retried_s"],
             "discarded/dropped_s": lost["dropped_s"],
             **_queue_waits(times, groups),
@@ -334,10 +334,10 @@ class QueueTimer:
 def _queue_waits(times: Sequence[Mapping[str, float]], groups: Sequence[Group]) -> dict[str, float]:
     """Mean and maximum of each wait, in seconds: over groups, and of the wait for an engine over responses."""
     waits = {
-        "admitted_to_claimed_s": [at["claimed"] - at["admitted"] for at in times],
-        "claimed_to_finished_s": [at["finished"] - at["claimed"] for at in times],
-        "finished_to_taken_s": [at["taken"] - at["finished"] for at in times],
-        "for_engine_s": [
+        "pending_s": [at["claimed"] - at["admitted"] for at in times],
+        "rollout_s": [at["finished"] - at["claimed"] for at in times],
+        "ready_s": [at["taken"] - at["finished"] for at in times],
+        "engine_slot_s": [
             t.timings["engine_wait_s"] for group in groups for t in group.trajectories if "engine_wait_s" in t.timings
         ],
     }

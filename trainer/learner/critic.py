@@ -280,7 +280,7 @@ class SharedCritic:
 
 
 def build_critic(cfg: RunConfig, built: BuiltPolicy, context: ParallelContext) -> SeparateCritic | SharedCritic | None:
-    """The critic that `algorithm.advantage=gae` needs; None with every other estimator.
+    """The critic that `algorithm.advantage_estimator=gae` needs; None with every other estimator.
 
     Raises:
         ModelError: `critic.path` cannot be trained.

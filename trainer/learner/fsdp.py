@@ -181,7 +181,7 @@ def learning_rate(step: int, *, config: LearnerConfig, total_steps: int) -> floa
             share = 0.5 * (1.0 + math.cos(math.pi * progress))
         case _:
             raise ValueError(f"learner.lr_schedule must be constant, cosine or linear, got {config.lr_schedule!r}")
-    return config.lr * (config.min_lr_frac + (1.0 - config.min_lr_frac) * share)
+    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * share)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

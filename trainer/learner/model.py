@@ -244,7 +244,7 @@ class PolicyModel(nn.Module):
         self.hf = hf
         self.value_head = value_head
         self._temperature = cfg.rollout.temperature
-        self._chunk_tokens = cfg.learner.logprob_chunk_tokens
+        self._chunk_tokens = cfg.learner.logprob_chunk_size
         self._entropy_has_grad = cfg.algorithm.entropy_coef > 0
 
     def forward(self, inputs: PackedInputs) -> PolicyOutput:

@@ -214,16 +214,16 @@ class PolicyTrainer:
             "entropy": output.entropy_L.detach().sum(),
             "ratio": stats.ratio_sum,
             "ratio_max": stats.ratio_max,
-            "clip_low": stats.clipped_low,
-            "clip_high": stats.clipped_high,
-            "clip_dual": stats.clipped_dual,
+            "clip_ratio_low": stats.clipped_low,
+            "clip_ratio_high": stats.clipped_high,
+            "dual_clip": stats.clipped_dual,
             **correction,
         }
         if algorithm.entropy_coef > 0:
             loss_L = loss_L - algorithm.entropy_coef * output.entropy_L * keep_L
         if reference_T is not None:
             reference_L = to_device(reference_T[mask], self.device)
-            if algorithm.kl.placement == "loss":
+            if algorithm.kl.apply_to == "loss":
                 penalty_L = kl_penalty(output.logprobs_L, reference_L, algorithm.kl.estimator)
                 loss_L = loss_L + algorithm.kl.coef * penalty_L * keep_L
             sums["kl_reference"] = kl_penalty(output.logprobs_L.detach(), reference_L, "k3").sum()

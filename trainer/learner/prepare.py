@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 
 class Reference:
-    """What the policy is held near. It is read from `algorithm.kl.path` or `model.path` (or the seed) again, never from
+    """What the policy is held near. It is read from `algorithm.kl.reference_model` or `model.path` (or the seed) again,
+    never from
     a checkpoint, so a resumed run has the reference that it began with."""
 
     def __init__(self, built: BuiltPolicy, *, key: str) -> None:
@@ -76,14 +77,15 @@ def build_reference(cfg: RunConfig, built: BuiltPolicy, context: ParallelContext
     kl = cfg.algorithm.kl
     if kl.coef == 0:
         return None
-    key = "model.path" if kl.path is None else "algorithm.kl.path"
-    if cfg.model.lora.rank and kl.path is None:
+    key = "model.path" if kl.reference_model is None else "algorithm.kl.reference_model"
+    if cfg.model.lora.rank and kl.reference_model is None:
         return Reference(built, key=key)
-    meta = meta_model(cfg.model.path if kl.path is None else kl.path, cfg)
+    meta = meta_model(cfg.model.path if kl.reference_model is None else kl.reference_model, cfg)
     known, needed = vocab_size(meta.hf), vocab_size(built.policy.hf)
     if known < needed:
         raise ModelError(
-            f"algorithm.kl.path {kl.path!r} has {known} tokens, the policy {needed}; it has to judge whatever the "
+            f"algorithm.kl.reference_model {kl.reference_model!r} has {known} tokens, the policy {needed}; "
+            "it has to score whatever the "
             "policy may sample, use a model of the same family with at least as many"
         )
     for param in meta.hf.parameters():

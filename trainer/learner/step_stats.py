@@ -35,9 +35,9 @@ class StepResult:
     step: int
     metrics: Mapping[str, Metric]
     """Equal on every rank. `loss`, `grad_norm`, `lr`, `ratio_mean`, `ratio_max`, `clip_low_frac`, `clip_high_frac`,
-    `clip_dual_frac`, `entropy` (nats per token), `kl_behaviour` (k3, nats per token), `num_loss_tokens`, with a
+    `clip_dual_frac`, `entropy` (nats per token), `kl_behavior` (k3, nats per token), `num_loss_tokens`, with a
     reference `kl_reference` (k3, nats per token),
-    `num_tokens`; `mismatch_engine`, `mismatch_engine_kl`, `mismatch_stale`, `mismatch_stale_kl` (nats per token);
+    `num_tokens`; `mismatch/fresh`, `mismatch/fresh_kl`, `mismatch/stale`, `mismatch/stale_kl` (nats per token);
     with a correction `correction_weight_mean`, `correction_weight_max`, `correction_ess_frac`, and of its actions
     `correction_clamped_frac`, `correction_masked_frac`, `correction_rejected_frac`. With a critic `value_loss`,
     `value_mean`, `return_mean`, `value_explained_variance`, `value_clip_frac`, and of one with its own backbone
@@ -89,19 +89,19 @@ def policy_metrics(sums: Mapping[str, float], *, correction: CorrectionConfig) -
     num_loss = sums["num_loss_tokens"]
     per_token = {
         "ratio_mean": sums["ratio"],
-        "kl_behaviour": sums["engine_kl"] + sums["stale_kl"],
-        "clip_low_frac": sums["clip_low"],
-        "clip_high_frac": sums["clip_high"],
-        "clip_dual_frac": sums["clip_dual"],
+        "kl_behavior": sums["fresh_kl"] + sums["stale_kl"],
+        "clip_low_frac": sums["clip_ratio_low"],
+        "clip_high_frac": sums["clip_ratio_high"],
+        "clip_dual_frac": sums["dual_clip"],
         "entropy": sums["entropy"],
     }
     if "kl_reference" in sums:
         per_token["kl_reference"] = sums["kl_reference"]
     metrics = {name: Metric(sum=sums[name]) for name in ("loss", "ratio_max", "num_loss_tokens", "num_tokens")}
-    for cause in ("engine", "stale"):
+    for cause in ("fresh", "stale"):
         if num_tokens := sums[f"{cause}_tokens"]:
-            metrics[f"mismatch_{cause}"] = Metric(sum=sums[f"{cause}_abs"], count=num_tokens)
-            metrics[f"mismatch_{cause}_kl"] = Metric(sum=sums[f"{cause}_kl"], count=num_tokens)
+            metrics[f"mismatch/{cause}"] = Metric(sum=sums[f"{cause}_abs"], count=num_tokens)
+            metrics[f"mismatch/{cause}_kl"] = Metric(sum=sums[f"{cause}_kl"], count=num_tokens)
     actions = {"clamped": correction.clamp, "masked": correction.mask, "rejected": correction.reject}
     active = [name for name, action in actions.items() if action.is_active]
     if active or correction.objective != "bypass":

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 class MetricInfo(NamedTuple):
@@ -50,21 +53,21 @@ ENGINES: Rows = (
     ),
     ("fleet/engine_restarts", "engines", "Lost engines that were started again, since the run began.", "0"),
     ("fleet/worker_restarts", "workers", "Lost rollout workers that were started again, since the run began.", "0"),
-    ("engine/held", "requests", "Requests that wait for room on an engine.", "0 with a fixed concurrency of null"),
+    ("engine/queued", "requests", "Requests that wait for room on an engine.", "0 with a fixed concurrency of null"),
     (
-        "engine/moved_requests",
+        "engine/repacked_requests",
         "requests",
         "Moves of a request so that its engine is free, since the rollout workers began; with rollout.repack_below.",
         "a few per freed engine; 0 without the key",
     ),
     (
-        "engine/moved_tokens",
+        "engine/repacked_tokens",
         "tokens",
         "Tokens of these moves, prompts included, which the other engines computed again.",
         "< 20% of the generated tokens",
     ),
-    ("engine/rescued_requests", "requests", "Sent on when their engine was lost, since the workers began.", "0"),
-    ("engine/rescued_tokens", "tokens", "Tokens of answers that these had and kept.", "0"),
+    ("engine/migrated_requests", "requests", "Sent on when their engine was lost, since the workers began.", "0"),
+    ("engine/migrated_tokens", "tokens", "Tokens of answers that these had and kept.", "0"),
     ("engine/limit/*", "requests", "Most requests that the engine is sent at once, now.", "steady"),
     ("engine/in_flight/*", "requests", "Requests of training that the engine has.", "near engine/limit"),
     ("engine/running/*", "requests", "Requests in the engine's batch.", "<= rollout.max_num_seqs"),
@@ -77,13 +80,13 @@ ENGINES: Rows = (
     (
         "engine/kv_usage_frac/*",
         "fraction",
-        "KV cache that running requests hold; with rollout.report_load or concurrency=adaptive.",
+        "KV cache that running requests hold; with rollout.engine_stats or concurrency=adaptive.",
         "0.5 .. 0.95",
     ),
     (
         "engine/preemptions/*",
         "requests",
-        "Requests that lost their cache to others since the engine began; with rollout.report_load or "
+        "Requests that lost their cache to others since the engine began; with rollout.engine_stats or "
         "concurrency=adaptive.",
         "grows rarely",
     ),
@@ -95,7 +98,7 @@ LEARNER: Rows = (
         "learner/loss",
         "loss",
         "What the policy is trained on: its loss after the correction, with the entropy bonus and the KL penalty "
-        "where they are in the loss; summed or averaged over the whole step by algorithm.aggregation.",
+        "where they are in the loss; summed or averaged over the whole step by algorithm.loss_aggregation.",
         "near 0; finite",
     ),
     ("learner/skipped_steps", "0 or 1", "Whether the step was skipped, since a gradient is not finite.", "0"),
@@ -123,7 +126,7 @@ LEARNER: Rows = (
     ),
     ("learner/clip_dual_frac", "fraction", "Tokens whose gradient the dual clip cut.", "< 0.01"),
     ("learner/entropy", "nats/token", "Entropy of the policy on the trained tokens.", "falls slowly, not to 0"),
-    ("learner/kl_behaviour", "nats/token", "KL of the sampling policy to the trained one (k3).", "< 0.05"),
+    ("learner/kl_behavior", "nats/token", "KL of the sampling policy to the trained one (k3).", "< 0.05"),
     (
         "learner/kl_reference",
         "nats/token",
@@ -131,19 +134,19 @@ LEARNER: Rows = (
         "rises slowly, then levels off; falls to a teacher",
     ),
     (
-        "learner/mismatch_engine",
+        "mismatch/fresh",
         "nats/token",
         "Mean distance of the log-probs of learner and engine on tokens of age 0: same weights, other kernels.",
         "< 0.01 in float32, < 0.05 in bfloat16",
     ),
-    ("learner/mismatch_engine_kl", "nats/token", "KL of engine to learner on tokens of age 0 (k3).", "< 0.002"),
+    ("mismatch/fresh_kl", "nats/token", "KL of engine to learner on tokens of age 0 (k3).", "< 0.002"),
     (
-        "learner/mismatch_stale",
+        "mismatch/stale",
         "nats/token",
         "The same distance on older tokens: what was learned since, on top of the engine's mismatch.",
         "a few times mismatch_engine",
     ),
-    ("learner/mismatch_stale_kl", "nats/token", "KL of engine to learner on older tokens (k3).", "< 0.05"),
+    ("mismatch/stale_kl", "nats/token", "KL of engine to learner on older tokens (k3).", "< 0.05"),
     (
         "learner/correction_weight_mean",
         "weight",
@@ -188,7 +191,7 @@ LEARNER: Rows = (
     (
         "learner/num_samples",
         "answers",
-        "Answers of the step that are trained: all but response/untrained.",
+        "Answers of the step that are trained: all but response/excluded.",
         "groups_per_step x group_size",
     ),
     (
@@ -286,7 +289,7 @@ TRAINING: Rows = (
     (
         "eval/pass_at/*",
         "fraction",
-        "Held-out prompts of which one of so many answers reaches trainer.eval_pass_reward, estimated unbiased from "
+        "Held-out prompts of which one of so many answers reaches trainer.eval_pass_threshold, estimated unbiased from "
         "eval/num_samples answers each.",
         "rises",
     ),
@@ -319,28 +322,28 @@ TRAINING: Rows = (
         "0",
     ),
     (
-        "discarded/given_up_tokens",
+        "discarded/unused_tokens",
         "tokens",
         "Tokens that agent loops asked for and put into no turn of their answer, which has a reward; since the last "
         "line.",
         "0, unless loops ask for more than they use",
     ),
     (
-        "response/untrained/*",
+        "response/excluded/*",
         "answers",
         "Of the step's answers, those that carry no loss, by reason: failed, truncated, no_generated_tokens, "
         "no_peer_in_group (the only one of its group with a reward). Absent at 0.",
         "few",
     ),
     (
-        "discarded/excluded_tokens",
+        "discarded/masked_tokens",
         "tokens",
         "Generated tokens of the step's judged answers that carry no loss, e.g. of truncated ones.",
         "few",
     ),
     ("discarded/retried_s", "s", "Group-seconds of failed attempts that were retried, since the last line.", "0"),
     ("discarded/dropped_s", "s", "The same of last attempts, after which the prompt was given up.", "0"),
-    ("discarded/attempt_tokens", "tokens", "Of failed and cancelled attempts, since the workers began.", "0"),
+    ("discarded/failed_attempt_tokens", "tokens", "Of failed and cancelled attempts, since the workers began.", "0"),
     (
         "length_bias/ks",
         "fraction",
@@ -389,47 +392,47 @@ TIMING: Rows = (
     ),
     ("perf/groups_running", "groups", "Groups with a worker, as buffer/num_running; mean over the time.", "steady"),
     ("perf/mfu", "fraction", "Model-flops utilisation of the learner in learner/step_s.", "> 0.3 on accelerators"),
-    ("wait/learner_for_data_s", "s", "The learner stood still: no batch was ready.", "small beside perf/step_s"),
+    ("time/wait_for_batch_s", "s", "The learner stood still: no batch was ready.", "small beside perf/step_s"),
     (
-        "wait/learner_for_evaluation_s",
+        "time/wait_for_eval_s",
         "s",
-        "Part of wait/learner_for_data_s in which an evaluation ran; with one engine, syncs wait for that.",
+        "Part of time/wait_for_batch_s in which an evaluation ran; with one engine, syncs wait for that.",
         "0 on most lines",
     ),
-    ("wait/learner_for_sync_s", "s", "The learner stood still: weights were on their way.", "< 5% of perf/step_s"),
+    ("time/wait_for_sync_s", "s", "The learner stood still: weights were on their way.", "< 5% of perf/step_s"),
     (
-        "wait/engines_idle_s",
+        "time/engines_idle_s",
         "s",
         "Time that an engine had no request inside, mean over all engines, lost ones included. Engines measure it, and "
         "are asked once a second: of a step shorter than that it is the mean of a second. Pauses are in sync/pause_s.",
         "< 5% of perf/step_s, but with S = 0",
     ),
     (
-        "wait/producer_for_slots_s",
+        "time/backpressure_s",
         "s",
         "Admission waited because all slots were taken; counted where the wait ends.",
         "engines busy all the same",
     ),
-    ("queue/admitted_to_claimed_s", "s", "From admission until a worker got it, mean of the step's groups.", "0"),
-    ("queue/admitted_to_claimed_s_max", "s", "Longest of them.", "0"),
+    ("queue/pending_s", "s", "From admission until a worker got it, mean of the step's groups.", "0"),
+    ("queue/pending_s_max", "s", "Longest of them.", "0"),
     (
-        "queue/claimed_to_finished_s",
+        "queue/rollout_s",
         "s",
         "From then until its last reward: waits for room at an engine and for a free reward process, generation, "
         "rewards. Mean of the step's groups.",
         "steady",
     ),
-    ("queue/claimed_to_finished_s_max", "s", "Longest of them.", "<= S + 1 steps"),
+    ("queue/rollout_s_max", "s", "Longest of them.", "<= S + 1 steps"),
     (
-        "queue/for_engine_s",
+        "queue/engine_slot_s",
         "s",
         "Part of it in which an answer waited in its worker for room at an engine (rollout.max_concurrency, engines at "
         "rest), all its turns and moves; mean of the step's answers.",
-        "small beside queue/claimed_to_finished_s",
+        "small beside queue/rollout_s",
     ),
-    ("queue/for_engine_s_max", "s", "Longest of them.", "well below rollout.request_timeout_s"),
-    ("queue/finished_to_taken_s", "s", "From the end of a group until its step, mean of its groups.", "< S steps"),
-    ("queue/finished_to_taken_s_max", "s", "Longest of them.", "<= S + 1 steps"),
+    ("queue/engine_slot_s_max", "s", "Longest of them.", "well below rollout.request_timeout_s"),
+    ("queue/ready_s", "s", "From the end of a group until its step, mean of its groups.", "< S steps"),
+    ("queue/ready_s_max", "s", "Longest of them.", "<= S + 1 steps"),
     ("devices/sleep_s", "s", "Shared devices: engines ended their requests and gave their memory back.", "< 2 s"),
     ("devices/onload_s", "s", "Shared devices: slowest rank took its memory back from the host.", "bytes / 50 GB/s"),
     ("devices/offload_s", "s", "Shared devices: slowest rank moved its memory to the host.", "bytes / 50 GB/s"),
@@ -449,7 +452,7 @@ BUFFER: Rows = (
     ("buffer/num_queued", "groups", "Admitted, not yet sent to a worker.", "small"),
     ("buffer/num_running", "groups", "With a worker: waiting there, generated or rewarded.", "> 0"),
     ("buffer/num_ready", "groups", "Finished, waiting for a step.", "> 0 if the learner must not wait"),
-    ("buffer/num_taken", "groups", "Taken by a step whose weights are not live yet.", "<= num_slots"),
+    ("buffer/num_training", "groups", "Taken by a step whose weights are not live yet.", "<= num_slots"),
     ("buffer/oldest_age", "versions", "Age at the next step of the oldest group outstanding.", "<= S"),
     ("buffer/version", "versions", "Version that is live on the engines, as the buffer sees it.", "grows"),
     ("buffer/admitted", "groups", "Prompts admitted since the start of the run.", "grows"),
@@ -464,15 +467,15 @@ BUFFER: Rows = (
     ("buffer/failed", "groups", "Failed attempts, retried or not.", "0"),
     ("buffer/retried", "groups", "Attempts after a failure.", "0"),
     ("buffer/dropped/*", "groups", "Groups given up after their last retry, by error.", "0"),
-    ("buffer/refilled", "groups", "Filtered and dropped groups, each replaced by one more prompt.", "few"),
+    ("buffer/replaced", "groups", "Filtered and dropped groups, each replaced by one more prompt.", "few"),
     ("buffer/discarded_tokens", "tokens", "As discarded_tokens.", "0, always"),
     (
-        "buffer/take_wait_s",
+        "buffer/batch_wait_s",
         "s",
         "Wait for groups of the next step since the process began, the learner being idle or not.",
         "any",
     ),
-    ("buffer/forced_wait_s", "s", "Part of it spent on old groups while enough others were ready.", "any"),
+    ("buffer/oldest_wait_s", "s", "Part of it spent on old groups while enough others were ready.", "any"),
     ("buffer/slot_wait_s", "s", "Wait for a free slot since the process began.", "any"),
     ("data/epoch", "epochs", "Epoch of the prompt that is admitted next, from 0.", "grows"),
     ("data/difficulty_mean", "as the column", "Mean difficulty of the step's prompts; with a curriculum.", "rises"),
@@ -482,7 +485,7 @@ BUFFER: Rows = (
         "Mean of the newest pass rates of all prompts that have one; with the pass-rate filter, as the next two.",
         "rises",
     ),
-    ("data/resting", "prompts", "Prompts outside task.pass_rate_min .. pass_rate_max, now.", "well below all"),
+    ("data/prompts_excluded", "prompts", "Prompts outside task.pass_rate_min .. pass_rate_max, now.", "well below all"),
     (
         "data/skipped/*",
         "prompts",
@@ -503,10 +506,10 @@ BUFFER: Rows = (
         "0",
     ),
     (
-        "telemetry/trajectories_left_out",
+        "telemetry/trajectories_skipped",
         "records",
-        "Groups, failed attempts and evaluations that were not recorded: telemetry.trajectories_gib was reached, or the"
-        " disk was 64 records behind.",
+        "Groups, failed attempts and evaluations that were not recorded: telemetry.max_trajectories_gib was reached or "
+        "the disk was 64 records behind.",
         "0",
     ),
     (
@@ -531,13 +534,59 @@ METRICS = tuple(MetricInfo(*row) for section in SECTIONS.values() for row in sec
 
 REQUIRED: tuple[str, ...] = (
     "step", "version", "time_s", "reward/mean", "staleness/max", "staleness/mean", "discarded_tokens",
-    "perf/rollout_tokens_per_s", "perf/train_tokens_per_s", "wait/learner_for_data_s", "wait/learner_for_sync_s",
-    "wait/engines_idle_s", "wait/producer_for_slots_s",
+    "perf/rollout_tokens_per_s", "perf/train_tokens_per_s", "time/wait_for_batch_s", "time/wait_for_sync_s",
+    "time/engines_idle_s", "time/backpressure_s",
     "sync/pack_s", "sync/pull_s", "sync/pause_s", "sync/version_lag",
 )  # fmt: skip
 """On every line. `eval/accuracy` and `eval/version` stand on the lines where an evaluation ended."""
 
+RENAMED: Mapping[str, str] = {
+    "buffer/forced_wait_s": "buffer/oldest_wait_s",
+    "buffer/num_taken": "buffer/num_training",
+    "buffer/refilled": "buffer/replaced",
+    "buffer/take_wait_s": "buffer/batch_wait_s",
+    "data/resting": "data/prompts_excluded",
+    "discarded/attempt_tokens": "discarded/failed_attempt_tokens",
+    "discarded/excluded_tokens": "discarded/masked_tokens",
+    "discarded/given_up_tokens": "discarded/unused_tokens",
+    "engine/held": "engine/queued",
+    "engine/moved_requests": "engine/repacked_requests",
+    "engine/moved_tokens": "engine/repacked_tokens",
+    "engine/rescued_requests": "engine/migrated_requests",
+    "engine/rescued_tokens": "engine/migrated_tokens",
+    "learner/kl_behaviour": "learner/kl_behavior",
+    "learner/mismatch_engine": "mismatch/fresh",
+    "learner/mismatch_engine_kl": "mismatch/fresh_kl",
+    "learner/mismatch_stale": "mismatch/stale",
+    "learner/mismatch_stale_kl": "mismatch/stale_kl",
+    "queue/admitted_to_claimed_s": "queue/pending_s",
+    "queue/claimed_to_finished_s": "queue/rollout_s",
+    "queue/finished_to_taken_s": "queue/ready_s",
+    "queue/for_engine_s": "queue/engine_slot_s",
+    "response/untrained": "response/excluded",
+    "telemetry/trajectories_left_out": "telemetry/trajectories_skipped",
+    "wait/engines_idle_s": "time/engines_idle_s",
+    "wait/learner_for_data_s": "time/wait_for_batch_s",
+    "wait/learner_for_evaluation_s": "time/wait_for_eval_s",
+    "wait/learner_for_sync_s": "time/wait_for_sync_s",
+    "wait/producer_for_slots_s": "time/backpressure_s",
+}
+"""Earlier name of a metric, or of a family, -> its name now; lines of earlier runs are read through this map."""
+
 _BY_NAME = {metric.name: metric for metric in METRICS}
+
+
+def current_names(record: Mapping[str, Any]) -> dict[str, Any]:
+    """`record`, a line of metrics.jsonl of any age, under the names of today."""
+    return {_current_name(name): value for name, value in record.items()}
+
+
+def _current_name(name: str) -> str:
+    base, suffix = (name[:-4], "_max") if name.endswith("_max") else (name, "")
+    if base in RENAMED:
+        return RENAMED[base] + suffix
+    family, _, member = name.rpartition("/")
+    return f"{RENAMED[family]}/{member}" if family in RENAMED else name
 
 
 def find_row(name: str) -> MetricInfo | None:

@@ -114,7 +114,7 @@ class Telemetry:
         }
         if self.recorder is not None:
             record["telemetry/trajectory_errors"] = self.recorder.num_errors
-            record["telemetry/trajectories_left_out"] = self.recorder.num_skipped
+            record["telemetry/trajectories_skipped"] = self.recorder.num_skipped
         return record
 
     async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
@@ -143,7 +143,7 @@ def opened(cfg: RunConfig, run_dir: RunDir, console: Console) -> Iterator[Teleme
         progress = stack.enter_context(contextlib.closing(Progress(cfg, console=console)))
         writer = stack.enter_context(contextlib.closing(build_writer(cfg, run_dir)))
         tracer = stack.enter_context(contextlib.closing(Tracer(run_dir.trace if cfg.telemetry.trace else None)))
-        gib = cfg.telemetry.trajectories_gib
+        gib = cfg.telemetry.max_trajectories_gib
         max_bytes = None if gib is None else int(gib * 2**30)
         recorder = (
             TrajectoryRecorder(run_dir.trajectories, max_bytes=max_bytes) if cfg.telemetry.record_trajectories else None

@@ -3,7 +3,7 @@ raised: a group without trajectories, with the reason.
 
 `trajectories/groups_00000.jsonl`, `groups_00001.jsonl`, ...: one JSON object per line and group. A new process begins a
 new file, so a file is never appended to behind a line that a crash has torn. After a resume, groups generated after the
-checkpoint appear again in a later file. `telemetry.trajectories_gib` bounds what they hold together.
+checkpoint appear again in a later file. `telemetry.max_trajectories_gib` bounds what they hold together.
 
 `evaluations/version_N.jsonl`: one JSON object per line and held-out prompt, with all answers to it, in the order of the
 evaluation. Each evaluation has a file of its own, whole however large it is: `version_N.2.jsonl` is of the second one
@@ -84,7 +84,7 @@ class TrajectoryRecorder:
                 self._is_behind = True
                 logger.warning(
                     "%s takes records too slowly: %d wait, so some are skipped, and counted in "
-                    "telemetry/trajectories_left_out",
+                    "telemetry/trajectories_skipped",
                     self._folder,
                     MAX_PENDING,
                 )
@@ -160,8 +160,8 @@ class TrajectoryRecorder:
         if folder not in self._full:
             self._full.add(folder)
             logger.warning(
-                "%s has what telemetry.trajectories_gib=%g allows: what comes now is not written there, and counted in "
-                "telemetry/trajectories_left_out",
+                "%s has what telemetry.max_trajectories_gib=%g allows: later records are counted in "
+                "telemetry/trajectories_skipped",
                 folder,
                 self._max_bytes / 2**30,
             )

@@ -207,7 +207,7 @@ def _shares(facts: RunFacts, step_s: float) -> Shares:
     slots = [line.slot_wait_s for line in lines if line.slot_wait_s is not None]
     # Groups of the next step are waited for while the learner is busy with this one, which costs nothing.
     forced_s = sum(
-        min(max(0.0, b.forced_wait_s - a.forced_wait_s), b.data_wait_s)
+        min(max(0.0, b.oldest_wait_s - a.oldest_wait_s), b.data_wait_s)
         for a, b in itertools.pairwise(lines)
         if b.step == a.step + 1
     )

@@ -86,7 +86,7 @@ def _advantage_checks(path: str, numbers: Mapping[str, float]) -> list[Check]:
     from trainer.config.algorithm import declared_traits
     from trainer.tools.plugin_contracts import EstimatorFn, advantage_checks
 
-    estimator = load_own(path, key="algorithm.advantage", args=numbers)
+    estimator = load_own(path, key="algorithm.advantage_estimator", args=numbers)
     bound = cast("EstimatorFn", functools.partial(estimator, **numbers))
     return advantage_checks(bound, traits=declared_traits(estimator))
 

@@ -385,9 +385,9 @@ def _critic_shape(cfg: RunConfig) -> ModelShape | None:
 
 
 def _teacher_shape(cfg: RunConfig) -> ModelShape | None:
-    path = cfg.algorithm.kl.path
+    path = cfg.algorithm.kl.reference_model
     whole = replace(cfg, model=replace(cfg.model, lora=LoraConfig()))  # adapters are the policy's
-    return None if path is None else _shape(whole, path, key="algorithm.kl.path")
+    return None if path is None else _shape(whole, path, key="algorithm.kl.reference_model")
 
 
 def _check_mean(cfg: RunConfig, response_tokens: float | None) -> None:

@@ -294,7 +294,7 @@ def _computing(cfg: RunConfig, shape: ModelShape, device: Device) -> Items:
         "unsharded weights": (unsharded * b, "model.compute_dtype=bfloat16"),
         "unsharded gradients": (in_backward * (b + 4), "a smaller model"),
         "activations": (activations, f"learner.max_tokens_per_micro_batch: fewer{recompute}"),
-        "logits of a chunk": (_logits_bytes(cfg, shape), "learner.logprob_chunk_tokens: fewer"),
+        "logits of a chunk": (_logits_bytes(cfg, shape), "learner.logprob_chunk_size: fewer"),
     })  # fmt: skip
 
 
@@ -303,9 +303,9 @@ def _scoring(cfg: RunConfig, shape: ModelShape) -> Items:
     b = DTYPE_BYTES[cfg.model.compute_dtype]
     block = activation_bytes_per_block(shape, num_tokens=cfg.learner.max_tokens_per_micro_batch, compute_bytes=b)
     return _estimates({
-        "unsharded weights, reference": (_gathered_params(shape) * b, "algorithm.kl.path: a smaller model"),
+        "unsharded weights, reference": (_gathered_params(shape) * b, "algorithm.kl.reference_model: a smaller model"),
         "activations, reference": (block, "learner.max_tokens_per_micro_batch: fewer"),
-        "logits of a chunk, reference": (_logits_bytes(cfg, shape), "learner.logprob_chunk_tokens: fewer"),
+        "logits of a chunk, reference": (_logits_bytes(cfg, shape), "learner.logprob_chunk_size: fewer"),
     })  # fmt: skip
 
 
@@ -324,7 +324,7 @@ def _gathered_params(shape: ModelShape) -> int:
 
 def _logits_bytes(cfg: RunConfig, shape: ModelShape) -> int:
     """Of one chunk, in float32: logits, probabilities and the gradient."""
-    tokens = min(cfg.learner.logprob_chunk_tokens, cfg.learner.max_tokens_per_micro_batch)
+    tokens = min(cfg.learner.logprob_chunk_size, cfg.learner.max_tokens_per_micro_batch)
     return 3 * 4 * tokens * shape.vocab_size
 
 

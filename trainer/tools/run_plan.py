@@ -173,7 +173,7 @@ def plan_run(
     """
     Args:
         critic: of a critic with a separate backbone.
-        teacher: of the model that `algorithm.kl.path` names.
+        teacher: of the model that `algorithm.kl.reference_model` names.
         host_bytes: memory of the host that has all ranks; None if that is not known.
         node_of: name of a learner or an engine -> its node; None takes all to be on one.
     """

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import yaml
 
 from trainer.config.plain import read_stored
+from trainer.telemetry.metrics import current_names
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -91,7 +92,7 @@ class StepLine:
     pack_s: float
     engines_idle_s: float | None
     slot_wait_s: float | None
-    forced_wait_s: float
+    oldest_wait_s: float
     """Total since the start of the process, not of this step."""
     evaluation_wait_s: float = 0.0
     """What the learner waited for groups because an engine had an evaluation instead."""
@@ -191,7 +192,7 @@ def _json_object(text: str) -> Record | None:
         value = json.loads(text)
     except ValueError:
         return None
-    return value if isinstance(value, dict) else None
+    return current_names(value) if isinstance(value, dict) else None
 
 
 def read_setup(run_dir: Path) -> Setup:
@@ -240,7 +241,7 @@ def read_lines(run_dir: Path, setup: Setup) -> list[StepLine]:
     lines: list[StepLine] = []
     for number, text in enumerate(texts, start=1):
         try:
-            lines.append(_step_line(json.loads(text), setup))
+            lines.append(_step_line(current_names(json.loads(text)), setup))
         except (ValueError, KeyError, TypeError) as error:
             if number == len(texts):
                 break
@@ -257,23 +258,23 @@ def _step_line(record: Record, setup: Setup) -> StepLine:
         return 0.0 if number is None else number
 
     # An evaluation has one of the engines, so it causes only that part of a wait beside it.
-    evaluation_wait_s = total("wait/learner_for_evaluation_s") / setup.num_replicas
+    evaluation_wait_s = total("time/wait_for_eval_s") / setup.num_replicas
     return StepLine(
         step=int(record["step"]),
         step_s=float(record["perf/step_s"]),
         learner_s=float(record["learner/step_s"]),
-        data_wait_s=max(0.0, float(record["wait/learner_for_data_s"]) - evaluation_wait_s),
+        data_wait_s=max(0.0, float(record["time/wait_for_batch_s"]) - evaluation_wait_s),
         evaluation_wait_s=evaluation_wait_s,
-        sync_wait_s=float(record["wait/learner_for_sync_s"]),
+        sync_wait_s=float(record["time/wait_for_sync_s"]),
         pack_s=float(record["sync/pack_s"]),
-        engines_idle_s=maybe("wait/engines_idle_s"),
-        slot_wait_s=maybe("wait/producer_for_slots_s"),
+        engines_idle_s=maybe("time/engines_idle_s"),
+        slot_wait_s=maybe("time/backpressure_s"),
         time_s=maybe("time_s"),
-        forced_wait_s=total("buffer/forced_wait_s"),
+        oldest_wait_s=total("buffer/oldest_wait_s"),
         num_slots=maybe("buffer/num_slots"),
         num_skipped=int(total("sync/replicas_skipped")),
-        num_rescued=maybe("engine/rescued_requests"),
-        attempt_tokens=maybe("discarded/attempt_tokens"),
+        num_rescued=maybe("engine/migrated_requests"),
+        attempt_tokens=maybe("discarded/failed_attempt_tokens"),
         num_failed=total("buffer/failed"),
         failed_frac=total("response/failed_frac"),
     )

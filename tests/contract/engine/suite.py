@@ -54,7 +54,7 @@ async def collect(engine: Engine, request_id: str, params: SamplingParams, promp
 
 
 class EngineContract:
-    stream_tokens: int
+    stream_interval: int
     max_model_len: int
     stop_token: int
     """The end token of the model."""
@@ -91,10 +91,10 @@ class EngineContract:
         assert not wrong, f"{len(wrong)} tokens carry the wrong version, first (index, token, label): {wrong[:5]}"
 
     async def test_chunks_are_bounded_and_only_the_last_has_a_reason(self, engine: Engine) -> None:
-        num_tokens = 2 * self.stream_tokens + 3
+        num_tokens = 2 * self.stream_interval + 3
         answer = await collect(engine, "chunks", SamplingParams(max_tokens=num_tokens, seed=1))
         sizes = [len(chunk.token_ids) for chunk in answer.chunks]
-        assert sizes == [self.stream_tokens, self.stream_tokens, 3]
+        assert sizes == [self.stream_interval, self.stream_interval, 3]
         assert [chunk.finish_reason for chunk in answer.chunks] == [None, None, "length"]
         for chunk in answer.chunks:
             assert chunk.token_ids.dtype == np.int32
@@ -278,7 +278,7 @@ class EngineContract:
                 await engine.abort("abort-me")
         answer = Answer(chunks)
         assert answer.finish_reason == "abort"
-        assert self.stream_tokens <= len(answer.tokens) < 10_000
+        assert self.stream_interval <= len(answer.tokens) < 10_000
         self.assert_labels(answer)
         await engine.abort("never-heard-of")
 
@@ -292,7 +292,7 @@ class EngineContract:
             chunks += [chunk async for chunk in stream]
         answer = Answer(chunks)
         assert answer.finish_reason == "abort"
-        assert len(answer.tokens) == len(answer.logprobs) >= self.stream_tokens
+        assert len(answer.tokens) == len(answer.logprobs) >= self.stream_interval
         assert np.all(answer.logprobs <= 0)
         self.assert_labels(answer)
 

@@ -35,7 +35,7 @@ def workers(method: str, args: tuple[object, ...]) -> list[bytes]:
 
 
 class TestScriptedEngine(EngineContract):
-    stream_tokens = 16
+    stream_interval = 16
     max_model_len = 20_000
     stop_token = STOP
     extra_stop_token = EXTRA_STOP
@@ -60,7 +60,7 @@ class TestScriptedEngine(EngineContract):
     def make(self, *, sleep_level: SleepLevel | None = None) -> ScriptedEngine:
         spec = EngineSpec(
             model="scripted",
-            stream_tokens=self.stream_tokens,
+            stream_interval=self.stream_interval,
             max_model_len=self.max_model_len,
             stop_token_ids=(STOP, EXTRA_STOP),
             sleep_level=sleep_level,

@@ -75,7 +75,7 @@ class Run:
 
     async def start(self, *, num_workers: int, num_engines: int) -> None:
         self.buffer = RolloutBuffer(
-            groups_per_step=GROUPS_PER_STEP, max_staleness=1, max_retries=0, max_refills_per_step=1
+            groups_per_step=GROUPS_PER_STEP, max_staleness=1, max_retries=0, max_filtered_batches_per_step=1
         )
         for index in range(num_engines):
             self.engines[f"e{index}"] = await self.new_engine()
@@ -84,7 +84,7 @@ class Run:
             self.engines,
             self.workers,
             group_timeout_s=120.0,
-            silence_timeout_s=2 * SILENCE_S,
+            heartbeat_timeout_s=2 * SILENCE_S,
             restart_engine=self.restart_engine,
             restart_worker=self.restart_worker,
             max_engine_restarts=3,

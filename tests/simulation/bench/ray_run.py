@@ -94,7 +94,7 @@ class RayCase:
             tail=3.0,
             min_tokens=self.least_tokens,
             token_s=(0.8 * token_s, 1.2 * token_s),
-            stream_tokens=self.least_tokens,
+            stream_interval=self.least_tokens,
             kv_requests=self.trajectories_admitted,
         )
 
@@ -116,8 +116,8 @@ class RayCase:
             mode={"max_staleness": self.max_staleness},
             # A lone answer has no peer to be compared with, and most estimators would leave it out of the batch.
             algorithm={
-                "advantage": "grpo" if self.group_size > 1 else "reinforce",
-                "filter_zero_variance": False,
+                "advantage_estimator": "grpo" if self.group_size > 1 else "reinforce",
+                "dynamic_sampling": False,
             },
             telemetry={"trace": self.files, "record_trajectories": self.files, "tensorboard": self.files},
         )

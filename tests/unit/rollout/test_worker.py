@@ -309,11 +309,11 @@ def test_every_submission_of_every_sample_has_its_own_seed_and_it_repeats() -> N
 def test_seeds_can_be_left_to_the_engine() -> None:
     async def main() -> None:
         engine = FakeEngine("e0")
-        await worker(engine, seed_requests=False).run_group(item())
+        await worker(engine, per_request_seed=False).run_group(item())
         assert {one.seed for one in engine.calls[0].params} == {None}
         assert {one.temperature for one in engine.calls[0].params} == {0.7}
         sampled = SamplingParams(max_tokens=8, temperature=0.7)
-        await worker(engine, seed_requests=False).evaluate([item().prompt, item().prompt], sampled, engine="e0")
+        await worker(engine, per_request_seed=False).evaluate([item().prompt, item().prompt], sampled, engine="e0")
         assert None not in (seeds := {one.seed for one in engine.calls[-1].params}), "evaluations repeat themselves"
         assert len(seeds) == 2
 

@@ -87,7 +87,7 @@ def test_a_baseline_without_a_reward_fails_the_group_and_the_buffer_retries_it_w
     async def main() -> None:
         engine = FakeEngine("e0")
         busy = worker(engine, score=await fails_for(3), group_size=2, greedy_baseline=True)
-        buffer = RolloutBuffer(groups_per_step=1, max_staleness=0, max_retries=1, max_refills_per_step=4)
+        buffer = RolloutBuffer(groups_per_step=1, max_staleness=0, max_retries=1, max_filtered_batches_per_step=4)
         buffer.admit(item().prompt)
         first = await buffer.claim()
         with pytest.raises(BaselineError, match="the greedy answer to prompt train/1 failed: took longer than 10 s"):

@@ -62,7 +62,7 @@ def test_a_file_of_something_else_is_left_alone(
 
 
 def test_the_curve_has_every_evaluation_that_gave_an_accuracy(tmp_path: Path) -> None:
-    steps = [{"step": step, "reward/mean": step / 4, "learner/mismatch_engine": 0.5 * step} for step in (1, 2)]
+    steps = [{"step": step, "reward/mean": step / 4, "mismatch/fresh": 0.5 * step} for step in (1, 2)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps))
     evaluations = [
         {"version": 0, "accuracy": 0.25},
@@ -71,7 +71,7 @@ def test_the_curve_has_every_evaluation_that_gave_an_accuracy(tmp_path: Path) ->
     ]
     (tmp_path / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in evaluations))
     assert ablation.read_curve(tmp_path) == {
-        "num_steps": 2, "rewards": [[1, 0.25], [2, 0.5]], "means": {"learner/mismatch_engine": 0.75},
+        "num_steps": 2, "rewards": [[1, 0.25], [2, 0.5]], "means": {"mismatch/fresh": 0.75},
         "points": [{"version": 0, "accuracy": 0.25}, {"version": 2, "accuracy": 0.5}],
     }  # fmt: skip
     assert ablation.read_curve(tmp_path / "none")["points"] == []

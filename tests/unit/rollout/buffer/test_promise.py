@@ -184,7 +184,7 @@ def new_buffer(world: World, version: int = 0) -> RolloutBuffer:
         groups_per_step=world.groups_per_step,
         max_staleness=world.max_staleness,
         max_retries=2,
-        max_refills_per_step=1000,
+        max_filtered_batches_per_step=1000,
         version=version,
     )
 

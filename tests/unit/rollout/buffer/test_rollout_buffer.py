@@ -30,7 +30,7 @@ def prompt(name: str) -> Prompt:
 
 
 def new_buffer(**changes: Any) -> RolloutBuffer:
-    settings = {"groups_per_step": 2, "max_staleness": 1, "max_retries": 1, "max_refills_per_step": 3}
+    settings = {"groups_per_step": 2, "max_staleness": 1, "max_retries": 1, "max_filtered_batches_per_step": 3}
     return RolloutBuffer(**(settings | changes))
 
 
@@ -103,7 +103,7 @@ def test_slot_is_not_freed_before_weights_land() -> None:
         buffer = new_buffer(max_staleness=0)
         await train_one(buffer, 0, "a", "b")
         waiting = await blocks(buffer.wait_for_slot())
-        assert buffer.stats().num_taken == 2
+        assert buffer.stats().num_training == 2
         buffer.release(0, version=1)
         await waiting
         assert buffer.admit(prompt("c")).start_version == 1
@@ -222,7 +222,7 @@ def test_take_says_which_old_group_it_waits_for_and_counts_the_time() -> None:
         buffer.finish(group_of(old))
         assert [group.group_id for group in await taking] == [0]
         assert buffer.waiting_for == ""
-        assert buffer.stats().forced_wait_s == buffer.stats().take_wait_s == 3600
+        assert buffer.stats().oldest_wait_s == buffer.stats().batch_wait_s == 3600
 
     run_virtual(main())
 
@@ -237,7 +237,7 @@ def test_a_filtered_group_makes_room_and_its_refill_starts_at_the_live_version()
         buffer.admit(prompt("b"))
         assert buffer.admit(prompt("c")).start_version == 1
         stats = buffer.stats()
-        assert (stats.filtered, stats.refilled, stats.discarded_tokens) == ({"zero_variance": 1}, 1, 0)
+        assert (stats.filtered, stats.replaced, stats.discarded_tokens) == ({"zero_variance": 1}, 1, 0)
 
     run_virtual(main())
 
@@ -266,7 +266,7 @@ def test_a_group_that_fails_too_often_is_dropped_and_counted() -> None:
         buffer.fail(item.group_id, RuntimeError("first"))
         assert buffer.fail((await buffer.claim()).group_id, TimeoutError("second")) == "dropped"
         stats = buffer.stats()
-        assert (stats.failed, stats.retried, stats.dropped, stats.refilled) == (2, 1, {"TimeoutError": 1}, 1)
+        assert (stats.failed, stats.retried, stats.dropped, stats.replaced) == (2, 1, {"TimeoutError": 1}, 1)
         assert stats.num_slots_used == 0
 
     run_virtual(main())
@@ -274,7 +274,7 @@ def test_a_group_that_fails_too_often_is_dropped_and_counted() -> None:
 
 def test_a_run_that_filters_everything_stops_with_the_reasons() -> None:
     async def main() -> None:
-        buffer = new_buffer(groups_per_step=2, max_refills_per_step=3)
+        buffer = new_buffer(groups_per_step=2, max_filtered_batches_per_step=3)
         waiting = await blocks(buffer.take(0))
         for index in range(6):
             (item,) = await admit_and_claim(buffer, str(index))
@@ -291,7 +291,7 @@ def test_a_run_that_filters_everything_stops_with_the_reasons() -> None:
 
 def test_a_step_that_is_ready_starts_the_count_of_filtered_groups_anew_taken_or_not() -> None:
     async def main() -> None:
-        buffer = new_buffer(groups_per_step=2, max_refills_per_step=2)
+        buffer = new_buffer(groups_per_step=2, max_filtered_batches_per_step=2)
         for _ in range(2):  # the learner is slow: nothing is taken
             for worth in (False, False, True) * 2:
                 (item,) = await admit_and_claim(buffer, "x")
@@ -306,7 +306,7 @@ def test_a_step_that_is_ready_starts_the_count_of_filtered_groups_anew_taken_or_
 
 def test_fewer_ready_groups_than_a_step_needs_are_no_progress() -> None:
     async def main() -> None:
-        buffer = new_buffer(groups_per_step=2, max_refills_per_step=2)
+        buffer = new_buffer(groups_per_step=2, max_filtered_batches_per_step=2)
         (item,) = await admit_and_claim(buffer, "x")
         buffer.finish(group_of(item))
         with pytest.raises(NoProgress, match="5 groups were filtered"):
@@ -319,7 +319,7 @@ def test_fewer_ready_groups_than_a_step_needs_are_no_progress() -> None:
 
 def test_every_step_starts_the_count_of_filtered_groups_anew() -> None:
     async def main() -> None:
-        buffer = new_buffer(groups_per_step=1, max_refills_per_step=3)
+        buffer = new_buffer(groups_per_step=1, max_filtered_batches_per_step=3)
         for step in range(3):
             for _ in range(3):
                 (item,) = await admit_and_claim(buffer, "x")
@@ -333,7 +333,7 @@ def test_every_step_starts_the_count_of_filtered_groups_anew() -> None:
 
 def test_a_run_in_which_everything_fails_stops_with_the_first_cause() -> None:
     async def main() -> None:
-        buffer = new_buffer(max_retries=0, max_refills_per_step=3)
+        buffer = new_buffer(max_retries=0, max_filtered_batches_per_step=3)
         first = ConnectionError("no route to engine")
         for error in (first, RuntimeError("later")):
             (item,) = await admit_and_claim(buffer, "x")
@@ -348,7 +348,7 @@ def test_a_run_in_which_everything_fails_stops_with_the_first_cause() -> None:
 
 def test_one_success_between_failures_keeps_the_run_going() -> None:
     async def main() -> None:
-        buffer = new_buffer(max_retries=0, max_refills_per_step=2, groups_per_step=8)
+        buffer = new_buffer(max_retries=0, max_filtered_batches_per_step=2, groups_per_step=8)
         for index in range(10):
             (item,) = await admit_and_claim(buffer, "x")
             if index % 2:
@@ -512,7 +512,7 @@ def test_a_checkpoint_of_another_step_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("groups_per_step", 0), ("max_staleness", -1), ("max_retries", -1), ("max_refills_per_step", 0)],
+    [("groups_per_step", 0), ("max_staleness", -1), ("max_retries", -1), ("max_filtered_batches_per_step", 0)],
 )
 def test_a_size_out_of_range_is_refused_by_name(name: str, value: int) -> None:
     with pytest.raises(ValueError, match=f"{name} must be >= {value + 1}, got {value}"):
@@ -572,7 +572,7 @@ async def play(buffer: RolloutBuffer, fates: Fates, *, first: int = 0, end: int 
 
 
 def with_end(**changes: Any) -> RolloutBuffer:
-    return new_buffer(**({"groups_per_step": B, "max_refills_per_step": 1000, "end_step": STEPS} | changes))
+    return new_buffer(**({"groups_per_step": B, "max_filtered_batches_per_step": 1000, "end_step": STEPS} | changes))
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 4, 20])
@@ -586,9 +586,9 @@ def test_every_group_that_is_generated_to_its_end_is_trained(
         stats = buffer.stats()
         assert fates.ended["finished"] == len(fates.trained) == STEPS * B
         assert stats.num_slots_used == 0
-        assert stats.admitted == STEPS * B + stats.refilled, "those that led nowhere were replaced, and no others came"
+        assert stats.admitted == STEPS * B + stats.replaced, "those that led nowhere were replaced, and no others came"
         if filtered:
-            assert stats.refilled > 0
+            assert stats.replaced > 0
 
 
 def test_what_leaves_near_the_end_is_replaced_and_nothing_more() -> None:
@@ -637,7 +637,7 @@ def test_a_resumed_run_that_owes_more_than_it_needs_keeps_the_rest_for_later() -
 
 def test_a_lost_worker_costs_a_group_none_of_its_retries() -> None:
     async def main() -> None:
-        buffer = new_buffer(max_retries=1, max_refills_per_step=1)
+        buffer = new_buffer(max_retries=1, max_filtered_batches_per_step=1)
         (item,) = await admit_and_claim(buffer, "a")
         assert buffer.fail(item.group_id, WorkerLost("rollout worker 0 died")) == "retried"
         item = await buffer.claim()

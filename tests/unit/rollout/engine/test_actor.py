@@ -26,7 +26,7 @@ def make_actor(**faults: object) -> tuple[EngineActor, ScriptedEngine]:
         built.append(ScriptedEngine(spec, script=lambda prompt, position, version: (position, -1.0)))
         return built[0]
 
-    actor = EngineActor(EngineSpec(model="scripted", stream_tokens=4, env=ENVIRONMENT), build=build)
+    actor = EngineActor(EngineSpec(model="scripted", stream_interval=4, env=ENVIRONMENT), build=build)
     for name, value in faults.items():
         setattr(built[0].faults, name, value)
     return actor, built[0]

@@ -74,14 +74,14 @@ def test_a_full_last_chunk_carries_the_reason_itself() -> None:
 @given(
     outputs=st.lists(st.integers(0, 7), min_size=1, max_size=20),
     commit_before=st.sets(st.integers(0, 19)),
-    stream_tokens=st.integers(1, 9),
+    stream_interval=st.integers(1, 9),
 )
 def test_no_token_is_lost_reordered_or_mislabelled(
-    outputs: list[int], commit_before: set[int], stream_tokens: int
+    outputs: list[int], commit_before: set[int], stream_interval: int
 ) -> None:
     """Reference: the plain list of (token, version) pairs in the order they were sampled."""
     version, expected, chunks = 0, [], []
-    builder = OutputBuffer(VersionSpans(version), stream_tokens)
+    builder = OutputBuffer(VersionSpans(version), stream_interval)
     for index, num_new in enumerate(outputs):
         if index in commit_before:
             version += 1
@@ -94,8 +94,8 @@ def test_no_token_is_lost_reordered_or_mislabelled(
     labels = [version for c in chunks for version in c.versions.tolist()]
     assert list(zip(tokens, labels, strict=True)) == expected
     assert np.array_equal(np.concatenate([c.logprobs for c in chunks]), -tokens.astype(np.float32))
-    assert all(len(c.token_ids) <= stream_tokens for c in chunks)
-    assert all(len(c.token_ids) == stream_tokens for c in chunks[:-1])
+    assert all(len(c.token_ids) <= stream_interval for c in chunks)
+    assert all(len(c.token_ids) == stream_interval for c in chunks[:-1])
     assert [c.finish_reason for c in chunks] == [None] * (len(chunks) - 1) + ["stop"]
 
 

@@ -38,7 +38,7 @@ async def generating(**how: Any) -> AsyncIterator[tuple[ScriptedEngine, _Clock, 
     async def turn(seconds: float) -> None:
         await turns[seconds].acquire()
 
-    spec = EngineSpec(model="", stream_tokens=1, sleep_level=0)
+    spec = EngineSpec(model="", stream_interval=1, sleep_level=0)
     engine = ScriptedEngine(spec, clock=clock, sleep=turn, token_s=TOKEN, worker_s=WORKERS, **how)
     await engine.start()
 

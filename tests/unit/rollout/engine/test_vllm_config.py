@@ -73,7 +73,7 @@ def test_an_engine_for_adapters_has_one_slot_of_a_rank_its_kernels_know() -> Non
     assert "enable_lora" not in engine_args(EngineSpec(model="m"))
 
 
-@pytest.mark.parametrize("name", ["tensor_parallel_size", "max_model_len", "max_num_seqs", "stream_tokens"])
+@pytest.mark.parametrize("name", ["tensor_parallel_size", "max_model_len", "max_num_seqs", "stream_interval"])
 def test_a_spec_that_cannot_work_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} must be >= 1, got 0"):
         EngineSpec(model="m", **{name: 0})

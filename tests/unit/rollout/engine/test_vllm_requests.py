@@ -133,7 +133,7 @@ def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def started(**spec: Any) -> tuple[VllmEngine, QueueingLlm]:
-    engine, llm = VllmEngine(EngineSpec(model="queueing", stream_tokens=4, **spec)), QueueingLlm()
+    engine, llm = VllmEngine(EngineSpec(model="queueing", stream_interval=4, **spec)), QueueingLlm()
     engine._llm = llm  # type: ignore[assignment]
     return engine, llm
 

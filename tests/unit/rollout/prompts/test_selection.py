@@ -21,7 +21,7 @@ from rollout.prompts.prompt_source import Curriculum, PromptSource
 from rollout.types import Group, Prompt, Trajectory
 from tests.unit.rollout.prompts.test_source import ids, prompt_set
 
-BOUNDS = PassRateBounds(lowest=0.1, highest=0.9, retry_epochs=2, pass_reward=1.0)
+BOUNDS = PassRateBounds(lowest=0.1, highest=0.9, retry_epochs=2, pass_threshold=1.0)
 
 
 def group(source: PromptSource, prompt_id: str, rewards: list[float], *, group_id: int, version: int = 0) -> Group:
@@ -179,7 +179,7 @@ def test_answers_without_a_reward_do_not_count() -> None:
 
 
 def test_the_reward_that_passes_can_be_set() -> None:
-    source = filtered(3, pass_reward=0.4)
+    source = filtered(3, pass_threshold=0.4)
     source.observe(group(source, "train/0", [0.4, 0.3, 0.5, 0.0], group_id=0))
     source.next()
     assert source.record([])["pass_rate_mean"] == 0.5
@@ -195,7 +195,7 @@ def test_a_run_without_a_prompt_left_ends_with_thresholds_and_rates(retry_epochs
     with pytest.raises(NoProgress, match=r"all 12 prompts .*min=0\.1 to task\.pass_rate_max=0\.9") as error:
         trainee.draw(100)
     assert trainee.done <= max(24, per_version)
-    assert "pass rate (rewards of at least task.pass_reward=1): 0: 8, 1: 4. Widen" in str(error.value)
+    assert "pass rate (rewards of at least task.pass_threshold=1): 0: 8, 1: 4. Widen" in str(error.value)
 
 
 OUTSIDE, INSIDE = [0.0, 0.0], [0.0, 1.0]

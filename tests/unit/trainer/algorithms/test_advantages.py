@@ -17,20 +17,20 @@ from trainer.config.algorithm import ESTIMATORS, AdvantageName, AlgorithmConfig
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-GRPO = AlgorithmConfig(advantage="grpo")
-DR_GRPO = AlgorithmConfig(advantage="grpo", normalize_by_std=False)
-RLOO = AlgorithmConfig(advantage="rloo")
-REINFORCE = AlgorithmConfig(advantage="reinforce")
-REINFORCE_PP = AlgorithmConfig(advantage="reinforce_pp")
-REINFORCE_PP_BASELINE = AlgorithmConfig(advantage="reinforce_pp_baseline")
-OPO = AlgorithmConfig(advantage="opo")
-GPG = AlgorithmConfig(advantage="gpg")
-GPG_VALID = AlgorithmConfig(advantage="gpg", gpg_scale="valid_groups")
-PASS_AT_K = AlgorithmConfig(advantage="pass_at_k")
-PASS_AT_K_PLAIN = AlgorithmConfig(advantage="pass_at_k", normalize_by_std=False)
-REMAX = AlgorithmConfig(advantage="remax")
-GDPO = AlgorithmConfig(advantage="gdpo")
-GDPO_WEIGHTED = AlgorithmConfig(advantage="gdpo", gdpo_weights={"format": 0.5})
+GRPO = AlgorithmConfig(advantage_estimator="grpo")
+DR_GRPO = AlgorithmConfig(advantage_estimator="grpo", normalize_by_std=False)
+RLOO = AlgorithmConfig(advantage_estimator="rloo")
+REINFORCE = AlgorithmConfig(advantage_estimator="reinforce")
+REINFORCE_PP = AlgorithmConfig(advantage_estimator="reinforce_pp")
+REINFORCE_PP_BASELINE = AlgorithmConfig(advantage_estimator="reinforce_pp_baseline")
+OPO = AlgorithmConfig(advantage_estimator="opo")
+GPG = AlgorithmConfig(advantage_estimator="gpg")
+GPG_VALID = AlgorithmConfig(advantage_estimator="gpg", gpg_scale="valid_groups")
+PASS_AT_K = AlgorithmConfig(advantage_estimator="pass_at_k")
+PASS_AT_K_PLAIN = AlgorithmConfig(advantage_estimator="pass_at_k", normalize_by_std=False)
+REMAX = AlgorithmConfig(advantage_estimator="remax")
+GDPO = AlgorithmConfig(advantage_estimator="gdpo")
+GDPO_WEIGHTED = AlgorithmConfig(advantage_estimator="gdpo", gdpo_weights={"format": 0.5})
 CONFIGS = {
     "grpo": GRPO,
     "dr_grpo": DR_GRPO,
@@ -106,7 +106,7 @@ def test_reinforce_is_the_reward_itself() -> None:
 
 
 def test_zero_is_zero_whatever_the_rewards() -> None:
-    zero = AlgorithmConfig(advantage="zero")
+    zero = AlgorithmConfig(advantage_estimator="zero")
     assert advantages_of(group([0.25, 3.0]), group([-1.0]), config=zero) == [[0.0, 0.0], [0.0]]
 
 
@@ -158,7 +158,7 @@ def test_gdpo_weights_name_the_parts_that_count() -> None:
     got = advantages_of(group([9.0, 8.0, 7.0], parts=parts), config=GDPO_WEIGHTED)[0]
     assert got[0] > 0 > got[1]
     close(got[1], got[2])
-    more = AlgorithmConfig(advantage="gdpo", gdpo_weights={"format": 1.0, "correct": 3.0})
+    more = AlgorithmConfig(advantage_estimator="gdpo", gdpo_weights={"format": 1.0, "correct": 3.0})
     got = advantages_of(group([9.0, 8.0, 7.0], parts=parts), config=more)[0]
     assert got[1] > got[0] > got[2]
 
@@ -170,7 +170,7 @@ def reference(groups: Sequence[GroupRewards], config: AlgorithmConfig) -> list[l
     """Loops over answers, written from the papers' formulas and not from the code."""
     rewards = [g.rewards_G.tolist() for g in groups]
     everything = [r for rs in rewards for r in rs]
-    match config.advantage:
+    match config.advantage_estimator:
         case "grpo":
             return [[(r - fmean(rs)) / spread(rs, config) for r in rs] for rs in rewards]
         case "rloo":
@@ -279,7 +279,7 @@ def test_other_groups_matter_only_to_an_estimator_that_spans_the_step(name: str)
     groups = [*random_groups(5, binary=False), failed]
     together = advantages_of(*groups, config=CONFIGS[name])[0]
     alone = advantages_of(groups[0], config=CONFIGS[name])[0]
-    assert np.allclose(together, alone, atol=1e-9) != ESTIMATORS[CONFIGS[name].advantage].spans_step
+    assert np.allclose(together, alone, atol=1e-9) != ESTIMATORS[CONFIGS[name].advantage_estimator].spans_step
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -295,7 +295,7 @@ def test_the_best_answer_is_never_below_another(name: str) -> None:
         assert advantages[answers.rewards_G.argmax()] == advantages.max() > advantages.min()
 
 
-@pytest.mark.parametrize("name", [n for n, c in CONFIGS.items() if ESTIMATORS[c.advantage].needs_peers])
+@pytest.mark.parametrize("name", [n for n, c in CONFIGS.items() if ESTIMATORS[c.advantage_estimator].needs_peers])
 def test_equal_rewards_teach_nothing_where_answers_are_compared(name: str) -> None:
     rewards = [0.7] * 5
     answers = group(rewards, lengths=[1, 2, 3, 4, 5], parts={"correct": rewards, "format": [0.0] * 5})
@@ -312,7 +312,7 @@ def test_baselines_do_not_see_a_constant_shift(rewards: list[float], shift: floa
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_step_of_one_answer_or_of_none_gives_finite_numbers(name: str) -> None:
     assert step_advantages([], config=CONFIGS[name]) == []
-    if not ESTIMATORS[CONFIGS[name].advantage].needs_peers:
+    if not ESTIMATORS[CONFIGS[name].advantage_estimator].needs_peers:
         assert np.isfinite(advantages_of(group([3.0]), config=CONFIGS[name])).all()
 
 
@@ -321,13 +321,13 @@ def test_a_step_of_one_answer_or_of_none_gives_finite_numbers(name: str) -> None
 
 def test_the_table_lists_every_name_of_the_schema_and_the_dispatch_knows_them() -> None:
     apart = {"gae", "zero"}  # takes the values of a critic; leaves everything to a teacher
-    assert set(ESTIMATORS) == set(get_args(AdvantageName)) == {c.advantage for c in CONFIGS.values()} | apart
+    assert set(ESTIMATORS) == set(get_args(AdvantageName)) == {c.advantage_estimator for c in CONFIGS.values()} | apart
 
 
 @pytest.mark.parametrize("name", [n for n, traits in ESTIMATORS.items() if traits.needs_peers])
 def test_one_answer_is_refused_with_the_key_to_change(name: AdvantageName) -> None:
     with pytest.raises(ValueError, match=r"at least 2, got 1; raise rollout\.group_size"):
-        step_advantages([group(REWARDS), group([1.0])], config=AlgorithmConfig(advantage=name))
+        step_advantages([group(REWARDS), group([1.0])], config=AlgorithmConfig(advantage_estimator=name))
 
 
 def test_remax_refuses_a_group_without_a_finite_baseline() -> None:

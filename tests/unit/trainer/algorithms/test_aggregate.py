@@ -49,7 +49,7 @@ def test_dr_grpo_divides_every_answer_by_the_longest_that_is_allowed() -> None:
     algorithm, norm = config.algorithm, config.rollout.max_response_tokens
     assert not algorithm.normalize_by_std
     losses, lengths = np.array([[1.0, 2, 3, 0], [4, 0, 0, 0]]), [3, 1]
-    weights = loss_weights(lengths, algorithm.aggregation, norm_tokens=norm)
+    weights = loss_weights(lengths, algorithm.loss_aggregation, norm_tokens=norm)
     assert (weights[:, None] * losses).sum() == pytest.approx((6 / 8 + 4 / 8) / 2)
 
 

@@ -100,11 +100,11 @@ def test_tis_without_a_cap_is_plain_importance_sampling() -> None:
 
 
 def test_cispo_has_the_gradient_of_tis_with_its_own_bound() -> None:
-    """Why CISPO takes no clamp beside it: 1 + clip_high is the bound."""
+    """Why CISPO takes no clamp beside it: 1 + clip_ratio_high is the bound."""
     inputs, ages = random_inputs(6, spread=1.5)
     logprobs_L = inputs.logprobs_L.detach().requires_grad_()
     moved = LossInputs(**{**_fields(inputs), "logprobs_L": logprobs_L})
-    loss_L, _ = policy_loss(moved, config=AlgorithmConfig(loss="cispo", clip_low=1.0, clip_high=1.5))
+    loss_L, _ = policy_loss(moved, config=AlgorithmConfig(loss="cispo", clip_ratio_low=1.0, clip_ratio_high=1.5))
     loss_L.sum().backward()
     tis = CorrectionConfig(clamp=ClampConfig(upper=2.5))
     assert apply(inputs, tis, ages).sums["clamped"] > 0
@@ -317,7 +317,7 @@ def test_a_micro_batch_without_loss_tokens_is_zero() -> None:
             objective=objective, level="sequence", clamp=ClampConfig(upper=2.0), reject=BUSY.reject
         )
         sums = apply(inputs, config, torch.zeros(0, dtype=torch.int64)).sums
-        assert sums["weight"].item() == sums["weight_max"].item() == sums["engine_tokens"].item() == 0
+        assert sums["weight"].item() == sums["weight_max"].item() == sums["fresh_tokens"].item() == 0
 
 
 def test_an_impossible_token_stays_finite() -> None:
@@ -325,7 +325,7 @@ def test_an_impossible_token_stays_finite() -> None:
     for level in LEVELS:
         correction = apply(inputs, CorrectionConfig(objective="decoupled", level=level))
         assert torch.isfinite(correction.weight_L).all()
-        assert torch.isfinite(correction.sums["engine_kl"])
+        assert torch.isfinite(correction.sums["fresh_kl"])
 
 
 # --- causes of mismatch -----------------------------------------------------------------------------------------------
@@ -335,8 +335,8 @@ def test_a_mismatch_is_attributed_by_the_age_of_its_tokens() -> None:
     log_ratio = np.array([0.3, 0.0, -0.2, 0.0])
     for ages, engine_abs, stale_abs in (([0, 1, 0, 2], 0.5, 0.0), ([1, 0, 2, 0], 0.0, 0.5), ([0, 0, 1, 1], 0.3, 0.2)):
         sums = apply(tokens(log_ratio), CorrectionConfig(), ages).sums
-        assert sums["engine_tokens"].item() == sums["stale_tokens"].item() == 2
-        assert sums["engine_abs"].item() == pytest.approx(engine_abs, abs=1e-9)
+        assert sums["fresh_tokens"].item() == sums["stale_tokens"].item() == 2
+        assert sums["fresh_abs"].item() == pytest.approx(engine_abs, abs=1e-9)
         assert sums["stale_abs"].item() == pytest.approx(stale_abs, abs=1e-9)
         kl = {0.3: math.exp(0.3) - 1.3, -0.2: math.exp(-0.2) - 0.8, 0.0: 0.0}
         for cause, is_fresh in (("engine", True), ("stale", False)):

@@ -35,7 +35,7 @@ SELECTION_KEYS = {"cov_frac", "cov_min", "cov_max"}
 @pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss not in HELD_FIXED])
 def test_the_gradient_is_that_of_the_value(loss: str) -> None:
     lengths = (1,) * 14 if loss in OF_A_SEQUENCE else (3, 1, 0, 7, 5)
-    config = config_for(loss, clip_dual=1.5) if loss == "ppo_clip" else config_for(loss)
+    config = config_for(loss, dual_clip=1.5) if loss == "ppo_clip" else config_for(loss)
     for seed in range(3):
         inputs = random_inputs(seed, lengths=lengths, per_turn=True)
 
@@ -77,7 +77,8 @@ def corrected_gradient(inputs: LossInputs, ages: Tensor, objective: Objective, c
 def test_every_key_changes_the_gradient_under_every_objective_that_accepts_its_loss(objective: Objective) -> None:
     """Otherwise a key would be accepted, printed and without effect."""
     moved = {
-        "clip_low": 0.05, "clip_high": 0.05, "clip_dual": 1.01, "sapo_tau_positive": 2.0, "sapo_tau_negative": 2.0,
+        "clip_ratio_low": 0.05, "clip_ratio_high": 0.05, "dual_clip": 1.01,
+        "sapo_tau_positive": 2.0, "sapo_tau_negative": 2.0,
         "cov_kl_coef": 3.0, "dppo_threshold": 1e-6, "dro_beta": 2.0,
     }  # fmt: skip
     inputs = random_inputs(1, lengths=(1, 2, 9, 1, 4, 8, 1, 3, 2, 1, 6, 2), per_turn=True)

@@ -17,7 +17,7 @@ from trainer.algorithms.losses import LossInputs, policy_loss
 from trainer.config.algorithm import LOSS_KEYS, SELECTING_LOSSES, AlgorithmConfig, LossName
 
 LOSSES = get_args(LossName)
-SHARED = {"clip_low": 0.2, "clip_high": 0.28, "cov_kl_coef": 0.7, "dppo_threshold": 0.05, "dro_beta": 0.3}
+SHARED = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "cov_kl_coef": 0.7, "dppo_threshold": 0.05, "dro_beta": 0.3}
 PPO_CASES = [(0.5, 1.0, -1.28), (-0.5, 1.0, -0.6065307), (0.5, -1.0, 1.6487213), (-0.5, -1.0, 0.8), (3.0, -1.0, 10.0)]
 
 
@@ -83,7 +83,7 @@ def slow(inputs: LossInputs, config: AlgorithmConfig) -> tuple[np.ndarray, np.nd
 
 def slow_token(config: AlgorithmConfig, new, old, adv, *, t: int, mates: list[int], selected: bool):
     a, logp, r = adv[t], new[t], math.exp(new[t] - old[t])
-    low, high = 1 - config.clip_low, 1 + config.clip_high
+    low, high = 1 - config.clip_ratio_low, 1 + config.clip_ratio_high
 
     def clip(ratio: float) -> tuple[float, float]:
         if a >= 0:
@@ -92,8 +92,8 @@ def slow_token(config: AlgorithmConfig, new, old, adv, *, t: int, mates: list[in
 
     if config.loss == "ppo_clip":
         value, grad = clip(r)
-        if config.clip_dual is not None and a < 0 and value > -a * config.clip_dual:
-            return -a * config.clip_dual, 0.0
+        if config.dual_clip is not None and a < 0 and value > -a * config.dual_clip:
+            return -a * config.dual_clip, 0.0
         return value, grad
     if config.loss == "reinforce":
         return -a * logp, -a
@@ -105,7 +105,11 @@ def slow_token(config: AlgorithmConfig, new, old, adv, *, t: int, mates: list[in
         product, is_open = 1.0, True
         for u in mates:
             ratio = math.exp(new[u] - old[u])
-            bounded = min(ratio, math.exp(config.clip_high)) if adv[u] >= 0 else max(ratio, math.exp(-config.clip_low))
+            bounded = (
+                min(ratio, math.exp(config.clip_ratio_high))
+                if adv[u] >= 0
+                else max(ratio, math.exp(-config.clip_ratio_low))
+            )
             product *= bounded
             is_open = is_open if u != t else bounded == ratio
         value = -a * product ** (1 / len(mates))
@@ -136,7 +140,7 @@ def slow_token(config: AlgorithmConfig, new, old, adv, *, t: int, mates: list[in
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("per_turn", [False, True])
 def test_value_and_gradient_equal_the_slow_reference(loss: str, per_turn: bool) -> None:
-    config = config_for(loss, clip_dual=1.5) if loss == "ppo_clip" else config_for(loss)
+    config = config_for(loss, dual_clip=1.5) if loss == "ppo_clip" else config_for(loss)
     for seed in range(8):
         inputs = random_inputs(seed, per_turn=per_turn)
         for got, expected in zip(value_and_grad(inputs, config), slow(inputs, config), strict=True):
@@ -146,12 +150,12 @@ def test_value_and_gradient_equal_the_slow_reference(loss: str, per_turn: bool) 
 @pytest.mark.parametrize(
     ("loss", "keys", "old", "log_ratios", "advantages", "expected"),
     [
-        ("ppo_clip", {"clip_dual": 10.0}, -2, *map(list, zip(*PPO_CASES, strict=True))),
-        ("gspo", {"clip_low": 3e-4, "clip_high": 4e-4}, -2, [0.3, -0.1, 0.2], [1, 1, 1], [-1.0004] * 3),
+        ("ppo_clip", {"dual_clip": 10.0}, -2, *map(list, zip(*PPO_CASES, strict=True))),
+        ("gspo", {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4}, -2, [0.3, -0.1, 0.2], [1, 1, 1], [-1.0004] * 3),
         ("cispo", {}, -1.5, [0.5], [1], [1.28]),
         ("cispo", {}, -1, [-0.5], [1], [1.20]),
         ("sapo", {}, -2, [0.5, 0.5], [1, -1], [-2.6268890, 2.5295122]),
-        ("gmpo", {"clip_low": 0.4, "clip_high": 0.4}, -2, [0.9, -0.9], [1, 1], [-math.exp(-0.25)] * 2),
+        ("gmpo", {"clip_ratio_low": 0.4, "clip_ratio_high": 0.4}, -2, [0.9, -0.9], [1, 1], [-math.exp(-0.25)] * 2),
         ("reinforce", {}, -2, [0.5], [3], [4.5]),
         ("dro", {"dro_beta": 0.2}, -2, [0.5], [1], [1.525]),
     ],
@@ -212,7 +216,7 @@ def test_gspo_on_sequences_of_one_token_is_token_ppo() -> None:
 @pytest.mark.parametrize("loss", ["gspo", "gmpo"])
 def test_mean_over_own_tokens_has_the_gradient_of_the_sequence_objective(loss: str) -> None:
     """The per-token form against the objective of the papers, differentiated numerically."""
-    config, inputs = config_for(loss, clip_low=0.1, clip_high=0.1), random_inputs(11)
+    config, inputs = config_for(loss, clip_ratio_low=0.1, clip_ratio_high=0.1), random_inputs(11)
     lengths = torch.bincount(inputs.sequence_L, minlength=inputs.num_sequences)
 
     def objective(logprobs_L: torch.Tensor) -> torch.Tensor:
@@ -276,13 +280,13 @@ def test_half_precision_is_compared_in_float32(loss: str) -> None:
 
 def test_gradient_vanishes_exactly_on_clipped_tokens() -> None:
     inputs = inputs_of([c[0] for c in PPO_CASES], [c[1] for c in PPO_CASES])
-    _, grad = value_and_grad(inputs, config_for("ppo_clip", clip_dual=10.0))
+    _, grad = value_and_grad(inputs, config_for("ppo_clip", dual_clip=10.0))
     np.testing.assert_allclose(grad, [0.0, -math.exp(-0.5), math.exp(0.5), 0.0, 0.0], rtol=1e-12)
 
 
 def test_each_kind_of_clipping_is_counted_once() -> None:
     inputs = inputs_of([c[0] for c in PPO_CASES], [c[1] for c in PPO_CASES])
-    _, stats = policy_loss(inputs, config=config_for("ppo_clip", clip_dual=10.0))
+    _, stats = policy_loss(inputs, config=config_for("ppo_clip", dual_clip=10.0))
     assert (stats.clipped_low.item(), stats.clipped_high.item(), stats.clipped_dual.item()) == (1, 1, 1)
     ratios = [math.exp(c[0]) for c in PPO_CASES]
     assert stats.ratio_sum.item() == pytest.approx(sum(ratios))
@@ -305,7 +309,8 @@ def test_every_key_of_the_table_changes_its_loss() -> None:
     """The table says what a loss reads; nothing in it may be inert."""
     inputs = random_inputs(1)
     moved = {
-        "clip_low": 0.05, "clip_high": 0.05, "clip_dual": 1.01, "sapo_tau_positive": 2.0, "sapo_tau_negative": 2.0,
+        "clip_ratio_low": 0.05, "clip_ratio_high": 0.05, "dual_clip": 1.01,
+        "sapo_tau_positive": 2.0, "sapo_tau_negative": 2.0,
         "cov_kl_coef": 3.0, "dppo_threshold": 1e-6, "dro_beta": 2.0,
     }  # fmt: skip
     selection_keys = {"cov_frac", "cov_min", "cov_max"}  # read by trainer.algorithms.token_weights

@@ -89,7 +89,7 @@ def loss_config(name: str, **args: float) -> AlgorithmConfig:
 
 
 def advantage_config(name: str, **args: float) -> AlgorithmConfig:
-    return AlgorithmConfig(advantage=f"own_estimators_for_test.{name}", advantage_args=args)
+    return AlgorithmConfig(advantage_estimator=f"own_estimators_for_test.{name}", advantage_args=args)
 
 
 def inputs() -> LossInputs:
@@ -110,8 +110,10 @@ def groups(*rewards: list[float]) -> list[GroupRewards]:
 
 
 def test_a_built_in_loss_by_its_path_is_the_built_in_loss() -> None:
-    named = policy_loss(inputs(), config=AlgorithmConfig(clip_low=0.1, clip_high=0.3, clip_dual=3.0))
-    by_path = policy_loss(inputs(), config=loss_config(BUILT_IN, clip_low=0.1, clip_high=0.3, clip_dual=3.0))
+    named = policy_loss(inputs(), config=AlgorithmConfig(clip_ratio_low=0.1, clip_ratio_high=0.3, dual_clip=3.0))
+    by_path = policy_loss(
+        inputs(), config=loss_config(BUILT_IN, clip_ratio_low=0.1, clip_ratio_high=0.3, dual_clip=3.0)
+    )
     assert torch.equal(named[0], by_path[0])
     assert named[1].clipped_high == by_path[1].clipped_high == 1
 
@@ -172,7 +174,7 @@ def test_without_gradients_a_loss_needs_none() -> None:
     ],
 )
 def test_a_result_that_is_no_advantage_is_refused_by_name(name: str, words: str) -> None:
-    with pytest.raises(ValueError, match=f"algorithm.advantage=own_estimators_for_test.{name}") as error:
+    with pytest.raises(ValueError, match=f"algorithm.advantage_estimator=own_estimators_for_test.{name}") as error:
         step_advantages(groups([0.0, 1.0], [1.0, 1.0, 1.0]), config=advantage_config(name))
     assert words in str(error.value)
 

@@ -49,7 +49,7 @@ def problems_of(*argv: str) -> dict[str, str]:
 def test_every_group_option_sets_its_own_name_and_validates(group_option: str) -> None:
     needed = {
         "algorithm=reinforce": "mode=sync",  # it is blind to the age of a sample
-        "algorithm=opd": "algorithm.kl.path=builtin:tiny",  # nobody else teaches
+        "algorithm=opd": "algorithm.kl.reference_model=builtin:tiny",  # nobody else teaches
     }.get(group_option, "seed=0")
     config = load_config([group_option, needed, "learner.max_tokens_per_micro_batch=65536"])
     group, option = group_option.split("=")
@@ -58,9 +58,9 @@ def test_every_group_option_sets_its_own_name_and_validates(group_option: str) -
 
 
 def test_overrides_win_over_groups_which_win_over_the_schema() -> None:
-    config = load_config(["algorithm=dapo", "algorithm.clip_high=0.4", "mode=sync"])
-    assert config.algorithm.clip_high == 0.4
-    assert config.algorithm.filter_zero_variance
+    config = load_config(["algorithm=dapo", "algorithm.clip_ratio_high=0.4", "mode=sync"])
+    assert config.algorithm.clip_ratio_high == 0.4
+    assert config.algorithm.dynamic_sampling
     assert config.mode.max_staleness == 0
 
 
@@ -305,14 +305,14 @@ _OF_EVALUATION = ("trainer.eval_samples", "trainer.eval_temperature", "trainer.e
     ("arguments", "keys"),
     [
         (["reinforce_pp_7b", "algorithm.kl.coef=0"], ["algorithm.kl.estimator"]),
-        (["reinforce_pp_7b", "learner.lr_schedule=constant"], ["learner.min_lr_frac"]),
+        (["reinforce_pp_7b", "learner.lr_schedule=constant"], ["learner.min_lr_ratio"]),
         (["ppo_7b", "critic.shared_backbone=true"], _OF_CRITIC),
         (["ppo_7b", "algorithm=grpo"], _OF_CRITIC),
         (["dapo_7b", "task.eval_path="], ("task.eval_split", "task.eval_size", *_OF_EVALUATION)),
         (["dapo_7b", "trainer.eval_temperature=0", "trainer.eval_samples=1"], ["trainer.eval_top_p"]),
-        (["dapo_7b", "correction=decoupled"], ["algorithm.clip_high"]),
-        (["cispo_7b", "correction=decoupled"], ["algorithm.clip_low", "algorithm.clip_high"]),
-        (["gspo_7b", "correction=decoupled"], ["algorithm.clip_low", "algorithm.clip_high"]),
+        (["dapo_7b", "correction=decoupled"], ["algorithm.clip_ratio_high"]),
+        (["cispo_7b", "correction=decoupled"], ["algorithm.clip_ratio_low", "algorithm.clip_ratio_high"]),
+        (["gspo_7b", "correction=decoupled"], ["algorithm.clip_ratio_low", "algorithm.clip_ratio_high"]),
     ],
 )
 def test_what_a_shipped_file_sets_for_what_is_turned_off_goes_back(arguments: list[str], keys: list[str]) -> None:
@@ -383,11 +383,14 @@ def test_the_split_of_a_preset_does_not_hold_for_a_file_in_its_place(tmp_path: P
 @pytest.mark.parametrize(
     ("overrides", "key"),
     [
-        (["algorithm=reinforce", "mode=sync", "algorithm.clip_high=0.2"], "algorithm.clip_high"),
+        (["algorithm=reinforce", "mode=sync", "algorithm.clip_ratio_high=0.2"], "algorithm.clip_ratio_high"),
         (["algorithm=rloo", "algorithm.normalize_by_std=true"], "algorithm.normalize_by_std"),
         (["algorithm=grpo", "++algorithm.whiten_advantages=true"], "algorithm.whiten_advantages"),
         (["algorithm=ppo", "critic.shared_backbone=true", "critic.max_grad_norm=1.0"], "critic.max_grad_norm"),
-        (["algorithm.advantage=my.own_estimator", "algorithm.normalize_by_std=true"], "algorithm.normalize_by_std"),
+        (
+            ["algorithm.advantage_estimator=my.own_estimator", "algorithm.normalize_by_std=true"],
+            "algorithm.normalize_by_std",
+        ),
         (["algorithm.overlong_penalty=1.0"], "algorithm.overlong_penalty"),
         (["algorithm.kl.estimator=k3"], "algorithm.kl.estimator"),
     ],
@@ -403,9 +406,9 @@ def test_a_default_that_is_asked_for_and_not_read_is_refused(overrides: list[str
     "overrides",
     [
         # Takes back what the preset says.
-        ["algorithm=dapo", "correction=decoupled", "algorithm.clip_high=0.2"],
+        ["algorithm=dapo", "correction=decoupled", "algorithm.clip_ratio_high=0.2"],
         # Is read.
-        ["algorithm=dapo", "algorithm.clip_low=0.2", "algorithm.normalize_by_std=true"],
+        ["algorithm=dapo", "algorithm.clip_ratio_low=0.2", "algorithm.normalize_by_std=true"],
         # Turns off what is off.
         ["algorithm=gdpo", "algorithm.overlong_buffer_tokens=0", "critic.lr=null", "algorithm.gdpo_weights={}"],
         # Nobody asks for the defaults of keys that no override names.
@@ -432,7 +435,7 @@ def test_one_pass_over_the_rows_resets_everything(name: str) -> None:
     """What a row looks at may be reset by rows before it alone."""
     start = load_config([f"--config-name={name}", "device=cpu"])
     for overrides in (
-        {"algorithm": {**to_plain(start)["algorithm"], "advantage": "zero", "overlong_penalty": 0.5}},
+        {"algorithm": {**to_plain(start)["algorithm"], "advantage_estimator": "zero", "overlong_penalty": 0.5}},
         {"critic": {"updates_per_step": 4, "value_clip": 0.2, "lr": 1e-5}},
         {"task": {**to_plain(start)["task"], "eval_path": "", "curriculum_epochs": 3, "difficulty_column": "level"}},
         {"algorithm": {"loss": "reinforce", "correction": {"clamp": {"upper": 2.0}, "level": "sequence"}}},
@@ -489,19 +492,20 @@ def test_a_path_with_special_characters_needs_no_second_quotes(tmp_path: Path, m
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     "ppo_7b": {
-        "algorithm.advantage": "gae", "algorithm.gae_gamma": 1.0, "algorithm.gae_lambda": 1.0, "algorithm.kl.coef": 0.0,
+        "algorithm.advantage_estimator": "gae", "algorithm.gae_gamma": 1.0, "algorithm.gae_lambda": 1.0,
+        "algorithm.kl.coef": 0.0,
         "critic.lr": 5e-6, "critic.weight_decay": 0.0, "learner.lr": 1e-6, "learner.warmup_steps": 50,
         "learner.weight_decay": 0.0, "learner.beta2": 0.95, "rollout.group_size": 64, "trainer.groups_per_step": 128,
         "task.max_prompt_tokens": 2048, "rollout.max_response_tokens": 8000,
     },
     "grpo_7b": {
-        "algorithm.kl.coef": 0.04, "algorithm.kl.placement": "loss", "algorithm.kl.estimator": "k3",
-        "algorithm.normalize_by_std": True, "algorithm.aggregation": "seq_mean_token_mean", "learner.lr": 1e-6,
+        "algorithm.kl.coef": 0.04, "algorithm.kl.apply_to": "loss", "algorithm.kl.estimator": "k3",
+        "algorithm.normalize_by_std": True, "algorithm.loss_aggregation": "seq_mean_token_mean", "learner.lr": 1e-6,
         "rollout.group_size": 64, "trainer.groups_per_step": 16, "rollout.max_response_tokens": 1024,
     },
     "dapo_7b": {
-        "algorithm.clip_low": 0.2, "algorithm.clip_high": 0.28, "algorithm.kl.coef": 0.0,
-        "algorithm.aggregation": "token_mean", "algorithm.filter_zero_variance": True,
+        "algorithm.clip_ratio_low": 0.2, "algorithm.clip_ratio_high": 0.28, "algorithm.kl.coef": 0.0,
+        "algorithm.loss_aggregation": "token_mean", "algorithm.dynamic_sampling": True,
         "algorithm.overlong_buffer_tokens": 4096, "algorithm.overlong_penalty": 1.0, "task.max_prompt_tokens": 2048,
         "rollout.max_response_tokens": 20480, "rollout.group_size": 16, "trainer.groups_per_step": 32,
         "learner.lr": 1e-6, "learner.warmup_steps": 10, "learner.weight_decay": 0.1,
@@ -509,18 +513,21 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "trainer.eval_samples": 32, "trainer.eval_temperature": 1.0, "trainer.eval_top_p": 0.7,
     },
     "gspo_7b": {
-        "algorithm.loss": "gspo", "algorithm.clip_low": 3e-4, "algorithm.clip_high": 4e-4, "algorithm.kl.coef": 0.0,
-        "algorithm.aggregation": "seq_mean_token_mean", "mode.max_staleness": 3, "learner.lr": 1e-6,
+        "algorithm.loss": "gspo", "algorithm.clip_ratio_low": 3e-4, "algorithm.clip_ratio_high": 4e-4,
+        "algorithm.kl.coef": 0.0,
+        "algorithm.loss_aggregation": "seq_mean_token_mean", "mode.max_staleness": 3, "learner.lr": 1e-6,
         "learner.weight_decay": 0.1, "rollout.group_size": 16, "trainer.groups_per_step": 128,
     },
     "cispo_7b": {
-        "algorithm.loss": "cispo", "algorithm.clip_low": 1.0, "algorithm.clip_high": 4.0, "algorithm.kl.coef": 0.0,
-        "algorithm.filter_zero_variance": True, "rollout.group_size": 16, "learner.beta2": 0.95, "learner.eps": 1e-15,
+        "algorithm.loss": "cispo", "algorithm.clip_ratio_low": 1.0, "algorithm.clip_ratio_high": 4.0,
+        "algorithm.kl.coef": 0.0,
+        "algorithm.dynamic_sampling": True, "rollout.group_size": 16, "learner.beta2": 0.95, "learner.eps": 1e-15,
     },
     "reinforce_pp_7b": {
-        "algorithm.advantage": "reinforce_pp_baseline", "algorithm.kl.coef": 1e-5, "algorithm.kl.estimator": "k2",
+        "algorithm.advantage_estimator": "reinforce_pp_baseline",
+        "algorithm.kl.coef": 1e-5, "algorithm.kl.estimator": "k2",
         "algorithm.correction.mask.lower": 0.5, "algorithm.correction.mask.upper": 5.0, "learner.lr": 5e-7,
-        "learner.lr_schedule": "cosine", "learner.min_lr_frac": 0.1, "learner.warmup_steps": 15,
+        "learner.lr_schedule": "cosine", "learner.min_lr_ratio": 0.1, "learner.warmup_steps": 15,
         "learner.weight_decay": 0.0, "learner.beta2": 0.95, "rollout.group_size": 8, "trainer.groups_per_step": 128,
     },
 }  # fmt: skip

@@ -24,15 +24,18 @@ from trainer.config.schema import RunConfig, TaskConfig
 
 
 def test_only_what_is_in_force_is_named() -> None:
-    assert describe_objective(AlgorithmConfig(loss="reinforce", advantage="reinforce")) == (
+    assert describe_objective(AlgorithmConfig(loss="reinforce", advantage_estimator="reinforce")) == (
         "reinforce -> reinforce() -> token_mean; engine's log-probs as old policy"
     )
 
 
 def test_dapo_is_told_with_its_numbers() -> None:
-    dapo = AlgorithmConfig(clip_high=0.28, filter_zero_variance=True, overlong_buffer_tokens=4096, mask_truncated=True)
+    dapo = AlgorithmConfig(
+        clip_ratio_high=0.28, dynamic_sampling=True, overlong_buffer_tokens=4096, mask_truncated=True
+    )
     assert describe_objective(dapo) == (
-        "grpo / std -> ppo_clip(clip_low=0.2, clip_high=0.28, clip_dual=null) -> token_mean; engine's log-probs as old "
+        "grpo / std -> ppo_clip(clip_ratio_low=0.2, clip_ratio_high=0.28, dual_clip=null) -> token_mean; "
+        "engine's log-probs as old "
         "policy; groups of equal rewards are filtered and refilled; overlong penalty of up to 1 over the last "
         "4096 tokens; "
         "truncated answers carry no loss"
@@ -48,7 +51,8 @@ def test_every_action_of_a_correction_is_told_with_its_bounds() -> None:
     )
     told = describe_objective(AlgorithmConfig(correction=correction, entropy_coef=0.01, normalize_by_std=False))
     assert told == (
-        "grpo without std -> ppo_clip(clip_low=0.2, clip_high=0.2, clip_dual=null) - 0.01 x entropy -> token_mean; "
+        "grpo without std -> ppo_clip(clip_ratio_low=0.2, clip_ratio_high=0.2, dual_clip=null) - 0.01 x entropy -> "
+        "token_mean; "
         "learner's log-probs at the start of the step as old policy, clamp [..2], mask by ratio [0.5..5], "
         "reject answers by k2 (sequence_mean) [..0.8], ratio of the token"
     )
@@ -57,12 +61,18 @@ def test_every_action_of_a_correction_is_told_with_its_bounds() -> None:
 @pytest.mark.parametrize(
     ("keys", "told"),
     [
-        ({"advantage": "gpg"}, "gpg(gpg_scale=nonzero_rewards) -> "),
-        ({"advantage": "gdpo"}, "gdpo(every part once) -> "),
-        ({"advantage": "gdpo", "gdpo_weights": {"format": 0.5, "correct": 1.0}}, "gdpo(format=0.5, correct=1) -> "),
-        ({"advantage": "gae", "gae_lambda": 0.95, "whiten_advantages": False}, "gae(gae_gamma=1, gae_lambda=0.95) -> "),
-        ({"aggregation": "seq_mean_token_sum_norm", "aggregation_norm_tokens": 512}, "seq_mean_token_sum_norm(512); "),
-        ({"aggregation": "seq_mean_token_sum_norm"}, "seq_mean_token_sum_norm(rollout.max_response_tokens); "),
+        ({"advantage_estimator": "gpg"}, "gpg(gpg_scale=nonzero_rewards) -> "),
+        ({"advantage_estimator": "gdpo"}, "gdpo(every part once) -> "),
+        (
+            {"advantage_estimator": "gdpo", "gdpo_weights": {"format": 0.5, "correct": 1.0}},
+            "gdpo(format=0.5, correct=1) -> ",
+        ),
+        (
+            {"advantage_estimator": "gae", "gae_lambda": 0.95, "whiten_advantages": False},
+            "gae(gae_gamma=1, gae_lambda=0.95) -> ",
+        ),
+        ({"loss_aggregation": "seq_mean_token_sum_norm", "loss_norm_tokens": 512}, "seq_mean_token_sum_norm(512); "),
+        ({"loss_aggregation": "seq_mean_token_sum_norm"}, "seq_mean_token_sum_norm(rollout.max_response_tokens); "),
         (
             {"overlong_buffer_tokens": 8, "overlong_penalty": 0.5},
             "overlong penalty of up to 0.5 over the last 8 tokens",
@@ -97,20 +107,20 @@ def modest_estimator(groups: Any) -> Any:
 )
 def test_an_own_estimator_is_told_with_what_it_declares(name: str, args: dict[str, float], told: str) -> None:
     path = f"{__name__}.{name}"
-    line = describe_objective(AlgorithmConfig(advantage=path, advantage_args=args, loss="my.loss"))
+    line = describe_objective(AlgorithmConfig(advantage_estimator=path, advantage_args=args, loss="my.loss"))
     assert line.startswith(f"own {path}{told} -> own my.loss() -> token_mean")
 
 
 def test_the_objective_names_the_critic_and_the_kl_where_they_act() -> None:
-    told = describe_objective(AlgorithmConfig(advantage="gae", kl=KlConfig(coef=0.05, placement="reward")))
+    told = describe_objective(AlgorithmConfig(advantage_estimator="gae", kl=KlConfig(coef=0.05, apply_to="reward")))
     assert told.startswith(
         "gae(gae_gamma=1, gae_lambda=1), whitened of reward - 0.05 x KL to the first policy (k3) -> ppo_clip("
     )
     told = describe_objective(AlgorithmConfig(kl=KlConfig(coef=0.001, estimator="k2")))
-    assert "clip_dual=null) + 0.001 x KL to the first policy (k2) -> token_mean" in told
+    assert "dual_clip=null) + 0.001 x KL to the first policy (k2) -> token_mean" in told
     assert "KL" not in describe_objective(AlgorithmConfig())
-    kl = KlConfig(coef=1.0, path="some/teacher", placement="advantage", estimator="k1")
-    told = describe_objective(AlgorithmConfig(advantage="zero", kl=kl))
+    kl = KlConfig(coef=1.0, reference_model="some/teacher", apply_to="advantage", estimator="k1")
+    told = describe_objective(AlgorithmConfig(advantage_estimator="zero", kl=kl))
     assert told.startswith("zero - 1 x KL to some/teacher (k1) of the token -> ppo_clip(")
     assert describe_critic(CriticConfig(), policy_lr=1e-6) == "critic: own backbone, lr 1e-05, 1 update(s) per step"
     assert describe_critic(CriticConfig(lr=1e-4, value_clip=0.2, warmup_steps=9), policy_lr=1e-6) == (
@@ -122,9 +132,10 @@ def test_the_objective_names_the_critic_and_the_kl_where_they_act() -> None:
 
 
 def test_the_objective_names_the_greedy_answer() -> None:
-    config = load_config(["algorithm=remax", "algorithm.filter_zero_variance=true"])
+    config = load_config(["algorithm=remax", "algorithm.dynamic_sampling=true"])
     assert describe_objective(config.algorithm) == (
-        "remax (one more, greedy answer per group) -> ppo_clip(clip_low=0.2, clip_high=0.2, clip_dual=null) -> "
+        "remax (one more, greedy answer per group) -> "
+        "ppo_clip(clip_ratio_low=0.2, clip_ratio_high=0.2, dual_clip=null) -> "
         "token_mean; engine's log-probs as old policy; groups of rewards equal to the greedy one are filtered and "
         "refilled"
     )

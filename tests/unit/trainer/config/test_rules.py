@@ -38,9 +38,9 @@ SHORT = {
     "WEIGHTED": "a.loss=importance_sampling",
     "SEQUENCES": "task.agent=my.make task.agent_max_sequences=2",
     "IN_LOSS": "a.kl.coef=0.01",
-    "IN_REWARD": "a.kl.coef=0.01 a.kl.placement=reward",
-    "IN_ADVANTAGE": "a.kl.coef=0.01 a.kl.placement=advantage a.kl.estimator=k1",
-    "TAUGHT": "IN_ADVANTAGE a.advantage=zero a.kl.path=some/teacher WEIGHTED",
+    "IN_REWARD": "a.kl.coef=0.01 a.kl.apply_to=reward",
+    "IN_ADVANTAGE": "a.kl.coef=0.01 a.kl.apply_to=advantage a.kl.estimator=k1",
+    "TAUGHT": "IN_ADVANTAGE a.advantage_estimator=zero a.kl.reference_model=some/teacher WEIGHTED",
     "COSINE": "learner.lr_schedule=cosine",
     "FILTER": "task.pass_rate_min=0.1 task.pass_rate_max=0.9",
     "CURRICULUM": "task.curriculum=easy_to_hard task.difficulty_column=level",
@@ -120,14 +120,14 @@ task.reader=jsonl task.eval_path= -> task.reader
 task.train_path=a/b task.eval_path=a/b task.max_operand=20 -> task.max_operand
 task.eval_path= task.eval_size=5 -> task.eval_size
 rollout.group_size=1 -> rollout.group_size
-rollout.group_size=1 a.advantage=rloo -> rollout.group_size
-rollout.group_size=1 a.advantage=reinforce a.filter_zero_variance=true -> a.filter_zero_variance
+rollout.group_size=1 a.advantage_estimator=rloo -> rollout.group_size
+rollout.group_size=1 a.advantage_estimator=reinforce a.dynamic_sampling=true -> a.dynamic_sampling
 mode.name=sync -> mode.max_staleness
 mode.name=one_step_off mode.max_staleness=2 -> mode.max_staleness
 rollout.max_model_len=1535 -> rollout.max_model_len
 learner.max_tokens_per_micro_batch=1535 -> learner.max_tokens_per_micro_batch
 learner.num_ranks=257 -> learner.num_ranks
-learner.min_lr_frac=0.1 -> learner.min_lr_frac
+learner.min_lr_ratio=0.1 -> learner.min_lr_ratio
 COSINE learner.warmup_steps=100 -> learner.warmup_steps
 trainer.stop_at_accuracy=0.9 task.eval_path= -> trainer.stop_at_accuracy
 trainer.stop_at_accuracy=0.9 NO_PERIODIC trainer.eval_at_end=false -> trainer.stop_at_accuracy
@@ -139,38 +139,38 @@ telemetry.wandb_project=mine -> telemetry.wandb_project
 telemetry.wandb_entity=team -> telemetry.wandb_entity
 telemetry.wandb_group=sweep -> telemetry.wandb_group
 telemetry.wandb_tags=a+b -> telemetry.wandb_tags
-rollout.group_size=1 a.advantage=reinforce ->
+rollout.group_size=1 a.advantage_estimator=reinforce ->
 mode.max_staleness=0 ->
 rollout.max_model_len=1536 ->
 learner.max_tokens_per_micro_batch=1536 ->
 learner.num_ranks=256 ->
-COSINE learner.warmup_steps=99 learner.min_lr_frac=0.1 ->
+COSINE learner.warmup_steps=99 learner.min_lr_ratio=0.1 ->
 ray.address=auto ->
 checkpoint.every_steps=50 checkpoint.keep_every=150 ->
 checkpoint.every_steps=0 ->
 """
 ADVANTAGES = r"""
-a.advantage=rloo a.normalize_by_std=false -> a.normalize_by_std
-WEIGHTED a.clip_low=0.1 -> a.clip_low
-WEIGHTED a.clip_high=0.1 -> a.clip_high
-WEIGHTED a.clip_dual=3.0 -> a.clip_dual
+a.advantage_estimator=rloo a.normalize_by_std=false -> a.normalize_by_std
+WEIGHTED a.clip_ratio_low=0.1 -> a.clip_ratio_low
+WEIGHTED a.clip_ratio_high=0.1 -> a.clip_ratio_high
+WEIGHTED a.dual_clip=3.0 -> a.dual_clip
 a.overlong_penalty=0.5 -> a.overlong_penalty
 a.overlong_buffer_tokens=2000 -> a.overlong_buffer_tokens
 a.overlong_buffer_tokens=1024 a.overlong_penalty=0.5 ->
-a.advantage=reinforce_pp_baseline a.normalize_by_std=false -> a.normalize_by_std
-a.advantage=gdpo a.normalize_by_std=false -> a.normalize_by_std
-a.advantage=grpo a.gpg_scale=valid_groups -> a.gpg_scale
-a.advantage=grpo a.gdpo_weights={"format":2.0} -> a.gdpo_weights
-a.advantage=gdpo a.gdpo_weights={"format":0.0} -> a.gdpo_weights
-a.advantage=gdpo a.gdpo_weights={"format":NaN} -> a.gdpo_weights
-a.advantage=gdpo a.overlong_buffer_tokens=64 -> a.overlong_buffer_tokens
-a.advantage=gdpo a.filter_zero_variance=true -> a.filter_zero_variance
-a.advantage=grpo a.normalize_by_std=false ->
-a.advantage=pass_at_k a.normalize_by_std=false ->
-a.advantage=gpg a.gpg_scale=valid_groups ->
-a.advantage=gdpo a.gdpo_weights={"format":0.5,"correct":-1} ->
-a.advantage=reinforce_pp a.overlong_buffer_tokens=64 ->
-a.advantage=reinforce_pp_baseline a.filter_zero_variance=true ->
+a.advantage_estimator=reinforce_pp_baseline a.normalize_by_std=false -> a.normalize_by_std
+a.advantage_estimator=gdpo a.normalize_by_std=false -> a.normalize_by_std
+a.advantage_estimator=grpo a.gpg_scale=valid_groups -> a.gpg_scale
+a.advantage_estimator=grpo a.gdpo_weights={"format":2.0} -> a.gdpo_weights
+a.advantage_estimator=gdpo a.gdpo_weights={"format":0.0} -> a.gdpo_weights
+a.advantage_estimator=gdpo a.gdpo_weights={"format":NaN} -> a.gdpo_weights
+a.advantage_estimator=gdpo a.overlong_buffer_tokens=64 -> a.overlong_buffer_tokens
+a.advantage_estimator=gdpo a.dynamic_sampling=true -> a.dynamic_sampling
+a.advantage_estimator=grpo a.normalize_by_std=false ->
+a.advantage_estimator=pass_at_k a.normalize_by_std=false ->
+a.advantage_estimator=gpg a.gpg_scale=valid_groups ->
+a.advantage_estimator=gdpo a.gdpo_weights={"format":0.5,"correct":-1} ->
+a.advantage_estimator=reinforce_pp a.overlong_buffer_tokens=64 ->
+a.advantage_estimator=reinforce_pp_baseline a.dynamic_sampling=true ->
 task.agent_args={"max_turns":3} -> task.agent_args
 task.agent_timeout_s=5.0 -> task.agent_timeout_s
 task.agent_max_sequences=2 -> task.agent_max_sequences
@@ -179,22 +179,22 @@ task.agent_args={"max_turns":3} task.agent=my.make ->
 task.agent_timeout_s=5.0 task.agent=my.make ->
 task.agent_max_sequences=2 task.agent=my.make ->
 task.reward.name=zero task.agent=my.make ->
-a.advantage=gae SEQUENCES -> task.agent_max_sequences
-a.advantage=reinforce IN_REWARD a.kl.estimator=k1 SEQUENCES -> task.agent_max_sequences
-a.advantage=grpo IN_REWARD a.kl.estimator=k1 SEQUENCES ->
-a.advantage=reinforce SEQUENCES ->
-a.advantage=gpg a.overlong_buffer_tokens=64 -> a.gpg_scale
-a.advantage=gpg task.agent=my.make -> a.gpg_scale
-a.advantage=gpg a.gpg_scale=valid_groups a.overlong_buffer_tokens=64 task.agent=my.make ->
-a.advantage=gdpo task.agent=my.make -> task.agent
-a.advantage=grpo a.overlong_buffer_tokens=64 task.agent=my.make ->
+a.advantage_estimator=gae SEQUENCES -> task.agent_max_sequences
+a.advantage_estimator=reinforce IN_REWARD a.kl.estimator=k1 SEQUENCES -> task.agent_max_sequences
+a.advantage_estimator=grpo IN_REWARD a.kl.estimator=k1 SEQUENCES ->
+a.advantage_estimator=reinforce SEQUENCES ->
+a.advantage_estimator=gpg a.overlong_buffer_tokens=64 -> a.gpg_scale
+a.advantage_estimator=gpg task.agent=my.make -> a.gpg_scale
+a.advantage_estimator=gpg a.gpg_scale=valid_groups a.overlong_buffer_tokens=64 task.agent=my.make ->
+a.advantage_estimator=gdpo task.agent=my.make -> task.agent
+a.advantage_estimator=grpo a.overlong_buffer_tokens=64 task.agent=my.make ->
 a.overlong_buffer_tokens=64 a.overlong_penalty=0.0 -> a.overlong_penalty
 a.overlong_buffer_tokens=64 a.overlong_penalty=0.5 ->
-rollout.top_k=1 WEIGHTED a.advantage=grpo -> rollout.top_k
-rollout.top_k=1 WEIGHTED a.advantage=remax -> rollout.top_k
-rollout.top_k=1 WEIGHTED a.advantage=reinforce_pp ->
-rollout.top_k=1 WEIGHTED a.advantage=gae ->
-rollout.top_k=2 WEIGHTED a.advantage=grpo ->
+rollout.top_k=1 WEIGHTED a.advantage_estimator=grpo -> rollout.top_k
+rollout.top_k=1 WEIGHTED a.advantage_estimator=remax -> rollout.top_k
+rollout.top_k=1 WEIGHTED a.advantage_estimator=reinforce_pp ->
+rollout.top_k=1 WEIGHTED a.advantage_estimator=gae ->
+rollout.top_k=2 WEIGHTED a.advantage_estimator=grpo ->
 """
 CORRECTIONS = r"""
 c.level=sequence -> c.level
@@ -251,76 +251,76 @@ a.whiten_advantages=false -> a.whiten_advantages
 critic.lr=1e-05 -> critic.lr
 critic.path=some/model -> critic.path
 critic.shared_backbone=true -> critic.shared_backbone
-a.advantage=gae a.normalize_by_std=false -> a.normalize_by_std
-a.advantage=gae a.filter_zero_variance=true -> a.filter_zero_variance
-a.advantage=gae a.loss=clip_cov -> a.loss
-a.advantage=gae critic.value_coef=0.1 -> critic.value_coef
-a.advantage=gae critic.value_clip=0.2 -> critic.value_clip
-a.advantage=gae critic.warmup_steps=100 -> critic.warmup_steps
-a.advantage=gae critic.shared_backbone=true critic.path=some/model -> critic.path
-a.advantage=gae critic.shared_backbone=true critic.lr=1e-05 -> critic.lr
-a.advantage=gae critic.shared_backbone=true critic.weight_decay=0.5 -> critic.weight_decay
-a.advantage=gae critic.shared_backbone=true critic.max_grad_norm=0.5 -> critic.max_grad_norm
-a.advantage=gae critic.shared_backbone=true critic.warmup_steps=5 -> critic.warmup_steps
-a.advantage=gae critic.shared_backbone=true critic.updates_per_step=2 -> critic.updates_per_step
-a.advantage=gae critic.shared_backbone=true critic.cpu_offload=true -> critic.cpu_offload
-a.kl.placement=reward -> a.kl.placement
+a.advantage_estimator=gae a.normalize_by_std=false -> a.normalize_by_std
+a.advantage_estimator=gae a.dynamic_sampling=true -> a.dynamic_sampling
+a.advantage_estimator=gae a.loss=clip_cov -> a.loss
+a.advantage_estimator=gae critic.value_coef=0.1 -> critic.value_coef
+a.advantage_estimator=gae critic.value_clip=0.2 -> critic.value_clip
+a.advantage_estimator=gae critic.warmup_steps=100 -> critic.warmup_steps
+a.advantage_estimator=gae critic.shared_backbone=true critic.path=some/model -> critic.path
+a.advantage_estimator=gae critic.shared_backbone=true critic.lr=1e-05 -> critic.lr
+a.advantage_estimator=gae critic.shared_backbone=true critic.weight_decay=0.5 -> critic.weight_decay
+a.advantage_estimator=gae critic.shared_backbone=true critic.max_grad_norm=0.5 -> critic.max_grad_norm
+a.advantage_estimator=gae critic.shared_backbone=true critic.warmup_steps=5 -> critic.warmup_steps
+a.advantage_estimator=gae critic.shared_backbone=true critic.updates_per_step=2 -> critic.updates_per_step
+a.advantage_estimator=gae critic.shared_backbone=true critic.cpu_offload=true -> critic.cpu_offload
+a.kl.apply_to=reward -> a.kl.apply_to
 a.kl.estimator=k2 -> a.kl.estimator
 learner.reference_cpu_offload=true -> learner.reference_cpu_offload
 IN_LOSS learner.reference_cpu_offload=true model.lora.rank=8 -> learner.reference_cpu_offload
 IN_LOSS a.kl.estimator=k1 -> a.kl.estimator
 IN_REWARD a.kl.estimator=k1_straight_through -> a.kl.estimator
-IN_REWARD a.advantage=gdpo -> a.kl.placement
-IN_REWARD a.advantage=gpg -> a.kl.placement
+IN_REWARD a.advantage_estimator=gdpo -> a.kl.apply_to
+IN_REWARD a.advantage_estimator=gpg -> a.kl.apply_to
 IN_REWARD a.mask_truncated=true -> a.mask_truncated
-IN_REWARD a.mask_truncated=true a.advantage=reinforce_pp -> a.mask_truncated
-IN_REWARD a.filter_zero_variance=true -> a.filter_zero_variance
+IN_REWARD a.mask_truncated=true a.advantage_estimator=reinforce_pp -> a.mask_truncated
+IN_REWARD a.dynamic_sampling=true -> a.dynamic_sampling
 IN_REWARD a.loss=kl_cov -> a.loss
-IN_REWARD a.advantage=gae a.loss=kl_cov -> a.loss
-a.kl.path=some/teacher -> a.kl.path
-IN_LOSS a.kl.placement=advantage a.kl.estimator=k3 -> a.kl.estimator
-a.kl.coef=0.01 a.kl.placement=advantage a.kl.estimator=k1_straight_through -> a.kl.estimator
+IN_REWARD a.advantage_estimator=gae a.loss=kl_cov -> a.loss
+a.kl.reference_model=some/teacher -> a.kl.reference_model
+IN_LOSS a.kl.apply_to=advantage a.kl.estimator=k3 -> a.kl.estimator
+a.kl.coef=0.01 a.kl.apply_to=advantage a.kl.estimator=k1_straight_through -> a.kl.estimator
 IN_ADVANTAGE a.loss=clip_cov -> a.loss
-IN_ADVANTAGE a.advantage=gae a.loss=clip_cov -> a.loss
-IN_ADVANTAGE a.filter_zero_variance=true -> a.filter_zero_variance
+IN_ADVANTAGE a.advantage_estimator=gae a.loss=clip_cov -> a.loss
+IN_ADVANTAGE a.dynamic_sampling=true -> a.dynamic_sampling
 TAUGHT rollout.top_p=0.9 -> rollout.top_p
-a.advantage=zero -> a.advantage
-TAUGHT a.kl.path=null -> a.advantage
-TAUGHT a.kl.placement=reward a.kl.estimator=k1 -> a.kl.placement
+a.advantage_estimator=zero -> a.advantage_estimator
+TAUGHT a.kl.reference_model=null -> a.advantage_estimator
+TAUGHT a.kl.apply_to=reward a.kl.estimator=k1 -> a.kl.apply_to
 TAUGHT a.overlong_buffer_tokens=4 -> a.overlong_buffer_tokens
 TAUGHT a.normalize_by_std=false -> a.normalize_by_std
-a.advantage=gae ->
-a.advantage=gae rollout.group_size=1 a.mask_truncated=true ->
-a.advantage=gae IN_REWARD a.kl.estimator=k1 a.mask_truncated=true ->
-a.advantage=gae critic.updates_per_step=2 critic.value_clip=0.2 critic.warmup_steps=99 ->
-a.advantage=gae critic.shared_backbone=true critic.value_coef=0.1 a.gae_lambda=0.95 ->
+a.advantage_estimator=gae ->
+a.advantage_estimator=gae rollout.group_size=1 a.mask_truncated=true ->
+a.advantage_estimator=gae IN_REWARD a.kl.estimator=k1 a.mask_truncated=true ->
+a.advantage_estimator=gae critic.updates_per_step=2 critic.value_clip=0.2 critic.warmup_steps=99 ->
+a.advantage_estimator=gae critic.shared_backbone=true critic.value_coef=0.1 a.gae_lambda=0.95 ->
 IN_LOSS a.loss=clip_cov ->
-IN_LOSS learner.reference_cpu_offload=true a.filter_zero_variance=true ->
+IN_LOSS learner.reference_cpu_offload=true a.dynamic_sampling=true ->
 IN_LOSS a.kl.estimator=k1_straight_through a.mask_truncated=true ->
-IN_REWARD a.advantage=reinforce a.mask_truncated=true ->
-IN_REWARD a.advantage=opo a.kl.estimator=k1 ->
+IN_REWARD a.advantage_estimator=reinforce a.mask_truncated=true ->
+IN_REWARD a.advantage_estimator=opo a.kl.estimator=k1 ->
 TAUGHT rollout.group_size=1 task.reward.name=zero a.mask_truncated=true ->
 TAUGHT model.lora.rank=8 learner.reference_cpu_offload=true ->
-TAUGHT a.kl.placement=loss a.kl.estimator=k2 ->
-TAUGHT a.advantage=grpo a.mask_truncated=true ->
-TAUGHT a.advantage=gdpo ->
-TAUGHT a.advantage=gae critic.warmup_steps=3 ->
-IN_ADVANTAGE a.advantage=rloo ->
-COSINE learner.warmup_steps=60 critic.warmup_steps=30 a.advantage=gae ->
-COSINE learner.warmup_steps=70 critic.warmup_steps=30 a.advantage=gae -> learner.warmup_steps
-COSINE learner.warmup_steps=99 critic.warmup_steps=0 a.advantage=grpo ->
-COSINE learner.warmup_steps=100 critic.warmup_steps=0 a.advantage=grpo -> learner.warmup_steps
+TAUGHT a.kl.apply_to=loss a.kl.estimator=k2 ->
+TAUGHT a.advantage_estimator=grpo a.mask_truncated=true ->
+TAUGHT a.advantage_estimator=gdpo ->
+TAUGHT a.advantage_estimator=gae critic.warmup_steps=3 ->
+IN_ADVANTAGE a.advantage_estimator=rloo ->
+COSINE learner.warmup_steps=60 critic.warmup_steps=30 a.advantage_estimator=gae ->
+COSINE learner.warmup_steps=70 critic.warmup_steps=30 a.advantage_estimator=gae -> learner.warmup_steps
+COSINE learner.warmup_steps=99 critic.warmup_steps=0 a.advantage_estimator=grpo ->
+COSINE learner.warmup_steps=100 critic.warmup_steps=0 a.advantage_estimator=grpo -> learner.warmup_steps
 """
 PROMPTS = r"""
 FILTER ->
-FILTER task.pass_reward=0.5 task.pass_rate_retry_epochs=4 task.pass_rate_column=rate ->
+FILTER task.pass_threshold=0.5 task.pass_rate_cooldown_epochs=4 task.pass_rate_column=rate ->
 task.pass_rate_min=0.1 ->
 task.pass_rate_min=0.5 task.pass_rate_max=0.5 ->
 task.pass_rate_min=0.6 task.pass_rate_max=0.5 -> task.pass_rate_min
 task.pass_rate_min=0.55 task.pass_rate_max=0.6 -> task.pass_rate_min
-FILTER rollout.group_size=1 a.advantage=reinforce -> task.pass_rate_min
-task.pass_rate_retry_epochs=4 -> task.pass_rate_retry_epochs
-task.pass_reward=0.5 -> task.pass_reward
+FILTER rollout.group_size=1 a.advantage_estimator=reinforce -> task.pass_rate_min
+task.pass_rate_cooldown_epochs=4 -> task.pass_rate_cooldown_epochs
+task.pass_threshold=0.5 -> task.pass_threshold
 task.pass_rate_column=rate -> task.pass_rate_column
 CURRICULUM ->
 CURRICULUM task.curriculum_epochs=3 ->
@@ -350,8 +350,8 @@ rollout.max_concurrency=1 rollout.num_workers=2 -> rollout.max_concurrency
 rollout.repack_below=8 -> rollout.repack_below
 REPACKED ->
 REPACKED SYNC -> rollout.repack_below
-REPACKED SYNC rollout.seed_requests=false ->
-REPACKED rollout.seed_requests=true -> rollout.repack_below
+REPACKED SYNC rollout.per_request_seed=false ->
+REPACKED rollout.per_request_seed=true -> rollout.repack_below
 rollout.stop=["</s>","```"] rollout.stop_token_ids=[0,7] ->
 rollout.stop=["</s>",""] -> rollout.stop
 rollout.stop_token_ids=[7,-1] -> rollout.stop_token_ids
@@ -370,7 +370,7 @@ trainer.eval_timeout_s=599.0 -> trainer.eval_timeout_s
 trainer.eval_timeout_s=600.0 ->
 task.eval_path= trainer.eval_timeout_s=600.0 -> trainer.eval_timeout_s
 trainer.eval_timeout_s=599.0 task.agent=some.agent task.agent_timeout_s=60.0 ->
-a.max_refills_per_step=3 ->
+a.max_filtered_batches_per_step=3 ->
 """
 SHARED_DEVICES = r"""
 SHARED ->
@@ -412,21 +412,21 @@ def test_the_defaults_have_no_problem() -> None:
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_an_estimator_takes_one_answer_per_group_unless_it_compares(name: str) -> None:
-    traits, words = ESTIMATORS[name], "TAUGHT" if name == "zero" else f"a.advantage={name}"  # pyright: ignore
+    traits, words = ESTIMATORS[name], "TAUGHT" if name == "zero" else f"a.advantage_estimator={name}"  # pyright: ignore
     alone = keys_refused(config_of(f"{words} rollout.group_size=1"))
     assert alone == (["rollout.group_size"] if traits.needs_peers else [])
     assert keys_refused(config_of(f"{words} rollout.group_size=2")) == []
-    sampled = keys_refused(config_of(f"{words} a.filter_zero_variance=true"))
+    sampled = keys_refused(config_of(f"{words} a.dynamic_sampling=true"))
     if traits.greedy_baseline:
-        assert sampled == [] == keys_refused(config_of(f"{words} a.filter_zero_variance=true rollout.group_size=1"))
+        assert sampled == [] == keys_refused(config_of(f"{words} a.dynamic_sampling=true rollout.group_size=1"))
     elif not traits.needs_peers:
-        assert "algorithm.filter_zero_variance" in sampled
+        assert "algorithm.dynamic_sampling" in sampled
 
 
 def test_a_step_of_one_answer_cannot_be_normalised() -> None:
     sizes = "rollout.group_size=1 trainer.groups_per_step=1 learner.num_ranks=1"
-    assert keys_refused(config_of(f"a.advantage=reinforce {sizes}")) == []
-    assert keys_refused(config_of(f"a.advantage=reinforce_pp {sizes}")) == ["trainer.groups_per_step"]
+    assert keys_refused(config_of(f"a.advantage_estimator=reinforce {sizes}")) == []
+    assert keys_refused(config_of(f"a.advantage_estimator=reinforce_pp {sizes}")) == ["trainer.groups_per_step"]
 
 
 def test_bounds_that_no_group_can_meet_are_told_with_the_group_size() -> None:
@@ -437,7 +437,7 @@ def test_bounds_that_no_group_can_meet_are_told_with_the_group_size() -> None:
 # Losses and corrections
 
 MOVED = {
-    "clip_low": 0.1, "clip_high": 0.1, "clip_dual": 3.0, "sapo_tau_positive": 2.0, "sapo_tau_negative": 2.0,
+    "clip_ratio_low": 0.1, "clip_ratio_high": 0.1, "dual_clip": 3.0, "sapo_tau_positive": 2.0, "sapo_tau_negative": 2.0,
     "cov_frac": 0.1, "cov_min": 0.5, "cov_max": 9.0, "cov_kl_coef": 2.0, "dppo_threshold": 0.3, "dro_beta": 0.3,
 }  # fmt: skip
 
@@ -478,7 +478,7 @@ def test_a_clamp_in_the_loss_must_be_of_the_ratio_that_the_loss_holds(loss: Loss
 
 @pytest.mark.parametrize(
     ("loss", "words"),
-    [("cispo", "algorithm.clip_high"), ("sapo", "gate of its own"), ("gspo", "sequence_mean")],
+    [("cispo", "algorithm.clip_ratio_high"), ("sapo", "gate of its own"), ("gspo", "sequence_mean")],
 )
 def test_a_refused_clamp_says_what_the_loss_bounds_itself(loss: str, words: str) -> None:
     (problem,) = check_combinations(config_of(f"a.loss={loss} c.clamp.upper=2.0"))
@@ -508,7 +508,7 @@ def test_every_recipe_is_accepted_and_names_its_source(path: Path) -> None:
     assert text.startswith("#"), f"{path.name} does not say where its numbers come from"
     keys = yaml.safe_load(text)
     if keys["name"] == "opd":
-        keys["kl"]["path"] = "some/teacher"  # which the user names
+        keys["kl"]["reference_model"] = "some/teacher"  # which the user names
     config, problems = to_run_config({"algorithm": keys, "mode": {"name": "sync", "max_staleness": 0}})
     assert [*problems, *problems_in(config)] == []
 
@@ -530,7 +530,7 @@ def test_every_loss_has_a_recipe_or_is_a_variant_of_one() -> None:
         "algorithm=dapo correction=decoupled",
         "algorithm=reinforce mode=sync",
         "algorithm=reinforce correction=mis",
-        "algorithm=opd algorithm.kl.path=builtin:tiny rollout.group_size=1",
+        "algorithm=opd algorithm.kl.reference_model=builtin:tiny rollout.group_size=1",
         "algorithm=ppo",
     ],
 )

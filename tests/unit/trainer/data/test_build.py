@@ -33,7 +33,7 @@ CENTRED = {"normalize_by_std": False}
 """Advantage = reward - mean of the group."""
 CLIP_COV = {"loss": "clip_cov", "cov_frac": 0.1, "cov_min": -0.5, "cov_max": 0.5}
 KL_COV = {"loss": "kl_cov", "cov_frac": 0.1}
-IN_REWARD = KlConfig(coef=0.1, placement="reward")
+IN_REWARD = KlConfig(coef=0.1, apply_to="reward")
 COLUMNS = ("token_ids", "loss_mask", "behavior_logprobs", "versions", "advantages", "loss_weights", "cov_selected")
 
 
@@ -105,8 +105,8 @@ def test_a_step_has_the_same_content_on_every_split(
     seed: int, num_ranks: int, max_tokens: int, aggregation: str, selection: dict[str, Any]
 ) -> None:
     groups = with_noise(random_groups(seed, num_groups=4, group_size=4, max_tokens=30), seed)
-    whole = build(*groups, aggregation=aggregation, **selection)
-    split = build(*groups[::-1], aggregation=aggregation, num_ranks=num_ranks, max_tokens=max_tokens, **selection)
+    whole = build(*groups, loss_aggregation=aggregation, **selection)
+    split = build(*groups[::-1], loss_aggregation=aggregation, num_ranks=num_ranks, max_tokens=max_tokens, **selection)
     assert content(split) == content(whole)
     assert len({len(rank) for rank in split.micro_batches}) == 1
     assert split.num_samples + sum(split.excluded.values()) == sum(len(g.trajectories) for g in groups)
@@ -118,7 +118,7 @@ def test_a_step_has_the_same_content_on_every_split(
 @given(seed=st.integers(0, 10**6), aggregation=st.sampled_from(AGGREGATIONS))
 def test_weights_are_the_mean_that_the_aggregation_names(seed: int, aggregation: str) -> None:
     groups = random_groups(seed, num_groups=3, group_size=4, max_tokens=12)
-    batch = build(*groups, aggregation=aggregation, advantage="reinforce", num_ranks=2, max_tokens=40)
+    batch = build(*groups, loss_aggregation=aggregation, advantage_estimator="reinforce", num_ranks=2, max_tokens=40)
     per_sequence = [[t.reward] * t.num_generated_tokens for g in groups for t in g.trajectories if t.status != "failed"]
     means = {
         "token_mean": lambda: np.mean(np.concatenate(per_sequence)),
@@ -238,7 +238,7 @@ def test_a_trajectory_without_peers_or_tokens_is_counted() -> None:
     batch = build(single, empty, make_group([failed(0)]))
     assert batch.num_samples == 2
     assert batch.excluded == {"failed": 2, "no_generated_tokens": 1, "no_peer_in_group": 1}
-    assert build(single, advantage="reinforce").num_samples == 1, "an estimator without peers takes it"
+    assert build(single, advantage_estimator="reinforce").num_samples == 1, "an estimator without peers takes it"
 
 
 def test_overlong_shaping_is_part_of_the_reward_also_of_the_whole_step_and_of_a_baseline() -> None:
@@ -246,37 +246,39 @@ def test_overlong_shaping_is_part_of_the_reward_also_of_the_whole_step_and_of_a_
     group = make_group([make_trajectory(i, num_tokens=n, reward=1.0) for i, n in enumerate([10, 15, 20])])
     assert last_advantages(build(group, overlong_penalty=0.5, **shaped, **CENTRED)) == [0.25, 0.0, -0.25]
     pair = make_group([make_trajectory(i, num_tokens=n, reward=1.0) for i, n in enumerate([10, 20])])
-    first, second = last_advantages(build(pair, advantage="reinforce_pp", **shaped))
+    first, second = last_advantages(build(pair, advantage_estimator="reinforce_pp", **shaped))
     assert 10 * first == pytest.approx(-20 * second) and first > 0.7, "the mean over tokens is 0"
     long = replace(make_group([make_trajectory(1, num_tokens=10)]), baseline=make_trajectory(2, num_tokens=20))
-    assert last_advantages(build(replace(long), advantage="remax", **shaped)) == [1.0 - (0.0 - 1.0)]
+    assert last_advantages(build(replace(long), advantage_estimator="remax", **shaped)) == [1.0 - (0.0 - 1.0)]
 
 
 def test_the_estimator_sees_lengths_parts_and_other_groups() -> None:
     sizes = [(2, 1.0), (4, 0.0), (6, 0.0), (4, 1.0)]
     answers = [make_trajectory(i, num_tokens=n, reward=r) for i, (n, r) in enumerate(sizes)]
-    assert last_advantages(build(make_group(answers), advantage="opo")) == [0.625, -0.375, -0.375, 0.625]
+    assert last_advantages(build(make_group(answers), advantage_estimator="opo")) == [0.625, -0.375, -0.375, 0.625]
     parts = [{"correct": 1.0, "format": 0.0}, {"correct": 0.0, "format": 0.0}, {"correct": 0.0, "format": 1.0}]
     answers = [make_trajectory(i, reward=0.0, reward_parts=one) for i, one in enumerate(parts)]
     weights = {"correct": 2.0, "format": 1.0}
-    best, worst, middle = last_advantages(build(make_group(answers), advantage="gdpo", gdpo_weights=weights))
+    best, worst, middle = last_advantages(build(make_group(answers), advantage_estimator="gdpo", gdpo_weights=weights))
     assert best > middle > worst and best + middle + worst == pytest.approx(0, abs=1e-6)
     groups = [
         make_group([make_trajectory(0, reward=1.0)], group_id=0),
         make_group([make_trajectory(0, reward=0.0), make_trajectory(1, reward=0.0, status="truncated")], group_id=1),
         make_group([make_trajectory(0, reward=1.0), failed(1)], group_id=2),
     ]
-    batch = build(*groups, advantage="reinforce_pp", mask_truncated=True)
+    batch = build(*groups, advantage_estimator="reinforce_pp", mask_truncated=True)
     np.testing.assert_allclose(last_advantages(batch), [1.0, -1.0, 1.0], atol=1e-6)
     pair, single = make_group([make_trajectory(0), make_trajectory(1)]), make_group([make_trajectory(0, reward=50.0)])
     for name in ("reinforce_pp_baseline", "gpg"):
-        assert last_advantages(build(single, pair, advantage=name)) == last_advantages(build(pair, advantage=name))
+        assert last_advantages(build(single, pair, advantage_estimator=name)) == last_advantages(
+            build(pair, advantage_estimator=name)
+        )
 
 
 def test_reward_parts_must_be_the_same_for_every_answer_only_where_they_are_read() -> None:
     odd = make_group([make_trajectory(0, reward_parts={"a": 1.0}), make_trajectory(1)])
     with pytest.raises(ValueError, match=r"trajectory 1 of prompt 'train/0' has the reward parts \[\]"):
-        build(odd, advantage="gdpo")
+        build(odd, advantage_estimator="gdpo")
     assert last_advantages(build(odd, **CENTRED)) == [-0.5, 0.5]
 
 
@@ -288,7 +290,7 @@ def test_a_custom_estimator_gives_every_token_the_advantage_of_its_answer(
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     groups = random_groups(3, num_groups=5, group_size=4, max_tokens=9)
-    custom = {"advantage": "batch_estimators_for_test.centred", "advantage_args": {"scale": 2.0}}
+    custom = {"advantage_estimator": "batch_estimators_for_test.centred", "advantage_args": {"scale": 2.0}}
     got, expected = advantages(build(*groups, **custom)), advantages(build(*groups, **CENTRED))
     np.testing.assert_allclose(np.concatenate(got), 2 * np.concatenate(expected), rtol=1e-6)
     assert build(make_group([make_trajectory(0), failed(1)]), **custom).excluded["no_peer_in_group"] == 1
@@ -298,7 +300,7 @@ def test_a_custom_estimator_gives_every_token_the_advantage_of_its_answer(
 def test_every_shipped_algorithm_reaches_the_samples(option: str) -> None:
     needed = {
         "reinforce": "mode=sync",  # it is blind to the age of a sample
-        "opd": "algorithm.kl.path=builtin:tiny",  # nobody else teaches
+        "opd": "algorithm.kl.reference_model=builtin:tiny",  # nobody else teaches
     }.get(option, "seed=0")
     algorithm = load_config([f"algorithm={option}", needed, "learner.max_tokens_per_micro_batch=65536"]).algorithm
     answers = [
@@ -320,7 +322,7 @@ def test_every_shipped_algorithm_reaches_the_samples(option: str) -> None:
 
 
 def test_reinforce_gives_each_token_what_is_still_to_come() -> None:
-    batch = build(make_group([in_turns(0, 0.5, 0.0, -2.0, outcome=1.0)]), advantage="reinforce")
+    batch = build(make_group([in_turns(0, 0.5, 0.0, -2.0, outcome=1.0)]), advantage_estimator="reinforce")
     assert advantages(batch) == [[-0.5, -0.5, -1.0, -1.0, -1.0, -1.0]]
 
 
@@ -329,7 +331,7 @@ def test_reinforce_pp_normalises_what_is_still_to_come_over_the_tokens_of_the_st
         make_group([in_turns(0, 1.0, 0.0, outcome=1.0, num_tokens=3)], group_id=0),
         make_group([in_turns(0, 0.0, outcome=0.0, num_tokens=5), make_trajectory(1, num_tokens=0, reward=9.0)]),
     ]
-    batch = build(*groups, advantage="reinforce_pp")
+    batch = build(*groups, advantage_estimator="reinforce_pp")
     tokens = np.array([2.0] * 3 + [1.0] * 3 + [0.0] * 5)
     np.testing.assert_allclose(np.concatenate(advantages(batch)), (tokens - tokens.mean()) / tokens.std(), atol=1e-6)
     assert batch.excluded == {"no_generated_tokens": 1}
@@ -339,7 +341,7 @@ def test_reinforce_pp_normalises_what_is_still_to_come_over_the_tokens_of_the_st
 def test_context_after_the_last_turn_changes_no_advantage(name: str) -> None:
     plain = in_turns(0, 1.0, 0.5, outcome=1.0)
     longer = make_trajectory(0, turns=(*plain.turns(), make_turn(4, [])), reward=plain.reward)
-    first, second = (build(make_group([t, make_trajectory(1)]), advantage=name) for t in (plain, longer))
+    first, second = (build(make_group([t, make_trajectory(1)]), advantage_estimator=name) for t in (plain, longer))
     assert advantages(first) == advantages(second)
 
 
@@ -349,7 +351,9 @@ def test_an_outcome_estimator_sees_the_sum_wherever_the_reward_was_given(name: A
 
     def of(first: Trajectory) -> list[list[float]]:
         group = make_group([first, in_turns(1, 0.0, 0.0, outcome=0.5)])
-        return advantages(build(replace(group, baseline=in_turns(2, 0.25, 0.25, outcome=0.0)), advantage=name))
+        return advantages(
+            build(replace(group, baseline=in_turns(2, 0.25, 0.25, outcome=0.0)), advantage_estimator=name)
+        )
 
     early = of(in_turns(0, 2.0, 0.0, outcome=1.0))
     assert early == of(in_turns(0, 0, 0, outcome=3))
@@ -358,10 +362,10 @@ def test_an_outcome_estimator_sees_the_sum_wherever_the_reward_was_given(name: A
 
 def test_remax_compares_with_the_baseline_which_is_never_trained_and_others_ignore() -> None:
     pair, baseline = make_group([make_trajectory(0), make_trajectory(1)]), make_trajectory(2, reward=0.75)
-    assert advantages(build(replace(pair, baseline=baseline), advantage="remax")) == [[-0.75] * 4, [0.25] * 4]
-    assert last_advantages(build(replace(make_group([make_trajectory(1)]), baseline=baseline), advantage="remax")) == [
-        0.25
-    ]
+    assert advantages(build(replace(pair, baseline=baseline), advantage_estimator="remax")) == [[-0.75] * 4, [0.25] * 4]
+    assert last_advantages(
+        build(replace(make_group([make_trajectory(1)]), baseline=baseline), advantage_estimator="remax")
+    ) == [0.25]
     assert content(build(pair)) == content(build(replace(pair, baseline=baseline)))
 
 
@@ -418,7 +422,7 @@ def test_where_an_answer_is_cut_changes_nothing_of_its_tokens(
     places: set[int], name: str, aggregation: str, ranks: int
 ) -> None:
     how = {
-        "advantage": name, "aggregation": aggregation,
+        "advantage_estimator": name, "loss_aggregation": aggregation,
         "loss": "clip_cov", "cov_frac": 0.3, "cov_min": -9.0, "cov_max": 9.0,
     }  # fmt: skip
     columns = ("advantages", "versions", "behavior_logprobs", "loss_weights", "cov_selected")
@@ -433,7 +437,7 @@ def test_where_an_answer_is_cut_changes_nothing_of_its_tokens(
 def test_turns_are_rewarded_at_their_last_token_and_the_outcome_at_the_last_of_all() -> None:
     turns = (make_turn(3, [(0, 2)], reward=0.5), make_turn(2, [(1, 3)], reward=-0.25))
     group = make_group([make_trajectory(0, turns=turns, reward=2.0)])
-    (micro,) = micro_batches(build(group, advantage="gae", overlong_buffer_tokens=4, max_response_tokens=7))
+    (micro,) = micro_batches(build(group, advantage_estimator="gae", overlong_buffer_tokens=4, max_response_tokens=7))
     assert micro.token_rewards is not None and micro.token_rewards.dtype == np.float32
     np.testing.assert_array_equal(micro.token_rewards, [0, 0, 0, 0, 0.5, 0, 0, 0, 0, 1.25], "half is shaping")
     assert not micro.advantages.any()
@@ -465,7 +469,7 @@ def test_every_sequence_knows_its_answer_among_the_scored_ones() -> None:
 @pytest.mark.parametrize("advantage", ["reinforce", "reinforce_pp", "remax"])
 def test_groups_list_whole_answers_also_for_estimators_of_the_reward_to_go(advantage: str) -> None:
     group = make_group([in_turns(i, 0.5, -0.25, outcome=2.0) for i in range(2)])
-    batch = build(group, advantage=advantage, kl=IN_REWARD)
+    batch = build(group, advantage_estimator=advantage, kl=IN_REWARD)
     assert batch.group_rewards is not None
     assert [one.rewards_G.tolist() for one in batch.group_rewards] == [[2.25, 2.25]]
 

@@ -75,8 +75,8 @@ def test_a_loop_that_cannot_is_a_configuration_error(overrides: list[str], messa
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_workers_make_a_greedy_baseline_for_the_estimator_that_needs_one_and_for_no_other(name: str) -> None:
-    needed = ["algorithm.kl.coef=1", "algorithm.kl.path=builtin:tiny"] if name == "zero" else []
-    spec = worker_spec(load_config([f"algorithm.advantage={name}", *needed]))
+    needed = ["algorithm.kl.coef=1", "algorithm.kl.reference_model=builtin:tiny"] if name == "zero" else []
+    spec = worker_spec(load_config([f"algorithm.advantage_estimator={name}", *needed]))
     assert spec.greedy_baseline == (name == "remax")
 
 

@@ -47,8 +47,8 @@ def test_engines_draw_from_the_seed_of_the_run_and_each_its_own_numbers() -> Non
     ("staleness", "wanted", "seeded"), [(0, None, True), (1, None, False), (0, False, False), (1, True, True)]
 )
 def test_requests_are_seeded_where_a_run_can_repeat_itself(staleness: int, wanted: bool | None, seeded: bool) -> None:
-    cfg = config(mode={"max_staleness": staleness}, rollout={"seed_requests": wanted})
-    assert worker_spec(cfg).seed_requests is seeded
+    cfg = config(mode={"max_staleness": staleness}, rollout={"per_request_seed": wanted})
+    assert worker_spec(cfg).per_request_seed is seeded
 
 
 def test_workers_begin_with_different_engines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +66,7 @@ def test_workers_begin_with_different_engines(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    ("rollout", "reports"), [({}, False), ({"report_load": True}, True), ({"concurrency": "adaptive"}, True)]
+    ("rollout", "reports"), [({}, False), ({"engine_stats": True}, True), ({"concurrency": "adaptive"}, True)]
 )
 def test_engines_report_their_load_where_somebody_looks_at_it(rollout: dict[str, Any], reports: bool) -> None:
     assert spec_of(rollout=rollout).reports_load is reports

@@ -48,7 +48,7 @@ def test_a_curriculum_needs_every_difficulty() -> None:
 def test_a_pass_rate_may_be_unknown_but_not_beyond_one() -> None:
     rates = pass_rates_of(TaskConfig(**FILTER), prompts({"rate": 0.0}, {"rate": None}, {"rate": 0.5}))
     assert rates is not None
-    assert rates.record()["resting"] == 1
+    assert rates.record()["prompts_excluded"] == 1
     assert rates.record()["pass_rate_mean"] == 0.25
     with pytest.raises(DataError, match=r"prompt train/0: column 'rate' holds 80; .* shares, 0 to 1"):
         pass_rates_of(TaskConfig(**FILTER), prompts({"rate": 80}))

@@ -49,7 +49,7 @@ class Stopping(FakeEngine):
 @contextlib.asynccontextmanager
 async def watching(*engines: FakeEngine, **settings: Any) -> AsyncIterator[tuple[RolloutWorker, Fleet]]:
     busy = worker(*engines)
-    async with watched(busy, *engines, silence_timeout_s=LIMIT_S, **settings) as fleet:
+    async with watched(busy, *engines, heartbeat_timeout_s=LIMIT_S, **settings) as fleet:
         yield busy, fleet
 
 
@@ -229,12 +229,12 @@ def test_what_workers_do_adds_up_and_what_an_engine_says_does_not() -> None:
     reports = [report(10, queued=2, migrated=(3, 900)), report(20, queued=5, migrated=(4, 1000))]
     load = EngineStatus(running=30, waiting=1, kv_usage_frac=0.5, num_preemptions=None)
     assert load_record(reports, {"e0": load}) == {
-        "engine/held": 7,
-        "engine/moved_requests": 7,
-        "engine/moved_tokens": 1900,
-        "engine/rescued_requests": 4,
-        "engine/rescued_tokens": 60,
-        "discarded/attempt_tokens": 14,
+        "engine/queued": 7,
+        "engine/repacked_requests": 7,
+        "engine/repacked_tokens": 1900,
+        "engine/migrated_requests": 4,
+        "engine/migrated_tokens": 60,
+        "discarded/failed_attempt_tokens": 14,
         "engine/limit/e0": 32,
         "engine/in_flight/e0": 30,
         "engine/running/e0": 30,

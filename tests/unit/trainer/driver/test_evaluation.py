@@ -300,7 +300,7 @@ def test_means_are_over_answers_and_pass_at_k_over_prompts() -> None:
     assert result.truncated_frac == pytest.approx(1 / 12)
     assert result.flatten()["eval/pass_at/2"] == result.pass_at[2]
     assert scored(rewards).pass_at[4] == pytest.approx(1.0)
-    assert scored(rewards, eval_pass_reward=0.5).pass_at[1] == pytest.approx(5 / 12)
+    assert scored(rewards, eval_pass_threshold=0.5).pass_at[1] == pytest.approx(5 / 12)
 
 
 def test_an_evaluation_survives_a_checkpoint() -> None:

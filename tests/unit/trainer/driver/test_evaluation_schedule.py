@@ -125,7 +125,7 @@ def test_a_run_without_held_out_prompts_evaluates_nothing(scripted: Make, play: 
     run = scripted(num_held_out=0)
     play(run)
     assert (run.world.evaluated, run.state.step) == ([], 6)
-    assert {line["wait/learner_for_evaluation_s"] for line in lines(run)} == {0.0}
+    assert {line["time/wait_for_eval_s"] for line in lines(run)} == {0.0}
 
 
 def test_the_last_step_is_saved_before_it_is_evaluated(scripted: Make, play: Play) -> None:
@@ -463,9 +463,9 @@ def test_a_line_says_for_how_long_the_learner_waited_beside_an_evaluation(
     play(run, meddle=watch)
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans)), "else the reference counts twice"
     expected = waited_beside(run, *spans)
-    found = {line["step"]: line["wait/learner_for_evaluation_s"] for line in lines(run)}
+    found = {line["step"]: line["time/wait_for_eval_s"] for line in lines(run)}
     assert found == pytest.approx(expected)
-    assert all(line["wait/learner_for_evaluation_s"] <= line["wait/learner_for_data_s"] + 1e-9 for line in lines(run))
+    assert all(line["time/wait_for_eval_s"] <= line["time/wait_for_batch_s"] + 1e-9 for line in lines(run))
     if max_staleness == 0:
         assert found[2] > 15.0
         assert 0.0 in found.values()
@@ -474,7 +474,7 @@ def test_a_line_says_for_how_long_the_learner_waited_beside_an_evaluation(
 def test_an_evaluation_that_training_stands_still_for_is_no_wait_for_data(scripted: Make, play: Play) -> None:
     run = scripted(Script(evaluate_s=20.0), trainer={"eval_blocking": True})
     play(run)
-    assert {line["wait/learner_for_evaluation_s"] for line in lines(run)} == {0.0}
+    assert {line["time/wait_for_eval_s"] for line in lines(run)} == {0.0}
 
 
 QUICK = Script(evaluate_s=0.1, train_s=3.0)

@@ -113,7 +113,7 @@ class World:
             self.engines,
             self.workers,
             group_timeout_s=10.0,
-            silence_timeout_s=SILENCE_S,
+            heartbeat_timeout_s=SILENCE_S,
             max_engine_restarts=max_restarts,
             max_worker_restarts=max_restarts,
             restart_engine=self.restart,

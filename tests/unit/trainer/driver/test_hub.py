@@ -99,11 +99,11 @@ def test_a_hub_that_answers_is_there_whatever_it_says(monkeypatch: pytest.Monkey
 
 def test_every_model_and_data_set_that_is_missing_is_named_once(closed: str) -> None:
     lines = [f"model.path={MODEL}", "model.tokenizer_path=some/tokenizer", "task=gsm8k", "algorithm.kl.coef=0.1"]
-    problems = hub.hub_problems(load_config([*lines, "algorithm.kl.path=some/teacher"]))
+    problems = hub.hub_problems(load_config([*lines, "algorithm.kl.reference_model=some/teacher"]))
     got = {problem.key: problem.value for problem in problems}
     assert got == {
         "model.path": MODEL,
-        "algorithm.kl.path": "some/teacher",
+        "algorithm.kl.reference_model": "some/teacher",
         "model.tokenizer_path": "some/tokenizer",
         "task.train_path": "openai/gsm8k:main",
     }

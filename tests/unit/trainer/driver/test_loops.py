@@ -179,7 +179,7 @@ def test_what_leaves_shared_devices_is_no_wait_for_the_sync(scripted: Make, play
     anything: Any = run.world
     run.devices = Offloading(anything)
     play(run)
-    assert [line["wait/learner_for_sync_s"] for line in lines(run)] == pytest.approx([0.5] * run.state.step)
+    assert [line["time/wait_for_sync_s"] for line in lines(run)] == pytest.approx([0.5] * run.state.step)
 
 
 def test_a_request_to_stop_takes_effect_between_two_steps(scripted: Make, play: Play) -> None:
@@ -300,7 +300,7 @@ def root(error: BaseException) -> BaseException:
 
 def test_filtered_groups_are_recorded_and_replaced(scripted: Make, play: Play) -> None:
     even = Script(reward_of=lambda group_id, sample: float(sample) if group_id % 2 else 1.0)
-    run = scripted(even, algorithm={"filter_zero_variance": True, "max_refills_per_step": 4})
+    run = scripted(even, algorithm={"dynamic_sampling": True, "max_filtered_batches_per_step": 4})
     seen = watch_batches(run)
     play(run)
     assert all(group.group_id % 2 for groups in seen for group in groups)
@@ -329,12 +329,12 @@ def test_a_disk_that_hangs_delays_no_step_and_what_it_cannot_take_is_counted(
             answers_again.set()
     assert len(recorded(run)) == 4
     last = lines(run)[-1]
-    assert last["telemetry/trajectories_left_out"] == last["buffer/finished"] - 4 > 0
+    assert last["telemetry/trajectories_skipped"] == last["buffer/finished"] - 4 > 0
     assert caplog.text.count("takes records too slowly: 4 wait") == 1
 
 
 def test_a_run_that_filters_everything_ends_with_the_reason(scripted: Make, play: Play) -> None:
-    run = scripted(Script(reward_of=lambda *_: 1.0), algorithm={"filter_zero_variance": True})
+    run = scripted(Script(reward_of=lambda *_: 1.0), algorithm={"dynamic_sampling": True})
     with pytest.raises(BaseException) as caught:
         play(run)
     cause = root(caught.value)
@@ -374,7 +374,7 @@ def test_a_judge_that_is_always_down_ends_the_run_with_its_own_error(
 def test_one_failure_is_not_blamed_for_groups_that_were_filtered_for_another_reason(scripted: Make, play: Play) -> None:
     run = scripted(
         Script(reward_of=lambda group, sample: judge_is_down(group, sample) if group == 0 else 1.0),
-        algorithm={"filter_zero_variance": True},
+        algorithm={"dynamic_sampling": True},
     )
     with pytest.raises(BaseException) as caught:
         play(run)
@@ -424,7 +424,7 @@ def test_why_a_group_is_replaced(rewards: list[float], statuses: str, wants_filt
         for i, (reward, status) in enumerate(zip(rewards, statuses, strict=True))
     ]
     group = Group(group_id=0, prompt_id=prompt.prompt_id, trajectories=answers, start_version=0)
-    assert filter_reason(group, prompt, filter_zero_variance=wants_filter) == reason
+    assert filter_reason(group, prompt, dynamic_sampling=wants_filter) == reason
 
 
 class Perfect(World):
@@ -452,7 +452,7 @@ def test_a_run_that_reached_its_accuracy_does_not_fail_for_want_of_groups(
         scripted(
             Script(evaluate_s=evaluate_s, train_s=3.0),
             trainer={"stop_at_accuracy": 0.9, "total_steps": 50, "eval_every": 1},
-            algorithm={"filter_zero_variance": True, "max_refills_per_step": 20},
+            algorithm={"dynamic_sampling": True, "max_filtered_batches_per_step": 20},
             checkpoint={"export_hf": True, "save_at_end": True},
         )
     )
@@ -470,7 +470,7 @@ def test_a_run_that_reached_its_accuracy_does_not_stall_either(scripted: Make, p
         scripted(
             Script(train_s=3.0, generate_s=(40.0, 60.0)),
             trainer={"stop_at_accuracy": 0.9, "total_steps": 50, "eval_every": 1, "stall_timeout_s": 200.0},
-            algorithm={"filter_zero_variance": True, "max_refills_per_step": 100_000},
+            algorithm={"dynamic_sampling": True, "max_filtered_batches_per_step": 100_000},
             checkpoint={"export_hf": True},
         )
     )
@@ -480,7 +480,7 @@ def test_a_run_that_reached_its_accuracy_does_not_stall_either(scripted: Make, p
 
 
 def test_a_run_that_can_no_longer_generate_fails_if_nothing_ends_it(scripted: Make, play: Play) -> None:
-    keys = {"algorithm": {"filter_zero_variance": True}, "trainer": {"total_steps": 50, "eval_every": 1}}
+    keys = {"algorithm": {"dynamic_sampling": True}, "trainer": {"total_steps": 50, "eval_every": 1}}
     run = perfect(scripted(Script(train_s=3.0), **keys))
     with pytest.raises(BaseException) as caught:
         play(run)
@@ -524,7 +524,7 @@ def test_an_interrupt_after_the_accuracy_was_reached_says_what_it_left_out(scrip
 PROMPT = prompt_set(1).prompts[0]
 
 
-REMAX: dict[str, Any] = {"advantage": "remax", "loss": "ppo_clip"}
+REMAX: dict[str, Any] = {"advantage_estimator": "remax", "loss": "ppo_clip"}
 
 
 WRONG_EVERY_THIRD = Script(reward_of=lambda group_id, sample: float(group_id % 3 > 0))
@@ -560,7 +560,7 @@ def test_a_run_reports_its_baselines_and_trains_none(
 def test_dynamic_sampling_drops_groups_that_are_worth_what_the_greedy_answer_is(
     scripted: Callable[..., ScriptedRun], play: Callable[..., Any]
 ) -> None:
-    keys = REMAX | {"filter_zero_variance": True, "max_refills_per_step": 16}
+    keys = REMAX | {"dynamic_sampling": True, "max_filtered_batches_per_step": 16}
     run = with_baselines(scripted(WRONG_EVERY_THIRD, algorithm=keys))
     play(run)
     reasons = {line["group_id"] % 3: line["reason"] for line in recorded(run)}

@@ -108,8 +108,8 @@ def test_key_value_heads_are_split_evenly_or_copied_evenly(tmp_path: Path, kv_he
 
 def test_the_critic_needs_a_model_of_its_own_only_if_it_is_read(tmp_path: Path) -> None:
     good, missing = model_directory(tmp_path / "good"), str(tmp_path / "missing")
-    assert keys_unusable(config_with(algorithm__advantage="gae", critic__path=missing)) == ["critic.path"]
-    assert keys_unusable(config_with(algorithm__advantage="gae", critic__path=good)) == []
+    assert keys_unusable(config_with(algorithm__advantage_estimator="gae", critic__path=missing)) == ["critic.path"]
+    assert keys_unusable(config_with(algorithm__advantage_estimator="gae", critic__path=good)) == []
     assert keys_unusable(config_with(critic__path=missing)) == []
 
 
@@ -119,9 +119,9 @@ def test_a_teacher_is_there_and_sees_the_longest_answer(tmp_path: Path) -> None:
 
     teacher = Path(model_directory(tmp_path / "teacher"))
     assert refused(str(teacher)) == []
-    assert refused("builtin:tiny") == [] and refused("builtin:large") == ["algorithm.kl.path"]
+    assert refused("builtin:tiny") == [] and refused("builtin:large") == ["algorithm.kl.reference_model"]
     assert refused("some/teacher") == [], "of the hub"
-    assert refused(str(tmp_path / "missing")) == ["algorithm.kl.path"]
+    assert refused(str(tmp_path / "missing")) == ["algorithm.kl.reference_model"]
     (teacher / "config.json").write_text(json.dumps({"max_position_embeddings": 100, "num_attention_heads": 3}))
     assert refused(str(teacher), task__max_prompt_tokens=60, rollout__max_response_tokens=41) == [
         "rollout.max_response_tokens"

@@ -31,7 +31,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 RELATIVE = {
     "model": {"path": "models/policy", "tokenizer_path": "./tokenizer"},
     "critic": {"path": "models/critic"},
-    "algorithm": {"kl": KlConfig(path="models/teacher")},
+    "algorithm": {"kl": KlConfig(reference_model="models/teacher")},
 }
 
 
@@ -56,7 +56,7 @@ async def test_every_kind_of_actor_gets_absolute_paths(here: Path, monkeypatch: 
     policy, tokenizer = str(here / "models/policy"), str(here / "tokenizer")
     assert (learner.model.path, learner.model.tokenizer_path) == (policy, tokenizer)
     assert learner.critic.path == str(here / "models/critic")
-    assert learner.algorithm.kl.path == str(here / "models/teacher")
+    assert learner.algorithm.kl.reference_model == str(here / "models/teacher")
     assert (engine.model, engine.tokenizer) == (policy, tokenizer)
     assert (worker.tokenizer_path, worker.reward) == (tokenizer, f"{here}/judge.py:score")
     assert worker.reward_directory == str(here), "rows may name rewards too"
@@ -65,16 +65,19 @@ async def test_every_kind_of_actor_gets_absolute_paths(here: Path, monkeypatch: 
 @pytest.mark.parametrize("name", ["math", "my_package.judges.score", "my_package.judges:score"])
 def test_what_is_no_path_here_stays_as_it_is(name: str) -> None:
     cfg = with_reward(
-        name, model={"path": "org/model"}, critic={"path": "org/critic"}, algorithm={"kl": KlConfig(path="org/t")}
+        name,
+        model={"path": "org/model"},
+        critic={"path": "org/critic"},
+        algorithm={"kl": KlConfig(reference_model="org/t")},
     )
     assert for_actors(cfg) == cfg
 
 
 def test_the_built_in_model_is_absolute_before_it_is_made(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TANDEM_CACHE_DIR", "cache")
-    cfg = for_actors(config(algorithm={"kl": KlConfig(path="builtin:tiny")}))
+    cfg = for_actors(config(algorithm={"kl": KlConfig(reference_model="builtin:tiny")}))
     assert Path(cfg.model.path).parent == here / "cache"
-    assert cfg.algorithm.kl.path == cfg.model.path
+    assert cfg.algorithm.kl.reference_model == cfg.model.path
 
 
 def test_learners_are_told_of_a_checkpoint_by_its_absolute_path(here: Path) -> None:

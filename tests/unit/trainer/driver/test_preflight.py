@@ -165,7 +165,7 @@ def with_vocabulary(folder: Path, size: int) -> None:
     [
         ("model.path", []),
         ("critic.path", ["algorithm=ppo", "model.path=some/hub-model"]),
-        ("algorithm.kl.path", ["algorithm=opd", "model.path=some/hub-model"]),
+        ("algorithm.kl.reference_model", ["algorithm=opd", "model.path=some/hub-model"]),
     ],
 )
 def test_a_prompt_with_a_token_that_a_model_has_not_is_refused(key: str, overrides: list[str], tmp_path: Path) -> None:
@@ -252,8 +252,8 @@ def test_weights_are_drawn_only_where_that_is_asked_for_and_none_are_there(tmp_p
     assert caught.value.problems[0].key == "critic.path", "it is the policy that is drawn"
     preflight.preflight(tiny(path, drawn, "algorithm=ppo", f"critic.path={model}"))
     with pytest.raises(ConfigurationError, match="has no weights") as caught:
-        preflight.preflight(tiny(path, drawn, "algorithm=opd", f"algorithm.kl.path={critic}"))
-    assert caught.value.problems[0].key == "algorithm.kl.path", "a teacher has something to teach"
+        preflight.preflight(tiny(path, drawn, "algorithm=opd", f"algorithm.kl.reference_model={critic}"))
+    assert caught.value.problems[0].key == "algorithm.kl.reference_model", "a teacher has something to teach"
     (model / "pytorch_model.bin").touch()
     with pytest.raises(ConfigurationError, match=r"has weights, which model\.random_weights=true would not read"):
         preflight.preflight(tiny(path, drawn))

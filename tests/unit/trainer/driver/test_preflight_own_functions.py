@@ -45,29 +45,32 @@ def reached(*overrides: str) -> None:
         (["algorithm.loss=own_preflight_for_test.los"], "did you mean 'loss'?"),
         (["algorithm.loss=own_preflight_for_test.loss"], "missing a required argument: 'beta'"),
         (["algorithm.loss=no_such_module_for_test.loss"], "does not import"),
-        (["algorithm.advantage=own_preflight_for_test.MODULE"], "has no 'MODULE'"),
-        (["algorithm.advantage=own_preflight_for_test.estimator", "rollout.group_size=1"], "rollout.group_size"),
+        (["algorithm.advantage_estimator=own_preflight_for_test.MODULE"], "has no 'MODULE'"),
         (
-            ["algorithm.advantage=own_preflight_for_test.alone", "algorithm.filter_zero_variance=true"],
-            "algorithm.filter_zero_variance",
+            ["algorithm.advantage_estimator=own_preflight_for_test.estimator", "rollout.group_size=1"],
+            "rollout.group_size",
         ),
         (
-            ["algorithm.advantage=own_preflight_for_test.estimator", "algorithm.normalize_by_std=false"],
+            ["algorithm.advantage_estimator=own_preflight_for_test.alone", "algorithm.dynamic_sampling=true"],
+            "algorithm.dynamic_sampling",
+        ),
+        (
+            ["algorithm.advantage_estimator=own_preflight_for_test.estimator", "algorithm.normalize_by_std=false"],
             "algorithm.normalize_by_std",
         ),
         (
-            ["algorithm.advantage=own_preflight_for_test.greedy", "algorithm.normalize_by_std=false"],
+            ["algorithm.advantage_estimator=own_preflight_for_test.greedy", "algorithm.normalize_by_std=false"],
             "algorithm.normalize_by_std",
         ),
         (
-            ["algorithm.advantage=own_preflight_for_test.greedy", "+algorithm.gdpo_weights.correct=2.0"],
+            ["algorithm.advantage_estimator=own_preflight_for_test.greedy", "+algorithm.gdpo_weights.correct=2.0"],
             "algorithm.gdpo_weights",
         ),
         (
             [
-                "algorithm.advantage=own_preflight_for_test.greedy",
+                "algorithm.advantage_estimator=own_preflight_for_test.greedy",
                 "algorithm.kl.coef=0.1",
-                "algorithm.kl.placement=reward",
+                "algorithm.kl.apply_to=reward",
             ],
             "declares reward_to_go",
         ),
@@ -81,5 +84,5 @@ def test_what_cannot_work_is_refused(overrides: list[str], words: str) -> None:
 
 def test_what_works_passes() -> None:
     reached("algorithm.loss=own_preflight_for_test.loss", "+algorithm.loss_args.beta=0.1")
-    reached("algorithm.advantage=own_preflight_for_test.alone", "rollout.group_size=1")
+    reached("algorithm.advantage_estimator=own_preflight_for_test.alone", "rollout.group_size=1")
     reached()

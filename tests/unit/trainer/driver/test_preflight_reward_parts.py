@@ -60,9 +60,9 @@ def test_an_estimator_of_the_total_needs_no_parts() -> None:
 def test_a_reward_without_parts_is_refused_before_the_run() -> None:
     with pytest.raises(ConfigurationError, match="returns none") as caught:
         load("plain.py:reward")
-    assert [problem.key for problem in caught.value.problems] == ["algorithm.advantage"]
+    assert [problem.key for problem in caught.value.problems] == ["algorithm.advantage_estimator"]
     with pytest.raises(ConfigurationError, match="returns none"):
-        load("plain.py:reward", "algorithm.advantage=own_estimator_of_parts.of_parts")
+        load("plain.py:reward", "algorithm.advantage_estimator=own_estimator_of_parts.of_parts")
 
 
 def test_a_weight_of_a_part_that_is_not_there_is_refused_with_those_that_are() -> None:

@@ -150,8 +150,8 @@ def test_a_damaged_checkpoint_is_refused_and_never_passed_over(tmp_path: Path, d
 LORA = {"model": {"path": "org/first", "lora": LoraConfig(rank=8)}}
 TWO_TARGETS = {"model": {"path": "org/first", "lora": LoraConfig(rank=8, target_modules="q_proj+v_proj")}}
 WITH_KL = {"model": {"path": "org/first"}, "algorithm": {"kl": KlConfig(coef=0.1)}}
-TAUGHT = {"model": {"path": "org/first"}, "algorithm": {"kl": KlConfig(coef=0.1, path="org/teacher")}}
-PPO = {"model": {"path": "org/first"}, "algorithm": {"advantage": "gae"}, "critic": {"path": "org/critic"}}
+TAUGHT = {"model": {"path": "org/first"}, "algorithm": {"kl": KlConfig(coef=0.1, reference_model="org/teacher")}}
+PPO = {"model": {"path": "org/first"}, "algorithm": {"advantage_estimator": "gae"}, "critic": {"path": "org/critic"}}
 
 
 def merged(keys: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
@@ -180,9 +180,17 @@ def go_on(directory: Path, keys: dict[str, Any], change: dict[str, Any]) -> Any:
         (LORA, {"model": {"lora": LoraConfig()}}, "model.lora.rank"),
         (WITH_KL, {"model": {"lora": LoraConfig(rank=8)}}, "model.lora.rank"),
         (LORA, {"model": {"lora": LoraConfig(rank=8, target_modules="q_proj+v_proj")}}, "model.lora.target_modules"),
-        (TAUGHT, {"algorithm": {"kl": KlConfig(coef=0.1, path="org/second")}}, "algorithm.kl.path"),
-        (WITH_KL, {"algorithm": {"kl": KlConfig(coef=0.1, path="org/teacher")}}, "algorithm.kl.path"),
-        (TAUGHT, {"algorithm": {"kl": KlConfig(coef=0.1)}}, "algorithm.kl.path"),
+        (
+            TAUGHT,
+            {"algorithm": {"kl": KlConfig(coef=0.1, reference_model="org/second")}},
+            "algorithm.kl.reference_model",
+        ),
+        (
+            WITH_KL,
+            {"algorithm": {"kl": KlConfig(coef=0.1, reference_model="org/teacher")}},
+            "algorithm.kl.reference_model",
+        ),
+        (TAUGHT, {"algorithm": {"kl": KlConfig(coef=0.1)}}, "algorithm.kl.reference_model"),
         (PPO, {"critic": {"path": "org/second"}}, "critic.path"),
         (PPO, {"critic": {"path": None}}, "critic.path"),
     ],
@@ -226,7 +234,7 @@ def test_a_reference_made_from_the_seed_keeps_it_and_the_kind_of_device(
         patch.setattr(resume_module, "get_backend", lambda _: SimpleNamespace(name=next(backends)))
         with pytest.raises(ConfigurationError, match=r"device\.name = cuda\n *must stay cpu"):
             go_on(tmp_path / "run", keys, {})
-    of_itself = {**keys, "algorithm": {"kl": KlConfig(coef=0.1, path=str(tmp_path))}}
+    of_itself = {**keys, "algorithm": {"kl": KlConfig(coef=0.1, reference_model=str(tmp_path))}}
     with pytest.raises(ConfigurationError, match="seed"):
         go_on(tmp_path / "itself", of_itself, {"seed": 7})
     keys["model"]["random_weights"] = False

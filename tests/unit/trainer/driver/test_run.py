@@ -345,7 +345,7 @@ def test_the_same_error_before_it_is_one_of_the_configuration(
 
 @pytest.mark.parametrize(("gib", "num_skipped"), [(1e-9, 1), (20.0, 0), (None, 0)])
 def test_the_configured_limit_is_that_of_the_recorder(tmp_path: Path, gib: float | None, num_skipped: int) -> None:
-    cfg = replace(config(telemetry={"trajectories_gib": gib}), run_dir=str(tmp_path / "run"))
+    cfg = replace(config(telemetry={"max_trajectories_gib": gib}), run_dir=str(tmp_path / "run"))
     console = Console(file=io.StringIO())
     with claimed_run_dir(cfg, console) as run_dir, opened(cfg, run_dir, console) as sinks:
         (run_dir.answers / "version_0.jsonl").write_text("{}\n")
@@ -362,5 +362,5 @@ def test_every_group_that_is_left_out_is_counted(
     run.telemetry = replace(run.telemetry, recorder=TrajectoryRecorder(folder, max_bytes=0))
     play(run)
     last = json.loads(run.telemetry.run_dir.metrics.read_text().splitlines()[-1])
-    assert last["telemetry/trajectories_left_out"] == last["buffer/finished"] > 0
+    assert last["telemetry/trajectories_skipped"] == last["buffer/finished"] > 0
     assert list(folder.iterdir()) == []

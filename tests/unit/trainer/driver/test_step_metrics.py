@@ -92,7 +92,7 @@ def test_rates_are_tokens_over_the_time_between_two_steps() -> None:
     assert record["perf/tokens_per_s"] == pytest.approx(num_tokens / 10)
     assert record["perf/train_tokens_per_s"] == pytest.approx(num_tokens / 4)
     assert record["learner/loss"] == 2.0
-    assert (record["wait/learner_for_data_s"], record["wait/learner_for_sync_s"]) == (3.0, 0.5)
+    assert (record["time/wait_for_batch_s"], record["time/wait_for_sync_s"]) == (3.0, 0.5)
     now[0] = 115.0
     again = metrics.step_record(trained, built(trained), RESULT, max_staleness=1, **WAITS)
     assert again["perf/step_s"] == 5.0
@@ -146,7 +146,7 @@ def test_answers_that_the_loss_leaves_out_are_not_among_the_trained_lengths() ->
 
 def test_a_line_is_known_and_complete() -> None:
     trained = groups([2, 4])
-    buffer = RolloutBuffer(groups_per_step=2, max_staleness=1, max_retries=0, max_refills_per_step=4)
+    buffer = RolloutBuffer(groups_per_step=2, max_staleness=1, max_retries=0, max_filtered_batches_per_step=4)
     record = {
         "step": 1,
         "version": 1,
@@ -201,7 +201,7 @@ def test_answers_that_are_not_trained_have_no_age_and_are_counted_by_reason() ->
     mixed = [replace(group, trajectories=[*group.trajectories[:2], lost])]
     assert ages_of(mixed, step=5)["staleness/mean"] == 0.0
     record = StepMetrics(clock=lambda: 0.0).step_record(mixed, built(mixed, step=5), RESULT, max_staleness=3, **WAITS)
-    assert record["response/untrained/failed"] == 1
+    assert record["response/excluded/failed"] == 1
     check_known(record)
 
 
@@ -239,9 +239,9 @@ def test_answers_that_carry_no_loss_are_counted_in_tokens() -> None:
     trained = groups([2, 4])
     dropped = replace(trained[1], trajectories=[replace(trained[1].trajectories[0], status="failed", reward=nan)])
     record = StepMetrics().step_record([trained[0], dropped], built([trained[0]]), RESULT, max_staleness=1, **WAITS)
-    assert record["discarded/excluded_tokens"] == 0, "a failed answer is counted where it fails"
+    assert record["discarded/masked_tokens"] == 0, "a failed answer is counted where it fails"
     record = StepMetrics().step_record(trained, built([trained[0]]), RESULT, max_staleness=1, **WAITS)
-    assert record["discarded/excluded_tokens"] == 2 * 4
+    assert record["discarded/masked_tokens"] == 2 * 4
 
 
 @pytest.mark.parametrize(
@@ -304,7 +304,7 @@ def test_the_wait_for_an_engine_is_that_of_the_steps_answers() -> None:
 
     groups = [waited(0, 0.0, 2.0), waited(1, 4.0, 10.0)]
     record = Story().queue.step_record(groups, num_replicas=1, backpressure_s=0.0, engines_idle_frac=None)
-    assert (record["queue/for_engine_s"], record["queue/for_engine_s_max"]) == (4.0, 10.0)
+    assert (record["queue/engine_slot_s"], record["queue/engine_slot_s_max"]) == (4.0, 10.0)
 
 
 @pytest.mark.parametrize(("num_replicas", "idle_s"), [(1, 20.0 + 10.0), (2, 20.0 + 10.0 / 2 + 10.0), (4, 42.5)])
@@ -319,7 +319,7 @@ def test_until_engines_speak_one_without_a_group_is_taken_for_idle(num_replicas:
     record = story.at(50).step_record([], num_replicas=num_replicas, backpressure_s=0.0, engines_idle_frac=None)
     assert record["perf/groups_running"] == pytest.approx((5 + 20 + 5) / 50)
     slow = sum(max(0, num_replicas - n) / num_replicas for n in [0] * 20 + [1] * 5 + [2] * 10 + [1] * 5 + [0] * 10)
-    assert record["wait/engines_idle_s"] == pytest.approx(slow)
+    assert record["time/engines_idle_s"] == pytest.approx(slow)
     assert record["perf/engines_busy_frac"] == pytest.approx(1 - slow / 50)
     assert slow == idle_s
 
@@ -329,17 +329,17 @@ def test_what_engines_say_of_themselves_counts() -> None:
     story.at(0).admitted(0)
     story.at(0).claimed(0)
     record = story.at(20).step_record([], num_replicas=2, backpressure_s=0.0, engines_idle_frac=0.375)
-    assert (record["wait/engines_idle_s"], record["perf/engines_busy_frac"]) == (7.5, 0.625)
+    assert (record["time/engines_idle_s"], record["perf/engines_busy_frac"]) == (7.5, 0.625)
 
 
 def test_a_line_is_about_the_time_since_the_line_before() -> None:
     story = Story()
     record = story.at(10).step_record([], num_replicas=1, backpressure_s=4.0, engines_idle_frac=None)
-    assert record["wait/engines_idle_s"] == 10.0
+    assert record["time/engines_idle_s"] == 10.0
     story.at(10).admitted(0)
     story.at(10).claimed(0)
     record = story.at(16).step_record([], num_replicas=1, backpressure_s=7.0, engines_idle_frac=None)
-    assert (record["wait/engines_idle_s"], record["wait/producer_for_slots_s"]) == (0.0, 3.0)
+    assert (record["time/engines_idle_s"], record["time/backpressure_s"]) == (0.0, 3.0)
     assert record["perf/engines_busy_frac"] == 1.0
 
 
@@ -365,7 +365,7 @@ def test_lost_work_is_told_apart() -> None:
     story.at(12).finished(group(1))
     story.at(12).taken([group(1)])
     record = story.at(12).step_record([group(1)], num_replicas=1, backpressure_s=0.0, engines_idle_frac=None)
-    assert record["queue/admitted_to_claimed_s"] == 9.0, "a retry waits anew"
+    assert record["queue/pending_s"] == 9.0, "a retry waits anew"
 
 
 def test_tokens_of_a_baseline_count_as_generated_but_not_in_the_lengths() -> None:

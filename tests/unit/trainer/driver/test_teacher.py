@@ -40,14 +40,14 @@ def compared(cfg: RunConfig, tokenizer: Any) -> list[Any]:
 
 
 def taught(path: object) -> RunConfig:
-    return load_config(["device=cpu", "algorithm=opd", f"algorithm.kl.path={path}"])
+    return load_config(["device=cpu", "algorithm=opd", f"algorithm.kl.reference_model={path}"])
 
 
 def refused(path: Path) -> str:
     with pytest.raises(ConfigurationError) as caught:
         check_inputs(taught(path))
     (problem,) = caught.value.problems
-    assert problem.key == "algorithm.kl.path"
+    assert problem.key == "algorithm.kl.reference_model"
     return str(problem)
 
 
@@ -78,10 +78,10 @@ def test_other_tokens_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_what_cannot_be_compared_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = teacher_directory(tmp_path / "teacher")
     (told,) = check_inputs(taught(path)).left_out
-    assert f"algorithm.kl.path={path} has no tokenizer" in told
+    assert f"algorithm.kl.reference_model={path} has no tokenizer" in told
     monkeypatch.setattr(models, "load_tokenizer", lambda *_, **__: pytest.fail("the hub is waited for once"))
     (told,) = compared(taught("some/teacher"), build_tokenizer())
-    assert "algorithm.kl.path=some/teacher cannot be read here" in told
+    assert "algorithm.kl.reference_model=some/teacher cannot be read here" in told
 
 
 def test_without_a_teacher_there_is_nothing_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,9 @@ def slow_rewards_to_go(
 
 
 def with_kl(advantage: Any, estimator: Any = "k1") -> AlgorithmConfig:
-    return AlgorithmConfig(advantage=advantage, kl=KlConfig(coef=COEF, placement="reward", estimator=estimator))
+    return AlgorithmConfig(
+        advantage_estimator=advantage, kl=KlConfig(coef=COEF, apply_to="reward", estimator=estimator)
+    )
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
@@ -194,8 +196,8 @@ def test_a_step_without_answers_has_no_advantage() -> None:
 @pytest.mark.parametrize("advantage", ["grpo", "reinforce_pp"])
 def test_a_step_with_the_kl_in_the_reward_has_the_gradient_of_those_advantages(advantage: str, tiny_dir: Path) -> None:
     """Train apart from the initial policy, then compare with a learner that gets the advantages ready made."""
-    kl = {"coef": COEF, "placement": "reward", "estimator": "k1"}
-    learner = make_learner(config(tiny_dir, advantage=advantage, kl=kl))
+    kl = {"coef": COEF, "apply_to": "reward", "estimator": "k1"}
+    learner = make_learner(config(tiny_dir, advantage_estimator=advantage, kl=kl))
     parts, step_rewards = rewarded(6)
     reference = learner._reference
     assert reference is not None
@@ -205,7 +207,7 @@ def test_a_step_with_the_kl_in_the_reward_has_the_gradient_of_those_advantages(a
         0
     ].astype(np.float32)
     got = all_gradients(learner, [batch], step_rewards)
-    plain = make_learner(config(tiny_dir, advantage=advantage))
+    plain = make_learner(config(tiny_dir, advantage_estimator=advantage))
     for name, expected in gradients(
         plain, [replace(batch, advantages=ready, token_rewards=None, answer_index=None)]
     ).items():
@@ -215,8 +217,8 @@ def test_a_step_with_the_kl_in_the_reward_has_the_gradient_of_those_advantages(a
 
 
 def test_rewards_must_come_with_the_step_and_the_tokens(tiny_dir: Path) -> None:
-    kl = {"coef": COEF, "placement": "reward"}
-    learner = make_learner(config(tiny_dir, advantage="grpo", kl=kl))
+    kl = {"coef": COEF, "apply_to": "reward"}
+    learner = make_learner(config(tiny_dir, advantage_estimator="grpo", kl=kl))
     parts, step_rewards = rewarded(2)
     with pytest.raises(ValueError, match="came without rewards"):
         learner.train_step([pack_rewarded(parts)], step=0)

@@ -28,7 +28,7 @@ PER_TENSOR_BYTES = 2048
 def _kinds(directory: Path) -> dict[str, RunConfig]:
     cfg = run_config(directory)
     model = cfg.model
-    gae = replace(cfg, algorithm=AlgorithmConfig(advantage="gae"))
+    gae = replace(cfg, algorithm=AlgorithmConfig(advantage_estimator="gae"))
     return {
         "float32": cfg,
         "bfloat16": replace(cfg, model=replace(model, compute_dtype="bfloat16", rollout_dtype="bfloat16")),

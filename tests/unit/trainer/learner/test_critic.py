@@ -162,7 +162,7 @@ def test_the_policy_has_the_gradient_of_those_advantages(kind: str, whiten: bool
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_split_or_order_changes_a_gradient(kind: str, tiny_dir: Path) -> None:
-    kl = {"coef": 0.2, "placement": "reward"}
+    kl = {"coef": 0.2, "apply_to": "reward"}
     learner = make_learner(config(tiny_dir, critic=KINDS[kind], kl=kl, **GAE))
     train(learner, 2)
     parts, step_rewards = rewarded(8, seed=9)
@@ -206,7 +206,7 @@ def test_value_metrics_equal_their_formulas(tiny_dir: Path) -> None:
 
 
 def test_warmup_trains_the_critic_alone(tiny_dir: Path) -> None:
-    kl = {"coef": 0.2, "placement": "loss"}
+    kl = {"coef": 0.2, "apply_to": "loss"}
     learner = make_learner(config(tiny_dir, critic={"warmup_steps": 2}, kl=kl))
     before = all_weights(learner)
     parts, step_rewards = rewarded(4)
@@ -390,7 +390,7 @@ def test_bfloat16_and_offload_leave_a_float32_head_close_to_the_exact_one(kind: 
 def test_same_seed_and_inputs_give_the_same_bits(kind: str, tiny_dir: Path) -> None:
     runs = []
     for _ in range(2):
-        learner = make_learner(config(tiny_dir, critic=KINDS[kind], kl={"coef": 0.1, "placement": "reward"}))
+        learner = make_learner(config(tiny_dir, critic=KINDS[kind], kl={"coef": 0.1, "apply_to": "reward"}))
         train(learner, 3)
         runs.append(all_weights(learner))
     assert all(tensor.equal(runs[1][name]) for name, tensor in runs[0].items())
@@ -398,7 +398,7 @@ def test_same_seed_and_inputs_give_the_same_bits(kind: str, tiny_dir: Path) -> N
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_policy_with_adapters_has_a_critic_too(kind: str, tiny_dir: Path) -> None:
-    cfg = config(tiny_dir, critic=KINDS[kind], kl={"coef": 0.1, "placement": "reward"})
+    cfg = config(tiny_dir, critic=KINDS[kind], kl={"coef": 0.1, "apply_to": "reward"})
     lora = LoraConfig(rank=8, alpha=20.0, target_modules="q_proj+up_proj")
     learner = make_learner(replace(cfg, model=replace(cfg.model, lora=lora)))
     before = all_weights(learner)

@@ -57,7 +57,7 @@ def test_memory_is_given_back_and_every_holder_of_a_tensor_finds_its_bytes_again
 
 
 def with_reference(cfg: RunConfig) -> RunConfig:
-    return replace(cfg, algorithm=replace(cfg.algorithm, kl=KlConfig(coef=0.1, placement="loss")))
+    return replace(cfg, algorithm=replace(cfg.algorithm, kl=KlConfig(coef=0.1, apply_to="loss")))
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -17,7 +17,7 @@ from trainer.learner.fsdp import ShardedAdamW, learning_rate
     ],
 )
 def test_schedule_equals_the_closed_form(schedule: str, expected: list[float]) -> None:
-    config = LearnerConfig(lr=1.0, lr_schedule=schedule, warmup_steps=2, min_lr_frac=0.1)
+    config = LearnerConfig(lr=1.0, lr_schedule=schedule, warmup_steps=2, min_lr_ratio=0.1)
     got = [learning_rate(step, config=config, total_steps=6) for step in range(6)]
     assert got == pytest.approx(expected)
     assert learning_rate(600, config=config, total_steps=6) == pytest.approx(1.0 if schedule == "constant" else 0.1)

@@ -49,7 +49,7 @@ def test_loss_and_gradients_equal_a_plain_model_with_full_softmax(kind: str, tmp
     loss = torch.zeros(())
     for part in parts:
         logp = _slow_logprobs(model, part, cfg.rollout.temperature)
-        loss_T, _ = ppo_clip_loss(loss_inputs(part, logp), clip_low=0.2, clip_high=0.2)
+        loss_T, _ = ppo_clip_loss(loss_inputs(part, logp), clip_ratio_low=0.2, clip_ratio_high=0.2)
         loss = loss + (loss_T * torch.from_numpy(part.loss_weights[part.loss_mask])).sum()
     loss.backward()
     learner = make_learner(cfg)
@@ -88,7 +88,7 @@ def test_training_on_policy_reports_ratio_one_and_learns_the_rewarded_tokens(tin
     mask = batch.loss_mask
     assert first["ratio_mean"].mean == pytest.approx(1.0, abs=1e-5)
     assert first["ratio_max"].mean == pytest.approx(1.0, abs=1e-5)
-    assert first["kl_behaviour"].mean == pytest.approx(0.0, abs=1e-6)
+    assert first["kl_behavior"].mean == pytest.approx(0.0, abs=1e-6)
     assert first["clip_low_frac"].mean == first["clip_high_frac"].mean == 0
     assert first["loss"].mean == pytest.approx(-batch.advantages[mask].mean(), abs=1e-5)
     assert first["num_loss_tokens"].mean == mask.sum() and first["num_tokens"].mean == len(mask)
@@ -97,7 +97,7 @@ def test_training_on_policy_reports_ratio_one_and_learns_the_rewarded_tokens(tin
         result = learner.train_step([batch], step=step)
     after = learner.logprobs(batch)
     assert ((after - before) * batch.advantages)[mask].sum() > 0
-    assert result.metrics["ratio_max"].mean > 1.01 and result.metrics["kl_behaviour"].mean > 0
+    assert result.metrics["ratio_max"].mean > 1.01 and result.metrics["kl_behavior"].mean > 0
     assert result.seconds.keys() == {"forward", "backward", "optimizer", "step"}
 
 
@@ -267,10 +267,10 @@ def test_perturbed_logprobs_are_attributed_to_their_cause(age: int, cause: str, 
         versions = np.where(parts[i].loss_mask, 3 if age else 1, -1).astype(np.int32)
         parts[i] = replace(parts[i], versions=versions)
     metrics = make_learner(run_config(tiny_dir)).train_step([pack(parts)], step=3).metrics
-    assert metrics[f"mismatch_{cause}"].mean == pytest.approx(0.2, abs=1e-5)
-    assert metrics[f"mismatch_{cause}_kl"].mean == pytest.approx(0.02, abs=3e-3)
-    assert metrics[f"mismatch_{other}"].mean == pytest.approx(0, abs=1e-5)
-    assert metrics[f"mismatch_{other}_kl"].mean == pytest.approx(0, abs=1e-8)
+    assert metrics[f"mismatch/{cause}"].mean == pytest.approx(0.2, abs=1e-5)
+    assert metrics[f"mismatch/{cause}_kl"].mean == pytest.approx(0.02, abs=3e-3)
+    assert metrics[f"mismatch/{other}"].mean == pytest.approx(0, abs=1e-5)
+    assert metrics[f"mismatch/{other}_kl"].mean == pytest.approx(0, abs=1e-8)
 
 
 def test_metrics_of_a_correction_stand_only_where_it_is_active(tiny_dir: Path) -> None:

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 OBJECTIVES: list[dict[str, Any]] = [
-    {"loss": "gspo", "clip_low": 0.1, "clip_high": 0.1},
-    {"loss": "gmpo", "clip_low": 0.4, "clip_high": 0.4, "entropy_coef": 0.3},
+    {"loss": "gspo", "clip_ratio_low": 0.1, "clip_ratio_high": 0.1},
+    {"loss": "gmpo", "clip_ratio_low": 0.4, "clip_ratio_high": 0.4, "entropy_coef": 0.3},
     {"loss": "cispo"},
     {"loss": "kl_cov"},
     {"loss": "ppo_clip", "entropy_coef": 0.05},

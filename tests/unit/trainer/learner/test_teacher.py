@@ -61,8 +61,14 @@ def teacher_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def taught(model_dir: Path, teacher_dir: Path, *, lr: float = 1e-3, **algorithm: Any) -> RunConfig:
     """On-policy distillation unless `algorithm` says otherwise."""
-    kl = {"coef": 1.0, "path": str(teacher_dir), "placement": "advantage", "estimator": "k1", **algorithm.pop("kl", {})}
-    keys = {"advantage": "zero", "loss": "importance_sampling", **algorithm}
+    kl = {
+        "coef": 1.0,
+        "reference_model": str(teacher_dir),
+        "apply_to": "advantage",
+        "estimator": "k1",
+        **algorithm.pop("kl", {}),
+    }
+    keys = {"advantage_estimator": "zero", "loss": "importance_sampling", **algorithm}
     base = run_config(model_dir, lr=lr)
     return replace(base, algorithm=AlgorithmConfig(**keys, kl=KlConfig(**kl)))
 
@@ -123,7 +129,7 @@ def test_a_token_has_its_own_kl_taken_off_and_no_later_one() -> None:
     batch = sequences(1, seed=1)[0]
     batch = replace(batch, advantages=np.where(batch.loss_mask, 0.5, 0).astype(np.float32))
     reference_T = np.random.default_rng(0).normal(-3, 1, len(batch.token_ids)).astype(np.float32)
-    config = KlConfig(coef=0.25, placement="advantage", estimator="k1")
+    config = KlConfig(coef=0.25, apply_to="advantage", estimator="k1")
     got = kl_penalized_advantages(batch, reference_T, config=config)
     expected = 0.5 - 0.25 * (batch.behavior_logprobs - reference_T)
     np.testing.assert_allclose(got[batch.loss_mask], expected[batch.loss_mask], rtol=1e-6)
@@ -135,7 +141,7 @@ def test_what_the_estimator_gives_is_mixed_with_the_kl(tiny_dir: Path, teacher_d
     """Both parts are in the gradient of one step, each as it is alone."""
     batch = pack(sequences(5, seed=2))
     still = replace(batch, advantages=np.zeros_like(batch.advantages))
-    cfg = taught(tiny_dir, teacher_dir, advantage="grpo", kl={"coef": 0.3})
+    cfg = taught(tiny_dir, teacher_dir, advantage_estimator="grpo", kl={"coef": 0.3})
     both = gradients(make_learner(cfg), [batch])
     kl_alone = gradients(make_learner(cfg), [still])
     off = replace(cfg, algorithm=replace(cfg.algorithm, kl=KlConfig()))
@@ -146,7 +152,7 @@ def test_what_the_estimator_gives_is_mixed_with_the_kl(tiny_dir: Path, teacher_d
 
 
 def test_a_critic_takes_its_advantages_first_and_alone_none_at_all(tiny_dir: Path, teacher_dir: Path) -> None:
-    cfg = taught(tiny_dir, teacher_dir, advantage="gae", lr=1e-2)
+    cfg = taught(tiny_dir, teacher_dir, advantage_estimator="gae", lr=1e-2)
     cfg = replace(cfg, critic=CriticConfig(warmup_steps=1, lr=1e-9))
     batch = pack(sequences(4, seed=2))
     batch = replace(
@@ -161,7 +167,7 @@ def test_a_critic_takes_its_advantages_first_and_alone_none_at_all(tiny_dir: Pat
     learner.train_step([batch], step=0, **rewards)
     assert all(tensor.equal(before[name]) for name, tensor in weights(learner).items()), "the critic's step"
     expected = kl_penalized_advantages(batch, reference_logprobs(learner, batch), config=cfg.algorithm.kl)
-    alone = replace(cfg.algorithm, advantage="grpo", kl=KlConfig())
+    alone = replace(cfg.algorithm, advantage_estimator="grpo", kl=KlConfig())
     plain = make_learner(replace(cfg, algorithm=alone))
     got, wanted = (
         gradients(one, [given], **how)
@@ -178,7 +184,7 @@ def test_a_critic_takes_its_advantages_first_and_alone_none_at_all(tiny_dir: Pat
 def test_a_student_without_any_reward_comes_near_its_teacher(placement: Any, tiny_dir: Path, teacher_dir: Path) -> None:
     """It sees what it sampled under its own weights, and the KL over all tokens falls."""
     estimator = "k1" if placement == "advantage" else "k2"
-    learner = make_learner(taught(tiny_dir, teacher_dir, lr=1e-2, kl={"placement": placement, "estimator": estimator}))
+    learner = make_learner(taught(tiny_dir, teacher_dir, lr=1e-2, kl={"apply_to": placement, "estimator": estimator}))
     student, teacher, rng = load(tiny_dir), load(teacher_dir), np.random.default_rng(0)
     prompts = [np.array([4, 17, 30, 2]), np.array([9, 1, 1])]
     theirs = [plain_logprobs(teacher, prompt)[-1].detach() for prompt in prompts]
@@ -218,12 +224,14 @@ def test_adapters_learn_from_a_teacher_of_its_own_weights(tiny_dir: Path, teache
 
 def test_a_teacher_with_fewer_tokens_is_refused(tiny_dir: Path, tmp_path: Path) -> None:
     cfg = taught(tiny_dir, save_teacher(tmp_path / "small", vocab_size=VOCAB - 1))
-    with pytest.raises(ModelError, match=rf"algorithm.kl.path .*small' has {VOCAB - 1} tokens, the policy {VOCAB}"):
+    with pytest.raises(
+        ModelError, match=rf"algorithm.kl.reference_model .*small' has {VOCAB - 1} tokens, the policy {VOCAB}"
+    ):
         make_learner(cfg)
 
 
 def test_a_teacher_that_is_missing_is_named_by_its_key(tiny_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"algorithm.kl.path .*nowhere' is not a directory"):
+    with pytest.raises(ModelError, match=r"algorithm.kl.reference_model .*nowhere' is not a directory"):
         make_learner(taught(tiny_dir, tmp_path / "nowhere"))
 
 
@@ -234,6 +242,8 @@ def test_a_teacher_whose_numbers_are_none_ends_the_step_before_a_weight_moves(ti
     broken.save_pretrained(tmp_path / "teacher")
     learner = make_learner(taught(tiny_dir, tmp_path / "teacher"))
     before = weights(learner)
-    with pytest.raises(TrainingDiverged, match=r"\d+ log-probs of the reference .* look at those of algorithm.kl.path"):
+    with pytest.raises(
+        TrainingDiverged, match=r"\d+ log-probs of the reference .* look at those of algorithm.kl.reference_model"
+    ):
         learner.train_step([pack(sequences(3))], step=0)
     assert all(tensor.equal(before[name]) for name, tensor in weights(learner).items())

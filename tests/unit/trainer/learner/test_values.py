@@ -46,7 +46,7 @@ def test_gae_has_the_closed_form_whatever_context_stands_between_the_turns(conte
     group = Group(
         group_id=0, prompt_id=prompt.prompt_id, trajectories=[trajectory(i, context) for i in range(2)], start_version=0
     )
-    algorithm = AlgorithmConfig(advantage="gae", gae_gamma=1.0, gae_lambda=0.95)
+    algorithm = AlgorithmConfig(advantage_estimator="gae", gae_gamma=1.0, gae_lambda=0.95)
     limits = {"num_ranks": 1, "max_tokens_per_micro_batch": 100, "max_response_tokens": 50}
     ((batch,),) = build_train_batch([group], step=0, algorithm=algorithm, **limits).micro_batches
     values_T = np.full(len(batch.token_ids), 99.0, np.float32)

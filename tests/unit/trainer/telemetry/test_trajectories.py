@@ -149,7 +149,7 @@ def test_past_its_limit_a_folder_gets_no_more_which_is_logged_once_and_counted(
     assert [line["group_id"] for line in recorded(tmp_path)] == [0, 1, 2]
     assert (recorder.num_skipped, recorder.num_errors) == (3, 0)
     (warning,) = caplog.messages
-    assert f"{tmp_path} has what telemetry.trajectories_gib=" in warning
+    assert f"{tmp_path} has what telemetry.max_trajectories_gib=" in warning
 
 
 def test_an_evaluation_that_has_begun_is_whole_and_later_ones_are_skipped(

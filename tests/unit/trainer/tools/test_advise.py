@@ -58,7 +58,7 @@ def constant(step_s: float, learn_s: float, data_s: float, *, idle_s: float, syn
     """As many steps as are enough, all alike."""
     line = StepLine(
         step=0, step_s=step_s, learner_s=learn_s, data_wait_s=data_s, sync_wait_s=sync_s, pack_s=0.0,
-        engines_idle_s=idle_s, slot_wait_s=0.0, forced_wait_s=0.0,
+        engines_idle_s=idle_s, slot_wait_s=0.0, oldest_wait_s=0.0,
     )  # fmt: skip
     return [replace(line, step=step) for step in range(SURE_STEPS)]
 
@@ -191,11 +191,11 @@ def test_a_larger_bound_is_no_help_while_slots_that_the_bound_allows_are_closed(
 
 
 def test_old_groups_that_hold_the_learner_up_speak_for_a_larger_s() -> None:
-    lines = [replace(line, forced_wait_s=2.0 * line.step) for line in play(9.0, 3.0)[0]]
+    lines = [replace(line, oldest_wait_s=2.0 * line.step) for line in play(9.0, 3.0)[0]]
     found, _ = judged(lines[5:])
     assert found.shares.old_groups_hold_up == pytest.approx(2 * 34 / (9 * 35))
     assert "S = 1 limits" in found.limits[0]
-    unseen = [replace(line, forced_wait_s=2.0 * line.step) for line in play(3.0, 9.0)[0]]
+    unseen = [replace(line, oldest_wait_s=2.0 * line.step) for line in play(3.0, 9.0)[0]]
     assert judged(unseen[5:])[0].shares.old_groups_hold_up == 0, "nobody waited for them"
 
 

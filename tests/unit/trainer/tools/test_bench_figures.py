@@ -40,10 +40,10 @@ PLAN = BenchPlan(work=WORK, case=SYNC, warmup=2, num_steps=4, peak_tflops=None)
 def record(step: int, **changes: Any) -> dict[str, Any]:
     return {
         "step": step, "perf/step_s": STEP_S, "learner/step_s": LEARN_S, "learner/num_tokens": 240.0,
-        "learner/num_loss_tokens": 200.0, "wait/learner_for_data_s": 5.5, "wait/learner_for_sync_s": 0.5,
-        "wait/engines_idle_s": 5.0, "sync/pause_s": 0.01 * step, "sync/end_to_end_s": 0.5, "sync/pull_s": 0.4,
+        "learner/num_loss_tokens": 200.0, "time/wait_for_batch_s": 5.5, "time/wait_for_sync_s": 0.5,
+        "time/engines_idle_s": 5.0, "sync/pause_s": 0.01 * step, "sync/end_to_end_s": 0.5, "sync/pull_s": 0.4,
         "staleness/mean": 0.5, "staleness/max": float(step % 2), "buffer/failed": 3, "discarded_tokens": 0,
-        "perf/rollout_tokens_per_s": 20.0, "wait/producer_for_slots_s": 1.5, "length_bias/ks": 0.25, **changes,
+        "perf/rollout_tokens_per_s": 20.0, "time/backpressure_s": 1.5, "length_bias/ks": 0.25, **changes,
     }  # fmt: skip
 
 

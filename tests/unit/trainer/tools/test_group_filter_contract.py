@@ -120,7 +120,7 @@ def test_it_is_asked_after_the_built_in_filters() -> None:
     own = own_group_filter(configured("mostly_wrong"))
     assert own is not None
     reasons = [
-        loops.filter_reason(group, PROMPT, filter_zero_variance=True, own=own)
+        loops.filter_reason(group, PROMPT, dynamic_sampling=True, own=own)
         for group in (
             group_of([0.0, 0.0, 1.0, 0.0]),
             group_of([0.0, 0.0]),

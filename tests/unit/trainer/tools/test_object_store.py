@@ -70,7 +70,7 @@ def test_groups_of_less_than_what_travels_within_an_answer_go_past_the_store() -
     assert list(sizes(small)) == ["micro-batches of one step"]
 
 
-@pytest.mark.parametrize("algorithm", [{}, {"loss": "clip_cov"}, {"advantage": "gae"}], ids=str)
+@pytest.mark.parametrize("algorithm", [{}, {"loss": "clip_cov"}, {"advantage_estimator": "gae"}], ids=str)
 def test_micro_batches_have_the_bytes_that_the_ranks_fetch(algorithm: dict[str, Any]) -> None:
     cfg = settings(algorithm=algorithm)
     groups = [group(cfg.rollout.group_size) for _ in range(cfg.trainer.groups_per_step)]
@@ -124,7 +124,9 @@ def test_ray_spills_before_the_store_is_full() -> None:
 
 
 def test_a_plan_counts_greedy_baselines(shape_7b: ModelShape) -> None:
-    plain, greedy = (planned(settings(algorithm={"advantage": name}), shape_7b).store for name in ("grpo", "remax"))
+    plain, greedy = (
+        planned(settings(algorithm={"advantage_estimator": name}), shape_7b).store for name in ("grpo", "remax")
+    )
     assert greedy.group_bytes * 16 == plain.group_bytes * 17
     assert sizes(greedy)["micro-batches of one step"] == sizes(plain)["micro-batches of one step"]
 

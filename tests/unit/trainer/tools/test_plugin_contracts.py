@@ -125,7 +125,7 @@ def test_a_wrong_loss_breaks_its_rule(wrong: str, rule: str) -> None:
 # gae is no function of rewards alone, and zero is none of rewards.
 @pytest.mark.parametrize("name", [name for name in ESTIMATORS if name not in {"gae", "zero"}])
 def test_a_built_in_estimator_keeps_the_contract(name: Any) -> None:
-    estimator = partial(step_advantages, config=AlgorithmConfig(advantage=name))
+    estimator = partial(step_advantages, config=AlgorithmConfig(advantage_estimator=name))
     assert_contract(advantage_checks(estimator, traits=ESTIMATORS[name]))
 
 

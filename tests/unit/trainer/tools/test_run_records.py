@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 FIRST, LAST = 4, NUM_STEPS
 """Steps that count where no engine is lost."""
-TOTALS = {"engine/rescued_requests": 0, "discarded/attempt_tokens": 0}
+TOTALS = {"engine/migrated_requests": 0, "discarded/failed_attempt_tokens": 0}
 """What the workers' reports add up to while nothing happens."""
 SKIPPED = {"sync/replicas_skipped": 1, "sync/replicas_live": 3}
 
@@ -228,12 +228,12 @@ def test_steps_with_a_lost_engine_do_not_count(
     before, text = reported()
     assert "lost engine" not in text
     slow = {
-        "perf/step_s": away_s, "wait/learner_for_data_s": away_s - 3.0,
-        **({"wait/engines_idle_s": away_s / 2} if with_idle else {}),
+        "perf/step_s": away_s, "time/wait_for_batch_s": away_s - 3.0,
+        **({"time/engines_idle_s": away_s / 2} if with_idle else {}),
     }  # fmt: skip
     run.change(range(20, 26), slow | SKIPPED)
     run.change([19], slow)
-    run.change(range(22, LAST + 1), {"buffer/forced_wait_s": 1000.0})
+    run.change(range(22, LAST + 1), {"buffer/oldest_wait_s": 1000.0})
     values, text = reported()
     assert values["verdict"] == before["verdict"] == "generation_bound"
     assert values["num_lost_steps"] == 7, "it was lost in the step before those that report it"
@@ -272,7 +272,7 @@ def test_only_lost_steps_that_would_have_counted_are_reported(run: Run) -> None:
 
 
 def test_a_report_that_is_missing_once_is_no_loss(run: Run) -> None:
-    keys = ("engine/rescued_requests", "discarded/attempt_tokens")
+    keys = ("engine/migrated_requests", "discarded/failed_attempt_tokens")
     run.change(range(10, LAST + 1), dict.fromkeys(keys, 500))
     assert run.left_out() == [10, 11, 12]
     run.change([20], dict.fromkeys(keys, 0))
@@ -285,19 +285,19 @@ def test_a_report_that_is_missing_once_is_no_loss(run: Run) -> None:
 
 def test_tokens_of_a_failed_group_may_be_reported_after_a_line_without_a_report(run: Run) -> None:
     run.change(range(1, 19), {"buffer/failed": 0})
-    run.change(range(19, LAST + 1), {"buffer/failed": 1, "discarded/attempt_tokens": 500})
-    run.change([19], {"discarded/attempt_tokens": 0})
+    run.change(range(19, LAST + 1), {"buffer/failed": 1, "discarded/failed_attempt_tokens": 500})
+    run.change([19], {"discarded/failed_attempt_tokens": 0})
     run.forget([20], TOTALS)
     assert run.left_out() == []
 
 
 def test_requests_that_moved_show_an_engine_that_was_back_before_the_next_sync(run: Run) -> None:
-    run.change(range(20, LAST + 1), {"engine/rescued_requests": 5})
+    run.change(range(20, LAST + 1), {"engine/migrated_requests": 5})
     assert run.left_out() == [20]
 
 
 def test_tokens_that_no_failed_group_explains_show_the_loss_of_the_only_engine(run: Run) -> None:
-    run.change(range(20, LAST + 1), {"discarded/attempt_tokens": 500})
+    run.change(range(20, LAST + 1), {"discarded/failed_attempt_tokens": 500})
     assert run.left_out() == [20, 21, 22], "with S = 1 there may be groups for one more step, and the next one waits"
     for step in (19, 20, 21):  # the worker may report its tokens a moment later, in the next line
         run.change(range(1, LAST + 1), {"buffer/failed": 0})
@@ -373,8 +373,8 @@ def test_waits_beside_evaluations_ask_for_fewer_of_them_and_not_for_engines(
     for step in range(1, LAST + 1):
         wait_s, evaluation_s = ((0.2, 0.0), (10.0, 10.0))[step % 2 - 1]
         run.change([step], {
-            "perf/step_s": 4 + wait_s, "learner/step_s": 4.0, "wait/learner_for_data_s": wait_s,
-            "wait/learner_for_evaluation_s": evaluation_s, "wait/engines_idle_s": 0.1, "wait/producer_for_slots_s": 0.0,
+            "perf/step_s": 4 + wait_s, "learner/step_s": 4.0, "time/wait_for_batch_s": wait_s,
+            "time/wait_for_eval_s": evaluation_s, "time/engines_idle_s": 0.1, "time/backpressure_s": 0.0,
         })  # fmt: skip
     assert main([str(run.path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

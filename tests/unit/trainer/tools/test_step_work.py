@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from trainer.tools.memory_plan import ModelShape
     from trainer.tools.run_plan import RunPlan
 
-GAE = {"advantage": "gae"}
+GAE = {"advantage_estimator": "gae"}
 
 
 def with_critic(shape: ModelShape, critic: ModelShape, /, **sections: dict[str, Any]) -> RunPlan:
@@ -148,9 +148,9 @@ def test_forward_and_backward_are_the_operations_that_a_run_counts(tmp_path: Pat
 
 def test_the_greedy_answer_is_generated_and_not_trained(shape_7b: ModelShape) -> None:
     remax, rloo = (
-        planned(config(algorithm={"advantage": name}, rollout={"group_size": 2}), shape_7b, response_tokens=100.0).work[
-            100.0
-        ]
+        planned(
+            config(algorithm={"advantage_estimator": name}, rollout={"group_size": 2}), shape_7b, response_tokens=100.0
+        ).work[100.0]
         for name in ("remax", "rloo")
     )
     assert remax.engine_flops / rloo.engine_flops == pytest.approx(3 / 2)
