@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config.cli import CommandLine, parse
 from trainer.config.inactive import inactive_keys, reset_inactive
-from trainer.config.plain import close_word, suggestion, to_plain, to_run_config
+from trainer.config.plain import close_word, is_stored, suggestion, to_plain, to_run_config, with_current_names
 from trainer.config.presets import PACKAGE, config_names, groups, search_folders
 from trainer.config.rules import check_combinations
 from trainer.config.schema import OTHER_WORDS, RunConfig, all_keys, find_key
@@ -218,6 +218,9 @@ def _compose(line: CommandLine) -> tuple[Mapping[str, object], DictConfig, list[
         with _hydra(line.config_dir) as extra:
             selected = [one.text for one in usable if one.key in options]
             beneath = compose(config_name=line.config_name, overrides=[*selected, *extra])
+        if is_stored(_raw_file(line.config_name, folders)):
+            stored = cast("dict[str, object]", OmegaConf.to_container(beneath))
+            beneath = OmegaConf.create(with_current_names(stored))
         composed = beneath.copy()
         for one in usable:
             if one.key not in options:

@@ -42,8 +42,8 @@ RENAMED: Mapping[str, str] = {
     "telemetry.trajectories_gib": "telemetry.max_trajectories_gib",
     "trainer.eval_pass_reward": "trainer.eval_pass_threshold",
 }
-"""Earlier name of a key -> its name now. The command line and YAML files of users must say the new one; the
-configurations of earlier runs are read through this map."""
+"""Earlier name of a key -> its name now. The command line and the YAML files of users must use the new one; the
+config.yaml of an earlier run is read through this map."""
 
 OTHER_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("max_steps", "max_num_steps", "num_steps", "num_rollout", "iterations"), "trainer.total_steps"),
@@ -98,7 +98,17 @@ def to_run_config(data: Mapping[str, object]) -> tuple[RunConfig, list[Problem]]
 
 
 def read_stored(data: Mapping[str, object]) -> tuple[RunConfig, list[Problem]]:
-    """As `to_run_config`, for the config.yaml of an earlier run, whose keys may have other names now."""
+    """As `to_run_config`, for the config.yaml of an earlier run."""
+    return to_run_config(with_current_names(data))
+
+
+def is_stored(data: Mapping[object, object]) -> bool:
+    """Whether a YAML file is the config.yaml of a run: no `defaults`, and the sections that each of them has."""
+    return "defaults" not in data and data.keys() >= {"run_dir", "algorithm", "learner", "rollout", "checkpoint"}
+
+
+def with_current_names(data: Mapping[str, object]) -> dict[str, Any]:
+    """The configuration of an earlier run under today's names of its keys."""
     renamed = deepcopy(dict(data))
     for old, new in RENAMED.items():
         (*above, name), (*sections, new_name) = old.split("."), new.split(".")
@@ -108,7 +118,7 @@ def read_stored(data: Mapping[str, object]) -> tuple[RunConfig, list[Problem]]:
             for part in sections:
                 target = target.setdefault(part, {})
             target[new_name] = cast("dict[str, Any]", section).pop(name)
-    return to_run_config(renamed)
+    return renamed
 
 
 def to_plain(config: RunConfig) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.config.plain import RENAMED
 from trainer.errors import CheckpointError, ConfigurationError, Problem, first_cause, one_line
 from trainer.learner import checkpoint
 from trainer.learner.weights import is_random_init
@@ -194,7 +195,8 @@ def _check_origin(cfg: RunConfig, resumed: ResumePoint, *, is_device_here: bool)
     if not is_device_here:
         cfg = replace(cfg, device=replace(cfg.device, name="auto"))
         why.pop("device.name", None)
-    before, now = resumed.state.get("origin", {}), origin(cfg)
+    before = {RENAMED.get(key, key): value for key, value in resumed.state.get("origin", {}).items()}
+    now = origin(cfg)
     hint = "use what the run began with (a link will do if it was moved), or begin a new run in another run_dir"
     problems = [
         Problem(

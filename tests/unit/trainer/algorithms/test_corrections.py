@@ -333,13 +333,13 @@ def test_an_impossible_token_stays_finite() -> None:
 
 def test_a_mismatch_is_attributed_by_the_age_of_its_tokens() -> None:
     log_ratio = np.array([0.3, 0.0, -0.2, 0.0])
-    for ages, engine_abs, stale_abs in (([0, 1, 0, 2], 0.5, 0.0), ([1, 0, 2, 0], 0.0, 0.5), ([0, 0, 1, 1], 0.3, 0.2)):
+    for ages, fresh_abs, stale_abs in (([0, 1, 0, 2], 0.5, 0.0), ([1, 0, 2, 0], 0.0, 0.5), ([0, 0, 1, 1], 0.3, 0.2)):
         sums = apply(tokens(log_ratio), CorrectionConfig(), ages).sums
         assert sums["fresh_tokens"].item() == sums["stale_tokens"].item() == 2
-        assert sums["fresh_abs"].item() == pytest.approx(engine_abs, abs=1e-9)
+        assert sums["fresh_abs"].item() == pytest.approx(fresh_abs, abs=1e-9)
         assert sums["stale_abs"].item() == pytest.approx(stale_abs, abs=1e-9)
         kl = {0.3: math.exp(0.3) - 1.3, -0.2: math.exp(-0.2) - 0.8, 0.0: 0.0}
-        for cause, is_fresh in (("engine", True), ("stale", False)):
+        for cause, is_fresh in (("fresh", True), ("stale", False)):
             expected = sum(kl[x] for x, age in zip(log_ratio.tolist(), ages, strict=True) if (age == 0) == is_fresh)
             assert sums[f"{cause}_kl"].item() == pytest.approx(expected, abs=1e-9)
 

@@ -7,6 +7,7 @@ import pickle
 import re
 import sys
 from dataclasses import replace
+from functools import reduce
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,12 +17,11 @@ import pytest
 import yaml
 
 from trainer.__main__ import main
-from trainer.config import plain
 from trainer.config.cli import parse
 from trainer.config.compose import load_config, resolve
 from trainer.config.describe import describe_objective
 from trainer.config.inactive import INACTIVE, inactive_keys, reset_inactive
-from trainer.config.plain import dump_yaml, read_stored, to_plain, to_run_config
+from trainer.config.plain import RENAMED, dump_yaml, read_stored, to_plain, to_run_config
 from trainer.config.presets import config_names, groups, packaged_configs
 from trainer.config.schema import EvalSetConfig, LearnerConfig, RolloutConfig, RunConfig, all_keys
 from trainer.driver.named_files import file_problems
@@ -452,15 +452,26 @@ def test_every_row_is_about_keys_that_there_are() -> None:
 # Keys of earlier versions and of other sets
 
 
-def test_a_renamed_key_is_refused_with_its_name_and_read_from_the_file_of_an_earlier_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(plain, "RENAMED", {"learner.rate": "learner.lr", "mode.age": "trainer.total_steps"})
-    assert problems_of("learner.rate=1e-5")["learner.rate"].endswith("renamed to learner.lr")
-    config, problems = read_stored({"learner": {"rate": 1e-5, "beta1": 0.5}, "mode": {"age": 7}})
-    assert (config.learner.lr, config.learner.beta1, config.trainer.total_steps, problems) == (1e-5, 0.5, 7, [])
-    config, problems = read_stored({"learner": {"unknown": 1, "lr": 2e-5}})
-    assert config.learner.lr == 2e-5 and [problem.key for problem in problems] == ["learner.unknown"]
+def test_a_renamed_key_is_refused_with_its_name_and_read_from_the_file_of_an_earlier_run(tmp_path: Path) -> None:
+    assert set(RENAMED.values()) <= all_keys().keys() and RENAMED.keys().isdisjoint(all_keys())
+    refused = problems_of(*(f"++{old}=1" for old in RENAMED))
+    assert all(refused[old].endswith(f"renamed to {new}") for old, new in RENAMED.items())
+
+    current = load_config(["algorithm=dapo", "algorithm.kl.coef=0.1", "rollout.stream_interval=7"])
+    stored = to_plain(current)
+    for old, new in RENAMED.items():
+        (*above, name), (*sections, new_name) = old.split("."), new.split(".")
+        values = reduce(dict.__getitem__, sections, stored)
+        reduce(dict.__getitem__, above, stored)[name] = values.pop(new_name)
+    assert read_stored(stored) == (current, [])
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(stored))
+    repeat = ["--config-dir", str(tmp_path), "--config-name", "config"]
+    assert load_config(repeat) == current
+    assert load_config([*repeat, "rollout.stream_interval=9"]).rollout.stream_interval == 9, "the command line wins"
+
+    (tmp_path / "users.yaml").write_text("defaults: [tiny, _self_]\nrollout: {stream_tokens: 7}\n")
+    with pytest.raises(ConfigurationError, match=r"renamed to rollout\.stream_interval"):
+        load_config(["--config-dir", str(tmp_path), "--config-name", "users"])
 
 
 def test_sets_are_written_whole_or_key_by_key_and_come_back_from_a_file() -> None:

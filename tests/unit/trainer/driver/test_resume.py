@@ -206,6 +206,18 @@ def test_what_no_checkpoint_holds_must_stay_as_it_was(
     assert go_on(tmp_path, keys, {}).step == 5
 
 
+def test_the_teacher_of_an_earlier_checkpoint_is_found_under_the_earlier_name_of_its_key(tmp_path: Path) -> None:
+    known = origin(with_seed(**TAUGHT))
+    earlier = {
+        "algorithm.kl.reference_model" if key == "algorithm.kl.reference_model" else key: known[key] for key in known
+    }
+    checkpoint.commit(checkpoint.begin(tmp_path, 5), {"run": {"step": 5}, "origin": earlier})
+    other = {"algorithm": {"kl": KlConfig(coef=0.1, reference_model="org/second")}}
+    with pytest.raises(ConfigurationError, match="org/second"):
+        find_resume_point(with_seed(**merged(TAUGHT, other), checkpoint={"resume": "auto"}), tmp_path)
+    assert find_resume_point(with_seed(**TAUGHT, checkpoint={"resume": "auto"}), tmp_path) is not None
+
+
 @pytest.mark.parametrize(
     ("keys", "change"),
     [

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.fakes.full_disk import file_limit
 from trainer.config.schema import RunConfig, TelemetryConfig
-from trainer.telemetry.metrics import METRICS, REQUIRED, find_row
+from trainer.telemetry.metrics import METRICS, RENAMED, REQUIRED, current_names, find_row
 from trainer.telemetry.run_dir import open_run_dir
 from trainer.telemetry.session import cut_records, set_records_aside
 from trainer.telemetry.sinks import JsonlSink, MetricWriter, TensorBoardSink, build_writer, truncate_after
@@ -214,3 +214,11 @@ def test_every_metric_has_one_full_row_also_of_a_family_and_an_evaluation_set() 
         assert found is not None and found.name == row
     assert find_row("reward/meen") is None
     assert all(metric.unit and metric.meaning and metric.healthy and "|" not in metric.meaning for metric in METRICS)
+
+
+def test_lines_of_earlier_runs_are_read_under_todays_names() -> None:
+    assert all(find_row(old) is None for old in RENAMED)
+    assert all(find_row(new) is not None or find_row(f"{new}/any") is not None for new in RENAMED.values())
+    earlier = {"wait/learner_for_data_s": 1.0, "queue/for_engine_s_max": 2.0, "response/untrained/tied": 3, "loss": 4}
+    today = {"time/wait_for_batch_s": 1.0, "queue/engine_slot_s_max": 2.0, "response/excluded/tied": 3, "loss": 4}
+    assert current_names(earlier) == today == current_names(today)
