@@ -36,14 +36,15 @@ def kill_with_parent() -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def exit_with_parent(parent_pid: int | None = None) -> None:
-    """From here on this process exits, within half a second, when its parent is gone. On every system, and without
-    regard to threads of the parent. None is the parent of this moment."""
+def exit_with_parent(parent_pid: int | None = None, *, grace_s: float = 0.0) -> None:
+    """From here on this process exits, half a second and `grace_s` later at most, when its parent is gone. On every
+    system, and without regard to threads of the parent. None is the current parent."""
     parent_pid = os.getppid() if parent_pid is None else parent_pid
 
     def watch() -> None:
         while os.getppid() == parent_pid:
             time.sleep(_PARENT_POLL_S)
+        time.sleep(grace_s)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

@@ -17,14 +17,16 @@ for stage in "${stages[@]}"; do
 done
 is_chosen() { [[ " ${stages[*]} " == *" $1 "* ]]; }
 
-# Two lanes run side by side. `front` has the tests that look at a clock: the folders named here, and the files that are
-# marked `timing`. `back` has what computes, at a lower priority. `front` is shown as it goes, `back` after it.
-unit_folders=(tests/unit tests/contract tests/simulation tests/golden tests/house)
-timing_folders=(tests/unit/weight_sync tests/contract)
+# Two lanes run concurrently. `front` has the tests that look at a clock (the first two folders here, and the files marked
+# `timing`) and as many others as make the lanes equally long. `back` has the rest, at a lower priority. `front` is shown
+# live, `back` after it.
+front_folders=(tests/unit/weight_sync tests/contract tests/simulation tests/golden)
+back_folders=(tests/unit --ignore=tests/unit/weight_sync tests/house)
 # One pytest for all that starts engines, clusters and whole runs. Runs come first: they inherit its environment, which
 # an engine inside of the process changes.
 process_folders=()
-for stage in e2e integration full; do if is_chosen $stage; then process_folders+=("tests/$stage"); fi; done
+for stage in e2e integration; do if is_chosen $stage; then process_folders+=("tests/$stage"); fi; done
+full_folders=(tests/full tests/integration tests/simulation) # where tests are marked `full`
 
 scratch=$(mktemp -d) || exit 1
 export TANDEM_TEST_CACHE=$scratch/cache # the tiny model is made once for all
@@ -45,10 +47,11 @@ run() { # LANE STAGES COMMAND ...
 front_lane() {
   if is_chosen lint; then run front lint bash -c "ruff check . && ruff format --check ."; fi
   if is_chosen imports; then run front imports lint-imports; fi
-  if is_chosen unit; then run front unit pytest -q -m "not gpu" "${timing_folders[@]}"; fi
+  if is_chosen unit; then run front unit pytest -q -m "not gpu and not full" "${front_folders[@]}"; fi
   if [ ${#process_folders[@]} -gt 0 ]; then
-    run front "${process_folders[*]}" pytest -q -m "timing and not gpu" "${process_folders[@]}"
+    run front "${process_folders[*]}" pytest -q -m "timing and not gpu and not full" "${process_folders[@]}"
   fi
+  if is_chosen full; then run front full pytest -q -m "full and timing and not gpu" "${full_folders[@]}"; fi
   end_lane front
 }
 back_lane() {
@@ -56,10 +59,11 @@ back_lane() {
   renice -n 10 "$BASHPID" >/dev/null
   local pytest=(pytest -q --timeout 1200) # for tests without a limit of their own
   if is_chosen types; then run back types pyright; fi
-  if is_chosen unit; then run back unit "${pytest[@]}" -m "not gpu" "${unit_folders[@]}" "${timing_folders[@]/#/--ignore=}"; fi
+  if is_chosen unit; then run back unit "${pytest[@]}" -m "not gpu and not full" "${back_folders[@]}"; fi
   if [ ${#process_folders[@]} -gt 0 ]; then
-    run back "${process_folders[*]}" "${pytest[@]}" -m "not timing and not gpu" "${process_folders[@]}"
+    run back "${process_folders[*]}" "${pytest[@]}" -m "not timing and not gpu and not full" "${process_folders[@]}"
   fi
+  if is_chosen full; then run back full "${pytest[@]}" -m "full and not timing and not gpu" "${full_folders[@]}"; fi
   end_lane back
 }
 end_lane() { # LANE
@@ -82,7 +86,7 @@ wait $back
 back_code=$?
 cat "$scratch/back.log"
 if [ $front_code != 0 ] || [ $back_code != 0 ]; then
-  printf '\nFAILED: exit codes of the lanes: front %s, back %s; each says above what failed\n' $front_code $back_code >&2
+  printf '\nFAILED: exit codes of the lanes: front %s, back %s; see above for what failed\n' $front_code $back_code >&2
   exit 1
 fi
 printf '\nAll stages passed in %s s: %s\n' "$SECONDS" "${stages[*]}"

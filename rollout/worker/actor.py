@@ -35,8 +35,9 @@ form no cycles, so what has to be found is little: tracebacks and cancelled task
 
 @contextlib.contextmanager
 def rare_collections() -> Iterator[None]:
-    """In the block, what exists already is never looked at, and full collections are rare."""
-    before = gc.get_threshold()
+    """In the block, what exists already is never looked at, and full collections are rare. A process that has frozen
+    its objects before keeps all of them so."""
+    before, was_frozen = gc.get_threshold(), gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
     gc.set_threshold(*THRESHOLDS)
@@ -44,7 +45,8 @@ def rare_collections() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
-        gc.unfreeze()
+        if not was_frozen:
+            gc.unfreeze()
 
 
 class RolloutWorkerActor:

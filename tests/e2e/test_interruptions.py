@@ -1,4 +1,4 @@
-"""Runs that end before their time: kill -9, Ctrl-C. What is left, and how they go on. The last one loses its engine
+"""Runs that end before their time: kill -9, Ctrl-C. What is left, and how they resume. The last one loses its engine
 when all is trained, and ends in order."""
 
 from __future__ import annotations

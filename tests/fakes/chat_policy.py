@@ -1,5 +1,5 @@
-"""A policy that chats: a tokenizer with a token per character, a template like Qwen's, and an engine that says what it
-is told to."""
+"""A policy that chats: a tokenizer with a token per character, a template like Qwen's, and a scripted
+engine."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 import numpy as np
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from rollout.engine.interface import EngineSpec
 from rollout.types import Prompt, SamplingParams, TokenChunk, join_chunks
+from tests.fakes.chat_tokenizer import END, chat_tokenizer
 from tests.fakes.scripted_engine import ScriptedEngine
 
 if TYPE_CHECKING:
@@ -21,9 +20,7 @@ if TYPE_CHECKING:
 
     from rollout.types import Turn
 
-END = "<|im_end|>"
 BEGIN = "<|im_start|>assistant\n"
-SPECIAL = ["<unk>", "<|im_start|>", END]
 TEMPLATE = """{%- if tools %}<|im_start|>system
 {{ tools | map(attribute='function.name') | join(', ') }}<|im_end|>
 {% endif %}
@@ -41,18 +38,6 @@ TEMPLATE = """{%- if tools %}<|im_start|>system
 {% if quiet %}hush {% endif %}{% endif %}"""
 
 
-def chat_tokenizer() -> PreTrainedTokenizerFast:
-    words = {word: number for number, word in enumerate([*SPECIAL, "\n", *map(chr, range(32, 127))])}
-    backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), behavior="isolated")  # pyright: ignore[reportAttributeAccessIssue]
-    backend.decoder = decoders.Fuse()  # pyright: ignore[reportAttributeAccessIssue]
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=backend, unk_token="<unk>", eos_token=END, additional_special_tokens=SPECIAL[1:2]
-    )
-    fast.chat_template = TEMPLATE
-    return fast
-
-
 def by_turn(*answers: str) -> Callable[[str], str]:
     """The first answer in the first turn of a conversation, and so on."""
     return lambda asked: answers[asked.count(BEGIN) - 1]
@@ -62,11 +47,11 @@ class ChatPolicy:
     """`generate` is a `Generate` on one engine.
 
     Args:
-        says: what the policy says to a conversation, which it gets as text; `END` is to be part of it.
+        says: what the policy says to a conversation, given as text; it includes `END`.
     """
 
     def __init__(self, says: Callable[[str], str], *, token_s: float = 0.0) -> None:
-        self.tokenizer = chat_tokenizer()
+        self.tokenizer = chat_tokenizer(TEMPLATE)
         self.asked: list[str] = []
         self.max_tokens: list[int] = []
         self.has_begun = asyncio.Event()
@@ -104,7 +89,7 @@ class ChatPolicy:
         return join_chunks(chunks, chunks[-1].finish_reason)
 
     def spoken(self, turns: Sequence[Turn]) -> str:
-        """All tokens as text, what was sampled in braces; a line `---` where a sequence begins anew."""
+        """All tokens as text, what was sampled in braces; a line `---` where a new sequence begins."""
         parts = []
         for turn in turns:
             parts.append("---\n" if turn.begins_anew else "")

@@ -1,7 +1,8 @@
-"""The real Ray shell of a rollout worker, which also says how many groups it is busy with."""
+"""The real Ray shell of a rollout worker that a test can kill, and that reports how many groups it is busy with."""
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from rollout.worker.actor import RolloutWorkerActor
@@ -19,6 +20,9 @@ class CountingWorker(RolloutWorkerActor):
             return await super().run_group(item)
         finally:
             self._num_groups -= 1
+
+    async def pid(self) -> int:
+        return os.getpid()
 
     async def num_groups(self) -> int:
         return self._num_groups

@@ -77,7 +77,7 @@ class Layer(torch.nn.Module):
 
 
 class DerivedEngine(torch.nn.Module):
-    """One layer of each kind; the first also stands twice, so that patterns can be seen."""
+    """One layer of each kind; the first also occurs twice, so that patterns can be seen."""
 
     KINDS: tuple[Kind, ...] = ("plain", "quantised", "shuffled", "packed", "renamed", "quantised")
 

@@ -69,7 +69,7 @@ class FakeEngine:
     """Chunks per request after which it is given back with "abort"."""
     hangs: bool = False
     said_load: EngineStatus | None = None
-    """What it says of its load; None is a replica that does not answer."""
+    """The load that it reports; None is a replica that does not answer."""
     calls: list[Call] = field(default_factory=list)
     num_chunks: int = 0
     aborted: set[str] = field(default_factory=set)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import signal
 import threading
@@ -11,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tests.fakes.forks import RANKS, forks
 from tests.fakes.patience import PATIENT_S
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 TINY = {
@@ -109,11 +110,15 @@ class RankProcess:
     """The parent's end of one rank; a `PublisherHandle`."""
 
     def __init__(self, rank: int, num_ranks: int, store: Path) -> None:
-        spawn = multiprocessing.get_context("spawn")
+        self._start(rank, rank_main, num_ranks, str(store))
+
+    def _start(self, rank: int, main: Callable[..., None], *args: object) -> None:
+        """`main(rank, *args, pipe)` in a process."""
+        context = forks(*RANKS)
         self.rank = rank
-        self._pipe, theirs = spawn.Pipe()
+        self._pipe, theirs = context.Pipe()
         self._lock = threading.Lock()
-        self.process = spawn.Process(target=rank_main, args=(rank, num_ranks, str(store), theirs), daemon=True)
+        self.process = context.Process(target=main, args=(rank, *args, theirs), daemon=True)
         self.process.start()
         theirs.close()
 

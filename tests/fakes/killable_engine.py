@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def position_script(prompt: np.ndarray, position: int, version: int) -> tuple[int, float]:
-    """The token tells its place in the sequence, so a resubmission that loses or repeats one is seen."""
+    """The token is its place in the sequence, so a resubmission that loses or repeats one is seen."""
     return len(prompt) + position, -0.25
 
 
@@ -29,3 +29,6 @@ class KillableEngine(EngineActor):
 
     async def pid(self) -> int:
         return os.getpid()
+
+    async def set_token_s(self, token_s: float) -> None:
+        self._engine._token_s = token_s  # type: ignore[attr-defined]

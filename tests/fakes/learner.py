@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import time
 from dataclasses import replace
@@ -24,7 +23,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from tests.fakes.party_process import PRELOAD
+from tests.fakes.forks import RANKS, forks
 from tests.fakes.patience import PATIENT_S
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.schema import LearnerConfig, ModelConfig, RolloutConfig, RunConfig
@@ -37,9 +36,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 VOCAB = 61
-MODELS = ["transformers.models.qwen2.modeling_qwen2", "torch.distributed.fsdp", "tests.fakes.learner"]
-"""What every rank would import for several seconds. A test process has one fork server: where weight sync's tests have
-started it without these, ranks only start slower."""
 TINY = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -197,9 +193,9 @@ class RankPool:
     """`world_size` processes with a process group, which run one job after the other: their start costs most."""
 
     def __init__(self, directory: Path, *, world_size: int) -> None:
-        multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOAD, *MODELS])
+        context = forks(*RANKS)
         self._directory, self._num_jobs = directory, 0
-        self._queues = [multiprocessing.get_context("forkserver").SimpleQueue() for _ in range(world_size)]
+        self._queues = [context.SimpleQueue() for _ in range(world_size)]
         self._ranks = mp.start_processes(
             _rank_main, (world_size, self._queues, directory), nprocs=world_size, join=False, start_method="forkserver"
         )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import threading
 from typing import TYPE_CHECKING, Any
 
 from tests.fakes.fsdp_rank import RankProcess
@@ -14,7 +12,7 @@ if TYPE_CHECKING:
     from trainer.config.schema import RunConfig
 
 
-def worker_main(cfg: RunConfig, rank: int, num_ranks: int, pipe: Any) -> None:
+def worker_main(rank: int, cfg: RunConfig, num_ranks: int, pipe: Any) -> None:
     """Build the worker, then answer `(method, args)` until the pipe closes."""
     from trainer.learner.actor import LearnerActor
 
@@ -55,10 +53,4 @@ class LearnerProcess(RankProcess):
     """The parent's end; a `PublisherHandle`."""
 
     def __init__(self, cfg: RunConfig, rank: int, num_ranks: int) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self.rank = rank
-        self._pipe, theirs = spawn.Pipe()
-        self._lock = threading.Lock()
-        self.process = spawn.Process(target=worker_main, args=(cfg, rank, num_ranks, theirs), daemon=True)
-        self.process.start()
-        theirs.close()
+        self._start(rank, worker_main, cfg, num_ranks)

@@ -1,4 +1,4 @@
-"""A vLLM worker extension for tests: weights whose every output token tells which commit wrote them.
+"""A vLLM worker extension for tests: weights whose every output token shows which commit wrote them.
 
 With embeddings of one and blocks that add nothing, the last hidden state is the same for every input, so the rows of
 the output head alone decide what is sampled: rows `[low, high)` share all the probability, greedy takes the first.
@@ -34,6 +34,15 @@ class LetterExtension:
                 if "lm_head" in name:
                     param[low:high] = _LOGIT / param.shape[1]
         return encode(Reply(ok=outcome == "ok", dirty=outcome == "dirty"))
+
+    @torch.no_grad()
+    def te_noise(self, seed: int) -> bytes:
+        """New random weights, so that a token depends on the whole cache."""
+        generator = torch.Generator().manual_seed(seed)
+        for param in self.model_runner.model.parameters():
+            if param.dim() > 1:
+                param.copy_(torch.randn(param.shape, generator=generator) * 0.1)
+        return encode(Reply(ok=True))
 
     def te_sleep(self, seconds: float) -> None:
         time.sleep(seconds)

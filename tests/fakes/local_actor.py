@@ -50,7 +50,7 @@ class _Method:
         def settle(task: asyncio.Task[Any]) -> None:
             self._actor.tasks.discard(task)
             if future.cancelled():
-                return  # nobody waits for it any more
+                return  # no one waits for it any more
             if task.cancelled() and self._actor.is_dead:
                 future.set_exception(RayActorError())
             elif task.cancelled():

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from tests.fakes.party_process import PartyProcess
 from weight_sync.device.cpu import CpuBackend
@@ -42,13 +41,6 @@ class PlainModel(torch.nn.Module):
             self.get_parameter(name).data.copy_(tensor)
 
 
-class Meter(NamedTuple):
-    """Bytes that a publish added while it ran (peak) and that it kept."""
-
-    peak_bytes: int
-    kept_bytes: int
-
-
 def plain_manifest(num_ranks: int) -> bytes:
     """The plan of the large model, for one engine worker."""
     layout = record_layout(PlainModel(), PARAMS, worker=0)
@@ -57,15 +49,11 @@ def plain_manifest(num_ranks: int) -> bytes:
 
 
 class MemoryParty:
-    """Holds its rows in float32. `is_gathering` is the bad way: the whole model on every rank, then its own rows."""
+    """Holds its rows in float32."""
 
-    def __init__(self, rank: int, num_ranks: int, store: str, is_gathering: bool, traps: Traps) -> None:
-        self._rank, self._num_ranks, self._is_gathering = rank, num_ranks, is_gathering
-        rows = ROWS // num_ranks
-        self._shards = {param.name: torch.full((rows, COLUMNS), 1.0 + rank) for param in PARAMS}
+    def __init__(self, rank: int, num_ranks: int, traps: Traps) -> None:
+        self._shards = {param.name: torch.full((ROWS // num_ranks, COLUMNS), 1.0 + rank) for param in PARAMS}
         self._publisher = WeightPublisher(CpuBackend(), rank=rank)
-        if is_gathering:
-            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
 
     def open(self, manifest: bytes) -> None:
         opening = OpenPublisher(
@@ -74,37 +62,22 @@ class MemoryParty:
         )  # fmt: skip
         self._publisher.open(encode(opening))
 
-    def publish(self, version: int) -> Meter:
-        """Publish and measure."""
+    def publish(self, version: int) -> int:
+        """Publish, and measure how many bytes that added while it ran."""
         before = _status("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # the kernel forgets the peak so far
-        report = decode(self._publisher.publish(version, self._rows(), deadline_s=30.0), PackReport)
+        report = decode(self._publisher.publish(version, self._shards, deadline_s=30.0), PackReport)
         self._publisher.digests(version)  # sealed, that is
         assert report.version == version
-        return Meter(_status("VmHWM") - before, _status("VmRSS") - before)
+        return _status("VmHWM") - before
 
     def close(self) -> None:
         self._publisher.close()
-        if self._is_gathering:
-            dist.destroy_process_group()
-
-    def _rows(self) -> dict[str, torch.Tensor]:
-        if not self._is_gathering:
-            return self._shards
-        whole = dict(self._gathered())
-        rows = ROWS // self._num_ranks
-        return {name: tensor[self._rank * rows : (self._rank + 1) * rows] for name, tensor in whole.items()}
-
-    def _gathered(self) -> Iterable[tuple[str, torch.Tensor]]:
-        for name, shard in self._shards.items():
-            whole = torch.empty(ROWS, COLUMNS)
-            dist.all_gather(list(whole.chunk(self._num_ranks)), shard)
-            yield name, whole
 
 
 class MemoryProcess(PartyProcess):
-    def __init__(self, rank: int, num_ranks: int, store: Path, *, is_gathering: bool) -> None:
-        super().__init__(f"learner {rank}", MemoryParty, rank, num_ranks, str(store), is_gathering)
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        super().__init__(f"learner {rank}", MemoryParty, rank, num_ranks)
 
 
 def _status(name: str) -> int:

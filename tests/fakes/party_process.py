@@ -2,7 +2,7 @@
 
 Processes are forked from a server that has imported everything, so one starts in milliseconds. They are spoken to over
 pipes made beforehand: nothing has a name, and an end that is gone is noticed. Calls are answered in order, as an
-engine's RPC does; what a test wants to know of a process (`vitals`, `arm`) is answered beside them.
+engine's RPC does; what a test wants to know of a process (`vitals`, `arm`) is answered concurrently.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import asyncio
 import ctypes
 import gc
 import itertools
-import multiprocessing
 import os
 import signal
 import sys
@@ -24,17 +23,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
+from tests.fakes.forks import PARTIES, forks
 from tests.fakes.protocol_traps import State, Traps, process_state, signal_and_see, watch_protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.connection import Connection
 
-PRELOAD = ["torch._dynamo", "tests.fakes.replica_process", "tests.fakes.coordinator_process"]
-"""The first use of a recorder imports torch._dynamo, which takes most of a second."""
 PR_SET_PDEATHSIG = 1
 TOLD = -1
-"""The number of every question that goes on without its answer."""
+"""The number of every question whose answer is not waited for."""
 
 
 def settle(node: str, host: str) -> None:
@@ -118,8 +116,7 @@ class PartyProcess:
     """Starts `build(*args)` in a process. `lines[0]` belongs to the test; when it is closed, the process ends."""
 
     def __init__(self, name: str, build: Callable[..., Party], *args: object, num_lines: int = 2) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context = forks(*PARTIES)
         pipes = [context.Pipe() for _ in range(num_lines)]
         theirs = [pipe[1] for pipe in pipes]
         self.name = name
@@ -139,7 +136,7 @@ class PartyProcess:
         return self.lines[0].ask(method, *args, timeout_s=timeout_s)
 
     def tell(self, method: str, *args: object) -> None:
-        """Ask, and go on. `told` is the answer; the next `ask` throws it away."""
+        """Ask without waiting. `told` is the answer; the next `ask` throws it away."""
         self.lines[0].connection.send((TOLD, method, args))
 
     def told(self, timeout_s: float = 15.0) -> Any:

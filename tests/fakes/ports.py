@@ -11,7 +11,7 @@ LISTENING = "0A"
 
 
 def free_port() -> int:
-    """Nobody listens on it now, and nobody gets it by asking for any port: Linux hands those out from 32768 on."""
+    """It is free now, and the kernel does not assign it: Linux assigns ports from 32768 on."""
     for port in random.SystemRandom().sample(range(20000, 32768), 100):
         with socket.socket() as probe:
             try:
@@ -23,7 +23,7 @@ def free_port() -> int:
 
 
 def listening_sockets() -> set[tuple[int, str]]:
-    """(port, inode) of this host's TCP sockets that listen. A port may soon belong to somebody else; an inode tells."""
+    """(port, inode) of this host's TCP sockets that listen. A port may soon have another owner; the inode shows it."""
     tables = [path for path in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")) if path.exists()]
     rows = [line.split() for table in tables for line in table.read_text().splitlines()[1:]]
     return {(int(row[1].rpartition(":")[2], 16), row[9]) for row in rows if row[3] == LISTENING}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import time
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tests.fakes.forks import PARTIES, forks
 from tests.fakes.protocol_traps import signal_and_see
 from weight_sync.device.select import get_backend
 from weight_sync.errors import RelayStalled
@@ -71,7 +71,7 @@ def expected(rank: int, version: int, piece: Piece) -> torch.Tensor:
 
 
 class Member:
-    """What a relay process does when told."""
+    """What a relay process can be ordered to do."""
 
     def __init__(self, owner: str, shape: dict[str, Any]) -> None:
         self.replica = Replica(**shape)
@@ -129,9 +129,9 @@ class RelayProcess:
     """A `Member` in a process of its own."""
 
     def __init__(self, owner: str, **shape: Any) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self.pipe, theirs = spawn.Pipe()
-        self.process = spawn.Process(target=serve, args=(owner, shape, theirs), daemon=True)
+        context = forks(*PARTIES)
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(owner, shape, theirs), daemon=True)
         self.process.start()
         theirs.close()
 

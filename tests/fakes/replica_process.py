@@ -55,7 +55,7 @@ def whole_pool(size: int) -> ThreadPoolExecutor:
 
 
 class ReplicaParty:
-    """Its event loop runs in a thread, so a call that hangs keeps nobody from looking."""
+    """Its event loop runs in a thread, so a hanging call blocks no look from outside."""
 
     def __init__(self, name: str, num_workers: int, patience: Patience, traps: Traps) -> None:
         self.replica = LocalReplica(name, num_workers)
@@ -90,7 +90,7 @@ class ReplicaParty:
     async def _resume(self) -> None: ...
 
     def _give_up(self, reason: str) -> None:
-        """A mixture must not generate: an engine says it is dead instead."""
+        """A mixture must not generate: an engine reports that it is dead instead."""
         self._is_ended = True
 
     def see_condition(self, seeds: Iterable[int]) -> Condition:

@@ -72,7 +72,7 @@ def filler() -> MicroBatch:
 
 
 def config(model_dir: Path, *, critic: dict[str, Any] | None = None, **algorithm: Any) -> RunConfig:
-    """PPO unless `advantage` says otherwise; `kl` takes the keys of its section."""
+    """PPO unless `advantage` is given; `kl` takes the keys of its section."""
     keys: dict[str, Any] = {"advantage_estimator": "gae", **algorithm}
     if "kl" in keys:
         keys["kl"] = KlConfig(**keys["kl"])

@@ -1,4 +1,4 @@
-"""An engine without a model: it says what a script says.
+"""An engine without a model, which generates what a script returns.
 
 `ScriptedEngine` keeps the same contract as the real engine (chunks, labels, commits, death) without a model, a process
 or a device, so the code around an engine can be tested in milliseconds. It is never reachable from a configuration.
@@ -32,7 +32,7 @@ WorkerScript = Callable[[str, tuple[object, ...]], list[Any]]
 
 
 def letter_script(prompt: np.ndarray, position: int, version: int) -> tuple[int, float]:
-    """Every token is `100 + version`: the token itself tells which version sampled it."""
+    """Every token is `100 + version`: the token itself shows which version sampled it."""
     return 100 + version, -0.5
 
 
@@ -65,7 +65,7 @@ class Faults:
 
 
 class ScriptedEngine(Engine):
-    """Generates what `script` says: `token_s` per token and `worker_s` per worker call, in seconds of `sleep`. Stop
+    """Generates what `script` returns: `token_s` per token and `worker_s` per worker call, in seconds of `sleep`. Stop
     strings need `decode`."""
 
     def __init__(

@@ -1,6 +1,6 @@
 """A replica without a model, for simulations in virtual time.
 
-`ScriptedEngine` keeps the contract of one engine token by token. `ScriptedReplica` stands at the other end of the wire:
+`ScriptedEngine` keeps the contract of one engine token by token. `ScriptedReplica` is at the other end of the wire:
 it is an `EngineClient` of `rollout.fleet.generation`, draws the length and the speed of every answer from a `Workload`,
 and can die, hang, miss a commit or be slow. Simulations and benchmarks build it.
 """
@@ -118,7 +118,7 @@ class _Stream:
         self.sort()
 
     def sort(self) -> None:
-        """Due times have changed; whoever waits looks again."""
+        """Due times have changed; waiting tasks look again."""
         self._due = [(answer.due, index) for index, answer in enumerate(self._answers) if not answer.is_over]
         heapq.heapify(self._due)
         self.wake()

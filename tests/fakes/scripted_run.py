@@ -281,21 +281,23 @@ def sync_report(version: int, **changes: Any) -> SyncReport:
 
 
 @contextlib.contextmanager
-def telemetry_in(cfg: RunConfig, path: Path, *, resume_step: int | None = None) -> Iterator[Telemetry]:
-    """The real sinks, written from the calling thread."""
+def telemetry_in(
+    cfg: RunConfig, path: Path, *, resume_step: int | None = None, with_files: bool = True
+) -> Iterator[Telemetry]:
+    """The real sinks, written from the calling thread; trace and trajectories only `with_files`."""
     run_dir = open_run_dir(replace(cfg, run_dir=str(path)))
     with contextlib.ExitStack() as stack:
         stack.callback(run_dir.close)
         if resume_step is not None:
             cut_records(run_dir, after_step=resume_step)
         writer = stack.enter_context(contextlib.closing(build_writer(cfg, run_dir)))
-        tracer = stack.enter_context(contextlib.closing(Tracer(run_dir.trace)))
+        tracer = stack.enter_context(contextlib.closing(Tracer(run_dir.trace if with_files else None)))
         yield Telemetry(
             run_dir=run_dir,
             progress=Progress(cfg, console=Console(file=io.StringIO())),
             writer=writer,
             tracer=tracer,
-            recorder=TrajectoryRecorder(run_dir.trajectories),
+            recorder=TrajectoryRecorder(run_dir.trajectories) if with_files else None,
             thread=InlineExecutor(1),
             group_thread=InlineExecutor(1),
             slow_thread=InlineExecutor(1),
@@ -412,7 +414,7 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def watch_batches(run: ScriptedRun) -> list[list[Group]]:
-    """The groups of each step, filled as the run goes on."""
+    """The groups of each step, filled during the run."""
     seen: list[list[Group]] = []
     take = run.buffer.take
 

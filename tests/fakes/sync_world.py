@@ -144,14 +144,14 @@ class LocalReplica:
             if reply_state(results) == "ok":
                 self.versions.append(version)
         finally:
-            # Workers that did not answer may be in the middle of it: nobody may generate from that.
+            # Workers that did not answer may be in the middle of it: no engine may generate from that.
             if is_known and (not results or reply_state(results) != "dirty"):
                 self.is_paused = False
             self.board.append(f"resume {self.name}")
         return CommitResult(results=results, pause_s=time.monotonic() - started)
 
     def _in_turn(self, worker: int, name: str, args: tuple[object, ...]) -> bytes:
-        """A worker answers its calls one after the other, also those that nobody waits for any more."""
+        """A worker answers its calls one after the other, also abandoned ones."""
         with self._turns[worker]:
             return getattr(self.services[worker], name)(*args)
 

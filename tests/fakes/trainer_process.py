@@ -51,12 +51,12 @@ class TrainerProcess:
             time.sleep(LOOK_EVERY_S)
 
     def _look(self) -> None:
-        """Descendants by parenthood and by session; whoever was seen once is known for good, whatever becomes of its
-        parents."""
+        """Descendants by parenthood and by session; once seen, a process stays known,
+        regardless of its parents."""
         for entry in (path.name for path in Path("/proc").iterdir()):
             if not entry.isdigit() or (pid := int(entry)) == self.pid or pid in self._seen:
                 continue
-            # Read by hand: this is done all the time, beside runs that need the processor. A process may end meanwhile.
+            # Read by hand: this is done all the time, during runs that need the processor. A process may end meanwhile.
             with contextlib.suppress(OSError, psutil.NoSuchProcess):
                 after_name = Path(f"/proc/{entry}/stat").read_bytes().rpartition(b")")[2].split()
                 parent, session = int(after_name[1]), int(after_name[3])

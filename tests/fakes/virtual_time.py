@@ -1,6 +1,6 @@
 """An asyncio event loop whose clock jumps: hours of waiting take microseconds, and a deadlock is an error.
 
-When nothing is ready to run, the clock goes to the next timer. With no timer either, nobody can ever wake up again.
+When nothing is ready to run, the clock goes to the next timer. Without a timer, no task can ever wake up again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Deadlock(Exception):
 
 
 class _JumpingSelector(selectors.SelectSelector):
-    """Never blocks; tells the loop how long it would have."""
+    """Never blocks; reports to the loop how long it would have."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def run_virtual(main: Coroutine[Any, Any, T]) -> T:
     """`asyncio.run` in virtual time, starting at 0.
 
     Raises:
-        Deadlock: from inside the loop, at the moment that nobody can go on.
+        Deadlock: from inside the loop, at the moment that no task can continue.
     """
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(main)

@@ -3,7 +3,7 @@
 Run as `python -m tests.fakes.vllm_model_worker DIR CASE...`; a case is `NAME:TPxPP`, where DIR/NAME holds `old/` and
 `new/` Hugging Face checkpoints of one model. For each worker of each case, prints a line of JSON.
 
-Loading uses no collective, so vLLM's parallel state can be told which rank of which group it is: this process then
+Loading uses no collective, so vLLM's parallel state can be set to any rank of any group: this process then
 builds what that worker would build. The learner's side is a real transformers model, sharded by FSDP2 over fake groups.
 """
 
@@ -195,7 +195,7 @@ def check(learner: Learner, folder: Path, *, tp: int, pp: int) -> Iterator[dict[
 
 
 def _refusal(learner: Learner, layouts: list[WorkerLayout]) -> str:
-    """What the planner says to a replica that lacks its last worker; "" if it lets that pass."""
+    """The error of the planner for a replica without its last worker; "" if there is none."""
     try:
         build_manifest(epoch=0, params=learner.params, shards=learner.shards[1], workers=layouts[:-1])
     except PlanMismatch as error:

@@ -1,4 +1,4 @@
-"""A private Ray cluster on a host that stands still while it starts, and one that loses its control service."""
+"""A private Ray cluster on a host that is suspended while it starts, and one that loses its control service."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.timing
 
 TOO_SLOW = "The current node timed out during startup. This could happen because some of the raylet failed to startup"
-"""As Ray 2.60 says it, with a plain `Exception`, after 30 s."""
+"""As Ray 2.60 reports it, with a plain `Exception`, after 30 s."""
 
 
 @pytest.fixture

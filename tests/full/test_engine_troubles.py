@@ -1,4 +1,4 @@
-"""Real vLLM engines that do not start, or whose processes stop: what is told of it."""
+"""Real vLLM engines that do not start, or whose processes stop: what is reported."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def main():
 if __name__ == "__main__":
     asyncio.run(main())
 """
-"""Starts an engine, tells the ids of its workers, and waits to be killed."""
+"""Starts an engine, prints the ids of its workers, and waits to be killed."""
 
 
 @pytest.fixture(scope="module")

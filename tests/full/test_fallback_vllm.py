@@ -68,7 +68,7 @@ def test_synced_engine_equals_one_that_loaded_the_checkpoint(
     report = reports[case]
     assert report["untouched"], "recording changed the engine"
     assert report["differing"] == []
-    assert report["outputs_differing"] == [], "state that is no parameter was not derived anew"
+    assert report["outputs_differing"] == [], "state that is no parameter was not derived again"
     assert report["verified"] == []
     assert report["moved"] == []
     assert "the line went dead" in report["failure"]

@@ -1,4 +1,4 @@
-"""Whole runs beside those of `tests/e2e`: one that learns from a teacher alone (larger than the policy, of another
+"""More whole runs: one that learns from a teacher alone (larger than the policy, of another
 depth, and without its bad habit), one that is four versions ahead, and one that is killed while it starts."""
 
 from __future__ import annotations

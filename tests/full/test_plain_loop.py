@@ -1,7 +1,7 @@
 """`mode=sync`, and `mode=colocated` with S = 0, are the plain synchronous loop: generate, reward, train, bring the
 weights over, repeat.
 
-The plain loop stands here in one function, without buffer, tasks, queue, rollout worker or sync pump. It asks the
+The plain loop is one function, without buffer, tasks, queue, rollout worker or sync pump. It asks the
 engine for one answer at a time, so that no two answers ever share a batch, while the run generates all answers of a
 step together. Both are to end with the same tokens, metrics and weights, bit for bit.
 """
@@ -105,7 +105,7 @@ async def plain_loop(cfg: RunConfig, checked: PreflightResult, actors: compose.A
 async def one_answer(
     cfg: RunConfig, checked: PreflightResult, engine: Any, prompt: Prompt, place: tuple[int, int]
 ) -> Trajectory:
-    """Answer number `place[1]` of group `place[0]`, alone in the engine, judged."""
+    """Answer number `place[1]` of group `place[0]`, alone in the engine, scored."""
     group_id, sample = place
     params = SamplingParams(
         max_tokens=cfg.rollout.max_response_tokens,

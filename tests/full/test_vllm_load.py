@@ -1,4 +1,4 @@
-"""What a real engine says of its load: requests in the batch, in the queue, the cache, and preemptions."""
+"""The load that a real engine reports: requests in the batch, in the queue, the cache, and preemptions."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ async def adaptive_concurrency_keeps_what_runs_in_the_cache(engine: VllmEngine) 
 
 
 def count_preemptions(engine: VllmEngine) -> list[int]:
-    """As vLLM itself says them, of every step from now on."""
+    """As vLLM itself reports them, for every step from now on."""
     counts: list[int] = []
     record = engine._meter.record
 

@@ -1,5 +1,5 @@
 """The learner on one and two real ranks (processes with gloo): gradients, metrics, checkpoints, losses, critics and
-references do not depend on the number of ranks, and what is not finite on one rank stops both."""
+references do not depend on the number of ranks, and a number that is not finite on one rank stops both."""
 
 from __future__ import annotations
 
@@ -304,7 +304,7 @@ def _train(learner: PolicyTrainer, first: int, num_steps: int) -> dict[str, floa
 
 
 def _work(directory: Path, name: str) -> dict[str, Any]:
-    """Train, look at everything, and go on."""
+    """Train, look at everything, and continue."""
     learner = make_learner(_critic_config(directory, name))
     whole = pack_rewarded(rewarded(8, seed=99)[0])
     initial = reference_logprobs(learner, whole) if _is_taught(name) else learner.logprobs(whole)
@@ -457,7 +457,7 @@ def _divergence_job(directory: Path) -> dict[str, Any]:
             told = str(error)
         after = all_weights(learner)
         is_unchanged = all(tensor.equal(before[key]) for key, tensor in after.items())
-        learner.train_step(mine, step=0, **step_rewards)  # neither rank is a collective behind the other
+        learner.train_step(mine, step=0, **step_rewards)  # neither rank is a collective ahead of the other
         found[name] = {"told": told, "is_unchanged": is_unchanged, "weights": all_weights(learner)}
         clean = make_learner(config(directory / "model", **keys))
         clean.train_step(mine, step=0, **step_rewards)

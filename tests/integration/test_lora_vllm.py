@@ -171,7 +171,9 @@ def make_spec(folder: Path, **changes: Any) -> EngineSpec:
     return EngineSpec(**{**values, **changes})
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[1, 2], ids=["tp1", "tp2"])
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=[1, pytest.param(2, marks=pytest.mark.full)], ids=["tp1", "tp2"]
+)
 async def rig(
     request: pytest.FixtureRequest, learners: tuple[list[LearnerProcess], asyncio.Future[Any]], folder: Path
 ) -> AsyncIterator[Rig]:

@@ -188,10 +188,10 @@ async def test_a_prompt_that_the_model_cannot_take_is_refused_and_the_engine_goe
     assert len(good.tokens) == 3
 
 
-@pytest_asyncio.fixture(loop_scope="module")
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def narrow(model_dir: Path) -> AsyncIterator[VllmEngine]:
-    """One request at a time: the others wait inside vLLM."""
-    engine = VllmEngine(make_spec(model_dir, max_num_seqs=1, extension="tests.fakes.noise_extension.NoiseExtension"))
+    """One request at a time: the others wait inside vLLM. Its last test ends it."""
+    engine = VllmEngine(make_spec(model_dir, max_num_seqs=1))
     await engine.start()
     yield engine
     await engine.close()

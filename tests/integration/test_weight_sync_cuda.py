@@ -1,4 +1,4 @@
-"""Weight sync on real devices beside an allocator that hands all its memory back between versions."""
+"""Weight sync on real devices, next to an allocator that hands all its memory back between versions."""
 
 from __future__ import annotations
 

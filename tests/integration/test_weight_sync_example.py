@@ -1,4 +1,4 @@
-"""The example of the package does what its page says, in a process of its own."""
+"""The example of the package does what its page documents, in a separate process."""
 
 from __future__ import annotations
 

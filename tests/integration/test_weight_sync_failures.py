@@ -1,30 +1,31 @@
 """Every party of a sync is killed and stopped at every state of the protocol, in processes that really die.
 
-The promise, row by row: who is gone is noticed within the deadline; a replica always holds one whole version or is
-paused as dirty; no engine stays paused because somebody else died; the survivors take the next version.
+The promise, row by row: a lost party is noticed within the deadline; a replica always holds one whole version or is
+paused as dirty; no engine stays paused because another party died; the survivors take the next version.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import signal
+import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
 
 from tests.fakes.coordinator_process import CoordinatorProcess
 from tests.fakes.publisher_process import PublisherProcess
-from tests.fakes.replica_process import Patience, ReplicaProcess
+from tests.fakes.replica_process import Condition, Patience, ReplicaProcess
+from tests.fakes.weight_job import WeightJob, opened_job
 from weight_sync import coordinator, members
-from weight_sync.coordinator import SyncCoordinator, SyncOptions
 from weight_sync.errors import WeightSyncError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
 
-    from tests.fakes.party_process import PartyProcess
     from tests.fakes.protocol_traps import State
 
 pytestmark = pytest.mark.timing
@@ -35,7 +36,7 @@ OPEN_S = 3.0
 """Of an open, in processes that have just been started. One that fails may take as long again to close."""
 LEASE_S = 0.4
 SLACK_S = 4.0
-"""Of a busy machine; who does not look at the deadline waits 15 s and more."""
+"""Of a busy machine; a party that ignores the deadline waits 15 s and more."""
 FAILURES = (WeightSyncError, TimeoutError, ConnectionError)
 
 SIGNALS = pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
@@ -49,29 +50,11 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(members, "QUIET_S", 0.1)
 
 
-class World:
-    """Two learners and two replicas, each in a process of its own. `step(v)` trains to the weights of seed v."""
+class World(WeightJob):
+    """Two learners and two replicas."""
 
-    def __init__(
-        self,
-        commit: str = "staged",
-        *,
-        num_replicas: int = 2,
-        pause_limit_s: float = 60.0,
-        num_slots: int = 2,
-        transport: str = "auto",
-    ) -> None:
-        patience = Patience(lease_s=LEASE_S, pause_limit_s=pause_limit_s)
-        self.learners = [PublisherProcess(rank, 2) for rank in range(2)]
-        self.replicas = [ReplicaProcess(f"r{i}", patience=patience) for i in range(num_replicas)]
-        self.options = SyncOptions(timeout_s=20.0, commit=commit, num_slots=num_slots, transport=transport)
-        self.coordinator = self.new_coordinator(self.replicas)
-        self._others: list[PartyProcess] = []
-        for party in (*self.learners, *self.replicas):
-            party.vitals()  # it runs: starting it is no part of any deadline
-
-    def new_coordinator(self, replicas: Sequence[ReplicaProcess]) -> SyncCoordinator:
-        return SyncCoordinator(self.learners, [r.handle for r in replicas], options=self.options)
+    def __init__(self, commit: str = "staged", *, pause_limit_s: float = 60.0, **shape: Any) -> None:
+        super().__init__(commit=commit, patience=Patience(lease_s=LEASE_S, pause_limit_s=pause_limit_s), **shape)
 
     def hurry(self, timeout_s: float = TIMEOUT_S) -> None:
         """From here on an open, a publish or a sync has so long: a failure is about to happen."""
@@ -79,53 +62,40 @@ class World:
 
     def coordinator_process(self) -> CoordinatorProcess:
         process = CoordinatorProcess(self.learners, self.replicas, self.options)
-        self._others.append(process)
+        self.others.append(process)
         return process
 
-    def train(self, version: int) -> None:
-        for learner in self.learners:
-            learner.ask("train", version)
-
-    async def step(self, version: int) -> None:
-        self.train(version)
-        await self.coordinator.publish(version)
-        await self.coordinator.sync(version)
-
-    def replace_learner(self, rank: int) -> None:
-        self.learners[rank].close()
-        self.learners[rank] = PublisherProcess(rank, 2)
+    def revive(self, learner: PublisherProcess, number: int) -> None:
+        """Bring a learner back: a stopped one wakes up, a killed one is started again."""
+        if number == signal.SIGSTOP:
+            learner.wake()
+        else:
+            self.learners[learner.rank].close()
+            self.learners[learner.rank] = PublisherProcess(learner.rank, len(self.learners))
 
     async def open_again(self, *, at: int, replicas: Sequence[ReplicaProcess] | None = None) -> None:
-        """Another epoch with whoever is there now; everyone must take version `at`."""
+        """Another epoch with the parties that are there now; all must take version `at`."""
         replicas = self.replicas if replicas is None else replicas
         await self.coordinator.close()
         self.coordinator = self.new_coordinator(replicas)
         await self.coordinator.open()
         await self.step(at)
         for replica in replicas:
-            self.assert_generates(replica, at)
+            assert_generates(replica, at)
 
-    def assert_generates(self, replica: ReplicaProcess, *versions: int) -> int:
-        """A replica goes on, with one of these versions, whole. Returns it."""
-        found = replica.condition(*versions)
-        assert not found.is_paused, f"{replica.name} stays paused: {found}"
-        assert not found.is_dirty, found
-        assert found.weights is not None, f"{replica.name} holds none of {versions}, or a mixture: {found}"
-        return found.weights
 
-    async def close(self) -> None:
-        for party in (*self.learners, *self.replicas, *self._others):
-            if party.is_gone_or_stopped():
-                party.kill()
-        await self.coordinator.close()
-        for party in (*self.learners, *self.replicas, *self._others):
-            party.close()
+def assert_generates(replica: ReplicaProcess, *versions: int) -> None:
+    """It generates with one of these versions, whole."""
+    found = replica.condition(*versions)
+    assert not found.is_paused, f"{replica.name} stays paused: {found}"
+    assert not found.is_dirty, found
+    assert found.weights is not None, f"{replica.name} holds none of {versions}, or a mixture: {found}"
 
 
 @contextlib.asynccontextmanager
-async def world_at_1(commit: str = "staged", **options: object) -> AsyncIterator[World]:
-    """Everyone generates from version 1, and a failure is about to happen."""
-    world = World(commit, **options)
+async def world_at_1(commit: str = "staged", **shape: Any) -> AsyncIterator[World]:
+    """Every replica generates from version 1, and a failure is about to happen."""
+    world = World(commit, **shape)
     try:
         await world.coordinator.open()
         await world.step(1)
@@ -143,14 +113,6 @@ def detected_in_time(timeout_s: float = TIMEOUT_S) -> Iterator[None]:
     assert took_s < timeout_s + SLACK_S, f"noticed after {took_s:.1f} s"
 
 
-def revive(world: World, learner: PublisherProcess, number: int) -> None:
-    """Bring a learner back: a stopped one wakes up, a killed one is started anew."""
-    if number == signal.SIGSTOP:
-        learner.wake()
-    else:
-        world.replace_learner(learner.rank)
-
-
 # Learners
 
 
@@ -163,7 +125,7 @@ async def test_learner_lost_while_it_opens_fails_the_open_and_moves_nothing(numb
         with detected_in_time(2 * OPEN_S), pytest.raises(FAILURES):
             await world.coordinator.open()
         world.learners[1].await_loss()  # the trap was reached
-        revive(world, world.learners[1], number)
+        world.revive(world.learners[1], number)
         await world.open_again(at=1)
     finally:
         await world.close()
@@ -178,14 +140,14 @@ async def test_learner_lost_while_it_publishes_leaves_engines_at_the_old_version
         with detected_in_time(), pytest.raises(FAILURES):
             await world.coordinator.publish(2)
         for replica in world.replicas:
-            world.assert_generates(replica, 1)
-        revive(world, world.learners[1], number)
+            assert_generates(replica, 1)
+        world.revive(world.learners[1], number)
         if number == signal.SIGSTOP:
-            # It packed the version when it woke, and the other rank still holds it: the same epoch goes on.
+            # It packed the version when it woke, and the other rank still holds it: the same epoch continues.
             await world.coordinator.publish(2)
             await world.coordinator.sync(2)
             for replica in world.replicas:
-                world.assert_generates(replica, 2)
+                assert_generates(replica, 2)
         await world.open_again(at=3)
 
 
@@ -204,9 +166,9 @@ async def test_learner_lost_while_staged_receivers_pull_leaves_whole_versions(
             await world.coordinator.sync(2)
         world.learners[1].await_loss()  # the trap was reached; lines close a moment before the process is seen dead
         # What was verified before is committed without the learner; before that, nothing is.
-        world.assert_generates(world.replicas[0], 2 if state == "committing" else 1)
-        world.assert_generates(world.replicas[1], 1, 2)
-        revive(world, world.learners[1], number)
+        assert_generates(world.replicas[0], 2 if state == "committing" else 1)
+        assert_generates(world.replicas[1], 1, 2)
+        world.revive(world.learners[1], number)
         await world.open_again(at=3)
 
 
@@ -215,7 +177,7 @@ async def test_learner_lost_while_staged_receivers_pull_leaves_whole_versions(
 async def test_learner_lost_under_an_in_place_commit_leaves_that_replica_dirty(
     state: State, number: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with world_at_1("inplace", num_replicas=1) as world:
+    async with world_at_1("inplace", names=("r0",)) as world:
         replica = world.replicas[0]
         world.train(2)
         await world.coordinator.publish(2)
@@ -226,20 +188,20 @@ async def test_learner_lost_under_an_in_place_commit_leaves_that_replica_dirty(
         assert found.is_dirty and found.is_paused, f"a mixture must not generate: {found}"
         is_late = (
             "r0 did not answer commit within" in caplog.text
-        )  # on a busy machine; then nobody knows that it is dirty
+        )  # on a busy machine; then it is unknown that it is dirty
         assert world.coordinator.members in ({"r0": "dirty"}, *([{"r0": "dead"}] if is_late else []))
-        revive(world, world.learners[1], number)
+        world.revive(world.learners[1], number)
         await world.open_again(at=3)
 
 
 async def test_learner_lost_before_an_in_place_commit_writes_leaves_the_old_version() -> None:
-    async with world_at_1("inplace", num_replicas=1) as world:
+    async with world_at_1("inplace", names=("r0",)) as world:
         world.train(2)
         await world.coordinator.publish(2)
         world.replicas[0].arm("leased", signal.SIGKILL, target=world.learners[1])
         with detected_in_time(), pytest.raises(FAILURES):
             await world.coordinator.sync(2)
-        world.assert_generates(world.replicas[0], 1)
+        assert_generates(world.replicas[0], 1)
 
 
 # Receivers
@@ -281,7 +243,7 @@ async def test_lost_replica_is_left_out_and_the_other_goes_on(
         for version in (3, 4, 5):  # more than there are slots: its leases end
             with detected_in_time():
                 await world.step(version)
-            world.assert_generates(survivor, version)
+            assert_generates(survivor, version)
         if number == signal.SIGSTOP:
             lost.signal(signal.SIGCONT)
             await world.open_again(at=6)
@@ -296,7 +258,7 @@ async def test_slot_that_a_dead_receiver_was_reading_is_packed_again_after_its_l
         world.train(3)
         await world.coordinator.publish(3)  # has TIMEOUT_S, more than what is left of the lease
         await world.coordinator.sync(3)
-        world.assert_generates(world.replicas[1], 3)
+        assert_generates(world.replicas[1], 3)
 
 
 # The coordinator
@@ -319,7 +281,7 @@ async def test_coordinator_lost_before_a_sync_leaves_every_engine_generating(sta
             if state == "opened":
                 assert not replica.condition().is_paused
             else:
-                world.assert_generates(replica, 1)
+                assert_generates(replica, 1)
         await wake_and_take_over(world, process, number)
     finally:
         await world.close()
@@ -340,18 +302,18 @@ async def test_coordinator_lost_in_a_sync_leaves_no_engine_paused(state: State, 
         process.tell("call", "sync", 2)
         process.await_loss()
         for replica in world.replicas:
-            await_generating(world, replica, 1, 2)
+            await_generating(replica, 1, 2)
         await wake_and_take_over(world, process, number)
     finally:
         await world.close()
 
 
-def await_generating(world: World, replica: ReplicaProcess, *versions: int) -> None:
+def await_generating(replica: ReplicaProcess, *versions: int) -> None:
     """A commit that was under way ends by itself, within its own deadline."""
     until = time.monotonic() + 20.0
     while replica.condition().is_paused and time.monotonic() < until:
         time.sleep(0.005)
-    world.assert_generates(replica, *versions)
+    assert_generates(replica, *versions)
 
 
 def step_in(world: World, process: CoordinatorProcess, version: int) -> None:
@@ -371,7 +333,7 @@ async def wake_and_take_over(world: World, process: CoordinatorProcess, number: 
 
 
 async def test_watchdog_ends_the_pause_of_a_mixture_that_nobody_comes_back_for() -> None:
-    world = World("inplace", num_replicas=1, pause_limit_s=0.5)
+    world = World("inplace", names=("r0",), pause_limit_s=0.5)
     try:
         process = world.coordinator_process()
         process.call("open")
@@ -390,3 +352,106 @@ async def test_watchdog_ends_the_pause_of_a_mixture_that_nobody_comes_back_for()
         assert found.is_dirty and not found.is_paused
     finally:
         await world.close()
+
+
+# A slot that an in-place commit reads from belongs to it until it gives its lease back or the lease runs out. Here a
+# replica is stopped in a commit for longer than its lease, and resumes when its slot has been packed again, twice.
+
+
+def reading(*, timeout_s: float = 2.0, **options: Any) -> contextlib.AbstractAsyncContextManager[WeightJob]:
+    """At version 1. The deadline of a sync is also the length of an in-place lease."""
+    shape = {"num_learners": 1, "patience": Patience(lease_s=LEASE_S), "commit": "inplace", "relay": "off"}
+    return opened_job(steps=1, timeout_s=timeout_s, **shape, **options)
+
+
+def settled(replica: ReplicaProcess, *seeds: int) -> Condition:
+    """The condition of a replica once the current commit has ended. Meanwhile it never generates from a mixture."""
+    until = time.monotonic() + 10.0
+    while True:
+        found = replica.condition(*seeds)
+        assert found.is_paused or found.weights is not None, f"generates from a mixture: {found}"
+        if not replica.ask("see_is_committing"):
+            return found
+        assert time.monotonic() < until, f"the commit does not end: {found}"
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("verify", [True, False], ids=["digests", "generations"])
+@pytest.mark.parametrize("state", ["pulling", "pulled"])
+async def test_a_replica_that_slept_through_its_lease_in_a_commit_is_paused_and_joins_again(
+    state: State, verify: bool
+) -> None:
+    """With digests and without: the generation of the slot alone shows that the read is torn."""
+    async with reading(verify=verify) as world:
+        sleeper, other = world.replicas
+        await world.publish(2)
+        sleeper.arm(state, signal.SIGSTOP)
+        await world.coordinator.sync(2)
+        sleeper.await_loss()  # the trap was reached
+        assert world.coordinator.members == {"r0": "dead", "r1": "live"}
+        for version in (3, 4, 5):
+            await world.publish(version)
+            await world.coordinator.sync(version)
+        sleeper.signal(signal.SIGCONT)
+        found = settled(sleeper, 1, 2, 3, 4, 5)
+        assert found.is_paused and found.is_dirty, f"a torn read was taken for a version: {found}"
+        assert found.live_versions == (None,)
+        assert other.condition(5).weights == 5
+        assert await world.coordinator.join(sleeper.handle) == 5
+        healed = sleeper.condition(5)
+        assert (healed.weights, healed.is_paused, healed.is_dirty) == (5, False, False)
+        await world.publish(6)
+        assert (await world.coordinator.sync(6)).replicas_live == 2
+        assert sleeper.condition(6).weights == 6
+
+
+async def test_the_learner_waits_with_the_slot_until_the_lease_of_a_stopped_commit_runs_out() -> None:
+    """With one slot only, so that the next version needs the very slot that is being read."""
+    async with reading(num_slots=1, timeout_s=6.0) as world:
+        sleeper, other = world.replicas
+        await world.publish(2)
+        sleeper.arm("pulling", signal.SIGSTOP)
+        syncing = asyncio.create_task(world.coordinator.sync(2))
+        async with asyncio.timeout(10):
+            while not sleeper.is_gone_or_stopped():
+                await asyncio.sleep(0.002)
+        # The lease is as long as what the commit has left: nearly half of the deadline, as for every first attempt.
+        now, version, ends = world.learners[0].ask("see_slot")
+        assert version == 2 and now < ends["r0/0"], "it was not seen in time"
+        looks: list[tuple[float, int | None]] = []
+        publishing = asyncio.create_task(world.publish(3))
+        while not looks or looks[-1][1] != 3:
+            looks.append((await asyncio.to_thread(world.learners[0].ask, "see_slot"))[:2])
+            await asyncio.sleep(0.01)
+        await publishing
+        assert {version for at, version in looks if at < ends["r0/0"]} == {2}, "the slot was packed under a reader"
+        with contextlib.suppress(WeightSyncError, TimeoutError):
+            await syncing
+        await world.coordinator.sync(3)
+        assert other.condition(3).weights == 3
+        sleeper.signal(signal.SIGCONT)
+        assert settled(sleeper, 1, 2, 3).is_paused
+
+
+async def test_a_replica_that_slept_for_less_than_its_lease_takes_the_version() -> None:
+    async with reading() as world:
+        sleeper = world.replicas[0]
+        await world.publish(2)
+        sleeper.arm("pulling", signal.SIGSTOP)
+        waking = _wake_later(sleeper, 0.15)
+        report = await world.coordinator.sync(2)
+        waking.join(10)
+        assert report.replicas_live == 2
+        assert sleeper.condition(2).weights == 2
+        assert not sleeper.condition(2).is_paused
+
+
+def _wake_later(replica: ReplicaProcess, seconds: float) -> threading.Thread:
+    def wake() -> None:
+        replica.await_loss()
+        time.sleep(seconds)
+        replica.signal(signal.SIGCONT)
+
+    thread = threading.Thread(target=wake)
+    thread.start()
+    return thread

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import socket
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 
-from tests.fakes.publisher_process import PublisherProcess
-from tests.fakes.replica_process import ReplicaProcess
-from weight_sync.coordinator import SyncCoordinator, SyncOptions
+from tests.fakes.weight_job import WeightJob
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -32,35 +31,18 @@ def has_ipv6() -> bool:
     return True
 
 
-class Cluster:
+class Cluster(WeightJob):
     """Two learner ranks and a replica on one node, two replicas on another."""
 
     def __init__(self, hosts: tuple[str, str]) -> None:
-        self.learners = [PublisherProcess(rank, 2) for rank in range(2)]
-        self.replicas = [ReplicaProcess(name) for name in ("near", "far0", "far1")]
-        for number, party in enumerate([*self.learners, *self.replicas]):
+        super().__init__(names=("near", "far0", "far1"), host=None)
+        for number, party in enumerate(self.parties):
             is_other = number >= 3
             party.ask("settle", "ab"[is_other], hosts[is_other])
-        handles = [replica.handle for replica in self.replicas]
-        self.coordinator = SyncCoordinator(self.learners, handles, options=SyncOptions(timeout_s=20.0, host=None))
 
-    async def step(self, version: int) -> None:
-        for learner in self.learners:
-            learner.ask("train", version)
-        await self.coordinator.publish(version)
-        await self.coordinator.sync(version)
-
-    def sent(self) -> dict[str, int]:
+    def sent(self) -> Counter[str]:
         """Receiver -> orders that learners carried out for it, over all learners."""
-        total: dict[str, int] = {}
-        for learner in self.learners:
-            for peer, number in learner.ask("see_sent").items():
-                total[peer] = total.get(peer, 0) + number
-        return total
-
-    def close(self) -> None:
-        for party in (*self.learners, *self.replicas):
-            party.close()
+        return sum((Counter(learner.ask("see_sent")) for learner in self.learners), Counter[str]())
 
 
 @contextlib.asynccontextmanager
@@ -70,8 +52,7 @@ async def opened(hosts: tuple[str, str] = IPV4) -> AsyncIterator[Cluster]:
         await cluster.coordinator.open()
         yield cluster
     finally:
-        await cluster.coordinator.close()
-        cluster.close()
+        await cluster.close()
 
 
 @pytest.mark.parametrize(
@@ -94,9 +75,8 @@ async def test_a_version_enters_a_node_once_and_is_handed_on_there(hosts: tuple[
         num_syncs = 4
         for version in range(1, num_syncs + 1):
             await cluster.step(version)
-            for replica in cluster.replicas:
-                assert replica.condition(version).weights == version
-        crossed = {peer: number - before[peer] for peer, number in cluster.sent().items()}
+            assert cluster.weights(version) == [version] * 3
+        crossed = cluster.sent() - before
         assert "near/0" not in crossed, "what is on the learner's node is mapped"
         # Two sources cross the border once per version, whichever of the two takes them.
         assert sum(crossed.values()) == 2 * num_syncs

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -14,57 +12,20 @@ import psutil
 import pytest
 
 from tests.fakes.ports import listening_sockets
-from tests.fakes.publisher_process import PublisherProcess
 from tests.fakes.replica_process import ReplicaProcess
+from tests.fakes.weight_job import WeightJob, opened_job
 from trainer.driver.cluster import SCRATCH_PREFIX
-from weight_sync.coordinator import SyncCoordinator, SyncOptions
 from weight_sync.errors import WeightSyncError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable
+    from collections.abc import Iterable
 
     from tests.fakes.party_process import PartyProcess
 
 pytestmark = pytest.mark.timing
 
 ROOT = Path(__file__).parents[2]
-
-
-class Job:
-    """Learners and replicas, each in a process of its own, with a coordinator here."""
-
-    def __init__(self, *, num_learners: int, num_replicas: int, num_workers: int) -> None:
-        self.num_workers = num_workers
-        self.learners = [PublisherProcess(rank, num_learners) for rank in range(num_learners)]
-        self.replicas = [ReplicaProcess(f"r{i}", num_workers) for i in range(num_replicas)]
-        self.coordinator = SyncCoordinator(
-            self.learners, [replica.handle for replica in self.replicas], options=SyncOptions(timeout_s=30.0)
-        )
-
-    @property
-    def parties(self) -> list[PartyProcess]:
-        return [*self.learners, *self.replicas]
-
-    async def step(self, version: int, *, seed: int | None = None) -> None:
-        for learner in self.learners:
-            learner.ask("train", version if seed is None else seed)
-        await self.coordinator.publish(version)
-        await self.coordinator.sync(version)
-
-    async def close(self) -> None:
-        await self.coordinator.close()
-        for party in self.parties:
-            party.close()
-
-
-@contextlib.asynccontextmanager
-async def opened(**shape: int) -> AsyncIterator[Job]:
-    job = Job(**shape)
-    try:
-        await job.coordinator.open()
-        yield job
-    finally:
-        await job.close()
+FOUR = ("r0", "r1", "r2", "r3")
 
 
 def listening_ports(party: PartyProcess) -> set[int]:
@@ -102,10 +63,10 @@ def ours(names: Iterable[str]) -> set[str]:
 
 
 async def test_two_jobs_with_tensor_parallel_replicas_share_a_host_and_no_endpoint() -> None:
-    """One job with two tensor parallel pairs of data parallel replicas beside another; they even use the same names."""
+    """Two jobs, one with two tensor parallel pairs of data parallel replicas; they even use the same names."""
     async with (
-        opened(num_learners=2, num_replicas=4, num_workers=4) as first,
-        opened(num_learners=2, num_replicas=2, num_workers=4) as second,
+        opened_job(names=FOUR, num_workers=4) as first,
+        opened_job(num_workers=4) as second,
     ):
         for version in (1, 2, 3):
             await first.step(version, seed=version)
@@ -123,7 +84,7 @@ async def test_two_jobs_with_tensor_parallel_replicas_share_a_host_and_no_endpoi
 
 
 async def test_nothing_is_left_of_a_killed_job_and_it_starts_again() -> None:
-    job = Job(num_learners=2, num_replicas=2, num_workers=2)
+    job = WeightJob(num_workers=2)
     before = ours(unix_sockets() | directory_entries())
     try:
         await job.coordinator.open()
@@ -137,13 +98,13 @@ async def test_nothing_is_left_of_a_killed_job_and_it_starts_again() -> None:
         assert not sockets & listening_sockets()
     finally:
         await job.close()
-    async with opened(num_learners=2, num_replicas=2, num_workers=2) as again:
+    async with opened_job(num_workers=2) as again:
         await again.step(1, seed=7)
-        assert [replica.condition(7).weights for replica in again.replicas] == [7, 7]
+        assert again.weights(7) == [7, 7]
 
 
 async def test_late_replica_joins_with_the_newest_version_and_the_others_do_not_notice() -> None:
-    async with opened(num_learners=2, num_replicas=2, num_workers=2) as job:
+    async with opened_job(num_workers=2) as job:
         for version in (1, 2):
             await job.step(version)
         counters = [replica.ask("see_counters") for replica in job.replicas]
@@ -153,24 +114,24 @@ async def test_late_replica_joins_with_the_newest_version_and_the_others_do_not_
         assert await job.coordinator.join(late.handle) == 2
         assert late.condition(2) == job.replicas[0].condition(2)
         assert job.coordinator.live_versions == {"r0": 2, "r1": 2, "late": 2}
-        assert [replica.ask("see_counters") for replica in job.replicas[:2]] == counters, "they opened something anew"
+        assert [replica.ask("see_counters") for replica in job.replicas[:2]] == counters, "they opened something again"
         assert [party.vitals().num_files for party in job.replicas[:2]] == files
         await job.step(3)
-        assert [replica.condition(3).weights for replica in job.replicas] == [3, 3, 3]
+        assert job.weights(3) == [3, 3, 3]
         assert job.coordinator.members == dict.fromkeys(["r0", "r1", "late"], "live")
 
 
 async def test_replica_that_joins_before_anything_is_published_takes_the_first_version_with_the_others() -> None:
-    async with opened(num_learners=1, num_replicas=1, num_workers=1) as job:
+    async with opened_job(num_learners=1, names=("r0",)) as job:
         late = ReplicaProcess("late")
         job.replicas.append(late)
         assert await job.coordinator.join(late.handle) is None
         await job.step(1)
-        assert [replica.condition(1).weights for replica in job.replicas] == [1, 1]
+        assert job.weights(1) == [1, 1]
 
 
 async def test_killed_replica_joins_again_under_its_old_name() -> None:
-    async with opened(num_learners=2, num_replicas=2, num_workers=1) as job:
+    async with opened_job() as job:
         await job.step(1)
         job.replicas[0].kill()
         await job.step(2)
@@ -179,11 +140,11 @@ async def test_killed_replica_joins_again_under_its_old_name() -> None:
         job.replicas[0] = ReplicaProcess("r0")
         assert await job.coordinator.join(job.replicas[0].handle) == 2
         await job.step(3)
-        assert [replica.condition(3).weights for replica in job.replicas] == [3, 3]
+        assert job.weights(3) == [3, 3]
 
 
 async def test_replica_that_splits_the_model_differently_may_not_join_and_harms_nobody() -> None:
-    async with opened(num_learners=1, num_replicas=1, num_workers=1) as job:
+    async with opened_job(num_learners=1, names=("r0",)) as job:
         await job.step(1)
         other = ReplicaProcess("other", 2)
         try:
@@ -197,7 +158,7 @@ async def test_replica_that_splits_the_model_differently_may_not_join_and_harms_
 
 @pytest.mark.parametrize("is_dead", [False, True], ids=["alive", "dead"])
 async def test_replica_leaves_and_the_others_go_on(is_dead: bool) -> None:
-    async with opened(num_learners=2, num_replicas=3, num_workers=1) as job:
+    async with opened_job(names=FOUR[:3]) as job:
         await job.step(1)
         counters = job.replicas[1].ask("see_counters")
         if is_dead:
@@ -210,38 +171,6 @@ async def test_replica_leaves_and_the_others_go_on(is_dead: bool) -> None:
         assert [replica.condition(4).weights for replica in job.replicas[1:]] == [4, 4]
         if not is_dead:
             assert job.replicas[0].condition(1).weights == 1, "it keeps the weights it had"
-
-
-EVERY_MODULE = """
-import asyncio, importlib, pkgutil, sys
-import weight_sync
-for module in pkgutil.walk_packages(weight_sync.__path__, "weight_sync."):
-    if not module.name.endswith("__main__"):
-        importlib.import_module(module.name)
-from tests.fakes.sync_world import LocalPublisher, LocalReplica, full_weights
-from weight_sync.coordinator import SyncCoordinator, SyncOptions
-
-async def main():
-    replica = LocalReplica("r0")
-    coordinator = SyncCoordinator([LocalPublisher(0, 1, full_weights(1))], [replica], options=SyncOptions())
-    await coordinator.open()
-    await coordinator.publish(1)
-    await coordinator.sync(1)
-    await coordinator.close()
-    replica.assert_holds(full_weights(1))
-
-asyncio.run(main())
-assert "weight_sync.publisher" in sys.modules
-print([name for name in sys.modules if name.split(".")[0].startswith("cupy")])
-"""
-
-
-def test_no_module_of_weight_sync_and_no_sync_imports_cupy() -> None:
-    found = subprocess.run(
-        [sys.executable, "-c", EVERY_MODULE], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert found.returncode == 0, found.stderr[-2000:]
-    assert found.stdout.strip() == "[]"
 
 
 def test_no_source_file_names_cupy() -> None:

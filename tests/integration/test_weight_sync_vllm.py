@@ -113,7 +113,9 @@ def expected_worker(full: dict[str, torch.Tensor], worker: int, num_workers: int
     return out
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[1, 2], ids=["tp1", "tp2"])
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=[pytest.param(1, marks=pytest.mark.full), 2], ids=["tp1", "tp2"]
+)
 async def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
@@ -214,6 +216,7 @@ async def test_worker_errors_reach_the_caller_with_their_type(rig: Rig) -> None:
         await coordinator.close()
 
 
+@pytest.mark.full
 async def test_every_stage_of_a_pipeline_has_the_learners_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

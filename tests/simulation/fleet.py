@@ -63,7 +63,7 @@ class Plan:
     most_requests: int = 0
     """Per replica and worker, adapted to the load; 0 for no limit."""
     eval_every: int = 0
-    """Steps between two evaluations beside training; with it, the first and the last version are evaluated too."""
+    """Steps between two evaluations during training; with it, the first and the last version are evaluated too."""
     repack_below: int = 0
     """Replicas with fewer requests hand them over; 0 for never."""
     seed: int = 0

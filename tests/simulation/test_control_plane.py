@@ -32,7 +32,7 @@ def quiet() -> Iterator[None]:
 
 
 def play(plan: Plan) -> Simulation:
-    """Runs the plan to its end; whoever waits for ever raises `Deadlock`, whoever waits too long `Stalled`."""
+    """Runs the plan to its end; an endless wait raises `Deadlock`, one that is too long `Stalled`."""
     with tempfile.TemporaryDirectory() as folder, simulation(plan, Path(folder) / "run") as run:
         run_virtual(run.run())
     return run
@@ -174,16 +174,17 @@ def test_a_world_can_be_played_again() -> None:
     ]
 
 
-def test_a_hundred_thousand_groups_take_no_more_room_and_work_each_than_a_thousand() -> None:
+@pytest.mark.parametrize("num_groups", [12_000, pytest.param(100_000, marks=pytest.mark.full)])
+def test_a_long_run_takes_no_more_room_and_work_for_each_group_than_a_short_one(num_groups: int) -> None:
     with rare_collections():
-        short, long = play(long_plan(1_000)), play(long_plan(100_000))
+        short, long = play(long_plan(1_000)), play(long_plan(num_groups))
     for run in (short, long):
         check_promises(run)
         check_tables(run)
-    assert sum(long.fleet.num_lost.values()) > 20
-    assert set(long.fleet.num_lost) == {"death", "silence", "missed commit"}
-    assert long.buffer.stats().retried > 100
-    assert long.books.num_resumed > 1_000
+    assert sum(long.fleet.num_lost.values()) > num_groups / 5_000
+    assert set(long.fleet.num_lost) <= {"death", "silence", "missed commit"}
+    assert long.buffer.stats().retried > num_groups / 1_000
+    assert long.books.num_resumed > num_groups / 100
     assert max(long.books.ages) == 2
     turns_short, turns_long = (run.num_turns / run.buffer.stats().admitted for run in (short, long))
     assert turns_long < 1.15 * turns_short

@@ -137,7 +137,7 @@ CAP = 4000
 
 
 class LongTailed(Workload):
-    """An answer that goes on elsewhere ends where it would have: its length is drawn above what it has."""
+    """A response that continues elsewhere ends where it would have: its length is drawn above what it has."""
 
     def draw_tokens(self, rng: random.Random, budget: int) -> tuple[int, FinishReason]:
         so_far = CAP - budget

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 from collections import Counter
 from collections.abc import Coroutine, Mapping, Sized
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from rich.console import Console
 
 from rollout.buffer.rollout_buffer import RolloutBuffer
 from rollout.errors import RewardError
@@ -28,7 +25,7 @@ from rollout.reward.call import RewardResult
 from rollout.types import SamplingParams
 from rollout.worker.worker import RolloutWorker, WorkerSpec
 from tests.fakes.local_actor import LocalActor, Ref, ServedWorker
-from tests.fakes.scripted_run import InlineExecutor, config, forever, held_out, prompt_set
+from tests.fakes.scripted_run import InlineExecutor, config, forever, held_out, prompt_set, telemetry_in
 from tests.simulation.books import Books
 from tests.simulation.fleet import Fleet, Plan
 from trainer.driver import fleet as workers
@@ -36,11 +33,6 @@ from trainer.driver.evaluation import Evaluator, pinned_versions
 from trainer.driver.state import RunState
 from trainer.driver.training_run import TrainingRun
 from trainer.driver.weight_updates import ColocatedDevices, DedicatedDevices
-from trainer.telemetry.console import Progress
-from trainer.telemetry.run_dir import open_run_dir
-from trainer.telemetry.session import Telemetry
-from trainer.telemetry.sinks import build_writer
-from trainer.telemetry.trace import Tracer
 from weight_sync import members
 
 if TYPE_CHECKING:
@@ -49,6 +41,7 @@ if TYPE_CHECKING:
 
     from rollout.types import Group, Prompt, RolloutRequest, Trajectory
     from trainer.config.schema import RunConfig
+    from trainer.telemetry.session import Telemetry
     from weight_sync.types import SyncReport
 
 REQUEST_TIMEOUT_S = 5_000.0
@@ -343,21 +336,7 @@ def run_config(plan: Plan) -> RunConfig:
 def simulation(plan: Plan, path: Path) -> Iterator[Simulation]:
     """With the real metric sinks in `path`; without trace and trajectory files, which cost more than the run."""
     cfg = run_config(plan)
-    run_dir = open_run_dir(replace(cfg, run_dir=str(path)))
-    with contextlib.ExitStack() as stack:
-        stack.callback(run_dir.close)
-        writer = stack.enter_context(contextlib.closing(build_writer(cfg, run_dir)))
-        telemetry = Telemetry(
-            run_dir=run_dir,
-            progress=Progress(cfg, console=Console(file=io.StringIO())),
-            writer=writer,
-            tracer=Tracer(None),
-            recorder=None,
-            thread=InlineExecutor(1),
-            group_thread=InlineExecutor(1),
-            slow_thread=InlineExecutor(1),
-        )
-        patch = stack.enter_context(pytest.MonkeyPatch.context())
+    with telemetry_in(cfg, path, with_files=False) as telemetry, pytest.MonkeyPatch.context() as patch:
         patch.setattr(workers, "kill_actor", LocalWorker.die)
         patch.setattr(workers, "cancel_call", Ref.cancel)
         # Looking after pulls would cost more than everything else.

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.config.plain import RENAMED
 from trainer.errors import CheckpointError, ConfigurationError, Problem, first_cause, one_line
+from trainer.files import write_atomically
 from trainer.learner import checkpoint
 from trainer.learner.weights import is_random_init
-from trainer.telemetry.run_dir import write_atomically
 from trainer.telemetry.session import cut_records, set_records_aside
 from weight_sync.device.select import get_backend
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
 import pickle
 import re
 import shutil
@@ -30,6 +29,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from trainer.errors import CheckpointError
+from trainer.files import replace_directory, sync
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -77,25 +77,10 @@ def commit(tmp: Path, extra_state: Mapping[str, Any]) -> Path:
     files = {path.relative_to(tmp).as_posix(): _describe(path) for path in sorted(tmp.rglob("*")) if path.is_file()}
     (tmp / MANIFEST_FILE).write_text(json.dumps({"files": files}, indent=1))
     for path in (*tmp.rglob("*"), tmp):  # directories, too: their entries are what leads to the files
-        _sync(path)
+        sync(path)
     final = tmp.with_name(tmp.name.removesuffix(".tmp"))
     replace_directory(tmp, final)
     return final
-
-
-def replace_directory(written: Path, final: Path) -> None:
-    """Rename the directory `written` to `final`, in place of what is there.
-
-    The older one is called `NAME.replaced` until the new one is there, so that a kill at any moment leaves one of them
-    whole. What a kill has left over goes with the next call.
-    """
-    replaced = final.with_name(f"{final.name}.replaced")
-    if final.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
-        final.rename(replaced)
-    written.rename(final)
-    _sync(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def find_latest(directory: Path) -> Path | None:
@@ -257,15 +242,6 @@ def _describe(path: Path) -> dict[str, Any]:
     if size > HASHED_BYTES:
         return {"bytes": size}
     return {"bytes": size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
-
-
-def _sync(path: Path) -> None:
-    """fsync a file or directory, so that a rename never survives a power cut that its contents did not."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 SHARDS_DIR = "learner"

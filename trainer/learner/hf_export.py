@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rollout.rendering import load_tokenizer
-from trainer.learner.checkpoint import replace_directory
+from trainer.files import replace_directory
 from trainer.learner.lora import ADAPTER_DIR, gather_adapters, merged_parameters, write_adapter
 from weight_sync.checkpoint_names import persistent_buffers
 

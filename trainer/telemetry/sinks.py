@@ -14,7 +14,8 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ign
 from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from trainer.telemetry.run_dir import append_line, to_jsonable, write_atomically
+from trainer.files import append_line, append_whole, cut_torn_line, write_atomically
+from trainer.telemetry.run_dir import encode_json, to_jsonable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 
     from trainer.config.schema import RunConfig
     from trainer.telemetry.run_dir import RunDir
+
+logger = logging.getLogger(__name__)
+
+_LOG_EVERY = 100
 
 
 class MetricSink(Protocol):
@@ -38,72 +43,12 @@ class MetricSink(Protocol):
         ...
 
 
-class JsonlSink:
-    """Appends to `path`, which is opened for every line: before the first one it may be cut, or moved away.
-
-    A line that a crash has left incomplete is cut off at once. Raises `OSError` if the file cannot be written.
-    """
-
-    def __init__(self, path: Path, *, name: str = "jsonl") -> None:
-        self.name = name
-        self._path = path
-        _cut_incomplete_line(path)
-        path.open("ab").close()
-
-    def write(self, record: Mapping[str, object]) -> None:
-        append_line(self._path, json.dumps(record, allow_nan=False).encode() + b"\n")
-
-    def close(self) -> None:
-        """Nothing is held open."""
-
-
-def truncate_after(path: Path, step: int, *, key: str = "step") -> int:
-    """Remove the lines whose `key` is after `step`, and lines that are not complete. Returns how many were removed.
-
-    A resumed run computes those steps again. The file is replaced atomically; a file that does not exist is left so.
-    """
-    if not path.exists():
-        return 0
-    lines = path.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if _number_of(line, key) <= step]
-    if len(kept) == len(lines):
-        return 0
-    write_atomically(path, b"".join(kept))
-    return len(lines) - len(kept)
-
-
-def _number_of(line: bytes, key: str) -> float:
-    """Infinity for a line that cannot be read, so that it is removed."""
-    if not line.endswith(b"\n"):
-        return float("inf")
-    try:
-        number = json.loads(line)[key]
-    except (ValueError, KeyError, TypeError):
-        return float("inf")
-    return number if isinstance(number, int | float) else float("inf")
-
-
-def _cut_incomplete_line(path: Path) -> None:
-    if not path.exists():
-        return
-    content = path.read_bytes()
-    if content and not content.endswith(b"\n"):
-        os.truncate(path, content.rfind(b"\n") + 1)
-
-
-logger = logging.getLogger(__name__)
-
-_LOG_EVERY = 100
-
-
 class MetricWriter:
-    """Gives every record to every sink. A sink that fails is logged and counted, and never stops the run.
-
-    The count stands in the next record as `telemetry/sink_errors`.
-    """
+    """Gives every record to every sink. A sink that fails is logged and counted as `telemetry/sink_errors` of the next
+    record, and never stops the run."""
 
     def __init__(self, sinks: Sequence[MetricSink], evaluations: MetricSink, *, missing: Sequence[str] = ()) -> None:
-        """`missing`: sinks that were asked for and cannot be opened. Each record counts as an error of theirs."""
+        """`missing`: configured sinks that cannot be opened. Each record counts as an error of theirs."""
         self._sinks, self._evaluations, self._missing = tuple(sinks), evaluations, tuple(missing)
         self._num_errors = dict.fromkeys((*(sink.name for sink in (*self._sinks, evaluations)), *missing), 0)
         self._warned: set[str] = set()
@@ -143,7 +88,6 @@ class MetricWriter:
                 logger.exception("metric sink %s failed (%d times so far); the run continues", sink.name, count)
 
     def _plain(self, record: Mapping[str, object]) -> dict[str, object]:
-        """In JSON types. What has none is left out, or null, and logged the first time."""
         plain: dict[str, object] = {}
         for name, value in record.items():
             try:
@@ -190,13 +134,52 @@ def build_writer(config: RunConfig, run_dir: RunDir) -> MetricWriter:
     return MetricWriter(sinks, JsonlSink(run_dir.evaluations, name="evaluations"), missing=missing)
 
 
-_FILE_VERSION = "brain.Event:2"
+class JsonlSink:
+    """Appends to `path`, which is opened for every line: before the first one it may be cut, or moved away.
+
+    Raises `OSError` if the file cannot be written.
+    """
+
+    def __init__(self, path: Path, *, name: str = "jsonl") -> None:
+        self.name = name
+        self._path = path
+        cut_torn_line(path)
+        path.open("ab").close()
+
+    def write(self, record: Mapping[str, object]) -> None:
+        append_line(self._path, encode_json(record) + b"\n")
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+
+def truncate_after(path: Path, step: int, *, key: str = "step") -> int:
+    """Remove the lines whose `key` is after `step`, and incomplete lines. Returns how many were removed.
+
+    The file is replaced atomically; a file that does not exist stays so.
+    """
+    if not path.exists():
+        return 0
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith(b"\n") and _number_of(line, key) <= step]
+    if len(kept) < len(lines):
+        write_atomically(path, b"".join(kept))
+    return len(lines) - len(kept)
+
+
+def _number_of(line: bytes, key: str) -> float:
+    """Infinity for a line that cannot be read, so that it is removed."""
+    try:
+        number = json.loads(line)[key]
+    except (ValueError, KeyError, TypeError):
+        return float("inf")
+    return number if isinstance(number, int | float) else float("inf")
 
 
 class TensorBoardSink:
     """Numbers become scalars; everything else is left to metrics.jsonl.
 
-    With the first record it tells TensorBoard to hide what an earlier process wrote for that step and later ones.
+    The first record makes TensorBoard hide what an earlier process wrote for that step and later ones.
     `EventFileWriter` is not used: after one write that the disk refuses, its thread writes nothing any more.
     """
 
@@ -210,7 +193,7 @@ class TensorBoardSink:
         self._has_begun = False
 
     def write(self, record: Mapping[str, object]) -> None:
-        """Raises `OSError` if it cannot be written; the file is as it was."""
+        """Raises `OSError` if it cannot be written; the file is unchanged."""
         step = record["step"]
         assert isinstance(step, int), f"step must be an integer, got {step!r}"
         values = [
@@ -222,19 +205,14 @@ class TensorBoardSink:
         events = [Event(wall_time=now, step=step, summary=Summary(value=values))]
         if not self._has_begun:
             start = SessionLog(status=SessionLog.START)
-            first = Event(wall_time=now, file_version=_FILE_VERSION)
+            first = Event(wall_time=now, file_version="brain.Event:2")
             events = [first, Event(wall_time=now, step=step, session_log=start), *events]
-        append_line(self._path, _framed(events))
+        buffer = io.BytesIO()
+        writer = RecordWriter(buffer)  # adds lengths and checksums
+        for event in events:
+            writer.write(event.SerializeToString())
+        append_whole(self._path, buffer.getvalue())
         self._has_begun = True
 
     def close(self) -> None:
         """Nothing is held open."""
-
-
-def _framed(events: list[Event]) -> bytes:
-    """As they stand in an event file: each with its length and checksums."""
-    buffer = io.BytesIO()
-    writer = RecordWriter(buffer)
-    for event in events:
-        writer.write(event.SerializeToString())
-    return buffer.getvalue()

@@ -1,17 +1,15 @@
 """trace.json: what each part of a run did when, for a trace viewer.
 
-The file is an array of events. It is whole after every flush: each batch of events is written together with the
-closing bracket, over the one of the batch before. Should a crash tear the last batch, both viewers still read the rest,
-because the trace format allows a missing bracket; a resumed run cuts the torn line and goes on behind it.
-Every process of a run has a `pid` of its own, counted from 1, so each has its own numbers of tracks and spans.
-Times are Unix time, so that the events of a resumed run stand where they belong.
+The file is an array of events, and complete after every flush: each batch of events is written together with the
+closing bracket, over that of the batch before. If a crash tears the last batch, viewers still read the rest, because
+the trace format allows a missing bracket; a resumed run cuts the torn line and continues after it.
+Every process of a run has a `pid`, counted from 1, and separate numbers of tracks and spans. Times are Unix time.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import logging
 import os
 import re
@@ -19,7 +17,7 @@ import threading
 import time
 from typing import IO, TYPE_CHECKING
 
-from trainer.telemetry.run_dir import to_jsonable
+from trainer.telemetry.run_dir import encode_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -47,7 +45,12 @@ class Tracer:
     ) -> None:
         self._clock = clock
         self._max_events = max_events
-        self._file, self._pid = (None, 1) if path is None else _try_open(path)
+        self._file, self._pid = None, 1
+        if path is not None:
+            try:
+                self._file, self._pid = _open_trace(path)
+            except OSError as error:
+                logger.warning("%s cannot be opened (%s); the run continues without a trace", path, error)
         self._lock = threading.Lock()
         self._pending: list[bytes] = []
         self._tracks: dict[str, int] = {}
@@ -55,7 +58,7 @@ class Tracer:
         self._next_id = 0
         self._flushed_at = clock()
         self.num_dropped = 0
-        """Events left out: over the limit, or because the disk refused them."""
+        """Events over the limit, or that the disk refused."""
         self._is_wanted = path is not None
 
     @contextlib.contextmanager
@@ -70,7 +73,7 @@ class Tracer:
     def add_span(
         self, track: str, name: str, *, start_s: float, end_s: float, overlapping: bool = False, **args: object
     ) -> None:
-        """A span that was timed elsewhere, with Unix times. With or without a file, it is in the log at level debug."""
+        """A span that was timed elsewhere, in Unix time. It is also logged at level debug."""
         logger.debug("%s: %s took %.3f s %s", track, name, end_s - start_s, args or "")
         event = {"name": name, "cat": track, "ts": start_s * 1e6, "args": args}
         if not overlapping:
@@ -82,12 +85,8 @@ class Tracer:
         self._add(track, {**event, "ph": "b", "id": number})
         self._add(track, {"name": name, "cat": track, "ph": "e", "id": number, "ts": end_s * 1e6})
 
-    def flush(self) -> None:
-        with self._lock:
-            self._flush()
-
     def close(self) -> None:
-        """Write what is pending and close the file. Idempotent; events that come later are dropped and counted."""
+        """Write pending events and close the file. Idempotent; later events are dropped and counted."""
         with self._lock:
             self._flush()
             if self._file is not None:
@@ -111,8 +110,7 @@ class Tracer:
                 self._flush()
 
     def _append(self, event: dict[str, object], *, tid: int) -> None:
-        whole = to_jsonable({**event, "pid": self._pid, "tid": tid})
-        self._pending.append(json.dumps(whole, separators=(",", ":")).encode())
+        self._pending.append(encode_json({**event, "pid": self._pid, "tid": tid}))
         self._num_events += 1
 
     def _flush(self) -> None:
@@ -128,23 +126,14 @@ class Tracer:
             self.num_dropped += len(batch)
 
 
-def _try_open(path: Path) -> tuple[IO[bytes] | None, int]:
-    """As `_open_trace`; no file where there cannot be one, and then every event is dropped and counted."""
-    try:
-        return _open_trace(path)
-    except OSError as error:
-        logger.warning("%s cannot be opened (%s); the run continues without a trace", path, error)
-        return None, 1
-
-
 def _open_trace(path: Path) -> tuple[IO[bytes], int]:
-    """Positioned over the closing bracket, and the pid of this process. A file of an earlier process is continued."""
+    """The file, and the pid of this process. A file of an earlier process is continued."""
     content = path.read_bytes() if path.exists() else b""
     whole = content.rstrip()
     if whole.endswith(b"]"):
         body = whole[:-1].rstrip()
     else:
-        # Torn by a crash: keep what lies before the last line break, which stands behind a whole event.
+        # Torn by a crash: keep what is before the last line break, which follows a whole event.
         body = whole[: whole.rfind(b"\n")].rstrip().rstrip(b",") if b"\n" in whole else b""
     file = path.open("r+b" if content else "wb", buffering=0)
     try:
@@ -158,7 +147,7 @@ def _open_trace(path: Path) -> tuple[IO[bytes], int]:
 
 
 def _last_pid(body: bytes) -> int:
-    """Of the last event, which ends with it and its track: the greatest. 0 if there is none."""
+    """The greatest: that of the last event. 0 if there is none."""
     found = _PID.match(body, max(0, body.rfind(b'"pid":')))
     return int(found[1]) if found else 0
 
@@ -169,7 +158,7 @@ def _append_events(file: IO[bytes], events: list[bytes]) -> None:
     is_first = end == 1
     batch = (b"\n" if is_first else b",\n") + b",\n".join(events) + _END
     file.seek(end)
-    if file.write(batch) < len(batch):  # a full disk takes a part, and the next batch would stand behind a torn one
+    if file.write(batch) < len(batch):  # a full disk takes a part, and the next batch would follow a torn one
         file.truncate(end)
         file.seek(end)
         file.write(_END)

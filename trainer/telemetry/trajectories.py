@@ -1,13 +1,12 @@
-"""Writes every group that was generated, before any filter: what the policy did, in full; and every attempt at one that
-raised: a group without trajectories, with the reason.
+"""Records every generated group in full, before any filter, and every failed attempt at one with its reason.
 
 `trajectories/groups_00000.jsonl`, `groups_00001.jsonl`, ...: one JSON object per line and group. A new process begins a
-new file, so a file is never appended to behind a line that a crash has torn. After a resume, groups generated after the
-checkpoint appear again in a later file. `telemetry.max_trajectories_gib` bounds what they hold together.
+new file. After a resume, groups generated after the checkpoint appear again in a later file.
+`telemetry.max_trajectories_gib` bounds their total size.
 
-`evaluations/version_N.jsonl`: one JSON object per line and held-out prompt, with all answers to it, in the order of the
-evaluation. Each evaluation has a file of its own, whole however large it is: `version_N.2.jsonl` is of the second one
-that a version with this number had, in a process that went on from another. The same bound holds for these together.
+`evaluations/version_N.jsonl`: one JSON object per line and held-out prompt, with all responses to it, in the order of
+the evaluation. Each evaluation has a separate file, whole however large it is: `version_N.2.jsonl` is the second
+evaluation of a version with this number, in a resumed process. The same bound applies to these together.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ import logging
 import math
 import threading
 import time
-from dataclasses import asdict
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-import msgspec
 import numpy as np
 
-from trainer.telemetry.run_dir import append_line, to_jsonable
+from trainer.files import append_line
+from trainer.telemetry.run_dir import encode_json, to_jsonable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from concurrent.futures import Executor
     from pathlib import Path
 
@@ -44,9 +43,9 @@ _MAX_FILE_BYTES = 256 * 2**20
 
 
 class TrajectoryRecorder:
-    """A disk that is full, or a record that cannot be encoded, is logged and counted in `num_errors`, and does not stop
-    the run. What comes when a folder holds `max_bytes`, or when the disk is too far behind, is counted in
-    `num_skipped`. Groups and evaluations may be written by two threads."""
+    """A full disk, or a record that cannot be encoded, is logged, counted in `num_errors`, and does not stop the run.
+    Records that come when a folder holds `max_bytes`, or when the disk is too far behind, are counted in `num_skipped`.
+    Groups and evaluations may be written by two threads."""
 
     def __init__(
         self,
@@ -61,7 +60,7 @@ class TrajectoryRecorder:
         self._max_file_bytes = max_file_bytes
         self._clock = clock
         earlier = list(folder.glob("groups_*.jsonl"))
-        numbers = [path.stem.removeprefix("groups_") for path in earlier]  # or what somebody else has put there
+        numbers = [path.stem.removeprefix("groups_") for path in earlier]  # or some other file of that name
         self._number = max((int(number) for number in numbers if number.isdecimal()), default=-1) + 1
         self._num_bytes = 0
         """Of the current file."""
@@ -77,13 +76,13 @@ class TrajectoryRecorder:
         self.num_skipped = 0
 
     def in_background(self, thread: Executor, write: Callable[..., None], *args: Any, **how: Any) -> None:
-        """`write(*args, **how)` in this thread, unless too many records wait for it. Never blocks."""
+        """`write(*args, **how)` in `thread`, unless too many records wait for it. Never blocks."""
         if not self._pending.acquire(blocking=False):
-            self._count_skipped()
+            self._count(skipped=1)
             if not self._is_behind:
                 self._is_behind = True
                 logger.warning(
-                    "%s takes records too slowly: %d wait, so some are skipped, and counted in "
+                    "writing to %s is too slow: %d records wait, so some are skipped and counted in "
                     "telemetry/trajectories_skipped",
                     self._folder,
                     MAX_PENDING,
@@ -103,13 +102,15 @@ class TrajectoryRecorder:
         self._append(lambda: {"status": status, "reason": reason, **_group(group, prompt)})
 
     def write_failure(self, item: RolloutRequest, status: FailureStatus, *, reason: str) -> None:
-        """An attempt that raised `reason`, and how many there were. Blocking, as `write`."""
+        """A failed attempt and the number of attempts so far. Blocking, as `write`."""
         attempts = item.attempt + item.num_worker_losses + 1
-        self._append(lambda: {"status": status, "reason": reason, "attempts": attempts, **_empty_group(item)})
+        known = {"group_id": item.group_id, "start_version": item.start_version, "prompt": _prompt(item.prompt)}
+        empty = {"rewards": [], "trajectories": [], "baseline": None}
+        self._append(lambda: {"status": status, "reason": reason, "attempts": attempts, **known, **empty})
 
     def begin_evaluation(self, folder: Path, version: int) -> Path | None:
-        """An empty file in `folder` for the answers of one evaluation, new for each; None if it cannot be made, or the
-        folder is full. Blocking, as `write`."""
+        """A new empty file in `folder` for the responses of one evaluation; None if it cannot be made, or the folder is
+        full. Blocking, as `write`."""
         numbers = itertools.chain([""], (f".{number}" for number in itertools.count(2)))
         paths = (folder / f"version_{version}{number}.jsonl" for number in numbers)
         try:
@@ -132,35 +133,31 @@ class TrajectoryRecorder:
         status: EvaluationStatus,
         reason: str = "",
     ) -> None:
-        """Held-out prompts, each with the name of its set and all answers to it. `status` and `reason` are those of the
-        whole evaluation. After a line that cannot be written the rest is left out. Blocking, as `write`, and much
-        longer."""
+        """`answers`: held-out prompts, each with the name of its set and all responses. `status` and `reason` are those
+        of the whole evaluation. After a line that cannot be written the rest is left out. Blocking, as `write`."""
         how = {"status": status, "reason": reason, "version": version}
         try:
             for eval_set, prompt, trajectories in answers:
                 record = {"time_s": self._clock(), **how, "set": eval_set, **_answered(prompt, trajectories)}
-                append_line(path, _encoded(record))
+                append_line(path, encode_json(record) + b"\n")
         except Exception as error:  # noqa: BLE001 - runs in the background, and no evaluation ends a run
             self._evaluation_failed(path, error)
 
     def _evaluation_failed(self, path: Path, error: Exception) -> None:
-        self._count_error()
-        logger.warning("%s is not complete, since it cannot be written (%r); the run continues without it", path, error)
+        self._count(errors=1)
+        logger.warning("%s is incomplete because it cannot be written (%r); the run continues without it", path, error)
 
-    def _count_error(self) -> None:
+    def _count(self, *, errors: int = 0, skipped: int = 0) -> None:
         with self._lock:
-            self.num_errors += 1
-
-    def _count_skipped(self) -> None:
-        with self._lock:
-            self.num_skipped += 1
+            self.num_errors += errors
+            self.num_skipped += skipped
 
     def _skip(self, folder: Path) -> None:
-        self._count_skipped()
+        self._count(skipped=1)
         if folder not in self._full:
             self._full.add(folder)
             logger.warning(
-                "%s has what telemetry.max_trajectories_gib=%g allows: later records are counted in "
+                "%s has reached telemetry.max_trajectories_gib=%g: further records are skipped and counted in "
                 "telemetry/trajectories_skipped",
                 folder,
                 self._max_bytes / 2**30,
@@ -171,7 +168,7 @@ class TrajectoryRecorder:
             self._skip(self._folder)
             return
         try:
-            line = _encoded({"time_s": self._clock(), **describe()})
+            line = encode_json({"time_s": self._clock(), **describe()}) + b"\n"
             if self._num_bytes_before + self._num_bytes + len(line) > self._max_bytes:
                 self._skip(self._folder)
                 return
@@ -181,7 +178,7 @@ class TrajectoryRecorder:
                 self._num_bytes = 0
             append_line(self._folder / f"groups_{self._number:05d}.jsonl", line)
         except Exception as error:  # noqa: BLE001 - the edge of one record: columns of a data set and rewards hold anything
-            self._count_error()
+            self._count(errors=1)
             if type(error) not in self._logged:
                 self._logged.add(type(error))
                 logger.warning("a record of trajectories cannot be written (%r); the run continues without it", error)
@@ -190,49 +187,15 @@ class TrajectoryRecorder:
 
 
 def _size(paths: Iterable[Path]) -> int:
-    """In bytes."""
     return sum(path.stat().st_size for path in paths)
-
-
-def _encoded(record: Mapping[str, object]) -> bytes:
-    """One line. Texts that are not Unicode, as one with half of a surrogate pair, are kept with escapes."""
-    try:
-        return msgspec.json.encode(record) + b"\n"
-    except UnicodeEncodeError:
-        return msgspec.json.encode(_escaped(record)) + b"\n"
-
-
-def _escaped(value: object) -> object:
-    """`value`, with a backslash escape for each character that UTF-8 cannot say."""
-    match value:
-        case str():
-            return value.encode("utf-8", "backslashreplace").decode()
-        case dict():
-            return {_escaped(key): _escaped(item) for key, item in value.items()}
-        case list() | tuple():
-            return [_escaped(item) for item in value]
-    return value
-
-
-def _empty_group(item: RolloutRequest) -> dict[str, object]:
-    return {
-        "group_id": item.group_id,
-        "start_version": item.start_version,
-        "prompt": _prompt(item.prompt),
-        "rewards": [],
-        "trajectories": [],
-        "baseline": None,
-    }
 
 
 def _group(group: Group, prompt: Prompt) -> dict[str, object]:
     return {
-        "group_id": group.group_id,
-        "start_version": group.start_version,
+        **_fields(group, "group_id", "start_version", "rewards"),
         "prompt": _prompt(prompt),
-        "rewards": to_jsonable(group.rewards),
         "trajectories": [_trajectory(trajectory) for trajectory in group.trajectories],
-        # Greedy, only there to be compared with: never trained.
+        # The greedy response that the others are compared with: never trained.
         "baseline": None if group.baseline is None else _trajectory(group.baseline),
     }
 
@@ -241,60 +204,54 @@ def _answered(prompt: Prompt, trajectories: Sequence[Trajectory]) -> dict[str, o
     """Numbered within the prompt, as those of a group."""
     return {
         "prompt": _prompt(prompt),
-        "rewards": [to_jsonable(trajectory.total_reward) for trajectory in trajectories],
+        "rewards": [trajectory.total_reward for trajectory in trajectories],
         "trajectories": [{**_trajectory(one), "sample_index": index} for index, one in enumerate(trajectories)],
     }
 
 
+def _fields(thing: object, *names: str) -> dict[str, object]:
+    return {name: getattr(thing, name) for name in names}
+
+
 def _prompt(prompt: Prompt) -> dict[str, object]:
-    return {
-        "prompt_id": prompt.prompt_id,
-        "text": prompt.text,
-        "answer": prompt.answer,
-        "reward": prompt.reward,
-        "metadata": _metadata(prompt.metadata),
-        "token_ids": prompt.token_ids.tolist(),
-    }
+    known = _fields(prompt, "prompt_id", "text", "answer", "reward", "token_ids")
+    return {**known, "metadata": _metadata(prompt.metadata)}
 
 
 def _trajectory(trajectory: Trajectory) -> dict[str, object]:
-    return {
-        "sample_index": trajectory.sample_index,
-        "status": trajectory.status,
-        "reward": to_jsonable(trajectory.reward),
-        "reward_parts": to_jsonable(trajectory.reward_parts),
-        "text": trajectory.text,
-        "error": trajectory.error,
-        "num_generated_tokens": trajectory.num_generated_tokens,
-        "versions": list(trajectory.policy_versions),
-        "timings": to_jsonable(trajectory.timings),
-        "tool_use": None if trajectory.tool_use is None else asdict(trajectory.tool_use),
-        "turns": [_turn(turn) for turn in trajectory.turns()],
-    }
+    known = _fields(
+        trajectory, "sample_index", "status", "reward", "reward_parts", "text", "error", "num_generated_tokens",
+        "timings", "tool_use",
+    )  # fmt: skip
+    turns = [_turn(turn) for turn in trajectory.turns()]
+    return {**known, "versions": trajectory.policy_versions, "turns": turns}
 
 
 def _turn(turn: Turn) -> dict[str, object]:
     """`generated` are [start, stop) ranges; `logprobs` those of the generated tokens only, in order."""
-    return {
-        "token_ids": turn.token_ids.tolist(),
-        "generated": _ranges(turn.is_generated),
-        # float32 has 7 digits; 5 behind the point are plenty for people and half the file.
-        "logprobs": np.round(turn.logprobs[turn.is_generated].astype(np.float64), 5).tolist(),
-        "reward": to_jsonable(turn.reward),
-        "segments": [list(segment) for segment in turn.segments],
-        "begins_anew": turn.begins_anew,
-    }
-
-
-def _ranges(flags: np.ndarray) -> list[list[int]]:
-    """[start, stop) of each run of True."""
-    edges = np.flatnonzero(np.diff(np.concatenate(([False], flags.astype(bool), [False])).astype(np.int8)))
-    return edges.reshape(-1, 2).tolist()
+    edges = np.flatnonzero(np.diff(turn.is_generated, prepend=False, append=False))
+    # float32 has 7 digits; 5 after the point are plenty for people and half the file.
+    logprobs = np.round(turn.logprobs[turn.is_generated].astype(np.float64), 5)
+    known = _fields(turn, "token_ids", "reward", "segments", "begins_anew")
+    return {**known, "generated": edges.reshape(-1, 2), "logprobs": logprobs}
 
 
 def _metadata(metadata: object) -> object:
-    """Columns of a data set may hold anything; what JSON cannot say is written as text."""
+    """Columns of a data set may hold anything; what JSON cannot hold, as the bytes of an image, is written as text."""
     try:
-        return to_jsonable(metadata)
+        if not _holds_bytes(metadata):
+            return to_jsonable(metadata)
     except TypeError:
-        return {"repr": repr(metadata)[:10_000]}
+        pass
+    return {"repr": repr(metadata)[:10_000]}
+
+
+def _holds_bytes(value: object) -> bool:
+    match value:
+        case bytes() | bytearray():
+            return True
+        case Mapping():
+            return any(map(_holds_bytes, value.values()))
+        case list() | tuple():
+            return any(map(_holds_bytes, value))
+    return False

@@ -1,29 +1,27 @@
-"""Metrics to Weights & Biases, in a child process: this module is run by `python -m` there.
+"""Metrics to Weights & Biases, in a child process that runs this module by `python -m`.
 
-So nothing that the package does can stop the run: asking for a login, waiting for a network that is gone, hooks that
-run when a process ends. Each answer of the child has a deadline; if it is late, the child is killed.
+So nothing that the package does can stop the run: asking for a login, waiting for a lost network, hooks that run when a
+process ends. Each reply of the child has a deadline; a late child is killed.
 
-The protocol: a line of JSON goes to the child over a socket, and one comes back for each. First the arguments of
-`wandb.init`, then the numbers of each step, at last null. If the socket breaks before that, the driver was killed, and
-the child reports the run as failed. The child imports the standard library and `wandb` alone, so it starts fast.
+The protocol: the driver sends a message over a pipe, and the child replies with its outcome. First the arguments of
+`wandb.init`, then the numbers of each step, at last None. If the pipe breaks before that, the driver was killed, and
+the child reports the run as failed. The child imports little more than `wandb`, so it starts fast.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import logging
 import os
 import secrets
-import select
 import signal
-import socket
 import subprocess
 import sys
-import threading
-import time
+from multiprocessing.connection import Connection, Pipe
 from typing import TYPE_CHECKING, Any
+
+from rollout.processes import exit_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,27 +36,26 @@ logger = logging.getLogger(__name__)
 BEGIN_S = 150.0
 """The package itself gives the service 90 s."""
 WRITE_S = 30.0
-"""The package queues what it is given: a write does not wait for the network."""
+"""The package queues records: a write does not wait for the network."""
 FINISH_S = 60.0
-"""The package waits for the network as long as it takes; this is how long it may."""
+"""The package would wait for the network indefinitely."""
 
 
 class WandbSink:
-    """Numbers go to one run of the service per run directory, whose processes all go on with it.
+    """Numbers go to one run of the service per run directory, which a resumed run continues.
 
-    Files stay in the run directory. `step` is the axis of every chart, and not the service's own count of lines: that
-    only grows, and what a resumed run makes again would be left out there.
+    Files stay in the run directory. `step` is the axis of every chart, not the service's count of lines: that only
+    grows, and would leave out the steps that a resumed run computes again.
     """
 
     name = "wandb"
 
     def __init__(self, config: RunConfig, run_dir: RunDir, *, begin_s: float = BEGIN_S) -> None:
-        """Raises `RuntimeError` with what the package says, or that it says nothing."""
+        """Raises `RuntimeError` with the error of the package, or if it does not reply."""
         self._folder = run_dir.path / "wandb"
         self._folder.mkdir(exist_ok=True)
         settings = _settings(config, run_dir)
-        self._process, self._socket = _start(self._folder / "process.txt")
-        self._answers = self._socket.makefile("rb")
+        self._process, self._pipe = _start(self._folder / "process.txt")
         try:
             url = self._ask(settings, timeout_s=begin_s)
         except RuntimeError:
@@ -70,14 +67,14 @@ class WandbSink:
             logger.warning("wandb is not online (no login, or WANDB_MODE); `wandb sync` sends %s", self._folder)
 
     def write(self, record: Mapping[str, object], *, timeout_s: float = WRITE_S) -> None:
-        """Raises `RuntimeError` if it is not taken; after one that took too long, none is."""
+        """Raises `RuntimeError` if it fails. After a timeout every write does."""
         numbers = {name: value for name, value in record.items() if isinstance(value, int | float)}
         self._ask(numbers, timeout_s=timeout_s)
 
     def close(self, *, timeout_s: float = FINISH_S) -> None:
         """Send the rest. Raises `RuntimeError` if it is not sent in time; the files stay."""
         if self._process.poll() is not None:
-            return  # each record that it did not take has been told
+            return  # each failed write has been reported
         try:
             self._ask(None, timeout_s=timeout_s)
         except RuntimeError as error:
@@ -86,25 +83,23 @@ class WandbSink:
             self._end()
 
     def _ask(self, message: object, *, timeout_s: float) -> str:
-        """What the process answers."""
+        """The address of the run, from the reply to its begin."""
+        output = self._folder / "process.txt"
         if self._process.poll() is not None:
-            raise RuntimeError(f"the process of wandb has ended; see {self._folder / 'process.txt'}")
+            raise RuntimeError(f"the process of wandb has ended; see {output}")
         try:
-            self._socket.settimeout(timeout_s)
-            self._socket.sendall(json.dumps(message).encode() + b"\n")
-            line = self._answers.readline()
-        except TimeoutError as error:
+            self._pipe.send(message)
+            is_late = not self._pipe.poll(timeout_s)
+            error, url = ("", "") if is_late else self._pipe.recv()
+        except (OSError, EOFError) as broken:
             self._end()
-            raise RuntimeError(f"wandb gave no answer within {timeout_s:g} s; its process is killed") from error
-        except OSError:
-            line = b""
-        if not line:
+            raise RuntimeError(f"the process of wandb ended; see {output}") from broken
+        if is_late:
             self._end()
-            raise RuntimeError(f"the process of wandb ended; see {self._folder / 'process.txt'}")
-        answer = json.loads(line)
-        if "failed" in answer:
-            raise RuntimeError(answer["failed"])
-        return answer["done"]
+            raise RuntimeError(f"wandb timed out after {timeout_s:g} s; killing its process")
+        if error:
+            raise RuntimeError(error)
+        return url
 
     def _end(self) -> None:
         """Kill the child and the package's own helper process. Idempotent."""
@@ -112,8 +107,7 @@ class WandbSink:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-        self._answers.close()
-        self._socket.close()
+        self._pipe.close()
 
 
 def _settings(config: RunConfig, run_dir: RunDir) -> dict[str, object]:
@@ -134,11 +128,11 @@ def _settings(config: RunConfig, run_dir: RunDir) -> dict[str, object]:
     }
 
 
-def _start(output: Path) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """The child, and our end of the socket to it; what the package prints goes to `output`."""
+def _start(output: Path) -> tuple[subprocess.Popen[bytes], Connection]:
+    """The child, and our end of the pipe to it; the package prints to `output`."""
     from trainer import subprograms
 
-    ours, theirs = socket.socketpair()
+    ours, theirs = Pipe()
     with theirs, output.open("ab") as file:
         process = subprocess.Popen(
             subprograms.command("trainer.telemetry.wandb", str(theirs.fileno()), str(FINISH_S)),
@@ -147,15 +141,15 @@ def _start(output: Path) -> tuple[subprocess.Popen[bytes], socket.socket]:
             stderr=file,
             pass_fds=[theirs.fileno()],
             start_new_session=True,  # Ctrl-C in the terminal does not reach it
-            # Unbuffered: what the package has said is in the file, however the process ends.
+            # Unbuffered: the file has what the package printed, however the process ends.
             env={**subprograms.environment(), "PYTHONUNBUFFERED": "1"},
         )
     return process, ours
 
 
 def run_id(file: Path) -> str:
-    """The id of this run directory's run at the service: from `file`, which the first process writes."""
-    from trainer.telemetry.run_dir import write_atomically
+    """The id of this run at the service, from `file`, which the first process writes."""
+    from trainer.files import write_atomically
 
     if file.exists() and (known := file.read_text(encoding="utf-8").strip()):
         return known
@@ -164,46 +158,28 @@ def run_id(file: Path) -> str:
     return new
 
 
-def serve(connection: socket.socket, *, finish_s: float) -> None:
-    """The child. Returns when everything is sent. Once the socket breaks, the process ends within `finish_s`."""
-    threading.Thread(target=_end_after, args=(connection, finish_s), name="end", daemon=True).start()
+def serve(pipe: Connection, *, finish_s: float) -> None:
+    """The child. Returns when everything is sent. After the driver's end it exits within `finish_s`, even where the
+    package or one of its hooks hangs."""
+    exit_with_parent(grace_s=finish_s)
     run: Any = None
-    for line in connection.makefile("rb"):
-        message = json.loads(line)
-        try:
-            if run is None:
-                run = _begin(message)
-                answer = {"done": run.url or ""}
-            elif message is None:
-                run.finish()
-                answer = {"done": ""}
-            else:
-                run.log(message)
-                answer = {"done": ""}
-        except Exception as error:  # noqa: BLE001 - the other side counts it
-            answer = {"failed": f"{type(error).__name__}: {error}"}
-        with contextlib.suppress(OSError):  # the driver is gone, which the next read shows
-            connection.sendall(json.dumps(answer).encode() + b"\n")
-        if message is None:
-            return
+    with contextlib.suppress(OSError, EOFError):  # an OSError if the driver was killed before it had read a reply
+        while True:
+            message, error = pipe.recv(), ""
+            try:
+                if run is None:
+                    run = importlib.import_module("wandb").init(**message)
+                    run.define_metric("*", step_metric="step")
+                else:
+                    run.finish() if message is None else run.log(message)
+            except Exception as raised:  # noqa: BLE001 - the other side counts it
+                error = f"{type(raised).__name__}: {raised}"
+            pipe.send((error, (run is not None and run.url) or ""))
+            if message is None:
+                return
     if run is not None:
         run.finish(exit_code=1)
 
 
-def _begin(settings: dict[str, Any]) -> Any:
-    run = importlib.import_module("wandb").init(**settings)
-    run.define_metric("*", step_metric="step")
-    return run
-
-
-def _end_after(connection: socket.socket, seconds: float) -> None:
-    """Also where the package or one of its hooks would keep the process alive."""
-    broken = select.poll()
-    broken.register(connection, 0)  # a broken socket is reported in any case
-    broken.poll()
-    time.sleep(seconds)
-    os._exit(1)
-
-
 if __name__ == "__main__":
-    serve(socket.socket(fileno=int(sys.argv[1])), finish_s=float(sys.argv[2]))
+    serve(Connection(int(sys.argv[1])), finish_s=float(sys.argv[2]))

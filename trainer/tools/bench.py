@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from trainer.telemetry.run_dir import write_atomically
+from trainer.files import write_atomically
 from trainer.telemetry.session import last_line_of, versions
 from trainer.tools.bench_figures import (
     BenchPlan,

@@ -123,7 +123,7 @@ def test_handle_of_a_killed_exporter_is_refused(every: Harness) -> None:
 
 
 def test_an_importer_survives_the_death_of_the_exporter(every: Harness) -> None:
-    """Reading on is safe (on cpu the mapping holds the pages); only opening anew is refused."""
+    """Reading on is safe (on cpu the mapping holds the pages); only a new open is refused."""
     victim: Any = every.call("victim", nbytes=KIB)
     block = every.backend.ipc_open(decode_handle(victim["handle"]))
     block.tensor.fill_(5)
@@ -241,7 +241,7 @@ def test_hundred_rounds_leak_neither_memory_nor_file_descriptors(every: Harness)
     if every.name != "cpu":
         assert every.counter("mallocs") == every.counter("frees") == 100
         assert every.counter("opens") == every.counter("closes") == 100
-        assert every.counter("streams_created") == 1, "one that nobody holds is used again"
+        assert every.counter("streams_created") == 1, "an unused one is reused"
         assert every.counter("used") == 0
 
 

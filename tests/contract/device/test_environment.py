@@ -35,7 +35,7 @@ def role(request: pytest.FixtureRequest) -> Role:
 
 
 def shown(backend: Backend, role: Role) -> dict[str, str]:
-    """What a process finds of its devices, where somebody else than the user says it."""
+    """The visibility variable, where not the user sets it."""
     is_ours = role != "driver" and backend.visible_devices_var is not None and not backend.ray_shows_devices
     return {str(backend.visible_devices_var): "0"} if is_ours else {}
 

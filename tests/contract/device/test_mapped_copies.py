@@ -1,4 +1,4 @@
-"""A pull that breaks off leaves no copy behind: whoever pulls again writes to the same places."""
+"""An interrupted pull leaves no copy running: the next pull writes to the same places."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KIB = 1024
 
 
 def refuse_copy(refused: int, backend: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The driver takes so many copies; gives the streams of those that nobody has waited for."""
+    """The driver takes so many copies; returns the streams of those that were not waited for."""
     under_way: list[Any] = []
     copy, wait = backend.copy_async, backend.synchronize
 

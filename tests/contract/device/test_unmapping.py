@@ -28,7 +28,7 @@ def test_what_another_process_has_mapped_is_not_freed_before_it_unmaps(accelerat
 
 
 def test_what_could_not_be_freed_is_freed_before_the_next_block_is_allocated(accelerator: Harness) -> None:
-    """Whoever closes a block drops it, so nobody else can try again."""
+    """The owner drops a block when it closes it, so no one else can try again."""
     block = accelerator.backend.alloc_persistent(KIB)
     theirs = accelerator.open_in_peer(accelerator.backend.ipc_export(block))
     with pytest.raises(DeviceError):

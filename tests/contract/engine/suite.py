@@ -1,4 +1,4 @@
-"""What every `Engine` must do. A subclass gives a fixture `engine` and says how its weights change.
+"""What every `Engine` must do. A subclass has a fixture `engine` and defines how its weights change.
 
 The engines under test emit letters: under version `v` every sampled token lies in `letters(v)`, and the letters of
 neighbouring versions are disjoint. So a token itself proves which version sampled it.
@@ -283,7 +283,7 @@ class EngineContract:
         await engine.abort("never-heard-of")
 
     async def test_an_abort_leaves_what_was_not_read_yet_as_it_is(self, engine: Engine) -> None:
-        """As everywhere that aborts go to whoever is busy with something else: an engine that falls asleep."""
+        """An abort may reach an engine that is busy with something else, such as falling asleep."""
         params = SamplingParams(max_tokens=10_000, seed=1)
         async with aclosing(engine.generate("unread", PROMPT, params)) as stream:
             chunks = [await anext(stream)]

@@ -82,7 +82,7 @@ def once_received(landing: torch.Tensor, strike: Callable[[], None]) -> Callable
             strike()
             struck_at.append(time.monotonic())
         if struck_at and time.monotonic() > struck_at[0] + DEADLINE_S:
-            raise PullTimeout("nobody noticed")
+            raise PullTimeout("it was not noticed")
 
     return check
 
@@ -114,7 +114,7 @@ def test_a_publisher_lost_in_mid_transfer_is_noticed_and_others_still_serve(
         {rank: remote.endpoint for rank, remote in remotes.items()},
     )
     landing = local.empty(world.kind.slot_bytes)
-    # A connection that breaks tells nothing of the publisher; silence of its control line does.
+    # A broken connection does not show whether the publisher is lost; a silent control line does.
     with pytest.raises(PublisherLost if blow == signal.SIGSTOP else WeightSyncError):
         end.pull(4, 1, slow_pieces(landing), check=once_received(landing, lambda: victim.signal(blow)))
     left = landing.clone()
@@ -193,7 +193,7 @@ def test_receivers_are_served_side_by_side(world: World) -> None:
 def test_a_publisher_that_cannot_be_connected_makes_the_transport_unusable() -> None:
     """Its control line works and its data plane does not: another transport may be tried.
 
-    Only gloo is told an address; the others find their way by themselves.
+    Only gloo gets an address; the others find theirs.
     """
     remote = Remote(Kind("gloo", host="127.0.0.1", timing=QUICK)).wait()
     local = Local(remote.kind)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import threading
@@ -16,6 +15,7 @@ import torch.distributed as dist
 import zmq
 
 from tests.fakes.drivers.build import make_backend
+from tests.fakes.forks import forks
 from weight_sync.control import ControlServer, Membership
 from weight_sync.control_client import ControlClient
 from weight_sync.device import process_groups
@@ -36,7 +36,7 @@ SLOT_BYTES, NUM_SLOTS = 10_007, 3
 REAL_NCCL = getattr(dist, "ProcessGroupNCCL", None)
 SECRET = b"of the contract suite"
 MEMBERSHIP = Membership(run_id="contract", epoch=1, secret=SECRET)
-QUICK = Timing(connect_s=20.0, stall_s=7.0, silence_s=3.0)
+QUICK = Timing(connect_s=20.0, stall_s=5.0, silence_s=2.0)
 """For publishers and receivers whose peers are killed: their deadlines are what a test waits for. As in `Timing()`, a
 silent publisher is noticed long before a transfer that does not move."""
 SLOW_MESSAGE_BYTES, SLOW_MESSAGES = 64 * 1024, 64
@@ -134,7 +134,7 @@ def slowly(messages: Any, size: Callable[[Any], int]) -> Iterator[list[Any]]:
 
 
 def receive(kind: Kind, handle: bytes, endpoint: str, pipe: Connection) -> None:
-    """A receiver process that pulls slot 1 of a slow publisher and says when the first bytes have arrived."""
+    """A receiver process that pulls slot 1 of a slow publisher and reports when the first bytes have arrived."""
     local = Local(kind, name="victim/0")
     end = local.open({4: decode(handle, ArenaHandle)}, {4: endpoint})
     landing = local.empty(kind.slot_bytes)
@@ -158,14 +158,14 @@ def slow_pieces(landing: torch.Tensor) -> list[Piece]:
 
 class Child:
     def __init__(self, target: Callable[..., None], *arguments: object) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self.pipe, theirs = spawn.Pipe()
-        self.process = spawn.Process(target=target, args=(*arguments, theirs), daemon=True)
+        context = forks("torch._dynamo", "tests.contract.transports.world")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=target, args=(*arguments, theirs), daemon=True)
         self.process.start()
         theirs.close()
 
     def hear(self, timeout_s: float = 60.0) -> Any:
-        assert self.pipe.poll(timeout_s), "the child process says nothing"
+        assert self.pipe.poll(timeout_s), "the child process does not answer"
         return self.pipe.recv()
 
     def ask(self, word: str) -> Any:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+import pytest_asyncio
 import ray
 
 from tests.fakes.learner import pack, run_config, save_tiny, sequences
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-pytestmark = pytest.mark.timing
+pytestmark = [pytest.mark.timing, pytest.mark.asyncio(loop_scope="module")]
 
 
 def _batch(step: int) -> TrainBatch:
@@ -35,9 +36,10 @@ def _batch(step: int) -> TrainBatch:
     )
 
 
-@pytest.fixture
-async def group(cluster: None, tmp_path: Path) -> AsyncIterator[LearnerGroup]:
-    cfg = run_config(save_tiny(tmp_path / "model"), timeout_s=60.0)
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def group(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LearnerGroup]:
+    """Of the whole file: the last test kills a rank."""
+    cfg = run_config(save_tiny(tmp_path_factory.mktemp("learner") / "model"), timeout_s=60.0)
     cfg = replace(cfg, device=replace(cfg.device, name="cpu"))
     actor = learner_actor().options(num_cpus=1)
     group = LearnerGroup([actor.remote(cfg, rank=rank, world_size=2) for rank in range(2)], timeout_s=90.0)

@@ -16,8 +16,8 @@ import ray
 
 from rollout.buffer.rollout_buffer import RolloutBuffer
 from rollout.types import Group, Prompt, SamplingParams
-from rollout.worker.actor import RolloutWorkerActor
 from rollout.worker.worker import WorkerSpec
+from tests.fakes.counting_worker import CountingWorker
 from tests.fakes.killable_engine import KillableEngine
 from trainer.driver.fleet import AllWorkersLost, Fleet
 from trainer.remote import kill_actor
@@ -31,20 +31,11 @@ CONTEXT = [7, 8, 9]
 MAX_TOKENS, TOKEN_S = 60, 0.005
 GROUPS_PER_STEP = 4
 SILENCE_S = 15.0
-"""Longer than a healthy process may starve while others start beside it on a busy machine."""
-
-
-class Worker(RolloutWorkerActor):
-    async def pid(self) -> int:
-        return os.getpid()
+"""Longer than a healthy process may starve while others start on a busy machine."""
 
 
 def actor_class(kind: type) -> Any:
     return ray.remote(max_concurrency=1000)(kind)
-
-
-async def send(signal_number: int, actor: Any) -> None:
-    os.kill(await actor.pid.remote(), signal_number)
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +52,9 @@ def spec(tokenizer_path: str) -> WorkerSpec:
 
 @dataclass
 class Run:
-    """Groups from admission to their step, over and over, until it is told to end."""
+    """Groups from admission to their step, over and over, until it is closed."""
 
     spec: WorkerSpec
-    max_restarts: int = 3
     engines: dict[str, Any] = field(default_factory=dict)
     workers: list[Any] = field(default_factory=list)
     trained: list[Group] = field(default_factory=list)
@@ -88,7 +78,7 @@ class Run:
             restart_engine=self.restart_engine,
             restart_worker=self.restart_worker,
             max_engine_restarts=3,
-            max_worker_restarts=self.max_restarts,
+            max_worker_restarts=1,
         )
         loops = (self.admit(), self.roll_out(), self.train(), self.fleet.watch())
         self.tasks = [asyncio.create_task(loop) for loop in loops]
@@ -99,7 +89,7 @@ class Run:
         return engine
 
     async def new_worker(self) -> Any:
-        worker = actor_class(Worker).options(num_cpus=0.5, max_restarts=0).remote(self.spec, dict(self.engines))
+        worker = actor_class(CountingWorker).options(num_cpus=0.5, max_restarts=0).remote(self.spec, dict(self.engines))
         await worker.start.remote()
         return worker
 
@@ -152,6 +142,10 @@ class Run:
                     if task.done():
                         task.result()
 
+    async def kill_worker(self, index: int) -> None:
+        os.kill(await self.workers[index].pid.remote(), signal.SIGKILL)
+        await self.until(lambda: bool(self.fleet._workers[index].lost))
+
     async def two_more_steps(self) -> None:
         goal = len(self.trained) + 2 * GROUPS_PER_STEP
         await self.until(lambda: len(self.trained) >= goal)
@@ -185,15 +179,15 @@ async def run(cluster: None, spec: WorkerSpec) -> AsyncIterator[Run]:
     await run.close()
 
 
-async def test_a_worker_that_is_killed_costs_no_group_and_comes_back_knowing_who_is_pinned(run: Run) -> None:
+async def test_a_killed_worker_costs_no_group_and_comes_back_knowing_who_is_pinned_until_none_may_be_started(
+    run: Run,
+) -> None:
     await run.start(num_workers=2, num_engines=2)
     await run.two_more_steps()
     await run.fleet.pin("e1")
-    lost = run.workers[0]
-    pid = await lost.pid.remote()
     await run.until(lambda: run.fleet._workers[0].num_groups > 1)
-    os.kill(pid, signal.SIGKILL)
-    await run.until(lambda: run.workers[0] is not lost and not run.fleet._workers[0].lost)
+    await run.kill_worker(0)
+    await run.until(lambda: not run.fleet._workers[0].lost)
     async with asyncio.timeout(30.0):
         while (await run.engines["e1"].load.remote()).running:
             await asyncio.sleep(0.1)
@@ -202,19 +196,14 @@ async def test_a_worker_that_is_killed_costs_no_group_and_comes_back_knowing_who
     await run.until(lambda: restarted.num_groups > 1)
     await run.two_more_steps()
     assert (await run.engines["e1"].load.remote()).generated_tokens == before, "the new worker leaves it alone, too"
+
+    await run.kill_worker(0)  # for the last time
+    await run.two_more_steps()
     assert {type(error).__name__ for error in run.errors} == {"WorkerLost"}
-    assert len(run.errors) <= 2 * GROUPS_PER_STEP, "the groups that it had, each once"
-    run.check_groups()
-
-
-async def test_the_run_ends_with_the_reason_when_no_worker_may_be_started(run: Run) -> None:
-    run.max_restarts = 0
-    await run.start(num_workers=2, num_engines=1)
-    await run.two_more_steps()
-    await send(signal.SIGKILL, run.workers[0])
-    await run.two_more_steps()
-    assert len(run.errors) <= 2 * GROUPS_PER_STEP, "nothing more is sent to the dead one"
-    await send(signal.SIGKILL, run.workers[1])
+    assert len(run.errors) <= 2 * 2 * GROUPS_PER_STEP, "the groups that it had, each once; a dead one gets none"
+    await run.kill_worker(1)
+    await run.until(lambda: not run.fleet._workers[1].lost)
     with pytest.raises(AllWorkersLost, match=r"rollout worker 0 died: .*; rollout worker 1 died: "):
+        await run.kill_worker(1)
         await run.until(lambda: False)
     run.check_groups()

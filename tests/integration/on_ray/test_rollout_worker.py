@@ -1,11 +1,13 @@
-"""A rollout worker and two engine replicas as Ray actors; one replica's process is killed in mid-answer."""
+"""Rollout workers and two scripted engines as Ray actors: what moves, what is given up, what an engine's death costs.
+
+The tests share the engines; the last one kills one of them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
-import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,26 +18,65 @@ from rollout.fleet.consolidation import ConsolidationRule
 from rollout.fleet.scheduler import NoReplica
 from rollout.fleet.states import FleetView
 from rollout.types import Group, Prompt, RolloutRequest, SamplingParams
-from rollout.worker.actor import rollout_worker_actor
 from rollout.worker.worker import WorkerSpec
 from tests.fakes.counting_worker import CountingWorker
 from tests.fakes.killable_engine import KillableEngine
 from trainer.driver.fleet import GROUP_GRACE_S, Fleet
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
     from pathlib import Path
 
 pytestmark = pytest.mark.timing
 
+NO_CHANGE = FleetView(epoch=0, engines={}, handles={})
+
 MAX_TOKENS, TOKEN_S = 60, 0.03
+LONG = SamplingParams(max_tokens=4000)
+NOTICED_S = 40.0
+"""Much less than what is cancelled would take."""
 
 
-EMPTY = FleetView(epoch=0, engines={}, handles={})
+@pytest.fixture(scope="module")
+def engines(cluster: None) -> dict[str, Any]:
+    """Engine e0 samples under version 1, e1 under version 2."""
+    actor_class: Any = ray.remote(max_concurrency=1000)(KillableEngine)
+    engines = {f"e{index}": actor_class.options(num_cpus=0).remote(index + 1, TOKEN_S) for index in range(2)}
+    ray.get([engine.start.remote() for engine in engines.values()])
+    return engines
+
+
+@pytest.fixture
+async def start(tokenizer_path: str) -> AsyncIterator[Any]:
+    """`await start(engines, **spec)` starts a rollout worker."""
+    workers: list[Any] = []
+
+    async def begin(engines: dict[str, Any], **changes: Any) -> Any:
+        values: dict[str, Any] = {
+            "group_size": 2,
+            "sampling": SamplingParams(max_tokens=MAX_TOKENS),
+            "request_timeout_s": 600.0,
+            "seed": 0,
+            "tokenizer_path": tokenizer_path,
+            "reward": "arithmetic",
+        }
+        actor_class: Any = ray.remote(max_concurrency=1000)(CountingWorker)
+        workers.append(actor_class.options(num_cpus=1).remote(WorkerSpec(**{**values, **changes}), engines))
+        await workers[-1].start.remote()
+        return workers[-1]
+
+    yield begin
+    for worker in workers:
+        await worker.close.remote()
+        ray.kill(worker)
+
+
+def prompt(number: int) -> Prompt:
+    return Prompt(prompt_id=f"p{number}", token_ids=np.array([7, 8, 9], np.int32), text="1+2=", answer="3")
 
 
 def item(group_id: int) -> RolloutRequest:
-    prompt = Prompt(prompt_id=f"p{group_id}", token_ids=np.array([7, 8, 9], np.int32), text="1+2=", answer="3")
-    return RolloutRequest(group_id=group_id, prompt=prompt, start_version=1)
+    return RolloutRequest(group_id=group_id, prompt=prompt(group_id), start_version=1)
 
 
 def check(group: Group, versions: set[tuple[int, ...]]) -> None:
@@ -48,68 +89,19 @@ def check(group: Group, versions: set[tuple[int, ...]]) -> None:
         assert np.isfinite(trajectory.reward)
 
 
-async def test_groups_survive_the_death_of_a_replica_and_evaluation_names_the_dead_one(
-    cluster: None, tokenizer_path: str
-) -> None:
-    engine_class: Any = ray.remote(max_concurrency=1000)(KillableEngine)
-    engines = {f"e{index}": engine_class.options(num_cpus=0).remote(index + 1, 0.1) for index in range(2)}
-    await asyncio.gather(*(engine.start.remote() for engine in engines.values()))
-    spec = WorkerSpec(
-        group_size=4,
-        sampling=SamplingParams(max_tokens=MAX_TOKENS),
-        request_timeout_s=60.0,
-        seed=0,
-        tokenizer_path=tokenizer_path,
-        reward="arithmetic",
-    )
-    worker = rollout_worker_actor().options(num_cpus=1).remote(spec, engines)
-    await worker.start.remote()
-    greedy = SamplingParams(max_tokens=8, temperature=0.0)
-
-    prompts = [item(index).prompt for index in range(8)]
-    trajectories = await worker.evaluate.remote(prompts, greedy, "e1")
-    assert [trajectory.prompt_id for trajectory in trajectories] == [prompt.prompt_id for prompt in prompts]
-    assert all(trajectory.policy_versions == (2,) for trajectory in trajectories)
-
-    pid = await engines["e0"].pid.remote()
-    running = [asyncio.ensure_future(worker.run_group.remote(item(index))) for index in range(4)]
-    async with asyncio.timeout(30.0):  # each has sent two chunks on its way; an answer takes 6 s
-        while not (stats := await engines["e0"].load.remote()).running or (
-            stats.generated_tokens < 8 * (stats.running + stats.waiting)
-        ):
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(NOTICED_S):
+        while not await condition():
             await asyncio.sleep(0.05)
-    os.kill(pid, signal.SIGKILL)
-    groups = await asyncio.gather(*running)
-    for group in groups:
-        check(group, {(1, 2), (2,)})
-    begun = [t for group in groups for t in group.trajectories if t.policy_versions == (1, 2)]
-    assert begun, "answers of the dead engine went on in the other one"
-    report = await worker.update.remote(EMPTY)
-    assert report.recovered_requests >= len(begun)
-    assert list(report.lost_engines) == ["e0"]
-
-    with pytest.raises(ray.exceptions.RayTaskError, match="NoReplica"):
-        await worker.evaluate.remote(prompts, greedy, "e0")
-    with pytest.raises(NoReplica):  # as the driver asks: an evaluation begins again elsewhere then
-        await asyncio.wrap_future(worker.evaluate.remote(prompts, greedy, "e0").future())
-    await worker.close.remote()
 
 
-async def test_requests_that_an_engine_gives_up_go_on_in_another_one(cluster: None, tokenizer_path: str) -> None:
-    engine_class: Any = ray.remote(max_concurrency=1000)(KillableEngine)
-    engines = {f"e{index}": engine_class.options(num_cpus=0).remote(index + 1, TOKEN_S) for index in range(2)}
-    await asyncio.gather(*(engine.start.remote() for engine in engines.values()))
-    spec = WorkerSpec(
-        group_size=4,
-        sampling=SamplingParams(max_tokens=MAX_TOKENS),
-        request_timeout_s=60.0,
-        repacking=ConsolidationRule(below=8, most=64),
-        seed=0,
-        tokenizer_path=tokenizer_path,
-        reward="arithmetic",
-    )
-    worker = rollout_worker_actor().options(num_cpus=1).remote(spec, engines)
-    await worker.start.remote()
+async def is_idle(engine: Any) -> bool:
+    status = await engine.load.remote()
+    return not status.running + status.waiting
+
+
+async def test_requests_that_an_engine_gives_up_go_on_in_another_one(engines: dict[str, Any], start: Any) -> None:
+    worker = await start(engines, group_size=4, repacking=ConsolidationRule(below=8, most=64))
     fleet = Fleet(engines, [worker], group_timeout_s=60.0)
     watch = asyncio.create_task(fleet.watch())
     groups = await asyncio.gather(*(fleet.run_group(item(index)) for index in range(2)))
@@ -117,72 +109,101 @@ async def test_requests_that_an_engine_gives_up_go_on_in_another_one(cluster: No
         check(group, {(1, 2), (2,)})
     watch.cancel()
     await asyncio.gather(watch, return_exceptions=True)
-    report = await worker.update.remote(EMPTY)
+    report = await worker.update.remote(NO_CHANGE)
     assert report.migrated_requests == 4
     assert 4 * 6 <= report.migrated_tokens <= 4 * (3 + MAX_TOKENS)
-    await worker.close.remote()
 
 
-async def test_a_cancelled_group_is_aborted_in_the_engine(cluster: None, tokenizer_path: str) -> None:
-    engine_class: Any = ray.remote(max_concurrency=1000)(KillableEngine)
-    engine = engine_class.options(num_cpus=0).remote(1, TOKEN_S)
-    await engine.start.remote()
-    spec = WorkerSpec(
-        group_size=2,
-        sampling=SamplingParams(max_tokens=4000),
-        request_timeout_s=5.0,
-        seed=0,
-        tokenizer_path=tokenizer_path,
-        reward="arithmetic",
-    )
-    worker = rollout_worker_actor().options(num_cpus=1).remote(spec, {"e0": engine})
-    await worker.start.remote()
+async def test_a_cancelled_group_and_a_cancelled_evaluation_are_aborted_in_the_engine(
+    engines: dict[str, Any], start: Any
+) -> None:
+    engine = engines["e0"]
+    worker = await start({"e0": engine}, sampling=LONG, request_timeout_s=4.0, evaluation_window=4)
+    before = (await engine.load.remote()).generated_tokens
     with pytest.raises(ray.exceptions.RayTaskError, match="TimeoutError"):
         await worker.run_group.remote(item(0))
-    deadline = time.monotonic() + 30
-    while (stats := await engine.load.remote()).running + stats.waiting:
-        assert time.monotonic() < deadline, f"{stats.running} requests of the cancelled group still run"
-        await asyncio.sleep(0.1)
-    assert 0 < stats.generated_tokens < 2 * 4000
+    await until(lambda: is_idle(engine))
+    assert 0 < (await engine.load.remote()).generated_tokens - before < 2 * 4000
+
+    fleet = Fleet({}, [worker], group_timeout_s=600.0)
+    prompts = [prompt(index) for index in range(6)]
+    short = SamplingParams(max_tokens=2, temperature=0.0)
+    assert len(await fleet.evaluate(prompts, short, "e0", range(6))) == 6
+    await engine.set_token_s.remote(0.5)  # or its own timeout would come first
+    try:
+        evaluating = asyncio.create_task(fleet.evaluate(prompts, LONG, "e0", range(6)))
+
+        async def is_under_way() -> bool:
+            return (await engine.load.remote()).running == 4
+
+        await until(is_under_way)
+        evaluating.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await evaluating
+        await asyncio.wait_for(until(lambda: is_idle(engine)), 2.5)
+    finally:
+        await engine.set_token_s.remote(TOKEN_S)
 
 
 async def test_a_group_that_the_driver_gives_up_ends_in_the_worker_and_the_engine_too(
-    cluster: None, tokenizer_path: str, tmp_path: Path
+    engines: dict[str, Any], start: Any, tmp_path: Path
 ) -> None:
-    """One group is being generated; the answers of another wait for the only reward process, which is busy."""
+    """The rewards of the first group are being computed, and those of the second wait for the only reward process."""
     slow = tmp_path / "slow.py"
     slow.write_text("import time\ndef reward(**_):\n    time.sleep(600)\n")
-    engine_class: Any = ray.remote(max_concurrency=1000)(KillableEngine)
-    engine = engine_class.options(num_cpus=0).remote(1, TOKEN_S)
-    await engine.start.remote()
-    spec = WorkerSpec(
-        group_size=2,
-        sampling=SamplingParams(max_tokens=MAX_TOKENS),
-        request_timeout_s=600.0,
-        seed=0,
-        tokenizer_path=tokenizer_path,
-        reward=f"{slow}:reward",
-        reward_timeout_s=600.0,
-        reward_processes=1,
-    )
-    worker = ray.remote(max_concurrency=1000)(CountingWorker).options(num_cpus=1).remote(spec, {"e0": engine})
-    await worker.start.remote()
-    fleet = Fleet({}, [worker], group_timeout_s=12.0 - GROUP_GRACE_S)
+    engine, reward = engines["e0"], f"{slow}:reward"
+    worker = await start({"e0": engine}, reward=reward, reward_timeout_s=600.0, reward_processes=1)
+    fleet = Fleet({}, [worker], group_timeout_s=8.0 - GROUP_GRACE_S)
     first = asyncio.create_task(fleet.run_group(item(0)))
-    await asyncio.sleep(6.0)  # more than the 1.8 s that an answer takes: its rewards are being computed
+    await asyncio.sleep(4.0)  # more than the 1.8 s that an answer takes
     second = asyncio.create_task(fleet.run_group(item(1)))
-    with pytest.raises(TimeoutError, match="group 0 timed out after 12 s on rollout worker 0"):
+    with pytest.raises(TimeoutError, match="group 0 timed out after 8 s on rollout worker 0"):
         await first
-    async with asyncio.timeout(20.0):
-        while await worker.num_groups.remote() > 1:
-            await asyncio.sleep(0.05)
+
+    async def has_at_most(num_groups: int) -> bool:
+        return await worker.num_groups.remote() <= num_groups
+
+    await until(lambda: has_at_most(1))
     assert not second.done(), "the second one is not touched"
     with pytest.raises(TimeoutError, match="group 1 timed out"):
         await second
-    async with asyncio.timeout(20.0):
-        while await worker.num_groups.remote():
-            await asyncio.sleep(0.1)
-        while (stats := await engine.load.remote()).running + stats.waiting:
-            await asyncio.sleep(0.1)
-    assert (await worker.update.remote(EMPTY)).lost_engines == {}, "the engine is not blamed"
-    await worker.close.remote()
+    await until(lambda: has_at_most(0))
+    await until(lambda: is_idle(engine))
+    assert (await worker.update.remote(NO_CHANGE)).lost_engines == {}, "the engine is not blamed"
+
+
+async def test_groups_survive_the_death_of_an_engine_and_an_evaluation_names_the_dead_one(
+    engines: dict[str, Any], start: Any
+) -> None:
+    worker = await start(engines, group_size=4)
+    for engine in engines.values():
+        await engine.set_token_s.remote(0.1)  # an answer takes 6 s
+    greedy = SamplingParams(max_tokens=8, temperature=0.0)
+    prompts = [prompt(index) for index in range(8)]
+    trajectories = await worker.evaluate.remote(prompts, greedy, "e1")
+    assert [trajectory.prompt_id for trajectory in trajectories] == [prompt.prompt_id for prompt in prompts]
+    assert all(trajectory.policy_versions == (2,) for trajectory in trajectories)
+
+    pid = await engines["e0"].pid.remote()
+    before = (await engines["e0"].load.remote()).generated_tokens
+    running = [asyncio.ensure_future(worker.run_group.remote(item(index))) for index in range(4)]
+
+    async def has_sent_two_chunks_of_each() -> bool:
+        status = await engines["e0"].load.remote()
+        return status.running and status.generated_tokens - before >= 8 * (status.running + status.waiting)
+
+    await until(has_sent_two_chunks_of_each)
+    os.kill(pid, signal.SIGKILL)
+    groups = await asyncio.gather(*running)
+    for group in groups:
+        check(group, {(1, 2), (2,)})
+    begun = [t for group in groups for t in group.trajectories if t.policy_versions == (1, 2)]
+    assert begun, "answers of the dead engine went on in the other one"
+    report = await worker.update.remote(NO_CHANGE)
+    assert report.recovered_requests >= len(begun)
+    assert list(report.lost_engines) == ["e0"]
+
+    with pytest.raises(ray.exceptions.RayTaskError, match="NoReplica"):
+        await worker.evaluate.remote(prompts, greedy, "e0")
+    with pytest.raises(NoReplica):  # as the driver asks: an evaluation begins again elsewhere then
+        await asyncio.wrap_future(worker.evaluate.remote(prompts, greedy, "e0").future())

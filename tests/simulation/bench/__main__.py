@@ -68,7 +68,7 @@ class Case:
             group_size=self.group_size,
             num_replicas=self.num_replicas,
             max_response_tokens=256,
-            # Long enough beside training that nearly all slots generate; the clock is virtual.
+            # Long enough compared with training that nearly all slots generate; the clock is virtual.
             workload=Workload(tail=3.0, min_tokens=64, token_s=(0.4, 0.6), stream_interval=64),
             train_s=0.05,
             sync_s=0.1,

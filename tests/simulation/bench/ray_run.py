@@ -139,7 +139,7 @@ class _Sync:
 
 @dataclass(kw_only=True)
 class Samples:
-    """What is looked at now and then while the run goes on."""
+    """Samples taken during the run."""
 
     groups_running: list[int]
     private_bytes: list[int]

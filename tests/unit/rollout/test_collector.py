@@ -2,10 +2,21 @@ from __future__ import annotations
 
 import gc
 import weakref
+from typing import TYPE_CHECKING
 
 import pytest
 
 from rollout.worker.actor import THRESHOLDS, rare_collections
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(autouse=True)
+def thawed() -> Iterator[None]:
+    gc.unfreeze()
+    yield
+    gc.freeze()
 
 
 class Node:
@@ -20,6 +31,10 @@ def test_the_collector_is_as_before_after_the_block_even_if_that_fails() -> None
         raise ValueError("the block")
     assert gc.get_threshold() == before
     assert gc.get_freeze_count() == 0
+    gc.freeze()
+    with rare_collections():
+        pass
+    assert gc.get_freeze_count() > 0, "it was frozen before"
 
 
 def test_a_young_cycle_is_still_found_in_the_block() -> None:

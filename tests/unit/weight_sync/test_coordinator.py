@@ -177,12 +177,12 @@ async def test_replicas_are_never_all_paused_at_once() -> None:
 
 async def test_frozen_replica_keeps_its_version_until_released() -> None:
     replicas = [LocalReplica("r0"), LocalReplica("r1")]
-    async with opened(1, replicas, timeout_s=2.0) as world:
+    async with opened(1, replicas, timeout_s=1.0) as world:
         await world.step(1)
         async with world.coordinator.freeze("r0") as version:
             assert version == 1
             task = asyncio.create_task(world.step(2))
-            await asyncio.sleep(2.5)  # longer than the deadline: a freeze is nobody's failure
+            await asyncio.sleep(1.2)  # longer than the deadline: a freeze is nobody's failure
             assert replicas[0].versions == [1]
             assert replicas[1].versions == [1, 2]
             assert not task.done()

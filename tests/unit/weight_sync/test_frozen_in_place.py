@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from weight_sync.types import SyncReport
 
-TIMEOUT_S = 2.0
+TIMEOUT_S = 1.0
 
 
 class World:

@@ -158,10 +158,10 @@ async def test_the_seal_and_the_slot_share_one_deadline(monkeypatch: pytest.Monk
 
 async def test_a_sync_has_all_its_time_after_it_waited_for_somebody_to_join() -> None:
     replica = LocalReplica("r0")
-    async with opened(1, [replica], timeout_s=2.0) as world:
+    async with opened(1, [replica], timeout_s=1.0) as world:
         await world.step(1)
         async with world.coordinator._membership_lock:
             syncing = asyncio.create_task(world.step(2))
-            await asyncio.sleep(2.2)
+            await asyncio.sleep(1.1)
         assert (await asyncio.wait_for(syncing, 10)).replicas_live == 1
         assert replica.versions == [1, 2]

@@ -226,7 +226,7 @@ def test_pull_over_its_deadline_stops(
 ) -> None:
     monkeypatch.setattr(prefetch, "SLACK_S", 0.0)
     pair = open_pair(local, closing, "staged")
-    pair.after_pull(lambda: time.sleep(2.5))
+    pair.after_pull(lambda: time.sleep(1.2))
     end = next(iter(pair.receiver._epoch._reaches.values()))._end
     original = end.pull
 
@@ -236,7 +236,7 @@ def test_pull_over_its_deadline_stops(
 
     end.pull = checked
     with pytest.raises(PullTimeout, match="did not arrive in time"):
-        pair.fetch(2, deadline_s=2.0)
+        pair.fetch(2, deadline_s=0.9)
     pair.replica.assert_holds(OLD)
 
 
@@ -514,8 +514,8 @@ def test_retry_gives_a_pull_under_way_more_time(
 ) -> None:
     monkeypatch.setattr(prefetch, "SLACK_S", 0.0)
     pair = open_pair(local, closing, "staged")
-    pair.after_pull(lambda: time.sleep(2.5))
-    pair.receiver.prefetch(2, deadline_s=2.0)
+    pair.after_pull(lambda: time.sleep(1.2))
+    pair.receiver.prefetch(2, deadline_s=0.9)
     pair.fetch(2, deadline_s=5.0)
     pair.receiver.commit(2, deadline_s=5.0)
     pair.replica.assert_holds(NEW)

@@ -23,7 +23,8 @@ from rollout.fleet.scheduler import NoReplica
 from rollout.rendering import ChatTemplateRenderer
 from rollout.types import SamplingParams, TokenChunk
 from rollout.worker.worker import RolloutWorker
-from tests.fakes.chat_policy import END, ChatPolicy, by_turn, chat_tokenizer
+from tests.fakes.chat_policy import TEMPLATE, ChatPolicy, by_turn
+from tests.fakes.chat_tokenizer import END, chat_tokenizer
 from tests.fakes.engine_client import FakeEngine
 from tests.unit.rollout.test_worker import length_score, spec
 
@@ -389,9 +390,11 @@ async def test_a_request_of_a_size_that_is_allowed_is_told_that_its_trajectory_h
 
 
 async def test_an_evaluation_plays_agents_too() -> None:
-    loop = OpenAiLoop(asks_once, template=ChatTemplateRenderer(chat_tokenizer()))
+    loop = OpenAiLoop(asks_once, template=ChatTemplateRenderer(chat_tokenizer(TEMPLATE)))
     settings = spec(agent="mine.make", agent_timeout_s=100.0)
-    busy = RolloutWorker(settings, [FakeEngine("e0")], tokenizer=chat_tokenizer(), score=length_score, loop=loop)
+    busy = RolloutWorker(
+        settings, [FakeEngine("e0")], tokenizer=chat_tokenizer(TEMPLATE), score=length_score, loop=loop
+    )
     prompts = [replace(ChatPolicy(by_turn()).prompt(), prompt_id=str(n)) for n in range(3)]
     trajectories = await busy.evaluate(prompts, SamplingParams(max_tokens=9, temperature=0.0), engine="e0")
     assert [(one.status, one.num_generated_tokens) for one in trajectories] == [("truncated", 9)] * 3
@@ -416,7 +419,7 @@ NUMBER = 1
     ],
 )
 def test_what_cannot_work_is_refused_before_the_run(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    tokenizer = chat_tokenizer()
+    tokenizer = chat_tokenizer(TEMPLATE)
     tokenizer.chat_template = changes.pop("chat_template", tokenizer.chat_template)
     tokenizer.save_pretrained(tmp_path)
     args = {"solve": f"{__name__}.solve_of_the_test", "tokenizer": str(tmp_path)}
@@ -426,7 +429,7 @@ def test_what_cannot_work_is_refused_before_the_run(tmp_path: Path, changes: dic
 
 def test_an_agent_for_other_hosts_listens_where_they_reach_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TANDEM_HOST", "127.0.0.2")
-    chat_tokenizer().save_pretrained(tmp_path)
+    chat_tokenizer(TEMPLATE).save_pretrained(tmp_path)
     args = {"solve": f"{__name__}.solve_of_the_test", "tokenizer": str(tmp_path), "host": "auto"}
     loop: Any = make_loop("rollout.agent.openai_agent.openai_agent", args)
     assert loop._server._host == "127.0.0.2"

@@ -644,6 +644,6 @@ def test_answers_of_a_version_that_was_evaluated_before_go_to_a_second_file_and_
         assert caplog.text == ""
         second = asyncio.run(telemetry.record_answers(ANSWERS, version=4))
         assert (first, second) == ("evaluations/version_4.jsonl", "evaluations/version_4.2.jsonl")
-        assert "what was answered this time is in evaluations/version_4.2" in caplog.text
+        assert "the responses of this evaluation are in evaluations/version_4.2" in caplog.text
         sizes = [len((telemetry.run_dir.path / name).read_text().splitlines()) for name in (first, second) if name]
     assert sizes == [5, 5]

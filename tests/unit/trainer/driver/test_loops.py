@@ -330,7 +330,7 @@ def test_a_disk_that_hangs_delays_no_step_and_what_it_cannot_take_is_counted(
     assert len(recorded(run)) == 4
     last = lines(run)[-1]
     assert last["telemetry/trajectories_skipped"] == last["buffer/finished"] - 4 > 0
-    assert caplog.text.count("takes records too slowly: 4 wait") == 1
+    assert caplog.text.count("is too slow: 4 records wait") == 1
 
 
 def test_a_run_that_filters_everything_ends_with_the_reason(scripted: Make, play: Play) -> None:

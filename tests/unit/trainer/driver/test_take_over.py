@@ -216,7 +216,7 @@ def test_another_branch_or_one_whose_checkpoints_are_gone_begins_where_it_is_tol
 def test_the_log_says_which_keys_are_not_as_before(start: Start) -> None:
     start(algorithm={"advantage_estimator": "rloo"}, trainer={"total_steps": 9})
     start(trainer={"total_steps": 9})
-    (line,) = [line for line in start.log.splitlines() if "not configured as before" in line]
+    (line,) = [line for line in start.log.splitlines() if "the configuration has changed" in line]
     assert line.endswith("(config.1.yaml): algorithm.advantage_estimator: rloo -> grpo")
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-WRITING = "writing what was answered in evaluations"
+WRITING = "writing the responses of evaluations"
 
 
 class Screen(io.StringIO):

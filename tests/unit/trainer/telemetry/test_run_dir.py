@@ -18,7 +18,8 @@ from rich.console import Console
 from tests.fakes.full_disk import file_limit
 from trainer.config.schema import RunConfig
 from trainer.errors import ConfigurationError
-from trainer.telemetry.run_dir import RunDirLost, open_run_dir, write_atomically
+from trainer.files import write_atomically
+from trainer.telemetry.run_dir import RunDirLost, open_run_dir
 from trainer.telemetry.session import Summary, claimed_run_dir, write_summary
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -104,29 +105,20 @@ def test_a_second_owner_is_refused_with_pid_and_host_and_kill_frees_the_director
     assert not (tmp_path / "owner.lock").exists()
 
 
-def test_an_earlier_configuration_is_kept_if_it_was_another(tmp_path: Path) -> None:
+def test_an_earlier_configuration_is_kept_if_it_was_another_and_the_log_names_every_changed_key(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     config = RunConfig(run_dir=str(tmp_path))
     run_dir = open_run_dir(config)
-    run_dir.write_config(config)
-    run_dir.write_config(config)
-    assert not (tmp_path / "config.1.yaml").exists()
-    run_dir.write_config(replace(config, seed=7))
-    assert "seed: 0" in (tmp_path / "config.1.yaml").read_text()
-    assert "seed: 7" in run_dir.config.read_text()
-    run_dir.close()
-
-
-def test_the_log_names_every_key_that_is_not_as_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = RunConfig(run_dir=str(tmp_path))
-    run_dir = open_run_dir(config)
-    for other in (config, replace(config, run_dir=f"{tmp_path}/.")):
+    for other in (config, config, replace(config, run_dir=f"{tmp_path}/.")):
         run_dir.write_config(other)
     assert not caplog.records
+    assert (tmp_path / "config.1.yaml").exists() and not (tmp_path / "config.2.yaml").exists(), "one per change"
     run_dir.write_config(replace(config, seed=7, learner=replace(config.learner, lr=1e-4)))
-    changed = f"(config.2.yaml): seed: 0 -> 7; learner.lr: {config.learner.lr:g} -> 0.0001"
+    assert "seed: 0" in (tmp_path / "config.2.yaml").read_text() and "seed: 7" in run_dir.config.read_text()
     (record,) = caplog.records
+    changed = f"(config.2.yaml): seed: 0 -> 7; learner.lr: {config.learner.lr:g} -> 0.0001"
     assert record.levelname == "WARNING" and record.getMessage().endswith(changed)
-    caplog.clear()
     run_dir.config.write_text("seed: [")
     run_dir.write_config(config)
     assert "config.3.yaml cannot be read" in caplog.text

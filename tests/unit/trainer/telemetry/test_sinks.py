@@ -53,53 +53,53 @@ def config_for(path: Path, **telemetry: Any) -> RunConfig:
     return RunConfig(run_dir=str(path), telemetry=TelemetryConfig(**telemetry))
 
 
-def test_a_torn_line_is_cut_and_whole_ones_are_kept(tmp_path: Path) -> None:
-    path = tmp_path / "m.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n{"st')
-    sink = JsonlSink(path)
-    sink.write({"step": 3})
-    sink.close()
-    assert [line["step"] for line in lines(path)] == [1, 2, 3]
-
-
-def test_lines_after_the_checkpoint_are_cut(tmp_path: Path) -> None:
+def test_lines_after_the_checkpoint_and_torn_ones_are_cut(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\nnoise\n{"step": 4}\n{"step": 2')
     assert truncate_after(path, 2) == 4
     assert [line["step"] for line in lines(path)] == [1, 2]
-    assert truncate_after(path, 2) == 0
-    assert truncate_after(tmp_path / "missing.jsonl", 2) == 0
+    assert truncate_after(path, 2) == truncate_after(tmp_path / "missing.jsonl", 2) == 0
+    with path.open("a") as file:
+        file.write('{"st')
+    JsonlSink(path).write({"step": 3})
+    assert [line["step"] for line in lines(path)] == [1, 2, 3]
     assert [entry.name for entry in tmp_path.iterdir()] == ["m.jsonl"]
 
 
-def test_lines_may_be_cut_or_set_aside_behind_a_sink_that_is_open(tmp_path: Path) -> None:
-    config = config_for(tmp_path / "run", tensorboard=False)
+def test_a_full_disk_costs_the_lines_that_it_refuses_and_no_other(tmp_path: Path) -> None:
+    sink, path = JsonlSink(tmp_path / "m.jsonl"), tmp_path / "m.jsonl"
+    sink.write({"step": 1, "text": "x" * 100})
+    size = path.stat().st_size
+    with file_limit(size + 20), pytest.raises(OSError):
+        sink.write({"step": 2, "text": "x" * 100})
+    assert path.stat().st_size == size
+    sink.write({"step": 3})
+    assert [line["step"] for line in lines(path)] == [1, 3]
+
+
+def test_a_resume_cuts_and_a_new_beginning_sets_aside_what_open_sinks_have_written(tmp_path: Path) -> None:
+    config = config_for(tmp_path / "run")
     run_dir = open_run_dir(config)
-    run_dir.metrics.write_text('{"step": 1}\n{"step": 2}\n')
     writer = build_writer(config, run_dir)
-    cut_records(run_dir, after_step=1)
-    writer.write({"step": 2, "version": 2})
-    assert [line["step"] for line in lines(run_dir.metrics)] == [1, 2]
-    set_records_aside(run_dir)
-    writer.write({"step": 1})
+    for step in (1, 2, 3):
+        writer.write({"step": step})
+    for version, step in ((0, 1), (1, 3), (2, 3)):
+        writer.write_evaluation({"version": version, "step": step, "accuracy": np.float32(0.5)})
     writer.close()
+    again = build_writer(config, run_dir)
+    cut_records(run_dir, after_step=1)
+    again.write({"step": 2, "version": 2})
+    assert [line["step"] for line in lines(run_dir.metrics)] == [1, 2]
+    assert [(line["version"], line["step"]) for line in lines(run_dir.evaluations)] == [(0, 1), (1, 3)]
+    assert list(run_dir.tensorboard.glob("events*"))
+    run_dir.evaluations.write_text("")
+    set_records_aside(run_dir)
+    again.write({"step": 1})
+    again.close()
     assert [line["step"] for line in lines(run_dir.metrics)] == [1]
     assert [line["step"] for line in lines(run_dir.path / "metrics.1.jsonl")] == [1, 2]
     assert not (run_dir.path / "evaluations.1.jsonl").exists(), "there was nothing in it"
     run_dir.close()
-
-
-def test_a_full_disk_costs_the_lines_that_it_refuses_and_no_other(tmp_path: Path) -> None:
-    sink = JsonlSink(tmp_path / "m.jsonl")
-    line = {"step": 1, "text": "x" * 100}
-    sink.write(line)
-    size = (tmp_path / "m.jsonl").stat().st_size
-    with file_limit(size + 20), pytest.raises(OSError):
-        sink.write({**line, "step": 2})
-    assert (tmp_path / "m.jsonl").stat().st_size == size
-    sink.write({**line, "step": 3})
-    sink.close()
-    assert [line["step"] for line in lines(tmp_path / "m.jsonl")] == [1, 3]
 
 
 def test_a_broken_sink_is_counted_and_the_others_get_every_record(caplog: pytest.LogCaptureFixture) -> None:
@@ -185,25 +185,6 @@ def test_a_full_disk_costs_tensorboard_the_steps_that_it_refuses_and_no_other(tm
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     assert [(e.step, round(e.value, 3)) for e in events.Scalars("reward/mean")] == [(2, 0.2), (4, 0.4), (5, 0.5)]
-
-
-def test_the_configured_sinks_are_built_and_a_resume_cuts(tmp_path: Path) -> None:
-    config = config_for(tmp_path / "run")
-    run_dir = open_run_dir(config)
-    writer = build_writer(config, run_dir)
-    for step in (1, 2, 3):
-        writer.write({"step": step})
-    for version, step in ((0, 1), (1, 3), (2, 3)):
-        writer.write_evaluation({"version": version, "step": step, "accuracy": np.float32(0.5)})
-    writer.close()
-    again = build_writer(config, run_dir)
-    cut_records(run_dir, after_step=1)
-    again.write({"step": 2, "version": 2})
-    again.close()
-    assert [line["step"] for line in lines(run_dir.metrics)] == [1, 2]
-    assert [(line["version"], line["step"]) for line in lines(run_dir.evaluations)] == [(0, 1), (1, 3)]
-    assert list(run_dir.tensorboard.glob("events*"))
-    run_dir.close()
 
 
 def test_every_metric_has_one_full_row_also_of_a_family_and_an_evaluation_set() -> None:

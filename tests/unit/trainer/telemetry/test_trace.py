@@ -103,8 +103,8 @@ def test_every_process_of_a_run_has_its_own_numbers(tmp_path: Path) -> None:
     assert all(event["name"].endswith(f" of {dict(rows)[event['pid'], event['tid']]}") for event in written)
 
 
-def test_threads_do_not_tear_each_others_events(tmp_path: Path) -> None:
-    tracer = Tracer(tmp_path / "trace.json")
+def test_threads_do_not_tear_each_others_events_and_what_is_over_the_limit_or_late_is_counted(tmp_path: Path) -> None:
+    tracer = Tracer(tmp_path / "trace.json", max_events=2009)  # 2,000 spans, and the names of 4 tracks and the process
 
     def work(track: str) -> None:
         for n in range(500):
@@ -115,39 +115,31 @@ def test_threads_do_not_tear_each_others_events(tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    tracer.close()
-    assert len(events(tmp_path / "trace.json")) == 2000
-
-
-def test_events_over_the_limit_and_after_close_are_counted(tmp_path: Path) -> None:
-    tracer = Tracer(tmp_path / "trace.json", max_events=5)
+    assert tracer.num_dropped == 0
     for n in range(10):
-        add(tracer, str(n))
+        add(tracer, str(n), track="t0")
     tracer.close()
     add(tracer, "late")
-    assert len(json.loads((tmp_path / "trace.json").read_text())) == 5
-    assert tracer.num_dropped == 8
+    assert len(events(tmp_path / "trace.json")) == 2000 + 4
+    assert tracer.num_dropped == 6 + 1
 
 
-def test_a_full_disk_costs_the_events_that_it_refuses_and_no_other(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    tracer = Tracer(path)
+def test_a_full_disk_costs_the_events_that_it_refuses_and_no_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, clock = tmp_path / "trace.json", Clock()
+    tracer = Tracer(path, clock=clock)
     for number in range(3):
         size = path.stat().st_size
+        clock.now += 2.0
         with file_limit(size + 20) if number == 1 else contextlib.nullcontext():
             add(tracer, f"event {number}")
-            tracer.flush()
         assert number != 1 or path.stat().st_size == size
     tracer.close()
     assert [event["name"] for event in events(path)] == ["event 0", "event 2"]
     assert tracer.num_dropped == 1
-
-
-def test_a_trace_that_cannot_be_opened_is_logged_counted_and_ends_no_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "trace.json").mkdir()
-    tracer = Tracer(tmp_path / "trace.json")
+    (tmp_path / "folder").mkdir()
+    tracer = Tracer(tmp_path / "folder")
     add(tracer, "step 0")
     tracer.close()
     assert tracer.num_dropped == 1

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 
 from rollout.types import Group, Prompt, RolloutRequest, ToolUse, Trajectory, Turn
 from tests.fakes.full_disk import file_limit
@@ -15,8 +16,6 @@ from trainer.telemetry.trajectories import TrajectoryRecorder
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
-
-    import pytest
 
 
 PROMPT = Prompt(prompt_id="train/1", token_ids=np.array([5], np.int32), text="12+7=", answer="19")
@@ -43,6 +42,18 @@ def make_group(group_id: int = 0, *, text: str = "19") -> Group:
         ),
     ]  # fmt: skip
     return Group(group_id=group_id, prompt_id="train/1", trajectories=trajectories, start_version=2)
+
+
+@pytest.fixture
+def groups(tmp_path: Path) -> Path:
+    (tmp_path / "trajectories").mkdir()
+    return tmp_path / "trajectories"
+
+
+@pytest.fixture
+def evaluations(tmp_path: Path) -> Path:
+    (tmp_path / "evaluations").mkdir()
+    return tmp_path / "evaluations"
 
 
 def recorded(folder: Path) -> list[dict[str, Any]]:
@@ -101,10 +112,7 @@ def test_an_attempt_that_raised_is_recorded_with_prompt_attempts_and_reason(tmp_
     assert recorded(tmp_path)[1].keys() - {"attempts"} == line.keys() - {"attempts"}
 
 
-def test_the_answers_of_an_evaluation_are_recorded_as_those_of_a_group(tmp_path: Path) -> None:
-    groups, evaluations = tmp_path / "trajectories", tmp_path / "evaluations"
-    groups.mkdir()
-    evaluations.mkdir()
+def test_the_answers_of_an_evaluation_are_recorded_as_those_of_a_group(groups: Path, evaluations: Path) -> None:
     recorder, group = TrajectoryRecorder(groups, clock=lambda: 12.5), make_group()
     # Their own numbers are places in the whole evaluation; recorded are those within the prompt.
     placed = [replace(trajectory, sample_index=8 + i) for i, trajectory in enumerate(group.trajectories)]
@@ -149,15 +157,12 @@ def test_past_its_limit_a_folder_gets_no_more_which_is_logged_once_and_counted(
     assert [line["group_id"] for line in recorded(tmp_path)] == [0, 1, 2]
     assert (recorder.num_skipped, recorder.num_errors) == (3, 0)
     (warning,) = caplog.messages
-    assert f"{tmp_path} has what telemetry.max_trajectories_gib=" in warning
+    assert f"{tmp_path} has reached telemetry.max_trajectories_gib=" in warning
 
 
 def test_an_evaluation_that_has_begun_is_whole_and_later_ones_are_skipped(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    groups: Path, evaluations: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    groups, evaluations = tmp_path / "trajectories", tmp_path / "evaluations"
-    for folder in (groups, evaluations):
-        folder.mkdir()
     recorder = TrajectoryRecorder(groups, max_bytes=10)
     write_evaluation(recorder, evaluations, [make_group()])
     assert recorder.begin_evaluation(evaluations, 5) is recorder.begin_evaluation(evaluations, 6) is None
@@ -173,15 +178,12 @@ def test_metadata_that_json_cannot_hold_is_kept_as_text(tmp_path: Path) -> None:
     assert "image" in recorded(tmp_path)[0]["prompt"]["metadata"]["repr"]
 
 
-def test_half_a_surrogate_pair_is_escaped_and_costs_nothing(tmp_path: Path) -> None:
+def test_half_a_surrogate_pair_is_escaped_and_costs_nothing(groups: Path, evaluations: Path) -> None:
     """As a reward or a data set makes it that cuts a text in the middle of an emoji."""
     prompt = replace(PROMPT, answer="ä \ud83d", metadata={"source": ["fine", "\ud83d"], "\udc00": 1})
     group = make_group(3)
     failed = replace(group.trajectories[1], error="ValueError: \ud83d is no number")
     group = replace(group, trajectories=[group.trajectories[0], failed])
-    groups, evaluations = tmp_path / "trajectories", tmp_path / "evaluations"
-    groups.mkdir()
-    evaluations.mkdir()
     recorder = TrajectoryRecorder(groups)
     recorder.write(group, prompt, "ready")
     item = RolloutRequest(group_id=4, prompt=prompt, start_version=2)
@@ -221,13 +223,10 @@ def test_answers_that_cannot_be_written_are_counted_and_logged(
     write_evaluation(recorder, tmp_path, [group, replace(group, trajectories=[unknown]), group])
     assert len(recorded(tmp_path)) == 1, "after the first that cannot be written the rest is left out"
     assert recorder.num_errors == 2
-    assert caplog.text.count("is not complete") == 2 and "version_4.jsonl" in caplog.text
+    assert caplog.text.count("is incomplete") == 2 and "version_4.jsonl" in caplog.text
 
 
-def test_a_full_disk_costs_what_it_refuses_and_leaves_no_half_line(tmp_path: Path) -> None:
-    groups, evaluations = tmp_path / "trajectories", tmp_path / "evaluations"
-    groups.mkdir()
-    evaluations.mkdir()
+def test_a_full_disk_costs_what_it_refuses_and_leaves_no_half_line(groups: Path, evaluations: Path) -> None:
     recorder = TrajectoryRecorder(groups)
     recorder.write(make_group(0), PROMPT, "ready")
     (path,) = groups.iterdir()
@@ -240,29 +239,3 @@ def test_a_full_disk_costs_what_it_refuses_and_leaves_no_half_line(tmp_path: Pat
         write_evaluation(recorder, evaluations, [make_group()] * 4)
     assert len((evaluations / "version_4.2.jsonl").read_text().splitlines()) == 2
     assert recorder.num_errors == 2
-
-
-class Guarded(TrajectoryRecorder):
-    """Groups and evaluations are written by two threads: its counters change under the lock only."""
-
-    _counts: dict[str, int]
-
-    def _set(self, name: str, value: int) -> None:
-        assert value == 0 or self._lock.locked()
-        vars(self).setdefault("_counts", {})[name] = value
-
-    num_errors = property(lambda self: self._counts["errors"], lambda self, value: self._set("errors", value))
-    num_skipped = property(lambda self: self._counts["skipped"], lambda self, value: self._set("skipped", value))
-
-
-def test_what_is_not_recorded_is_counted_under_a_lock(tmp_path: Path) -> None:
-    full = Guarded(tmp_path, max_bytes=0)
-    full.write(make_group(), PROMPT, "ready")
-    full.write_failure(RolloutRequest(group_id=1, prompt=PROMPT, start_version=0), "dropped", reason="")
-    assert full.begin_evaluation(tmp_path, 1) is None
-    assert (full.num_errors, full.num_skipped) == (0, 3)
-    broken = Guarded(tmp_path / "missing")
-    broken.write(make_group(), PROMPT, "ready")
-    broken.write_answers(tmp_path / "missing" / "version_1.jsonl", [("", PROMPT, [])], version=1, status="scored")
-    assert broken.begin_evaluation(tmp_path / "missing", 1) is None
-    assert (broken.num_errors, broken.num_skipped) == (3, 0)

@@ -1,5 +1,5 @@
 """A whole run in which an evaluation takes one of two engines, then an engine is killed in mid-answer, the other
-one is stopped, then a rollout worker is killed: it goes on, and nothing is lost. Then a learner is killed, which ends
+one is stopped, then a rollout worker is killed: it continues, and nothing is lost. Then a learner is killed, which ends
 it with the reason."""
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def num_returned(run: TrainerProcess) -> int:
 
 
 def lose_with_answers(run: TrainerProcess, lose: Callable[[], None]) -> None:
-    """Loses an engine until answers of one went on elsewhere, from what they had. What a line says of engines may be
+    """Loses an engine until answers of one went on elsewhere, from what they had. The engine metrics of a line may be
     seconds old, and an engine that is ahead of the learner has ended all of its answers by then now and then, or has
     just begun all that it has."""
     for _ in range(4):
@@ -103,7 +103,7 @@ def test_engine_and_rollout_worker_come_back_and_cost_no_group_and_the_loss_of_a
     skipped = [line["sync/replicas_skipped"] for line in beside]  # of the last sync that had ended then
     assert 1 in skipped, "no new version passed its engine by"
     assert set(skipped[skipped.index(1) :]) == {1}, "and none after it reached it"
-    assert len(beside) >= 2, "training went on beside it"
+    assert len(beside) >= 2, "training continued during it"
 
     lose_with_answers(run, lambda: run.process("ray::EngineActor").kill())
     run.until(lambda: [line["sync/replicas_live"] for line in run.lines[-2:]] == [2, 2])
