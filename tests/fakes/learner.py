@@ -28,6 +28,8 @@ from tests.fakes.patience import PATIENT_S
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.schema import LearnerConfig, ModelConfig, RolloutConfig, RunConfig
 from trainer.data.batch import MicroBatch
+from trainer.learner.model import check_packed, load_config
+from trainer.learner.packed_inputs import scatter_to_tokens
 from trainer.learner.policy import PolicyTrainer
 from weight_sync.device.select import get_backend
 
@@ -149,13 +151,17 @@ def process_group(store_file: Path, *, rank: int = 0, world_size: int = 1) -> It
 
 def make_learner(cfg: RunConfig) -> PolicyTrainer:
     """A learner in the open process group."""
-    return PolicyTrainer(
-        cfg,
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-        device=torch.device("cpu"),
-        backend=get_backend("cpu"),
-    )
+    return PolicyTrainer(cfg, device=torch.device("cpu"), backend=get_backend("cpu"))
+
+
+def check_model(directory: Path) -> None:
+    """As preflight does, of the model alone."""
+    check_packed(load_config(ModelConfig(), directory), directory, trust_remote_code=False)
+
+
+def logprobs(learner: PolicyTrainer, batch: MicroBatch) -> np.ndarray:
+    """Of the loss tokens under the current weights, after temperature: float32[T], 0 outside `loss_mask`."""
+    return scatter_to_tokens(learner._built.no_grad_forward(batch).logprobs_L, batch)
 
 
 def gradients(

@@ -21,14 +21,15 @@ def worker_main(rank: int, cfg: RunConfig, num_ranks: int, pipe: Any) -> None:
             """New adapters in place, as an optimizer step would leave them, large enough to be seen in every logit."""
             import torch
 
-            from trainer.learner.lora import _local, _rows, adapters_of
+            from trainer.learner.fsdp import local_rows, local_tensor
+            from trainer.learner.lora import adapters_of
 
             for index, adapter in enumerate(adapters_of(self._parts.learner.model)):
                 for at, param in enumerate((adapter.a, adapter.b)):
                     generator = torch.Generator().manual_seed(seed * 1000 + 2 * index + at)
                     whole = torch.randn(param.shape, generator=generator) * 0.15
-                    start, stop = _rows(param)
-                    _local(param).copy_(whole[start:stop])
+                    rows = slice(*local_rows(param, name=adapter.module))
+                    local_tensor(param.detach()).copy_(whole[rows])
 
         def adapters(self) -> tuple[dict[str, torch.Tensor], float]:
             """Collective. The whole adapter under PEFT's names, B without scaling; and the scaling."""

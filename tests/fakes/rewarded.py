@@ -11,6 +11,7 @@ from tests.fakes.learner import VOCAB, pack, run_config, without_loss
 from trainer.algorithms.advantages import GroupRewards
 from trainer.config.algorithm import AlgorithmConfig, CriticConfig, KlConfig
 from trainer.data.batch import MicroBatch
+from trainer.learner.prepare import less_kl
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,18 +58,24 @@ def _sequence(rng: np.random.Generator, answer: int) -> MicroBatch:
         advantages=np.zeros(length, np.float32),
         loss_weights=mask.astype(np.float32),
         token_rewards=rewards,
-        answer_index=np.array([answer], np.int32),
+        response_index=np.array([answer], np.int32),
     )
 
 
 def pack_rewarded(parts: Sequence[MicroBatch]) -> MicroBatch:
-    names = ("token_rewards", "answer_index")
+    names = ("token_rewards", "response_index")
     return replace(pack(parts), **{name: np.concatenate([getattr(one, name) for one in parts]) for name in names})
+
+
+def paid(batch: MicroBatch, reference_T: np.ndarray, kl: KlConfig) -> np.ndarray:
+    """Its rewards less the KL to the reference."""
+    assert batch.token_rewards is not None
+    return less_kl(batch.token_rewards.astype(np.float64), batch, reference_T, config=kl)
 
 
 def filler() -> MicroBatch:
     """What a rank that ran out of samples gets."""
-    return replace(without_loss(), token_rewards=np.zeros(2, np.float32), answer_index=np.array([-1], np.int32))
+    return replace(without_loss(), token_rewards=np.zeros(2, np.float32), response_index=np.array([-1], np.int32))
 
 
 def config(model_dir: Path, *, critic: dict[str, Any] | None = None, **algorithm: Any) -> RunConfig:

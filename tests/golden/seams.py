@@ -31,6 +31,7 @@ from rollout.agent.trajectory_builder import TrajectoryBuilder
 from rollout.types import Group, Prompt, TokenChunk, Trajectory, Turn
 from tests.fakes.learner import (
     KINDS,
+    logprobs,
     make_learner,
     pack,
     process_group,
@@ -262,7 +263,7 @@ def _arrays(batch: MicroBatch) -> dict[str, Any]:
     if batch.cov_selected is not None:
         arrays["cov_selected"] = batch.cov_selected
     if batch.token_rewards is not None:
-        arrays |= {"answers": batch.answer_index, "token_rewards": batch.token_rewards}
+        arrays |= {"answers": batch.response_index, "token_rewards": batch.token_rewards}
     return arrays
 
 
@@ -348,7 +349,7 @@ def _learner_input(learner: PolicyTrainer) -> tuple[list[MicroBatch], dict[str, 
         def joined(arrays: list[Any], members: list[int] = members) -> Any:
             return np.concatenate([arrays[number] for number in members])
 
-        near = learner.logprobs(packed) + joined(noise)
+        near = logprobs(learner, packed) + joined(noise)
         micro_batches.append(
             replace(
                 packed,
@@ -356,7 +357,7 @@ def _learner_input(learner: PolicyTrainer) -> tuple[list[MicroBatch], dict[str, 
                 versions=np.where(mask, joined(ages), -1).astype(np.int32),
                 cov_selected=joined(selected),
                 token_rewards=joined(rewards).astype(np.float32),
-                answer_index=np.array(members, np.int32),
+                response_index=np.array(members, np.int32),
             )
         )
     return micro_batches, _step_rewards(parts, rewards)

@@ -19,6 +19,7 @@ from tests.fakes.learner import (
     RankPool,
     drawn_config,
     gradients,
+    logprobs,
     make_learner,
     pack,
     process_group,
@@ -101,7 +102,7 @@ def _two_rank_job(directory: Path) -> dict[str, Any]:
         "one rank idle": ([pack(parts)], [without_loss()]),
     }
     out["gradients"] = {name: gradients(learner, split[rank]) for name, split in splits.items()}
-    out["logprobs"] = learner.logprobs(pack(parts))
+    out["logprobs"] = logprobs(learner, pack(parts))
     out["metrics"] = {k: m.mean for k, m in _step(learner, 0).metrics.items()}
     learner.export_hf(directory / "export")
     out["exported"] = weights(learner)
@@ -152,7 +153,7 @@ def test_metrics_and_logprobs_do_not_depend_on_the_number_of_ranks(
 ) -> None:
     learner = make_learner(run_config(directory / "model"))
     torch.testing.assert_close(
-        torch.from_numpy(two_ranks[1]["logprobs"]), torch.from_numpy(learner.logprobs(pack(sequences(12))))
+        torch.from_numpy(two_ranks[1]["logprobs"]), torch.from_numpy(logprobs(learner, pack(sequences(12))))
     )
     expected = {k: m.mean for k, m in _step(learner, 0).metrics.items()}
     assert two_ranks[0]["metrics"] == two_ranks[1]["metrics"]
@@ -217,9 +218,7 @@ OBJECTIVES = {
     "gmpo with entropy bonus": AlgorithmConfig(loss="gmpo", clip_ratio_low=0.4, clip_ratio_high=0.4, entropy_coef=0.3),
     "decoupled with rejection": AlgorithmConfig(
         correction=CorrectionConfig(
-            objective="decoupled",
-            clamp=ClampConfig(upper=1.5),
-            reject=RejectConfig(metric="k2", upper=0.8),
+            objective="decoupled", clamp=ClampConfig(upper=1.5), reject=RejectConfig(metric="k2", upper=0.8)
         )
     ),
 }
@@ -307,13 +306,13 @@ def _work(directory: Path, name: str) -> dict[str, Any]:
     """Train, look at everything, and continue."""
     learner = make_learner(_critic_config(directory, name))
     whole = pack_rewarded(rewarded(8, seed=99)[0])
-    initial = reference_logprobs(learner, whole) if _is_taught(name) else learner.logprobs(whole)
+    initial = reference_logprobs(learner, whole) if _is_taught(name) else logprobs(learner, whole)
     metrics = _train(learner, 0, STEPS)
     found = {
         "metrics": metrics,
         "weights": all_weights(learner),
         "initial": initial,
-        "current": learner.logprobs(whole),
+        "current": logprobs(learner, whole),
         "reference": reference_logprobs(learner, whole),
     }
     path = directory / f"{dist.get_world_size()} {name.replace(',', '')}"

@@ -43,7 +43,7 @@ def one_device(tmp_path: Path) -> Iterator[torch.device]:
 
 
 def learner_on(device: torch.device, cfg: RunConfig) -> PolicyTrainer:
-    return PolicyTrainer(cfg, rank=0, world_size=1, device=device, backend=get_backend("cuda"))
+    return PolicyTrainer(cfg, device=device, backend=get_backend("cuda"))
 
 
 def test_the_memory_of_a_learner_that_is_away_is_free_and_it_learns_the_same_bits(

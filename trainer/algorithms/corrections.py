@@ -1,14 +1,14 @@
 """Off-policy corrections: which old policy the loss compares with, and how much each sampled token still counts.
 
 One pipeline for every published recipe. An objective chooses the old policy, and with it the ratio
-rho = pi_learner / pi_engine of every token. Three actions look at that ratio, each by itself and none at what another
-left, so their order does not matter: `clamp` bounds the importance weight (TIS), `mask` takes tokens out (MIS, IcePop),
-`reject` takes whole answers out.
+rho = pi_learner / pi_engine of every token. Three independent actions look at that ratio, so their order does not
+matter: `clamp` bounds the importance weight (TIS), `mask` takes tokens out (MIS, IcePop), `reject` takes whole
+responses out.
 
-With `bypass` the ratio stands inside the loss already, so the weight is only the factor by which the actions changed
-it. That puts the clamped ratio in the place of the other one only if the loss is proportional to what is clamped: a
-clamp is refused with every other loss (`trainer.config.algorithm.LOSSES`). With `decoupled` and `loglinear` the
-weight is the ratio that is left, of any level:
+With `bypass` the ratio is inside the loss already, so the weight is only the factor by which the actions changed it.
+That replaces the ratio by the clamped one only if the loss is proportional to what is clamped: a clamp is refused with
+every other loss (`trainer.config.algorithm.LOSSES`). With `decoupled` and `loglinear` the weight is the ratio that is
+left, of any level:
 
     bypass       loss(pi / engine)   x  keep clamp(rho) / rho     rho = pi / engine
     decoupled    loss(pi / proximal) x  keep clamp(rho)           rho = proximal / engine
@@ -98,15 +98,15 @@ def correct(
 
 
 def measure(log_ratio_L: Tensor, inputs: LossInputs, *, metric: Metric, level: Level) -> Tensor:
-    """How far every token, or its answer, is from the policy that sampled it.
+    """How far every token, or its response, is from the policy that sampled it.
 
     With r = exp(log_ratio), kept within e^-20 and e^20: "ratio" r; "k1" -log r; "k2" (log r)^2 / 2; "k3" r - 1 - log r
     (Schulman 2020, as estimates of KL(engine || learner)); "tv" |r - 1| / 2, whose mean is the total variation.
-    An answer has the sum ("sequence") or the mean ("sequence_mean") over its loss tokens; of ratios the product or the
+    A response has the sum ("sequence") or the mean ("sequence_mean") over its loss tokens; of ratios the product or the
     geometric mean.
 
     Returns:
-        float32[L]; tokens of one answer share the value of the answer.
+        float32[L]; tokens of one response share its value.
     """
     if metric == "ratio":
         return _at_level(log_ratio_L, inputs, level).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

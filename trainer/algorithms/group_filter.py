@@ -1,18 +1,17 @@
-"""A user's own filter of finished groups: what it sees, and what it may say. Shape legend: `G` judged answers."""
+"""A user's own filter of finished groups: what it sees, and what it may return. Shape legend: `G` scored responses."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from rollout.types import Group, Prompt
-from trainer.config.own_function import OwnFunction, load_own
+from trainer.config.own_function import load_own
 
 if TYPE_CHECKING:
     from trainer.config.algorithm import AlgorithmConfig
@@ -25,12 +24,12 @@ _REASON = re.compile(r"[a-z][a-z0-9_]{0,39}")
 
 
 class GroupFilterError(RuntimeError):
-    """The filter raised, or gave something that is no reason. Ends the run: what it would let in is not known."""
+    """The filter raised, or returned something that is no reason. Ends the run: what it would let in is unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedGroup:
-    """What a filter sees of the answers to one prompt. Failed answers are left out; at least one was judged.
+    """What a filter sees of the responses to one prompt. Failed ones are left out; at least one was scored.
 
     Example:
         FinishedGroup(prompt=prompt, rewards_G=np.array([1.0, 0.0]), lengths_G=np.array([12, 30]),
@@ -45,40 +44,43 @@ class FinishedGroup:
     """Generated tokens."""
     is_truncated_G: npt.NDArray[np.bool_]
     num_failed: int
-    """Answers without a usable reward."""
+    """Responses without a usable reward."""
+
+    @classmethod
+    def of(cls, group: Group, prompt: Prompt) -> FinishedGroup:
+        scored = [t for t in group.trajectories if t.status != "failed"]
+        return cls(
+            prompt=prompt,
+            rewards_G=np.array([t.total_reward for t in scored], np.float64),
+            lengths_G=np.array([t.num_generated_tokens for t in scored], np.int64),
+            is_truncated_G=np.array([t.status == "truncated" for t in scored], np.bool_),
+            num_failed=len(group.trajectories) - len(scored),
+        )
 
 
 def own_group_filter(algorithm: AlgorithmConfig) -> OwnFilter | None:
-    """The function that `algorithm.group_filter` names, bound to its numbers; None without one.
-
-    Raises:
-        ConfigurationError: it cannot be imported or called.
-    """
+    """The function that `algorithm.group_filter` names, bound to its numbers; None without one. Raises
+    ConfigurationError if it cannot be imported or called."""
     path, numbers = algorithm.group_filter, algorithm.group_filter_args
     if not path:
         return None
-    function = partial(load_own(path, key="algorithm.group_filter", args=numbers), **numbers)
-    return partial(_ask, function, path)
+    function = load_own(path, key="algorithm.group_filter", args=numbers)
 
+    def reason(group: Group, prompt: Prompt) -> str:
+        try:
+            return checked_reason(function(FinishedGroup.of(group, prompt), **numbers))
+        except Exception as error:
+            what = str(error) if isinstance(error, GroupFilterError) else f"raised {type(error).__name__}: {error}"
+            raise GroupFilterError(
+                f"algorithm.group_filter {path} {what} (group {group.group_id}, prompt {group.prompt_id})"
+            ) from error
 
-def finished(group: Group, prompt: Prompt) -> FinishedGroup:
-    """The view of a filter. Needs a judged answer."""
-    judged = [t for t in group.trajectories if t.status != "failed"]
-    return FinishedGroup(
-        prompt=prompt,
-        rewards_G=np.array([t.total_reward for t in judged], np.float64),
-        lengths_G=np.array([t.num_generated_tokens for t in judged], np.int64),
-        is_truncated_G=np.array([t.status == "truncated" for t in judged], np.bool_),
-        num_failed=len(group.trajectories) - len(judged),
-    )
+    return reason
 
 
 def checked_reason(given: object) -> str:
-    """The answer of a filter; empty for None.
-
-    Raises:
-        GroupFilterError: it is neither None nor a word that can name a metric.
-    """
+    """What a filter returned; empty for None. Raises GroupFilterError if it is neither None nor a word that can name a
+    metric."""
     if given is None:
         return ""
     if not isinstance(given, str) or not _REASON.fullmatch(given) or given in BUILTIN_REASONS:
@@ -87,13 +89,3 @@ def checked_reason(given: object) -> str:
             f"which becomes a metric, other than {' and '.join(BUILTIN_REASONS)}"
         )
     return given
-
-
-def _ask(function: OwnFunction, path: str, group: Group, prompt: Prompt) -> str:
-    try:
-        return checked_reason(function(finished(group, prompt)))
-    except Exception as error:
-        what = str(error) if isinstance(error, GroupFilterError) else f"raised {type(error).__name__}: {error}"
-        raise GroupFilterError(
-            f"algorithm.group_filter {path} {what} (group {group.group_id}, prompt {group.prompt_id})"
-        ) from error

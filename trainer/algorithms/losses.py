@@ -1,13 +1,18 @@
-"""Policy losses, one value per token: pure functions of `LossInputs`, in float32; the caller sums weight x loss."""
+"""Policy losses, one value per token: pure functions of `LossInputs`, in float32; the caller sums weight x loss.
+
+The loss NAME is the function `NAME_loss`. It takes, as keyword arguments, the keys that
+`trainer.config.algorithm.LOSSES` names for it; a user's own takes `algorithm.loss_args`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
+from trainer.config.algorithm import loss_traits
 from trainer.config.own_function import is_own, load_own
 
 if TYPE_CHECKING:
@@ -74,11 +79,7 @@ def at_least_float32(values: Tensor) -> Tensor:
 
 
 def sequence_mean(values_L: Tensor, inputs: LossInputs) -> Tensor:
-    """Mean over the loss tokens of each sequence, given back to each of its tokens, as `sequence_sum`.
-
-    Returns:
-        float32[L]
-    """
+    """Mean over the loss tokens of each sequence, given back to each of its tokens (float32[L]), as `sequence_sum`."""
     return sequence_sum(values_L, inputs) / sequence_sum(torch.ones_like(values_L), inputs)
 
 
@@ -114,42 +115,17 @@ def loss_stats(
 
 
 def policy_loss(inputs: LossInputs, *, config: AlgorithmConfig) -> tuple[Tensor, LossStats]:
-    """The loss that `config.loss` names: (float32[L], stats). `trainer.config.algorithm` lists the keys of each.
+    """The loss that `config.loss` names: (float32[L], stats).
 
     Raises:
         ConfigurationError: the path of a user's loss leads to none.
-        ValueError: a user's loss gave something else, or a loss without gradient.
+        ValueError: no such loss, or a user's loss gave something else, or a loss without gradient.
     """
-    low, high = config.clip_ratio_low, config.clip_ratio_high
-    match config.loss:
-        case "ppo_clip":
-            return ppo_clip_loss(inputs, clip_ratio_low=low, clip_ratio_high=high, dual_clip=config.dual_clip)
-        case "reinforce":
-            return reinforce_loss(inputs)
-        case "importance_sampling":
-            return importance_sampling_loss(inputs)
-        case "gspo":
-            return gspo_loss(inputs, clip_ratio_low=low, clip_ratio_high=high)
-        case "gmpo":
-            return gmpo_loss(inputs, clip_ratio_low=low, clip_ratio_high=high)
-        case "cispo":
-            return cispo_loss(inputs, clip_ratio_low=low, clip_ratio_high=high)
-        case "sapo":
-            return sapo_loss(inputs, tau_positive=config.sapo_tau_positive, tau_negative=config.sapo_tau_negative)
-        case "clip_cov":
-            return clip_cov_loss(inputs, clip_ratio_low=low, clip_ratio_high=high)
-        case "kl_cov":
-            return kl_cov_loss(inputs, kl_coef=config.cov_kl_coef)
-        case "dppo_tv":
-            return dppo_loss(inputs, divergence="tv", threshold=config.dppo_threshold)
-        case "dppo_kl":
-            return dppo_loss(inputs, divergence="kl", threshold=config.dppo_threshold)
-        case "dro":
-            return dro_loss(inputs, beta=config.dro_beta)
-        case name if is_own(name):
-            return _own_loss(inputs, config)
-        case _:
-            raise ValueError(f"algorithm.loss {config.loss!r} has no function; add a case to policy_loss")
+    traits = loss_traits(config.loss)
+    if is_own(config.loss):
+        return _own_loss(inputs, config)
+    keys = (key for key in traits.keys if key not in traits.selects)
+    return globals()[f"{config.loss}_loss"](inputs, **{key: getattr(config, key) for key in keys})
 
 
 def _own_loss(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, LossStats]:
@@ -242,40 +218,37 @@ def cispo_loss(inputs: LossInputs, *, clip_ratio_low: float, clip_ratio_high: fl
     return loss_L, loss_stats(inputs, low=ratio_L < low, high=ratio_L > high)
 
 
-def sapo_loss(inputs: LossInputs, *, tau_positive: float, tau_negative: float) -> tuple[Tensor, LossStats]:
+def sapo_loss(inputs: LossInputs, *, sapo_tau_positive: float, sapo_tau_negative: float) -> tuple[Tensor, LossStats]:
     """-A (4 / tau) sigmoid(tau (r - 1)): a gate that closes smoothly where PPO's clip cuts.
 
     SAPO (Gao et al. 2025, arXiv:2511.20347). At r = 1 its slope is 1, as that of r.
 
     Args:
-        tau_positive: temperature where A > 0.
-        tau_negative: temperature elsewhere; a larger one lets bad tokens fade out sooner.
+        sapo_tau_positive: temperature where A > 0.
+        sapo_tau_negative: temperature elsewhere; a larger one lets bad tokens fade out sooner.
 
     Example:
         log-ratio 0.5, tau 1 and advantage 1 give -2.6268890.
     """
     ratio_L, _ = ratio_and_log(inputs)
-    tau_L = torch.where(inputs.advantages_L > 0, torch.full_like(ratio_L, tau_positive), tau_negative)
+    tau_L = torch.where(inputs.advantages_L > 0, torch.full_like(ratio_L, sapo_tau_positive), sapo_tau_negative)
     gate_L = torch.sigmoid(tau_L * (ratio_L - 1.0)) * (4.0 / tau_L)
     return -inputs.advantages_L * gate_L, loss_stats(inputs)
 
 
-def dro_loss(inputs: LossInputs, *, beta: float) -> tuple[Tensor, LossStats]:
+def dro_loss(inputs: LossInputs, *, dro_beta: float) -> tuple[Tensor, LossStats]:
     """-A log pi + beta / 2 (log r)^2: a policy gradient held near pi_old by a square instead of a clip.
 
     DRO (Richemond et al. 2024, arXiv:2405.19107): the gradient of its 1/2 (reward - value - beta log r)^2
-    with respect to the policy, over beta, with A in place of reward - value; per token instead of per answer.
+    with respect to the policy, over beta, with A in place of reward - value; per token instead of per response.
     """
     logprobs_L = at_least_float32(inputs.logprobs_L)
-    return -inputs.advantages_L * logprobs_L + 0.5 * beta * log_ratio(inputs).square(), loss_stats(inputs)
+    return -inputs.advantages_L * logprobs_L + 0.5 * dro_beta * log_ratio(inputs).square(), loss_stats(inputs)
 
 
 def clip_cov_loss(inputs: LossInputs, *, clip_ratio_low: float, clip_ratio_high: float) -> tuple[Tensor, LossStats]:
-    """The PPO clip loss, and 0 on selected tokens: Clip-Cov of Cui et al. (2025, arXiv:2505.22617, section 4).
-
-    Raises:
-        ValueError: no selection was given.
-    """
+    """The PPO clip loss, and 0 on selected tokens: Clip-Cov of Cui et al. (2025, arXiv:2505.22617, section 4). Raises
+    ValueError if no selection was given."""
     selected_L = _selection(inputs)
     ratio_L, _ = ratio_and_log(inputs)
     loss_L, low_L, high_L = clipped_surrogate(
@@ -286,18 +259,16 @@ def clip_cov_loss(inputs: LossInputs, *, clip_ratio_low: float, clip_ratio_high:
     return loss_L.masked_fill(selected_L, 0.0), stats
 
 
-def kl_cov_loss(inputs: LossInputs, *, kl_coef: float) -> tuple[Tensor, LossStats]:
-    """-A r, and + kl_coef |log r| on selected tokens: KL-Cov of Cui et al. (2025, arXiv:2505.22617, section 4).
+def kl_cov_loss(inputs: LossInputs, *, cov_kl_coef: float) -> tuple[Tensor, LossStats]:
+    """-A r, and + cov_kl_coef |log r| on selected tokens: KL-Cov of Cui et al. (2025, arXiv:2505.22617, section 4).
 
     The distance |log r| stands for KL(pi_old || pi) as in the authors' implementation. It has no gradient where the
     policies agree: the penalty holds a token near the policy that sampled it, it does not stop the first step away.
-
-    Raises:
-        ValueError: no selection was given.
+    Raises ValueError if no selection was given.
     """
     selected_L = _selection(inputs)
     ratio_L, log_ratio_L = ratio_and_log(inputs)
-    penalty_L = torch.where(selected_L, kl_coef * log_ratio_L.abs(), 0.0)
+    penalty_L = torch.where(selected_L, cov_kl_coef * log_ratio_L.abs(), 0.0)
     return -inputs.advantages_L * ratio_L + penalty_L, loss_stats(inputs)
 
 
@@ -352,46 +323,38 @@ def _value_with_own_gradient(log_value_L: Tensor, logprobs_L: Tensor) -> Tensor:
     return value_L * (logprobs_L - logprobs_L.detach()).exp()
 
 
-Divergence = Literal["tv", "kl"]
+def dppo_tv_loss(inputs: LossInputs, *, dppo_threshold: float) -> tuple[Tensor, LossStats]:
+    """-M A r, where M = 0 on tokens that are further than the threshold from pi_old and would move further still.
 
-
-def dppo_loss(inputs: LossInputs, *, divergence: Divergence, threshold: float) -> tuple[Tensor, LossStats]:
-    """-M A r, where M = 0 on tokens that are further than `threshold` from pi_old and would move further still.
-
-    DPPO (Qi et al. 2026, arXiv:2602.04879): M = 0 if the divergence exceeds the threshold and (A > 0 and r > 1, or
-    A < 0 and r < 1), else 1.
-
-    Returns:
-        (loss float32[L], 0 on masked tokens; stats).
+    DPPO (Qi et al. 2026, arXiv:2602.04879): M = 0 if the divergence of "this token or another" exceeds the threshold
+    and (A > 0 and r > 1, or A < 0 and r < 1), else 1. Here the divergence is the total variation |pi - pi_old|.
     """
+    with torch.no_grad():
+        new_L, old_L = at_least_float32(inputs.logprobs_L), at_least_float32(inputs.old_logprobs_L)
+        is_far_L = (new_L.exp() - old_L.exp()).abs() > dppo_threshold
+    return _dppo_loss(inputs, is_far_L)
+
+
+def dppo_kl_loss(inputs: LossInputs, *, dppo_threshold: float) -> tuple[Tensor, LossStats]:
+    """`dppo_tv_loss` with KL(pi_old || pi) = p log(p / q) + (1 - p) log((1 - p) / (1 - q)) as divergence."""
+
+    def log_rest(logprobs_L: Tensor) -> Tensor:
+        # Finite also where p rounds to 1: engines report log-probs of 0 there.
+        return torch.log((-torch.expm1(logprobs_L)).clamp_min(torch.finfo(logprobs_L.dtype).eps))
+
+    with torch.no_grad():
+        new_L, old_L = at_least_float32(inputs.logprobs_L), at_least_float32(inputs.old_logprobs_L)
+        rest_L = log_rest(old_L)
+        is_far_L = old_L.exp() * (old_L - new_L) + rest_L.exp() * (rest_L - log_rest(new_L)) > dppo_threshold
+    return _dppo_loss(inputs, is_far_L)
+
+
+def _dppo_loss(inputs: LossInputs, is_far_L: Tensor) -> tuple[Tensor, LossStats]:
     ratio_L, _ = ratio_and_log(inputs)
-    is_far_L = binary_divergence(inputs, divergence) > threshold
     is_high_L = is_far_L & (inputs.advantages_L > 0) & (ratio_L > 1)
     is_low_L = is_far_L & (inputs.advantages_L < 0) & (ratio_L < 1)
     loss_L = (-inputs.advantages_L * ratio_L).masked_fill(is_high_L | is_low_L, 0.0)
     return loss_L, loss_stats(inputs, low=is_low_L, high=is_high_L)
-
-
-@torch.no_grad()
-def binary_divergence(inputs: LossInputs, divergence: Divergence) -> Tensor:
-    """Divergence of "this token or another" between the policies, without gradient.
-
-    Returns:
-        float32[L]. "tv": |pi - pi_old|. "kl": KL(pi_old || pi) = p log(p / q) + (1 - p) log((1 - p) / (1 - q)).
-    """
-    new_L, old_L = at_least_float32(inputs.logprobs_L), at_least_float32(inputs.old_logprobs_L)
-    match divergence:
-        case "tv":
-            return (new_L.exp() - old_L.exp()).abs()
-        case "kl":
-            return old_L.exp() * (old_L - new_L) + _rest(old_L).exp() * (_rest(old_L) - _rest(new_L))
-        case _:
-            raise ValueError(f"divergence must be tv or kl, got {divergence!r}")
-
-
-def _rest(logprobs_L: Tensor) -> Tensor:
-    """log(1 - p), finite also where p rounds to 1 (engines report log-probs of 0 there)."""
-    return torch.log((-torch.expm1(logprobs_L)).clamp_min(torch.finfo(logprobs_L.dtype).eps))
 
 
 def kl_penalty(logprobs_L: Tensor, reference_logprobs_L: Tensor, estimator: KlEstimator) -> Tensor:
@@ -414,7 +377,7 @@ def kl_penalty(logprobs_L: Tensor, reference_logprobs_L: Tensor, estimator: KlEs
     half_square_L = 0.5 * difference_L.square()
     # float32 exp overflows at 88; a token that the policy made e^20 times rarer than the reference is lost anyway.
     bounded_L = difference_L.clamp_min(-MAX_LOG_RATIO)
-    # Not exp(-d) - 1: beside the 1 float32 has no digits left for a difference of 1e-4.
+    # Not exp(-d) - 1: next to the 1 float32 has no digits left for a difference of 1e-4.
     k3_L = torch.expm1(-bounded_L) + bounded_L
     match estimator:
         case "k1":

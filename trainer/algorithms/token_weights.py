@@ -1,7 +1,7 @@
 """The weight of each token in the loss, and the tokens that clip_cov and kl_cov select.
 
-The weights are computed once, over all sequences of a step, before the step is split over ranks and micro-batches.
-The loss is then a plain sum of weight x token loss, which no split can change. Numpy only.
+Both are computed once, over all sequences of a step, before the step is split over ranks and micro-batches. The loss is
+then a plain sum of weight x token loss, which no split can change. Numpy only.
 
 The denominator counts every loss token that enters the step, and every sequence that has one. A token that a
 correction rejects later adds 0 to the sum and stays in the denominator: the weights of the others do not move, and how
@@ -18,7 +18,7 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from trainer.config.algorithm import AggregationName, AlgorithmConfig
+    from trainer.config.algorithm import AggregationName
 
 
 def loss_weights(
@@ -35,7 +35,7 @@ def loss_weights(
 
     Returns:
         float64[N]: one weight per sequence. Sequences without a loss token count for nothing and get weight 0, so that
-        masking truncated answers does not shrink the others.
+        masking truncated responses does not shrink the others.
 
     Example:
         loss_weights([1, 3], "token_mean", norm_tokens=4)  # [.25, .25]
@@ -44,7 +44,7 @@ def loss_weights(
     if counts.ndim != 1 or (counts < 0).any():
         raise ValueError(f"num_loss_tokens must be one count >= 0 per sequence, got {counts.tolist()}")
     if norm_tokens < 1:
-        raise ValueError(f"norm_tokens must be >= 1, got {norm_tokens}; use the longest answer that is allowed")
+        raise ValueError(f"norm_tokens must be >= 1, got {norm_tokens}; use the longest response that is allowed")
     has_loss = counts > 0
     num_sequences, num_tokens = float(np.count_nonzero(has_loss)), float(counts.sum())
     weights = np.zeros_like(counts)
@@ -52,20 +52,21 @@ def loss_weights(
         return weights
     match kind:
         case "token_mean":
-            weights[has_loss] = 1.0 / num_tokens
+            weight = 1.0 / num_tokens
         case "token_sum":
-            weights[has_loss] = 1.0
+            weight = 1.0
         case "seq_mean_token_sum":
-            weights[has_loss] = 1.0 / num_sequences
+            weight = 1.0 / num_sequences
         case "seq_mean_token_mean":
-            weights[has_loss] = 1.0 / (num_sequences * counts[has_loss])
+            weight = 1.0 / (num_sequences * counts[has_loss])
         case "seq_mean_token_sum_norm":
-            weights[has_loss] = 1.0 / (num_sequences * norm_tokens)
+            weight = 1.0 / (num_sequences * norm_tokens)
         case _:
             raise ValueError(
                 "algorithm.loss_aggregation must be token_mean, token_sum, seq_mean_token_sum, seq_mean_token_mean or "
                 f"seq_mean_token_sum_norm, got {kind!r}"
             )
+    weights[has_loss] = weight
     return weights
 
 
@@ -93,31 +94,30 @@ def tie_break_draws(num_tokens: int, *, step: int, group_id: int, sample_index: 
 
 
 def select_tokens(
-    covariances_K: npt.NDArray[np.float64], draws_K: npt.NDArray[np.float64], *, config: AlgorithmConfig
+    covariances_K: npt.NDArray[np.float64],
+    draws_K: npt.NDArray[np.float64],
+    *,
+    cov_frac: float,
+    cov_min: float | None = None,
+    cov_max: float | None = None,
 ) -> npt.NDArray[np.bool_]:
-    """The tokens that `config.loss` treats apart: `cov_frac` of all, at least one.
+    """The tokens that a loss with a covariance treats differently: `cov_frac` of all, at least one.
 
-    "clip_cov": drawn at random from those between `cov_min` and `cov_max`, all of them if they are fewer.
-    "kl_cov": those of largest covariance; the draws decide between equals.
+    With bounds (clip_cov) they are drawn at random from those between them, all of those if they are fewer. Without
+    (kl_cov) they are those of largest covariance; the draws decide between equals.
 
     Returns:
         bool[K]
 
     Example:
-        covariances [3, 9, 2, 0], clip_cov, cov_frac .25: one of the tokens 0 and 2.
+        covariances [3, 9, 2, 0], cov_frac .25, cov_min 1, cov_max 5: one of the tokens 0 and 2.
     """
-    num_tokens = covariances_K.size
-    selected_K = np.zeros(num_tokens, np.bool_)
-    if num_tokens == 0:
-        return selected_K
-    num_selected = max(1, int(config.cov_frac * num_tokens))
-    match config.loss:
-        case "clip_cov":
-            eligible = np.flatnonzero((covariances_K > config.cov_min) & (covariances_K < config.cov_max))
-            order = eligible[np.argsort(draws_K[eligible], kind="stable")]
-        case "kl_cov":
-            order = np.lexsort((draws_K, -covariances_K))
-        case _:
-            raise ValueError(f"algorithm.loss must be clip_cov or kl_cov to select tokens, got {config.loss!r}")
+    selected_K = np.zeros(covariances_K.size, np.bool_)
+    num_selected = max(1, int(cov_frac * covariances_K.size))
+    if cov_min is not None and cov_max is not None:
+        eligible = np.flatnonzero((covariances_K > cov_min) & (covariances_K < cov_max))
+        order = eligible[np.argsort(draws_K[eligible], kind="stable")]
+    else:
+        order = np.lexsort((draws_K, -covariances_K))
     selected_K[order[:num_selected]] = True
     return selected_K

@@ -25,33 +25,34 @@ class EstimatorTraits:
     """Properties of one estimator; the rewards of the group are always read, except with `uses_parts`."""
 
     needs_peers: bool
-    """Compares the answers of one prompt: needs at least 2, and learns nothing from a group of equal rewards."""
+    """Compares the responses to one prompt: needs at least 2, and learns nothing from a group of equal rewards."""
     spans_step: bool = False
     """An advantage also depends on the other groups of the step."""
-    reads_normalize_by_std: bool = False
-    """`algorithm.normalize_by_std` switches the division by the group's standard deviation."""
     uses_parts: bool = False
     """Reads the named parts of the reward, and not their total."""
     reward_to_go: bool = False
     """A token's advantage comes from the rewards of its own turn and later ones, not from the sum of all turns."""
     greedy_baseline: bool = False
-    """Every group needs one more answer, sampled greedily, whose reward is the baseline."""
+    """Every group needs an extra, greedily sampled response, whose reward is the baseline."""
+    keys: tuple[str, ...] = ()
+    """Keys of `algorithm` that are its keyword arguments; no other estimator reads those. Not for a user's own."""
 
 
 ESTIMATORS: Mapping[AdvantageName, EstimatorTraits] = {
-    "grpo": EstimatorTraits(needs_peers=True, reads_normalize_by_std=True),
+    "grpo": EstimatorTraits(needs_peers=True, keys=("normalize_by_std",)),
     "rloo": EstimatorTraits(needs_peers=True),
     "reinforce": EstimatorTraits(needs_peers=False, reward_to_go=True),
     "reinforce_pp": EstimatorTraits(needs_peers=False, spans_step=True, reward_to_go=True),
     "reinforce_pp_baseline": EstimatorTraits(needs_peers=True, spans_step=True),
     "opo": EstimatorTraits(needs_peers=True),
-    "gpg": EstimatorTraits(needs_peers=True, spans_step=True),
-    "pass_at_k": EstimatorTraits(needs_peers=True, reads_normalize_by_std=True),
-    "gdpo": EstimatorTraits(needs_peers=True, spans_step=True, uses_parts=True),
+    "gpg": EstimatorTraits(needs_peers=True, spans_step=True, keys=("gpg_scale",)),
+    "pass_at_k": EstimatorTraits(needs_peers=True, keys=("normalize_by_std",)),
+    "gdpo": EstimatorTraits(needs_peers=True, spans_step=True, uses_parts=True, keys=("gdpo_weights",)),
     "remax": EstimatorTraits(needs_peers=False, greedy_baseline=True),
-    "gae": EstimatorTraits(needs_peers=False),
+    "gae": EstimatorTraits(needs_peers=False, keys=("gae_gamma", "gae_lambda", "whiten_advantages")),
     "zero": EstimatorTraits(needs_peers=False),
 }
+"""Each is a function of the same name in `trainer.algorithms.advantages`; gae is finished by the learner's critic."""
 
 OWN_TRAITS = EstimatorTraits(needs_peers=True, spans_step=True)
 """Of a user's estimator that declares none. They promise least: it never sees a lone answer, and nothing relies on the
@@ -91,12 +92,12 @@ def traits_of(algorithm: AlgorithmConfig) -> EstimatorTraits:
     advantage = algorithm.advantage_estimator
     if is_own(advantage):
         return declared_traits(load_own(advantage, key="algorithm.advantage_estimator", args=algorithm.advantage_args))
-    for name, traits in ESTIMATORS.items():
-        if name == advantage:
-            return traits
-    raise ValueError(
-        f"algorithm.advantage_estimator must be one of {', '.join(ESTIMATORS)}, or a dotted path, got {advantage!r}"
-    )
+    found = cast("Mapping[str, EstimatorTraits]", ESTIMATORS).get(advantage)
+    if found is None:
+        raise ValueError(
+            f"algorithm.advantage_estimator must be one of {', '.join(ESTIMATORS)}, or a dotted path, got {advantage!r}"
+        )
+    return found
 
 
 LossName = Literal[
@@ -116,33 +117,47 @@ class LossTraits:
     """What one loss reads and holds."""
 
     keys: tuple[str, ...] = ()
-    """Keys of `algorithm` that only some losses read; those that no loss names, every loss reads."""
+    """Keys of `algorithm` that are its keyword arguments, or choose its tokens; those that no loss names, every loss
+    reads."""
     ratio: RatioLevel | None = None
     """The ratio that it is proportional to, at least where it cuts nothing; None: it has none, or bounds it itself."""
+    own_bound: tuple[str, str] = ("", "")
+    """How it bounds the ratio itself, and what to do instead of a clamp."""
     is_weighted: bool = True
     """Whether the ratio of the policy to the old one weights its gradient."""
     is_bounded: bool = True
     """Whether something keeps that ratio near 1."""
-    selects: bool = False
-    """Treats tokens differently which are chosen over the whole step."""
+    is_on_policy: bool = False
+    """Blind to the age of a sample: refused off policy, unless a correction masks or rejects."""
+    selects: tuple[str, ...] = ()
+    """The `keys` that choose tokens over the whole step, which it treats differently; empty: it treats all alike."""
 
 
 _CLIP = ("clip_ratio_low", "clip_ratio_high")
 
 LOSSES: Mapping[LossName, LossTraits] = {
     "ppo_clip": LossTraits(keys=(*_CLIP, "dual_clip"), ratio="token"),
-    "reinforce": LossTraits(is_weighted=False),
+    "reinforce": LossTraits(is_weighted=False, is_on_policy=True),
     "importance_sampling": LossTraits(ratio="token", is_bounded=False),
     "gspo": LossTraits(keys=_CLIP, ratio="sequence_mean"),
     "gmpo": LossTraits(keys=_CLIP, ratio="sequence_mean"),
-    "cispo": LossTraits(keys=_CLIP),
-    "sapo": LossTraits(keys=("sapo_tau_positive", "sapo_tau_negative")),
-    "clip_cov": LossTraits(keys=(*_CLIP, "cov_frac", "cov_min", "cov_max"), ratio="token", selects=True),
-    "kl_cov": LossTraits(keys=("cov_frac", "cov_kl_coef"), ratio="token", selects=True),
+    "cispo": LossTraits(
+        keys=_CLIP,
+        own_bound=("bounds its weight itself", "set algorithm.clip_ratio_high, and algorithm.clip_ratio_low below 1"),
+    ),
+    "sapo": LossTraits(
+        keys=("sapo_tau_positive", "sapo_tau_negative"),
+        own_bound=("closes a gate of its own", "use null, or algorithm.loss=ppo_clip"),
+    ),
+    "clip_cov": LossTraits(
+        keys=(*_CLIP, "cov_frac", "cov_min", "cov_max"), ratio="token", selects=("cov_frac", "cov_min", "cov_max")
+    ),
+    "kl_cov": LossTraits(keys=("cov_frac", "cov_kl_coef"), ratio="token", selects=("cov_frac",)),
     "dppo_tv": LossTraits(keys=("dppo_threshold",), ratio="token"),
     "dppo_kl": LossTraits(keys=("dppo_threshold",), ratio="token"),
     "dro": LossTraits(keys=("dro_beta",), is_weighted=False),
 }
+"""Each is the function `NAME_loss` in `trainer.algorithms.losses`."""
 _OWN_LOSS = LossTraits(ratio="token", is_bounded=False)
 """A loss of the user reads no key of another, and is taken to hold the ratio of the token."""
 

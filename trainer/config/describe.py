@@ -55,19 +55,19 @@ def _estimator(algorithm: AlgorithmConfig, traits: EstimatorTraits) -> str:
     """Its name and the keys that it reads; of the user's own also what it declares, since other code goes by that."""
     name = algorithm.advantage_estimator
     if is_own(name):
-        declared = [trait.name for trait in fields(traits) if getattr(traits, trait.name)]
+        declared = [trait.name for trait in fields(traits) if getattr(traits, trait.name) is True]
         return f"own {name}({_numbers(algorithm.advantage_args)}) [{', '.join(declared) if declared else 'no trait'}]"
-    if traits.reads_normalize_by_std:
+    if traits.keys == ("normalize_by_std",):
         return f"{name} / std" if algorithm.normalize_by_std else f"{name} without std"
     match name:
-        case "gpg":
-            return f"{name}({_values(algorithm, ['gpg_scale'])})"
         case "gdpo":
             weights = algorithm.gdpo_weights
             return f"{name}({_numbers(weights) if weights else 'every part once'})"
         case "gae":
             whitened = ", whitened" if algorithm.whiten_advantages else ""
             return f"{name}({_values(algorithm, ['gae_gamma', 'gae_lambda'])}){whitened}"
+        case _ if traits.keys:
+            return f"{name}({_values(algorithm, traits.keys)})"
         case _:
             return f"{name} (one more, greedy answer per group)" if traits.greedy_baseline else name
 

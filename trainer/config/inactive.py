@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from rollout.prompts.datasets import reader_of_suffix
-from trainer.config.algorithm import LOSS_KEYS, loss_traits, traits_of
+from trainer.config.algorithm import ESTIMATORS, LOSS_KEYS, loss_traits, traits_of
 from trainer.config.field import value_text
 from trainer.config.own_function import is_own
 from trainer.config.schema import all_keys
@@ -51,8 +51,8 @@ def _is_evaluated(c: RunConfig) -> bool:
     return _is_evaluated_while_training(c) or (bool(c.task.eval_path) and c.trainer.eval_at_end)
 
 
-def _reads_std(c: RunConfig) -> bool:
-    return not is_own(c.algorithm.advantage_estimator) and traits_of(c.algorithm).reads_normalize_by_std
+def _estimator_reads(c: RunConfig, key: str) -> bool:
+    return not is_own(c.algorithm.advantage_estimator) and key in traits_of(c.algorithm).keys
 
 
 def _uses_parts(c: RunConfig) -> bool:
@@ -74,16 +74,22 @@ _CHOSEN = "algorithm.advantage_estimator={c.algorithm.advantage_estimator}"
 _CORRECTION = "algorithm.correction"
 _SPLIT_OF_FILE = "is a file, which has no splits and is read whole"
 _NO_BOUND = "no bound is set"
-_OF_CRITIC = (
-    "algorithm.gae_gamma", "algorithm.gae_lambda", "algorithm.whiten_advantages",
-    *(key for key in all_keys() if key.startswith("critic.")),
-)  # fmt: skip
+_OF_CRITIC = tuple(key for key in all_keys() if key.startswith("critic."))
 _OF_OWN_BACKBONE = tuple(
     f"critic.{name}"
     for name in ("path", "lr", "weight_decay", "max_grad_norm", "warmup_steps", "updates_per_step", "cpu_offload")
 )
 _OF_EVALUATION = tuple(
     f"trainer.eval_{name}" for name in ("samples", "temperature", "top_p", "pass_k", "pass_threshold", "timeout_s")
+)
+_UNCHOSEN_ESTIMATORS = tuple(
+    Inactive(
+        [f"algorithm.{key}"],
+        lambda c, key=key: not _estimator_reads(c, key),
+        f"{_CHOSEN} does not read it",
+        _ADVANTAGE,
+    )
+    for key in dict.fromkeys(key for traits in ESTIMATORS.values() for key in traits.keys)
 )
 _UNCHOSEN_LOSSES = tuple(
     Inactive(
@@ -123,14 +129,7 @@ INACTIVE: tuple[Inactive, ...] = (
     Inactive(["task.agent_args", "task.agent_timeout_s", "task.agent_max_sequences"], lambda c: not c.task.agent,
         "task.agent is empty: every answer is a single turn", ["task.agent"]),
     # Advantages. A user's own estimator reads no key of the others, whatever its traits.
-    Inactive(["algorithm.normalize_by_std"], lambda c: not _reads_std(c),
-        f"{_CHOSEN} does not switch its normalisation", _ADVANTAGE),
-    Inactive(["algorithm.gpg_scale"], lambda c: c.algorithm.advantage_estimator != "gpg",
-        f"{_CHOSEN} has no factor for answers that teach nothing", _ADVANTAGE),
-    Inactive(["algorithm.gdpo_weights"], lambda c: is_own(c.algorithm.advantage_estimator),
-        f"{_CHOSEN} reads algorithm.advantage_args", _ADVANTAGE),
-    Inactive(["algorithm.gdpo_weights"], lambda c: not is_own(c.algorithm.advantage_estimator) and not _uses_parts(c),
-        f"{_CHOSEN} takes the total reward, not its parts", _ADVANTAGE),
+    *_UNCHOSEN_ESTIMATORS,
     Inactive(["algorithm.overlong_buffer_tokens"], _uses_parts,
         f"{_CHOSEN} takes the parts of the reward, shaping moves their total", _ADVANTAGE),
     Inactive(["algorithm.overlong_buffer_tokens"], lambda c: c.algorithm.advantage_estimator == "zero",

@@ -37,12 +37,6 @@ _IN_TURNS: Mapping[str, tuple[object, str]] = {
 }
 """Keys that have one useful value where devices are shared."""
 _WITHIN_A_DEVICE = {"auto", "ipc", "shm", "gloo"}
-_OWN_BOUNDS: Mapping[str, tuple[str, str]] = {
-    "cispo": ("bounds its weight itself", "set algorithm.clip_ratio_high, and algorithm.clip_ratio_low below 1"),
-    "sapo": ("closes a gate of its own", "use null, or algorithm.loss=ppo_clip"),
-}
-"""Losses that hold a ratio within a bound of their own: which one, and what to do."""
-
 _OWN_KEYS = {
     "model": "model.path",
     "tokenizer": "model.tokenizer_path",
@@ -373,7 +367,7 @@ def _corrected_loss(config: RunConfig) -> Iterator[Problem]:
         leaves_out = correction.mask.is_active or correction.reject.is_active
         if correction.objective != "bypass":
             yield _conflict(config, key, f"must be bypass: {why}", hint, "algorithm.loss")
-        elif loss == "reinforce" and config.mode.max_staleness > 0 and not leaves_out:
+        elif loss_traits(loss).is_on_policy and config.mode.max_staleness > 0 and not leaves_out:
             message = f"takes samples of mode.max_staleness={config.mode.max_staleness} for its own: {why}"
             hint = f"use mode=sync, {hint.removeprefix('use ')}, or a correction that masks or rejects"
             yield _conflict(config, "algorithm.loss", message, hint, "mode.max_staleness", _CORRECTION)
@@ -393,7 +387,7 @@ def _clamped_loss(config: RunConfig) -> Iterator[Problem]:
         return
     held, objective = loss_traits(loss).ratio, f"{_CORRECTION}.objective"
     if held is None:
-        why, hint = _OWN_BOUNDS[loss]
+        why, hint = loss_traits(loss).own_bound
         for bound in ("lower", "upper"):
             message = f"must be null with {objective}=bypass: algorithm.loss={loss} {why}"
             if getattr(correction.clamp, bound) is not None:

@@ -1,7 +1,6 @@
-"""The shapes that a learner's step is made of, and how sequences are packed into micro-batches.
+"""The shapes that a learner's step is made of, and how sequences are packed into micro-batches. Without torch.
 
 Ragged numpy arrays, no padding. Shape legend: `T` tokens of a sample or of a packed micro-batch, `N` sequences in it.
-Imports without torch.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ class Sample:
     """int32[T]: policy version that sampled the token; -1 outside `loss_mask`."""
     rewards: np.ndarray
     """float32[T]: of each turn at its last generated token, of the outcome (after shaping) at the last one of all."""
-    answer_index: int
-    """Counts the scored answers of the step, trained or not; the same for all sequences of one answer."""
+    response_index: int
+    """Counts the scored responses of the step, trained or not; the same for all sequences of one response."""
     group_id: int
     sample_index: int
 
@@ -77,8 +76,8 @@ class MicroBatch:
     """bool[T]: tokens chosen for their covariance over the whole step; None with a loss that chooses none."""
     token_rewards: np.ndarray | None = None
     """float32[T]: `Sample.rewards`, from which the learner finishes the advantages; None where they are final."""
-    answer_index: np.ndarray | None = None
-    """int32[N]: `Sample.answer_index`, -1 in an empty micro-batch; None where advantages are final."""
+    response_index: np.ndarray | None = None
+    """int32[N]: `Sample.response_index`, -1 in an empty micro-batch; None where advantages are final."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,42 +88,41 @@ class TrainBatch:
     """Version of the policy that this step updates; the result is version `step + 1`."""
     micro_batches: tuple[tuple[MicroBatch, ...], ...]
     num_samples: int
-    """Answers; each is one token sequence or several."""
+    """Responses; each is one token sequence or several."""
     num_sequences: int
     num_tokens: int
     num_loss_tokens: int
     group_rewards: tuple[GroupRewards, ...] | None = None
-    """Of all scored answers in the order of `Sample.answer_index`, where the learner finishes the advantages; the same
-    on every rank. None where the advantages of the micro-batches are final."""
+    """Of all scored responses in the order of `Sample.response_index`, the same on every rank, where the learner
+    finishes the advantages. None where the advantages of the micro-batches are final."""
     excluded: Mapping[str, int] = field(default_factory=dict[str, int])
     """Reason -> number of trajectories that are not in the batch."""
     packing_efficiency: float = 1.0
     """Tokens of an average rank over those of the fullest: 1 is perfect balance."""
 
 
-Plan = list[list[list[int]]]
-
-
-def plan_micro_batches(lengths: Sequence[int], *, num_ranks: int, max_tokens: int) -> Plan:
+def plan_micro_batches(lengths: Sequence[int], *, num_ranks: int, max_tokens: int) -> list[list[list[int]]]:
     """Balances samples over ranks by token count, then packs each rank's samples into micro-batches.
 
-    Micro-batches hold at most `max_tokens`; a sample longer than that gets one to itself. There are as few as
-    possible, and a rank spreads its samples evenly over them, longest first, so that the k-th micro-batches of all
-    ranks (which wait for each other) take about the same time.
-
-    Raises:
-        ValueError: `num_ranks` or `max_tokens` below 1, or a sample without tokens.
+    Micro-batches hold at most `max_tokens`; a sample longer than that gets one to itself. There are as few as possible,
+    and a rank spreads its samples evenly over them, longest first, so that the k-th micro-batches of all ranks (which
+    wait for each other) take about the same time. Raises ValueError if `num_ranks` or `max_tokens` is below 1, or
+    a sample has no tokens.
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens per micro-batch must be >= 1, got {max_tokens}; set it to at least one sequence")
     ranks = balance(lengths, num_ranks=num_ranks)
     packed = [first_fit_decreasing(lengths, members, max_tokens=max_tokens) for members in ranks]
     num_micro_batches = max(1, *(len(bins) for bins in packed))
-    plan: Plan = []
+
+    def total(members: Sequence[int]) -> int:
+        return sum(lengths[i] for i in members)
+
+    plan: list[list[list[int]]] = []
     for members, bins in zip(ranks, packed, strict=True):
         even = _spread(lengths, members, num_bins=num_micro_batches)
-        chosen = even if _fits(lengths, even, max_tokens) else bins
-        chosen = sorted((sorted(b) for b in chosen if b), key=lambda b: (-_total(lengths, b), b))
+        chosen = even if all(total(b) <= max_tokens or len(b) == 1 for b in even) else bins
+        chosen = sorted((sorted(b) for b in chosen if b), key=lambda b: (-total(b), b))
         plan.append(chosen + [[] for _ in range(num_micro_batches - len(chosen))])
     return plan
 
@@ -132,11 +130,8 @@ def plan_micro_batches(lengths: Sequence[int], *, num_ranks: int, max_tokens: in
 def balance(lengths: Sequence[int], *, num_ranks: int) -> list[list[int]]:
     """Sample indices of each rank, longest sample first to the rank with the fewest tokens so far (LPT, Graham 1969).
 
-    The most and the least loaded rank differ by at most the longest sample, and the most loaded one is at most 4/3
-    of the optimum.
-
-    Raises:
-        ValueError: `num_ranks` below 1, or a sample without tokens.
+    The most and the least loaded rank differ by at most the longest sample, and the most loaded one is at most 4/3 of
+    the optimum. Raises ValueError if `num_ranks` is below 1, or a sample has no tokens.
     """
     if num_ranks < 1:
         raise ValueError(f"num_ranks must be >= 1, got {num_ranks}")
@@ -146,18 +141,17 @@ def balance(lengths: Sequence[int], *, num_ranks: int) -> list[list[int]]:
 
 
 def first_fit_decreasing(lengths: Sequence[int], members: Sequence[int], *, max_tokens: int) -> list[list[int]]:
-    """Bins of at most `max_tokens` (Johnson 1973: at most 11/9 of the fewest, plus one). Longer samples sit alone."""
+    """Bins of at most `max_tokens` (Johnson 1973: at most 11/9 of the fewest, plus one). Longer samples are alone."""
     bins: list[list[int]] = []
     free: list[int] = []
     for index in _longest_first(lengths, members):
         length = lengths[index]
-        slot = next((b for b, room in enumerate(free) if room >= length), -1)
-        if slot < 0:
-            bins.append([index])
-            free.append(max_tokens - length)
-        else:
-            bins[slot].append(index)
-            free[slot] -= length
+        slot = next((b for b, room in enumerate(free) if room >= length), len(bins))
+        if slot == len(bins):
+            bins.append([])
+            free.append(max_tokens)
+        bins[slot].append(index)
+        free[slot] -= length
     return bins
 
 
@@ -173,11 +167,3 @@ def _spread(lengths: Sequence[int], members: Sequence[int], *, num_bins: int) ->
 
 def _longest_first(lengths: Sequence[int], members: Sequence[int]) -> list[int]:
     return sorted(members, key=lambda i: (-lengths[i], i))
-
-
-def _fits(lengths: Sequence[int], bins: Sequence[Sequence[int]], max_tokens: int) -> bool:
-    return all(_total(lengths, b) <= max_tokens or len(b) == 1 for b in bins)
-
-
-def _total(lengths: Sequence[int], members: Sequence[int]) -> int:
-    return sum(lengths[i] for i in members)

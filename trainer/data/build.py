@@ -1,21 +1,20 @@
 """From groups of trajectories to one training batch: rewards, advantages, loss weights, packing.
 
-Shape legend: `T` tokens of a trajectory or sample, `K` credit spans of a trajectory, `G` answers (or spans) of a group.
+Shape legend: `T` tokens of a trajectory or sample, `K` credit spans of a trajectory, `G` responses or spans of a group.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from functools import partial
-from itertools import count, groupby
+from itertools import count, groupby, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rollout.reward.builtin import overlong_penalty
-from trainer.algorithms.advantages import GroupRewards, reward_to_go, step_advantages, token_rewards
+from trainer.algorithms.advantages import GroupRewards, reward_to_go, step_advantages
 from trainer.algorithms.token_weights import loss_weights, select_tokens, tie_break_draws, token_covariances
-from trainer.config.algorithm import SELECTING_LOSSES, traits_of
+from trainer.config.algorithm import loss_traits, traits_of
 from trainer.data.batch import MicroBatch, Sample, TrainBatch, plan_micro_batches
 
 if TYPE_CHECKING:
@@ -27,6 +26,19 @@ if TYPE_CHECKING:
 
 FAILED, TRUNCATED, EMPTY, SINGLE_SAMPLE = "failed", "truncated", "no_generated_tokens", "no_peer_in_group"
 """Reasons for leaving a trajectory out. `truncated` only with `algorithm.mask_truncated`."""
+
+_NO_SAMPLE = Sample(
+    token_ids=np.zeros(2, np.int32),
+    loss_mask=np.zeros(2, np.bool_),
+    behavior_logprobs=np.zeros(2, np.float32),
+    advantages=np.zeros(2, np.float32),
+    versions=np.full(2, -1, np.int32),
+    rewards=np.zeros(2, np.float32),
+    response_index=-1,
+    group_id=-1,
+    sample_index=-1,
+)
+"""What an empty micro-batch holds: the shortest sequence that still has a next token to predict."""
 
 
 def build_train_batch(
@@ -56,21 +68,33 @@ def build_train_batch(
     lengths = [s.num_tokens for s in samples]
     plan = plan_micro_batches(lengths, num_ranks=num_ranks, max_tokens=max_tokens_per_micro_batch)
     fullest = max(sum(lengths[i] for members in rank for i in members) for rank in plan)
-    weights = _weights(samples, algorithm, max_response_tokens)
-    selected = _selected(samples, step, algorithm) if algorithm.loss in SELECTING_LOSSES else None
+    norm = max_response_tokens if algorithm.loss_norm_tokens is None else algorithm.loss_norm_tokens
+    weights = _weights(samples, algorithm, norm)
+    selected = _selected(samples, step, algorithm)
 
     def packed(members: Sequence[int]) -> MicroBatch:
-        return _pack(
-            [samples[i] for i in members] or [_NO_SAMPLE],
-            [weights[i] for i in members] or [0.0],
-            None if selected is None else [selected[i] for i in members] or [_NO_SAMPLE.loss_mask],
-            with_rewards=algorithm.finishes_on_ranks,
+        """Samples end to end."""
+        parts = [samples[i] for i in members] or [_NO_SAMPLE]
+        sizes, loss_mask = [s.num_tokens for s in parts], np.concatenate([s.loss_mask for s in parts])
+        per_token = np.repeat([weights[i] for i in members] or [0.0], sizes)
+        pending = algorithm.finishes_on_ranks
+        return MicroBatch(
+            cu_seqlens=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32),
+            token_ids=np.concatenate([s.token_ids for s in parts]),
+            loss_mask=loss_mask,
+            behavior_logprobs=np.concatenate([s.behavior_logprobs for s in parts]),
+            versions=np.concatenate([s.versions for s in parts]),
+            advantages=np.concatenate([s.advantages for s in parts]),
+            loss_weights=np.where(loss_mask, per_token, 0.0).astype(np.float32),
+            cov_selected=None if selected is None else np.concatenate([selected[i] for i in members] or [loss_mask]),
+            token_rewards=np.concatenate([s.rewards for s in parts]) if pending else None,
+            response_index=np.array([s.response_index for s in parts], np.int32) if pending else None,
         )
 
     return TrainBatch(
         step=step,
         micro_batches=tuple(tuple(packed(members) for members in rank) for rank in plan),
-        num_samples=len({s.answer_index for s in samples}),
+        num_samples=len({s.response_index for s in samples}),
         num_sequences=len(samples),
         num_tokens=sum(lengths),
         num_loss_tokens=sum(s.num_loss_tokens for s in samples),
@@ -84,7 +108,7 @@ def build_samples(
     groups: Sequence[Group], *, algorithm: AlgorithmConfig, max_response_tokens: int
 ) -> tuple[list[Sample], tuple[GroupRewards, ...], dict[str, int]]:
     """Flattens every trajectory that may be trained and gives each of its tokens the advantage of its credit span; then
-    it is cut into its token sequences. Where it is cut changes no advantage.
+    cuts it into its token sequences. Where it is cut changes no advantage.
 
     Failed trajectories (no usable reward) take no part at all. Truncated ones are peers in the advantage of their
     group and step, and with `mask_truncated` carry no loss themselves (DAPO, overlong filtering). Overlong shaping is
@@ -92,59 +116,69 @@ def build_samples(
     never trained.
 
     Returns:
-        (samples, those of one trajectory next to each other; what the estimator saw, with one entry per scored answer
+        (samples, those of one trajectory next to each other; what the estimator saw, with one entry per scored response
         if the learner finishes the advantages; reason -> number of trajectories that are in no sample).
 
     Raises:
         ValueError: a trajectory breaks the contract: no prompt tokens, or a sampled token without a log-probability; or
-            the estimator takes parts of the reward, and answers have none or different ones.
+            the estimator takes parts of the reward, and responses have none or different ones.
     """
+
+    def outcome(trajectory: Trajectory) -> float:
+        return trajectory.reward + overlong_penalty(
+            trajectory.num_generated_tokens,
+            max_tokens=max_response_tokens,
+            buffer_tokens=algorithm.overlong_buffer_tokens,
+            penalty=algorithm.overlong_penalty,
+        )
+
     excluded: Counter[str] = Counter()
     traits = traits_of(algorithm)
-    outcome = partial(_shaped_reward, algorithm=algorithm, max_response_tokens=max_response_tokens)
     to_go = traits.reward_to_go and not algorithm.finishes_on_ranks
-    scored: list[tuple[int, list[Trajectory], list[tuple[np.ndarray, np.ndarray]]]] = []
+    scored: list[list[tuple[Trajectory, np.ndarray, np.ndarray]]] = []
     rewards: list[GroupRewards] = []
+    group_ids: list[int] = []
     for group in groups:
         trajectories = [t for t in group.trajectories if t.status != "failed"]
         excluded[FAILED] += len(group.trajectories) - len(trajectories)
         if len(trajectories) == 1 and traits.needs_peers:
             excluded[SINGLE_SAMPLE] += 1
         elif trajectories:
-            spans = [_credit_spans(t, outcome(t), to_go=to_go) for t in trajectories]
+            spans = [(t, *_credit_spans(t, outcome(t), to_go=to_go)) for t in trajectories]
             baseline = group.baseline if traits.greedy_baseline else None
             rewards.append(
                 GroupRewards(
-                    rewards_G=np.concatenate([rewards_K for rewards_K, _ in spans]),
-                    lengths_G=np.concatenate([lengths_K for _, lengths_K in spans]),
+                    rewards_G=np.concatenate([rewards_K for _, rewards_K, _ in spans]),
+                    lengths_G=np.concatenate([lengths_K for *_, lengths_K in spans]),
                     parts_G=_parts(trajectories) if traits.uses_parts else {},
                     baseline=None if baseline is None else outcome(baseline) + _turn_reward(baseline),
                 )
             )
-            scored.append((group.group_id, trajectories, spans))
+            scored.append(spans)
+            group_ids.append(group.group_id)
     if algorithm.finishes_on_ranks:
         advantages = [np.zeros_like(one.rewards_G) for one in rewards]
     else:
         advantages = step_advantages(rewards, config=algorithm)
     samples: list[Sample] = []
-    answers = count()
-    for (group_id, trajectories, spans), advantages_G in zip(scored, advantages, strict=True):
-        starts = np.cumsum([len(lengths_K) for _, lengths_K in spans])[:-1]
-        for trajectory, (_, lengths_K), advantages_K in zip(
-            trajectories, spans, np.split(advantages_G, starts), strict=True
-        ):
-            answer = next(answers)
-            if reason := _reason_to_exclude(trajectory, algorithm):
-                excluded[reason] += 1
-                continue
-            generated = np.repeat(advantages_K, lengths_K)
-            samples += _samples(trajectory, generated, outcome(trajectory), group_id=group_id, answer_index=answer)
+    indices = count()
+    for group_id, spans, advantages_G in zip(group_ids, scored, advantages, strict=True):
+        cuts = np.cumsum([len(lengths_K) for *_, lengths_K in spans])[:-1]
+        for (trajectory, _, lengths_K), advantages_K in zip(spans, np.split(advantages_G, cuts), strict=True):
+            index = next(indices)
+            if trajectory.num_generated_tokens == 0:
+                excluded[EMPTY] += 1
+            elif trajectory.status == "truncated" and algorithm.mask_truncated:
+                excluded[TRUNCATED] += 1
+            else:
+                generated = np.repeat(advantages_K, lengths_K)
+                samples += _samples(trajectory, generated, outcome(trajectory), group_id=group_id, response_index=index)
     return samples, tuple(rewards), {reason: n for reason, n in sorted(excluded.items()) if n}
 
 
 def _credit_spans(trajectory: Trajectory, outcome: float, *, to_go: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Stretches of a trajectory whose tokens share an advantage: its turns, each with what is still to come (`to_go`),
-    else one with the sum of all; at least one, of no token if there is none.
+    """Parts of a trajectory whose tokens share an advantage: its turns, each with what is still to come (`to_go`), else
+    one with the sum of all; at least one, of no token if there is none.
 
     Returns:
         (rewards float64[K], generated tokens int64[K]).
@@ -154,7 +188,7 @@ def _credit_spans(trajectory: Trajectory, outcome: float, *, to_go: bool) -> tup
         return np.array([outcome + _turn_reward(trajectory)]), np.array([num_generated])
     mask_T = trajectory.loss_mask
     lengths_K = np.array([n for turn in trajectory.turns() if (n := int(turn.is_generated.sum()))], np.int64)
-    # Nothing is rewarded between the tokens of a turn, so its first token stands for all of them.
+    # Nothing is rewarded between the tokens of a turn, so its first token represents all of them.
     firsts_K = np.cumsum(lengths_K) - lengths_K
     return reward_to_go(_token_rewards(trajectory, outcome), mask_T)[mask_T][firsts_K], lengths_K
 
@@ -164,13 +198,14 @@ def _turn_reward(trajectory: Trajectory) -> float:
 
 
 def _token_rewards(trajectory: Trajectory, outcome: float) -> np.ndarray:
-    """float64[T]"""
-    return token_rewards(
-        trajectory.loss_mask,
-        turn_rewards_K=trajectory.turn_rewards,
-        turn_lengths_K=np.diff(trajectory.turn_ends, prepend=0),
-        outcome=outcome,
-    )
+    """Each turn's reward at its last generated token, and the outcome's at the last one of all: float64[T]."""
+    rewards_T = np.zeros(len(trajectory.loss_mask))
+    bounds = [*pairwise([0, *trajectory.turn_ends.tolist()]), (0, len(rewards_T))]
+    for (start, stop), reward in zip(bounds, [*trajectory.turn_rewards.tolist(), outcome], strict=True):
+        generated = np.flatnonzero(trajectory.loss_mask[start:stop])
+        if generated.size:
+            rewards_T[start + generated[-1]] += reward
+    return rewards_T
 
 
 def _parts(trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
@@ -179,32 +214,13 @@ def _parts(trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
         if sorted(trajectory.reward_parts) != names:
             raise ValueError(
                 f"{_name(trajectory)} has the reward parts {sorted(trajectory.reward_parts)} and trajectory "
-                f"{trajectories[0].sample_index} {names}; the reward function must return every part for every answer"
+                f"{trajectories[0].sample_index} {names}; the reward function must return every part for every response"
             )
     return {n: np.array([t.reward_parts[n] for t in trajectories], np.float64) for n in names}
 
 
-def _shaped_reward(trajectory: Trajectory, algorithm: AlgorithmConfig, max_response_tokens: int) -> float:
-    if algorithm.overlong_buffer_tokens == 0:
-        return trajectory.reward
-    return trajectory.reward + overlong_penalty(
-        trajectory.num_generated_tokens,
-        max_tokens=max_response_tokens,
-        buffer_tokens=algorithm.overlong_buffer_tokens,
-        penalty=algorithm.overlong_penalty,
-    )
-
-
-def _reason_to_exclude(trajectory: Trajectory, algorithm: AlgorithmConfig) -> str:
-    if trajectory.num_generated_tokens == 0:
-        return EMPTY
-    if trajectory.status == "truncated" and algorithm.mask_truncated:
-        return TRUNCATED
-    return ""
-
-
 def _samples(
-    trajectory: Trajectory, advantages: np.ndarray, outcome: float, *, group_id: int, answer_index: int
+    trajectory: Trajectory, advantages: np.ndarray, outcome: float, *, group_id: int, response_index: int
 ) -> list[Sample]:
     """One per token sequence. `advantages` are those of the generated tokens."""
     loss_mask, logprobs = trajectory.loss_mask, trajectory.logprobs
@@ -230,7 +246,7 @@ def _samples(
     return [
         Sample(
             **{name: array[sequence] for name, array in arrays.items()},
-            answer_index=answer_index,
+            response_index=response_index,
             group_id=group_id,
             sample_index=trajectory.sample_index,
         )
@@ -242,19 +258,18 @@ def _name(trajectory: Trajectory) -> str:
     return f"trajectory {trajectory.sample_index} of prompt {trajectory.prompt_id!r}"
 
 
-def _weights(samples: Sequence[Sample], algorithm: AlgorithmConfig, max_response_tokens: int) -> list[float]:
-    """Of every sample; an answer counts once, by its tokens, however many sequences it consists of."""
-    norm = algorithm.loss_norm_tokens
-    answers, of_answer = np.unique(np.array([s.answer_index for s in samples], np.int64), return_inverse=True)
-    num_loss_tokens = np.bincount(of_answer, [s.num_loss_tokens for s in samples], minlength=len(answers))
-    weights = loss_weights(
-        num_loss_tokens, algorithm.loss_aggregation, norm_tokens=max_response_tokens if norm is None else norm
-    )
-    return weights[of_answer].tolist()
+def _weights(samples: Sequence[Sample], algorithm: AlgorithmConfig, norm_tokens: int) -> list[float]:
+    """Of every sample; a response counts once, by its tokens, however many sequences it consists of."""
+    responses, of_response = np.unique(np.array([s.response_index for s in samples], np.int64), return_inverse=True)
+    num_loss_tokens = np.bincount(of_response, [s.num_loss_tokens for s in samples], minlength=len(responses))
+    return loss_weights(num_loss_tokens, algorithm.loss_aggregation, norm_tokens=norm_tokens)[of_response].tolist()
 
 
-def _selected(samples: Sequence[Sample], step: int, algorithm: AlgorithmConfig) -> list[np.ndarray]:
-    """bool[T] per sample: the tokens that a loss with covariance treats apart."""
+def _selected(samples: Sequence[Sample], step: int, algorithm: AlgorithmConfig) -> list[np.ndarray] | None:
+    """bool[T] per sample: the tokens that a loss with a covariance treats differently; None with another loss."""
+    keys = loss_traits(algorithm.loss).selects
+    if not keys:
+        return None
     if not samples:
         return []
     masks = [s.loss_mask for s in samples]
@@ -267,39 +282,7 @@ def _selected(samples: Sequence[Sample], step: int, algorithm: AlgorithmConfig) 
         np.concatenate([s.advantages[s.loss_mask] for s in samples]),
     )
     selected = np.zeros(sum(map(len, masks)), np.bool_)
-    selected[np.concatenate(masks)] = select_tokens(covariances, np.concatenate(draws), config=algorithm)
-    return np.split(selected, np.cumsum([len(m) for m in masks])[:-1])
-
-
-_NO_SAMPLE = Sample(
-    token_ids=np.zeros(2, np.int32),
-    loss_mask=np.zeros(2, np.bool_),
-    behavior_logprobs=np.zeros(2, np.float32),
-    advantages=np.zeros(2, np.float32),
-    versions=np.full(2, -1, np.int32),
-    rewards=np.zeros(2, np.float32),
-    answer_index=-1,
-    group_id=-1,
-    sample_index=-1,
-)
-"""What an empty micro-batch holds: the shortest sequence that still has a next token to predict."""
-
-
-def _pack(
-    samples: Sequence[Sample], weights: Sequence[float], selected: Sequence[np.ndarray] | None, *, with_rewards: bool
-) -> MicroBatch:
-    """Samples end to end."""
-    lengths = [s.num_tokens for s in samples]
-    loss_mask = np.concatenate([s.loss_mask for s in samples])
-    return MicroBatch(
-        cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
-        token_ids=np.concatenate([s.token_ids for s in samples]),
-        loss_mask=loss_mask,
-        behavior_logprobs=np.concatenate([s.behavior_logprobs for s in samples]),
-        versions=np.concatenate([s.versions for s in samples]),
-        advantages=np.concatenate([s.advantages for s in samples]),
-        loss_weights=np.where(loss_mask, np.repeat(weights, lengths), 0.0).astype(np.float32),
-        cov_selected=None if selected is None else np.concatenate(selected),
-        token_rewards=np.concatenate([s.rewards for s in samples]) if with_rewards else None,
-        answer_index=np.array([s.answer_index for s in samples], np.int32) if with_rewards else None,
+    selected[np.concatenate(masks)] = select_tokens(
+        covariances, np.concatenate(draws), **{key: getattr(algorithm, key) for key in keys}
     )
+    return np.split(selected, np.cumsum([len(m) for m in masks])[:-1])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from datetime import timedelta
+from logging.handlers import BufferingHandler
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 
@@ -20,78 +22,47 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     import torch
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - public, but not declared
 
     from trainer.algorithms.advantages import GroupRewards
-    from trainer.config.schema import ModelConfig, RunConfig
+    from trainer.config.schema import RunConfig
     from trainer.data.batch import MicroBatch
-    from trainer.learner.fsdp import Rendezvous
     from trainer.learner.policy import PolicyTrainer
     from trainer.learner.step_stats import StepResult
     from weight_sync.device.base import Backend
     from weight_sync.publisher import WeightPublisher
 
 
-OWN_LOGGERS = ("trainer", "rollout", "weight_sync")
-
-
-@contextmanager
-def captured_warnings() -> Iterator[list[str]]:
-    """The texts of our own warnings and errors that are logged inside, in order; other handlers get them too."""
-    keeper = _Keeper(logging.WARNING)
-    loggers = [logging.getLogger(name) for name in OWN_LOGGERS]
-    for logger in loggers:
-        logger.addHandler(keeper)
-    try:
-        yield keeper.texts
-    finally:
-        for logger in loggers:
-            logger.removeHandler(keeper)
-
-
-class _Keeper(logging.Handler):
-    def __init__(self, level: int) -> None:
-        super().__init__(level)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 Address = tuple[str, int]
 """Host and port where the ranks meet."""
 
 
-@dataclass(slots=True, kw_only=True)
-class _LearnerState:
+@contextmanager
+def captured_warnings() -> Iterator[list[logging.LogRecord]]:
+    """Our own warnings and errors that are logged inside, in order; other handlers get them too."""
+    handler = BufferingHandler(capacity=sys.maxsize)
+    handler.setLevel(logging.WARNING)
+    loggers = [logging.getLogger(name) for name in ("trainer", "rollout", "weight_sync")]
+    for logger in loggers:
+        logger.addHandler(handler)
+    try:
+        yield handler.buffer
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
+
+
+class _LearnerState(NamedTuple):
     """What a rank has once it is set up."""
 
     learner: PolicyTrainer
     publisher: WeightPublisher
     description: bytes
-    """What weight sync is told of the shards."""
+    """Of the shards, for weight sync."""
     tensors: dict[str, torch.Tensor]
     """Local shards, live."""
     refresh: Callable[[], None]
     """Brings `tensors` up to date with the parameters, where they do not share memory."""
-
-
-def _described(learner: PolicyTrainer, publisher: WeightPublisher, model: ModelConfig) -> _LearnerState:
-    """A learner that is on its device, and the views of its shards that will be published."""
-    from trainer.learner.lora import AdapterSource
-    from weight_sync.layout import local_shards
-
-    def nothing() -> None: ...
-
-    refresh = nothing
-    if model.lora.rank:
-        source = AdapterSource(learner.model, rollout_dtype=model.rollout_dtype)
-        params, shards, tensors, refresh = source.params, source.shards, source.tensors, source.refresh
-    else:
-        params, shards, tensors = local_shards(learner.model, rollout_dtype=model.rollout_dtype)
-    description = publisher.describe(params, shards)
-    return _LearnerState(
-        learner=learner, publisher=publisher, description=description, tensors=tensors, refresh=refresh
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,24 +72,28 @@ class OffloadReport:
     nbytes: int
     seconds: float
     free_bytes: int
-    """Of the whole device, whoever else is on it."""
+    """Of the whole device, other processes included."""
     total_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetupReport:
-    """What the setup of one rank took, and warned of."""
+    """How long the setup of one rank took, and its warnings."""
 
     seconds: dict[str, float]
     """Of each stage, in order."""
     warnings: tuple[str, ...]
-    """For the driver's log; that of this process goes when the run ends in order."""
+    """For the driver's log; that of this process is deleted at a clean shutdown."""
+
+
+def _nothing() -> None: ...
 
 
 class LearnerActor:
     """One learner rank. Life: `node_address` (rank 0 only), `setup` on all ranks at once, then the rest, `close`.
 
-    Methods other than `node_address`, `ws_*` and `close` are collective.
+    `setup`, `train_step`, `save`, `load` and `export_hf` are collective, the others local. The last four are those of
+    `PolicyTrainer`.
     """
 
     def __init__(self, cfg: RunConfig, *, rank: int, world_size: int) -> None:
@@ -128,22 +103,23 @@ class LearnerActor:
         name = cfg.device.name
         show_own_devices(name, ray)
         self._cfg, self._rank, self._world_size = cfg, rank, world_size
-        # What is wrong with a device that is named `setup` says: an actor that is not made dies, and says it at length.
+        # `setup` reports what is wrong with a named device: the death of an actor in its constructor is unreadable.
         make = get_backend if name == "auto" else build
         self._backend: Backend = make(name, cpu_threads=cfg.device.cpu_threads)
-        self._rendezvous: Rendezvous | None = None
+        self._store: TCPStore | None = None
         self._ready: _LearnerState | None = None
 
     def node_address(self) -> Address:
-        """Open the meeting point on this node: an address other nodes reach, and a port that is bound from now on."""
-        from trainer.learner.fsdp import Rendezvous
-
+        """Open the store on this node: an address that other nodes reach, and a port that is bound from now on."""
         host = ray.util.get_node_ip_address()
-        learner = self._cfg.learner
-        self._rendezvous = Rendezvous.host_at(
-            host, port=learner.port, world_size=self._world_size, timeout_s=learner.timeout_s
-        )
-        return self._rendezvous.host, self._rendezvous.port
+        self._store = self._open_store((host, self._cfg.learner.port), is_master=True)
+        return host, self._store.port
+
+    def _open_store(self, address: Address, *, is_master: bool) -> TCPStore:
+        from trainer.learner.fsdp import open_store
+
+        timeout_s = self._cfg.learner.timeout_s
+        return open_store(*address, is_master=is_master, world_size=self._world_size, timeout_s=timeout_s)
 
     def setup(self, address: Address) -> SetupReport:
         """Join the other ranks, build the model and compile it.
@@ -152,41 +128,52 @@ class LearnerActor:
             DeviceError: this process lacks a variable its device needs, or the device is not here.
             ModelError: the model cannot be trained.
         """
-        with captured_warnings() as warnings:
+        with captured_warnings() as records:
             seconds = self._set_up(address)
-        return SetupReport(seconds=seconds, warnings=tuple(warnings))
+        return SetupReport(seconds=seconds, warnings=tuple(record.getMessage() for record in records))
 
     def _set_up(self, address: Address) -> dict[str, float]:
         """Returns the seconds of each stage, in order."""
-        watch = [time.perf_counter()]
-        import torch
+        cfg, seconds, began = self._cfg, dict[str, float](), time.perf_counter()
 
-        from trainer.learner.fsdp import Rendezvous, open_process_group
+        def end_stage(name: str) -> None:
+            seconds[name] = time.perf_counter() - began - sum(seconds.values())
+
+        import torch
+        import torch.distributed as dist
+
+        from trainer.learner.lora import AdapterSource
         from trainer.learner.policy import PolicyTrainer, largest_micro_batch
+        from weight_sync.layout import local_shards
         from weight_sync.publisher import WeightPublisher
 
-        watch.append(time.perf_counter())
+        end_stage("imports")
         self._check_device()
         device = self._backend.set_device(0)  # Ray shows an actor only its own device
         if device.type == "cpu":
-            torch.set_num_threads(self._cfg.device.cpu_threads)
-        timeout_s, world_size = self._cfg.learner.timeout_s, self._world_size
-        if self._rendezvous is None:
-            self._rendezvous = Rendezvous.join(*address, world_size=world_size, timeout_s=timeout_s)
-        open_process_group(
-            self._rendezvous, backend=self._backend, rank=self._rank, world_size=world_size, timeout_s=timeout_s
+            torch.set_num_threads(cfg.device.cpu_threads)
+        dist.init_process_group(  # for one rank, too: FSDP2 has no other way to run
+            self._backend.collective,
+            store=self._open_store(address, is_master=False) if self._store is None else self._store,
+            rank=self._rank,
+            world_size=self._world_size,
+            timeout=timedelta(seconds=cfg.learner.timeout_s),
         )
-        watch.append(time.perf_counter())
-        learner = PolicyTrainer(self._cfg, rank=self._rank, world_size=world_size, device=device, backend=self._backend)
+        end_stage("device and meeting")
+        learner = PolicyTrainer(cfg, device=device, backend=self._backend)
         publisher = WeightPublisher(self._backend, rank=self._rank)
-        self._ready = _described(learner, publisher, self._cfg.model)
-        watch.append(time.perf_counter())
-        stages = ["imports", "device and meeting", "model"]
-        if self._cfg.learner.compile:  # beside the start of the engines, and not in the first step
-            learner.warmup_compile(largest_micro_batch(self._cfg))
-            watch.append(time.perf_counter())
-            stages.append("compiling")
-        return {stage: end - begin for stage, (begin, end) in zip(stages, pairwise(watch), strict=True)}
+        if cfg.model.lora.rank:
+            source = AdapterSource(learner.model, rollout_dtype=cfg.model.rollout_dtype)
+            params, shards, tensors, refresh = source.params, source.shards, source.tensors, source.refresh
+        else:
+            params, shards, tensors = local_shards(learner.model, rollout_dtype=cfg.model.rollout_dtype)
+            refresh = _nothing
+        self._ready = _LearnerState(learner, publisher, publisher.describe(params, shards), tensors, refresh)
+        end_stage("model")
+        if cfg.learner.compile:  # concurrently with the start of the engines, and not in the first step
+            learner.warmup_compile(largest_micro_batch(cfg))
+            end_stage("compiling")
+        return seconds
 
     def _check_device(self) -> None:
         problems = self._backend.check_env("learner", dict(os.environ))
@@ -202,44 +189,38 @@ class LearnerActor:
         group_rewards: Sequence[GroupRewards] | None = None,
         num_loss_tokens: int = 0,
     ) -> StepResult:
-        """See `PolicyTrainer.train_step`."""
         return self._parts.learner.train_step(
             micro_batches, step=step, group_rewards=group_rewards, num_loss_tokens=num_loss_tokens
         )
 
     def save(self, path: str, step: int) -> None:
-        """See `PolicyTrainer.save`."""
         self._parts.learner.save(Path(path), step=step)
 
     def load(self, path: str) -> int:
-        """See `PolicyTrainer.load`."""
         return self._parts.learner.load(Path(path))
 
     def export_hf(self, path: str) -> None:
-        """See `PolicyTrainer.export_hf`."""
         self._parts.learner.export_hf(Path(path))
 
     def visible_devices(self) -> str:
-        """What this process sees, as the backend's variable writes it, its own device first. Before `setup`, too."""
+        """What this process sees, as the backend's variable writes it, its own device first. Also before `setup`."""
         name = self._backend.visible_devices_var
         return "" if name is None else os.environ.get(name, "")
 
     def offload(self) -> OffloadReport:
-        """Move weights and moments to the host, for an engine on the same device. Local, not collective."""
+        """Move weights and moments to the host, for an engine on the same device."""
         return self._moved(self._parts.learner.offload.to_host)
 
     def onload(self) -> OffloadReport:
-        """Undo `offload`. Local, not collective."""
+        """Undo `offload`."""
         return self._moved(self._parts.learner.offload.to_device)
 
     def _moved(self, move: Callable[[], None]) -> OffloadReport:
-        began = time.perf_counter()
+        nbytes, began = self._parts.learner.offload.nbytes, time.perf_counter()
         move()
         seconds = time.perf_counter() - began
         free, total = self._backend.memory_info()
-        return OffloadReport(
-            nbytes=self._parts.learner.offload.nbytes, seconds=seconds, free_bytes=free, total_bytes=total
-        )
+        return OffloadReport(nbytes=nbytes, seconds=seconds, free_bytes=free, total_bytes=total)
 
     def ws_describe(self) -> bytes:
         """What this rank can publish. Needs no memory on the device."""
@@ -249,7 +230,7 @@ class LearnerActor:
         return self._parts.publisher.open(request)
 
     def ws_publish(self, version: int, deadline_s: float) -> bytes:
-        """Pack the current weights as `version`; the optimizer may go on when this returns."""
+        """Pack the current weights as `version`; the optimizer may continue when this returns."""
         parts = self._parts
         parts.learner.offload.require_onloaded("ws_publish")
         parts.refresh()
@@ -264,11 +245,12 @@ class LearnerActor:
 
     def close(self) -> None:
         """Stop publishing and leave the process group. Idempotent."""
-        from trainer.learner.fsdp import close_process_group
+        import torch.distributed as dist
 
         self.ws_close()
         self._ready = None
-        close_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
     @property
     def _parts(self) -> _LearnerState:

@@ -1,14 +1,11 @@
 """Checkpoints of the learner: directories, and the shards in them.
 
-    checkpoints/step_50.tmp/   begin(): the learner ranks write their shards here
-    checkpoints/step_50/       commit(): driver state and a manifest are added, everything is synced, then renamed
+    checkpoints/step_50.tmp/       begin(): the learner ranks write their shards here
+    checkpoints/step_50/           commit(): driver state and a manifest are added, everything is synced, then renamed
+    checkpoints/step_50.deleted/   prune(): about to be deleted
+    checkpoints/abandoned/         abandon(): what a run that resumed from an older checkpoint left; never deleted
 
-    checkpoints/step_50.deleted/   prune(): on its way out
-
-    checkpoints/abandoned/     abandon(): what a run left behind that went on from an older checkpoint; never deleted
-
-A directory named `step_N` is written completely before it gets that name; one without its manifest is damaged. Imports
-without torch.
+A directory named `step_N` is written completely before it gets that name; one without its manifest is damaged.
 """
 
 from __future__ import annotations
@@ -51,7 +48,7 @@ _STEP_NAME = re.compile(r"step_(\d+)")
 
 
 def begin(directory: Path, step: int) -> Path:
-    """An empty `step_N.tmp` in `directory`; left-overs of an interrupted save of the same step are removed."""
+    """An empty `step_N.tmp` in `directory`; leftovers of an interrupted save of the same step are removed."""
     tmp = directory / f"step_{step}.tmp"
     if tmp.exists():
         shutil.rmtree(tmp)
@@ -60,12 +57,10 @@ def begin(directory: Path, step: int) -> Path:
 
 
 def commit(tmp: Path, extra_state: Mapping[str, Any]) -> Path:
-    """Add the driver's JSON-able state and the manifest, sync, and rename to `step_N`, which from then on is complete.
+    """Add the driver's JSON-able state and the manifest, sync, and rename to `step_N`, which is complete from then on.
 
-    An earlier `step_N` (a resumed run that went over the same steps) is replaced.
-
-    Raises:
-        CheckpointError: `tmp` did not come from `begin`, or the state is not JSON-able.
+    An earlier `step_N` (of a resumed run that made the same steps again) is replaced. Raises CheckpointError if `tmp`
+    did not come from `begin`, or the state is not JSON-able.
     """
     if not tmp.name.endswith(".tmp") or not _STEP_NAME.fullmatch(tmp.name.removesuffix(".tmp")) or not tmp.is_dir():
         raise CheckpointError(f"{tmp} is not a started checkpoint; commit takes the directory that begin returned")
@@ -86,26 +81,21 @@ def commit(tmp: Path, extra_state: Mapping[str, Any]) -> Path:
 def find_latest(directory: Path) -> Path | None:
     """The checkpoint with the highest step in `directory` (`run_dir/checkpoints`); None if there is none.
 
-    It may be damaged, also by the loss of its manifest: `verify` says so. An older one never stands in for it silently.
+    It may be damaged, also by the loss of its manifest, which `verify` reports; no older one replaces it silently.
     """
-    steps = _steps(directory)
-    return steps[-1] if steps else None
+    return max(_steps(directory), key=step_of, default=None)
 
 
 def locate(given: Path) -> Path:
-    """The checkpoint that `given` is, or the newest one of the run directory, or `checkpoints` directory, that it is.
-
-    Raises:
-        CheckpointError: it is neither.
-    """
+    """`given` if it is a checkpoint, else the newest one in it: a run directory or its `checkpoints`. Raises
+    CheckpointError if it is neither."""
     path = given.expanduser().resolve()
     if not path.is_dir():
         raise CheckpointError(f"{given} is not a directory; give RUN_DIR/checkpoints/step_N or a run directory")
     if path.name.startswith("step_") or (path / MANIFEST_FILE).exists():
         return path
     for directory in (path / "checkpoints", path):
-        latest = find_latest(directory)
-        if latest is not None:
+        if (latest := find_latest(directory)) is not None:
             return latest
     raise CheckpointError(
         f"{given} holds no checkpoint; give RUN_DIR/checkpoints/step_N or a run directory that has one"
@@ -113,10 +103,10 @@ def locate(given: Path) -> Path:
 
 
 def older_complete(path: Path) -> Path | None:
-    """The newest complete checkpoint beside `path` with a lower step; None if there is none."""
-    match = _STEP_NAME.fullmatch(path.name)
-    older = [] if match is None else [each for each in _complete(path.parent) if step_of(each) < int(match[1])]
-    return older[-1] if older else None
+    """The newest complete checkpoint next to `path` with a lower step; None if there is none."""
+    if not _STEP_NAME.fullmatch(path.name):
+        return None
+    return max((one for one in _complete(path.parent) if step_of(one) < step_of(path)), key=step_of, default=None)
 
 
 def step_of(path: Path) -> int:
@@ -128,11 +118,8 @@ def step_of(path: Path) -> int:
 
 
 def verify(path: Path) -> None:
-    """Check every file of a checkpoint against its manifest.
-
-    Raises:
-        CheckpointError: names the first file that is missing, truncated or altered.
-    """
+    """Check every file of a checkpoint against its manifest. Raises CheckpointError, which names the first file that is
+    missing, truncated or altered."""
     if not path.is_dir():
         raise CheckpointError(f"checkpoint {path} does not exist; give a directory like run_dir/checkpoints/step_50")
     manifest = path / MANIFEST_FILE
@@ -172,8 +159,8 @@ def read_state(path: Path) -> dict[str, Any]:
 def prune(directory: Path, *, keep_last: int, keep_every: int = 0) -> list[Path]:
     """Delete complete checkpoints, the oldest first; returns what was deleted.
 
-    Directories that are not complete checkpoints are left alone: a save may be going on. What an earlier `prune` could
-    not delete to its end goes too.
+    Directories that are not complete checkpoints are left alone: a save may be in progress. What an earlier `prune`
+    could not finish is deleted, too.
 
     Args:
         keep_last: the newest so many stay, >= 1; those that `keep_every` keeps count among them.
@@ -208,8 +195,8 @@ def prune(directory: Path, *, keep_last: int, keep_every: int = 0) -> list[Path]
 def abandon(directory: Path, *, going_on_from: Path) -> list[Path]:
     """Move what does not lead to the checkpoint `going_on_from` to `directory/abandoned`; returns where it is now.
 
-    Left alone, a later step of the branch that is left would count as the newest: `find_latest` would go on from it,
-    and `prune` delete the new branch for it. A checkpoint from elsewhere leaves every one in `directory` behind.
+    Otherwise a later step of the abandoned branch would count as the newest: `find_latest` would resume from it, and
+    `prune` delete the new branch for it. A checkpoint from elsewhere abandons every one in `directory`.
     """
     steps = _steps(directory)
     own = next((path for path in steps if path.samefile(going_on_from)), None)  # a link may have another name
@@ -223,8 +210,8 @@ def abandon(directory: Path, *, going_on_from: Path) -> list[Path]:
 
 def _free_name(path: Path) -> Path:
     """`step_N`, or `step_N.2` and so on if there is one already."""
-    names = itertools.chain([path], (path.with_name(f"{path.name}.{number}") for number in itertools.count(2)))
-    return next(name for name in names if not name.exists())
+    others = (path.with_name(f"{path.name}.{number}") for number in itertools.count(2))
+    return next(name for name in itertools.chain([path], others) if not name.exists())
 
 
 def _steps(directory: Path) -> list[Path]:
@@ -244,10 +231,6 @@ def _describe(path: Path) -> dict[str, Any]:
     return {"bytes": size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
 
 
-SHARDS_DIR = "learner"
-"""Inside a checkpoint directory."""
-
-
 def save_sharded(
     path: Path,
     optimizers: Mapping[str, ShardedAdamW],
@@ -262,22 +245,19 @@ def save_sharded(
         host_view: where the bytes of a tensor can be read, if not in the tensor (`CpuOffload.host_view`).
 
     Raises:
-        CheckpointError: the files cannot be written; names `path` and says why.
+        CheckpointError: the files cannot be written; names `path` and the reason.
     """
     counters = {f"{prefix}num_updates": torch.tensor(one.num_updates) for prefix, one in optimizers.items()}
     tensors = {name: host_view(tensor) for name, tensor in _tensors(optimizers).items()}
     try:
-        save(tensors | counters | {"step": torch.tensor(step)}, checkpoint_id=path / SHARDS_DIR)
+        save(tensors | counters | {"step": torch.tensor(step)}, checkpoint_id=path / LEARNER)
     except (CheckpointException, RuntimeError, OSError) as error:
         raise CheckpointError(f"{path} cannot be written: {_reason(error)}") from error
 
 
 def load_sharded(path: Path, optimizers: Mapping[str, ShardedAdamW]) -> int:
-    """Collective. Fill weights and optimizers in place; returns the step of the checkpoint.
-
-    Raises:
-        CheckpointError: files are missing or damaged, or belong to a model with other parameters.
-    """
+    """Collective. Fill weights and optimizers in place; returns the step of the checkpoint. Raises CheckpointError if
+    files are missing or damaged, or belong to a model with other parameters."""
     counters = {f"{prefix}num_updates": torch.tensor(0) for prefix in optimizers} | {"step": torch.tensor(0)}
     _load(path, _tensors(optimizers) | counters, is_alone=False)
     for prefix, optimizer in optimizers.items():
@@ -289,22 +269,20 @@ def load_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
     """Fill whole tensors on the host with what the policy's optimizer moves, by parameter name; others are not read.
 
     Not collective, and needs no process group. A tensor of another dtype than the saved one is filled with what
-    `Tensor.to` would give; no more than one saved shard of one parameter is in memory beside `weights`.
-
-    Raises:
-        CheckpointError: as `load_sharded`.
+    `Tensor.to` would give; besides `weights` no more than one saved shard of one parameter is in memory. Raises
+    CheckpointError as `load_sharded`.
     """
     _load(path, {f"model.{name}": tensor for name, tensor in weights.items()}, is_alone=True)
 
 
 def _load(path: Path, tensors: dict[str, Tensor], *, is_alone: bool) -> None:
     """Fill `tensors` in place; collective unless this process `is_alone`."""
-    directory = path / SHARDS_DIR
+    directory = path / LEARNER
     if not (directory / ".metadata").is_file():
         raise CheckpointError(f"checkpoint file {directory / '.metadata'} is missing; use another checkpoint")
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # said even if it is asked for
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # even where it is asked for
             load(tensors, checkpoint_id=directory, no_dist=is_alone)
     except (CheckpointException, RuntimeError, ValueError, OSError, EOFError, pickle.UnpicklingError) as error:
         raise CheckpointError(
@@ -314,8 +292,8 @@ def _load(path: Path, tensors: dict[str, Tensor], *, is_alone: bool) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """One line of what went wrong. A CheckpointException holds an error and a traceback for each rank; what the file
-    system said comes first, then the last line, which names what did not fit."""
+    """One line of what went wrong. A CheckpointException holds an error and a traceback for each rank; an error of the
+    file system comes first, then the last line, which names what did not fit."""
     failures = error.failures.values() if isinstance(error, CheckpointException) else ()
     causes: list[BaseException | None] = [error, *(failure[0] for failure in failures)]
     for cause in causes:  # it grows
@@ -328,8 +306,9 @@ def _reason(error: BaseException) -> str:
 
 def _tensors(optimizers: Mapping[str, ShardedAdamW]) -> dict[str, Tensor]:
     # What is frozen (the base below LoRA adapters, the reference) is read from model.path again.
-    tensors: dict[str, Tensor] = {}
-    for prefix, optimizer in optimizers.items():
-        tensors |= {f"{prefix}model.{name}": tensor for name, tensor in optimizer.weights().items()}
-        tensors |= {f"{prefix}optimizer.{name}": tensor for name, tensor in optimizer.state().items()}
-    return tensors
+    return {
+        f"{prefix}{kind}.{name}": tensor
+        for prefix, optimizer in optimizers.items()
+        for kind, tensors in (("model", optimizer.weights()), ("optimizer", optimizer.state()))
+        for name, tensor in tensors.items()
+    }

@@ -6,23 +6,23 @@ Shape legend: `T` packed tokens, `L` loss tokens.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.algorithms.advantages import gae_advantages
 from trainer.algorithms.losses import value_loss
 from trainer.config.algorithm import DEFAULT_LR_RATIO
-from trainer.errors import ModelError, TrainingDiverged
+from trainer.errors import TrainingDiverged
 from trainer.learner.fsdp import ShardedAdamW, learning_rate
-from trainer.learner.model import ValueHead, hidden_size, meta_model, predicting_states, shard_and_load, vocab_size
+from trainer.learner.model import ValueHead, hidden_size, meta_model, predicting_states, require_tokens, shard_and_load
 from trainer.learner.packed_inputs import PackedInputs, scatter_to_tokens, to_device
-from trainer.learner.step_stats import Metric
+from trainer.learner.step_stats import Metric, sum_over_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from trainer.config.schema import RunConfig
     from trainer.data.batch import MicroBatch
     from trainer.learner.model import BuiltPolicy, ParallelContext
+
+
+MIN_SPREAD = 1e-8
+"""Variance of returns below which there is nothing to explain."""
 
 
 class ValueTargets(NamedTuple):
@@ -50,8 +54,7 @@ def refuse_non_finite(arrays: Iterable[np.ndarray], what: str, *, device: torch.
     """Raises TrainingDiverged on every rank if any of them has such a number: one that raised alone would leave the
     others waiting in their next collective."""
     found = float(sum(np.count_nonzero(~np.isfinite(array_T)) for array_T in arrays))
-    count = torch.tensor(found, dtype=torch.float64, device=device)
-    dist.all_reduce(count, op=dist.ReduceOp.SUM)
+    (count,) = sum_over_ranks(torch.tensor([found], dtype=torch.float64, device=device))
     if count > 0:
         raise TrainingDiverged(f"{int(count)} {what}; no weight was changed by this step")
 
@@ -59,14 +62,12 @@ def refuse_non_finite(arrays: Iterable[np.ndarray], what: str, *, device: torch.
 def value_targets(
     batch: MicroBatch, rewards_T: np.ndarray, values_T: np.ndarray, *, config: AlgorithmConfig
 ) -> ValueTargets:
-    """GAE over every sequence by itself; a sequence is whole in one micro-batch.
+    """GAE over every sequence alone; a sequence is whole in one micro-batch.
 
     Args:
         rewards_T: float64[T], 0 outside `loss_mask`.
-        values_T: float32[T], of the state in which each token is chosen.
-
-    A value that is not finite counts as 0 here and stays in `values_T`, where `refuse_non_finite` finds it on all
-    ranks together: an error on one of them would leave the others waiting.
+        values_T: float32[T], of the state in which each token is chosen. One that is not finite counts as 0 here and
+            stays in the result, where `refuse_non_finite` finds it on all ranks together.
     """
     known_T = np.where(np.isfinite(values_T), values_T, np.float32(0))
     advantages_T, returns_T = np.zeros(len(rewards_T)), np.zeros(len(rewards_T))
@@ -81,64 +82,64 @@ def value_targets(
 class ValueSums:
     """Sums over the loss tokens of one step, for its metrics and for the weight of a token."""
 
-    def __init__(self, *, num_loss_tokens: int) -> None:
-        """`num_loss_tokens` counts those of the whole step."""
-        self.token_weight = 1.0 / max(1, num_loss_tokens)
+    def __init__(self, *, num_loss_tokens: int, clip: float | None) -> None:
+        """`num_loss_tokens` counts those of the whole step; `clip` is `critic.value_clip`."""
+        self._token_weight = 1.0 / max(1, num_loss_tokens)
         """Of a token in the critic's loss, which is a token mean over the step under every aggregation."""
-        self._sums: dict[str, float] = dict.fromkeys(_SUMS, 0.0)
+        self._clip = clip
+        self._sums = np.zeros(6)
+        self._num_clippable = 0
+        self._num_clipped: Tensor | float = 0.0
 
-    def loss(self, values_L: Tensor, batch: MicroBatch, targets: ValueTargets, *, clip: float | None) -> Tensor:
+    def loss(self, values_L: Tensor, batch: MicroBatch, targets: ValueTargets) -> Tensor:
         """The share of a micro-batch in the critic's loss, with gradient."""
         mask, device = batch.loss_mask, values_L.device
         old_L = to_device(targets.values_T[mask], device)
         returns_L = to_device(targets.returns_T[mask].astype(np.float32), device)
-        loss_L, is_clipped_L = value_loss(values_L, old_L, returns_L, clip=clip)
-        if clip is not None:
-            self._sums["clipped"] += float(is_clipped_L.sum())
-            self._sums["clip_tokens"] += len(loss_L)
-        return loss_L.sum() * self.token_weight
+        loss_L, is_clipped_L = value_loss(values_L, old_L, returns_L, clip=self._clip)
+        if self._clip is not None:
+            self._num_clipped = self._num_clipped + is_clipped_L.sum()
+            self._num_clippable += len(loss_L)
+        return loss_L.sum() * self._token_weight
 
     def add(self, batch: MicroBatch, targets: ValueTargets) -> None:
         """Count a micro-batch, once per step, with the values from its start."""
         returns_L = targets.returns_T[batch.loss_mask]
         values_L = targets.values_T[batch.loss_mask].astype(np.float64)
         errors_L = returns_L - values_L
-        for name, values in (
-            ("tokens", np.ones_like(errors_L)), ("value", values_L), ("return", returns_L),
-            ("return_sq", returns_L**2), ("error", errors_L), ("error_sq", errors_L**2),
-        ):  # fmt: skip
-            self._sums[name] += float(values.sum())
+        summed = (np.ones_like(errors_L), values_L, returns_L, returns_L**2, errors_L, errors_L**2)
+        self._sums += [x.sum() for x in summed]
 
     def reduce(self, device: torch.device) -> dict[str, Metric]:
         """Metrics over all ranks. Collective."""
-        packed = torch.tensor(list(self._sums.values()), dtype=torch.float64, device=device)
-        dist.all_reduce(packed, op=dist.ReduceOp.SUM)
-        sums = dict(zip(_SUMS, packed.tolist(), strict=True))
-        tokens = max(1.0, sums["tokens"])
-        left = sums["error_sq"] - sums["error"] ** 2 / tokens
-        spread = sums["return_sq"] - sums["return"] ** 2 / tokens
+        own = [*self._sums.tolist(), float(self._num_clipped), self._num_clippable]
+        tokens, value, total, total_sq, error, error_sq, clipped, clippable = sum_over_ranks(
+            torch.tensor(own, dtype=torch.float64, device=device)
+        )
+        num = max(1.0, tokens)
+        left, spread = error_sq - error**2 / num, total_sq - total**2 / num
         metrics = {
-            "value_loss": Metric(sum=0.5 * sums["error_sq"], count=sums["tokens"]),
-            "value_mean": Metric(sum=sums["value"], count=sums["tokens"]),
-            "return_mean": Metric(sum=sums["return"], count=sums["tokens"]),
+            "value_loss": Metric(sum=0.5 * error_sq, count=tokens),
+            "value_mean": Metric(sum=value, count=tokens),
+            "return_mean": Metric(sum=total, count=tokens),
         }
-        if sums["clip_tokens"]:
-            metrics["value_clip_frac"] = Metric(sum=sums["clipped"], count=sums["clip_tokens"])
-        if spread > MIN_SPREAD * tokens:
+        if clippable:
+            metrics["value_clip_frac"] = Metric(sum=clipped, count=clippable)
+        if spread > MIN_SPREAD * num:
             metrics["value_explained_variance"] = Metric(sum=1.0 - left / spread)
         return metrics
 
 
-_SUMS = ("tokens", "value", "return", "return_sq", "error", "error_sq", "clipped", "clip_tokens")
-MIN_SPREAD = 1e-8
-"""Variance of returns below which there is nothing to explain."""
-
-
-_BAD_VALUES = "values of the critic are not finite; lower critic.lr or critic.max_grad_norm"
-
-
-class Critic(Protocol):
+class Critic(ABC):
     """Gives the advantages and returns of a step. What it learns from them is up to the kind."""
+
+    def __init__(self, cfg: RunConfig, *, device: torch.device) -> None:
+        self._cfg, self._device = cfg, device
+
+    @abstractmethod
+    def _values(self, batch: MicroBatch, *, is_last: bool) -> Tensor:
+        """Values of the states in which the loss tokens are chosen, float32[L]; with gradient if they are to be
+        learned from at once."""
 
     def targets(
         self, batches: Sequence[MicroBatch], rewards: Sequence[np.ndarray], values: ValueSums
@@ -151,7 +152,17 @@ class Critic(Protocol):
         Raises:
             TrainingDiverged: a value is not finite, on any rank; raised on all of them.
         """
-        ...
+        found: list[ValueTargets] = []
+        for index, (batch, rewards_T) in enumerate(zip(batches, rewards, strict=True)):
+            values_L = self._values(batch, is_last=index == len(batches) - 1)
+            targets = value_targets(batch, rewards_T, scatter_to_tokens(values_L, batch), config=self._cfg.algorithm)
+            values.add(batch, targets)
+            if values_L.requires_grad:
+                values.loss(values_L, batch, targets).backward()
+            found.append(targets)
+        bad = "values of the critic are not finite; lower critic.lr or critic.max_grad_norm"
+        refuse_non_finite([one.values_T for one in found], bad, device=self._device)
+        return found
 
 
 class CriticModel(nn.Module):
@@ -167,27 +178,23 @@ class CriticModel(nn.Module):
         return self.value_head(predicting_states(self.hf, inputs))
 
 
-class SeparateCritic:
+class SeparateCritic(Critic):
     """A critic with its own backbone and optimizer. Every method is collective.
 
-    The values that give the advantages are those of the first update's forward pass: one pass serves both.
+    The values that give the advantages are those of the first update's forward pass: one pass serves both, and
+    `targets` leaves the gradients of that update.
     """
 
     def __init__(self, cfg: RunConfig, *, context: ParallelContext, policy: PreTrainedModel) -> None:
         """Raises ModelError if `critic.path` cannot be trained, or knows fewer tokens than `policy`."""
+        super().__init__(cfg, device=context.device)
         path = cfg.model.path if cfg.critic.path is None else cfg.critic.path
         meta = meta_model(path, cfg)
-        known, needed = vocab_size(meta.hf), vocab_size(policy)
-        if known < needed:
-            raise ModelError(
-                f"critic.path {path!r} has {known} tokens, the policy {needed}; the critic reads the policy's tokens, "
-                "use a model of the same family"
-            )
+        require_tokens(f"critic.path {path!r}", meta.hf, policy, "the critic reads the policy's tokens")
         # Nothing reads its logits, and the matrix would cost memory and moments.
         meta.hf.set_output_embeddings(nn.Identity())  # pyright: ignore[reportArgumentType]
         self._model = CriticModel(meta.hf, ValueHead(hidden_size(meta.hf)))
         self._layout = shard_and_load(self._model, meta, cfg, context=context, cpu_offload=cfg.critic.cpu_offload)
-        self._cfg, self._device = cfg, context.device
         critic = cfg.critic
         self._schedule = replace(
             cfg.learner,
@@ -197,25 +204,9 @@ class SeparateCritic:
         )
         self.optimizer = ShardedAdamW(dict(self._model.named_parameters()), config=self._schedule)
 
-    def targets(
-        self, batches: Sequence[MicroBatch], rewards: Sequence[np.ndarray], values: ValueSums
-    ) -> list[ValueTargets]:
-        """See `Critic.targets`. Leaves the gradients of the first update."""
-        found: list[ValueTargets] = []
-        for index, (batch, rewards_T) in enumerate(zip(batches, rewards, strict=True)):
-            values_L = self._forward(batch, is_last=index == len(batches) - 1)
-            targets = value_targets(batch, rewards_T, scatter_to_tokens(values_L, batch), config=self._cfg.algorithm)
-            values.add(batch, targets)
-            values.loss(values_L, batch, targets, clip=self._cfg.critic.value_clip).backward()
-            found.append(targets)
-        refuse_non_finite([one.values_T for one in found], _BAD_VALUES, device=self._device)
-        return found
-
     def grad_norm(self) -> float:
         """Of the whole gradient."""
-        grad_sq = self.optimizer.grad_sq_sum().to(self._device).double().reshape(1)
-        dist.all_reduce(grad_sq, op=dist.ReduceOp.SUM)
-        return float(grad_sq) ** 0.5
+        return sum_over_ranks(self.optimizer.grad_sq_sum().to(self._device).reshape(1))[0] ** 0.5
 
     def update(
         self,
@@ -238,8 +229,8 @@ class SeparateCritic:
         num_updates, num_skipped = self._cfg.critic.updates_per_step, 0
         for done in range(1, num_updates):
             for index, (batch, of_batch) in enumerate(zip(batches, targets, strict=True)):
-                values_L = self._forward(batch, is_last=index == len(batches) - 1)
-                values.loss(values_L, batch, of_batch, clip=self._cfg.critic.value_clip).backward()
+                values_L = self._values(batch, is_last=index == len(batches) - 1)
+                values.loss(values_L, batch, of_batch).backward()
             norm = self.grad_norm()
             if not math.isfinite(norm):
                 self.optimizer.zero_grad()
@@ -247,44 +238,31 @@ class SeparateCritic:
                 break
             norms.append(norm)
             self.optimizer.step(lr=lr, grad_norm=norm)
-        return {
-            "critic_grad_norm": Metric(sum=sum(norms), count=len(norms)),
-            "critic_lr": Metric(sum=lr),
-            **({"critic_skipped_updates": Metric(sum=float(num_skipped))} if num_updates > 1 else {}),
-        }
+        metrics = {"critic_grad_norm": Metric(sum=sum(norms), count=len(norms)), "critic_lr": Metric(sum=lr)}
+        return metrics | ({"critic_skipped_updates": Metric(sum=float(num_skipped))} if num_updates > 1 else {})
 
-    def _forward(self, batch: MicroBatch, *, is_last: bool) -> Tensor:
+    def _values(self, batch: MicroBatch, *, is_last: bool) -> Tensor:
         self._model.set_is_last_backward(is_last)  # pyright: ignore[reportCallIssue]
         return self._model(PackedInputs.of(batch, device=self._device, layout=self._layout))
 
 
-class SharedCritic:
-    """The critic on the policy's backbone. The policy's own pass trains it."""
+class SharedCritic(Critic):
+    """The critic on the policy's backbone. The policy's own pass trains it; `targets` costs a forward pass, because the
+    policy's loss needs all advantages of the step."""
 
     def __init__(self, cfg: RunConfig, built: BuiltPolicy) -> None:
-        self._cfg, self._built = cfg, built
+        super().__init__(cfg, device=built.device)
+        self._built = built
 
-    def targets(
-        self, batches: Sequence[MicroBatch], rewards: Sequence[np.ndarray], values: ValueSums
-    ) -> list[ValueTargets]:
-        """See `Critic.targets`. Costs a forward pass: the policy's loss needs all advantages of the step."""
-        found: list[ValueTargets] = []
-        for batch, rewards_T in zip(batches, rewards, strict=True):
-            values_L = self._built.no_grad_forward(batch).values_L
-            assert values_L is not None
-            targets = value_targets(batch, rewards_T, scatter_to_tokens(values_L, batch), config=self._cfg.algorithm)
-            values.add(batch, targets)
-            found.append(targets)
-        refuse_non_finite([one.values_T for one in found], _BAD_VALUES, device=self._built.device)
-        return found
+    def _values(self, batch: MicroBatch, *, is_last: bool) -> Tensor:
+        values_L = self._built.no_grad_forward(batch).values_L
+        assert values_L is not None
+        return values_L
 
 
 def build_critic(cfg: RunConfig, built: BuiltPolicy, context: ParallelContext) -> SeparateCritic | SharedCritic | None:
-    """The critic that `algorithm.advantage_estimator=gae` needs; None with every other estimator.
-
-    Raises:
-        ModelError: `critic.path` cannot be trained.
-    """
+    """The critic that `algorithm.advantage_estimator=gae` needs; None with every other estimator. Raises ModelError if
+    `critic.path` cannot be trained."""
     if not cfg.algorithm.uses_critic:
         return None
     if cfg.critic.shared_backbone:

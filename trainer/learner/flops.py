@@ -14,7 +14,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from torch import nn
+    from torch import Tensor, nn
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from trainer.data.batch import MicroBatch
@@ -32,7 +32,7 @@ PEAK_TFLOPS = (
     (r"\bL40S\b", 362.0),
     (r"\bMI3(00|25)X\b", 1307.0),
 )
-"""Dense bfloat16, from the vendors' data sheets; the first pattern that is found in a device's name counts."""
+"""Dense bfloat16, from the vendors' data sheets; the first pattern found in a device's name counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,19 +46,6 @@ class ModelFlops:
     per_squared_length: float
     """In attention: 6 x layers x heads x head size, since a causal one looks at half of all pairs."""
 
-    @classmethod
-    def dense(cls, *, in_blocks: int, in_head: int, attention_width: int) -> ModelFlops:
-        """Of a model that is trained whole.
-
-        Args:
-            in_blocks: weights of the blocks' matrices.
-            in_head: weights of the output matrix.
-            attention_width: layers x heads x head size.
-        """
-        return cls(
-            per_token=TRAINED * in_blocks, per_loss_token=TRAINED * in_head, per_squared_length=6.0 * attention_width
-        )
-
     def of(self, *, num_tokens: float, num_loss_tokens: float, squared_lengths: float) -> float:
         """Operations of sequences whose squared lengths add up to `squared_lengths`."""
         return (
@@ -68,46 +55,53 @@ class ModelFlops:
         )
 
     def of_batches(self, batches: Iterable[MicroBatch]) -> float:
-        """Of packed micro-batches; those without a loss token (fillers) do not count."""
-        total = 0.0
-        for batch in batches:
-            num_loss_tokens = int(np.count_nonzero(batch.loss_mask))
-            if num_loss_tokens:
-                lengths_N = np.diff(batch.cu_seqlens).astype(np.float64)
-                total += self.of(
-                    num_tokens=float(lengths_N.sum()),
-                    num_loss_tokens=num_loss_tokens,
-                    squared_lengths=float((lengths_N**2).sum()),
-                )
-        return total
+        """Of packed micro-batches; those without a loss token do not count."""
+        trained = [batch for batch in batches if batch.loss_mask.any()]
+        lengths_N = np.concatenate([np.zeros(0), *(np.diff(batch.cu_seqlens) for batch in trained)])
+        return self.of(
+            num_tokens=float(lengths_N.sum()),
+            num_loss_tokens=sum(int(np.count_nonzero(batch.loss_mask)) for batch in trained),
+            squared_lengths=float((lengths_N**2).sum()),
+        )
 
 
 def model_flops(hf: PreTrainedModel) -> ModelFlops | None:
-    """Of a causal LM with its adapters, sharded or not. Of fused experts those count that one token visits. Attention
-    counts as if it reached back to the beginning: with sliding windows it is less.
+    """Of a causal LM with its adapters, sharded or not. Attention counts as if it reached back to the beginning: with
+    sliding windows it is less.
 
     None where that cannot be known from the shapes: experts that are not fused, or attention whose heads have other
     sizes than `head_dim`.
     """
     text, blocks = hf.config.get_text_config(), list(cast("nn.ModuleList", hf.base_model.layers))
-    visited, has_experts, per_token = getattr(text, "num_experts_per_tok", None), False, 0.0
-    for param in (param for block in blocks for param in block.parameters()):
-        each = TRAINED if param.requires_grad else FROZEN
-        if param.ndim == 2:
-            per_token += each * param.numel()
-        elif param.ndim == 3 and visited is not None:  # [experts, out, in]
-            has_experts = True
-            per_token += each * param.numel() * visited / param.shape[0]
-        elif param.ndim >= 3:
-            return None
-    if (visited is not None and not has_experts) or getattr(text, "v_head_dim", None) is not None:
+    params = [param for block in blocks for param in block.parameters()]
+    is_mixture, has_experts = _experts_per_token(text) is not None, any(param.ndim == 3 for param in params)
+    if is_mixture != has_experts or any(param.ndim > 3 for param in params):
+        return None
+    if getattr(text, "v_head_dim", None) is not None:
         return None
     head = cast("nn.Linear", hf.get_output_embeddings()).weight
     return ModelFlops(
-        per_token=per_token,
-        per_loss_token=(TRAINED if head.requires_grad else FROZEN) * head.numel(),
+        per_token=float(sum(_each(param) * visited_params(param, text) for param in params)),
+        per_loss_token=_each(head) * head.numel(),
         per_squared_length=6.0 * len(blocks) * int(text.num_attention_heads) * head_dim(hf.config),
     )
+
+
+def visited_params(param: nn.Parameter, text: PreTrainedConfig) -> int:
+    """Of a block's parameter, the numbers that one token is multiplied with: a matrix, or of fused experts
+    [experts, out, in] those that it visits; without `num_experts_per_tok` all of them."""
+    if param.ndim < 2:
+        return 0
+    visited = _experts_per_token(text) if param.ndim == 3 else None
+    return param.numel() if visited is None else param.numel() // param.shape[0] * visited
+
+
+def _experts_per_token(text: PreTrainedConfig) -> int | None:
+    return getattr(text, "num_experts_per_tok", None)
+
+
+def _each(param: Tensor) -> int:
+    return TRAINED if param.requires_grad else FROZEN
 
 
 def head_dim(config: PreTrainedConfig) -> int:
@@ -126,6 +120,4 @@ def peak_flops(device_name: str, *, compute_dtype: str, given_tflops: float | No
         return given_tflops * 1e12
     if compute_dtype != "bfloat16" or re.search(r"\bMIG\b", device_name):
         return None
-    found = (tflops for pattern, tflops in PEAK_TFLOPS if re.search(pattern, device_name))
-    tflops = next(found, None)
-    return None if tflops is None else tflops * 1e12
+    return next((tflops * 1e12 for pattern, tflops in PEAK_TFLOPS if re.search(pattern, device_name)), None)

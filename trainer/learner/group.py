@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 OWN_ERRORS = (ModelError, CheckpointError, TrainingDiverged, DeviceError)
 """Pass from a rank to the driver under their own type; anything else becomes a LearnerError."""
 FIRST_CAUSES = (*OWN_ERRORS, *actor_errors(), TimeoutError)
-"""What a failure begins with, the likeliest first: where a rank failed or died, its peers may be silent."""
+"""What a failure begins with, the likeliest first: where a rank failed or died, its peers may hang."""
 
 CLOSE_TIMEOUT_S = 10.0
 PEERS_S = 5.0
@@ -48,14 +48,11 @@ class RankHandle:
         self.rank = rank
         self.actor = actor
         self.is_broken = False
-        """It died, or gave no answer to a call that it may still be busy with."""
+        """It died, or a call timed out that it may still be busy with."""
 
     async def call(self, method: str, *args: object, timeout_s: float) -> Any:
-        """Call one method of one rank. Raises what the method raised.
-
-        Raises:
-            RemoteTimeout: says which rank, for how long, and what to do.
-        """
+        """Call one method of one rank. Raises what the method raised, or a RemoteTimeout that names the rank, the time
+        and what to do."""
         key = "weight_sync.timeout_s" if method.startswith("ws_") else "learner.timeout_s"
         hint = f"it hangs, or increase {key}; look at its file in actor_logs/"
         ref = getattr(self.actor, method).remote(*args)
@@ -67,47 +64,43 @@ class RankHandle:
 
 
 class LearnerGroup:
-    """All ranks together. A call goes to every rank and returns when all have answered.
+    """All ranks together. A call goes to every rank and returns when all have returned.
 
-    The first failure ends the call: it names the rank, the calls to the others are no longer awaited, and the group is
-    of no more use than to be closed, since ranks may hang in a collective until its deadline.
+    The first failure ends the call: it names the rank, the calls to the others are no longer awaited, and the group can
+    only be closed, since ranks may hang in a collective until its deadline.
     """
 
     def __init__(self, actors: Sequence[Any], *, timeout_s: float) -> None:
         """`actors[rank]` are handles from `learner_actor()`; `timeout_s` is the deadline of every call."""
-        self._ranks = tuple(RankHandle(actor, rank=rank) for rank, actor in enumerate(actors))
+        self.ranks = tuple(RankHandle(actor, rank=rank) for rank, actor in enumerate(actors))
+        """For callers that talk to single ranks: weight sync needs no collective."""
         self._timeout_s = timeout_s
         self._has_failed = False
 
     @property
-    def ranks(self) -> tuple[RankHandle, ...]:
-        """For callers that talk to single ranks: weight sync needs no collective."""
-        return self._ranks
-
-    @property
     def is_broken(self) -> bool:
-        """Whether a call has failed, so that it is of no more use."""
-        return self._has_failed or any(rank.is_broken for rank in self._ranks)
+        """Whether a call has failed, so that it can only be closed."""
+        return self._has_failed or any(rank.is_broken for rank in self.ranks)
 
     async def setup(self) -> list[SetupReport]:
         """Ranks meet at rank 0's address and build their models. As `LearnerActor.setup`, of every rank."""
-        (address,) = await self._gather("node_address", [()], ranks=self._ranks[:1])
+        (address,) = await self._gather("node_address", [()])
         return await self._all("setup", address)
 
     async def train_step(self, batch: TrainBatch) -> StepResult:
         """One optimizer step. A rank fetches only its own micro-batches from the object store.
 
         Returns:
-            The metrics (equal on all ranks), with the seconds of the slowest rank per phase, and operations added up.
+            The metrics (equal on all ranks), seconds of the slowest rank per phase, and operations added up.
 
         Raises:
             TrainingDiverged: as `PolicyTrainer.train_step`; after a `GradientsDiverged` the group can still save.
-            LearnerError: a rank failed, or did not answer in time.
+            LearnerError: a rank failed or timed out.
         """
-        if len(batch.micro_batches) != len(self._ranks):
+        if len(batch.micro_batches) != len(self.ranks):
             raise LearnerError(
                 f"batch of step {batch.step} is split for {len(batch.micro_batches)} ranks, the group has "
-                f"{len(self._ranks)}; pack with learner.num_ranks"
+                f"{len(self.ranks)}; pack with learner.num_ranks"
             )
         refs = await asyncio.gather(*(asyncio.to_thread(ray.put, part) for part in batch.micro_batches))
         results: list[StepResult] = await self._gather(
@@ -122,15 +115,12 @@ class LearnerGroup:
         )
 
     async def visible_devices(self) -> list[str]:
-        """Of every rank; see `LearnerActor.visible_devices`."""
         return await self._all("visible_devices")
 
     async def offload(self) -> list[OffloadReport]:
-        """Every rank leaves its device to the engine there; see `LearnerActor.offload`."""
         return await self._all("offload")
 
     async def onload(self) -> list[OffloadReport]:
-        """Every rank is on its device again."""
         return await self._all("onload")
 
     async def save(self, path: Path, *, step: int) -> None:
@@ -145,33 +135,32 @@ class LearnerGroup:
         await self._all("export_hf", str(path))
 
     async def close(self) -> None:
-        """Let ranks leave in order, for a moment, then end their processes. Never raises; idempotent."""
+        """Give ranks a moment for a clean shutdown, then end their processes. Never raises; idempotent."""
         limit_s = BROKEN_CLOSE_TIMEOUT_S if self.is_broken else CLOSE_TIMEOUT_S
-        calls = [asyncio.ensure_future(rank.call("close", timeout_s=limit_s)) for rank in self._ranks]
+        calls = [asyncio.ensure_future(rank.call("close", timeout_s=limit_s)) for rank in self.ranks]
         await asyncio.gather(*calls, return_exceptions=True)
-        for rank in self._ranks:
+        for rank in self.ranks:
             ray.kill(rank.actor)
 
     async def _all(self, method: str, *args: object) -> list[Any]:
-        return await self._gather(method, [args] * len(self._ranks))
+        return await self._gather(method, [args] * len(self.ranks))
 
-    async def _gather(
-        self, method: str, args: Sequence[tuple[object, ...]], *, ranks: Sequence[RankHandle] | None = None
-    ) -> list[Any]:
-        ranks = self._ranks if ranks is None else ranks
+    async def _gather(self, method: str, args: Sequence[tuple[object, ...]]) -> list[Any]:
+        """Of the first `len(args)` ranks."""
         calls = {
             asyncio.ensure_future(rank.call(method, *own, timeout_s=self._timeout_s)): rank.rank
-            for rank, own in zip(ranks, args, strict=True)
+            for rank, own in zip(self.ranks, args, strict=False)
         }
         try:
             await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
             failures = _failures(calls)
-            if failures and not any(map(_is_first_cause, failures.values())):
+            if failures and not any(isinstance(_cause(error), FIRST_CAUSES) for error in failures.values()):
+                # A rank that fails breaks the connections of its peers, whose failures may be reported first.
                 await asyncio.wait(calls, timeout=PEERS_S)
                 failures = _failures(calls)
             if failures:
                 error = _to_report(method, failures)
-                # After that one every rank stands, with whole weights.
+                # After a GradientsDiverged every rank is still there, with whole weights.
                 self._has_failed |= not isinstance(error, GradientsDiverged)
                 raise error
             return [call.result() for call in calls]
@@ -191,23 +180,18 @@ def _failures(calls: Mapping[asyncio.Task[Any], int]) -> dict[int, BaseException
 
 
 def _cause(error: BaseException) -> BaseException:
-    """Ray wraps what a rank raised in an error of its own, whose text is a traceback."""
+    """Ray wraps what a rank raised in another error, whose text is a traceback."""
     return getattr(error, "cause", None) or error
-
-
-def _is_first_cause(error: BaseException) -> bool:
-    """When one rank fails, its peers soon do too, with a broken connection, which may be heard of first."""
-    return isinstance(_cause(error), FIRST_CAUSES)
 
 
 def _to_report(method: str, failures: Mapping[int, BaseException]) -> Exception:
     """The failure of the rank with which it began, and that rank's number."""
 
-    def likely_first(failure: tuple[int, BaseException]) -> int:
-        kinds = (isinstance(_cause(failure[1]), kind) for kind in FIRST_CAUSES)
-        return next((place for place, is_it in enumerate(kinds) if is_it), len(FIRST_CAUSES))
+    def order(failure: tuple[int, BaseException]) -> int:
+        kinds = (place for place, kind in enumerate(FIRST_CAUSES) if isinstance(_cause(failure[1]), kind))
+        return next(kinds, len(FIRST_CAUSES))
 
-    rank, origin = min(failures.items(), key=likely_first)
+    rank, origin = min(failures.items(), key=order)
     cause = _cause(origin)
     error: Exception
     if isinstance(cause, OWN_ERRORS):

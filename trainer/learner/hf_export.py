@@ -36,38 +36,26 @@ TOKENIZER_FILES = (
     "*.spm",
     "*.py",
 )
-"""Copied as they are: loading and saving a tokenizer again may change it. By kind, since one with code of its own names
-its files as it likes; not all that is there, which may be a directory of checkpoints."""
+"""Copied byte for byte: loading and saving a tokenizer again may change it. By kind, since one with custom code has
+files of any name; not everything, since it may be a directory of checkpoints."""
 MODEL_FILES = ("config.json", "generation_config.json", "adapter_config.json", "*quant*.json", "*.index.json")
-"""Of those, what describes the weights beside the tokenizer, and not the ones that are written."""
+"""Of those, what describes the weights next to the tokenizer, and not the ones that are written."""
 GENERATION_FILE = "generation_config.json"
 """Copied, too: it may name more end tokens than config.json, from which a model is built here."""
 
 log = logging.getLogger(__name__)
 
 
-def export_hf(path: Path, *, model: PreTrainedModel, source_dir: Path, config: ModelConfig, rank: int) -> None:
-    """Collective: `write_hf` by rank 0, which every rank waits for.
-
-    Raises:
-        OSError: rank 0 cannot write to `path`.
-    """
-    write_hf(path, model=model, source_dir=source_dir, config=config, rank=rank)
-    dist.barrier()
-
-
-def write_hf(path: Path, *, model: PreTrainedModel, source_dir: Path, config: ModelConfig, rank: int) -> None:
-    """Gather one parameter after another to the host of rank 0, which writes them as safetensors. Collective if the
-    model is sharded.
+def export_hf(path: Path, *, model: PreTrainedModel, source_dir: Path, config: ModelConfig) -> None:
+    """Gather one parameter after another to the host of rank 0, which writes them as safetensors while the others wait.
+    Collective, if there is a process group.
 
     `AutoModelForCausalLM.from_pretrained(path)` and engines load the result. Weights are in `model.rollout_dtype`: what
     the engines generated with. The directory appears whole or not at all, and replaces what is there (see
-    `replace_directory`). LoRA adapters are merged into the weights, and written once more by themselves in `adapter/`.
-
-    Raises:
-        OSError: rank 0 cannot write to `path`.
+    `replace_directory`). LoRA adapters are merged into the weights, and also written alone to `adapter/`. Raises
+    OSError if rank 0 cannot write to `path`.
     """
-    dtype = getattr(torch, config.rollout_dtype)
+    dtype, rank = getattr(torch, config.rollout_dtype), dist.get_rank() if dist.is_initialized() else 0
     state: dict[str, Tensor] = {}
     for name, whole in _whole_parameters(model, dtype, with_adapters=config.lora.rank > 0):  # in lockstep over ranks
         if rank == 0:
@@ -81,6 +69,8 @@ def write_hf(path: Path, *, model: PreTrainedModel, source_dir: Path, config: Mo
             replace_directory(tmp, path)
         finally:
             shutil.rmtree(tmp, ignore_errors=True)
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def _whole_parameters(
@@ -105,27 +95,25 @@ def _write(
 ) -> None:
     shutil.rmtree(tmp, ignore_errors=True)
     tmp.mkdir(parents=True)
-    # A hollow model of the original class writes the files: it knows the class name, tied weights and renamed experts.
+    # A model of the original class on the meta device writes the files: it knows the class name, tied weights and
+    # renamed experts.
     with torch.device("meta"):
-        hollow = AutoModelForCausalLM.from_config(
+        meta = AutoModelForCausalLM.from_config(
             model.config, dtype=getattr(torch, config.rollout_dtype), trust_remote_code=config.trust_remote_code
         )
-    hollow.generation_config = model.generation_config
-    hollow.save_pretrained(tmp, state_dict=state)
-    for weights in tmp.glob("*.safetensors"):  # written for their owner alone; whoever may read the rest may read them
+    meta.generation_config = model.generation_config
+    meta.save_pretrained(tmp, state_dict=state)
+    for weights in tmp.glob("*.safetensors"):  # written with access for their owner alone, unlike the other files
         weights.chmod((tmp / "config.json").stat().st_mode)
     if (source_dir / GENERATION_FILE).is_file():
         shutil.copyfile(source_dir / GENERATION_FILE, tmp / GENERATION_FILE)
-    if _copy_tokenizer(_tokenizer_dir(config, source_dir), tmp):
-        _try_tokenizer(tmp, config)
-    else:
-        log.warning("no tokenizer files found for %s; the exported model has none", config.path)
+    _copy_tokenizer(_tokenizer_dir(config, source_dir), tmp, config)
     if adapter:
         write_adapter(tmp / ADAPTER_DIR, adapter, config.lora, base=config.path)
 
 
-def _copy_tokenizer(source: Path, target: Path) -> bool:
-    """Whether there was any file of it."""
+def _copy_tokenizer(source: Path, target: Path, config: ModelConfig) -> None:
+    """A warning if it has no files or does not open from there; the weights are worth having without it."""
     found = [
         path.relative_to(source)
         for pattern in TOKENIZER_FILES
@@ -135,16 +123,14 @@ def _copy_tokenizer(source: Path, target: Path) -> bool:
     for name in found:
         (target / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(source / name, target / name)
-    return bool(found)
-
-
-def _try_tokenizer(path: Path, config: ModelConfig) -> None:
-    """A warning if it does not open from there; the weights are worth having without it."""
+    if not found:
+        log.warning("no tokenizer files found for %s; the exported model has none", config.path)
+        return
     try:
-        load_tokenizer(str(path), trust_remote_code=config.trust_remote_code)
+        load_tokenizer(str(target), trust_remote_code=config.trust_remote_code)
     except Exception as error:  # noqa: BLE001 - code that comes with a tokenizer may raise anything
         log.warning(
-            "the tokenizer of the exported model does not open: %s: %s; copy what it misses from %s",
+            "the tokenizer of the exported model does not open: %s: %s; copy what is missing from %s",
             type(error).__name__,
             (str(error).strip().splitlines() or ["no message"])[0],
             config.tokenizer_path if config.tokenizer_path else config.path,
@@ -152,7 +138,7 @@ def _try_tokenizer(path: Path, config: ModelConfig) -> None:
 
 
 def _tokenizer_dir(config: ModelConfig, source_dir: Path) -> Path:
-    """Where its files lie; those of a hub name are downloaded into (or found in) the hub cache."""
+    """Where its files are; those of a hub name are downloaded into (or found in) the hub cache."""
     path = Path(config.tokenizer_path).expanduser() if config.tokenizer_path else source_dir
     if path.is_dir():
         return path
@@ -162,5 +148,5 @@ def _tokenizer_dir(config: ModelConfig, source_dir: Path) -> Path:
     try:
         return Path(snapshot_download(config.tokenizer_path, allow_patterns=list(TOKENIZER_FILES)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        log.warning("model.tokenizer_path %r cannot be had: %s", config.tokenizer_path, error)
+        log.warning("model.tokenizer_path %r cannot be downloaded: %s", config.tokenizer_path, error)
         return path

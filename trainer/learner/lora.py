@@ -6,8 +6,8 @@ PEFT puts its layers into the Hugging Face model; the model keeps its class, and
     model.layers.0.mlp.up_proj.lora_A.default.weight      float32 [r, in], trained
     model.layers.0.mlp.up_proj.lora_B.default.weight      float32 [out, r], trained, zero at the start
 
-Engines apply no scaling, so B is published multiplied by alpha / r. There is no dropout on adapters, as there is none
-on the model: it would make the ratio to the behaviour policy noisy.
+Engines apply no scaling, so B is published multiplied by alpha / r. Adapters have no dropout, for the reason that the
+model has none: it would make the ratio to the behavior policy noisy.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from __future__ import annotations
 import math
 import re
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from trainer.errors import ModelError
-from weight_sync.layout import chunk_rows, local_shards
+from trainer.learner.fsdp import local_rows, local_tensor
+from weight_sync.layout import local_shards
 from weight_sync.lora import TensorTree, peft_name
 
 if TYPE_CHECKING:
@@ -34,15 +34,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from trainer.config.schema import LoraConfig
-    from weight_sync.types import ParamMeta, ShardDesc
 
 _ADAPTER = re.compile(r"(?P<module>.+)\.lora_(?P<matrix>[AB])\.default\.weight")
 ADAPTER_DIR = "adapter"
 """Inside an exported model: the adapter alone, as PEFT and engines load it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Adapter:
+class Adapter(NamedTuple):
     """The two matrices of one layer, sharded as the model is."""
 
     module: str
@@ -53,13 +51,14 @@ class Adapter:
     """[out, r]"""
     scaling: float
 
+    def published(self) -> tuple[tuple[str, nn.Parameter], ...]:
+        """Both under PEFT's names."""
+        return (peft_name(self.module, is_a=True), self.a), (peft_name(self.module, is_a=False), self.b)
+
 
 def add_adapters(hf: PreTrainedModel, blocks: nn.ModuleList, config: LoraConfig, *, base_dtype: torch.dtype) -> None:
-    """Put adapters into the linear layers of a model that has no memory yet, and freeze everything else.
-
-    Raises:
-        ModelError: PEFT is missing, or the model has no linear layer of a given name.
-    """
+    """Put adapters into the linear layers of a model that has no memory yet, and freeze everything else. Raises
+    ModelError if PEFT is missing, or the model has no linear layer of a given name."""
     targets = config.target_modules.split("+")
     found = {name.rsplit(".", 1)[-1] for name, module in blocks.named_modules() if isinstance(module, nn.Linear)}
     if missing := sorted(set(targets) - found):
@@ -67,25 +66,30 @@ def add_adapters(hf: PreTrainedModel, blocks: nn.ModuleList, config: LoraConfig,
     for param in hf.parameters():
         param.requires_grad_(False)
         param.data = param.data.to(base_dtype)
-    peft = import_peft()
+    # Only inside blocks: the output matrix is read directly, an adapter on it would have no effect.
+    peft, peft_config = _peft(config, targets=rf".*\.layers\..*\.({'|'.join(targets)})")
     with torch.device("meta"):
-        # Only inside blocks: the output matrix is read directly, an adapter on it would have no effect.
-        peft.inject_adapter_in_model(
-            peft.LoraConfig(**_peft_config(config, targets=rf".*\.layers\..*\.({'|'.join(targets)})")), hf
-        )
+        peft.inject_adapter_in_model(peft_config, hf)
 
 
-def import_peft() -> Any:
-    """Raises ModelError if it is not installed."""
+def _peft(config: LoraConfig, *, targets: str | list[str]) -> tuple[Any, Any]:
+    """(PEFT, its configuration). Raises ModelError if it is not installed."""
     try:
         import peft
     except ImportError as error:
         raise ModelError(f'model.lora needs PEFT ({error}); install it with pip install "tandem-rl[lora]"') from error
-    return peft
+    return peft, peft.LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType]
+        target_modules=targets,
+        lora_dropout=0.0,
+        bias="none",
+        init_lora_weights=False,  # there is no memory yet; see init_adapters
+    )
 
 
 def adapters_of(hf: nn.Module) -> tuple[Adapter, ...]:
-    """The adapters of a model in model order; empty if it has none. Gathered parameters are given back first."""
+    """The adapters of a model in model order; empty if it has none. Gathered parameters are freed first."""
     for module in hf.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -130,27 +134,23 @@ def init_adapters(hf: nn.Module, *, seed: int) -> None:
     Every rank draws all of A, which is small, and keeps its rows, so the number of ranks does not matter.
     """
     for index, adapter in enumerate(adapters_of(hf)):
-        local = _local(adapter.a)
+        local = local_tensor(adapter.a.detach())
         bound = 1.0 / math.sqrt(adapter.a.shape[1])
         generator = torch.Generator(device=local.device).manual_seed(seed * 1_000_003 + index)
         whole = torch.empty(adapter.a.shape, device=local.device).uniform_(-bound, bound, generator=generator)
-        start, stop = _rows(adapter.a)
-        local.copy_(whole[start:stop])
-        _local(adapter.b).zero_()
+        local.copy_(whole[slice(*local_rows(adapter.a, name=adapter.module))])
+        local_tensor(adapter.b.detach()).zero_()
 
 
 class AdapterSource:
-    """What this rank publishes: its rows of A as they are, and of B times the scaling.
+    """What this rank publishes: its rows of A unchanged, and of B times the scaling.
 
     `tensors` are persistent; `refresh` brings those of B up to date.
     """
 
     def __init__(self, hf: nn.Module, *, rollout_dtype: str) -> None:
-        self.params: tuple[ParamMeta, ...]
-        self.shards: tuple[ShardDesc, ...]
-        self.tensors: dict[str, Tensor]
         adapters = adapters_of(hf)
-        tree = TensorTree({name: tensor for adapter in adapters for name, tensor in _published(adapter)})
+        tree = TensorTree({name: tensor for adapter in adapters for name, tensor in adapter.published()})
         self.params, self.shards, self.tensors = local_shards(tree, rollout_dtype=rollout_dtype)
         self._scaled: list[tuple[Tensor, float, Tensor]] = []
         for adapter in adapters:
@@ -182,7 +182,7 @@ def merged_parameters(hf: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def gather_adapters(hf: nn.Module) -> dict[str, Tensor]:
     """Collective: the whole adapter in float32 on the host, under PEFT's names, B unscaled."""
     return {
-        name: _whole(tensor).cpu().contiguous() for adapter in adapters_of(hf) for name, tensor in _published(adapter)
+        name: _whole(tensor).cpu().contiguous() for adapter in adapters_of(hf) for name, tensor in adapter.published()
     }
 
 
@@ -190,7 +190,7 @@ def write_adapter(path: Path, state: dict[str, Tensor], config: LoraConfig, *, b
     """The adapter as a directory that `PeftModel.from_pretrained` and engines load."""
     from safetensors.torch import save_file
 
-    peft_config = import_peft().LoraConfig(**_peft_config(config, targets=config.target_modules.split("+")))
+    _, peft_config = _peft(config, targets=config.target_modules.split("+"))
     peft_config.base_model_name_or_path, peft_config.task_type = base, "CAUSAL_LM"
     peft_config.inference_mode = True
     path.mkdir(parents=True)
@@ -198,30 +198,5 @@ def write_adapter(path: Path, state: dict[str, Tensor], config: LoraConfig, *, b
     save_file(state, path / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
-def _peft_config(config: LoraConfig, *, targets: str | list[str]) -> dict[str, Any]:
-    return {
-        "r": config.rank,
-        "lora_alpha": config.alpha,
-        "target_modules": targets,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "init_lora_weights": False,  # there is no memory yet; see init_adapters
-    }
-
-
-def _published(adapter: Adapter) -> tuple[tuple[str, nn.Parameter], ...]:
-    return (peft_name(adapter.module, is_a=True), adapter.a), (peft_name(adapter.module, is_a=False), adapter.b)
-
-
-def _local(param: Tensor) -> Tensor:
-    return param.to_local().detach() if isinstance(param, DTensor) else param.detach()
-
-
 def _whole(param: Tensor) -> Tensor:
     return param.full_tensor().detach() if isinstance(param, DTensor) else param.detach()
-
-
-def _rows(param: Tensor) -> tuple[int, int]:
-    if not isinstance(param, DTensor):
-        return 0, param.shape[0]
-    return chunk_rows(param.shape[0], param.device_mesh.size(), param.device_mesh.get_local_rank())

@@ -8,7 +8,6 @@ Shape legend: `T` packed tokens, `L` loss tokens, `E` hidden size.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -19,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from trainer.config.schema import model_paths
 from trainer.errors import TESTED, ModelError
 from trainer.learner.flops import head_dim
-from trainer.learner.fsdp import UNSHARDED_SHARE, ShardingPlan, clear_fsdp_forward, local_tensor, shard_model
+from trainer.learner.fsdp import UNSHARDED_SHARE, clear_fsdp_forward, local_tensor, shard_model
 from trainer.learner.logprobs import selected_logprobs
 from trainer.learner.lora import add_adapters, init_adapters
 from trainer.learner.packed_inputs import ATTENTION_NAME, PackedInputs, best_layout, register_packed_attention
@@ -30,7 +29,7 @@ from trainer.learner.weights import (
     init_weights,
     is_random_init,
     load_rows,
-    local_rows,
+    own_parts,
     resolve_model_dir,
 )
 
@@ -49,7 +48,7 @@ LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_soft_cap", "logit_scale",
 """Config fields of models that do more than one matrix product after the last hidden state."""
 LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
 """Of `config.layer_types`: what reaches our attention function with all that it does. Convolutions, recurrences and
-chunked or sparse attention would mix sequences that lie end to end."""
+chunked or sparse attention would mix packed sequences."""
 CONFIG_ERRORS = (
     ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, ArithmeticError, ImportError,
 )  # fmt: skip
@@ -78,12 +77,8 @@ def load_config(model: ModelConfig, directory: Path) -> PreTrainedConfig:
 
 
 def check_packed(config: PreTrainedConfig, directory: Path, *, trust_remote_code: bool) -> None:
-    """Build the model of a config without memory, and run it packed once: its shapes and its calls, no numbers.
-
-    Raises:
-        ModelError: it cannot be built, does more than we compute, or has a block that tokens get past without our
-            attention function.
-    """
+    """Build the model of a config without memory, and run it packed once: its shapes and its calls, no numbers. Raises
+    ModelError if it cannot be built, does more than we compute, or has a block without our attention function."""
     register_packed_attention()
     try:
         with torch.device("meta"):
@@ -104,11 +99,8 @@ def check_packed(config: PreTrainedConfig, directory: Path, *, trust_remote_code
 
 
 def check_architecture(hf: PreTrainedModel) -> nn.ModuleList:
-    """The decoder blocks of a model, if what it says of itself is what we can train packed and with chunked log-probs.
-
-    Raises:
-        ModelError: the model does more than we compute.
-    """
+    """The decoder blocks of a model. Raises ModelError if it does more than we compute, packed and with chunked
+    log-probs."""
     name, config = type(hf).__name__, hf.config.get_text_config()
     if not hf._supports_attention_backend:
         raise ModelError(f"{name} has its own attention code, which cannot run packed; use {TESTED}")
@@ -133,8 +125,8 @@ def check_architecture(hf: PreTrainedModel) -> nn.ModuleList:
 def disable_dropout(hf: PreTrainedModel) -> None:
     """No dropout and no router noise: either would make the ratio to the behavior policy noisy, and engines have none.
 
-    Inference mode turns them off wherever they are. Only what can recompute its activations stays in training mode,
-    which transformers asks of it; rates of its own dropout become 0.
+    Inference mode turns them off. Only what can recompute its activations stays in training mode, as transformers
+    requires, and its dropout rates become 0.
     """
     for module in hf.modules():
         module.training = hasattr(module, "gradient_checkpointing")
@@ -146,16 +138,11 @@ def disable_dropout(hf: PreTrainedModel) -> None:
 @torch.no_grad()
 def fix_longrope(hf: PreTrainedModel, *, max_model_len: int) -> None:
     """Choose the factors of LongRoPE once, by the rule of engines: the long ones if the context length of the engine
-    exceeds that of pretraining, whatever the length of a sequence. Transformers would choose anew for every
-    micro-batch, by its longest sequence.
-
-    Args:
-        hf: with memory for its buffers.
-        max_model_len: tokens, of the engine.
-    """
+    (`max_model_len`, tokens) exceeds that of pretraining, whatever the length of a sequence. Transformers would choose
+    again for every micro-batch, by its longest sequence. `hf` has memory for its buffers."""
     for rotary in _longropes(hf):
         rotary(rotary.inv_freq, torch.tensor([[max_model_len - 1]], device=rotary.inv_freq.device))
-        rotary.rope_type = "fixed"  # a type that transformers does not look after
+        rotary.rope_type = "fixed"  # a type that transformers leaves alone
 
 
 def _longropes(hf: PreTrainedModel) -> list[Any]:
@@ -176,13 +163,12 @@ def _check_rotary(hf: PreTrainedModel) -> None:
                 )
 
 
-@dataclass(slots=True, kw_only=True)
 class _Trace:
-    """A packed layout that computes nothing and notes which blocks asked."""
+    """A packed layout that computes nothing and notes which blocks use it."""
 
-    block: int = -1
-    """The one that runs."""
-    attended: set[int] = field(default_factory=set)
+    def __init__(self) -> None:
+        self.block = -1  # the one that runs
+        self.attended: set[int] = set()
 
     def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, scale: float, window: int | None) -> Tensor:
         self.attended.add(self.block)
@@ -190,7 +176,7 @@ class _Trace:
 
 
 def _run_once(hf: PreTrainedModel, blocks: nn.ModuleList) -> None:
-    """Raises ModelError if `hf`, which lies on the meta device and is not used again, does not run packed."""
+    """Raises ModelError if `hf`, which is on the meta device and is not used again, does not run packed."""
     name, trace = type(hf).__name__, _Trace()
     for index, block in enumerate(blocks):
         block.register_forward_pre_hook(lambda *_, index=index: setattr(trace, "block", index))
@@ -210,7 +196,7 @@ def _run_once(hf: PreTrainedModel, blocks: nn.ModuleList) -> None:
 
 
 class PolicyOutput(NamedTuple):
-    """A tuple, because FSDP2 looks for the tensors in a module's output."""
+    """A tuple, because FSDP2 looks for tensors in a module's output."""
 
     logprobs_L: Tensor
     """float32, of the loss tokens, after temperature."""
@@ -227,18 +213,10 @@ class PolicyModel(nn.Module):
     """
 
     def __init__(
-        self,
-        hf: PreTrainedModel,
-        cfg: RunConfig,
-        *,
-        value_head: ValueHead | None = None,
-        num_tokens: int | None = None,
+        self, hf: PreTrainedModel, cfg: RunConfig, *, value_head: ValueHead | None = None, num_tokens: int | None = None
     ) -> None:
-        """
-        Args:
-            value_head: the critic's, if it shares the backbone. It is no part of `hf`: nothing publishes it.
-            num_tokens: log-probs are among so many tokens, the first ones; None takes all that the model has.
-        """
+        """`value_head` is of a critic that shares the backbone; it is not in `hf`, so nothing publishes it. Log-probs
+        are among the first `num_tokens` tokens, or all."""
         super().__init__()
         self._num_tokens = num_tokens
         self.hf = hf
@@ -263,34 +241,27 @@ class PolicyModel(nn.Module):
 
     def trained(self) -> dict[str, nn.Parameter]:
         """What the optimizer moves: parameters of the model by their names in it, and of the value head."""
-        named = dict(self.hf.named_parameters())
-        if self.value_head is not None:
-            named |= {f"value_head.{name}": param for name, param in self.value_head.named_parameters()}
-        return {name: param for name, param in named.items() if param.requires_grad}
+        named = ((name.removeprefix("hf."), param) for name, param in self.named_parameters())
+        return {name: param for name, param in named if param.requires_grad}
 
 
 def predicting_states(hf: PreTrainedModel, inputs: PackedInputs) -> Tensor:
     """Last hidden states at the positions that predict the loss tokens, [L, E] in the compute dtype."""
     output = hf.base_model(
-        input_ids=inputs.token_ids_1T,
-        position_ids=inputs.position_ids_1T,
-        use_cache=False,
-        packed=inputs.layout,
+        input_ids=inputs.token_ids_1T, position_ids=inputs.position_ids_1T, use_cache=False, packed=inputs.layout
     )
     return output.last_hidden_state.squeeze(0).index_select(0, inputs.predict_pos_L)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParallelContext:
-    """Where models live."""
+class ParallelContext(NamedTuple):
+    """Where models are."""
 
     mesh: DeviceMesh
     device: torch.device
     backend: Backend
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MetaModel:
+class MetaModel(NamedTuple):
     """A causal LM without memory, of a kind that we can run packed."""
 
     hf: PreTrainedModel
@@ -301,14 +272,13 @@ class MetaModel:
     """Its weights are drawn from the seed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BuiltPolicy:
+class BuiltPolicy(NamedTuple):
     """A model that is ready to train."""
 
     policy: PolicyModel
     """Root of FSDP2; call this one."""
     layout: LayoutFn
-    """The packed layout this model's attention wants."""
+    """The packed layout of its attention."""
     source_dir: Path
     """Where config, tokenizer and (if any) weights came from."""
     device: torch.device
@@ -329,10 +299,8 @@ class BuiltPolicy:
 def build_policy(cfg: RunConfig, context: ParallelContext) -> BuiltPolicy:
     """Load or initialise the policy, sharded, masters in float32 (with LoRA: those of the adapters).
 
-    With `model.random_weights` they are drawn from `cfg.seed`, equally on every number of ranks.
-
-    Raises:
-        ModelError: missing or damaged files, or a kind of model we do not train.
+    With `model.random_weights` they are drawn from `cfg.seed`, equally on every number of ranks. Raises ModelError for
+    missing or damaged files, or a kind of model we do not train.
     """
     meta = meta_model(cfg.model.path, cfg)
     if cfg.model.lora.rank:
@@ -345,11 +313,8 @@ def build_policy(cfg: RunConfig, context: ParallelContext) -> BuiltPolicy:
 
 
 def meta_model(path: str, cfg: RunConfig) -> MetaModel:
-    """The model in `path`, which is one of `model_paths`, without memory, with our attention.
-
-    Raises:
-        ModelError: missing or damaged files, or a kind of model we do not train.
-    """
+    """The model in `path`, which is one of `model_paths`, without memory, with our attention. Raises as
+    `build_policy`."""
     source_dir = resolve_model_dir(path, key=next(key for key, named in model_paths(cfg).items() if named == path))
     config = load_config(cfg.model, source_dir)
     check_packed(config, source_dir, trust_remote_code=cfg.model.trust_remote_code)
@@ -360,20 +325,18 @@ def meta_model(path: str, cfg: RunConfig) -> MetaModel:
             attn_implementation=ATTENTION_NAME,
             trust_remote_code=cfg.model.trust_remote_code,
         )
-    return MetaModel(
-        hf=hf, blocks=check_architecture(hf), source_dir=source_dir, is_random_init=is_random_init(cfg.model, path)
-    )
+    return MetaModel(hf, check_architecture(hf), source_dir, is_random_init(cfg.model, path))
 
 
 def shard_and_load(
     root: nn.Module, meta: MetaModel, cfg: RunConfig, *, context: ParallelContext, cpu_offload: bool
 ) -> LayoutFn:
-    """Shard `root`, which holds the meta model, then give it memory and weights: no rank ever holds the whole of it.
+    """Shard `root`, which holds the meta model, then give it memory and weights: no rank ever holds all of it.
 
-    A root whose parameters are all frozen is never computed with gradient, and given back block by block.
+    A root whose parameters are all frozen is never computed with gradient, and its blocks are freed one by one.
 
     Returns:
-        The packed layout that its attention wants.
+        The packed layout of its attention.
 
     Raises:
         ModelError: the weights are missing or damaged.
@@ -382,14 +345,16 @@ def shard_and_load(
     is_trained = any(param.requires_grad for param in root.parameters())
     _prepare_blocks(hf, meta.blocks, cfg, recomputes=is_trained and cfg.learner.activation_checkpointing)
     unsharded_bytes = sum(p.numel() for p in hf.parameters()) * compute_dtype.itemsize
-    plan = ShardingPlan(
+    heads = [module for module in root.modules() if isinstance(module, ValueHead)]
+    shard_model(
+        root,
+        meta.blocks,
+        float32_modules=heads,
         mesh=context.mesh,
         compute_dtype=compute_dtype,
         keep_unsharded=is_trained and unsharded_bytes <= UNSHARDED_SHARE * context.backend.memory_info()[1],
         cpu_offload=cpu_offload,
     )
-    heads = [module for module in root.modules() if isinstance(module, ValueHead)]
-    shard_model(root, list(meta.blocks), plan, float32_modules=heads)
     allocate(root, hf, torch.device("cpu") if cpu_offload else context.device, buffers=context.device)
     rollout, longest = cfg.rollout, cfg.task.max_prompt_tokens + cfg.rollout.max_response_tokens
     fix_longrope(hf, max_model_len=rollout.max_model_len if rollout.max_model_len else longest)
@@ -409,13 +374,14 @@ def vocab_size(hf: PreTrainedModel) -> int:
     return int(hf.config.get_text_config().vocab_size)
 
 
-def check_model(model: ModelConfig, directory: Path) -> None:
-    """What can be known of a local model without its weights: its config, and that we can train what that describes.
-
-    Raises:
-        ModelError: `build_policy` would refuse it.
-    """
-    check_packed(load_config(model, directory), directory, trust_remote_code=model.trust_remote_code)
+def require_tokens(who: str, hf: PreTrainedModel, policy: PreTrainedModel, why: str) -> None:
+    """Raises ModelError if a model that gets the policy's tokens knows fewer."""
+    known, needed = vocab_size(hf), vocab_size(policy)
+    if known < needed:
+        raise ModelError(
+            f"{who} has {known} tokens, the policy {needed}; {why}, use a model of the same family with at least as "
+            "many"
+        )
 
 
 def fill_weights(meta: MetaModel, cfg: RunConfig, *, device: torch.device) -> None:
@@ -431,16 +397,14 @@ def fill_weights(meta: MetaModel, cfg: RunConfig, *, device: torch.device) -> No
         return
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source_dir,
-            dtype=torch.float32,
-            trust_remote_code=cfg.model.trust_remote_code,
-            output_loading_info=True,
+            source_dir, dtype=torch.float32, trust_remote_code=cfg.model.trust_remote_code, output_loading_info=True
         )
         whole, found = loaded
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"weights in {source_dir} cannot be loaded: {error}") from error
-    # Transformers draws what is missing, on every rank other numbers. What we do not hold, a critic's head, may be.
-    if missing := sorted({part.name for part in local_rows(hf)} & set(found["missing_keys"])):
+    # Transformers draws what is missing, with other numbers on every rank. What we do not hold (a critic's output
+    # matrix) may be missing.
+    if missing := sorted({part.name for part in own_parts(hf)} & set(found["missing_keys"])):
         raise ModelError(
             f"{source_dir} has no weights for {missing[0]} ({len(missing)} tensors are missing), which its config.json "
             "asks for; finish the download, or give the directory of the whole model"
@@ -450,13 +414,9 @@ def fill_weights(meta: MetaModel, cfg: RunConfig, *, device: torch.device) -> No
 
 def torch_dtype(name: str) -> torch.dtype:
     """Raises ModelError for float16, whose small gradients would need loss scaling."""
-    match name:
-        case "float32":
-            return torch.float32
-        case "bfloat16":
-            return torch.bfloat16
-        case _:
-            raise ModelError(f"model.compute_dtype must be float32 or bfloat16 for training, got {name!r}")
+    if name not in {"float32", "bfloat16"}:
+        raise ModelError(f"model.compute_dtype must be float32 or bfloat16 for training, got {name!r}")
+    return getattr(torch, name)
 
 
 def _prepare_blocks(hf: PreTrainedModel, blocks: nn.ModuleList, cfg: RunConfig, *, recomputes: bool) -> None:
@@ -481,7 +441,7 @@ def _compile_options() -> dict[str, Any]:
 
 
 def allocate(root: nn.Module, hf: PreTrainedModel, device: torch.device, *, buffers: torch.device) -> None:
-    """Give the sharded model memory, and let transformers compute the buffers that no checkpoint holds (rotary)."""
+    """Give the sharded model memory, and have transformers compute the buffers that no checkpoint holds (rotary)."""
     root.to_empty(device=device)
     with torch.no_grad():
         for module in hf.modules():

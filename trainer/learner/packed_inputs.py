@@ -1,6 +1,6 @@
 """The tensors of one micro-batch, and attention over packed sequences.
 
-Sequences lie end to end in one row of `T` tokens; no token may see another sequence. Two ways to compute it:
+Sequences are packed end to end in one row of `T` tokens; no token may see another sequence. Two ways to compute it:
 `VarlenLayout` hands the boundaries to torch's variable-length kernel; `PaddedLayout` works on every device: it gathers
 sequences of similar length into dense blocks, so that hundreds of short sequences cost a handful of kernel calls.
 
@@ -14,7 +14,7 @@ import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -40,25 +40,22 @@ BLOCK_GROWTH = 1.25
 
 
 class PackedLayout(Protocol):
-    """Where the sequences of a packed row begin and end, in the form one kernel wants it."""
+    """Where the sequences of a packed row begin and end, as one kernel needs it. Not a tuple, which torch.compile would
+    look into: it would compile again for every number of blocks."""
 
     def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, scale: float, window: int | None) -> Tensor:
-        """Causal attention inside each sequence; keys may have fewer heads (GQA).
+        """Causal attention inside each sequence; keys may have fewer heads (GQA). [T, H, D] in the dtype of `q_THD`.
 
-        Args:
-            window: a token sees itself and the `window - 1` tokens before it; None means all before it.
-
-        Returns:
-            [T, H, D], dtype of `q_THD`.
+        A token sees itself and the `window - 1` tokens before it; None means all before it.
         """
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class VarlenLayout:
     """For `torch.nn.attention.varlen` (half precision on devices that have the kernel).
 
-    Nothing promises that the kernel's backward repeats to the last bit, so two equal steps may differ by rounding.
+    The kernel's backward need not repeat to the last bit, so two equal steps may differ by rounding.
     """
 
     cu_seqlens: Tensor
@@ -66,12 +63,26 @@ class VarlenLayout:
     max_seqlen: int
 
     def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, scale: float, window: int | None) -> Tensor:
-        return _varlen(q_THD, k_THD, v_THD, self.cu_seqlens, self.max_seqlen, scale=scale, window=window)
+        from torch.nn.attention.varlen import varlen_attn
+
+        kwargs: dict[str, Any] = {}
+        if q_THD.shape[1] != k_THD.shape[1]:
+            if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+                kwargs["enable_gqa"] = True
+            else:  # torch 2.11's kernel has no such argument; can go when 2.12 is the oldest we support.
+                repeats = q_THD.shape[1] // k_THD.shape[1]
+                k_THD, v_THD = (x.repeat_interleave(repeats, dim=1) for x in (k_THD, v_THD))
+        # (-1, 0): everything to the left, nothing to the right. The kernel's left side does not count the token itself.
+        kwargs["window_size"] = (-1 if window is None else window - 1, 0)
+        cu_seqlens, longest = self.cu_seqlens, self.max_seqlen
+        out = varlen_attn(q_THD, k_THD, v_THD, cu_seqlens, cu_seqlens, longest, longest, scale=scale, **kwargs)
+        assert isinstance(out, Tensor)  # a tuple only with return_aux
+        return out
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Block:
-    """`num_seqs` sequences padded to `length`."""
+    """`num_seqs` sequences padded to `length`. Padding is after the real tokens, so causality alone hides it."""
 
     num_seqs: int
     length: int
@@ -82,11 +93,34 @@ class Block:
     packed_index: Tensor
     """int64[real tokens]: ... and the packed token each of them holds."""
 
+    def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, scale: float, window: int | None) -> Tensor:
+        """[N*L, H, D]: output at every place of the block."""
+        q_NHLD, k_NHLD, v_NHLD = (
+            _Gather.apply(x, self.token_index, self.place_index, self.packed_index)
+            .view(self.num_seqs, self.length, *x.shape[1:])  # pyright: ignore[reportOptionalMemberAccess]
+            .transpose(1, 2)
+            for x in (q_THD, k_THD, v_THD)
+        )
+        mask = None
+        if window is not None and window < self.length:
+            distance = torch.arange(self.length, device=q_THD.device)
+            distance = distance[:, None] - distance[None, :]
+            mask = (distance >= 0) & (distance < window)
+        out_NHLD = scaled_dot_product_attention(
+            q_NHLD,
+            k_NHLD,
+            v_NHLD,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=q_NHLD.shape[1] != k_NHLD.shape[1],
+        )
+        return out_NHLD.transpose(1, 2).reshape(self.num_seqs * self.length, *q_THD.shape[1:])
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(frozen=True, slots=True)
 class PaddedLayout:
-    """For scaled-dot-product attention, any device and dtype. Padding sits after the real tokens, so causality alone
-    keeps it from being seen."""
+    """For scaled-dot-product attention, any device and dtype."""
 
     blocks: tuple[Block, ...]
     restore_index: Tensor
@@ -94,6 +128,32 @@ class PaddedLayout:
 
     def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, scale: float, window: int | None) -> Tensor:
         return _attend_blocks(self, q_THD, k_THD, v_THD, scale=scale, window=window)  # pyright: ignore[reportCallIssue]
+
+
+@torch.compiler.disable  # the number and shapes of blocks differ in every micro-batch
+def _attend_blocks(
+    layout: PaddedLayout, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, scale: float, window: int | None
+) -> Tensor:
+    outputs = [block.attend(q_THD, k_THD, v_THD, scale=scale, window=window) for block in layout.blocks]
+    flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return _Gather.apply(flat, layout.restore_index, None, layout.restore_index)  # pyright: ignore[reportReturnType]
+
+
+class _Gather(torch.autograd.Function):
+    """`x[index]`, whose backward writes each row once, several times faster than the scatter-add of autograd: row
+    `sources[i]` of the gradient (row i if that is None) goes to row `targets[i]` of x, and all other rows get 0."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, sources: Tensor | None, targets: Tensor) -> Tensor:
+        ctx.save_for_backward(sources, targets)
+        ctx.num_rows = x.shape[0]
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (sources, targets), grad = ctx.saved_tensors, grads[0]
+        rows = grad if sources is None else grad.index_select(0, sources)
+        return grad.new_zeros(ctx.num_rows, *grad.shape[1:]).index_copy_(0, targets, rows), None, None, None
 
 
 def register_packed_attention() -> None:
@@ -104,14 +164,10 @@ def register_packed_attention() -> None:
 def packed_attention(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Attention function of transformers' interface: [1, H, T, D] in, [1, T, H, D] out.
-
-    The layout arrives as keyword `packed` from the call of the model.
-
-    Raises:
-        ModelError: the model asks for something this function does not compute (a mask of its own, soft-capping,
-            attention sinks, a position bias, values of another size than keys), or is called without a layout.
-    """
+    """Attention function of transformers' interface: [1, H, T, D] in, [1, T, H, D] out. The layout is the keyword
+    `packed` of the call of the model. Raises ModelError if the model asks for something this function does not compute
+    (its own mask, soft-capping, attention sinks, a position bias, values of another size than keys), or is called
+    without a layout."""
     kind, layout = type(module).__name__, kwargs.get("packed")
     if layout is None:
         raise ModelError(f"{kind} was not given packed=<layout>, or its model does not hand it on; use {TESTED}")
@@ -134,7 +190,7 @@ def packed_attention(
 @functools.cache
 def best_layout(device: torch.device, dtype: torch.dtype, *, head_dim: int) -> LayoutFn:
     """The packed layout for a model of this compute dtype: `varlen_layout` where its kernel works, else
-    `padded_layout`, with a warning that says why not, once per process. On CPU that is the normal way: nothing is said.
+    `padded_layout`, with one warning per process that says why; without one on CPU, where that is normal.
 
     Raises:
         torch.OutOfMemoryError: the kernel could not be tried.
@@ -160,7 +216,7 @@ def why_no_varlen_kernel(device: torch.device, dtype: torch.dtype, *, head_dim: 
         q_THD = torch.ones(2, 2, head_dim, device=device, dtype=dtype, requires_grad=True)
         kv_THD = torch.ones(2, 1, head_dim, device=device, dtype=dtype)
         cu_seqlens = torch.tensor([0, 1, 2], device=device, dtype=torch.int32)
-        out = _varlen(q_THD, kv_THD, kv_THD, cu_seqlens, 1, scale=1.0, window=None)
+        out = VarlenLayout(cu_seqlens, 1).attend(q_THD, kv_THD, kv_THD, scale=1.0, window=None)
         out.sum().backward()
     except torch.OutOfMemoryError:  # says nothing about the kernel
         raise
@@ -171,10 +227,7 @@ def why_no_varlen_kernel(device: torch.device, dtype: torch.dtype, *, head_dim: 
 
 def varlen_layout(cu_seqlens: np.ndarray, device: torch.device) -> VarlenLayout:
     """`cu_seqlens`: int32[N+1]."""
-    return VarlenLayout(
-        cu_seqlens=torch.from_numpy(np.ascontiguousarray(cu_seqlens, np.int32)).to(device, non_blocking=True),
-        max_seqlen=int(np.diff(cu_seqlens).max()),
-    )
+    return VarlenLayout(to_device(cu_seqlens.astype(np.int32), device), max_seqlen=int(np.diff(cu_seqlens).max()))
 
 
 def padded_layout(cu_seqlens: np.ndarray, device: torch.device) -> PaddedLayout:
@@ -190,24 +243,14 @@ def padded_layout(cu_seqlens: np.ndarray, device: torch.device) -> PaddedLayout:
         places, packed = np.flatnonzero(is_real), tokens[is_real]
         restore[packed] = offset + places
         offset += is_real.size
-        token_index, place_index, packed_index = (
-            torch.from_numpy(x).to(device, non_blocking=True) for x in (tokens.reshape(-1), places, packed)
-        )
-        blocks.append(
-            Block(
-                num_seqs=len(rows),
-                length=length,
-                token_index=token_index,
-                place_index=place_index,
-                packed_index=packed_index,
-            )
-        )
-    return PaddedLayout(blocks=tuple(blocks), restore_index=torch.from_numpy(restore).to(device, non_blocking=True))
+        indices = (to_device(index, device) for index in (tokens.reshape(-1), places, packed))
+        blocks.append(Block(len(rows), length, *indices))
+    return PaddedLayout(tuple(blocks), restore_index=to_device(restore, device))
 
 
 def _split_by_length(order: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
     """Cut sequences, ascending in length, wherever a length outgrows the block that began with the shortest one."""
-    sorted_lengths, cuts, limit = lengths[order], [], 0.0
+    sorted_lengths, cuts = lengths[order], []
     limit = max(SHORTEST_BLOCK, sorted_lengths[0] * BLOCK_GROWTH)
     while True:
         cut = int(np.searchsorted(sorted_lengths, limit, side="right"))
@@ -217,112 +260,10 @@ def _split_by_length(order: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]
         limit = sorted_lengths[cut] * BLOCK_GROWTH
 
 
-@torch.compiler.disable
-def _attend_blocks(
-    layout: PaddedLayout, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, scale: float, window: int | None
-) -> Tensor:
-    """Not compiled: the number and shapes of blocks differ in every micro-batch."""
-    outputs = [_attend_block(block, q_THD, k_THD, v_THD, scale=scale, window=window) for block in layout.blocks]
-    flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return _Scatterless.apply(flat, layout.restore_index)  # pyright: ignore[reportReturnType]
-
-
-def _attend_block(
-    block: Block, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, scale: float, window: int | None
-) -> Tensor:
-    """[N*L, H, D]: output at every place of the block."""
-    q_NHLD, k_NHLD, v_NHLD = (
-        _GatherBlock.apply(x, block).view(block.num_seqs, block.length, *x.shape[1:]).transpose(1, 2)  # pyright: ignore[reportOptionalMemberAccess]
-        for x in (q_THD, k_THD, v_THD)
-    )
-    mask = None
-    if window is not None and window < block.length:
-        distance = torch.arange(block.length, device=q_THD.device)
-        distance = distance[:, None] - distance[None, :]
-        mask = (distance >= 0) & (distance < window)
-    out_NHLD = scaled_dot_product_attention(
-        q_NHLD,
-        k_NHLD,
-        v_NHLD,
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scale,
-        enable_gqa=q_NHLD.shape[1] != k_NHLD.shape[1],
-    )
-    return out_NHLD.transpose(1, 2).reshape(block.num_seqs * block.length, *q_THD.shape[1:])
-
-
-class _GatherBlock(torch.autograd.Function):
-    """Packed tokens -> places of one block. Padding gets no gradient (nothing sees it), so the backward is a gather of
-    the real places too, several times faster than the scatter-add that autograd would run."""
-
-    @staticmethod
-    def forward(ctx: Any, x_THD: Tensor, block: Block) -> Tensor:
-        ctx.block, ctx.num_tokens = block, x_THD.shape[0]
-        return x_THD.index_select(0, block.token_index)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        block, grad = ctx.block, grads[0]
-        real = grad.index_select(0, block.place_index)
-        out = grad.new_zeros(ctx.num_tokens, *grad.shape[1:])
-        return out.index_copy_(0, block.packed_index, real), None
-
-
-class _Scatterless(torch.autograd.Function):
-    """`x[index]` for an `index` without repeats: the backward writes each row once instead of adding."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
-        ctx.save_for_backward(index)
-        ctx.num_rows = x.shape[0]
-        return x.index_select(0, index)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (index,), grad = ctx.saved_tensors, grads[0]
-        return grad.new_zeros(ctx.num_rows, *grad.shape[1:]).index_copy_(0, index, grad), None
-
-
-def _varlen(
-    q_THD: Tensor,
-    k_THD: Tensor,
-    v_THD: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    *,
-    scale: float,
-    window: int | None,
-) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
-    kwargs: dict[str, Any] = {}
-    if q_THD.shape[1] != k_THD.shape[1]:
-        if _varlen_knows_gqa():
-            kwargs["enable_gqa"] = True
-        else:  # torch 2.11's kernel has no such argument; can go when 2.12 is the oldest we support.
-            repeats = q_THD.shape[1] // k_THD.shape[1]
-            k_THD, v_THD = (x.repeat_interleave(repeats, dim=1) for x in (k_THD, v_THD))
-    # (-1, 0): everything to the left, nothing to the right. The kernel's left side does not count the token itself.
-    sides = (-1 if window is None else window - 1, 0)
-    out = varlen_attn(
-        q_THD, k_THD, v_THD, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale=scale, window_size=sides, **kwargs
-    )
-    assert isinstance(out, Tensor)  # a tuple only with return_aux
-    return out
-
-
-def _varlen_knows_gqa() -> bool:
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
-
-
 LayoutFn = Callable[[np.ndarray, torch.device], "PackedLayout"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackedInputs:
+class PackedInputs(NamedTuple):
     """What one forward needs. The logits of token t come from position t - 1, so `predict_pos_L` is one less than the
     positions of the loss tokens."""
 
@@ -359,7 +300,7 @@ class PackedInputs:
 
 
 def loss_inputs(batch: MicroBatch, logprobs_L: Tensor) -> LossInputs:
-    """The batch's loss tokens beside their log-probs under the policy being trained, on the device of those."""
+    """The batch's loss tokens and their log-probs under the policy being trained, on the device of those."""
     mask, device = batch.loss_mask, logprobs_L.device
     num_sequences = len(batch.cu_seqlens) - 1
     sequence_T = np.repeat(np.arange(num_sequences), np.diff(batch.cu_seqlens))
@@ -375,11 +316,8 @@ def loss_inputs(batch: MicroBatch, logprobs_L: Tensor) -> LossInputs:
 
 
 def token_ages(batch: MicroBatch, *, step: int, device: torch.device) -> Tensor:
-    """Version that step `step` starts with minus the version that sampled the token: int64[L], >= 0.
-
-    Raises:
-        ValueError: a token is younger than the weights that are trained on it.
-    """
+    """Version that step `step` starts with minus the version that sampled the token: int64[L], >= 0. Raises ValueError
+    if a token is younger than the weights that are trained on it."""
     age_L = step - batch.versions[batch.loss_mask].astype(np.int64)
     if age_L.size and age_L.min() < 0:
         raise ValueError(

@@ -5,29 +5,30 @@ Shape legend: `T` packed tokens, `L` loss tokens.
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from trainer.algorithms.corrections import correct
 from trainer.algorithms.losses import kl_penalty, policy_loss
-from trainer.config.algorithm import SELECTING_LOSSES
+from trainer.config.algorithm import loss_traits
 from trainer.data.batch import MicroBatch
 from trainer.errors import GradientsDiverged, TrainingDiverged
 from trainer.learner.checkpoint import load_sharded, save_sharded
 from trainer.learner.critic import SeparateCritic, ValueSums, build_critic
 from trainer.learner.flops import model_flops, peak_flops
-from trainer.learner.fsdp import ShardedAdamW, learner_mesh, learning_rate
+from trainer.learner.fsdp import ShardedAdamW, learning_rate
 from trainer.learner.hf_export import export_hf
 from trainer.learner.model import ParallelContext, build_policy
 from trainer.learner.offload import CpuOffload
-from trainer.learner.packed_inputs import loss_inputs, scatter_to_tokens, to_device, token_ages
+from trainer.learner.packed_inputs import loss_inputs, to_device, token_ages
 from trainer.learner.prepare import build_reference, prepare_step
 from trainer.learner.step_stats import Metric, PhaseTimer, StepResult, StepSums, policy_metrics
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     import torch
@@ -41,26 +42,18 @@ if TYPE_CHECKING:
 
 
 class PolicyTrainer:
-    """Model, optimizer and loss of one rank. Every public method except `close` is collective: all ranks must call it.
+    """Model, optimizer and loss of one rank. Every public method is collective: all ranks must call it.
 
-    The default process group must be open (`parallel.open_process_group`). On CPU the same seed, inputs and
-    number of ranks give the same bits; other numbers of ranks differ by float32 rounding only. On accelerators
-    gradients may differ by rounding: see `VarlenLayout`.
+    The default process group must be open. On CPU the same seed, inputs and number of ranks
+    give the same bits; other numbers of ranks differ by float32 rounding only. On accelerators gradients may differ by
+    rounding: see `VarlenLayout`.
     """
 
-    def __init__(
-        self,
-        cfg: RunConfig,
-        *,
-        rank: int,
-        world_size: int,
-        device: torch.device,
-        backend: Backend,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    def __init__(self, cfg: RunConfig, *, device: torch.device, backend: Backend) -> None:
         """Raises ModelError if `cfg.model` cannot be trained."""
-        self._cfg, self._rank, self._clock, self._backend = cfg, rank, clock, backend
-        context = ParallelContext(mesh=learner_mesh(backend, world_size), device=device, backend=backend)
+        self._cfg, self._backend = cfg, backend
+        mesh = init_device_mesh(backend.torch_device, (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+        context = ParallelContext(mesh, device, backend)
         self._built = build_policy(cfg, context)
         self._critic = build_critic(cfg, self._built, context)
         self._reference = build_reference(cfg, self._built, context)
@@ -68,9 +61,10 @@ class PolicyTrainer:
         """By the prefix of their names in a checkpoint."""
         if isinstance(self._critic, SeparateCritic):
             self._optimizers["critic."] = self._critic.optimizer
-        moments = (tensor for optimizer in self._optimizers.values() for tensor in optimizer.tensors())
+        optimizers = self._optimizers.values()
+        trained = (tensor for one in optimizers for tensor in (*one.weights().values(), *one.state().values()))
         frozen = [] if self._reference is None else self._reference.parameters()
-        self.offload = CpuOffload((*self._built.policy.parameters(), *frozen, *moments), backend=backend)
+        self.offload = CpuOffload((*self._built.policy.parameters(), *frozen, *trained), backend=backend)
         """What takes device memory between two steps: weights, moments, a critic's, the reference."""
         self._model_flops = model_flops(self.model)
         self._peak_flops = peak_flops(
@@ -96,12 +90,11 @@ class PolicyTrainer:
         group_rewards: Sequence[GroupRewards] | None = None,
         num_loss_tokens: int = 0,
     ) -> StepResult:
-        """One optimizer step over this rank's micro-batches; all ranks must bring the same number of them.
+        """One optimizer step over this rank's micro-batches; every rank must have the same number of them.
 
         The loss is the sum of weight x token loss over all ranks and micro-batches. In the first
-        `critic.warmup_steps` steps only the critic is trained; the policy's learning rate starts after them.
-
-        A step whose gradient is not finite is skipped on every rank: nothing is updated, and `skipped_steps` is 1.
+        `critic.warmup_steps` steps only the critic is trained; the policy's learning rate starts after them. A step
+        whose gradient is not finite is skipped on every rank: nothing is updated, and `skipped_steps` is 1.
 
         Args:
             group_rewards: of the whole step, where advantages are finished here (`algorithm.finishes_on_ranks`).
@@ -110,15 +103,15 @@ class PolicyTrainer:
         Raises:
             GradientsDiverged: more than `learner.max_skipped_steps` gradients of policy or critic in a row are not
                 finite on any rank. No weight has been changed.
-            TrainingDiverged: a value or a log-prob of the reference is not finite on any rank. No weight has been
-                changed.
+            TrainingDiverged: a value or a log-prob of the reference is not finite on any rank; likewise.
             ValueError: no micro-batch, or one is malformed or younger than the weights.
         """
         if not micro_batches:
             raise ValueError("train_step needs at least one micro-batch per rank; pad ranks with a batch without loss")
         self.offload.require_onloaded("train_step")
         cfg, critic = self._cfg, self._critic
-        timer, values = PhaseTimer(self.device, clock=self._clock), ValueSums(num_loss_tokens=num_loss_tokens)
+        timer = PhaseTimer(self.device)
+        values = ValueSums(num_loss_tokens=num_loss_tokens, clip=cfg.critic.value_clip)
         num_critic_alone = cfg.critic.warmup_steps if cfg.algorithm.uses_critic else 0
         trains_policy = step >= num_critic_alone
         try:
@@ -139,10 +132,8 @@ class PolicyTrainer:
         norms: dict[str, float] = {}
         if trains_policy:
             sums = self._policy_gradients(batches, references, targets, values, step=step, timer=timer)
-            metrics, norms["learner"] = (
-                policy_metrics(sums, correction=cfg.algorithm.correction),
-                sums["grad_sq"] ** 0.5,
-            )
+            norms["learner"] = sums["grad_sq"] ** 0.5
+            metrics = policy_metrics(sums, correction=cfg.algorithm.correction)
             metrics["grad_norm"] = Metric(sum=norms["learner"])
         if isinstance(critic, SeparateCritic):
             norms["critic"] = critic.grad_norm()
@@ -160,12 +151,11 @@ class PolicyTrainer:
             if critic is not None:
                 metrics |= values.reduce(self.device)
                 timer.mark("critic")
-        operations = self._model_flops.of_batches(micro_batches) if self._model_flops and trains_policy else None
         return StepResult(
             step=step,
             metrics=metrics,
             seconds=timer.seconds(),
-            model_flops=operations,
+            model_flops=self._model_flops.of_batches(micro_batches) if self._model_flops and trains_policy else None,
             peak_flops=self._peak_flops,
         )
 
@@ -187,8 +177,7 @@ class PolicyTrainer:
             loss, parts = self._loss(batch, output, step=step, reference_T=references[index])
             sums.add(parts)
             if output.values_L is not None:
-                value_loss = values.loss(output.values_L, batch, targets[index], clip=self._cfg.critic.value_clip)
-                loss = loss + self._cfg.critic.value_coef * value_loss
+                loss = loss + self._cfg.critic.value_coef * values.loss(output.values_L, batch, targets[index])
             timer.mark("forward")
             loss.backward()
             timer.mark("backward")
@@ -201,7 +190,7 @@ class PolicyTrainer:
     def _loss(
         self, batch: MicroBatch, output: PolicyOutput, *, step: int, reference_T: np.ndarray | None
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Weighted sum of the token losses of a micro-batch, and what it adds to the sums of the step."""
+        """Weighted sum of the token losses of a micro-batch, and its part of the sums of the step."""
         algorithm, mask = self._cfg.algorithm, batch.loss_mask
         inputs, weight_L, keep_L, correction = correct(
             loss_inputs(batch, output.logprobs_L),
@@ -231,22 +220,21 @@ class PolicyTrainer:
         return loss, sums | {"loss": loss.detach()}
 
     def _is_skipped(self, norms: Mapping[str, float], *, step: int) -> bool:
-        """Whether a norm, which is of all ranks, is not finite; all gradients are dropped then.
-
-        Raises:
-            GradientsDiverged: it is one too many in a row.
-        """
+        """Whether a norm, which is of all ranks, is not finite; all gradients are dropped then. Raises
+        GradientsDiverged if it is one too many in a row."""
         bad = next((section for section, norm in norms.items() if not np.isfinite(norm)), None)
         if bad is None:
             self._num_skipped_in_a_row = 0
             return False
         self._drop_gradients()
         self._num_skipped_in_a_row += 1
-        what = f"{'' if bad == 'learner' else f'{bad} '}gradient norm of step {step} is {norms[bad]}"
-        do = f"lower {bad}.lr or {bad}.max_grad_norm, or look for wrong rewards in the recorded trajectories"
-        most = self._cfg.learner.max_skipped_steps
-        if self._num_skipped_in_a_row > most:
-            raise GradientsDiverged(f"{what}, after {most} skipped steps (learner.max_skipped_steps); {do}")
+        limit = self._cfg.learner.max_skipped_steps
+        if self._num_skipped_in_a_row > limit:
+            raise GradientsDiverged(
+                f"{'' if bad == 'learner' else f'{bad} '}gradient norm of step {step} is {norms[bad]}, after {limit} "
+                f"skipped steps (learner.max_skipped_steps); lower {bad}.lr or {bad}.max_grad_norm, or look for wrong "
+                "rewards in the recorded trajectories"
+            )
         return True
 
     def _drop_gradients(self) -> None:
@@ -254,8 +242,7 @@ class PolicyTrainer:
             optimizer.zero_grad()
 
     def warmup_compile(self, batch: MicroBatch) -> None:
-        """Every pass of a step over `batch`, of reference and critic too, and nothing kept of them but what is done
-        once: compiling, above all.
+        """Run every pass of a step over `batch`, of reference and critic too, for what is done once: compiling.
 
         Weights, moments and the numbers of later steps stay as they were, and torch's cache gives the memory back.
         """
@@ -264,7 +251,7 @@ class PolicyTrainer:
             self._reference.logprobs([batch])
         if self._critic is not None:
             rewards_T = np.zeros(len(batch.token_ids))
-            self._critic.targets([batch], [rewards_T], ValueSums(num_loss_tokens=0))
+            self._critic.targets([batch], [rewards_T], ValueSums(num_loss_tokens=0, clip=None))
         self._built.policy.set_is_last_backward(True)  # pyright: ignore[reportCallIssue]
         output = self._built.forward(batch)
         loss, _ = self._loss(batch, output, step=0, reference_T=None)
@@ -275,38 +262,27 @@ class PolicyTrainer:
         self._drop_gradients()
         self._backend.release_cached()
 
-    def logprobs(self, batch: MicroBatch) -> np.ndarray:
-        """Log-probabilities of the loss tokens under the current weights, after temperature.
-
-        Returns:
-            float32[T], 0 outside `loss_mask`.
-        """
-        return scatter_to_tokens(self._built.no_grad_forward(batch).logprobs_L, batch)
-
     def save(self, path: Path, *, step: int) -> None:
-        """Write this rank's part of model and optimizer into the directory `path` (see `checkpoint.begin`). Works
-        while they are on the host, too."""
+        """Write this rank's part of model and optimizer into the directory `path` (see `checkpoint.begin`), also while
+        they are on the host."""
         save_sharded(path, self._optimizers, step=step, host_view=self.offload.host_view)
 
     def load(self, path: Path) -> int:
-        """Restore model and optimizer, also from another number of ranks; returns the step they were saved at.
-
-        Raises:
-            CheckpointError: a file is missing or truncated, or the checkpoint is of another model.
-        """
+        """Restore model and optimizer, also from another number of ranks; returns the step they were saved at. Raises
+        CheckpointError if a file is missing or truncated, or the checkpoint is of another model."""
         self.offload.require_onloaded("load")
         return load_sharded(path, self._optimizers)
 
     def export_hf(self, path: Path) -> None:
         """Write the policy as a Hugging Face model directory in `model.rollout_dtype`; rank 0 writes."""
         self.offload.require_onloaded("export_hf")
-        export_hf(path, model=self.model, source_dir=self._built.source_dir, config=self._cfg.model, rank=self._rank)
+        export_hf(path, model=self.model, source_dir=self._built.source_dir, config=self._cfg.model)
 
 
 def largest_micro_batch(cfg: RunConfig) -> MicroBatch:
-    """As large as one can be: sequences of the longest prompt and answer, the last one cut to what is left.
+    """As large as one can be: sequences of the longest prompt and response, the last one cut to what is left.
 
-    Its loss is 0 whatever the model says, because no token has weight.
+    Its loss is 0, because no token has weight.
     """
     prompt = cfg.task.max_prompt_tokens
     longest = prompt + cfg.rollout.max_response_tokens
@@ -326,5 +302,5 @@ def largest_micro_batch(cfg: RunConfig) -> MicroBatch:
         versions=np.where(mask, 0, -1).astype(np.int32),
         advantages=zeros,
         loss_weights=zeros,
-        cov_selected=np.zeros(num_tokens, np.bool_) if cfg.algorithm.loss in SELECTING_LOSSES else None,
+        cov_selected=np.zeros(num_tokens, np.bool_) if loss_traits(cfg.algorithm.loss).selects else None,
     )

@@ -1,6 +1,6 @@
 """What a step needs before its first gradient: log-probs of the reference, and final advantages over all ranks.
 
-Shape legend: `T` packed tokens, `L` loss tokens, `N` answers of the step.
+Shape legend: `T` packed tokens, `N` responses of the step.
 """
 
 from __future__ import annotations
@@ -11,16 +11,23 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from trainer.algorithms.advantages import MIN_VARIANCE, reward_to_go, step_advantages
 from trainer.algorithms.losses import kl_penalty
 from trainer.config.algorithm import traits_of
-from trainer.errors import ModelError
 from trainer.learner.critic import ValueTargets, refuse_non_finite
 from trainer.learner.lora import without_adapters
-from trainer.learner.model import BuiltPolicy, PolicyModel, meta_model, shard_and_load, torch_dtype, vocab_size
+from trainer.learner.model import (
+    BuiltPolicy,
+    PolicyModel,
+    meta_model,
+    require_tokens,
+    shard_and_load,
+    torch_dtype,
+    vocab_size,
+)
 from trainer.learner.packed_inputs import scatter_to_tokens
+from trainer.learner.step_stats import sum_over_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,8 +43,7 @@ if TYPE_CHECKING:
 
 class Reference:
     """What the policy is held near. It is read from `algorithm.kl.reference_model` or `model.path` (or the seed) again,
-    never from
-    a checkpoint, so a resumed run has the reference that it began with."""
+    never from a checkpoint, so a resumed run has the reference that it began with."""
 
     def __init__(self, built: BuiltPolicy, *, key: str) -> None:
         """`built` may be the policy itself if it has adapters: they are switched off for every call. `key` names the
@@ -69,10 +75,7 @@ def build_reference(cfg: RunConfig, built: BuiltPolicy, context: ParallelContext
 
     With LoRA the first policy is the policy without its adapters and costs no memory. Otherwise the reference is a
     second model in the compute dtype, sharded like the policy, and with `learner.reference_cpu_offload` kept on the
-    host.
-
-    Raises:
-        ModelError: its weights cannot be loaded, or it knows fewer tokens than the policy.
+    host. Raises ModelError if its weights cannot be loaded, or it knows fewer tokens than the policy.
     """
     kl = cfg.algorithm.kl
     if kl.coef == 0:
@@ -81,18 +84,13 @@ def build_reference(cfg: RunConfig, built: BuiltPolicy, context: ParallelContext
     if cfg.model.lora.rank and kl.reference_model is None:
         return Reference(built, key=key)
     meta = meta_model(cfg.model.path if kl.reference_model is None else kl.reference_model, cfg)
-    known, needed = vocab_size(meta.hf), vocab_size(built.policy.hf)
-    if known < needed:
-        raise ModelError(
-            f"algorithm.kl.reference_model {kl.reference_model!r} has {known} tokens, the policy {needed}; "
-            "it has to score whatever the "
-            "policy may sample, use a model of the same family with at least as many"
-        )
+    why = "it has to score whatever the policy may sample"
+    require_tokens(f"algorithm.kl.reference_model {kl.reference_model!r}", meta.hf, built.policy.hf, why)
     for param in meta.hf.parameters():
         param.requires_grad_(False)
         param.data = param.data.to(torch_dtype(cfg.model.compute_dtype))
-    # A teacher may be padded to more rows. What it gives those the policy cannot give: both are over the same tokens.
-    model = PolicyModel(meta.hf, cfg, num_tokens=needed)
+    # A teacher may be padded to more rows, which the policy does not have: both distributions are over the same tokens.
+    model = PolicyModel(meta.hf, cfg, num_tokens=vocab_size(built.policy.hf))
     layout = shard_and_load(model, meta, cfg, context=context, cpu_offload=cfg.learner.reference_cpu_offload)
     return Reference(
         BuiltPolicy(policy=model, layout=layout, source_dir=meta.source_dir, device=context.device), key=key
@@ -110,7 +108,7 @@ def prepare_step(
     trains_policy: bool,
     timer: PhaseTimer,
 ) -> tuple[list[MicroBatch], list[np.ndarray | None], list[ValueTargets]]:
-    """Finish the advantages of a step, if they are not final; a critic of its own keeps its gradients. Collective.
+    """Finish the advantages of a step, if they are not final; a separate critic keeps its gradients. Collective.
 
     Returns:
         Of every micro-batch: (the same with final advantages; log-probs of the reference, float32[T], None where
@@ -118,7 +116,7 @@ def prepare_step(
 
     Raises:
         TrainingDiverged: a log-prob of the reference or a value is not finite, on any rank; raised on all of them. A
-            critic of its own holds gradients then.
+            separate critic holds gradients then.
         ValueError: the advantages are not final, and the rewards of the groups or of the tokens are missing.
     """
     batches = list(micro_batches)
@@ -130,7 +128,7 @@ def prepare_step(
     if config.finishes_on_ranks:
         if group_rewards is None:
             raise ValueError("the advantages of this step are not final, and it came without rewards; pass them")
-        rewards = [kl_penalized_rewards(b, r, config=config.kl) for b, r in zip(batches, references, strict=True)]
+        rewards = [_rewards(b, r, config=config.kl) for b, r in zip(batches, references, strict=True)]
         if critic is None:
             advantages = reward_advantages(batches, rewards, group_rewards, config=config, device=timer.device)
         else:
@@ -145,57 +143,38 @@ def prepare_step(
         timer.mark("advantages" if critic is None else "critic")
     if config.kl.in_advantage:  # without references the critic alone is trained
         batches = [
-            b if r is None else replace(b, advantages=kl_penalized_advantages(b, r, config=config.kl))
+            b if r is None else replace(b, advantages=less_kl(b.advantages, b, r, config=config.kl).astype(np.float32))
             for b, r in zip(batches, references, strict=True)
         ]
     return batches, references, targets
 
 
-def kl_penalized_rewards(batch: MicroBatch, reference_T: np.ndarray | None, *, config: KlConfig) -> np.ndarray:
-    """r_t - coef x KL_t, the KL of the policy that sampled to the reference (Ziegler et al. 2019, section 2; Ouyang et
-    al. 2022, section 3.5).
-
-    Args:
-        reference_T: float32[T]; None without a KL in the reward.
-
-    Returns:
-        float64[T], 0 outside `loss_mask`.
-
-    Raises:
-        ValueError: the batch carries no rewards.
-    """
+def _rewards(batch: MicroBatch, reference_T: np.ndarray | None, *, config: KlConfig) -> np.ndarray:
     if batch.token_rewards is None:
         raise ValueError("a micro-batch has no token rewards, but its advantages are not final; build it with them")
     rewards_T = batch.token_rewards.astype(np.float64)
     if reference_T is None or not config.in_reward:
         return rewards_T
-    return np.where(batch.loss_mask, rewards_T - config.coef * _sampled_kl(batch, reference_T, config=config), 0.0)
+    return less_kl(rewards_T, batch, reference_T, config=config)
 
 
-def kl_penalized_advantages(batch: MicroBatch, reference_T: np.ndarray, *, config: KlConfig) -> np.ndarray:
-    """A_t - coef x KL_t: what the estimator gives a token less its own KL, of the policy that sampled to the reference.
-    No later token counts.
+def less_kl(values_T: np.ndarray, batch: MicroBatch, reference_T: np.ndarray, *, config: KlConfig) -> np.ndarray:
+    """x_t - coef x KL_t, the KL of the policy that sampled to the reference, whose log-probs are float32[T].
 
-    With A of 0 and a ratio in the loss it is on-policy distillation (Lu et al. 2025, thinkingmachines.ai/blog/
-    on-policy-distillation): d = log policy - log teacher as cost has the gradient of KL(policy || teacher) in the mean.
-
-    Args:
-        reference_T: float32[T].
+    Of rewards, so that the advantages see it (Ziegler et al. 2019, section 2; Ouyang et al. 2022, section 3.5). Or of
+    advantages, so that no later token counts: with A of 0 and a ratio in the loss that is on-policy distillation (Lu et
+    al. 2025, thinkingmachines.ai/blog/on-policy-distillation), since d = log policy - log teacher as cost has the
+    gradient of KL(policy || teacher) in the mean.
 
     Returns:
-        float32[T], 0 outside `loss_mask`.
+        float64[T], 0 outside `loss_mask`.
 
     Example:
-        A 0, coef 1, log policy -2 and log teacher -0.5 give 1.5: the teacher likes the token better.
+        x 0, coef 1, log policy -2 and log teacher -0.5 give 1.5: the teacher likes the token better.
     """
-    less_T = batch.advantages - config.coef * _sampled_kl(batch, reference_T, config=config)
-    return np.where(batch.loss_mask, less_T, 0.0).astype(np.float32)
-
-
-def _sampled_kl(batch: MicroBatch, reference_T: np.ndarray, *, config: KlConfig) -> np.ndarray:
-    """float64[T], of no meaning outside `loss_mask`."""
     sampled_T, ours_T = (torch.from_numpy(x.astype(np.float64)) for x in (batch.behavior_logprobs, reference_T))
-    return kl_penalty(sampled_T, ours_T, config.estimator).numpy()
+    kl_T = kl_penalty(sampled_T, ours_T, config.estimator).numpy()
+    return np.where(batch.loss_mask, values_T - config.coef * kl_T, 0.0)
 
 
 def reward_advantages(
@@ -208,18 +187,18 @@ def reward_advantages(
 ) -> list[np.ndarray]:
     """Without a critic: what the estimator makes of penalized rewards. Collective.
 
-    An estimator of the reward-to-go sees the reward of every token; every other one the sum over the answer, as it
+    An estimator of the reward-to-go sees the reward of every token; every other one the sum over the response, as it
     sees the reward of the outcome otherwise.
 
     Args:
-        rewards: float64[T] of every micro-batch, from `kl_penalized_rewards`.
+        rewards: float64[T] of every micro-batch, from `less_kl`.
 
     Returns:
         float64[T] of every micro-batch, 0 outside `loss_mask`.
     """
     traits = traits_of(config)
     if not traits.reward_to_go:
-        return _answer_advantages(batches, rewards, group_rewards, config=config, device=device)
+        return _response_advantages(batches, rewards, group_rewards, config=config, device=device)
     returns: list[np.ndarray] = []
     for batch, rewards_T in zip(batches, rewards, strict=True):
         returns_T = np.zeros(len(rewards_T))
@@ -234,23 +213,18 @@ def normalized_over_ranks(
 ) -> list[np.ndarray]:
     """(a - mean) / sqrt(max(variance, 1e-8)) over all loss tokens of the step, with the biased variance. Collective.
 
-    `advantages.normalized_over_tokens` for values that lie on different ranks.
-
-    Args:
-        values: float64[T] of every micro-batch.
-
-    Returns:
-        float64[T] of every micro-batch, 0 outside `loss_mask`.
+    As `advantages.reinforce_pp`, for values on different ranks: float64[T] of every micro-batch in and out, 0 outside
+    `loss_mask`.
     """
     own = np.concatenate([v[batch.loss_mask] for v, batch in zip(values, batches, strict=True)])
-    count, total, square = _summed(np.array([own.size, own.sum(), (own**2).sum()]), device)
+    count, total, square = _over_ranks(np.array([own.size, own.sum(), (own**2).sum()]), device)
     mean = total / max(1.0, count)
-    # Two sums in one pass: advantages lie near 0 and hold 16 digits, so the difference loses none that matter.
+    # Two sums in one pass: advantages are near 0 and have 16 digits, so the difference loses none that matter.
     scale = np.sqrt(max(square / max(1.0, count) - mean**2, MIN_VARIANCE))
     return [np.where(batch.loss_mask, (v - mean) / scale, 0.0) for v, batch in zip(values, batches, strict=True)]
 
 
-def _answer_advantages(
+def _response_advantages(
     batches: Sequence[MicroBatch],
     rewards: Sequence[np.ndarray],
     group_rewards: Sequence[GroupRewards],
@@ -258,32 +232,27 @@ def _answer_advantages(
     config: AlgorithmConfig,
     device: torch.device,
 ) -> list[np.ndarray]:
-    """Every rank knows the rewards of all answers and the penalties of its own; then all compute the same."""
+    """Every rank knows the rewards of all responses, and the penalties of those it has; then all compute the same."""
     sizes = [group.rewards_G.size for group in group_rewards]
     penalties_N = np.zeros(sum(sizes))
     for batch, rewards_T in zip(batches, rewards, strict=True):
-        assert batch.token_rewards is not None and batch.answer_index is not None
+        assert batch.token_rewards is not None and batch.response_index is not None
         penalties_T = batch.token_rewards - rewards_T
-        for answer, (start, stop) in zip(batch.answer_index, pairwise(batch.cu_seqlens.tolist()), strict=True):
-            if answer >= 0:
-                penalties_N[answer] += penalties_T[start:stop].sum()
-    # An answer of one sequence is on one rank alone, the others add 0: the sum has the same bits on every split.
-    split = np.split(_summed(penalties_N, device), np.cumsum(sizes)[:-1])
+        for response, (start, stop) in zip(batch.response_index, pairwise(batch.cu_seqlens.tolist()), strict=True):
+            if response >= 0:
+                penalties_N[response] += penalties_T[start:stop].sum()
+    # A response of one sequence is on one rank alone, the others add 0: the sum has the same bits on every split.
+    split = np.split(_over_ranks(penalties_N, device), np.cumsum(sizes)[:-1])
     groups = [
         replace(group, rewards_G=group.rewards_G - of_group)
         for group, of_group in zip(group_rewards, split, strict=bool(sizes))
     ]
     advantages_N = np.concatenate([*step_advantages(groups, config=config), [0.0]])  # [-1]: of an empty micro-batch
-    found: list[np.ndarray] = []
-    for batch in batches:
-        assert batch.token_rewards is not None and batch.answer_index is not None
-        per_token_T = np.repeat(advantages_N[batch.answer_index], np.diff(batch.cu_seqlens))
-        found.append(np.where(batch.loss_mask, per_token_T, 0.0))
-    return found
+    return [
+        np.where(batch.loss_mask, np.repeat(advantages_N[batch.response_index], np.diff(batch.cu_seqlens)), 0.0)
+        for batch in batches
+    ]
 
 
-def _summed(values: np.ndarray, device: torch.device) -> np.ndarray:
-    """Over ranks."""
-    packed = torch.from_numpy(values).to(device)
-    dist.all_reduce(packed, op=dist.ReduceOp.SUM)
-    return packed.cpu().numpy()
+def _over_ranks(values: np.ndarray, device: torch.device) -> np.ndarray:
+    return np.array(sum_over_ranks(torch.from_numpy(values).to(device)))

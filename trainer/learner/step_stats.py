@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from trainer.config.algorithm import CorrectionConfig
 
@@ -34,24 +36,25 @@ class StepResult:
 
     step: int
     metrics: Mapping[str, Metric]
-    """Equal on every rank. `loss`, `grad_norm`, `lr`, `ratio_mean`, `ratio_max`, `clip_low_frac`, `clip_high_frac`,
-    `clip_dual_frac`, `entropy` (nats per token), `kl_behavior` (k3, nats per token), `num_loss_tokens`, with a
-    reference `kl_reference` (k3, nats per token),
-    `num_tokens`; `mismatch/fresh`, `mismatch/fresh_kl`, `mismatch/stale`, `mismatch/stale_kl` (nats per token);
-    with a correction `correction_weight_mean`, `correction_weight_max`, `correction_ess_frac`, and of its actions
-    `correction_clamped_frac`, `correction_masked_frac`, `correction_rejected_frac`. With a critic `value_loss`,
-    `value_mean`, `return_mean`, `value_explained_variance`, `value_clip_frac`, and of one with its own backbone
-    `critic_grad_norm` and `critic_lr`. While only the critic is trained, those are all."""
+    """Equal on every rank; `trainer.telemetry.metrics` describes each. A metric is absent where it means nothing: while
+    only the critic is trained, of a policy that sampled no token, of a reference or a correction that is off."""
     seconds: Mapping[str, float]
     """`reference` and `critic` (if there is one), `advantages` (where they are finished without a critic), `forward`,
     `backward`, `optimizer` (reduction and clipping included) and `step`."""
     model_flops: float | None = None
     """Operations of the policy's forward and backward (`ModelFlops`): of this rank's micro-batches, from a
-    `LearnerGroup` of all ranks. Not counted are the reference, a critic of its own and the optimizer. None where the
-    policy was not trained, or its shapes do not tell."""
+    `LearnerGroup` of all ranks. The reference, a separate critic and the optimizer are not counted. None where the
+    policy was not trained, or its shapes are not enough to know."""
     peak_flops: float | None = None
     """Operations per second that this rank's device can do, from a `LearnerGroup` all devices together; None if that is
     not known."""
+
+
+def sum_over_ranks(values: Tensor) -> list[float]:
+    """[n] in float64: token counts beyond 2^24 are not exact in float32. Collective; waits for the device."""
+    values = values.double()
+    dist.all_reduce(values, op=dist.ReduceOp.SUM)
+    return values.tolist()
 
 
 class StepSums:
@@ -74,18 +77,15 @@ class StepSums:
 
     def reduce(self, grad_sq_sum: Tensor, counts: Mapping[str, int]) -> dict[str, float]:
         """All of them over all ranks, and `grad_sq` and `counts` likewise. Collective; waits for the device."""
-        # float64: token counts beyond 2^24 are not exact in float32.
         more = torch.tensor(list(counts.values()), dtype=torch.float64, device=self._device)
-        packed = torch.cat((self._sums.double(), grad_sq_sum.to(self._device).double().reshape(1), more))
-        dist.all_reduce(packed, op=dist.ReduceOp.SUM)
         dist.all_reduce(self._maxima, op=dist.ReduceOp.MAX)
+        sums = sum_over_ranks(torch.cat((self._sums.double(), grad_sq_sum.to(self._device).double().reshape(1), more)))
         names = (*self._names, "grad_sq", *counts, *self._max_names)
-        return dict(zip(names, packed.tolist() + self._maxima.tolist(), strict=True))
+        return dict(zip(names, sums + self._maxima.tolist(), strict=True))
 
 
 def policy_metrics(sums: Mapping[str, float], *, correction: CorrectionConfig) -> dict[str, Metric]:
-    """Metrics of a step from its reduced sums: see `StepResult.metrics`. Absent are the distance to a policy that
-    sampled no token of the step, a KL without a reference, and a correction, or an action of it, that is not active."""
+    """Metrics of a step from its reduced sums: see `StepResult.metrics`."""
     num_loss = sums["num_loss_tokens"]
     per_token = {
         "ratio_mean": sums["ratio"],
@@ -108,7 +108,7 @@ def policy_metrics(sums: Mapping[str, float], *, correction: CorrectionConfig) -
         per_token |= {"correction_weight_mean": sums["weight"]}
         per_token |= {f"correction_{name}_frac": sums[name] for name in active}
         metrics["correction_weight_max"] = Metric(sum=sums["weight_max"])
-        # Kish 1965: (sum w)^2 / sum w^2 equally weighted tokens would estimate as well; 0 if nothing is left.
+        # Kish 1965: (sum w)^2 / sum w^2 equally weighted tokens estimate as well; 0 if nothing is left.
         metrics["correction_ess_frac"] = Metric(sum=sums["weight"] ** 2, count=num_loss * sums["weight_sq"])
     return metrics | {name: Metric(sum=total, count=num_loss) for name, total in per_token.items()}
 
@@ -116,8 +116,8 @@ def policy_metrics(sums: Mapping[str, float], *, correction: CorrectionConfig) -
 class PhaseTimer:
     """Seconds per phase. On a device that runs behind the host, phases are bounded by events, not by waiting."""
 
-    def __init__(self, device: torch.device, *, clock: Callable[[], float]) -> None:
-        self.device, self._clock = device, clock
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self._marks: list[tuple[str, float | torch.Event]] = [("", self._now())]
 
     def mark(self, phase: str) -> None:
@@ -127,14 +127,14 @@ class PhaseTimer:
     def seconds(self) -> dict[str, float]:
         """Summed per phase, and `step` for all. Call it when the device is done."""
         totals: dict[str, float] = {}
-        for (_, before), (phase, after) in zip(self._marks, self._marks[1:], strict=False):
+        for (_, before), (phase, after) in pairwise(self._marks):
             totals[phase] = totals.get(phase, 0.0) + _elapsed(before, after)
         totals["step"] = sum(totals.values())
         return totals
 
     def _now(self) -> float | torch.Event:
         if self.device.type == "cpu":
-            return self._clock()
+            return time.perf_counter()
         event = torch.Event(device=self.device, enable_timing=True)
         event.record()
         return event

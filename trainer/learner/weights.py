@@ -5,20 +5,18 @@ from __future__ import annotations
 import json
 import logging
 import re
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from trainer.errors import ModelError
+from trainer.learner.fsdp import local_rows, local_tensor
 from trainer.learner.lora import checkpoint_name, is_adapter
 from weight_sync.checkpoint_names import checkpoint_views, persistent_buffers
 from weight_sync.errors import PlanMismatch
-from weight_sync.layout import chunk_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,24 +29,24 @@ if TYPE_CHECKING:
 
 SAFETENSORS = "*.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
 BIN_FILES = "pytorch_model*.bin"
 HUB_PATTERNS = ["*.json", SAFETENSORS, "*.model", "*.tiktoken", "*.txt", "*.jinja", "*.py"]
 _NUMBERED = re.compile(r"(.+)-\d+-of-(\d+)\.safetensors")
+_OPTIONAL = re.compile(r"(^|\.)lm_head\.weight$|\.inv_freq$")
+"""Tensors that a model may do without: an output matrix that is tied or would be a critic's, and what is computed."""
+
+log = logging.getLogger(__name__)
 
 
 def is_random_init(model: ModelConfig, path: str | Path) -> bool:
-    """Whether the weights of the model at `path` are drawn from the seed: `model.random_weights` speaks of `model.path`
-    and of no other model."""
+    """Whether the weights of the model at `path` are drawn from the seed: `model.random_weights` is about `model.path`
+    and no other model."""
     return model.random_weights and Path(path).expanduser() == Path(model.path).expanduser()
 
 
 def check_weights(directory: Path, *, is_random_init: bool) -> None:
-    """Whether a directory has what it is named for: weights, or with `is_random_init` a config alone.
-
-    Raises:
-        ModelError: it has no weights that we can read, or has some that would not be read; or they are damaged.
-    """
+    """Raises ModelError if a directory has no weights that we can read, or damaged ones; or with `is_random_init` if it
+    has some, which would not be read."""
     if has_weights(directory) == is_random_init:
         if is_random_init:
             raise ModelError(
@@ -69,15 +67,10 @@ def has_weights(directory: Path) -> bool:
 
 
 def checkpoint_files(directory: Path) -> dict[str, Path] | None:
-    """Tensor name -> safetensors file; None if the directory holds no safetensors.
-
-    Without an index, tensors are looked for in all of them.
-
-    Raises:
-        ModelError: the index names a file that is missing, a numbered file is missing, a file cannot be read, or two
-            hold a tensor of one name.
-    """
-    index_path, single = directory / INDEX_FILE, directory / SINGLE_FILE
+    """Tensor name -> safetensors file; None if the directory holds no safetensors. Without an index, of all of them.
+    Raises ModelError if the index names a file that is missing, a numbered file is missing, a file cannot be read, or
+    two hold a tensor of one name."""
+    index_path, single = directory / INDEX_FILE, directory / "model.safetensors"
     if index_path.is_file():
         return _indexed(index_path)
     paths = [single] if single.is_file() else sorted(directory.glob(SAFETENSORS))
@@ -92,17 +85,18 @@ def checkpoint_files(directory: Path) -> dict[str, Path] | None:
                 "files of one model there"
             )
         files |= dict.fromkeys(names, path)
-    _check_numbers(paths)
+    for stem, total in sorted({(m[1], int(m[2])) for path in paths if (m := _NUMBERED.fullmatch(path.name))}):
+        have = [path for path in paths if re.fullmatch(rf"{re.escape(stem)}-\d+-of-0*{total}\.safetensors", path.name)]
+        if len(have) != total:
+            raise ModelError(
+                f"{directory} has {len(have)} of the {total} files {stem}-*-of-*.safetensors; finish the download"
+            )
     return files if paths else None
 
 
 def resolve_model_dir(path: str, *, key: str) -> Path:
-    """A local directory with a config.json; a hub name is downloaded into (or found in) the hub cache. `key` is what
-    names it in the configuration, for messages.
-
-    Raises:
-        ModelError: there is no such directory or hub model.
-    """
+    """A local directory with a config.json; a hub name is downloaded into (or found in) the hub cache. `key` names the
+    model in the configuration, for messages. Raises ModelError if there is no such directory or hub model."""
     local = Path(path).expanduser()
     if not local.is_dir():
         if path.startswith((".", "/", "~")) or path.count("/") > 1:
@@ -137,17 +131,6 @@ def _indexed(index_path: Path) -> dict[str, Path]:
     return {name: directory / file for name, file in weight_map.items()}
 
 
-def _check_numbers(paths: list[Path]) -> None:
-    """Raises ModelError if one of several numbered files is missing."""
-    series = {(found[1], int(found[2])) for path in paths if (found := _NUMBERED.fullmatch(path.name))}
-    for stem, total in sorted(series):
-        have = [path for path in paths if re.fullmatch(rf"{re.escape(stem)}-\d+-of-0*{total}\.safetensors", path.name)]
-        if len(have) != total:
-            raise ModelError(
-                f"{have[0].parent} has {len(have)} of the {total} files {stem}-*-of-*.safetensors; finish the download"
-            )
-
-
 def _download(name: str, *, key: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -164,14 +147,7 @@ def _download(name: str, *, key: str) -> Path:
     return local
 
 
-log = logging.getLogger(__name__)
-
-_NOT_MISSED = re.compile(r"(^|\.)lm_head\.weight$|\.inv_freq$")
-"""Tensors that a model may do without: an output matrix that is tied or would be a critic's, and what is computed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalRows:
+class LocalRows(NamedTuple):
     """The part of a parameter that this rank holds."""
 
     name: str
@@ -183,34 +159,19 @@ class LocalRows:
     """[stop - start, ...], shares memory with the model."""
 
 
-def local_rows(model: nn.Module) -> Iterator[LocalRows]:
-    """This rank's rows of every parameter and persistent buffer, tied ones once; adapters are not among them.
-
-    Raises ModelError for a sharding other than by rows.
-    """
-    for raw_name, param in (*model.named_parameters(), *persistent_buffers(model)):
-        if is_adapter(raw_name):
-            continue
-        name = checkpoint_name(raw_name)
-        shape, rows = tuple(param.shape), param.shape[0] if param.ndim else 1
-        if not isinstance(param, DTensor):
-            yield LocalRows(name=name, shape=shape, start=0, stop=rows, tensor=param.detach())
-            continue
-        (placement,) = param.placements
-        match placement:
-            case Replicate():
-                start, stop = 0, rows
-            case Shard(dim=0):
-                start, stop = chunk_rows(rows, param.device_mesh.size(), param.device_mesh.get_local_rank())
-            case _:
-                raise ModelError(f"{name} is sharded as {placement}; only rows (dimension 0) are supported")
-        yield LocalRows(name=name, shape=shape, start=start, stop=stop, tensor=param.to_local().detach())
+def own_parts(model: nn.Module) -> Iterator[LocalRows]:
+    """This rank's rows of every parameter, then every persistent buffer, tied ones once; adapters are not among them.
+    Raises ModelError for a sharding other than by rows."""
+    for name, param in (*model.named_parameters(), *persistent_buffers(model)):
+        if not is_adapter(name):
+            start, stop = local_rows(param, name=name)
+            yield LocalRows(checkpoint_name(name), tuple(param.shape), start, stop, local_tensor(param).detach())
 
 
 def load_rows(model: nn.Module, files: dict[str, Path]) -> bool:
     """Copy this rank's rows out of the files, cast to the parameter's dtype. Of fused experts: its own experts.
 
-    Tensors that the model has no place for are warned of.
+    A warning names tensors that the model has no place for.
 
     Returns:
         False, with nothing copied, if the names differ from those that the model saves: such a checkpoint needs
@@ -219,32 +180,26 @@ def load_rows(model: nn.Module, files: dict[str, Path]) -> bool:
     Raises:
         ModelError: a tensor has another shape, or a file is damaged.
     """
-    rows = {part.name: part for part in local_rows(model)}
+    rows = {part.name: part for part in own_parts(model)}
     try:
         views = checkpoint_views(model, {name: part.shape for name, part in rows.items()})
     except PlanMismatch:
         return False
     if any(view.name not in files for view in views):
         return False
-    by_file: dict[Path, list[SavedTensor]] = {}
-    for view in views:
-        by_file.setdefault(files[view.name], []).append(view)
-    for path, wanted in by_file.items():
+    for path in {files[view.name]: None for view in views}:
         with open_tensors(path) as reader:
-            for view in wanted:
-                _read_into(rows[view.param], view, reader, path)
-    _tell_unread(files, read={view.name for view in views})
-    return True
-
-
-def _tell_unread(files: dict[str, Path], *, read: set[str]) -> None:
-    unread = sorted(name for name in files.keys() - read if not _NOT_MISSED.search(name))
+            for view in views:
+                if files[view.name] == path:
+                    _read_into(rows[view.param], view, reader, path)
+    unread = sorted(name for name in files.keys() - {view.name for view in views} if not _OPTIONAL.search(name))
     if unread:
         log.warning(
             "%d tensors in %s are not trained, the model that its config.json describes has no place for them: %s; "
             "look whether config and weights belong together",
             len(unread), files[unread[0]].parent, ", ".join(unread[:3]) + (", ..." if len(unread) > 3 else ""),
         )  # fmt: skip
+    return True
 
 
 def _read_into(part: LocalRows, view: SavedTensor, reader: safe_open, path: Path) -> None:
@@ -263,24 +218,24 @@ def _read_into(part: LocalRows, view: SavedTensor, reader: safe_open, path: Path
 
 def copy_rows(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
     """Copy this rank's rows out of whole tensors on the CPU (the slow way in, for checkpoints that need conversion)."""
-    for part in local_rows(model):
+    for part in own_parts(model):
         if part.name not in state:
             raise ModelError(f"the checkpoint has no tensor for {part.name}; config and weights do not belong together")
         part.tensor.copy_(state[part.name][part.start : part.stop])
 
 
 def init_weights(model: PreTrainedModel, *, seed: int, device: torch.device) -> None:
-    """Fill the model from the seed: normal matrices, norms of one, biases of zero. Buffers stay as they are.
+    """Fill the model from the seed: normal matrices, norms of one, biases of zero. Buffers stay unchanged.
 
     Every rank draws the whole parameter on `device`, one at a time, and keeps its rows: the result does not depend on
     the number of ranks, and no rank ever holds more than one whole parameter. Generators of different devices give
     different numbers, so `device` is the one that computes, wherever the rows are kept: a reference that is kept on
-    the host is the first policy all the same.
+    the host still equals the first policy.
     """
     std = getattr(model.config.get_text_config(), "initializer_range", None)
     std = 0.02 if std is None else float(std)
     buffers = {name for name, _ in persistent_buffers(model)}
-    for index, part in enumerate(local_rows(model)):
+    for index, part in enumerate(own_parts(model)):
         if part.name in buffers:
             continue
         if len(part.shape) == 1:

@@ -24,7 +24,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainer.learner.flops import ModelFlops
+from trainer.learner.flops import TRAINED, ModelFlops
 from trainer.tools.bench_workload import NUM_PROMPTS, attention_tokens
 from trainer.tools.run_records import full_rate, idle_seconds
 
@@ -277,10 +277,10 @@ def step_flops(work: Workload, *, num_tokens: float, num_loss_tokens: float, att
     )
     if shape.num_experts:
         raise ValueError(f"{shape.name} has experts; only those that a token visits would count")
-    flops = ModelFlops.dense(
-        in_blocks=in_blocks,
-        in_head=shape.vocab * shape.hidden,
-        attention_width=shape.layers * shape.heads * shape.head_dim,
+    flops = ModelFlops(
+        per_token=TRAINED * in_blocks,
+        per_loss_token=TRAINED * shape.vocab * shape.hidden,
+        per_squared_length=6.0 * shape.layers * shape.heads * shape.head_dim,
     )
     squared_lengths = attention_tokens * num_tokens
     return flops.of(num_tokens=num_tokens, num_loss_tokens=num_loss_tokens, squared_lengths=squared_lengths)

@@ -31,7 +31,7 @@ from trainer.config.plain import read_stored
 from trainer.errors import CheckpointError, ModelError, one_line
 from trainer.learner import checkpoint
 from trainer.learner.checkpoint import load_weights, verify
-from trainer.learner.hf_export import write_hf
+from trainer.learner.hf_export import export_hf
 from trainer.learner.lora import add_adapters
 from trainer.learner.model import allocate, fill_weights, meta_model, torch_dtype
 from trainer.learner.weights import has_weights
@@ -172,7 +172,7 @@ def export_checkpoint(checkpoint: Path, out: Path, cfg: RunConfig) -> None:
     if model.lora.rank or any(True for _ in persistent_buffers(hf)):
         fill_weights(meta, cfg, device=cpu)
     load_weights(checkpoint, {name: param.detach() for name, param in hf.named_parameters() if param.requires_grad})
-    write_hf(out, model=hf, source_dir=meta.source_dir, config=model, rank=0)
+    export_hf(out, model=hf, source_dir=meta.source_dir, config=model)
 
 
 if __name__ == "__main__":

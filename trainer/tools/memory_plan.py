@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import AutoModelForCausalLM
 
+from trainer.learner.flops import visited_params
 from trainer.learner.fsdp import UNSHARDED_SHARE
 from trainer.learner.lora import add_adapters
 from trainer.learner.model import check_architecture, load_config, torch_dtype
@@ -152,7 +153,7 @@ def model_shape(model: ModelConfig, path: str) -> ModelShape:
     num_params, of_blocks = _count(hf), [_count(block) for block in blocks]
     embedding, head = hf.get_input_embeddings().weight, hf.get_output_embeddings().weight
     text = config.get_text_config()
-    num_visited = [_num_visited(block, text) for block in blocks]
+    num_visited = sum(visited_params(param, text) for block in blocks for param in block.parameters())
     if model.lora.rank:
         add_adapters(hf, blocks, model.lora, base_dtype=torch_dtype(model.compute_dtype))
     heads, head_dim = int(text.num_attention_heads), _largest(text, "head_dim")
@@ -162,7 +163,7 @@ def model_shape(model: ModelConfig, path: str) -> ModelShape:
         num_block_params=max(of_blocks),
         num_root_params=num_params - sum(of_blocks),
         num_head_params=0 if head is embedding else head.numel(),
-        num_visited_params=sum(num_visited),
+        num_visited_params=num_visited,
         num_layers=len(blocks),
         hidden_size=int(text.hidden_size),
         intermediate_size=_active_intermediate_size(text),
@@ -197,14 +198,6 @@ def _active_intermediate_size(text: PreTrainedConfig) -> int:
     if expert is None or visited is None:
         return int(text.intermediate_size)
     return int(expert) * int(visited)
-
-
-def _num_visited(block: nn.Module, text: PreTrainedConfig) -> int:
-    """In the matrices of a block, as trainer/learner/flops.py counts them; experts that are not fused all count."""
-    visited = getattr(text, "num_experts_per_tok", None)
-    of_matrices = sum(p.numel() for p in block.parameters() if p.ndim == 2)
-    experts = [p for p in block.parameters() if p.ndim == 3]
-    return of_matrices + sum(p.numel() if visited is None else p.numel() // p.shape[0] * visited for p in experts)
 
 
 def _count(module: nn.Module) -> int:

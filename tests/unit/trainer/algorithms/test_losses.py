@@ -1,4 +1,7 @@
-"""Policy losses against closed forms, against a slow reference, and their invariances.
+"""Policy losses, KL estimates and the critic's loss: closed forms, a slow reference, gradients, and keys that matter.
+
+The order and split of sequences, extreme ratios and empty micro-batches are in the contract of a loss, which the tests
+of `trainer.tools.loss_contract` run on every built-in one.
 
 Shape legend: `L` loss tokens.
 """
@@ -13,10 +16,19 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.algorithms.losses import LossInputs, policy_loss
-from trainer.config.algorithm import LOSS_KEYS, SELECTING_LOSSES, AlgorithmConfig, LossName
+from tests.unit.trainer.config.test_rules import config_with, keys_refused
+from trainer.algorithms.corrections import correct
+from trainer.algorithms.losses import LossInputs, kl_penalty, policy_loss, value_loss
+from trainer.config.algorithm import LOSS_KEYS, SELECTING_LOSSES, AlgorithmConfig, CorrectionConfig, LossName, Objective
 
 LOSSES = get_args(LossName)
+HELD_FIXED = ("cispo",)
+"""Losses whose weight has no gradient by definition: their value says something else than their gradient."""
+OF_A_SEQUENCE = ("gspo", "gmpo")
+"""Losses whose token gradients are those of their own sequence's value; with one token in each they are the same."""
+SELECTION_KEYS = {"cov_frac", "cov_min", "cov_max"}
+"""Read by trainer.algorithms.token_weights, before there is a loss."""
+ESTIMATORS = ("k1", "k2", "k3", "k1_straight_through", "k3_straight_through")
 SHARED = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "cov_kl_coef": 0.7, "dppo_threshold": 0.05, "dro_beta": 0.3}
 PPO_CASES = [(0.5, 1.0, -1.28), (-0.5, 1.0, -0.6065307), (0.5, -1.0, 1.6487213), (-0.5, -1.0, 0.8), (3.0, -1.0, 10.0)]
 
@@ -198,21 +210,6 @@ def test_gradient_on_policy_is_the_policy_gradient(loss: str) -> None:
     np.testing.assert_allclose(grad, -inputs.advantages_L.numpy(), rtol=1e-12)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_a_good_token_becomes_likelier_and_a_bad_one_rarer(loss: str) -> None:
-    inputs = inputs_of([0.01, 0.01], [1.0, -1.0], lengths=[1, 1])
-    _, grad = value_and_grad(inputs, config_for(loss))
-    assert grad[0] < 0 < grad[1]
-
-
-def test_gspo_on_sequences_of_one_token_is_token_ppo() -> None:
-    inputs = random_inputs(5, lengths=(1,) * 9)
-    for got, expected in zip(
-        value_and_grad(inputs, config_for("gspo")), value_and_grad(inputs, config_for("ppo_clip")), strict=True
-    ):
-        np.testing.assert_allclose(got, expected, rtol=1e-12)
-
-
 @pytest.mark.parametrize("loss", ["gspo", "gmpo"])
 def test_mean_over_own_tokens_has_the_gradient_of_the_sequence_objective(loss: str) -> None:
     """The per-token form against the objective of the papers, differentiated numerically."""
@@ -235,41 +232,6 @@ def test_mean_over_own_tokens_has_the_gradient_of_the_sequence_objective(loss: s
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_order_and_split_of_sequences_do_not_matter(loss: str) -> None:
-    lengths, config = (3, 1, 0, 7, 5), config_for(loss)
-    inputs = random_inputs(7, lengths=lengths)
-    value, grad = value_and_grad(inputs, config)
-    for parts in ([[0], [1, 2], [3, 4]], [[4, 2, 0, 3, 1]], [[3], [0, 4], [2], [1]]):
-        for members in parts:
-            index = torch.cat([torch.nonzero(inputs.sequence_L == i).squeeze(1) for i in members])
-            part = LossInputs(
-                logprobs_L=inputs.logprobs_L.detach()[index],
-                old_logprobs_L=inputs.old_logprobs_L[index],
-                advantages_L=inputs.advantages_L[index],
-                sequence_L=torch.repeat_interleave(
-                    torch.arange(len(members)), torch.tensor([lengths[i] for i in members])
-                ),
-                num_sequences=len(members),
-                selected_L=inputs.selected_L[index],
-            )
-            got = value_and_grad(part, config)
-            np.testing.assert_array_equal(got[0], value[index])
-            np.testing.assert_array_equal(got[1], grad[index])
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_absurd_ratios_stay_finite_and_no_token_gives_zeros(loss: str) -> None:
-    inputs = inputs_of([498.0, -400.0, 300.0, -350.0], [1.0, 1.0, -1.0, -1.0], old=-500.0)
-    inputs = in_float32(inputs)
-    value, grad = value_and_grad(inputs, config_for(loss))
-    assert np.isfinite(value).all() and np.isfinite(grad).all() and value.dtype == np.float32
-    empty = inputs_of([], [], lengths=[0])
-    loss_L, stats = policy_loss(empty, config=config_for(loss))
-    loss_L.sum().backward()
-    assert loss_L.shape == (0,) and stats.ratio_max == 0 and stats.ratio_sum == 0
-
-
-@pytest.mark.parametrize("loss", LOSSES)
 def test_half_precision_is_compared_in_float32(loss: str) -> None:
     inputs = in_float32(inputs_of([0.01], [1.0], old=-10.01))
     inputs = replace(inputs, logprobs_L=torch.tensor([-10.0], dtype=torch.bfloat16))
@@ -278,15 +240,14 @@ def test_half_precision_is_compared_in_float32(loss: str) -> None:
     assert stats.ratio_sum.item() == pytest.approx(math.exp(0.01), rel=1e-5)
 
 
-def test_gradient_vanishes_exactly_on_clipped_tokens() -> None:
-    inputs = inputs_of([c[0] for c in PPO_CASES], [c[1] for c in PPO_CASES])
-    _, grad = value_and_grad(inputs, config_for("ppo_clip", dual_clip=10.0))
+def test_a_clipped_token_has_no_gradient_and_is_counted_once() -> None:
+    inputs, config = (
+        inputs_of([c[0] for c in PPO_CASES], [c[1] for c in PPO_CASES]),
+        config_for("ppo_clip", dual_clip=10.0),
+    )
+    _, grad = value_and_grad(inputs, config)
     np.testing.assert_allclose(grad, [0.0, -math.exp(-0.5), math.exp(0.5), 0.0, 0.0], rtol=1e-12)
-
-
-def test_each_kind_of_clipping_is_counted_once() -> None:
-    inputs = inputs_of([c[0] for c in PPO_CASES], [c[1] for c in PPO_CASES])
-    _, stats = policy_loss(inputs, config=config_for("ppo_clip", dual_clip=10.0))
+    _, stats = policy_loss(inputs, config=config)
     assert (stats.clipped_low.item(), stats.clipped_high.item(), stats.clipped_dual.item()) == (1, 1, 1)
     ratios = [math.exp(c[0]) for c in PPO_CASES]
     assert stats.ratio_sum.item() == pytest.approx(sum(ratios))
@@ -305,19 +266,124 @@ def test_covariance_losses_refuse_to_run_without_a_selection(loss: str) -> None:
         policy_loss(replace(inputs_of([0.0], [1.0]), selected_L=None), config=config_for(loss))
 
 
-def test_every_key_of_the_table_changes_its_loss() -> None:
-    """The table says what a loss reads; nothing in it may be inert."""
-    inputs = random_inputs(1)
+# Gradients
+
+
+@pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss not in HELD_FIXED])
+def test_the_gradient_is_that_of_the_value(loss: str) -> None:
+    lengths = (1,) * 14 if loss in OF_A_SEQUENCE else (3, 1, 0, 7, 5)
+    config = config_for(loss, dual_clip=1.5) if loss == "ppo_clip" else config_for(loss)
+    for seed in range(3):
+        inputs = random_inputs(seed, lengths=lengths, per_turn=True)
+
+        def value(logprobs_L: torch.Tensor, inputs: LossInputs = inputs) -> torch.Tensor:
+            return policy_loss(replace(inputs, logprobs_L=logprobs_L), config=config)[0]
+
+        leaf_L = inputs.logprobs_L.detach().clone().requires_grad_()
+        assert leaf_L.dtype == torch.float64
+        assert torch.autograd.gradcheck(value, (leaf_L,))
+
+
+def corrected_gradient(inputs: LossInputs, ages: torch.Tensor, objective: Objective, config: Any) -> np.ndarray:
+    leaf_L = inputs.logprobs_L.detach().clone().requires_grad_()
+    corrected, weight_L, *_ = correct(
+        replace(inputs, logprobs_L=leaf_L), age_L=ages, config=CorrectionConfig(objective=objective)
+    )
+    loss_L, _ = policy_loss(corrected, config=config)
+    (grad_L,) = torch.autograd.grad((loss_L * weight_L).sum(), leaf_L)
+    return grad_L.numpy()
+
+
+@pytest.mark.parametrize("objective", get_args(Objective))
+def test_every_key_changes_the_gradient_under_every_objective_that_accepts_its_loss(objective: Objective) -> None:
+    """Otherwise a key would be accepted, printed and without effect."""
     moved = {
-        "clip_ratio_low": 0.05, "clip_ratio_high": 0.05, "dual_clip": 1.01,
-        "sapo_tau_positive": 2.0, "sapo_tau_negative": 2.0,
-        "cov_kl_coef": 3.0, "dppo_threshold": 1e-6, "dro_beta": 2.0,
+        "clip_ratio_low": 0.05, "clip_ratio_high": 0.05, "dual_clip": 1.01, "dro_beta": 2.0, "dppo_threshold": 1e-6,
+        "cov_kl_coef": 3.0, "sapo_tau_positive": 2.0, "sapo_tau_negative": 2.0,
     }  # fmt: skip
-    selection_keys = {"cov_frac", "cov_min", "cov_max"}  # read by trainer.algorithms.token_weights
-    assert LOSS_KEYS.keys() == set(LOSSES)
+    inputs = random_inputs(1, lengths=(1, 2, 9, 1, 4, 8, 1, 3, 2, 1, 6, 2), per_turn=True)
+    ages = torch.from_numpy(np.random.default_rng(0).integers(1, 4, len(inputs.logprobs_L)))
+    accepted = []
     for loss in LOSSES:
-        plain, _ = value_and_grad(inputs, config_for(loss))
-        for key, value in moved.items():
-            changed, _ = value_and_grad(inputs, config_for(loss, **{key: value}))
-            assert np.array_equal(plain, changed) != (key in LOSS_KEYS[loss]), (loss, key)
-        assert not set(LOSS_KEYS[loss]) - moved.keys() - selection_keys
+        keys = {"algorithm__loss": loss, "algorithm__correction__objective": objective, "mode__max_staleness": 3}
+        if loss == "reinforce" or keys_refused(config_with(**keys)):
+            continue
+        accepted.append(loss)
+        plain = corrected_gradient(inputs, ages, objective, config_for(loss))
+        for key in set(LOSS_KEYS[loss]) - SELECTION_KEYS:
+            changed = corrected_gradient(inputs, ages, objective, config_for(loss, **{key: moved[key]}))
+            assert not np.array_equal(plain, changed), (loss, key)
+    if objective == "decoupled":
+        assert accepted == ["importance_sampling"]
+    else:
+        assert len(accepted) > 8
+
+
+# KL estimates and the critic's loss
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_straight_through_gradient_is_that_of_the_exact_kl(estimator: str) -> None:
+    """Expectation over the vocabulary with the policy's own probabilities: value and gradient of KL(pi || ref)."""
+    generator = torch.Generator().manual_seed(0)
+    logits, reference = (torch.randn(7, generator=generator, dtype=torch.float64) for _ in range(2))
+    logits.requires_grad_()
+    logp, ref = logits.log_softmax(0), reference.log_softmax(0)
+    exact = (logp.exp() * (logp - ref)).sum()
+    (expected,) = torch.autograd.grad(exact, logits, retain_graph=True)
+    estimate = (logp.exp().detach() * kl_penalty(logp, ref, f"{estimator}_straight_through")).sum()  # type: ignore[arg-type]
+    (got,) = torch.autograd.grad(estimate, logits)
+    assert estimate.item() == pytest.approx(exact.item(), abs=1e-9)
+    torch.testing.assert_close(got, expected)
+
+
+def test_kl_is_finite_where_the_policies_are_far_apart() -> None:
+    for estimator in ESTIMATORS:
+        leaf_L = torch.tensor([-500.0, 0.0], requires_grad=True)
+        kl_L = kl_penalty(leaf_L, torch.tensor([0.0, -500.0]), estimator)  # type: ignore[arg-type]
+        kl_L.sum().backward()
+        assert torch.isfinite(kl_L).all() and torch.isfinite(leaf_L.grad).all(), estimator  # pyright: ignore
+
+
+def test_unknown_kl_estimator_is_refused() -> None:
+    with pytest.raises(ValueError, match="must be k1, k2, k3"):
+        kl_penalty(torch.zeros(1), torch.zeros(1), "k4")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_kl_estimates_of_random_tokens_equal_numpy(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    ours, reference = rng.normal(-2, 1, (2, 37))
+    d = ours - reference
+    k3, squares = np.exp(-d) - 1 + d, d**2 / 2
+    expected = {"k1": (d, 1 + 0 * d), "k2": (squares, d), "k3": (k3, 1 - np.exp(-d))}
+    expected |= {"k1_straight_through": (d, d), "k3_straight_through": (k3, d)}
+    for estimator in ESTIMATORS:
+        leaf_L = torch.from_numpy(ours).requires_grad_()
+        kl_L = kl_penalty(leaf_L, torch.from_numpy(reference), estimator)  # type: ignore[arg-type]
+        (grad_L,) = torch.autograd.grad(kl_L.sum(), leaf_L)
+        np.testing.assert_allclose(kl_L.detach().numpy(), expected[estimator][0], atol=1e-12)
+        np.testing.assert_allclose(grad_L.numpy(), expected[estimator][1], atol=1e-12)
+
+
+@pytest.mark.parametrize("scale", [1e-2, 1e-3, 1e-4])
+def test_k3_of_policies_that_hardly_differ_is_half_the_square_in_float32(scale: float) -> None:
+    ours_L = scale * torch.linspace(-1, 1, 1001)
+    kl_L = kl_penalty(ours_L, torch.zeros_like(ours_L), "k3")
+    assert (kl_L >= 0).all()
+    assert kl_L.double().mean().item() == pytest.approx(scale**2 / 6, rel=0.01)
+
+
+@pytest.mark.parametrize("clip", [None, 0.3])
+@pytest.mark.parametrize("seed", range(4))
+def test_value_losses_of_random_tokens_equal_numpy(seed: int, clip: float | None) -> None:
+    values, old, returns = np.random.default_rng(seed).normal(size=(3, 37))
+    near = values if clip is None else old + np.clip(values - old, -clip, clip)
+    plain, clipped = (values - returns) ** 2 / 2, (near - returns) ** 2 / 2
+    leaf_L = torch.from_numpy(values).requires_grad_()
+    loss_L, cut_L = value_loss(leaf_L, torch.from_numpy(old), torch.from_numpy(returns), clip=clip)
+    (grad_L,) = torch.autograd.grad(loss_L.sum(), leaf_L)
+    np.testing.assert_allclose(loss_L.detach().numpy(), np.maximum(plain, clipped), atol=1e-12)
+    np.testing.assert_array_equal(cut_L.numpy(), clipped > plain)
+    np.testing.assert_allclose(grad_L.numpy(), np.where(clipped > plain, 0.0, values - returns), atol=1e-12)
+    assert cut_L.any() == (clip is not None)

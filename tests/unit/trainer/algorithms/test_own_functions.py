@@ -125,19 +125,18 @@ def test_an_own_loss_gets_its_numbers_and_has_a_gradient() -> None:
     expected = -3.0 * given.advantages_L * (given.logprobs_L - given.old_logprobs_L).exp()
     torch.testing.assert_close(loss_L, expected)
     torch.testing.assert_close(grad_L, expected)
+    with torch.no_grad():
+        assert not policy_loss(inputs(), config=loss_config("scaled", scale=1.0))[0].requires_grad
 
 
-def test_an_own_estimator_gets_its_numbers() -> None:
+def test_an_own_estimator_gets_its_numbers_and_declares_its_traits_or_promises_least() -> None:
     got = step_advantages(groups([1.0, 0.0], [0.0, 3.0, 0.0]), config=advantage_config("scaled", scale=2.0))
     assert [g.tolist() for g in got] == [[1.0, -1.0], [-2.0, 4.0, -2.0]]
-
-
-def test_an_own_estimator_declares_its_traits_or_promises_least() -> None:
     assert traits_of(advantage_config("scaled")) == OWN_TRAITS
     assert traits_of(advantage_config("alone")) == EstimatorTraits(needs_peers=False, uses_parts=True)
     (got,) = step_advantages(groups([1.0]), config=advantage_config("alone"))
     assert got.tolist() == [2.0]
-    with pytest.raises(ValueError, match=r"'own_estimators_for_test.scaled' compares answers"):
+    with pytest.raises(ValueError, match=r"'own_estimators_for_test.scaled' compares responses"):
         step_advantages(groups([1.0]), config=advantage_config("scaled"))
 
 
@@ -157,17 +156,11 @@ def test_a_result_that_is_no_loss_is_refused_by_name(name: str, words: str) -> N
     assert words in str(error.value)
 
 
-def test_without_gradients_a_loss_needs_none() -> None:
-    with torch.no_grad():
-        loss_L, _ = policy_loss(inputs(), config=loss_config("scaled", scale=1.0))
-    assert not loss_L.requires_grad
-
-
 @pytest.mark.parametrize(
     ("name", "words"),
     [
         ("bad_nan", "rewards [1.0, 1.0, 1.0]"),
-        ("bad_shape", "one advantage per answer, shape (2,)"),
+        ("bad_shape", "one advantage per response, shape (2,)"),
         ("bad_count", "got 1 of them"),
         ("bad_kind", "of type NoneType"),
         ("bad_text", "arrays of numbers"),

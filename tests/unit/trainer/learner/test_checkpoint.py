@@ -1,13 +1,21 @@
+"""Checkpoint directories, and the size of what is in them."""
+
 from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from torch.distributed.checkpoint import FileSystemReader
 
+from tests.fakes.learner import make_learner, run_config
+from trainer.config.algorithm import AlgorithmConfig, CriticConfig
+from trainer.config.schema import LoraConfig
 from trainer.errors import CheckpointError
+from trainer.files import replace_directory
 from trainer.learner.checkpoint import (
     abandon,
     begin,
@@ -17,10 +25,13 @@ from trainer.learner.checkpoint import (
     older_complete,
     prune,
     read_state,
-    replace_directory,
     step_of,
     verify,
 )
+from trainer.tools.memory_plan import MASTER_BYTES, MOMENTS_BYTES
+
+if TYPE_CHECKING:
+    from trainer.config.schema import RunConfig
 
 
 def _save(directory: Path, step: int, content: bytes = b"weights") -> Path:
@@ -31,9 +42,14 @@ def _save(directory: Path, step: int, content: bytes = b"weights") -> Path:
 
 
 def test_driver_state_comes_back(tmp_path: Path) -> None:
-    path = _save(tmp_path, 7)
+    (begin(tmp_path, 7) / "stale").write_bytes(b"of an interrupted save")
+    _save(tmp_path, 7, b"old")
+    path = _save(tmp_path, 7)  # a resumed run makes the same step again
     assert path == tmp_path / "step_7" and step_of(path) == 7
     assert read_state(path) == {"step": 7, "rng": [1, 2]}
+    assert [p.name for p in tmp_path.iterdir()] == ["step_7"]
+    files = json.loads((path / "complete.json").read_text())["files"]
+    assert files.keys() == {"learner/shard_0", "driver.json"} and files["learner/shard_0"]["bytes"] == 7
 
 
 def test_latest_is_the_highest_complete_step_by_number_not_by_name(tmp_path: Path) -> None:
@@ -44,7 +60,9 @@ def test_latest_is_the_highest_complete_step_by_number_not_by_name(tmp_path: Pat
     assert find_latest(tmp_path) == tmp_path / "step_100"
 
 
-@pytest.mark.parametrize("manifest", [None, '{"files": {}}', '{"files": {"learner/shard_0": {"bytes": 7}}}', "[]"])
+@pytest.mark.parametrize(
+    "manifest", [None, '{"files": {}}', '{"files": {"learner/shard_0": {"bytes": 7}}}', "[]", '{"files": ']
+)
 def test_a_checkpoint_that_lost_its_manifest_is_damaged_and_still_the_newest(
     tmp_path: Path, manifest: str | None
 ) -> None:
@@ -53,8 +71,10 @@ def test_a_checkpoint_that_lost_its_manifest_is_damaged_and_still_the_newest(
     if manifest is not None:
         (path / "complete.json").write_text(manifest)
     assert find_latest(tmp_path) == path
-    with pytest.raises(CheckpointError, match=r"complete\.json"):
+    with pytest.raises(CheckpointError, match=r"complete\.json is damaged" if manifest else "has no complete"):
         read_state(path)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        verify(tmp_path / "step_2")
     assert older_complete(path) == older and older_complete(older) is None
     assert abandon(tmp_path, going_on_from=older) == [tmp_path / "abandoned" / "step_20"]
 
@@ -66,19 +86,6 @@ def test_a_run_directory_stands_for_its_newest_checkpoint(tmp_path: Path, given:
     assert locate(tmp_path / given) == tmp_path / "run" / "checkpoints" / "step_20"
 
 
-def test_an_interrupted_save_leaves_no_trace_in_the_next_one(tmp_path: Path) -> None:
-    (begin(tmp_path, 3) / "stale").write_bytes(b"x")
-    assert not (_save(tmp_path, 3) / "stale").exists()
-    assert [p.name for p in tmp_path.iterdir()] == ["step_3"]
-
-
-def test_a_resumed_run_may_save_the_same_step_again(tmp_path: Path) -> None:
-    _save(tmp_path, 3, b"old")
-    path = _save(tmp_path, 3, b"new")
-    assert (path / "learner" / "shard_0").read_bytes() == b"new"
-    assert [p.name for p in tmp_path.iterdir()] == ["step_3"]
-
-
 def test_all_that_leads_to_a_file_is_on_disk_before_the_checkpoint_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,7 +94,7 @@ def test_all_that_leads_to_a_file_is_on_disk_before_the_checkpoint_counts(
     def fsync(descriptor: int) -> None:
         synced.append(Path(f"/proc/self/fd/{descriptor}").readlink())
 
-    monkeypatch.setattr("trainer.learner.checkpoint.os.fsync", fsync)
+    monkeypatch.setattr("trainer.files.os.fsync", fsync)
     _save(tmp_path, 7)
     tmp = tmp_path / "step_7.tmp"
     files = {tmp / "learner" / "shard_0", tmp / "driver.json", tmp / "complete.json"}
@@ -138,19 +145,6 @@ def test_a_damaged_file_is_named(tmp_path: Path, damage: object, words: str) -> 
     damage(path / "learner" / "shard_0")
     with pytest.raises(CheckpointError, match=rf"learner/shard_0 {words}"):
         read_state(path)
-
-
-def test_a_damaged_manifest_is_named(tmp_path: Path) -> None:
-    path = _save(tmp_path, 1)
-    manifest = path / "complete.json"
-    manifest.write_text(manifest.read_text()[:-5])
-    with pytest.raises(CheckpointError, match=r"complete\.json is damaged"):
-        verify(path)
-    manifest.unlink()
-    with pytest.raises(CheckpointError, match="is not complete"):
-        verify(path)
-    with pytest.raises(CheckpointError, match="does not exist"):
-        verify(tmp_path / "step_2")
 
 
 def test_pruning_keeps_the_newest_complete_ones_and_saves_in_progress(tmp_path: Path) -> None:
@@ -244,6 +238,9 @@ def test_going_on_from_an_older_checkpoint_sets_the_later_ones_aside(tmp_path: P
     assert prune(tmp_path, keep_last=2) == [tmp_path / "step_5"]
     assert find_latest(tmp_path) == tmp_path / "step_20"
     assert abandon(tmp_path, going_on_from=tmp_path / "step_20") == []
+    elsewhere = _save(tmp_path / "other", 30)  # its own ones are of another branch, whatever their numbers
+    abandon(tmp_path, going_on_from=elsewhere)
+    assert find_latest(tmp_path) is None and elsewhere.exists()
 
 
 def test_a_link_to_an_own_checkpoint_stands_for_it(tmp_path: Path) -> None:
@@ -253,16 +250,6 @@ def test_a_link_to_an_own_checkpoint_stands_for_it(tmp_path: Path) -> None:
     link.symlink_to(tmp_path / "own" / "step_10")
     assert abandon(tmp_path / "own", going_on_from=link) == [tmp_path / "own" / "abandoned" / "step_20"]
     assert find_latest(tmp_path / "own") == tmp_path / "own" / "step_10"
-
-
-def test_going_on_from_elsewhere_sets_everything_aside(tmp_path: Path) -> None:
-    """Its own ones are of another branch, whatever their numbers."""
-    other = _save(tmp_path / "other", 30)
-    for step in (20, 30):
-        _save(tmp_path / "own", step)
-    abandon(tmp_path / "own", going_on_from=other)
-    assert find_latest(tmp_path / "own") is None and other.exists()
-    assert abandon(tmp_path / "new", going_on_from=other) == []
 
 
 def test_what_was_set_aside_before_stays(tmp_path: Path) -> None:
@@ -287,7 +274,37 @@ def test_state_that_is_not_jsonable_is_refused_before_anything_is_renamed(tmp_pa
         commit(tmp_path / "elsewhere", {})
 
 
-def test_the_manifest_lists_sizes_of_all_files(tmp_path: Path) -> None:
-    files = json.loads((_save(tmp_path, 1) / "complete.json").read_text())["files"]
-    assert files.keys() == {"learner/shard_0", "driver.json"}
-    assert files["learner/shard_0"]["bytes"] == 7
+pytestmark = pytest.mark.usefixtures("one_rank")
+COUNTER_BYTES = 8
+PER_TENSOR_BYTES = 2048
+"""At most, of what torch writes around a tensor, and of its row in the index."""
+
+
+def _kinds(directory: Path) -> dict[str, RunConfig]:
+    cfg = run_config(directory)
+    model = cfg.model
+    gae = replace(cfg, algorithm=AlgorithmConfig(advantage_estimator="gae"))
+    return {
+        "float32": cfg,
+        "bfloat16": replace(cfg, model=replace(model, compute_dtype="bfloat16", rollout_dtype="bfloat16")),
+        "cpu_offload": replace(cfg, learner=replace(cfg.learner, cpu_offload=True)),
+        "lora": replace(cfg, model=replace(model, lora=LoraConfig(rank=8, target_modules="q_proj+up_proj"))),
+        "critic": gae,
+        "shared critic": replace(gae, critic=CriticConfig(shared_backbone=True)),
+    }
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "cpu_offload", "lora", "critic", "shared critic"])
+def test_a_checkpoint_has_twelve_bytes_per_trained_parameter(kind: str, tiny_dir: Path, tmp_path: Path) -> None:
+    learner = make_learner(_kinds(tiny_dir)[kind])
+    tmp = begin(tmp_path, 1)
+    learner.save(tmp, step=1)
+    optimizers = learner._optimizers.values()
+    num_trained = sum(weight.numel() for optimizer in optimizers for weight in optimizer.weights().values())
+    stored = FileSystemReader(tmp / "learner").read_metadata().state_dict_metadata
+    nbytes = sum(one.size.numel() * one.properties.dtype.itemsize for one in stored.values())  # type: ignore[union-attr]
+    counters = (len(optimizers) + 1) * COUNTER_BYTES
+    assert (MASTER_BYTES, MOMENTS_BYTES) == (4, 8)
+    assert nbytes - counters == 12 * num_trained
+    on_disk = sum(file.stat().st_size for file in (tmp / "learner").iterdir())
+    assert 0 < on_disk - nbytes < PER_TENSOR_BYTES * len(stored)

@@ -1,9 +1,10 @@
-"""The critic, with its own backbone and on the policy's, against plain models and loops over tokens."""
+"""Advantages that the learner finishes, with a critic and without, against plain models and loops over tokens."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,19 +13,21 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from tests.fakes.learner import TINY, make_learner, run_config, save_tiny, weights
-from tests.fakes.rewarded import all_gradients, all_weights, config, filler, pack_rewarded, rewarded
+from tests.fakes.learner import TINY, gradients, make_learner, run_config, save_tiny, weights
+from tests.fakes.rewarded import GROUP_SIZE, all_gradients, all_weights, config, filler, pack_rewarded, paid, rewarded
+from trainer.algorithms.advantages import GroupRewards, step_advantages
+from trainer.config.algorithm import AlgorithmConfig, KlConfig
 from trainer.config.schema import LoraConfig
 from trainer.errors import CheckpointError, ModelError, TrainingDiverged
 from trainer.learner.checkpoint import begin
-from trainer.learner.critic import SeparateCritic, SharedCritic, ValueSums
+from trainer.learner.critic import SeparateCritic, SharedCritic, ValueSums, ValueTargets
 from trainer.learner.policy import largest_micro_batch
+from trainer.learner.prepare import normalized_over_ranks, reward_advantages
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from trainer.data.batch import MicroBatch
-    from trainer.learner.critic import ValueTargets
     from trainer.learner.policy import PolicyTrainer
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -42,7 +45,9 @@ def train(learner: PolicyTrainer, num_steps: int, *, first: int = 0) -> None:
 def targets_of(learner: PolicyTrainer, batches: list[MicroBatch], step_rewards: dict[str, Any]) -> list[ValueTargets]:
     assert learner._critic is not None
     rewards = [b.token_rewards.astype(np.float64) for b in batches if b.token_rewards is not None]
-    found = learner._critic.targets(batches, rewards, ValueSums(num_loss_tokens=step_rewards["num_loss_tokens"]))
+    found = learner._critic.targets(
+        batches, rewards, ValueSums(num_loss_tokens=step_rewards["num_loss_tokens"], clip=None)
+    )
     for optimizer in learner._optimizers.values():
         optimizer.zero_grad()
     return found
@@ -81,45 +86,25 @@ def slow_gae(part: MicroBatch, values: list[float]) -> tuple[list[float], list[f
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_values_start_at_zero_and_come_from_the_state_before_the_token(kind: str, tiny_dir: Path) -> None:
+def test_values_advantages_returns_and_gradients_are_those_of_a_plain_model(kind: str, tiny_dir: Path) -> None:
     learner = make_learner(config(tiny_dir, critic=KINDS[kind], **GAE))
-    parts, step_rewards = rewarded(5, seed=9)
-    for one in targets_of(learner, [pack_rewarded(parts)], step_rewards):
-        assert not one.values_T.any(), "the head starts at 0"
+    parts, step_rewards = rewarded(6, seed=9)
+    batch = pack_rewarded(parts)
+    (first,) = targets_of(learner, [batch], step_rewards)
+    assert not first.values_T.any(), "the head starts at 0"
     train(learner, 3)
-    (one,) = targets_of(learner, [pack_rewarded(parts)], step_rewards)
+    (one,), mask = targets_of(learner, [batch], step_rewards), batch.loss_mask
     plain = PlainCritic(learner, tiny_dir)
-    values = [plain.values(p).detach() for p in parts]
-    mask = pack_rewarded(parts).loss_mask
-    np.testing.assert_allclose(one.values_T[mask], torch.cat(values), rtol=1e-4, atol=1e-5)
+    values = [plain.values(part) for part in parts]
+    np.testing.assert_allclose(one.values_T[mask], torch.cat(values).detach(), rtol=1e-4, atol=1e-5)
     assert np.abs(one.values_T[mask]).max() > 0.01 and not one.values_T[~mask].any()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_advantages_and_returns_equal_a_loop_and_skip_context_tokens(kind: str, tiny_dir: Path) -> None:
-    learner = make_learner(config(tiny_dir, critic=KINDS[kind], **GAE))
-    train(learner, 2)
-    parts, step_rewards = rewarded(5, seed=9)
-    (one,) = targets_of(learner, [pack_rewarded(parts)], step_rewards)
-    mask = pack_rewarded(parts).loss_mask
-    values = np.split(one.values_T[mask], np.cumsum([int(p.loss_mask.sum()) for p in parts])[:-1])
-    slow = [slow_gae(p, v.astype(float).tolist()) for p, v in zip(parts, values, strict=True)]
+    given = np.split(one.values_T[mask], np.cumsum([int(p.loss_mask.sum()) for p in parts])[:-1])
+    slow = [slow_gae(p, v.astype(float).tolist()) for p, v in zip(parts, given, strict=True)]
     np.testing.assert_allclose(one.advantages_T[mask], [a for advantages, _ in slow for a in advantages], atol=1e-9)
     np.testing.assert_allclose(one.returns_T[mask], [r for _, returns in slow for r in returns], atol=1e-9)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_critics_gradient_is_that_of_a_plain_model(kind: str, tiny_dir: Path) -> None:
-    learner = make_learner(config(tiny_dir, critic=KINDS[kind], **GAE))
-    train(learner, 3)
-    parts, step_rewards = rewarded(6, seed=9)
-    got = all_gradients(learner, [pack_rewarded(parts)], step_rewards)
-    plain, loss = PlainCritic(learner, tiny_dir), torch.zeros(())
-    for part in parts:
-        values = plain.values(part)
-        _, returns = slow_gae(part, values.tolist())
-        loss = loss + 0.5 * (values - torch.tensor(returns)).square().sum()
-    (loss / step_rewards["num_loss_tokens"]).backward()
+    got = all_gradients(learner, [batch], step_rewards)
+    errors = [values_L - torch.tensor(returns) for values_L, (_, returns) in zip(values, slow, strict=True)]
+    (0.5 * torch.cat(errors).square().sum() / step_rewards["num_loss_tokens"]).backward()
     scale = KINDS[kind].get("value_coef", 1.0)
     for name in ("weight", "bias"):
         gradient = getattr(plain, name).grad
@@ -147,7 +132,7 @@ def test_the_policy_has_the_gradient_of_those_advantages(kind: str, whiten: bool
     plain = make_learner(run_config(tiny_dir))
     plain.model.load_state_dict(learner.model.state_dict())
     expected = all_gradients(
-        plain, [replace(batch, advantages=ready, token_rewards=None, answer_index=None)], step_rewards
+        plain, [replace(batch, advantages=ready, token_rewards=None, response_index=None)], step_rewards
     )
     got = all_gradients(learner, [batch], step_rewards)
     if kind == "shared":  # less the part of the value loss, which the same step without a policy loss has alone
@@ -158,33 +143,6 @@ def test_the_policy_has_the_gradient_of_those_advantages(kind: str, whiten: bool
     for name, gradient in expected.items():
         scale = gradient.abs().max()
         torch.testing.assert_close(got[name] / scale, gradient / scale, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_split_or_order_changes_a_gradient(kind: str, tiny_dir: Path) -> None:
-    kl = {"coef": 0.2, "apply_to": "reward"}
-    learner = make_learner(config(tiny_dir, critic=KINDS[kind], kl=kl, **GAE))
-    train(learner, 2)
-    parts, step_rewards = rewarded(8, seed=9)
-    whole = all_gradients(learner, [pack_rewarded(parts)], step_rewards)
-    order = [5, 0, 7, 2, 1, 6, 3, 4]
-    for splits in ([order], [order[:1], order[1:5], order[5:]], [[i] for i in order]):
-        batches = [pack_rewarded([parts[i] for i in split]) for split in splits]
-        got = all_gradients(learner, [*batches, filler()], step_rewards)
-        for name, expected in whole.items():
-            scale = expected.abs().max()
-            torch.testing.assert_close(got[name] / scale, expected / scale, rtol=1e-4, atol=1e-5)
-
-
-def test_the_critic_learns_to_explain_the_returns(tiny_dir: Path) -> None:
-    learner = make_learner(config(tiny_dir, critic={"lr": 1e-2, "warmup_steps": 50}))
-    parts, step_rewards = rewarded(8)
-    found = [learner.train_step([pack_rewarded(parts)], step=step, **step_rewards).metrics for step in range(40)]
-    assert found[0]["value_explained_variance"].mean == pytest.approx(0), "all values are equal"
-    assert found[-1]["value_explained_variance"].mean > 0.8
-    assert found[-1]["value_loss"].mean < 0.2 * found[0]["value_loss"].mean
-    # gamma and lambda of 1: returns do not depend on the values
-    assert found[0]["return_mean"].mean == pytest.approx(found[-1]["return_mean"].mean)
 
 
 def test_value_metrics_equal_their_formulas(tiny_dir: Path) -> None:
@@ -209,6 +167,10 @@ def test_warmup_trains_the_critic_alone(tiny_dir: Path) -> None:
     kl = {"coef": 0.2, "apply_to": "loss"}
     learner = make_learner(config(tiny_dir, critic={"warmup_steps": 2}, kl=kl))
     before = all_weights(learner)
+    learner.warmup_compile(largest_micro_batch(learner._cfg))
+    params = [slot.param for optimizer in learner._optimizers.values() for slot in optimizer._slots]
+    assert not any(param.grad is not None for param in params)
+    assert all(tensor.equal(before[name]) for name, tensor in all_weights(learner).items()), "only compiling remains"
     parts, step_rewards = rewarded(4)
     for step in (0, 1):
         result = learner.train_step([pack_rewarded(parts)], step=step, **step_rewards)
@@ -232,17 +194,6 @@ def test_the_head_is_no_part_of_the_policy_that_is_published_and_exported(tiny_d
         assert sorted(reader.keys()) == sorted(weights(learner))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_rehearsal_leaves_policy_and_critic_alone(kind: str, tiny_dir: Path) -> None:
-    cfg = config(tiny_dir, critic=KINDS[kind])
-    learner = make_learner(cfg)
-    before = all_weights(learner)
-    learner.warmup_compile(largest_micro_batch(cfg))
-    assert all(tensor.equal(before[name]) for name, tensor in all_weights(learner).items())
-    params = [slot.param for optimizer in learner._optimizers.values() for slot in optimizer._slots]
-    assert not any(param.grad is not None for param in params)
-
-
 @pytest.mark.parametrize("culprit", ["policy", "critic", "shared"])
 def test_a_gradient_that_is_not_finite_changes_no_weight_of_either(culprit: str, tiny_dir: Path) -> None:
     learner = make_learner(config(tiny_dir, critic=KINDS["shared" if culprit == "shared" else "own"]))
@@ -261,15 +212,6 @@ def test_a_gradient_that_is_not_finite_changes_no_weight_of_either(culprit: str,
     assert all(tensor.equal(before[name]) for name, tensor in all_weights(learner).items())
     learner.train_step([batch], step=5, **step_rewards)
     assert all(torch.isfinite(tensor).all() for tensor in all_weights(learner).values())
-
-
-def test_a_value_that_is_not_finite_stops_the_run(tiny_dir: Path) -> None:
-    learner, (parts, step_rewards) = make_learner(config(tiny_dir)), rewarded(2)
-    learner._optimizers["critic."].weights()["value_head.bias"].to_local().fill_(float("nan"))
-    with pytest.raises(TrainingDiverged, match=r"values of the critic are not finite; lower critic\.lr"):
-        learner.train_step([pack_rewarded(parts)], step=0, **step_rewards)
-    for optimizer in learner._optimizers.values():
-        assert all(slot.param.grad is None for slot in optimizer._slots), "its gradients would be in the next step"
 
 
 def test_later_updates_of_a_step_are_clipped_around_its_first_values(tiny_dir: Path) -> None:
@@ -325,75 +267,28 @@ def test_two_updates_of_a_step_are_those_of_two_steps_without_a_policy(tiny_dir:
             torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_checkpoint_brings_back_every_bit_of_the_critic(kind: str, tiny_dir: Path, tmp_path: Path) -> None:
-    cfg = config(tiny_dir, critic=KINDS[kind])
-    learner = make_learner(cfg)
-    train(learner, 2)
-    learner.save(begin(tmp_path, 2), step=2)
-    saved = all_weights(learner)
-    train(learner, 2, first=2)
-    resumed = make_learner(cfg)
-    assert resumed.load(tmp_path / "step_2.tmp") == 2
-    assert all(tensor.equal(saved[name]) for name, tensor in all_weights(resumed).items())
-    train(resumed, 2, first=2)
-    later = all_weights(learner)
-    assert all(tensor.equal(later[name]) for name, tensor in all_weights(resumed).items())
-
-
 def test_a_checkpoint_without_a_critic_is_refused(tiny_dir: Path, tmp_path: Path) -> None:
     make_learner(run_config(tiny_dir)).save(begin(tmp_path, 1), step=1)
     with pytest.raises(CheckpointError, match=r"critic\."):
         make_learner(config(tiny_dir)).load(tmp_path / "step_1.tmp")
 
 
-def test_the_critic_may_start_from_another_model(tiny_dir: Path, tmp_path: Path) -> None:
-    save_tiny(tmp_path / "llama", "llama", seed=3)
-    learner = make_learner(config(tiny_dir, critic={"path": str(tmp_path / "llama")}))
-    found = {n.removeprefix("critic.hf."): t for n, t in all_weights(learner).items() if n.startswith("critic.hf.")}
-    with safe_open(tmp_path / "llama" / "model.safetensors", framework="pt") as reader:
-        assert sorted(found) == sorted(name for name in reader.keys() if name != "lm_head.weight")  # noqa: SIM118
-        assert all(tensor.equal(reader.get_tensor(name)) for name, tensor in found.items())
+def test_the_critic_may_start_from_another_model_also_without_output_matrix(tiny_dir: Path, tmp_path: Path) -> None:
+    whole = AutoModelForCausalLM.from_pretrained(save_tiny(tmp_path / "llama", "llama", seed=3))
+    whole.base_model.save_pretrained(tmp_path / "backbone")
+    expected = {name: param for name, param in whole.named_parameters() if name != "lm_head.weight"}
+    for path in ("llama", "backbone"):
+        learner = make_learner(config(tiny_dir, critic={"path": str(tmp_path / path)}))
+        found = {n.removeprefix("critic.hf."): t for n, t in all_weights(learner).items() if n.startswith("critic.hf.")}
+        assert found.keys() == expected.keys()
+        assert all(tensor.equal(expected[name]) for name, tensor in found.items())
     train(learner, 1)
+    with pytest.raises(ModelError, match=r"has no weights for lm_head\.weight"):
+        make_learner(run_config(tmp_path / "backbone"))
     few = Qwen2Config(**{**TINY, "vocab_size": 20}, architectures=["Qwen2ForCausalLM"])
     few.save_pretrained(tmp_path / "few")
     with pytest.raises(ModelError, match=r"critic\.path .* has 20 tokens, the policy 61"):
         make_learner(config(tiny_dir, critic={"path": str(tmp_path / "few")}))
-
-
-def test_the_critic_may_start_from_a_backbone_without_output_matrix(tiny_dir: Path, tmp_path: Path) -> None:
-    whole = AutoModelForCausalLM.from_pretrained(save_tiny(tmp_path / "llama", "llama", seed=3))
-    whole.base_model.save_pretrained(tmp_path / "backbone")
-    learner = make_learner(config(tiny_dir, critic={"path": str(tmp_path / "backbone")}))
-    found = {n.removeprefix("critic.hf."): t for n, t in all_weights(learner).items() if n.startswith("critic.hf.")}
-    expected = {name: param for name, param in whole.named_parameters() if name != "lm_head.weight"}
-    assert found.keys() == expected.keys()
-    assert all(tensor.equal(expected[name]) for name, tensor in found.items())
-    with pytest.raises(ModelError, match=r"has no weights for lm_head\.weight"):
-        make_learner(run_config(tmp_path / "backbone"))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_bfloat16_and_offload_leave_a_float32_head_close_to_the_exact_one(kind: str, tiny_dir: Path) -> None:
-    exact = make_learner(config(tiny_dir, critic=KINDS[kind]))
-    cfg = config(tiny_dir, critic=KINDS[kind] | ({"cpu_offload": True} if kind == "own" else {}))
-    half = make_learner(replace(cfg, model=replace(cfg.model, compute_dtype="bfloat16")))
-    parts, step_rewards = rewarded(6, seed=9)
-    train(exact, 3)
-    train(half, 3)
-    assert {tensor.dtype for tensor in all_weights(half).values()} == {torch.float32}
-    (one,), (other,) = (targets_of(x, [pack_rewarded(parts)], step_rewards) for x in (exact, half))
-    np.testing.assert_allclose(other.values_T, one.values_T, atol=0.1)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_same_seed_and_inputs_give_the_same_bits(kind: str, tiny_dir: Path) -> None:
-    runs = []
-    for _ in range(2):
-        learner = make_learner(config(tiny_dir, critic=KINDS[kind], kl={"coef": 0.1, "apply_to": "reward"}))
-        train(learner, 3)
-        runs.append(all_weights(learner))
-    assert all(tensor.equal(runs[1][name]) for name, tensor in runs[0].items())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -409,28 +304,6 @@ def test_a_policy_with_adapters_has_a_critic_too(kind: str, tiny_dir: Path) -> N
     assert all("lora_" in name or name.startswith("value_head.") for name in of_policy), "the base is frozen"
 
 
-@pytest.mark.parametrize("kind", ["mistral", "qwen3_moe"])
-def test_other_architectures_make_critics(kind: str, tmp_path: Path) -> None:
-    save_tiny(tmp_path / kind, kind)
-    learner = make_learner(config(tmp_path / kind, critic={"warmup_steps": 5}))
-    of_policy = {name: t for name, t in weights(learner).items() if name != "lm_head.weight"}
-    backbone = {n.removeprefix("critic.hf."): t for n, t in all_weights(learner).items() if n.startswith("critic.hf.")}
-    assert backbone.keys() == of_policy.keys()
-    assert all(tensor.equal(of_policy[name]) for name, tensor in backbone.items())
-    train(learner, 2)
-
-
-def test_the_critics_learning_rate_follows_the_schedule_at_its_own_height(tiny_dir: Path) -> None:
-    cfg = config(tiny_dir, critic={"lr": None})
-    learner = make_learner(replace(cfg, learner=replace(cfg.learner, lr=1e-3, warmup_steps=4)))
-    parts, step_rewards = rewarded(2)
-    rates = [
-        learner.train_step([pack_rewarded(parts)], step=step, **step_rewards).metrics["critic_lr"].mean
-        for step in range(5)
-    ]
-    assert rates == pytest.approx([2.5e-3, 5e-3, 7.5e-3, 1e-2, 1e-2])
-
-
 def test_the_policys_schedule_starts_after_the_critics_warmup(tiny_dir: Path) -> None:
     cfg = config(tiny_dir, critic={"warmup_steps": 2})
     schedule = replace(cfg.learner, lr=1e-3, warmup_steps=2, lr_schedule="linear")
@@ -440,3 +313,164 @@ def test_the_policys_schedule_starts_after_the_critics_warmup(tiny_dir: Path) ->
     assert [m["lr"].mean for m in results if "lr" in m] == pytest.approx([5e-4, 1e-3, 1e-3, 7.5e-4, 5e-4, 2.5e-4])
     expected = [5e-3, 1e-2, *(1e-2 * (6 - i) / 6 for i in range(6))]
     assert [m["critic_lr"].mean for m in results] == pytest.approx(expected), "the critic learns in all of them"
+
+
+def targets_with(values: np.ndarray, returns: np.ndarray) -> ValueTargets:
+    return ValueTargets(values_T=values.astype(np.float32), advantages_T=returns - values, returns_T=returns)
+
+
+def test_the_loss_is_a_share_of_the_token_mean_over_the_step() -> None:
+    (part, _), _ = rewarded(2)
+    count = int(part.loss_mask.sum())
+    totals = ValueSums(num_loss_tokens=10, clip=0.2)
+    returns_T = np.where(part.loss_mask, 1.0, 0.0)
+    values_L = torch.full((count,), 0.5, requires_grad=True)
+    loss = totals.loss(values_L, part, targets_with(returns_T * 0.2, returns_T))
+    assert loss.item() == pytest.approx(0.18 * count / 10), "as the closed form of one token"
+    loss.backward()
+    assert values_L.grad is not None and not values_L.grad.any(), "0.5 is beyond 0.2 + 0.2"
+    totals.add(part, targets_with(returns_T * 0.2, returns_T))
+    metrics = totals.reduce(torch.device("cpu"))
+    assert metrics["value_clip_frac"].mean == 1.0
+    assert metrics["value_loss"].mean == pytest.approx(0.5 * 0.8**2)
+    assert "value_explained_variance" not in metrics, "equal returns leave nothing to explain"
+
+
+CPU = torch.device("cpu")
+COEF = 0.3
+ESTIMATORS = ("grpo", "rloo", "opo", "pass_at_k", "remax", "reinforce_pp_baseline", "reinforce", "reinforce_pp")
+
+
+def reference_logprobs(batch: MicroBatch, seed: int = 7) -> np.ndarray:
+    """The same for a token wherever it is packed."""
+    noise = np.sin(batch.token_ids * 12.9898 + batch.behavior_logprobs * 78.233 + seed)
+    return np.where(batch.loss_mask, batch.behavior_logprobs + noise, 0).astype(np.float32)
+
+
+def finished(batches: list[MicroBatch], step_rewards: dict[str, Any], algorithm: AlgorithmConfig) -> list[np.ndarray]:
+    rewards = [paid(b, reference_logprobs(b), algorithm.kl) for b in batches]
+    return reward_advantages(batches, rewards, step_rewards["group_rewards"], config=algorithm, device=CPU)
+
+
+def slow_penalized(part: MicroBatch) -> list[float]:
+    kl_T = COEF * (part.behavior_logprobs - reference_logprobs(part)).astype(float)
+    assert part.token_rewards is not None
+    tokens = zip(part.token_rewards, kl_T, part.loss_mask, strict=True)
+    return [float(reward) - float(kl) if generated else 0.0 for reward, kl, generated in tokens]
+
+
+def slow_returns(parts: list[MicroBatch], rewards: list[list[float]], *, is_normalized: bool) -> list[list[float]]:
+    found = [
+        [sum(r[t:]) if part.loss_mask[t] else 0.0 for t in range(len(r))]
+        for part, r in zip(parts, rewards, strict=True)
+    ]
+    flat = [g for part, one in zip(parts, found, strict=True) for g, m in zip(one, part.loss_mask, strict=True) if m]
+    mean, std = (fmean(flat), pstdev(flat)) if is_normalized else (0.0, 1.0)
+    return [
+        [(g - mean) / std if m else 0.0 for g, m in zip(one, part.loss_mask, strict=True)]
+        for part, one in zip(parts, found, strict=True)
+    ]
+
+
+def with_kl(advantage: Any, estimator: Any = "k1") -> AlgorithmConfig:
+    return AlgorithmConfig(
+        advantage_estimator=advantage, kl=KlConfig(coef=COEF, apply_to="reward", estimator=estimator)
+    )
+
+
+@pytest.mark.parametrize("advantage", ESTIMATORS)
+def test_advantages_equal_a_loop_over_responses_and_tokens_in_any_order_and_split(advantage: str) -> None:
+    parts, step_rewards = rewarded(6)
+    algorithm = with_kl(advantage)
+    got = finished(parts, step_rewards, algorithm)
+    rewards = [slow_penalized(part) for part in parts]
+    if advantage in {"reinforce", "reinforce_pp"}:
+        expected = slow_returns(parts, rewards, is_normalized=advantage == "reinforce_pp")
+    else:
+        groups = [
+            GroupRewards(
+                rewards_G=np.array([sum(r) for r in rewards[i : i + GROUP_SIZE]]),
+                lengths_G=np.array([int(p.loss_mask.sum()) for p in parts[i : i + GROUP_SIZE]]),
+                baseline=0.25,
+            )
+            for i in range(0, len(parts), GROUP_SIZE)
+        ]
+        flat = [float(a) for of_group in step_advantages(groups, config=algorithm) for a in of_group]
+        expected = [(part.loss_mask * a).tolist() for part, a in zip(parts, flat, strict=True)]
+    for one, wanted in zip(got, expected, strict=True):
+        np.testing.assert_allclose(one, wanted, atol=1e-6)
+    assert any(np.abs(one).max() > 0.01 for one in got)
+    for splits in ([[5, 0, 2, 1, 3, 4]], [[5], [0, 2, 1], [3, 4]], [[i] for i in range(6)]):
+        batches = [*(pack_rewarded([parts[i] for i in split]) for split in splits), filler()]
+        again = np.concatenate(finished(batches, step_rewards, algorithm)[:-1])
+        same = np.concatenate([got[i] for split in splits for i in split])
+        np.testing.assert_allclose(again, same, rtol=1e-12, atol=1e-12)
+    assert not finished([filler()], {"group_rewards": ()}, algorithm)[0].any()
+
+
+def test_the_driver_and_the_learner_normalise_alike() -> None:
+    """Values per answer and its number of tokens on one side, per token over micro-batches on the other."""
+    parts, _ = rewarded(7)
+    rng = np.random.default_rng(3)
+    values_N = rng.normal(2.0, 3.0, len(parts))
+    lengths_N = np.array([int(p.loss_mask.sum()) for p in parts])
+    split = [slice(0, 1), slice(1, 4), slice(4, 7)]
+    groups = [GroupRewards(rewards_G=values_N[s], lengths_G=lengths_N[s]) for s in split]
+    driver = step_advantages(groups, config=AlgorithmConfig(advantage_estimator="reinforce_pp"))
+    per_token = [np.where(p.loss_mask, value, 0.0) for p, value in zip(parts, values_N, strict=True)]
+    learner = normalized_over_ranks(per_token, parts, device=CPU)
+    for value, got_T, part in zip(np.concatenate(driver), learner, parts, strict=True):
+        np.testing.assert_allclose(got_T[part.loss_mask], value, rtol=1e-12)
+
+
+def test_the_sequences_of_an_answer_pay_for_all_of_them() -> None:
+    parts, _ = rewarded(3)
+    first, second, other = parts
+    assert second.token_rewards is not None and other.token_rewards is not None
+    second = replace(second, response_index=np.array([0], np.int32))
+    other = replace(other, response_index=np.array([1], np.int32))
+    sums = [float(np.sum(p.token_rewards)) for p in parts if p.token_rewards is not None]
+    less = [sum(slow_penalized(part)) for part in parts]
+    algorithm = with_kl("rloo")
+
+    def group(rewards: list[float]) -> GroupRewards:
+        return GroupRewards(rewards_G=np.array([rewards[0] + rewards[1], rewards[2]]), lengths_G=np.array([2, 1]))
+
+    step_rewards = {"group_rewards": (group(sums),), "num_loss_tokens": 1}
+    wanted = step_advantages([group(less)], config=algorithm)[0]
+    got = finished([first, second, other], step_rewards, algorithm)
+    for part, found, value in zip((first, second, other), got, (wanted[0], wanted[0], wanted[1]), strict=True):
+        np.testing.assert_allclose(found[part.loss_mask], value, atol=1e-6)
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "reinforce_pp"])
+def test_a_step_with_the_kl_in_the_reward_has_the_gradient_of_those_advantages(advantage: str, tiny_dir: Path) -> None:
+    """Train apart from the initial policy, then compare with a learner that gets the advantages ready made."""
+    kl = {"coef": COEF, "apply_to": "reward", "estimator": "k1"}
+    learner = make_learner(config(tiny_dir, advantage_estimator=advantage, kl=kl))
+    parts, step_rewards = rewarded(6)
+    reference = learner._reference
+    assert reference is not None
+    batch = pack_rewarded(parts)
+    rewards = paid(batch, reference.logprobs([batch])[0], with_kl(advantage).kl)
+    ready = reward_advantages([batch], [rewards], step_rewards["group_rewards"], config=with_kl(advantage), device=CPU)[
+        0
+    ].astype(np.float32)
+    got = all_gradients(learner, [batch], step_rewards)
+    plain = make_learner(config(tiny_dir, advantage_estimator=advantage))
+    for name, expected in gradients(
+        plain, [replace(batch, advantages=ready, token_rewards=None, response_index=None)]
+    ).items():
+        assert got[name].equal(expected)
+    result = learner.train_step([batch], step=0, **step_rewards)
+    assert result.seconds["advantages"] > 0 and result.metrics["kl_reference"].mean == 0
+
+
+def test_rewards_must_come_with_the_step_and_the_tokens(tiny_dir: Path) -> None:
+    kl = {"coef": COEF, "apply_to": "reward"}
+    learner = make_learner(config(tiny_dir, advantage_estimator="grpo", kl=kl))
+    parts, step_rewards = rewarded(2)
+    with pytest.raises(ValueError, match="came without rewards"):
+        learner.train_step([pack_rewarded(parts)], step=0)
+    with pytest.raises(ValueError, match="no token rewards"):
+        learner.train_step([replace(parts[0], token_rewards=None, response_index=None)], step=0, **step_rewards)

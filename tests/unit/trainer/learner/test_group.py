@@ -1,8 +1,11 @@
-"""`LearnerGroup` against actors that answer by hand."""
+"""The learner seen from the driver, against actors that respond by hand; where ranks meet; warnings that travel."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import re
+import socket
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +15,11 @@ import pytest
 from ray.exceptions import ActorDiedError, OutOfMemoryError
 
 from tests.fakes.local_actor import Ref
+from tests.fakes.ports import free_port
 from trainer.data.batch import TrainBatch
 from trainer.errors import CheckpointError, LearnerError, first_cause, one_line
+from trainer.learner.actor import captured_warnings
+from trainer.learner.fsdp import open_store
 from trainer.learner.group import LearnerGroup
 from trainer.learner.step_stats import StepResult
 
@@ -78,15 +84,6 @@ async def test_a_rank_that_died_is_named_even_if_its_peers_are_heard_first() -> 
     assert told.startswith("LearnerError: learner rank 1 died in save: ActorDiedError: The actor died unexpectedly")
 
 
-async def test_a_rank_that_the_memory_monitor_killed_has_died_too() -> None:
-    """Ray has an error of its own for that."""
-    survivor, dead = HandActor(save=RuntimeError("connection reset")), HandActor(save=Late(OutOfMemoryError("no room")))
-    group = LearnerGroup([survivor, dead], timeout_s=30.0)
-    with pytest.raises(LearnerError, match="learner rank 1 died in save: OutOfMemoryError: no room"):
-        await group.save(Path("/x"), step=1)
-    assert group.ranks[1].is_broken
-
-
 async def test_our_own_errors_keep_their_type_and_win_over_broken_connections() -> None:
     group = LearnerGroup(
         [HandActor(load=RuntimeError("connection closed by peer")), HandActor(load=CheckpointError("shard is gone"))],
@@ -104,10 +101,18 @@ async def test_a_rank_that_does_not_answer_is_named_at_the_deadline() -> None:
         await group.export_hf(Path("/x"))
 
 
-async def test_a_time_that_ran_out_in_the_rank_is_told_in_its_own_words() -> None:
-    error = TimeoutError("/nfs/step_7: connection timed out")
-    with pytest.raises(LearnerError, match=r"learner rank 0 failed in save: TimeoutError: /nfs/step_7: connection"):
-        await LearnerGroup([HandActor(save=error), HandActor()], timeout_s=30.0).save(Path("/x"), step=1)
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (TimeoutError("/nfs/step_7: connection timed out"), r"failed in save: TimeoutError: /nfs/step_7: connection"),
+        (OutOfMemoryError("no room"), "died in save: OutOfMemoryError: no room"),  # of Ray's memory monitor
+    ],
+)
+async def test_a_timeout_in_the_rank_and_its_death_are_reported_as_such(error: Exception, words: str) -> None:
+    group = LearnerGroup([HandActor(save=RuntimeError("connection reset")), HandActor(save=Late(error))], timeout_s=30)
+    with pytest.raises(LearnerError, match=f"learner rank 1 {words}"):
+        await group.save(Path("/x"), step=1)
+    assert group.ranks[1].is_broken == isinstance(error, OutOfMemoryError)
 
 
 async def test_a_failure_of_its_own_wins_over_death_and_death_over_silence() -> None:
@@ -166,3 +171,32 @@ async def test_operations_of_all_ranks_add_up_and_are_known_only_if_each_is(
     batch = EMPTY
     result = await group.train_step(batch)
     assert (result.model_flops, result.peak_flops) == expected
+
+
+def test_our_own_warnings_are_kept_while_the_block_runs_and_those_of_others_are_not() -> None:
+    own, other = logging.getLogger("trainer.learner.packed_inputs"), logging.getLogger("transformers")
+    with captured_warnings() as kept:
+        own.warning("no kernel for %s", "npu")
+        own.info("ready")
+        other.warning("deprecated")
+    own.warning("too late")
+    assert [record.getMessage() for record in kept] == ["no kernel for npu"]
+
+
+def test_ranks_meet_at_the_port_that_was_asked_for() -> None:
+    port = free_port()
+    first = open_store("127.0.0.1", port, is_master=True, world_size=2, timeout_s=10.0)
+    assert first.port == port
+    second = open_store("127.0.0.1", port, is_master=False, world_size=2, timeout_s=10.0)
+    first.set("greeting", "hello")
+    assert second.get("greeting") == b"hello"
+
+
+def test_a_port_in_use_is_named_with_what_to_do() -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        expected = re.escape(f"learner.port={port} cannot be bound on 127.0.0.1: ") + ".*or 0 for a free one"
+        with pytest.raises(LearnerError, match=expected):
+            open_store("127.0.0.1", port, is_master=True, world_size=1, timeout_s=10.0)

@@ -11,13 +11,11 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from tests.fakes.learner import make_learner, pack, run_config, save_tiny, sequences, weights
 from trainer.config.algorithm import KlConfig
-from trainer.config.schema import ModelConfig
 from trainer.errors import LearnerError
-from trainer.learner.actor import _described
 from trainer.learner.fsdp import sharded_like
-from trainer.learner.offload import ALIGNMENT, CpuOffload, Place, place
+from trainer.learner.offload import ALIGNMENT, CpuOffload, host_memory
 from weight_sync.device.select import get_backend
-from weight_sync.publisher import WeightPublisher
+from weight_sync.layout import local_shards
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,12 +24,12 @@ if TYPE_CHECKING:
 
 
 def test_storages_fill_blocks_in_order_and_a_large_one_has_its_own() -> None:
-    places, blocks = place([100, 64, 1000, 128], block_bytes=320)
-    assert places == [
-        Place(block=0, offset=0), Place(block=0, offset=2 * ALIGNMENT), Place(block=1, offset=0),
-        Place(block=0, offset=3 * ALIGNMENT),
-    ]  # fmt: skip
-    assert blocks == [5 * ALIGNMENT, 1024]
+    first, second, large, last = host_memory([100, 64, 1000, 128], block_bytes=320, is_pinned=False)
+    assert [one.storage_offset() for one in (first, second, large, last)] == [0, 2 * ALIGNMENT, 0, 3 * ALIGNMENT]
+    assert [one.untyped_storage().nbytes() for one in (first, large)] == [5 * ALIGNMENT, 1024]
+    assert (
+        first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
+    )
 
 
 def test_memory_is_given_back_and_every_holder_of_a_tensor_finds_its_bytes_again() -> None:
@@ -105,13 +103,12 @@ def test_what_lies_on_the_host_of_an_accelerators_mesh_is_shared_and_not_copied_
 def test_views_for_weight_sync_survive_the_way_to_the_host(tmp_path: Path) -> None:
     """Experts are published as slices of fused tensors, and no slice can be made of an empty storage."""
     learner = make_learner(run_config(save_tiny(tmp_path, "qwen3_moe")))
-    publisher = WeightPublisher(get_backend("cpu"), rank=0)
-    ready = _described(learner, publisher, ModelConfig(rollout_dtype="float32"))
-    before = {name: tensor.clone() for name, tensor in ready.tensors.items()}
+    _, _, tensors = local_shards(learner.model, rollout_dtype="float32")
+    assert any("experts" in name for name in tensors)
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
     learner.offload.to_host()
-    assert b"experts" in ready.description
     learner.offload.to_device()
-    for name, tensor in ready.tensors.items():
+    for name, tensor in tensors.items():
         torch.testing.assert_close(tensor, before[name], rtol=0, atol=0)
 
 

@@ -1,3 +1,5 @@
+"""The learner's step against plain models: gradients, optimizer, metrics, corrections, and the warm-up."""
+
 from __future__ import annotations
 
 import math
@@ -7,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from tests.fakes.learner import (
     gradients,
+    logprobs,
     make_learner,
     pack,
     run_config,
@@ -19,70 +23,26 @@ from tests.fakes.learner import (
     weights,
     without_loss,
 )
-from trainer.algorithms.losses import ppo_clip_loss
-from trainer.config.algorithm import ClampConfig, CorrectionConfig, MaskConfig, RejectConfig
+from trainer.algorithms.losses import policy_loss
+from trainer.config.algorithm import AlgorithmConfig, CorrectionConfig, MaskConfig, RejectConfig
+from trainer.config.schema import LearnerConfig, RunConfig
 from trainer.errors import TrainingDiverged
+from trainer.learner.fsdp import ShardedAdamW, learning_rate
 from trainer.learner.packed_inputs import loss_inputs
 from trainer.learner.policy import largest_micro_batch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
-    from trainer.config.schema import RunConfig
     from trainer.data.batch import MicroBatch
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-def _slow_logprobs(model: torch.nn.Module, part: MicroBatch, temperature: float) -> torch.Tensor:
-    ids = torch.from_numpy(part.token_ids.astype(np.int64))
-    logp = torch.log_softmax(model(ids[None]).logits[0] / temperature, -1)
-    positions = torch.from_numpy(np.flatnonzero(part.loss_mask))
-    return logp[positions - 1, ids[positions]]
-
-
-@pytest.mark.parametrize("kind", ["qwen2", "llama"])
-def test_loss_and_gradients_equal_a_plain_model_with_full_softmax(kind: str, tmp_path: Path) -> None:
-    cfg = run_config(save_tiny(tmp_path, kind))
-    parts = sequences(8)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
-    loss = torch.zeros(())
-    for part in parts:
-        logp = _slow_logprobs(model, part, cfg.rollout.temperature)
-        loss_T, _ = ppo_clip_loss(loss_inputs(part, logp), clip_ratio_low=0.2, clip_ratio_high=0.2)
-        loss = loss + (loss_T * torch.from_numpy(part.loss_weights[part.loss_mask])).sum()
-    loss.backward()
-    learner = make_learner(cfg)
-    got = gradients(learner, [pack(parts)])
-    for name, param in model.named_parameters():
-        torch.testing.assert_close(got[name], param.grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
-    assert learner.train_step([pack(parts)], step=0).metrics["loss"].mean == pytest.approx(loss.item(), rel=1e-5)
-
-
-def test_gradients_do_not_depend_on_the_micro_batch_split(tiny_dir: Path) -> None:
-    learner, parts = make_learner(run_config(tiny_dir)), sequences(12)
-    whole = gradients(learner, [pack(parts)])
-    for split in ([parts[:1], parts[1:]], [parts[6:], parts[:3], parts[3:6]], [[p] for p in parts]):
-        got = gradients(learner, [*(pack(s) for s in split), without_loss()])
-        for name, expected in whole.items():
-            scale = expected.abs().max()
-            torch.testing.assert_close(got[name] / scale, expected / scale, rtol=1e-5, atol=1e-6)
-
-
-def test_logprobs_equal_a_plain_model_and_are_zero_elsewhere(tiny_dir: Path) -> None:
-    learner, parts = make_learner(run_config(tiny_dir)), sequences(5)
-    model = AutoModelForCausalLM.from_pretrained(tiny_dir, attn_implementation="eager")
-    batch = pack(parts)
-    got = learner.logprobs(batch)
-    expected = torch.cat([_slow_logprobs(model, p, 0.8) for p in parts]).detach().numpy()
-    assert got.dtype == np.float32 and got.shape == batch.token_ids.shape
-    np.testing.assert_allclose(got[batch.loss_mask], expected, rtol=1e-4, atol=1e-5)
-    assert not got[~batch.loss_mask].any()
-
-
 def test_training_on_policy_reports_ratio_one_and_learns_the_rewarded_tokens(tiny_dir: Path) -> None:
     learner, batch = make_learner(run_config(tiny_dir, lr=3e-3)), pack(sequences(6))
-    before = learner.logprobs(batch)
+    before = logprobs(learner, batch)
     batch = replace(batch, behavior_logprobs=before)
     first = learner.train_step([batch], step=0).metrics
     mask = batch.loss_mask
@@ -95,51 +55,27 @@ def test_training_on_policy_reports_ratio_one_and_learns_the_rewarded_tokens(tin
     assert 0 < first["entropy"].mean < math.log(61)
     for step in range(1, 6):
         result = learner.train_step([batch], step=step)
-    after = learner.logprobs(batch)
+    after = logprobs(learner, batch)
     assert ((after - before) * batch.advantages)[mask].sum() > 0
     assert result.metrics["ratio_max"].mean > 1.01 and result.metrics["kl_behavior"].mean > 0
     assert result.seconds.keys() == {"forward", "backward", "optimizer", "step"}
 
 
-def test_same_seed_and_inputs_give_the_same_bits(tiny_dir: Path) -> None:
-    runs = []
-    for _ in range(2):
-        learner = make_learner(run_config(tiny_dir))
-        for step in range(3):
-            learner.train_step([pack(sequences(4, seed=step))], step=step)
-        runs.append(weights(learner))
-    assert all(tensor.equal(runs[1][name]) for name, tensor in runs[0].items())
-
-
-def test_learning_rate_follows_the_schedule(tiny_dir: Path) -> None:
-    learner = make_learner(run_config(tiny_dir, warmup_steps=4, lr=1.0e-3))
-    rates = [learner.train_step([pack(sequences(2))], step=step).metrics["lr"].mean for step in range(5)]
-    assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3])
-
-
 @pytest.mark.parametrize("flag", ["activation_checkpointing", "cpu_offload"])
 def test_memory_savers_do_not_change_gradients(flag: str, tiny_dir: Path) -> None:
     batch = pack(sequences(6))
-    plain = gradients(make_learner(run_config(tiny_dir)), [batch])
-    saved = gradients(make_learner(run_config(tiny_dir, **{flag: True})), [batch])
+    plain, calls = gradients(make_learner(run_config(tiny_dir)), [batch]), []
+    learner = make_learner(run_config(tiny_dir, **{flag: True}))
+    learner.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    saved = gradients(learner, [batch])
     assert all(tensor.equal(saved[name]) for name, tensor in plain.items())
-
-
-def test_activation_checkpointing_really_recomputes_the_blocks(tiny_dir: Path) -> None:
-    calls = {}
-    for flag in (False, True):
-        learner, count = make_learner(run_config(tiny_dir, activation_checkpointing=flag)), [0]
-        mlp = learner.model.model.layers[0].mlp
-        mlp.register_forward_pre_hook(lambda *_, count=count: count.__setitem__(0, count[0] + 1))
-        learner.train_step([pack(sequences(2))], step=0)
-        calls[flag] = count[0]
-    assert calls == {False: 1, True: 2}
+    assert len(calls) == (2 if flag == "activation_checkpointing" else 1), "blocks really are computed again"
 
 
 def test_bfloat16_compute_keeps_float32_masters_and_stays_close(tiny_dir: Path) -> None:
     cfg, batch = run_config(tiny_dir), pack(sequences(6))
     half = make_learner(replace(cfg, model=replace(cfg.model, compute_dtype="bfloat16")))
-    np.testing.assert_allclose(half.logprobs(batch), make_learner(cfg).logprobs(batch), atol=0.25)
+    np.testing.assert_allclose(logprobs(half, batch), logprobs(make_learner(cfg), batch), atol=0.25)
     half.train_step([batch], step=0)
     assert {p.dtype for p in half.model.parameters()} == {torch.float32}
 
@@ -188,6 +124,8 @@ def test_malformed_batches_are_refused(tiny_dir: Path) -> None:
         learner.train_step([replace(batch, loss_mask=np.ones_like(batch.loss_mask))], step=0)
     with pytest.raises(ValueError, match="cu_seqlens must rise"):
         learner.train_step([replace(batch, cu_seqlens=batch.cu_seqlens[:-1])], step=0)
+    with pytest.raises(ValueError, match="sampled by version 4, but step 3 trains version 3"):
+        learner.train_step([replace(batch, versions=np.where(batch.loss_mask, 4, -1))], step=3)
 
 
 def _corrected(cfg: RunConfig, **correction: Any) -> RunConfig:
@@ -203,16 +141,7 @@ def _close(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> N
 def _sampled_by_the_learner(tiny_dir: Path, num: int = 8) -> list[MicroBatch]:
     """Sequences whose engine had the learner's weights and kernels."""
     learner, parts = make_learner(run_config(tiny_dir)), sequences(num)
-    return [replace(p, behavior_logprobs=learner.logprobs(p)) for p in parts]
-
-
-def test_decoupled_on_samples_of_the_same_policy_equals_the_plain_loss(tiny_dir: Path) -> None:
-    cfg, batch = run_config(tiny_dir), pack(_sampled_by_the_learner(tiny_dir))
-    learner = make_learner(_corrected(cfg, objective="decoupled"))
-    _close(gradients(learner, [batch]), gradients(make_learner(cfg), [batch]))
-    metrics = learner.train_step([batch], step=0).metrics
-    assert metrics["correction_weight_mean"].mean == pytest.approx(1, abs=1e-5)
-    assert metrics["correction_ess_frac"].mean == pytest.approx(1, abs=1e-5)
+    return [replace(p, behavior_logprobs=logprobs(learner, p)) for p in parts]
 
 
 def test_the_proximal_policy_is_the_one_that_the_step_starts_with(tiny_dir: Path) -> None:
@@ -220,7 +149,7 @@ def test_the_proximal_policy_is_the_one_that_the_step_starts_with(tiny_dir: Path
     learner = make_learner(_corrected(cfg, objective="decoupled"))
     batch = pack(parts)
     learner.train_step([batch], step=0)
-    before, mask = learner.logprobs(batch), batch.loss_mask
+    before, mask = logprobs(learner, batch), batch.loss_mask
     result = learner.train_step([pack(parts[:2]), pack(parts[2:])], step=1)
     weight = np.exp(before - batch.behavior_logprobs)[mask]
     assert result.metrics["correction_weight_mean"].mean == pytest.approx(weight.mean(), rel=1e-5)
@@ -231,20 +160,6 @@ def test_the_proximal_policy_is_the_one_that_the_step_starts_with(tiny_dir: Path
     assert result.seconds.keys() == {"forward", "backward", "optimizer", "step"}, "it costs no forward pass"
 
 
-@pytest.mark.parametrize("objective", ["bypass", "decoupled", "loglinear"])
-def test_corrected_gradients_do_not_depend_on_the_micro_batch_split(objective: Any, tiny_dir: Path) -> None:
-    correction: dict[str, Any] = {
-        "objective": objective, "level": "sequence_mean", "clamp": ClampConfig(upper=1.1),
-        "mask": MaskConfig(lower=0.1), "reject": RejectConfig(metric="k2", upper=0.8),
-    }  # fmt: skip
-    learner, parts = make_learner(_corrected(run_config(tiny_dir), **correction)), sequences(12)
-    whole = gradients(learner, [pack(parts)])
-    for split in ([parts[:1], parts[1:]], [parts[6:], parts[:3], parts[3:6]], [[p] for p in parts]):
-        _close(gradients(learner, [*(pack(s) for s in split), without_loss()]), whole)
-    metrics = learner.train_step([pack(parts)], step=0).metrics
-    assert 0 < metrics["correction_rejected_frac"].mean < 1
-
-
 def test_a_rejected_answer_counts_as_zero_and_the_denominator_stays(tiny_dir: Path) -> None:
     parts = _sampled_by_the_learner(tiny_dir)
     shifted = parts[2].behavior_logprobs - np.float32(3) * parts[2].loss_mask
@@ -253,24 +168,6 @@ def test_a_rejected_answer_counts_as_zero_and_the_denominator_stays(tiny_dir: Pa
     got = gradients(make_learner(rejecting), [pack(parts)])
     # The weights of the others are still shares of all tokens, the rejected ones included.
     _close(got, gradients(make_learner(run_config(tiny_dir)), [pack([p for i, p in enumerate(parts) if i != 2])]))
-
-
-@pytest.mark.parametrize(("age", "cause", "other"), [(0, "engine", "stale"), (2, "stale", "engine")])
-def test_perturbed_logprobs_are_attributed_to_their_cause(age: int, cause: str, other: str, tiny_dir: Path) -> None:
-    parts, rng = _sampled_by_the_learner(tiny_dir), np.random.default_rng(0)
-    for i in range(0, len(parts), 2):
-        mask = parts[i].loss_mask
-        noise = np.where(mask, rng.choice([-0.2, 0.2], len(mask)), 0).astype(np.float32)
-        versions = np.where(mask, 3 - age, -1).astype(np.int32)
-        parts[i] = replace(parts[i], behavior_logprobs=parts[i].behavior_logprobs + noise, versions=versions)
-    for i in range(1, len(parts), 2):
-        versions = np.where(parts[i].loss_mask, 3 if age else 1, -1).astype(np.int32)
-        parts[i] = replace(parts[i], versions=versions)
-    metrics = make_learner(run_config(tiny_dir)).train_step([pack(parts)], step=3).metrics
-    assert metrics[f"mismatch/{cause}"].mean == pytest.approx(0.2, abs=1e-5)
-    assert metrics[f"mismatch/{cause}_kl"].mean == pytest.approx(0.02, abs=3e-3)
-    assert metrics[f"mismatch/{other}"].mean == pytest.approx(0, abs=1e-5)
-    assert metrics[f"mismatch/{other}_kl"].mean == pytest.approx(0, abs=1e-8)
 
 
 def test_metrics_of_a_correction_stand_only_where_it_is_active(tiny_dir: Path) -> None:
@@ -284,14 +181,6 @@ def test_metrics_of_a_correction_stand_only_where_it_is_active(tiny_dir: Path) -
     }  # fmt: skip
     nothing = masking.train_step([without_loss()], step=1).metrics
     assert nothing["correction_ess_frac"].mean == nothing["correction_masked_frac"].mean == 0
-
-
-def test_a_token_from_the_future_is_refused(tiny_dir: Path) -> None:
-    batch = pack(sequences(2))
-    with pytest.raises(ValueError, match="sampled by version 4, but step 3 trains version 3"):
-        make_learner(run_config(tiny_dir)).train_step(
-            [replace(batch, versions=np.where(batch.loss_mask, 4, -1))], step=3
-        )
 
 
 def test_a_rehearsal_changes_no_number_of_a_later_step(tiny_dir: Path) -> None:
@@ -309,3 +198,133 @@ def test_a_rehearsal_changes_no_number_of_a_later_step(tiny_dir: Path) -> None:
         assert rehearsed.train_step(batch, step=step).metrics == plain.train_step(batch, step=step).metrics
     expected = weights(plain)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(rehearsed).items())
+
+
+OBJECTIVES: list[dict[str, Any]] = [
+    {"loss": "ppo_clip", "kind": "llama"},
+    {"loss": "gspo", "clip_ratio_low": 0.1, "clip_ratio_high": 0.1},
+    {"loss": "gmpo", "clip_ratio_low": 0.4, "clip_ratio_high": 0.4, "entropy_coef": 0.3},
+    {"loss": "cispo"},
+    {"loss": "kl_cov"},
+    {"loss": "ppo_clip", "entropy_coef": 0.05},
+    {"loss": "reinforce", "entropy_coef": 2.0},
+]
+
+
+def with_selection(parts: Sequence[MicroBatch]) -> list[MicroBatch]:
+    rng = np.random.default_rng(5)
+    return [replace(p, cov_selected=p.loss_mask & (rng.random(len(p.loss_mask)) < 0.3)) for p in parts]
+
+
+def packed(parts: Sequence[MicroBatch]) -> MicroBatch:
+    return replace(pack(parts), cov_selected=np.concatenate([p.cov_selected for p in parts]))  # type: ignore[arg-type]
+
+
+def plain_gradients(
+    directory: Path, parts: Sequence[MicroBatch], algorithm: AlgorithmConfig
+) -> dict[str, torch.Tensor]:
+    """Full softmax, autograd through everything, one sequence at a time."""
+    model = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
+    for part in parts:
+        ids = torch.from_numpy(part.token_ids.astype(np.int64))
+        positions = torch.from_numpy(np.flatnonzero(part.loss_mask))
+        logp = torch.log_softmax(model(ids[None]).logits[0] / 0.8, -1)[positions - 1]
+        chosen_L = logp.gather(1, ids[positions, None]).squeeze(1)
+        loss_L, _ = policy_loss(loss_inputs(part, chosen_L), config=algorithm)
+        loss_L = loss_L + algorithm.entropy_coef * (logp.exp() * logp).sum(-1)
+        (loss_L * torch.from_numpy(part.loss_weights[part.loss_mask])).sum().backward()
+    return {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+
+
+@pytest.mark.parametrize("keys", OBJECTIVES, ids=lambda keys: keys["loss"])
+def test_gradients_equal_a_plain_model_for_every_split(keys: dict[str, Any], tiny_dir: Path, tmp_path: Path) -> None:
+    algorithm = dict(keys)
+    directory = save_tiny(tmp_path, algorithm.pop("kind")) if "kind" in keys else tiny_dir
+    cfg = replace(run_config(directory), algorithm=AlgorithmConfig(**algorithm))
+    parts = with_selection(sequences(9))
+    expected = plain_gradients(directory, parts, cfg.algorithm)
+    learner = make_learner(cfg)
+    empty = without_loss()
+    empty = replace(empty, cov_selected=np.zeros_like(empty.loss_mask))
+    for split in ([parts], [parts[5:], parts[:5]], [[p] for p in parts]):
+        got = gradients(learner, [*(packed(s) for s in split), empty])
+        for name, value in expected.items():
+            scale = value.abs().max()
+            torch.testing.assert_close(got[name] / scale, value / scale, rtol=1e-4, atol=1e-5)
+
+
+def limited(*, limit: int, prompt: int, response: int, loss: str = "ppo_clip") -> RunConfig:
+    cfg = RunConfig()
+    return replace(
+        cfg,
+        task=replace(cfg.task, max_prompt_tokens=prompt),
+        rollout=replace(cfg.rollout, max_response_tokens=response),
+        learner=replace(cfg.learner, max_tokens_per_micro_batch=limit),
+        algorithm=replace(cfg.algorithm, loss=loss),
+    )
+
+
+@pytest.mark.parametrize(
+    ("limit", "lengths"),
+    [
+        (100, [30, 30, 30, 10]),
+        (90, [30, 30, 30]),
+        (92, [30, 30, 30, 2]),  # the shortest sequence that predicts a token
+        (91, [30, 30, 30]),  # what is left is too short for one, and the longest are no longer for it
+        (29, [30]),  # a sequence over the limit gets a micro-batch of its own
+    ],
+)
+def test_it_is_as_large_as_one_can_be_and_made_of_the_longest_sequences(limit: int, lengths: list[int]) -> None:
+    batch = largest_micro_batch(limited(limit=limit, prompt=20, response=10))
+    assert np.diff(batch.cu_seqlens).tolist() == lengths
+    assert len(batch.token_ids) == sum(lengths)
+    for start, end in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True):
+        mask = batch.loss_mask[start:end]
+        assert mask[-1]
+        assert not mask[0]
+        assert mask[:-1].sum() == max(0, end - start - 20 - 1)
+    assert not batch.loss_weights.any()
+    np.testing.assert_array_equal(batch.versions, np.where(batch.loss_mask, 0, -1))
+    assert batch.cov_selected is None
+    selected = largest_micro_batch(limited(limit=limit, prompt=20, response=10, loss="clip_cov")).cov_selected
+    assert selected is not None and len(selected) == sum(lengths)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 1.0, 0.775, 0.55, 0.325]),
+        ("cosine", [0.5, 1.0, 1.0, 0.8681981, 0.55, 0.2318019]),
+    ],
+)
+def test_schedule_equals_the_closed_form(schedule: str, expected: list[float]) -> None:
+    config = LearnerConfig(lr=1.0, lr_schedule=schedule, warmup_steps=2, min_lr_ratio=0.1)
+    got = [learning_rate(step, config=config, total_steps=6) for step in range(6)]
+    assert got == pytest.approx(expected)
+    assert learning_rate(600, config=config, total_steps=6) == pytest.approx(1.0 if schedule == "constant" else 0.1)
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3))
+
+
+def test_update_equals_plain_adamw_with_clipping_and_no_decay_on_vectors() -> None:
+    config = LearnerConfig(lr=0.1, weight_decay=0.3, max_grad_norm=0.5, beta2=0.95)
+    ours, plain = _model(), _model()
+    optimizer = ShardedAdamW(dict(ours.named_parameters()), config=config)
+    matrices, vectors = ([p for p in plain.parameters() if (p.ndim > 1) is m] for m in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.3}, {"params": vectors, "weight_decay": 0.0}]
+    reference = torch.optim.AdamW(groups, lr=0.1, betas=(0.9, 0.95))
+    for _ in range(4):
+        for model in (ours, plain):
+            (model(torch.arange(8.0).view(2, 4)) ** 3).sum().backward()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        assert optimizer.grad_sq_sum().sqrt().item() == pytest.approx(norm.item(), rel=1e-6)
+        reference.step()
+        reference.zero_grad()
+        optimizer.step(lr=0.1, grad_norm=norm.item())
+    for got, expected in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+    assert optimizer.num_updates == 4

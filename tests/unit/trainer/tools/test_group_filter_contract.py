@@ -16,7 +16,7 @@ import pytest
 from rollout.types import Group, Prompt
 from tests.fakes.scripted_run import trajectory
 from tests.unit.trainer.tools.test_plugin_contracts import broken
-from trainer.algorithms.group_filter import FinishedGroup, GroupFilterError, finished, own_group_filter
+from trainer.algorithms.group_filter import FinishedGroup, GroupFilterError, own_group_filter
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.compose import load_config
 from trainer.driver import loops, preflight
@@ -46,7 +46,7 @@ def group_of(rewards: Sequence[float], statuses: Sequence[TrajectoryStatus] | No
 
 
 def test_a_filter_sees_the_judged_answers_and_the_prompt() -> None:
-    seen = finished(group_of([1.0, float("nan"), 0.5], ["truncated", "failed", "completed"]), PROMPT)
+    seen = FinishedGroup.of(group_of([1.0, float("nan"), 0.5], ["truncated", "failed", "completed"]), PROMPT)
     assert seen.rewards_G.tolist() == [1.0, 0.5]
     assert seen.lengths_G.tolist() == [1, 3]
     assert seen.is_truncated_G.tolist() == [True, False]

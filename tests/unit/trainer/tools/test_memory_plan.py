@@ -278,7 +278,7 @@ def test_a_real_learner_allocates_what_was_planned(tiny_dir: Path, tmp_path: Pat
     cfg = run_config(tiny_dir, num_ranks=1)
     backend = get_backend("cpu")
     with process_group(tmp_path / "store"):
-        real = PolicyTrainer(cfg, rank=0, world_size=1, device=torch.device("cpu"), backend=backend)
+        real = PolicyTrainer(cfg, device=torch.device("cpu"), backend=backend)
         params = [p.to_local() if isinstance(p, DTensor) else p for p in real.model.parameters()]
         moments = [t for state in real._optimizers[""]._adamw.state.values() for t in state.values() if t.ndim]
     shape = model_shape(cfg.model, str(tiny_dir))

@@ -1,3 +1,5 @@
+"""The weight of a token under every aggregation, and the tokens that Clip-Cov and KL-Cov select."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -5,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.algorithms.token_weights import loss_weights
+from trainer.algorithms.token_weights import loss_weights, select_tokens, tie_break_draws, token_covariances
 from trainer.config.compose import load_config
 
 COUNTS = [1, 3, 0, 4]
@@ -25,23 +27,6 @@ def test_weights_equal_the_closed_form(kind: str, expected: list[float]) -> None
     np.testing.assert_allclose(loss_weights(COUNTS, kind, norm_tokens=10), expected, rtol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        ("token_mean", 2.5),
-        ("token_sum", 10),
-        ("seq_mean_token_sum", 5),
-        ("seq_mean_token_mean", 3),
-        ("seq_mean_token_sum_norm", 1.25),
-    ],
-)
-def test_padded_matrix_gives_the_closed_form(kind: str, expected: float) -> None:
-    losses = np.array([[1, 2, 3, 0], [4, 0, 0, 0]])
-    mask = np.array([[1, 1, 1, 0], [1, 0, 0, 0]])
-    weights = loss_weights(mask.sum(1), kind, norm_tokens=4)
-    assert (weights[:, None] * mask * losses).sum() == pytest.approx(expected, abs=1e-12)
-
-
 def test_dr_grpo_divides_every_answer_by_the_longest_that_is_allowed() -> None:
     """The authors' masked sum over the generation budget, meaned over answers: no length counts, and the gradient is of
     the size that a mean over tokens has, which `learner.max_grad_norm` is made for."""
@@ -51,13 +36,6 @@ def test_dr_grpo_divides_every_answer_by_the_longest_that_is_allowed() -> None:
     losses, lengths = np.array([[1.0, 2, 3, 0], [4, 0, 0, 0]]), [3, 1]
     weights = loss_weights(lengths, algorithm.loss_aggregation, norm_tokens=norm)
     assert (weights[:, None] * losses).sum() == pytest.approx((6 / 8 + 4 / 8) / 2)
-
-
-def test_a_rejected_token_keeps_its_place_in_the_denominator() -> None:
-    """Rejection after the weights: the mean is over all tokens that entered the step."""
-    weights = loss_weights([2, 2], "token_mean", norm_tokens=4)
-    losses, kept = np.array([[1.0, 2.0], [3.0, 4.0]]), np.array([[1, 0], [1, 1]])
-    assert (weights[:, None] * losses * kept).sum() == pytest.approx(8 / 4)
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=20), st.integers(0, 10_000))
@@ -86,3 +64,44 @@ def test_a_step_without_a_loss_token_has_no_loss() -> None:
 def test_unknown_kind_is_refused_with_the_choices() -> None:
     with pytest.raises(ValueError, match="seq_mean_token_sum_norm, got 'mean'"):
         loss_weights([1], "mean", norm_tokens=1)
+
+
+BAND = {"cov_min": 1.0, "cov_max": 5.0}
+
+
+def test_covariances_are_centred_products_whose_mean_is_the_covariance() -> None:
+    rng = np.random.default_rng(0)
+    logprobs, advantages = rng.normal(size=50), rng.normal(size=50)
+    got = token_covariances(logprobs.astype(np.float32), advantages.astype(np.float32))
+    assert got.mean() == pytest.approx(np.cov(logprobs, advantages, bias=True)[0, 1], abs=1e-6)
+    np.testing.assert_allclose(token_covariances([-1, -3], [1, -1]), [1, 1])
+    np.testing.assert_allclose(token_covariances([-3, -1], [1, -1]), [-1, -1])
+
+
+def test_kl_cov_takes_the_largest_covariances() -> None:
+    rng = np.random.default_rng(1)
+    covariances = rng.normal(size=200)
+    selected = select_tokens(covariances, rng.random(200), cov_frac=0.05)
+    assert set(np.flatnonzero(selected)) == set(np.argsort(covariances)[-10:])
+
+
+def test_clip_cov_draws_between_its_bounds_and_all_if_they_are_few() -> None:
+    covariances = np.array([0.5, 1.5, 2.0, 4.9, 5.1, 3.0])
+    draws = np.array([0.0, 0.9, 0.1, 0.2, 0.0, 0.8])
+    half, every = {"cov_frac": 1 / 3, **BAND}, {"cov_frac": 1.0, **BAND}
+    assert np.flatnonzero(select_tokens(covariances, draws, **half)).tolist() == [2, 3]
+    assert np.flatnonzero(select_tokens(covariances, draws, **every)).tolist() == [1, 2, 3, 5]
+    assert not select_tokens(covariances - 10, draws, **half).any()
+
+
+def test_at_least_one_token_is_selected_and_none_of_none() -> None:
+    for band in ({}, BAND):
+        assert select_tokens(np.array([2.0, 3.0]), np.array([0.5, 0.4]), cov_frac=2e-4, **band).sum() == 1
+        assert select_tokens(np.zeros(0), np.zeros(0), cov_frac=2e-4, **band).shape == (0,)
+
+
+def test_draws_depend_on_the_name_of_the_sample_only() -> None:
+    name = {"step": 3, "group_id": 7, "sample_index": 1}
+    np.testing.assert_array_equal(tie_break_draws(4, **name), tie_break_draws(4, **name))
+    for key in name:
+        assert (tie_break_draws(4, **name) != tie_break_draws(4, **{**name, key: 9})).all()

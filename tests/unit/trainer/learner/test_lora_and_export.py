@@ -1,18 +1,21 @@
-"""LoRA in the learner, against the chain rule on the merged model, PEFT's own model, and plain arithmetic."""
+"""LoRA against the chain rule, PEFT's own model and plain arithmetic; exports as a Hugging Face directory."""
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.fakes.learner import gradients, make_learner, pack, run_config, save_tiny, sequences, weights
+from tests.fakes.learner import gradients, logprobs, make_learner, pack, run_config, save_tiny, sequences, weights
+from tests.fakes.own_tokenizer import CODE_FILE, VOCABULARY_FILE, save_own_tokenizer
 from trainer.config.schema import LoraConfig
 from trainer.errors import ModelError
 from trainer.learner.checkpoint import begin
@@ -51,7 +54,7 @@ def base_of(learner: PolicyTrainer) -> dict[str, torch.Tensor]:
 def test_the_policy_starts_as_the_base_model(tiny_dir: Path) -> None:
     batch = pack(sequences(5))
     plain, adapted = make_learner(run_config(tiny_dir)), make_learner(lora_config(tiny_dir))
-    np.testing.assert_array_equal(adapted.logprobs(batch), plain.logprobs(batch))
+    np.testing.assert_array_equal(logprobs(adapted, batch), logprobs(plain, batch))
     matrices = [whole(adapter.a) for adapter in adapters_of(adapted.model)]
     bounds = [(float(a.abs().max()), 1 / math.sqrt(a.shape[1])) for a in matrices]
     assert len(bounds) == 2 * 3
@@ -59,6 +62,8 @@ def test_the_policy_starts_as_the_base_model(tiny_dir: Path) -> None:
 
 
 def test_training_moves_adapters_and_never_the_base(tiny_dir: Path) -> None:
+    with pytest.raises(ModelError, match=r"\['wq'\]; Qwen2ForCausalLM has \['down_proj', 'gate_proj', 'k_proj'"):
+        make_learner(lora_config(tiny_dir, target_modules="q_proj+wq"))
     learner = make_learner(lora_config(tiny_dir, compute_dtype="bfloat16"))
     before, moved = base_of(learner), weights(learner)
     train(learner, 0, 1)
@@ -143,14 +148,89 @@ def test_published_b_holds_the_scaling_of_the_current_weights(tiny_dir: Path, al
     assert not any("embed" in name or "base_layer" in name for name in source.tensors)
 
 
-def test_unknown_target_names_the_layers_there_are(tiny_dir: Path) -> None:
-    with pytest.raises(ModelError, match=r"\['wq'\]; Qwen2ForCausalLM has \['down_proj', 'gate_proj', 'k_proj'"):
-        make_learner(lora_config(tiny_dir, target_modules="q_proj+wq"))
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+def test_exported_model_loads_with_equal_weights_and_logits(kind: str, tmp_path: Path) -> None:
+    source = save_tiny(tmp_path / "source", kind)
+    (source / "tokenizer_config.json").write_text('{"x": 1}')
+    learner = make_learner(run_config(source))
+    batch = pack(sequences(3))
+    learner.train_step([batch], step=0)
+    out = tmp_path / "export"
+    learner.export_hf(out)
+    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    loaded, trained = dict(model.named_parameters()), weights(learner)
+    assert loaded.keys() == trained.keys()
+    assert all(tensor.equal(loaded[name]) for name, tensor in trained.items())
+    assert json.loads((out / "config.json").read_text())["architectures"] == [type(model).__name__]
+    assert (out / "tokenizer_config.json").read_text() == '{"x": 1}'
+    assert not torch.equal(
+        loaded["model.norm.weight"],
+        dict(AutoModelForCausalLM.from_pretrained(source).named_parameters())["model.norm.weight"],
+    )
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith("export")] == ["export"]
+    assert len({path.stat().st_mode for path in out.iterdir()}) == 1, "who may read the config may read the weights"
 
 
-def test_seeded_adapters_do_not_depend_on_the_layers_around_them(tmp_path: Path) -> None:
-    """Same seed, another architecture's directory: the draw is a function of seed and place alone."""
-    first = make_learner(lora_config(save_tiny(tmp_path / "a", "llama")))
-    again = make_learner(lora_config(save_tiny(tmp_path / "b", "llama", seed=5)))
-    for left, right in zip(adapters_of(first.model), adapters_of(again.model), strict=True):
-        assert whole(left.a).equal(whole(right.a))
+def test_files_beside_the_weights_come_from_where_the_model_and_its_tokenizer_are(tmp_path: Path) -> None:
+    source, tokenizer = save_tiny(tmp_path / "source"), tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    # End tokens beyond that of config.json, without which an engine would not stop.
+    (source / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
+    for directory in (source, tokenizer):
+        (directory / "tokenizer.json").write_text(f'"{directory.name}"')
+    cfg = run_config(source)
+    model = replace(cfg.model, tokenizer_path=str(tokenizer), rollout_dtype="bfloat16")
+    learner = make_learner(replace(cfg, model=model))
+    for _ in range(2):  # a second export replaces the first
+        learner.export_hf(tmp_path / "export")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    assert loaded.dtype == torch.bfloat16, "what the engines generated with"
+    assert all(weights(learner)[name].bfloat16().equal(param) for name, param in loaded.named_parameters())
+    assert (tmp_path / "export" / "tokenizer.json").read_text() == '"tokenizer"'
+    assert (tmp_path / "export" / "generation_config.json").read_text() == '{"eos_token_id": [2, 7]}'
+
+
+def test_a_tokenizer_with_code_and_files_of_its_own_opens_from_the_export(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, own = save_tiny(tmp_path / "source"), save_own_tokenizer(tmp_path / "own")
+    (own / "additional_chat_templates").mkdir()
+    (own / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    for name in ("optimizer.pt", "config.json", "adapter_config.json", "model.safetensors.index.json", ".hidden.json"):
+        (own / name).write_text("{}")
+    cfg, out = run_config(source), tmp_path / "export"
+    cfg = replace(cfg, model=replace(cfg.model, tokenizer_path=str(own), trust_remote_code=True))
+    make_learner(cfg).export_hf(out)
+    assert caplog.text == ""
+    tokenizer = AutoTokenizer.from_pretrained(out, trust_remote_code=True)
+    assert tokenizer.decode(tokenizer.encode("12 + 7")) == "12 + 7"
+    assert tokenizer.get_chat_template("tool_use") == "tools"
+    assert json.loads((out / "config.json").read_text())["architectures"]
+    assert {path.name for path in out.iterdir()} == {
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer_config.json", CODE_FILE,
+        VOCABULARY_FILE, "additional_chat_templates",
+    }  # fmt: skip
+
+
+def test_a_tokenizer_that_does_not_open_is_told_and_costs_no_weights(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = save_own_tokenizer(save_tiny(tmp_path / "source"))
+    (source / VOCABULARY_FILE).rename(source / "letters.bin")
+    cfg = run_config(source)
+    make_learner(replace(cfg, model=replace(cfg.model, trust_remote_code=True))).export_hf(tmp_path / "export")
+    assert "the tokenizer of the exported model does not open" in caplog.text
+    assert f"copy what is missing from {source}" in caplog.text
+    assert (tmp_path / "export" / "model.safetensors").is_file()
+
+
+def test_a_tokenizer_that_cannot_be_had_is_told_and_costs_no_weights(
+    tmp_path: Path, tiny_dir: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    cfg = run_config(tiny_dir)
+    cfg = replace(cfg, model=replace(cfg.model, tokenizer_path="tandem-tests/no-such-tokenizer"))
+    make_learner(cfg).export_hf(tmp_path / "export")
+    assert "model.tokenizer_path 'tandem-tests/no-such-tokenizer' cannot be downloaded" in caplog.text
+    assert "the exported model has none" in caplog.text
+    assert (tmp_path / "export" / "model.safetensors").is_file()
