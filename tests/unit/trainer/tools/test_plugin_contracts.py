@@ -385,7 +385,7 @@ def test_a_broken_promise_is_told_with_exit_code_1(package: Path, capsys: Captur
     [
         (["loss", f"{BUILT_IN}.ppo_clip"], "did you mean 'ppo_clip_loss'"),
         (["loss", f"{BUILT_IN}.ppo_clip_loss"], "missing a required"),
-        (["loss", f"{BUILT_IN}.dro_loss", "alpha=1"], "'beta'"),
+        (["loss", f"{BUILT_IN}.dro_loss", "alpha=1"], "'dro_beta'"),
         (["advantage", "nowhere.estimator"], "nowhere"),
         (["reward", "nowhere:reward"], "nowhere"),
     ],
@@ -396,9 +396,9 @@ def test_what_cannot_be_loaded_is_told_with_exit_code_2(arguments: list[str], wo
 
 
 def test_numbers_and_columns_come_from_the_command_line(capsys: Capture) -> None:
-    assert check_plugin.main(["loss", f"{BUILT_IN}.dro_loss", "beta=0.1"]) == check_plugin.EXIT_KEPT
+    assert check_plugin.main(["loss", f"{BUILT_IN}.dro_loss", "dro_beta=0.1"]) == check_plugin.EXIT_KEPT
     with pytest.raises(SystemExit):
-        check_plugin.main(["loss", f"{BUILT_IN}.dro_loss", "beta"])
+        check_plugin.main(["loss", f"{BUILT_IN}.dro_loss", "dro_beta"])
     assert "NAME=VALUE" in capsys.readouterr().err
     line = ["group_filter", f"{__name__}.raises"]
     assert check_plugin.main(line) == check_plugin.EXIT_BROKEN

@@ -145,7 +145,7 @@ def test_a_run_under_earlier_names_of_metrics_is_read_alike(run: Run) -> None:
     before, path = read_run(run.path), run.path / "metrics.jsonl"
     earlier = {new: old for old, new in RENAMED.items()}
     lines = [{earlier.get(name, name): value for name, value in one.items()} for one in read_records(path)]
-    assert {"wait/learner_for_data_s", "engine/rescued_requests", "buffer/forced_wait_s"} <= lines[29].keys()
+    assert len(RENAMED.keys() & lines[29].keys()) > 5
     path.write_text("".join(json.dumps(one) + "\n" for one in lines))
     assert read_run(run.path) == before
 
@@ -274,9 +274,7 @@ def test_steps_with_a_lost_engine_do_not_count(tmp_path: Path, capsys: Capture, 
 
 def test_a_run_without_an_engine_from_early_on_cannot_be_judged(run: Run) -> None:
     run.change(range(7, LAST + 1), SKIPPED)
-    message = (
-        "35 of the others had a lost engine; 1 more steps are needed for a diagnosis: let the run continue with all"
-    )
+    message = "35 of the others had a lost engine; 1 more step is needed .* let the run continue with all its engines"
     with pytest.raises(TooFewSteps, match=message):
         read_run(run.path)
 
