@@ -8,7 +8,7 @@ class DataError(Exception):
 
 
 class PluginError(Exception):
-    """A dotted path of the configuration leads to nothing, or to something of another kind than it has to be."""
+    """A dotted path of the configuration names nothing, or an object of the wrong kind."""
 
 
 class AgentError(Exception):
@@ -16,15 +16,15 @@ class AgentError(Exception):
 
 
 class BaselineError(Exception):
-    """The greedy answer of a group has no reward, so none of its answers has an advantage. Fails the group."""
+    """The greedy response of a group has no reward, so none of its responses has an advantage. Fails the group."""
 
 
 class EngineDead(Exception):
-    """An engine replica stopped answering; its requests continue elsewhere from the tokens they have."""
+    """An engine replica stopped responding; its requests continue elsewhere from the tokens they have."""
 
 
 class WorkerLost(Exception):
-    """A rollout worker died or stopped answering with a group in hand. Says nothing about the group."""
+    """A rollout worker died or stopped responding while it had a group, which need not be at fault."""
 
 
 class RewardError(Exception):
@@ -32,8 +32,8 @@ class RewardError(Exception):
 
 
 class BufferClosed(Exception):
-    """The work buffer was closed: the normal end of a loop, unless `__cause__` carries the error that closed it."""
+    """The rollout buffer was closed: the normal end of a loop, unless `__cause__` has the error that closed it."""
 
 
 class NoProgress(Exception):
-    """Generation keeps producing nothing that can be trained: every group is filtered, or every group fails."""
+    """Generation produces nothing that can be trained: every group is filtered, or every group fails."""

@@ -1,4 +1,4 @@
-"""Finds what a user wrote: an object by the name of its module, or by the file that it stands in.
+"""Finds what a user wrote: an object by the name of its module or by its file.
 
 Plug-ins travel by name, never as objects: every process that needs one imports its own copy.
 """
@@ -20,16 +20,11 @@ if TYPE_CHECKING:
 
 
 def load(path: str, *, what: str) -> object:
-    """The object behind a dotted path, `package.module.name`. Its kind is for the caller to check.
-
-    Args:
-        what: what it should be, for messages, e.g. "agent loop".
+    """The object of a dotted path, `package.module.name`; the caller checks its kind. `what` it should be is for
+    messages, e.g. "agent loop".
 
     Raises:
-        PluginError: the path is none, its module does not import (with the cause), or has no such name.
-
-    Example:
-        load("my_package.losses.my_loss", what="loss")
+        PluginError: it is no dotted path, its module does not import (with the cause), or has no such name.
     """
     module, dot, name = path.rpartition(".")
     if not dot or not all(part.isidentifier() for part in path.split(".")):

@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _GUARD_SIGNALS = {signal.SIGTERM, signal.SIGCHLD}
 _KILL_TREE_S = 5.0
-"""Time to kill a tree; what the kernel does not let go of by then stays."""
+"""Time to kill a tree; a process that the kernel still holds by then stays."""
 _PARENT_POLL_S = 0.5
 _SHARED_MEMORY = tuple(f"/dev/shm/{name}" for name in ("psm_", "vllm_dist_", "sem.mp-"))
 
 
 def kill_with_parent() -> None:
-    """From here on the kernel kills this process when the thread that started it ends. Linux only."""
+    """From now on the kernel kills this process when the thread that started it ends. Linux only."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def exit_with_parent(parent_pid: int | None = None, *, grace_s: float = 0.0) -> None:
-    """From here on this process exits, half a second and `grace_s` later at most, when its parent is gone. On every
-    system, and without regard to threads of the parent. None is the current parent."""
+    """From now on this process exits within half a second and `grace_s` after its parent (None: the present one) is
+    gone. On every system, and whatever thread of the parent started it."""
     parent_pid = os.getppid() if parent_pid is None else parent_pid
 
     def watch() -> None:
@@ -55,14 +55,14 @@ def exit_with_parent(parent_pid: int | None = None, *, grace_s: float = 0.0) -> 
 
 def fork_under_guards(parent_pid: int) -> None:
     """Returns in a grandchild. This process and the one between become its guards, which outlive both it and the parent
-    and kill all that it has started: when the parent sends SIGTERM or is gone, or when the grandchild ends. They end as
-    it does.
+    and kill all that it has started: when the parent sends SIGTERM or is gone, or when the grandchild ends. They exit
+    as it does.
 
     Orphans below the guards become their children ("subreaper"), also those that have left the session, as programs of
     a reward for code often do. There are two guards because one may be killed: Ray kills the children of a worker that
     ends, and a program may kill its parent. The other one then does the work.
 
-    To be called in a process with one thread. Linux only.
+    Call it in a process with one thread. Linux only.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, _GUARD_SIGNALS)
     for _ in range(2):
@@ -84,7 +84,7 @@ def fork_under_guards(parent_pid: int) -> None:
 def _guard(child: int) -> NoReturn:
     """Waits for: SIGTERM, or the end of the child."""
     nothing = os.open(os.devnull, os.O_RDWR)
-    for pipe in (0, 1):  # their ends are those of the child
+    for pipe in (0, 1):  # the child owns their ends
         os.dup2(nothing, pipe)
     status = _status_at_end(child)
     _kill_descendants()
@@ -100,7 +100,7 @@ def _guard(child: int) -> NoReturn:
 
 
 def _status_at_end(child: int) -> int:
-    """How the child ended, as `os.waitpid` reports it; as if by SIGKILL after SIGTERM to us."""
+    """As `os.waitpid` reports it; that of SIGKILL after SIGTERM to us."""
     while signal.sigwait(_GUARD_SIGNALS) != signal.SIGTERM:
         while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
             if ended[0] == child:
@@ -109,8 +109,8 @@ def _status_at_end(child: int) -> int:
 
 
 def _kill_descendants() -> None:
-    """Kills until there are none: the children of a killed process become ours. Groups first, since nothing that forks
-    outruns the end of its whole group."""
+    """Kills until there are none: the children of a killed process become ours. Groups first, since a process that
+    forks cannot outrun the end of its whole group."""
     deadline = time.monotonic() + _KILL_TREE_S
     while time.monotonic() < deadline:
         found = _descendants()
@@ -129,7 +129,7 @@ def _kill_descendants() -> None:
 
 
 def _descendants() -> dict[int, int]:
-    """Children, their children and so on, each with its process group."""
+    """Each with its process group."""
     found: dict[int, int] = {}
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(ProcessLookupError):
@@ -147,13 +147,13 @@ def _prctl(option: int, value: int) -> None:
 class OrphanReaper:
     """Kills `pids` when this process ends, however it dies, or with `close`, and unlinks their shared memory.
 
-    vLLM's engine process does not notice that its parent is gone: after a SIGKILL (out of memory, `ray.kill`) it lives
-    on with its device memory. Its workers notice that it is gone, but end of their own accord, and so never out of a
-    call to their device that hangs. Here a small process holds the reading end of a pipe, whose other end the kernel
-    closes with this process. Can go when vLLM's processes are killed with their parents.
+    vLLM's engine process does not notice that its parent is gone: after a SIGKILL (out of memory, `ray.kill`) it keeps
+    its device memory. Its workers notice that it is gone, but end by themselves, and so never out of a call to their
+    device that hangs. Here a small process holds the reading end of a pipe, whose other end the kernel closes with this
+    process. Can go when vLLM's processes are killed with their parents.
 
-    Tensor-parallel engines talk through named shared memory (hundreds of megabytes), which outlives processes that are
-    killed. What they have mapped of it when they are up, and at their end, is unlinked once they are dead.
+    Tensor-parallel engines communicate through named shared memory (hundreds of megabytes), which outlives processes
+    that are killed. What they have mapped of it when they are up, and at their end, is unlinked once they are dead.
     """
 
     def __init__(self, pids: Iterable[int]) -> None:
@@ -168,13 +168,13 @@ class OrphanReaper:
             env={},  # without the mark of the run, whose own cleaner would end it before it is done
         )
         assert self._process.stdout is not None
-        self._process.stdout.readline()  # it has seen their shared memory, and is nobody's child
+        self._process.stdout.readline()  # it has seen their shared memory, and has no parent
         self._process.wait()
         self._is_closed = False
 
     def close(self) -> None:
-        """Kill those that still run: the workers of an engine process that has crashed have no parent, and no one else
-        knows their pids. Idempotent; takes milliseconds."""
+        """Kill those that still run: the workers of a crashed engine process have no parent, and no one else knows
+        their pids. Idempotent; takes milliseconds."""
         if not self._is_closed:
             self._is_closed = True
             with contextlib.suppress(subprocess.TimeoutExpired, BrokenPipeError):
@@ -182,8 +182,8 @@ class OrphanReaper:
 
 
 def reap(pids: Sequence[int]) -> None:
-    """The reaper's process: waits for the end of standard input, then kills and unlinks. It forks, and a grandchild of
-    the owner does the work: Ray kills the children of an actor that it ends."""
+    """The reaper's process: waits for the end of standard input, then kills and unlinks. A grandchild of the owner does
+    the work: Ray kills the children of an actor that it ends."""
     processes: list[psutil.Process] = []
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -196,7 +196,7 @@ def reap(pids: Sequence[int]) -> None:
     sys.stdin.read()
     segments |= _shared_memory(processes)
     for process in processes:
-        with contextlib.suppress(psutil.Error):  # `kill` looks whether the pid is another process by now
+        with contextlib.suppress(psutil.Error):  # `kill` checks that the pid is still that process
             process.kill()
     for path in segments:
         with contextlib.suppress(FileNotFoundError):
@@ -204,7 +204,7 @@ def reap(pids: Sequence[int]) -> None:
 
 
 def _shared_memory(processes: Iterable[psutil.Process]) -> set[str]:
-    """From the maps and not by psutil, which reads how much of each mapping is resident: slow for a large process."""
+    """From the maps, because psutil reads how much of each mapping is resident: slow for a large process."""
     found: set[str] = set()
     for process in processes:
         with contextlib.suppress(OSError):

@@ -16,19 +16,33 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 
+def load_tokenizer(path: str, *, trust_remote_code: bool) -> Any:
+    """A Hugging Face tokenizer of a directory or hub name. Takes seconds, transformers included.
+
+    With `trust_remote_code` its own class is imported where it has one; without, a class of transformers may read the
+    same files in another way.
+
+    Raises:
+        OSError, ValueError: it cannot be loaded, or needs code that is not trusted.
+    """
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+
+
+# ---------------------------------------------------------------- what a template takes
+
+
 def arguments_of(tools: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Keyword arguments for `apply_chat_template`. Without tools there is no `tools`: a tokenizer need not take it."""
     return {**kwargs, "tools": [dict(tool) for tool in tools]} if tools else dict(kwargs)
 
 
 def variables_of(tokenizer: Any, *, with_tools: bool) -> frozenset[str] | None:
-    """Names that the chat template reads and does not make itself.
+    """Names that the chat template reads and does not define; with tools a tokenizer may have another template.
 
-    None if nobody can know: there is no template, the tokenizer renders with code of its own, or its template does
+    None if they cannot be known: there is no template, the tokenizer renders with code of its own, or its template does
     not parse.
-
-    Args:
-        with_tools: of the template that is taken where tools are given, which may be one of its own.
     """
     from jinja2 import Environment, TemplateError, meta
     from transformers import PreTrainedTokenizerBase
@@ -43,9 +57,23 @@ def variables_of(tokenizer: Any, *, with_tools: bool) -> frozenset[str] | None:
         return None
 
 
+def _generation() -> Any:
+    """`{% generation %}`, which transformers adds to the language: it marks the assistant's text."""
+    from jinja2.ext import Extension
+
+    class Generation(Extension):
+        tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    return Generation
+
+
 def why_refused(tokenizer: Any, kwargs: Mapping[str, Any], *, with_tools: bool) -> str | None:
-    """Why these arguments cannot be given to the chat template: one is a parameter of `apply_chat_template` itself, or
-    the template never reads it. None if nothing is known against them."""
+    """Why the chat template cannot take these arguments: one is a parameter of `apply_chat_template` itself, or the
+    template never reads it. None if nothing is known against them."""
     taken = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
     if reserved := sorted(taken & kwargs.keys()):
         return f"{', '.join(reserved)} cannot be set: rendering a prompt sets it"
@@ -62,37 +90,22 @@ def schema_of(name: str, function: Callable[..., object]) -> dict[str, Any]:
     Raises:
         ValueError: it lacks one of these, or an annotation has no counterpart in JSON.
     """
-    from transformers.utils.chat_template_utils import (
-        DocstringParsingException,
-        TypeHintParsingException,
-        get_json_schema,
-    )
+    from transformers.utils import chat_template_utils as utils
 
     try:
-        schema = get_json_schema(function)
-    except (DocstringParsingException, TypeHintParsingException, NameError) as error:
+        schema = utils.get_json_schema(function)
+    except (utils.DocstringParsingException, utils.TypeHintParsingException, NameError) as error:
         raise ValueError(str(error)) from error
     schema["function"]["name"] = name
     return schema
 
 
-def _generation() -> Any:
-    """`{% generation %}`, which transformers adds to the language: it marks what an assistant says."""
-    from jinja2.ext import Extension
-
-    class Generation(Extension):
-        tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
-
-        def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    return Generation
+# ---------------------------------------------------------------- conversations
 
 
 _PLACEHOLDER = "what the policy said"
 _SLACK = 1024
-"""Tokens beyond twice those that there is room for: the last ones of a text that is cut are others."""
+"""Tokens beyond twice those that there is room for: the last tokens of a truncated text differ."""
 
 
 class TemplateError(ValueError):
@@ -113,7 +126,7 @@ class TooLong(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenderOptions:
-    """What a conversation is rendered with, beside its messages. Other options make it another conversation."""
+    """What a conversation is rendered with, besides its messages. Other options make it another conversation."""
 
     tools: Sequence[Mapping[str, Any]] = ()
     """As JSON schemas, in the form of OpenAI's API."""
@@ -122,11 +135,7 @@ class RenderOptions:
 
 
 def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: RenderOptions) -> str:
-    """The text of a conversation up to where the policy begins to speak.
-
-    Raises:
-        TemplateError: the template refuses the messages.
-    """
+    """The text of a conversation up to where the policy begins. Raises TemplateError if the template refuses it."""
     try:
         return tokenizer.apply_chat_template(
             [dict(message) for message in messages],
@@ -141,26 +150,23 @@ def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: Rende
 class ChatTemplateRenderer:
     """Conversations of agents, turn by turn.
 
-    Args:
-        tokenizer: of Hugging Face, with a chat template.
-
     Raises:
-        ValueError: it has no chat template, or the template does not show what an assistant said.
+        ValueError: the tokenizer (of Hugging Face) has no chat template, or the template does not show the text of an
+            assistant.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         if getattr(tokenizer, "chat_template", None) is None:
             raise ValueError("the tokenizer has no chat template; use one of an instruction-tuned model")
-        if _PLACEHOLDER not in render(
-            tokenizer, _with_turn([{"role": "user", "content": "ask again"}]), RenderOptions()
-        ):
+        messages = _with_turn([{"role": "user", "content": "ask again"}])
+        if _PLACEHOLDER not in render(tokenizer, messages, RenderOptions()):
             raise ValueError("the chat template does not show what an assistant said; use another one")
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], options: RenderOptions, *, max_tokens: int | None = None
     ) -> list[int]:
-        """Tokens of a conversation up to where the policy begins to speak.
+        """Tokens of a conversation up to where the policy begins.
 
         Args:
             max_tokens: that there is room for. A few more are returned all the same; far more are not counted.
@@ -179,7 +185,7 @@ class ChatTemplateRenderer:
         *,
         max_tokens: int | None = None,
     ) -> list[int]:
-        """Tokens between what the policy generated (`generated_ids`, not empty) and where it speaks again after
+        """Tokens between what the policy generated (`generated_ids`, not empty) and where it continues after
         `messages`. The end of its turn is among them, unless it is the last of `generated_ids`. `max_tokens` and errors
         as of `render`.
         """
@@ -189,12 +195,9 @@ class ChatTemplateRenderer:
         return self._tokens(text, max_tokens)
 
     def suffix(self, messages: Sequence[Mapping[str, Any]], options: RenderOptions) -> str:
-        """Text between what the policy generated, whatever it is, and where it speaks again after `messages`.
-
-        Raises:
-            TemplateError: the template refuses the messages.
-        """
-        # Templates rewrite earlier turns, such as what was thought there. Of a made-up one nothing is kept but its end.
+        """Text between what the policy generated, whatever it is, and where it continues after `messages`. Raises
+        TemplateError."""
+        # Templates rewrite earlier turns, such as thoughts in them. Of a made-up one nothing is kept but its end.
         return render(self._tokenizer, _with_turn(messages), options).partition(_PLACEHOLDER)[2]
 
     def text(self, token_ids: Sequence[int], *, spelled_out: bool = True) -> str:
@@ -202,23 +205,21 @@ class ChatTemplateRenderer:
         return self._tokenizer.decode(token_ids, skip_special_tokens=not spelled_out)
 
     def _tokens(self, text: str, max_tokens: int | None) -> list[int]:
-        text = text.encode("utf-8", "replace").decode()  # half a surrogate pair, which JSON can spell, is no text
-        if max_tokens is not None:
-            self._check_length(text, 2 * max_tokens + _SLACK)
-        return self._ids(text)
-
-    def _check_length(self, text: str, limit: int) -> None:
-        """Raises TooLong if a beginning of the text has more than `limit` tokens.
+        """Raises TooLong if a beginning of the text has far more than `max_tokens` tokens.
 
         Tokenizers decide from what is near: the tokens of a beginning are those of the whole text, but for the last
         few. So with a limit of twice the room, and more, no text that fits is refused, whatever the tokenizer drops,
-        joins or does not know. What fits has rarely more than eight characters per token, and is not looked at here.
+        joins or does not know. What fits rarely has more than eight characters per token, and is not checked here.
         """
-        length = 4 * limit
-        while length < len(text):
-            if len(self._ids(text[:length])) > limit:
-                raise TooLong(limit)
-            length *= 2
+        text = text.encode("utf-8", "replace").decode()  # half a surrogate pair, which JSON can spell, is no text
+        if max_tokens is not None:
+            limit = 2 * max_tokens + _SLACK
+            length = 4 * limit
+            while length < len(text):
+                if len(self._ids(text[:length])) > limit:
+                    raise TooLong(limit)
+                length *= 2
+        return self._ids(text)
 
     def _ids(self, text: str) -> list[int]:
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -226,6 +227,9 @@ class ChatTemplateRenderer:
 
 def _with_turn(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [{"role": "user", "content": "ask"}, {"role": "assistant", "content": _PLACEHOLDER}, *messages]
+
+
+# ---------------------------------------------------------------- tool calls
 
 
 CALL_START, CALL_END = "<tool_call>", "</tool_call>"
@@ -251,11 +255,11 @@ class ToolCall:
     start: int
     """Index of its first character in the text."""
     end: int
-    """Index of what follows it."""
+    """Index after its last one."""
 
 
 def find_tool_calls(text: str) -> list[ToolCall]:
-    """All whole calls. One that is no JSON, or was cut off, is text: a thought may say how a call is written."""
+    """All whole calls. One that is no JSON, or was cut off, is text: a thought may describe how a call is written."""
     found = (_read_call(text, match.start(), match.end()) for match in _CALL.finditer(text))
     return [call for call in found if call is not None]
 
@@ -263,7 +267,7 @@ def find_tool_calls(text: str) -> list[ToolCall]:
 def _read_call(text: str, start: int, body: int) -> ToolCall | None:
     try:
         call, stop = _DECODER.raw_decode(text, body)
-    except (ValueError, RecursionError):  # numbers without end and lists in lists in lists are no call either
+    except (ValueError, RecursionError):  # endless numbers and lists in lists in lists are no call either
         return None
     rest = text[stop:].lstrip()
     match call:
@@ -275,7 +279,7 @@ def _read_call(text: str, start: int, body: int) -> ToolCall | None:
 
 
 def last_tool_call(text: str) -> ToolCall | None:
-    """The call that a turn ends with; None if it has none. Nothing behind the first `CALL_END` counts.
+    """The call that a turn ends with; None if it has none. Nothing after the first `CALL_END` counts.
 
     Raises:
         ToolCallError: it begins a call and does not write it as it should.
@@ -289,24 +293,10 @@ def last_tool_call(text: str) -> ToolCall | None:
         raise ToolCallError(f"the call does not begin with {CALL_START}")
     if not closed:
         raise ToolCallError(f"the call does not end with {CALL_END}")
-    # The last one that an object follows: a thought before the call may say how one is written.
+    # The last one that an object follows: a thought before the call may describe how one is written.
     starts = [match.end() for match in _CALL.finditer(before)]
     try:
         json.loads(before[starts[-1] :] if starts else before.rpartition(CALL_START)[2])
     except (ValueError, RecursionError) as error:
         raise ToolCallError(f"the call is not valid JSON: {error}") from error
     raise ToolCallError('a call is {"name": "...", "arguments": {...}}')
-
-
-def load_tokenizer(path: str, *, trust_remote_code: bool) -> Any:
-    """A Hugging Face tokenizer of a directory or hub name. Takes seconds, transformers included.
-
-    With `trust_remote_code` its own class is imported where it has one; without, a class of transformers may read the
-    same files in another way.
-
-    Raises:
-        OSError, ValueError: it cannot be had, or needs code that is not trusted.
-    """
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 FinishReason = Literal["stop", "length", "abort"]
-"""Why generation ended: an end token, the token budget, or the engine gave the request back."""
+"""Why generation ended: an end token, the token budget, or the engine returned the request unfinished."""
 
 TrajectoryStatus = Literal["completed", "truncated", "failed"]
 """`truncated` ran into a token budget; `failed` has no usable reward. Neither is ever trained as if complete."""
@@ -27,25 +27,24 @@ TrajectoryStatus = Literal["completed", "truncated", "failed"]
 class Prompt:
     """One task for the policy.
 
-    `prompt_id` names the row of the data set and is the same in every epoch; it also seeds sampling.
-
     Example:
         Prompt(prompt_id="train/17", token_ids=np.array([3, 1, 4], np.int32), text="12+7=", answer="19")
     """
 
     prompt_id: str
+    """The row of the data set, the same in every epoch; it also seeds sampling."""
     token_ids: np.ndarray
     """int32[T]: what the engine receives, special tokens included."""
     text: str
     """The prompt as a person reads it (after the chat template, if any)."""
     answer: str
-    """Ground truth for the reward; empty if the reward needs none."""
+    """Ground truth for the reward; empty if it needs none."""
     reward: str = ""
-    """Name of the reward function for this prompt; empty means the one of the task."""
+    """Name of the reward function for this prompt; empty for that of the task."""
     metadata: Mapping[str, object] = field(default_factory=dict)
     """Further columns of the data set, untouched."""
     messages: tuple[Mapping[str, Any], ...] = ()
-    """What `text` was made of by the chat template; kept for agents alone, and empty without a template."""
+    """What the chat template made `text` of; kept for agents alone, and empty without a template."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,12 +58,12 @@ class RolloutRequest:
     attempt: int = 0
     """0, or which retry this is."""
     num_worker_losses: int = 0
-    """Rollout workers that were lost while they generated it, for which it was not blamed."""
+    """Rollout workers that were lost while they generated it; these attempts count as no retries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to sample one completion. `temperature=0` is greedy."""
+    """How to sample one response. `temperature=0` is greedy."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -74,10 +73,10 @@ class SamplingParams:
     seed: int | None = None
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()
-    """The answer ends with the token that completes one of these texts, special tokens spelled out. That token is part
-    of it. Never empty texts."""
+    """The response ends with the token that completes one of these texts, special tokens spelled out. That token is
+    part of it. Never empty texts."""
     num_prefix_tokens: int = 0
-    """So many tokens at the end of the prompt belong to the answer, which goes on here: a stop string may begin in
+    """How many tokens at the end of the prompt belong to the response, which continues here: a stop string may begin in
     them."""
 
     def __post_init__(self) -> None:
@@ -87,11 +86,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenChunk:
-    """Consecutive tokens that engines sampled for one request: a piece of an answer, or all of it.
-
-    Raises:
-        ValueError: the arrays differ in length.
-    """
+    """Consecutive tokens that engines sampled for one request: a piece of a response, or all of it."""
 
     token_ids: np.ndarray
     """int32[T]"""
@@ -112,7 +107,7 @@ class TokenChunk:
 
 
 def join_chunks(chunks: Sequence[TokenChunk], finish_reason: FinishReason | None) -> TokenChunk:
-    """Consecutive chunks of one answer as one, whichever engines they came from."""
+    """Consecutive chunks of one response as one, from whichever engines."""
     return TokenChunk(
         token_ids=_concatenate([chunk.token_ids for chunk in chunks], np.int32),
         logprobs=_concatenate([chunk.logprobs for chunk in chunks], np.float32),
@@ -123,7 +118,7 @@ def join_chunks(chunks: Sequence[TokenChunk], finish_reason: FinishReason | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """A view of one turn of a trajectory: context tokens, then the tokens that the policy sampled after them."""
+    """A view of one turn of a trajectory: context tokens, then the tokens that the policy sampled."""
 
     token_ids: np.ndarray
     """int32[T]"""
@@ -134,7 +129,7 @@ class Turn:
     versions: np.ndarray
     """int32[T]; -1 where nothing was sampled."""
     reward: float = 0.0
-    """Given by the environment for this turn, on top of the reward of the outcome."""
+    """From the environment for this turn, on top of the reward of the outcome."""
     begins_anew: bool = False
     """The first turn of a sequence that does not begin with the prompt: nothing before it is in its context."""
 
@@ -149,9 +144,9 @@ class ToolUse:
     """Calls of tools in one trajectory, as its agent loop counts them."""
 
     num_calls: int = 0
-    """That the policy made, whatever came of them."""
+    """Made by the policy, failed ones included."""
     num_errors: int = 0
-    """Calls that gave no result, so that the policy was told of an error instead."""
+    """Calls that gave no result; the policy got an error message instead."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.num_errors <= self.num_calls:
@@ -163,13 +158,13 @@ class ToolUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """One sampled answer to a prompt: its tokens, and its reward.
+    """One sampled response to a prompt: its tokens, and its reward.
 
     An agent loop returns the tokens, `status` and `tool_use` (`TrajectoryBuilder.finish`); the rollout worker adds the
-    others. All sequences and turns stand end to end. `T` tokens, `K` turns, `Q` sequences.
+    others. All sequences and turns are end to end. `T` tokens, `K` turns, `Q` sequences.
 
     Raises:
-        ValueError: arrays disagree, or a turn is rewarded in which nothing was sampled.
+        ValueError: arrays disagree, or a turn has a reward in which nothing was sampled.
     """
 
     token_ids: np.ndarray
@@ -181,9 +176,9 @@ class Trajectory:
     versions: np.ndarray
     """int32[T]: the policy version that sampled each token; -1 outside the mask."""
     turn_ends: np.ndarray
-    """int32[K]: index behind the last token of each turn; the last one is T."""
+    """int32[K]: index after the last token of each turn; the last one is T."""
     turn_rewards: np.ndarray
-    """float64[K]: given by the environment for each turn, on top of the reward of the outcome. Finite."""
+    """float64[K]: from the environment for each turn, on top of the reward of the outcome. Finite."""
     sequence_starts: np.ndarray
     """int32[Q]: first token of each sequence that does not begin with the prompt. Empty in most trajectories."""
     status: TrajectoryStatus
@@ -200,7 +195,7 @@ class Trajectory:
     error: str = ""
     """Why status is "failed"; empty otherwise."""
     num_lost_tokens: int = 0
-    """Generated for it, and not in it: its agent loop failed, cancelled a generation, or did not use it."""
+    """Generated for it, and not part of it: its agent loop failed, cancelled a generation, or did not use it."""
     tool_use: ToolUse | None = None
     """None if its agent loop counts no calls, or failed."""
 
@@ -225,20 +220,17 @@ class Trajectory:
     @classmethod
     def of_turns(cls, turns: Sequence[Turn], *, status: TrajectoryStatus, **others: Any) -> Trajectory:
         """The trajectory that `turns` are the view of."""
-        lengths = [len(turn.token_ids) for turn in turns]
-        starts = np.cumsum([0, *lengths])[: len(turns)]
+        ends = np.cumsum([len(turn.token_ids) for turn in turns], dtype=np.int32)
+        starts = [0, *ends.tolist()]
+        sampled = [np.where(turn.is_generated, turn.logprobs, np.float32(0)) for turn in turns]
         return cls(
             token_ids=_concatenate([turn.token_ids for turn in turns], np.int32),
             loss_mask=_concatenate([np.asarray(turn.is_generated, np.bool_) for turn in turns], np.bool_),
-            logprobs=_concatenate(
-                [np.where(turn.is_generated, turn.logprobs, np.float32(0)) for turn in turns], np.float32
-            ),
+            logprobs=_concatenate(sampled, np.float32),
             versions=_concatenate([turn.versions for turn in turns], np.int32),
-            turn_ends=np.cumsum(lengths, dtype=np.int32),
+            turn_ends=ends,
             turn_rewards=np.array([turn.reward for turn in turns], np.float64),
-            sequence_starts=starts[[turn.begins_anew for turn in turns]].astype(np.int32)
-            if turns
-            else np.empty(0, np.int32),
+            sequence_starts=np.array([starts[i] for i, turn in enumerate(turns) if turn.begins_anew], np.int32),
             status=status,
             **others,
         )
@@ -259,13 +251,13 @@ class Trajectory:
         )
 
     def sequences(self) -> tuple[slice, ...]:
-        """Where in the arrays each token sequence stands, in order; at least one."""
+        """Where in the arrays each token sequence is, in order; at least one."""
         bounds = [0, *(start for start in self.sequence_starts.tolist() if start), len(self.token_ids)]
         return tuple(slice(start, end) for start, end in pairwise(bounds))
 
     @property
     def total_reward(self) -> float:
-        """Outcome and turns together; NaN if there is no outcome."""
+        """Of the outcome and the turns; NaN if there is no outcome."""
         return self.reward + math.fsum(self.turn_rewards)
 
     @property
@@ -274,13 +266,19 @@ class Trajectory:
 
     @property
     def num_generated_turns(self) -> int:
-        """Turns in which the policy said something."""
+        """Turns in which the policy sampled a token."""
         return sum(bool(np.any(self.loss_mask[start:end])) for start, end in self._turn_bounds())
 
     @property
     def policy_versions(self) -> tuple[int, ...]:
         """The versions that sampled any token, ascending."""
         return tuple(np.unique(self.versions[self.loss_mask]).tolist())
+
+    @property
+    def nbytes(self) -> int:
+        """About its size on the wire: arrays, texts, and what pickle adds to them."""
+        per_token = self.token_ids.nbytes + self.loss_mask.nbytes + self.logprobs.nbytes + self.versions.nbytes
+        return per_token + self.turn_ends.nbytes + self.turn_rewards.nbytes + len(self.text) + len(self.error) + 384
 
     def _turn_bounds(self) -> Iterator[tuple[int, int]]:
         return pairwise([0, *self.turn_ends.tolist()])
@@ -297,7 +295,7 @@ class Group:
     start_version: int
     """The policy version that was live when the group was admitted."""
     baseline: Trajectory | None = None
-    """The greedy answer whose reward the others are compared with (ReMax); judged, and never trained."""
+    """The greedy response whose reward the others are compared with (ReMax); scored, and never trained."""
 
     @property
     def rewards(self) -> np.ndarray:
@@ -306,18 +304,23 @@ class Group:
 
     @property
     def generated(self) -> tuple[Trajectory, ...]:
-        """Everything that engines generated for it: the trajectories, and the baseline if there is one."""
+        """The trajectories, and the baseline if there is one."""
         return tuple(self.trajectories) if self.baseline is None else (*self.trajectories, self.baseline)
 
     @property
     def has_equal_rewards(self) -> bool:
-        """Whether all judged answers, and the baseline if there is one, have the same reward: nothing to compare."""
+        """Whether all scored responses, the baseline included, have the same reward: nothing to compare."""
         return len({t.total_reward for t in self.generated if t.status != "failed"}) <= 1
 
     @property
     def num_generated_tokens(self) -> int:
-        """Of everything that was generated."""
+        """Of all of `generated`, those outside the trajectories included."""
         return sum(t.num_generated_tokens + t.num_lost_tokens for t in self.generated)
+
+    @property
+    def nbytes(self) -> int:
+        """About its size on the wire."""
+        return sum(t.nbytes for t in self.generated)
 
 
 def _concatenate(arrays: Sequence[np.ndarray], dtype: type[np.generic]) -> np.ndarray:

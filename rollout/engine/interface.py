@@ -1,7 +1,7 @@
 """What an engine is to the rest of rollout: its spec, its reports, its methods.
 
-An `Engine` is one replica: it takes token ids, gives tokens with log-probabilities back in chunks, and swaps its
-weights between two steps when told to. Importing this module needs neither torch nor vLLM nor Ray.
+An `Engine` is one replica: it takes token ids, returns tokens with log-probabilities in chunks, and swaps its weights
+between two steps. Importing this module needs neither torch nor vLLM nor Ray.
 """
 
 from __future__ import annotations
@@ -18,32 +18,24 @@ if TYPE_CHECKING:
     import numpy as np
 
     from rollout.types import SamplingParams, TokenChunk
+    from weight_sync.vllm_compat import InFlight
     from weight_sync.wire import CommitResult
 
 
-InFlight = Literal["keep", "recompute", "abort"]
-"""What a commit does to running requests: go on with their KV (those without a token begin again), rebuild their KV
-under the new weights, or end them with finish reason "abort" (the caller resubmits prompt plus tokens so far)."""
-
-
 SleepLevel = Literal[0, 1, 2]
-"""What a sleeping engine gives back: 2 all its device memory, 1 the same but weights are kept on the host (where a sync
-does not bring all of them: below an adapter), 0 only compute (a device whose memory vLLM cannot give back)."""
+"""What a sleeping engine releases: 2 all its device memory; 1 the same, but weights are kept on the host (where a sync
+does not bring all of them, below an adapter); 0 only compute (a device whose memory vLLM cannot release)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """Everything needed to start one engine replica, as plain values (it travels to a Ray actor).
-
-    Example:
-        EngineSpec(model="/data/qwen2-7b", device="cuda", dtype="bfloat16", max_model_len=4096)
-    """
+    """Everything needed to start one engine replica, as plain values (it travels to a Ray actor)."""
 
     model: str
     """Directory with config and weights (or any name the engine can resolve)."""
     tokenizer: str = ""
-    """Where the tokenizer's end token is read from; it also finds stop strings. Empty asks `model`'s generation config
-    alone, and refuses stop strings. The engine itself never tokenises: it is token-in, token-out."""
+    """Gives the end token and finds stop strings; empty reads end tokens from `model`'s generation config alone and
+    refuses stop strings. The engine itself never tokenizes: it is token-in, token-out."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model or tokenizer."""
     device: str = "cpu"
@@ -58,17 +50,19 @@ class EngineSpec:
     """Compute threads per worker, on "cpu"."""
     enforce_eager: bool = False
     reports_load: bool = False
-    """Whether the engine counts what `Engine.load` says of its cache and queue; costs it a little at every step."""
+    """Whether the engine collects figures of its cache and queue for `Engine.load`, at a small cost per step."""
     stream_interval: int = 64
     """Most tokens of one chunk: what a caller loses if the engine dies."""
     seed: int = 0
     in_flight: InFlight = "keep"
+    """What a commit does to running requests: "keep" continues with their KV (those without a token start again),
+    "recompute" rebuilds it under the new weights, "abort" ends them; the caller resubmits prompt plus tokens so far."""
     pause_limit_s: float = 300.0
     """How long a pause that a commit left behind may last; longer than any commit takes."""
     initial_version: int = 0
     """The policy version of the weights the engine starts with."""
     stop_token_ids: tuple[int, ...] = ()
-    """End tokens beside those of the model's generation config and the tokenizer."""
+    """End tokens besides those of the model's generation config and the tokenizer."""
     lora_rank: int = 0
     """Rank of the policy's LoRA adapter, which is all that weight sync then moves; 0 syncs the whole model."""
     lora_targets: tuple[str, ...] = ()
@@ -80,7 +74,7 @@ class EngineSpec:
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     """Further vLLM engine arguments; they win over ours."""
     forks: bool = True
-    """Whether the engine's process may be forked from one that has imported vLLM; see `fork_server`."""
+    """Whether the engine's process may be forked from one that has imported vLLM."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Environment of the engine's processes; wins over ours and over the inherited one."""
 
@@ -100,52 +94,32 @@ class EngineSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineInfo:
-    """Facts about a started engine."""
-
-    engine: str
-    """"vllm" or "scripted"."""
-    engine_version: str
-    max_model_len: int
-    num_workers: int
-    """Length of the list that `call_workers` returns."""
-    kv_cache_tokens: int
-    """Tokens that fit into the KV cache; 0 if unknown."""
-    stop_token_ids: tuple[int, ...]
-    startup_s: Mapping[str, float]
-    """Seconds by stage, in order. The last one is the first generation, with its one-time compilations."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineTimes:
     """The life of one engine so far, by its own clock, in seconds."""
 
     began_at: float
-    """Tells it from one that took its place."""
+    """Distinguishes it from one that took its place."""
     up_s: float
     busy_s: float
-    """For how long it has had requests inside it, whoever sent them."""
+    """For how long it has had requests inside it, from any sender."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStatus:
-    """One engine as of its last step: what decides whether it gets more requests or fewer.
-
-    Example: `EngineStatus(running=64, waiting=0, kv_usage_frac=0.4, num_preemptions=0)`
-    """
+    """One engine as of its last step: what decides whether it gets more requests or fewer."""
 
     running: int
     """Requests in its batch."""
     waiting: int
     """Requests that wait inside it for a place in the batch or in the cache."""
     kv_usage_frac: float | None
-    """Share of the KV cache that running requests hold; None where the engine does not say."""
+    """Share of the KV cache that running requests hold; None where the engine does not report it."""
     num_preemptions: int | None
-    """Requests that lost their cache to others, since start; None where the engine does not say."""
+    """Requests that lost their cache to others, since start; None where the engine does not report it."""
     still_s: float = 0.0
-    """For how long it has had requests and given no token; 0 while it may not generate: paused, asleep, or idle."""
+    """For how long it has had requests and produced no token; 0 while it may not generate: paused, asleep, or idle."""
     times: EngineTimes | None = None
-    """For how long it has had requests; None where the engine does not say."""
+    """None where the engine does not report them."""
     unstarted: int = 0
     """Requests without a token: they wait for admission, for a place, or for their prefill."""
     generated_tokens: int = 0
@@ -159,30 +133,33 @@ class Engine(ABC):
     """One engine replica.
 
     Promises that every implementation keeps (tests/contract/engine):
-    - every sampled token is labelled with the policy version that sampled it, commits in mid-answer included;
-    - an end token that was sampled is part of the completion (`finish_reason="stop"`), and so are the tokens of a stop
-      string, also of one that began in the answer's prefix; the token that completes it is the last one;
+    - every sampled token is labelled with the policy version that sampled it, commits in mid-response included;
+    - an end token that was sampled is part of the response (`finish_reason="stop"`), and so are the tokens of a stop
+      string, also of one that began in the response's prefix; the token that completes it is the last one;
     - a commit never loses a request, and generation runs again when `commit` returns or raises, unless the workers
       report that their weights are a mixture;
-    - after the engine died every call raises `EngineDead`; no call waits for ever.
+    - after the engine died every call raises `EngineDead`; no call waits indefinitely.
     """
 
     @abstractmethod
-    async def start(self) -> EngineInfo:
-        """Load the model and generate once, so that the first real request is not slow. Call once."""
+    async def start(self) -> Mapping[str, float]:
+        """Load the model and generate once, so that the first real request is not slow. Call once.
+
+        Returns the seconds of each stage, in order; the last is the first generation, with its one-time compilations.
+        """
 
     @abstractmethod
     def generate(
         self, request_id: str, token_ids: np.ndarray, params: SamplingParams
     ) -> AsyncGenerator[TokenChunk, None]:
-        """Stream one completion of `token_ids` (int32[T]) in chunks of at most `stream_interval` tokens.
+        """Stream one response to `token_ids` (int32[T]) in chunks of at most `stream_interval` tokens.
 
         The last chunk, and only it, has a `finish_reason`. Closing the generator early aborts the request.
 
         Raises:
             EngineDead: the engine is dead or died meanwhile; tokens already yielded are good.
-            ValueError: the prompt does not fit or has tokens that the model has not, `request_id` is already running,
-                or stop strings are asked for and the engine was started without a tokenizer.
+            ValueError: the prompt does not fit or has tokens outside the vocabulary, `request_id` is already running,
+                or there are stop strings and the engine was started without a tokenizer.
         """
 
     @abstractmethod
@@ -193,35 +170,26 @@ class Engine(ABC):
     async def call_workers(self, method: str, *args: object, timeout_s: float) -> list[Any]:
         """Call `method` of the extension in every worker; one result per worker, in rank order.
 
-        Generation stands still while a worker runs it, so a long method must start a thread and return.
+        Generation waits while a worker runs it, so a long method starts a thread and returns before `timeout_s`.
 
         Raises:
-            TimeoutError: no answer within `timeout_s` seconds. The workers are in an unknown state, so the engine is
-                declared dead; a method that can take long bounds its own time below `timeout_s` and answers.
+            TimeoutError: no result within `timeout_s` seconds. The workers are in an unknown state: the engine is dead.
             EngineDead: the engine is dead.
         """
 
     @abstractmethod
     async def commit(self, version: int, method: str, *args: object, timeout_s: float) -> CommitResult:
-        """Pause, call `method` in every worker, and go on as `version` if all of them say it worked.
+        """Pause, call `method` in every worker, and continue as `version` if all of them report success.
 
-        Requests are treated as `EngineSpec.in_flight` says. Workers answer with `weight_sync.wire.Reply` bytes; if one
-        reports a mixture of versions, the engine stays paused until a later commit works, or for
-        `EngineSpec.pause_limit_s`; then it is dead.
-        The commit runs to its end even if the caller goes away.
-
-        Raises:
-            TimeoutError, EngineDead: as `call_workers`.
+        Workers reply with `weight_sync.wire.Reply` bytes. If one reports a mixture of versions, the engine stays paused
+        until a later commit works; after `EngineSpec.pause_limit_s` it is dead. A commit runs to its end even if the
+        caller is cancelled. Errors as of `call_workers`.
         """
 
     async def sleep(self) -> None:
-        """Leave the device to a learner that shares it, as far as `EngineSpec.sleep_level` says. Running requests end
-        with finish reason "abort"; new ones wait. The next commit takes the memory again and wakes the engine: it must
-        write every weight, since what was there may be gone.
-
-        Raises:
-            ValueError: the engine was not started with `EngineSpec.sleep_level`.
-            TimeoutError, EngineDead: as `call_workers`.
+        """Leave the device to a learner that shares it, as far as `EngineSpec.sleep_level` says (ValueError if it is
+        None). Running requests end with finish reason "abort"; new ones wait. The next commit takes the memory again
+        and wakes the engine: it must write every weight, since what was there may be gone. Errors as of `call_workers`.
         """
         raise ValueError("this engine cannot sleep; start it with EngineSpec.sleep_level")
 
@@ -232,14 +200,10 @@ class Engine(ABC):
 
     @abstractmethod
     def status(self) -> EngineStatus:
-        """Without waiting; also of an engine that is dead."""
+        """Without waiting; also of a dead engine."""
 
     def load(self) -> EngineStatus:
-        """The status of an engine that lives.
-
-        Raises:
-            EngineDead: the engine is dead.
-        """
+        """The status of a live engine; raises EngineDead."""
         if (status := self.status()).is_dead:
             raise EngineDead("engine is dead; use another replica")
         return status

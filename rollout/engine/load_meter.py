@@ -1,4 +1,4 @@
-"""What an engine says of its load: the figures of vLLM's scheduler after every step, and how long it stands still."""
+"""What an engine reports of its load: the figures of vLLM's scheduler after every step, and how long it is stalled."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from weight_sync.vllm_compat import InFlight
 
 _KV_FIGURES = ("kv_cache_usage", "gpu_cache_usage")
-"""vLLM calls its statistics unstable; a figure that is not there under any known name is unknown, not 0."""
+"""vLLM calls its statistics unstable; a figure that is missing under all known names is unknown, not 0."""
 
 
 class LoadMeter:
@@ -25,7 +25,7 @@ class LoadMeter:
         self._num_in_batch = self._num_taken_out = 0
 
     def before_commit(self, in_flight: InFlight) -> None:
-        """All that run now are preempted by `recompute`: our doing, and no sign of a lack of room."""
+        """All that run now are preempted by `recompute`: that is ours, and no sign of a lack of room."""
         if in_flight == "recompute":
             self._num_taken_out += self._num_in_batch
             self._num_in_batch = 0  # until the next step
@@ -34,18 +34,18 @@ class LoadMeter:
         """Figures of one step; either may be None."""
         if scheduler_stats is not None:
             self._running = self._num_in_batch = scheduler_stats.num_running_reqs
-            # Requests that wait for something else than room are counted apart by newer versions.
+            # Newer versions count requests that wait for something other than room separately.
             self._waiting = scheduler_stats.num_waiting_reqs
             found = (getattr(scheduler_stats, name, None) for name in _KV_FIGURES)
             self._kv_usage_frac = next((float(value) for value in found if value is not None), None)
         preempted = getattr(iteration_stats, "num_preempted_reqs", None)
-        if preempted is not None:  # said of each request when its next token comes
+        if preempted is not None:  # counted for each request when its next token comes
             ours = min(preempted, self._num_taken_out)
             self._num_taken_out -= ours
             self._num_preemptions = (self._num_preemptions or 0) + preempted - ours
 
     def load(self, num_inside: int) -> EngineStatus:
-        """`num_inside`: requests in the engine. Without any it makes no step, and the last one's figures are stale."""
+        """With `num_inside` requests in the engine. An engine without any makes no step; its last figures are stale."""
         is_idle = num_inside == 0
         self._num_taken_out = min(self._num_taken_out, num_inside)  # some may have ended since
         return EngineStatus(
@@ -57,10 +57,7 @@ class LoadMeter:
 
 
 class Activity:
-    """When an engine has work, and for how long it gave nothing for it.
-
-    Its process may be well while its device hangs.
-    """
+    """When an engine has work, and for how long it produced nothing. Its process may be well while its device hangs."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -81,14 +78,13 @@ class Activity:
         self._busy_before_s, self._busy_since = self.times().busy_s, None
 
     def still_s(self, *, should_generate: bool) -> float:
-        """For how long nothing came, as of now. Time in which it need not generate does not count."""
+        """For how long nothing came. Time in which it need not generate does not count."""
         if not should_generate:
             self.moved()
             return 0.0
         return self._clock() - self._moved_at
 
     def times(self) -> EngineTimes:
-        """As of now."""
         now = self._clock()
         busy_s = self._busy_before_s + (0.0 if self._busy_since is None else now - self._busy_since)
         return EngineTimes(began_at=self._began, up_s=now - self._began, busy_s=busy_s)

@@ -1,7 +1,7 @@
 """What the fork server imports before it starts vLLM's core.
 
-A module that is missing here is imported by the engine process itself, later; one that fails fails there again, where
-people are told.
+A module that is missing here is imported later by the engine process itself; one that fails fails there again, where
+the error is reported. Imports only: a device must not be touched before the fork.
 """
 
 from __future__ import annotations
@@ -19,12 +19,6 @@ MODULES = (
     "weight_sync.worker_service",  # not the extension itself, whose import has an effect
 )
 
-
-def import_all() -> None:
-    """Imports only: a device must not be touched before the fork."""
-    for name in MODULES:
-        with contextlib.suppress(Exception):
-            import_module(name)
-
-
-import_all()
+for name in MODULES:
+    with contextlib.suppress(Exception):
+        import_module(name)

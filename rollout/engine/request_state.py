@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollout.types import FinishReason, TokenChunk
+from rollout.types import TokenChunk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,11 +18,14 @@ if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
     from rollout.engine.load_meter import Activity
-    from rollout.types import SamplingParams
+    from rollout.types import FinishReason, SamplingParams
+
+    Decode = Callable[[Sequence[int]], str]
+    """Tokens to text, special tokens spelled out."""
 
 
 MAX_READMISSIONS = 8
-"""A request that was taken out so often stays in: one whose prompt takes longer than the time between two commits
+"""A request that was taken out this often stays in: one whose prompt takes longer than the time between two commits
 would never have a token."""
 
 
@@ -32,23 +35,19 @@ class RequestTable:
 
     open ─> waiting ─ enter ─> running ─ readmit_unstarted ─> waiting ...
 
-    An abort reaches a request at every moment: a running one by way of vLLM, and what enters is asked for earlier ones.
+    An abort reaches a request at every moment: a running one by way of vLLM, and an entering one through `enter`.
     """
 
     def __init__(self, activity: Activity) -> None:
         self.running: dict[str, ActiveRequest] = {}
-        """One that was taken out is in here, too, until it is back: its stream must hear of the engine's death."""
+        """One that was taken out stays in here until it is back: its stream must learn of the engine's death."""
         self._activity = activity
         self._waiting, self._aborted = set[str](), set[str]()
         self._num_readmissions = Counter[str]()
 
     @contextmanager
     def open(self, request_id: str) -> Iterator[None]:
-        """Around all of a request; it begins waiting.
-
-        Raises:
-            ValueError: there is one with this id.
-        """
+        """Around all of a request, which starts as waiting. Raises ValueError if there is one with this id."""
         if request_id in self.running or request_id in self._waiting:
             raise ValueError(f"request {request_id!r} is already running; request ids must be unique per engine")
         self._waiting.add(request_id)
@@ -62,7 +61,7 @@ class RequestTable:
                 self._activity.end()
 
     def enter(self, request_id: str, request: ActiveRequest) -> bool:
-        """vLLM has the request. False if it was aborted before, and vLLM must be told."""
+        """vLLM has the request. False if it was aborted before, so that vLLM must abort it."""
         if not self.running:
             self._activity.begin()
         self.running[request_id] = request
@@ -73,7 +72,7 @@ class RequestTable:
         return request_id in self._waiting
 
     def note_abort(self, request_id: str) -> bool:
-        """Whether vLLM must be told. In any case it is remembered: the request may just be taken out."""
+        """Whether vLLM must abort it now. Remembered in any case: the request may just be taken out."""
         if request_id in self.running or request_id in self._waiting:
             self._aborted.add(request_id)
         return request_id in self.running
@@ -93,7 +92,7 @@ class RequestTable:
 
     def readmit_unstarted(self, request_states: Mapping[str, Any]) -> list[str]:
         """Requests without a token, oldest first, by the ids that vLLM has for them: it must abort these. Their streams
-        find out by what that gives them, and enter again."""
+        notice by the output that this produces, and enter again."""
         unstarted = {
             key: one
             for key, one, num_tokens in self.num_tokens(request_states)
@@ -105,14 +104,14 @@ class RequestTable:
 
 
 class ActiveRequest:
-    """A request that vLLM has: its tokens with their versions, cut into chunks, and the stop strings it may end at.
+    """A request that vLLM has.
 
     Args:
         queue: vLLM's outputs of it.
         version: the policy version that it starts under.
-        matcher: for stop strings that vLLM does not end an answer at: those that begin before what it generates; with
-            speculative decoding all, since 0.25.1 leaves what the same step drafted behind them.
-        drafts: whether a step may give an answer several tokens.
+        matcher: for stop strings that vLLM does not end a response at: those that begin before what it generates; with
+            speculative decoding all, since 0.25.1 leaves what the same step drafted after them.
+        drafts: whether a step may give a response several tokens.
     """
 
     def __init__(
@@ -125,14 +124,19 @@ class ActiveRequest:
         drafts: bool = False,
     ) -> None:
         self.queue = queue
-        self.output = OutputBuffer(VersionSpans(version), stream_interval)
+        self.output = OutputBuffer(version, stream_interval)
         self._matcher, self._drafts = matcher, drafts
 
+    async def next_output(self) -> Any:
+        """One that is there already costs no turn of the event loop."""
+        return self.queue.get_nowait() or await self.queue.get()
+
     def take(self, completion: Any) -> FinishReason | None:
-        """Add vLLM's new tokens, up to a stop string that it left inside. The reason if the answer ends there."""
+        """Add vLLM's new tokens, up to a stop string that it left inside. The reason if the response ends there."""
         token_ids, logprobs = completion.token_ids, sampled_logprobs(completion)
-        reason = completion.finish_reason
-        finish = None if reason is None else known_finish_reason(reason)
+        finish = completion.finish_reason
+        if finish not in (None, "stop", "length", "abort"):
+            raise RuntimeError(f"engine ended a request with {finish!r}; known are stop, length and abort")
         end = None if self._matcher is None else self._matcher.end(token_ids)
         if end is not None:
             token_ids, logprobs, finish = token_ids[:end], logprobs[:end], "stop"
@@ -154,18 +158,13 @@ class VersionSpans:
         self._starts: list[tuple[int, int]] = [(0, version)]
 
     def append(self, at: int, version: int) -> None:
-        """Tokens from index `at` on are sampled by `version`.
-
-        Raises:
-            ValueError: `at` lies before an earlier switch.
-        """
+        """Tokens from index `at` on are sampled by `version`. Raises ValueError if `at` is before an earlier switch."""
         last_at = self._starts[-1][0]
         if at < last_at:
             raise ValueError(f"switch at token {at} lies before the last switch at {last_at}; switches go forward")
         if at == last_at:
-            self._starts[-1] = (at, version)
-        else:
-            self._starts.append((at, version))
+            self._starts.pop()
+        self._starts.append((at, version))
 
     def of(self, start: int, stop: int) -> np.ndarray:
         """int32[stop - start]: of tokens `[start, stop)`."""
@@ -174,11 +173,11 @@ class VersionSpans:
 
 
 class OutputBuffer:
-    """Collects a request's tokens and cuts them into completions of at most `stream_interval` tokens."""
+    """Collects a request's tokens and cuts them into chunks of at most `stream_interval` tokens."""
 
-    def __init__(self, versions: VersionSpans, stream_interval: int) -> None:
-        self.versions = versions
-        self._stream_tokens = stream_interval
+    def __init__(self, version: int, stream_interval: int) -> None:
+        self.versions = VersionSpans(version)
+        self._stream_interval = stream_interval
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
         self._num_emitted = 0
@@ -196,17 +195,15 @@ class OutputBuffer:
 
     def flush(self, finish_reason: FinishReason | None) -> Iterator[TokenChunk]:
         """Every full chunk; with a finish reason also the rest, and the reason on the last one (which may be empty)."""
-        if finish_reason is None:
-            while len(self._token_ids) >= self._stream_tokens:
-                yield self._emit(self._stream_tokens, None)
-            return
-        while len(self._token_ids) > self._stream_tokens:
-            yield self._emit(self._stream_tokens, None)
-        yield self._emit(len(self._token_ids), finish_reason)
+        num_kept = 0 if finish_reason is None else 1  # the last full chunk, too, waits to carry the reason
+        while len(self._token_ids) >= self._stream_interval + num_kept:
+            yield self._emit(self._stream_interval, None)
+        if finish_reason is not None:
+            yield self._emit(len(self._token_ids), finish_reason)
 
     def _emit(self, num_tokens: int, finish_reason: FinishReason | None) -> TokenChunk:
         start = self._num_emitted
-        completion = TokenChunk(
+        chunk = TokenChunk(
             token_ids=np.array(self._token_ids[:num_tokens], np.int32),
             logprobs=np.array(self._logprobs[:num_tokens], np.float32),
             versions=self.versions.of(start, start + num_tokens),
@@ -214,7 +211,7 @@ class OutputBuffer:
         )
         del self._token_ids[:num_tokens], self._logprobs[:num_tokens]
         self._num_emitted += num_tokens
-        return completion
+        return chunk
 
 
 class OutputBarrier:
@@ -234,16 +231,11 @@ class OutputBarrier:
         return []
 
 
-async def next_output(queue: RequestOutputCollector) -> Any:
-    """Of one request. One that is there already costs no turn of the event loop."""
-    return queue.get_nowait() or await queue.get()
-
-
 def sampled_logprobs(completion: Any) -> list[float]:
     """The sampled token's log-prob per new token: vLLM puts it first in its position.
 
     An abort, which has no new tokens, carries all log-probs so far in 0.25.1, which slices them with `[-0:]`. They
-    stand behind those of tokens that nobody had read when it came, since outputs that wait are merged.
+    follow those of tokens that were unread when it came, since outputs that wait are merged.
     """
     num_tokens, logprobs = len(completion.token_ids), completion.logprobs
     if not num_tokens or logprobs is None:
@@ -252,29 +244,17 @@ def sampled_logprobs(completion: Any) -> list[float]:
     return [logprobs.logprobs[start] for start in starts]
 
 
-def known_finish_reason(reason: str | None) -> FinishReason:
-    match reason:
-        case "stop" | "length" | "abort":
-            return reason
-        case _:
-            raise RuntimeError(f"engine ended a request with {reason!r}; known are stop, length and abort")
-
-
-if TYPE_CHECKING:
-    Decode = Callable[[Sequence[int]], str]
-    """Tokens to text, special tokens spelled out."""
-
 _BYTES_PER_CHARACTER = 4
 _CONTEXT_TOKENS = 4
-"""Decoded in front of the answer: some tokenizers drop the white space that a text begins with."""
+"""Decoded in front of the response: some tokenizers drop the white space that a text begins with."""
 
 
 class StopStringMatcher:
-    """Finds the token that completes a stop string in one answer, from behind the tokens that it had when it came here.
+    """Finds the token that completes a stop string in one response, after the tokens that it had when it came here.
 
     Args:
         decode: gives the text.
-        token_ids: int32[T], what the engine continues; the last `params.num_prefix_tokens` belong to the answer.
+        token_ids: int32[T], what the engine continues; the last `params.num_prefix_tokens` belong to the response.
         params: with at least one stop string.
 
     Example:
@@ -289,24 +269,27 @@ class StopStringMatcher:
         num_kept = min(params.num_prefix_tokens, self._window)
         self._tokens: list[int] = token_ids[-(num_kept + _CONTEXT_TOKENS) :].tolist()
         self._first = len(self._tokens) - num_kept
-        """Where in `_tokens` the part of the answer begins that a match may begin in."""
+        """Where in `_tokens` the part of the response begins that a match may begin in."""
         self._num_seen = 0
 
     @property
     def is_past_prefix(self) -> bool:
-        """Whether no string can begin in what the answer had when it came here."""
+        """Whether no string can begin in what the response had when it came here."""
         return self._num_seen >= self._window
 
     def end(self, token_ids: Sequence[int]) -> int | None:
-        """How many of the next tokens the answer has, the completing one included; None if none completes a string."""
-        # Decoding is what costs: once for a chunk, and token by token only where the chunk may complete a string.
+        """How many of the next tokens the response has, the completing one included; None if none completes a string.
+
+        Decoding is what costs: once for a chunk, and token by token only where the chunk may complete a string.
+        """
         text = self._decode([*self._tokens, *token_ids])
         if not any(stop in text for stop in self._stop):
             self._append(token_ids)
             return None
         for number, token_id in enumerate(token_ids, start=1):
             self._append([token_id])
-            if self._is_complete():
+            text, begin = self._decode(self._tokens), len(self._decode(self._tokens[: self._first]))
+            if any(text.find(stop, begin) >= 0 for stop in self._stop):
                 return number
         return None
 
@@ -317,18 +300,11 @@ class StopStringMatcher:
         del self._tokens[: max(0, self._first - _CONTEXT_TOKENS)]
         self._first = min(self._first, _CONTEXT_TOKENS)
 
-    def _is_complete(self) -> bool:
-        text, begin = self._decode(self._tokens), len(self._decode(self._tokens[: self._first]))
-        return any(text.find(stop, begin) >= 0 for stop in self._stop)
-
 
 def stop_string_matcher(
     tokenizer: Any, token_ids: np.ndarray, params: SamplingParams, *, drafts: bool = False
 ) -> StopStringMatcher | None:
-    """What finds stop strings that vLLM does not end an answer at (see `ActiveRequest`); None where there are none.
-
-    Args:
-        token_ids: int32[T], the prompt and the prefix of an answer that continues here.
+    """What finds stop strings that vLLM does not end a response at (see `ActiveRequest`); None where there are none.
 
     Raises:
         ValueError: there are stop strings, and no tokenizer (None) to find them with.

@@ -6,20 +6,20 @@ import contextlib
 import os
 import re
 import stat
-from itertools import islice, takewhile
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollout.errors import EngineDead
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
 
-MOST_BYTES = 1 << 20
-"""Of what was printed; the end of it."""
-MOST_CHARS = 600
-"""Of an error's message; the beginning of it."""
+MAX_BYTES = 1 << 20
+"""Read of what was printed, from its end."""
+MAX_CHARS = 600
+"""Kept of an error's message, from its beginning."""
 _STREAMS = (1, 2)
 """File descriptors of stdout and stderr, which vLLM's processes inherit."""
 _PREFIX = re.compile(r"^(\x1b\[[0-9;]*m)*\([^)]*\)\s*(\x1b\[[0-9;]*m)*\s?([A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]*\] ?)?")
@@ -27,14 +27,14 @@ _PREFIX = re.compile(r"^(\x1b\[[0-9;]*m)*\([^)]*\)\s*(\x1b\[[0-9;]*m)*\s?([A-Z]+
 _TRACEBACK = "Traceback (most recent call last):"
 _ERROR = re.compile(r"^[A-Za-z_][\w.]*(: |$)")
 _POINTER = re.compile(r"see (the )?(root cause|stack ?trace|error|traceback)|initialization failed", re.IGNORECASE)
-"""Errors that only say that another one happened."""
+"""Errors that only report that another one happened."""
 
 
 @contextlib.contextmanager
 def printed_cause() -> Iterator[None]:
     """In the block, an error that points elsewhere is raised with the cause that was printed meanwhile.
 
-    That is known where stdout or stderr is a file, as in every Ray actor. On a terminal the cause is above indeed.
+    Works where stdout or stderr is a file, as in every Ray actor. On a terminal the cause is above indeed.
     """
     before = {stream: _size(stream) for stream in _STREAMS}
     try:
@@ -46,39 +46,37 @@ def printed_cause() -> Iterator[None]:
         causes = [cause for cause in map(find_cause, texts) if cause]
         if not causes:
             raise
-        # `from None`: of a chain of errors people are shown the first one, which here says nothing.
+        # `from None`: of a chain of errors people see the first one, which contains nothing here.
         raise RuntimeError(f"the engine did not start: {causes[-1]}") from None
 
 
 def find_cause(text: str) -> str:
     """The last error of the tracebacks in `text` that is not a pointer to another one, its message as one line of at
-    most `MOST_CHARS`; empty if there is none. Pure."""
-    lines = [_without_prefix(raw) for raw in text.splitlines()]
+    most `MAX_CHARS`; empty if there is none."""
+    lines = [_split(raw) for raw in text.splitlines()]
     cause, is_inside = "", False
-    for number, (_, line) in enumerate(lines):
+    for number, (prefix, line) in enumerate(lines):
         if line.startswith(_TRACEBACK):
             is_inside = True
         elif is_inside and _ERROR.match(line):
             is_inside = False
-            cause = cause if _POINTER.search(line) else _message(islice(lines, number, None))
+            if not _POINTER.search(line):
+                cause = _message(prefix, line, lines[number + 1 : number + 1 + MAX_CHARS])
     return cause
 
 
-def _without_prefix(raw: str) -> tuple[str, str]:
-    """The prefix and what follows it."""
+def _split(raw: str) -> tuple[str, str]:
+    """A line as its prefix and the text after it."""
     line = _PREFIX.sub("", raw)
     return raw[: len(raw) - len(line)].rstrip(), line
 
 
-def _message(lines: Iterable[tuple[str, str]]) -> str:
-    """What an error says that begins at the first of `lines`: that one and those below it, up to an empty one, another
-    traceback, or another prefix: all lines of one record have the same, its second included."""
-    rest = iter(lines)
-    prefix, first = next(rest)
-    more = takewhile(lambda one: one[0] == prefix and one[1].strip() and not one[1].startswith(_TRACEBACK), rest)
-    text = " ".join([first, *(line for _, line in more)])
-    words = " ".join(text.split())
-    return words if len(words) <= MOST_CHARS else f"{words[: MOST_CHARS - 4]} ..."
+def _message(prefix: str, first: str, following: list[tuple[str, str]]) -> str:
+    """An error of several lines as one. It ends at an empty line, another traceback, or another prefix: all lines of
+    one record have the same, its second included."""
+    more = takewhile(lambda one: one[0] == prefix and one[1].strip() and not one[1].startswith(_TRACEBACK), following)
+    text = " ".join(" ".join([first, *(line for _, line in more)]).split())
+    return text if len(text) <= MAX_CHARS else f"{text[: MAX_CHARS - 4]} ..."
 
 
 def _size(stream: int) -> int | None:
@@ -90,8 +88,8 @@ def _size(stream: int) -> int | None:
 
 
 def _printed(stream: int, start: int) -> str:
-    """What has been written since the file had `start` bytes. Opened anew: the position of the stream stays."""
+    """What was written since the file had `start` bytes. Opened again, so the position of the stream stays."""
     with contextlib.suppress(OSError), Path(f"/proc/self/fd/{stream}").open("rb") as file:
-        file.seek(max(start, os.fstat(stream).st_size - MOST_BYTES))
-        return file.read(MOST_BYTES).decode(errors="replace")
+        file.seek(max(start, os.fstat(stream).st_size - MAX_BYTES))
+        return file.read(MAX_BYTES).decode(errors="replace")
     return ""

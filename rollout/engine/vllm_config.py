@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import TYPE_CHECKING, Any
 
 from weight_sync.vllm_compat import engine_lora_rank
@@ -44,12 +45,9 @@ def engine_args(spec: EngineSpec) -> dict[str, Any]:
         args["enable_sleep_mode"] = True
     if spec.extension:
         args["worker_extension_cls"] = spec.extension
-    return {**args, **_device_args(spec), **_lora_args(spec), **spec.engine_args}
-
-
-def _device_args(spec: EngineSpec) -> dict[str, Any]:
-    """In which processes it computes, and in how much memory."""
-    args: dict[str, Any] = {}
+    if spec.lora_rank:  # one adapter, the policy, in one slot that weight sync writes in place
+        args |= {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1}
+        args |= {"max_lora_rank": engine_lora_rank(spec.lora_rank), "lora_target_modules": list(spec.lora_targets)}
     if spec.tensor_parallel_size > 1:
         # Within a placement group, which a run on a shared cluster has, vLLM would make Ray actors of its workers.
         args["distributed_executor_backend"] = "mp"
@@ -60,29 +58,12 @@ def _device_args(spec: EngineSpec) -> dict[str, Any]:
         args["kv_cache_memory_bytes"] = int(spec.kv_cache_gib * _GIB)
     else:
         args["gpu_memory_utilization"] = spec.gpu_memory_utilization
-    return args
-
-
-def _lora_args(spec: EngineSpec) -> dict[str, Any]:
-    """One adapter, the policy, in one slot that weight sync writes in place."""
-    if not spec.lora_rank:
-        return {}
-    return {
-        "enable_lora": True,
-        "max_loras": 1,
-        "max_cpu_loras": 1,
-        "max_lora_rank": engine_lora_rank(spec.lora_rank),
-        "lora_target_modules": list(spec.lora_targets),
-    }
+    return {**args, **spec.engine_args}
 
 
 def process_env(spec: EngineSpec) -> dict[str, str]:
-    """Environment an engine wants. A variable that is already set wins, except over `spec.env`."""
-    env = {
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-    }
+    """What an engine wants. A variable that is already set wins."""
+    env = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     if spec.device == "cpu":
         # No third-party plugin is imported in every process. (Elsewhere the platform itself may be a plugin.)
         env["VLLM_PLUGINS"] = ""
@@ -103,11 +84,14 @@ def process_env(spec: EngineSpec) -> dict[str, str]:
     return env
 
 
-def foreign_token(token_ids: np.ndarray, vocab_size: int) -> int | None:
+def engine_environ(spec: EngineSpec) -> dict[str, str]:
+    """The whole environment of an engine that this process starts now."""
+    return {**process_env(spec), **os.environ, **spec.env}
+
+
+def out_of_vocabulary(token_ids: np.ndarray, vocab_size: int) -> int | None:
     """Of `token_ids` (int[T]) the one furthest above [0, vocab_size), or else below it; None if all are inside."""
-    if not len(token_ids):
-        return None
-    highest, lowest = int(token_ids.max()), int(token_ids.min())
+    highest, lowest = int(token_ids.max(initial=0)), int(token_ids.min(initial=0))
     if highest >= vocab_size:
         return highest
     return lowest if lowest < 0 else None
@@ -120,7 +104,7 @@ def check_token_ids(token_ids: np.ndarray, vocab_size: int) -> None:
             f"token ids must be integers in one row, got {token_ids.dtype} of shape {token_ids.shape}; an agent loop "
             "must give generate() an int32[T]"
         )
-    token = foreign_token(token_ids, vocab_size)
+    token = out_of_vocabulary(token_ids, vocab_size)
     if token is not None:
         raise ValueError(
             f"prompt has token id {token}, must be >= 0 and < {vocab_size}, the vocabulary of the model; use the "
@@ -131,10 +115,10 @@ def check_token_ids(token_ids: np.ndarray, vocab_size: int) -> None:
 def engine_config(spec: EngineSpec) -> VllmConfig:
     """vLLM's configuration of the engine, on the device of this process.
 
-    For a use that is neither its server nor its offline class vLLM has a step hold 2048 tokens on every device, which
-    all figures in docs/benchmarks.md were taken with. Its server's steps hold up to four times as many on large
-    devices: whoever decodes, and a commit, would wait longer for the prefills of others, and less memory would be left
-    for the KV cache.
+    For a use that is neither its server nor its offline class, a step of vLLM holds 2048 tokens on every device; all
+    figures in docs/benchmarks.md were taken with that. Its server's steps hold up to four times as many on large
+    devices: decoding requests, and a commit, would wait longer for the prefills of others, and less memory would be
+    left for the KV cache.
     """
     from vllm.config import SchedulerConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -149,12 +133,14 @@ def engine_config(spec: EngineSpec) -> VllmConfig:
 def known_end_tokens(stop: set[int], vocab_size: int) -> list[int]:
     """Without tokens that the model has no row for: it cannot sample them, and vLLM 0.32 refuses requests with them."""
     if unknown := sorted(token for token in stop if not 0 <= token < vocab_size):
-        log.warning("end tokens %s are not in the model's vocabulary of %d and can end no answer", unknown, vocab_size)
+        log.warning(
+            "end tokens %s are not in the model's vocabulary of %d: no response ends there", unknown, vocab_size
+        )
     return sorted(stop.difference(unknown))
 
 
 def vllm_sampling(params: SamplingParams, stop_token_ids: list[int]) -> Any:
-    """Text is made only where a stop string is looked for, and of every token, so that none is cut from the answer."""
+    """Text is decoded only where there are stop strings, and of every token, so that none is cut from the response."""
     from vllm.sampling_params import RequestOutputKind
     from vllm.sampling_params import SamplingParams as VllmParams
 
@@ -179,24 +165,18 @@ def vllm_sampling(params: SamplingParams, stop_token_ids: list[int]) -> Any:
 def stat_logger(meter: LoadMeter) -> type:
     """A logger class for vLLM that passes everything on to `meter`.
 
-    With any logger of its own vLLM adds one for Prometheus, which costs more per step than all the rest, unless it is
-    given one that is of that class already. So this is one in name.
+    With any logger of its own vLLM adds one for Prometheus, which costs more per step than everything else, unless it
+    is given one of that class already. So this is one in name.
     """
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
+    def ignore(*_: Any, **__: Any) -> None: ...
+
     class Listener(PrometheusStatLogger):
-        def __init__(self, vllm_config: Any, engine_indexes: Any = None) -> None:
-            del vllm_config, engine_indexes  # and no metric is registered
+        __init__ = ignore  # no metric is registered
+        log_engine_initialized = log = record_sleep_state = record_admission_rejection = ignore
 
         def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
             meter.record(scheduler_stats, iteration_stats)
-
-        def log_engine_initialized(self) -> None: ...
-
-        def log(self) -> None: ...
-
-        def record_sleep_state(self, *_: Any, **__: Any) -> None: ...
-
-        def record_admission_rejection(self, *_: Any, **__: Any) -> None: ...
 
     return Listener

@@ -1,9 +1,9 @@
 """vLLM's AsyncLLM as an `Engine`.
 
 How every token gets the right version label, on vLLM versions with and without labels of their own:
-1. A commit shuts the admission gate, so no request is half-way into the engine.
-2. vLLM answers the pause only when no step is in flight, those of asynchronous scheduling included.
-3. That answer leaves the engine process through the same ordered socket as the tokens. When we hold it, every token
+1. A commit closes the admission gate, so no request is half-way into the engine.
+2. vLLM acknowledges the pause only when no step is in flight, those of asynchronous scheduling included.
+3. That reply leaves the engine process through the same ordered socket as the tokens. When we hold it, every token
    sampled so far is in AsyncLLM's output queue or beyond, and none sampled later can be.
 4. A barrier put into that queue is reached when all of them have been counted. The counts are the label boundaries.
 """
@@ -17,17 +17,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from rollout.engine.interface import Engine, EngineInfo, EngineSpec, EngineStatus
+from rollout.engine.interface import Engine, EngineSpec, EngineStatus
 from rollout.engine.load_meter import Activity, LoadMeter
-from rollout.engine.request_state import ActiveRequest, OutputBarrier, RequestTable, next_output, stop_string_matcher
+from rollout.engine.request_state import ActiveRequest, OutputBarrier, RequestTable, stop_string_matcher
 from rollout.engine.startup_error import printed_cause
-from rollout.engine.vllm_config import check_token_ids, process_env, vllm_sampling
-from rollout.engine.vllm_process import begin_imports, engine_pids, environment, import_vllm, launch, shut_down
+from rollout.engine.vllm_config import check_token_ids, engine_environ, vllm_sampling
+from rollout.engine.vllm_process import begin_imports, engine_pids, import_vllm, launch, shut_down
 from rollout.engine.weight_commit import EngineGate
 from rollout.errors import EngineDead
 from rollout.processes import OrphanReaper
 from rollout.types import SamplingParams, TokenChunk
 from weight_sync import vllm_compat
+from weight_sync.device.environment import temporary_environment
 from weight_sync.wire import CommitResult, open_reply, reply_state
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _POLL_S = 0.25
-"""How often a wait looks whether the engine process died; vLLM leaves such a wait hanging."""
+"""How often a wait checks whether the engine process died; vLLM leaves such a wait hanging."""
 _ABORT_TIMEOUT_S = 5.0
 _RESUME_TIMEOUT_S = 30.0
 _SLEEP_TIMEOUT_S = 60.0
@@ -81,41 +82,36 @@ class VllmEngine(Engine):
 
     # ---------------------------------------------------------------- life
 
-    async def start(self) -> EngineInfo:
+    async def start(self) -> dict[str, float]:
         with printed_cause():
             return await self._start()
 
-    async def _start(self) -> EngineInfo:
+    async def _start(self) -> dict[str, float]:
         begin = self._clock()
-        with environment(process_env(self._spec), self._spec.env):
+        with temporary_environment(engine_environ(self._spec)):
             if self._spec.forks:
                 begin_imports()
-            # In a thread: loading blocks for seconds, and whoever waits for other engines shares this event loop.
+            # In a thread: loading blocks for seconds, and starts of other engines may share this event loop.
             await asyncio.to_thread(import_vllm)
             imported = self._clock()
-            llm, stop_token_ids, self._tokenizer = await asyncio.to_thread(launch, self._spec, self._meter)
+            llm, self._stop_token_ids, self._tokenizer = await asyncio.to_thread(launch, self._spec, self._meter)
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        self._llm, self._stop_token_ids, self._vllm_dead_errors = llm, stop_token_ids, (EngineDeadError,)
+        self._llm, self._vllm_dead_errors = llm, (EngineDeadError,)
         self._reapers.append(OrphanReaper(engine_pids(llm)))
-        loaded, config = self._clock(), llm.vllm_config
-        self._drafts = config.speculative_config is not None
+        loaded = self._clock()
+        self._drafts = llm.vllm_config.speculative_config is not None
         try:
             await self._open_adapter()
-            warm_up_s = await self.warm_up()
+            await self._warm_up()
         except BaseException:
             await self.close()
             raise
-        num_blocks, block_size = config.cache_config.num_gpu_blocks, config.cache_config.block_size
-        return EngineInfo(
-            engine="vllm",
-            engine_version=vllm_compat.check_vllm_version(),
-            max_model_len=config.model_config.max_model_len,
-            num_workers=config.parallel_config.world_size,
-            kv_cache_tokens=0 if num_blocks is None or block_size is None else num_blocks * block_size,
-            stop_token_ids=tuple(stop_token_ids),
-            startup_s={"imports": imported - begin, "processes and model": loaded - imported, "warm-up": warm_up_s},
-        )
+        return {
+            "imports": imported - begin,
+            "processes and model": loaded - imported,
+            "warm-up": self._clock() - loaded,
+        }
 
     async def _open_adapter(self) -> None:
         """With LoRA: the adapter that every request names must be there before the first one."""
@@ -123,32 +119,24 @@ class VllmEngine(Engine):
             return
         from weight_sync.lora import policy_adapter
 
-        replies = await self.call_workers("ws_open_adapter", timeout_s=_OPEN_ADAPTER_TIMEOUT_S)
-        for worker, reply in enumerate(replies):
-            open_reply(reply, type(None), party=f"worker {worker}")
+        await self._call_receivers("ws_open_adapter", _OPEN_ADAPTER_TIMEOUT_S)
         self._adapter = policy_adapter()
 
-    async def warm_up(self) -> float:
-        """Generate once on every sampling path, so that one-time compilation is paid here. Seconds it took."""
-        begin = self._clock()
-        prompt = np.zeros(1, np.int32)
-        paths = (
-            SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True),
-            SamplingParams(max_tokens=2, temperature=1.0, seed=0, ignore_eos=True),
-            SamplingParams(max_tokens=2, temperature=1.0, top_p=0.9, top_k=2, ignore_eos=True),
-        )
-        for index, params in enumerate(paths):
-            async for _ in self.generate(f"warm-up-{index}", prompt, params):
+    async def _warm_up(self) -> None:
+        """Generate once on every sampling path, so that one-time compilation is paid here."""
+        greedy = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+        drawn = replace(greedy, temperature=1.0, seed=0)
+        for index, params in enumerate((greedy, drawn, replace(drawn, seed=None, top_p=0.9, top_k=2))):
+            async for _ in self.generate(f"warm-up-{index}", np.zeros(1, np.int32), params):
                 pass
         self._generated_tokens = 0
-        return self._clock() - begin
 
     async def close(self) -> None:
         self._die("it was closed")
         await asyncio.gather(*self._stopping)
         for reaper in self._reapers:
             reaper.close()
-        self._llm = None  # so that it is finalised now and not while the interpreter shuts down
+        self._llm = None  # so that it is finalized now and not while the interpreter shuts down
 
     # ---------------------------------------------------------------- generation
 
@@ -163,7 +151,7 @@ class VllmEngine(Engine):
             try:
                 request = await self._enter(request_id, token_ids, params, matcher)
                 while finish is None:
-                    output = await self._guard(next_output(request.queue))
+                    output = await self._guard(request.next_output())
                     if self._requests.is_waiting(request_id):  # a commit took it out before its first token
                         request = await self._enter(request_id, token_ids, params, matcher)
                         continue
@@ -176,36 +164,43 @@ class VllmEngine(Engine):
                         yield chunk
             finally:
                 if not is_finished and not self._is_dead:
-                    await self._within(self._engine.abort(request_id), _ABORT_TIMEOUT_S, "abort")
+                    await self._abort_in_vllm(request_id)
 
     async def _enter(
         self, request_id: str, token_ids: np.ndarray, params: SamplingParams, matcher: StopStringMatcher | None
     ) -> ActiveRequest:
         """Put the request into the engine under the version that is live then."""
         async with self._gate.admission():
-            engine = self._engine
             # The salt keeps the prefix cache of one version from serving another.
             salt = f"v{self._version}"
             prompt: Any = {"type": "token", "prompt_token_ids": token_ids.tolist(), "cache_salt": salt}
             sampling = vllm_sampling(params, self._stop_token_ids)
-            queue = await self._guard(engine.add_request(request_id, prompt, sampling, lora_request=self._adapter))
-            engine = self._engine  # if it died meanwhile, nobody would wake the stream
+            adding = self._engine.add_request(request_id, prompt, sampling, lora_request=self._adapter)
+            queue = await self._guard(adding)
+            _ = self._engine  # raises if it died meanwhile: nothing would wake the stream
             request = ActiveRequest(
                 queue, self._version, self._spec.stream_interval, matcher=matcher, drafts=self._drafts
             )
             if not self._requests.enter(request_id, request):
-                await self._within(engine.abort(request_id), _ABORT_TIMEOUT_S, "abort")
+                await self._abort_in_vllm(request_id)
             return request
 
     async def abort(self, request_id: str) -> None:
         if self._requests.note_abort(request_id) and not self._is_dead:
-            await self._within(self._engine.abort(request_id), _ABORT_TIMEOUT_S, "abort")
+            await self._abort_in_vllm(request_id)
+
+    async def _abort_in_vllm(self, request_id: str | list[str], *, internal: bool = False) -> None:
+        await self._within(self._engine.abort(request_id, internal=internal), _ABORT_TIMEOUT_S, "abort")
 
     # ---------------------------------------------------------------- weights
 
     async def call_workers(self, method: str, *args: object, timeout_s: float) -> list[Any]:
-        # collective_rpc's own timeout leaves the worker's late answer in the pipe, where the next call would read it.
+        # collective_rpc's own timeout leaves the worker's late reply in the pipe, where the next call would read it.
         return await self._within(self._engine.collective_rpc(method, args=args), timeout_s, f"worker call {method}")
+
+    async def _call_receivers(self, method: str, timeout_s: float) -> None:
+        for worker, reply in enumerate(await self.call_workers(method, timeout_s=timeout_s)):
+            open_reply(reply, type(None), party=f"worker {worker}")
 
     async def commit(self, version: int, method: str, *args: object, timeout_s: float) -> CommitResult:
         # A task of its own: a caller that is cancelled half-way must not leave the engine paused or mislabelled.
@@ -225,7 +220,7 @@ class VllmEngine(Engine):
                     paused = self._clock()
                     if self._gate.is_asleep and self._spec.sleep_level:
                         await self._within(engine.wake_up(tags=["weights"]), left_s(), "wake-up of the weights")
-                    # Beside the workers' call: nothing is sampled any more, so the counts stand.
+                    # Concurrently with the workers' call: nothing is sampled any more, so the counts are final.
                     counting = asyncio.ensure_future(self._count_tokens(engine, left_s()))
                     try:
                         results = await self.call_workers(method, *args, timeout_s=left_s())
@@ -245,7 +240,7 @@ class VllmEngine(Engine):
                 resumed = self._clock()
             finally:
                 if taken_out and not self._is_dead:  # only now: it wakes a stream for each of them
-                    await self._within(engine.abort(taken_out, internal=True), _ABORT_TIMEOUT_S, "abort")
+                    await self._abort_in_vllm(taken_out, internal=True)
             return CommitResult(
                 results=results, pause_s=resumed - paused, drain_s=paused - begin, resume_s=resumed - written
             )
@@ -259,22 +254,20 @@ class VllmEngine(Engine):
     async def sleep(self) -> None:
         if self._spec.sleep_level is None:
             return await super().sleep()
-        # A task of its own, as a commit: half-way asleep the engine must not be left.
-        return await asyncio.shield(asyncio.ensure_future(self._fall_asleep()))
+        # A task of its own, as a commit: the engine must not be left half-way asleep.
+        return await asyncio.shield(asyncio.ensure_future(self._fall_asleep(self._spec.sleep_level)))
 
-    async def _fall_asleep(self) -> None:
+    async def _fall_asleep(self, level: int) -> None:
         async with self._gate.closed():
             engine = self._engine
             if self._gate.is_asleep:
                 return
             try:
                 await self._within(vllm_compat.pause_engine(engine, mode="abort"), _SLEEP_TIMEOUT_S, "pause")
-                level = self._spec.sleep_level
                 if level:
                     await self._within(engine.sleep(level=level), _SLEEP_TIMEOUT_S, "sleep")
                 if self._spec.extension == vllm_compat.EXTENSION and level == 2:
-                    for worker, reply in enumerate(await self.call_workers("ws_forget", timeout_s=_SLEEP_TIMEOUT_S)):
-                        open_reply(reply, type(None), party=f"worker {worker}")
+                    await self._call_receivers("ws_forget", _SLEEP_TIMEOUT_S)
             except Exception as error:
                 self._die(f"it did not fall asleep, so what its memory holds is unknown: {error}")
                 raise
@@ -288,9 +281,9 @@ class VllmEngine(Engine):
         return self._requests.num_tokens(engine.output_processor.request_states)
 
     async def _readmit_unstarted(self, engine: AsyncLLM) -> list[str]:
-        """What has no token yet begins after the commit, behind the gate. The engine must be paused and counted.
+        """Requests without a token start after the commit, behind the gate. The engine must be paused and counted.
 
-        Inside it would keep its salt, and begin on KV that older weights computed for others with the same prompt.
+        Inside they would keep their salt, and start on KV that older weights computed for others with the same prompt.
         Returns vLLM's ids for them: its process has forgotten them when it resumes, `AsyncLLM` has not.
         """
         if inner_ids := self._requests.readmit_unstarted(engine.output_processor.request_states):
@@ -314,7 +307,7 @@ class VllmEngine(Engine):
         should_generate = bool(self._requests.running) and not (gate.is_paused or gate.is_asleep)
         return replace(
             scheduled,
-            # Without figures from the scheduler: whatever is inside is taken to run.
+            # Without figures from the scheduler, everything inside counts as running.
             running=scheduled.running if self._spec.reports_load else len(states),
             unstarted=sum(state.is_prefilling for state in states.values()) + gate.num_waiting,
             still_s=activity.still_s(should_generate=should_generate),
@@ -355,7 +348,7 @@ class VllmEngine(Engine):
         except Exception as error:
             if isinstance(error, EngineDead) or not self._is_dead:
                 raise
-            # vLLM's output handler has ended with it, while the process computes on for nobody.
+            # vLLM's output handler has ended with it, while the process computes on for no one.
             self._die(f"vLLM failed with {type(error).__name__}: {error}")
             raise EngineDead(f"engine is dead: {self._dead_reason}") from error
 
@@ -363,21 +356,20 @@ class VllmEngine(Engine):
         """Await at most `timeout_s`, and not beyond the death of the engine process.
 
         Raises:
-            TimeoutError: time is up; the engine is declared dead, because a call it never answered may still happen.
+            TimeoutError: time is up; the engine is declared dead, because the call may still take effect.
             EngineDead: the engine process ended meanwhile.
         """
         task = asyncio.ensure_future(self._guard(awaitable))
         deadline = self._clock() + timeout_s
         try:
-            while not task.done():
+            while True:
                 await asyncio.wait({task}, timeout=max(0.0, min(_POLL_S, deadline - self._clock())))
                 if task.done():
-                    break
+                    return task.result()
                 if self._is_dead:
                     raise EngineDead(f"engine died during {what}: {self._dead_reason or 'its process ended'}")
                 if self._clock() >= deadline:
                     self._die(f"{what} did not end within {timeout_s:.1f} s")
                     raise TimeoutError(f"{what} did not end within {timeout_s:.1f} s; the engine is declared dead")
-            return task.result()
         finally:
             task.cancel()

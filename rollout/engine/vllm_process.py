@@ -8,21 +8,18 @@ import multiprocessing
 import os
 import sys
 import time
-from contextlib import contextmanager
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from rollout.engine.vllm_config import engine_config, known_end_tokens, stat_logger
 from rollout.processes import kill_with_parent
 from rollout.rendering import load_tokenizer
 from weight_sync import vllm_compat
-from weight_sync.device.environment import temporary_environment
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    import psutil
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from rollout.engine.interface import EngineSpec
@@ -33,12 +30,12 @@ log = logging.getLogger(__name__)
 
 PRELOAD = ("rollout.engine.preload",)
 _END_TIMEOUT_S = 30.0
-"""Of a process that was killed. It ends when the call it makes to its device does."""
+"""Of a process that was killed. It ends when its current call to the device does."""
 _END_POLL_S = 0.05
 
 
 class EngineProcess(ForkServerProcess):
-    """Gets the environment of its parent as it is at the start, as a spawned process would; the server is older."""
+    """Gets the environment that its parent has at the start, as a spawned process would; the server is older."""
 
     def start(self) -> None:
         self._environment = dict(os.environ)
@@ -46,8 +43,14 @@ class EngineProcess(ForkServerProcess):
 
     def run(self) -> None:
         _die_with_the_server()
-        _become(self._environment)
-        _set_threads(self._environment.get("OMP_NUM_THREADS", ""))
+        # Only what differs changes: code that sets the process's title looks for it next to the original environment.
+        for name in os.environ.keys() - self._environment.keys():
+            del os.environ[name]
+        os.environ.update({name: v for name, v in self._environment.items() if os.environ.get(name) != v})
+        torch: Any = sys.modules.get("torch")
+        if torch is not None:  # OpenMP read the variable in the server, where it may have been different
+            with contextlib.suppress(KeyError, ValueError):
+                torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         super().run()
 
 
@@ -58,10 +61,10 @@ class EngineContext(ForkServerContext):
 
 
 def begin_imports() -> None:
-    """Start the server, if there is none yet. Does not wait for its imports.
+    """Start the fork server, if there is none yet. Does not wait for its imports.
 
-    Its socket lies where those of vLLM do, if the run has set that: this process ends by a kill, and would leave one in
-    the temporary directory.
+    Its socket is where those of vLLM are, if the run sets that: this process ends by a kill, and would leave one in the
+    temporary directory.
     """
     if folder := os.environ.get("VLLM_RPC_BASE_PATH"):
         multiprocessing.current_process()._config["tempdir"] = folder  # pyright: ignore[reportAttributeAccessIssue]
@@ -71,7 +74,7 @@ def begin_imports() -> None:
 
 def _die_with_the_server() -> None:
     kill_with_parent()
-    # The server waits for the end of all who hold this pipe open: of its owner alone, from here on.
+    # The server waits for the end of all processes that hold this pipe open: of its owner alone, from here on.
     alive_fd = getattr(forkserver._forkserver, "_forkserver_alive_fd", None)  # pyright: ignore[reportAttributeAccessIssue]
     if alive_fd is not None:
         nothing = os.open(os.devnull, os.O_WRONLY)
@@ -79,32 +82,17 @@ def _die_with_the_server() -> None:
         os.close(nothing)
 
 
-def _become(environment: Mapping[str, str]) -> None:
-    """Changes only what differs: whoever sets the process's title looks for it beside the environment it began with."""
-    for name in os.environ.keys() - environment.keys():
-        del os.environ[name]
-    os.environ.update({name: value for name, value in environment.items() if os.environ.get(name) != value})
-
-
-def _set_threads(text: str) -> None:
-    """OpenMP has read the variable in the server, where it may have been another."""
-    torch: Any = sys.modules.get("torch")
-    if torch is not None:
-        with contextlib.suppress(ValueError):
-            torch.set_num_threads(int(text))
-
-
 def import_vllm() -> None:
-    """What `launch` imports, so that its seconds can be told from those of the model."""
+    """What `launch` imports, so that its seconds are measured apart from those of the model."""
     import vllm.engine.arg_utils
     import vllm.v1.engine.async_llm  # noqa: F401
 
 
 def launch(spec: EngineSpec, meter: LoadMeter) -> tuple[AsyncLLM, list[int], Any]:
-    """Import vLLM and start its processes (blocking). The engine, the tokens that end an answer, and the tokenizer
+    """Import vLLM and start its processes (blocking). The engine, the tokens that end a response, and the tokenizer
     (None without `spec.tokenizer`), which finds stop strings in front of the engine; the engine itself has none.
 
-    `meter` is told what every step says of the load, with `spec.reports_load`.
+    `meter` gets the load of every step, with `spec.reports_load`.
     """
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -126,15 +114,13 @@ def launch(spec: EngineSpec, meter: LoadMeter) -> tuple[AsyncLLM, list[int], Any
 
 
 def engine_pids(llm: AsyncLLM) -> list[int]:
-    """vLLM's engine process and all below it: the workers of tensor parallelism hold the devices.
-
-    To be asked while it runs: what outlives the engine process gets another parent.
-    """
+    """vLLM's engine process and all below it: the workers of tensor parallelism hold the devices. Call it while the
+    engine runs: processes that outlive it get another parent."""
     return [process.pid for process in _process_tree(llm)]
 
 
 def shut_down(llm: AsyncLLM) -> None:
-    """Stop vLLM's processes and wait until they are gone (blocking). Says so if one is not.
+    """Stop vLLM's processes and wait until they are gone (blocking). Logs an error if one is not.
 
     vLLM itself does not wait for a process that it had to kill: its memory is not free yet, and its entry in the table
     of processes stays for as long as this process lives.
@@ -147,11 +133,8 @@ def shut_down(llm: AsyncLLM) -> None:
     while (left := [process.pid for process in tree if _runs(process)]) and time.monotonic() < deadline:
         time.sleep(_END_POLL_S)
     if left:
-        log.error(
-            "engine processes %s still run %.0f s after they were killed; their device memory is not free",
-            left,
-            _END_TIMEOUT_S,
-        )
+        text = "engine processes %s still run %.0f s after they were killed; their device memory is not free"
+        log.error(text, left, _END_TIMEOUT_S)
 
 
 def _processes(llm: AsyncLLM) -> list[Any]:
@@ -160,8 +143,6 @@ def _processes(llm: AsyncLLM) -> list[Any]:
 
 
 def _process_tree(llm: AsyncLLM) -> list[psutil.Process]:
-    import psutil  # comes with vLLM
-
     tree: list[psutil.Process] = []
     for process in _processes(llm):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -171,18 +152,8 @@ def _process_tree(llm: AsyncLLM) -> list[psutil.Process]:
 
 
 def _runs(process: psutil.Process) -> bool:
-    """Not so a zombie: it holds nothing, and whoever has got it as a child may never look at it."""
-    import psutil
-
+    """False for a zombie: it holds nothing, and its new parent may never reap it."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-@contextmanager
-def environment(defaults: Mapping[str, str], overrides: Mapping[str, str]) -> Iterator[None]:
-    """Processes started inside see `defaults` (where nothing is set yet) and `overrides`; restored at the end."""
-    unset = {name: value for name, value in defaults.items() if name not in os.environ}
-    with temporary_environment({**unset, **overrides}):
-        yield

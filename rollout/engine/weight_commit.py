@@ -1,4 +1,4 @@
-"""Who may generate while new weights go live.
+"""Which requests may generate while new weights go live.
 
 No request may enter an engine while its weights change, and nothing may be sampled then. Every engine keeps these rules
 by using this file.
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 Outcome = Literal["ok", "failed", "dirty"]
 """Of a commit. After "failed" the weights are whole and old; after "dirty" they are a mixture of versions, or gone."""
 _RETRY_S = 1.0
-"""After a pause could not be ended."""
+"""After an attempt to end a pause failed."""
 
 
 class EngineGate:
@@ -40,8 +40,8 @@ class EngineGate:
         resume: lets the engine generate again.
         give_up: declares the engine dead, with a reason.
         pause_limit_s: how long a pause that a commit left behind may last. A commit under way has its own deadline, and
-            its workers may be writing: it is left alone. Then whole weights generate again, and a mixture that no
-            commit repaired is given up: its requests must hear that it is dead.
+            its workers may be writing: it is left alone. Then whole weights generate again, and an engine whose mixture
+            no commit repaired dies, so that its requests continue elsewhere.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class EngineGate:
         self.is_asleep = False
         """Set by the engine once it sleeps, and once a commit has woken it."""
         self.outcome: Outcome = "failed"
-        """Set by the engine during `pause`, as soon as the workers have answered."""
+        """Set by the engine during `pause`, as soon as the workers have replied."""
         self.num_waiting = 0
         """Requests that wait for admission."""
 
@@ -88,7 +88,7 @@ class EngineGate:
                 await self._open.wait()
         finally:
             self.num_waiting -= 1
-        # Neither way in nor way out waits for anything: a cancelled request must not stay inside forever.
+        # Neither way in nor way out waits: a cancelled request must not stay inside.
         self._num_inside += 1
         try:
             yield
@@ -135,7 +135,7 @@ class EngineGate:
                     self._start_timer(max(0.0, self._pause_limit_s - self.paused_s))
 
     def close(self) -> None:
-        """The engine has ended: nothing happens to its pause any more."""
+        """The engine has ended; its pause no longer matters."""
         self._stop_timer()
         if self._ending is not None:
             self._ending.cancel()

@@ -1,12 +1,12 @@
 """`rollout.repack_below`: moves the last requests of a step to fewer engines.
 
 An engine is freed as a whole or not at all: one that keeps a request is as busy as before, and the others would have
-moved for nothing. Requests go from an engine to a fuller one, never back within a plan.
+moved for nothing. Requests move from an engine to a fuller one, never back within a plan.
 
-A moved request is computed again, prompt and tokens so far. So it moves only once it is at least twice as long as it
-was when it was sent to where it is (`has_doubled`). Then whatever the plans, a request that ends with L tokens, P of
-them prompt, moves at most log2(L / P) times, and its moves together compute at most 2 L tokens again: each move costs
-at least twice as much as the one before, and the last one at most L. No request can go back and forth.
+A moved request is computed again, prompt and tokens so far. So it moves only once it is at least twice as long as when
+it was sent (`has_doubled`). Then whatever the plans, a request that ends with L tokens, P of them prompt, moves at most
+log2(L / P) times, and its moves together compute at most 2 L tokens again: each move costs at least twice as much as
+the one before, and the last one at most L. No request can go back and forth.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsolidationRule:
-    """The rule. Example: `ConsolidationRule(below=16, most=256)`."""
+    """Example: `ConsolidationRule(below=16, most=256)`."""
 
     below: int
-    """An engine with fewer requests than this is worth freeing."""
+    """An engine with fewer requests is worth freeing."""
     most: int
-    """No engine gets more requests than this through a plan."""
+    """No engine gets more requests through a plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,16 +39,16 @@ class EngineLoadView:
     own: int
     """Those of this sender, which are all that it can move."""
     limit: int | None = None
-    """Most requests that this sender may have there; None without a limit."""
+    """Of this sender's requests there; None without a limit."""
     is_queueing: bool = False
     """Whether requests wait inside it."""
     kv_frac: float | None = None
-    """Share of its KV cache in use; None where the engine does not say."""
+    """Share of its KV cache in use; None where the engine does not report it."""
     may_leave: bool
     """Whether everything of this sender that is there, or may come back there, may move now."""
 
     def has_room(self, other: EngineLoadView, most: int) -> bool:
-        """Whether everything of another engine of the same kind fits beside what it has."""
+        """Whether everything of another engine fits next to its own."""
         if self.is_queueing or self.running + other.running > most:
             return False
         if self.limit is not None and self.own + other.own > self.limit:
@@ -66,7 +66,7 @@ def has_doubled(num_tokens: int, num_sent: int) -> bool:
 
 
 def engines_to_drain(places: Mapping[str, EngineLoadView], rule: ConsolidationRule) -> list[str]:
-    """The engines to free now, the emptiest first; there is room for what they have on those that are not in the list.
+    """The engines to free now, the emptiest first; the others have room for their requests.
 
     Each one's requests are meant for an engine that is not worth freeing, the emptiest of these, because they are
     fastest there; and if none of them has room, for the fullest of the others.

@@ -1,8 +1,8 @@
-"""Sends the requests of a group to engines, and continues elsewhere what an engine gives back.
+"""Sends the requests of a group to engines, and continues elsewhere what an engine returns unfinished.
 
     agent loop (one per sample) --generate--> GroupGenerator --one streaming call per flush--> EngineClient
-                                                   |  replica dies, or gives requests back
-                                                   +--prompt + tokens so far, what is left of the budget--> another one
+                                                   |  engine dies, or returns requests
+                                                   +--prompt + tokens so far, rest of the budget--> another engine
 
 Requests made in the same turn of the event loop travel in one call: the samples of a group share it, and the later
 turns of an agent do not wait for each other.
@@ -11,7 +11,8 @@ turns of an agent do not wait for each other.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+import contextlib
+from collections import Counter, defaultdict
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,11 +22,10 @@ import numpy as np
 
 from rollout.errors import EngineDead
 from rollout.fleet.consolidation import has_doubled
-from rollout.fleet.scheduler import QueueTimer
 from rollout.types import join_chunks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from rollout.fleet.engine_client import EngineClient
     from rollout.fleet.scheduler import Order, RequestScheduler
@@ -33,8 +33,10 @@ if TYPE_CHECKING:
 
 
 MAX_FRUITLESS_SUBMISSIONS = 100
-"""Calls in a row that end in order and bring no token for any request; then the group fails instead of spinning.
-On shared devices engines may fall asleep `max_staleness` times in a row just after they have woken up."""
+"""Calls in a row that end in order and bring no token for any request; then the group fails. On shared devices engines
+may fall asleep `max_staleness` times in a row just after they have woken up."""
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.01, 1.0
+"""Before a call that follows two fruitless ones, doubling with each: an engine that returns everything may rest."""
 
 
 class PendingGeneration:
@@ -44,11 +46,11 @@ class PendingGeneration:
         self.sample_index = sample_index
         self.max_tokens = max_tokens
         self.stop = stop
-        self.answer: asyncio.Future[TokenChunk] = asyncio.get_running_loop().create_future()
-        self.has_lost_replica = False
+        self.response: asyncio.Future[TokenChunk] = asyncio.get_running_loop().create_future()
+        self.has_lost_engine = False
         """The last one that it was sent to was lost."""
         self.abort: Callable[[], None] = lambda: None
-        """Has the replica that it was sent to give it back; does not wait."""
+        """Has the engine that it was sent to return it; does not wait."""
         self._context = context
         self._chunks: list[TokenChunk] = []
         self.num_tokens = self._num_sent = 0
@@ -56,7 +58,7 @@ class PendingGeneration:
 
     @property
     def is_open(self) -> bool:
-        return not self.answer.done()
+        return not self.response.done()
 
     @property
     def budget(self) -> int:
@@ -64,7 +66,7 @@ class PendingGeneration:
 
     @property
     def load(self) -> int:
-        """Tokens that a replica has to hold for it at most."""
+        """Tokens that an engine has to hold for it at most."""
         return len(self._context) + self.max_tokens
 
     @property
@@ -76,21 +78,27 @@ class PendingGeneration:
         return len(self._context) + self.num_tokens
 
     def leave(self) -> None:
-        """Its replica is to give it back."""
+        """Its engine is to return it."""
         self._is_leaving = True
 
     def send(self) -> int:
-        """It is on its way to a replica. Returns the tokens that this one computes although another one had to give
-        them up."""
+        """It is on its way to an engine. Returns the tokens that this one computes again because another engine was to
+        be free."""
         was_leaving, self._is_leaving, self._num_sent = self._is_leaving, False, self._length
-        self.has_lost_replica = False
+        self.has_lost_engine = False
         return self._length if was_leaving else 0
 
     def token_ids(self) -> np.ndarray:
         return np.concatenate([self._context, *(chunk.token_ids for chunk in self._chunks)])
 
     def add(self, chunk: TokenChunk) -> None:
-        _check_logprobs(chunk)
+        """Raises ValueError for more tokens than were requested, and if the model computed no numbers."""
+        if num_bad := int(np.count_nonzero(~np.isfinite(chunk.logprobs))):
+            raise ValueError(
+                f"the engine computed no finite log-probability for {num_bad} of {len(chunk.logprobs)} tokens; look "
+                "for NaN or infinity in the weights (learner/grad_norm), and whether model.rollout_dtype holds them "
+                "(float16 ends at 65504)"
+            )
         self.num_tokens += len(chunk.token_ids)
         if self.budget < 0:
             raise ValueError(f"an engine returned {self.num_tokens} tokens where at most {self.max_tokens} were asked")
@@ -99,14 +107,14 @@ class PendingGeneration:
             self.finish(chunk.finish_reason)
 
     def finish(self, finish_reason: FinishReason) -> None:
-        """Answers with the tokens so far, unless its caller has gone."""
+        """Responds with the tokens so far, unless its caller has gone."""
         if self.is_open:
-            self.answer.set_result(join_chunks(self._chunks, finish_reason))
+            self.response.set_result(join_chunks(self._chunks, finish_reason))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Call:
-    """One streaming call to one replica, as a guest there."""
+    """One streaming call to one engine; the `Lease` of its requests there."""
 
     group_key: str
     engine: EngineClient
@@ -123,40 +131,43 @@ class _Call:
         self.engine.abort(self.request_ids)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupContext:
-    """What all requests of a group have in common."""
-
-    key: str
-    """Unique among the groups that are generated now; prefixes the request ids and makes routing sticky."""
-    order: Order
-    """Its place among the groups that wait for an engine."""
-    min_version: int
-    """Weights older than this must not sample a token of this group."""
-    timeout_s: float
-    """Longest time one generation may take, resubmissions and waits for room included."""
-    params_of: Callable[[int, int], SamplingParams]
-    """(sample_index, number of the submission of that sample) -> how to sample it; `max_tokens` is set here."""
-
-
 class GroupGenerator:
     """Generates for the samples of one group; an async context manager that leaves no task behind.
 
+    Args:
+        engines: by name.
+        key: unique among the groups that are generated now; prefixes the request ids and makes routing sticky.
+        timeout_s: longest time one generation may take, resubmissions and waits for room included.
+        params_of: (sample_index, number of the submission of that sample) -> how to sample it; `max_tokens` is set
+            here.
+        order: its place among the groups that wait for an engine.
+        min_version: weights older than this must not sample a token of this group.
+
     Example:
-        async with GroupGenerator(context, engines, scheduler) as generator:
-            completion = await generator.generate(0, prompt.token_ids, 1024)
+        async with GroupGenerator(engines, scheduler, key="g7.0", timeout_s=600.0, params_of=params_of) as generator:
+            chunk = await generator.generate(0, prompt.token_ids, 1024)
     """
 
-    def __init__(self, context: GroupContext, engines: Mapping[str, EngineClient], scheduler: RequestScheduler) -> None:
-        self._context = context
-        self._engines = engines
-        self._scheduler = scheduler
+    def __init__(
+        self,
+        engines: Mapping[str, EngineClient],
+        scheduler: RequestScheduler,
+        *,
+        key: str,
+        timeout_s: float,
+        params_of: Callable[[int, int], SamplingParams],
+        order: Order = (0, 0),
+        min_version: int = 0,
+    ) -> None:
+        self._engines, self._scheduler = engines, scheduler
+        self._key, self._order, self._min_version = key, order, min_version
+        self._timeout_s, self._params_of = timeout_s, params_of
         self._batch: list[PendingGeneration] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_calls = 0
-        self.tokens_of: Counter[int] = Counter()
+        self.tokens_of = Counter[int]()
         """Sample index -> tokens that engines generated for it."""
-        self._num_submissions: dict[int, int] = {}
+        self._num_submissions = Counter[int]()
         self.waits = QueueTimer(asyncio.get_running_loop().time)
         """For room at an engine, by sample index."""
 
@@ -168,7 +179,7 @@ class GroupGenerator:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._scheduler.forget(self._context.key)
+        self._scheduler.forget(self._key)
 
     async def generate(
         self, sample_index: int, token_ids: np.ndarray, max_tokens: int, *, stop: str | Sequence[str] | None = None
@@ -177,7 +188,7 @@ class GroupGenerator:
         `params_of`.
 
         The finish reason is "stop", "length", or "abort" if `timeout_s` passed first (with the tokens until then). Its
-        replica is told to stop if it is cancelled.
+        engine aborts it if this call is cancelled.
 
         Raises:
             NoReplica: all engines are excluded; or it waited for `timeout_s`, and those that are not are pinned.
@@ -190,14 +201,14 @@ class GroupGenerator:
             asyncio.get_running_loop().call_soon(self._flush)
         self._batch.append(request)
         try:
-            return await request.answer
+            return await request.response
         except asyncio.CancelledError:
             request.abort()
             raise
 
     def _flush(self) -> None:
         batch, self._batch = self._batch, []
-        task = asyncio.create_task(self._drive(batch), name=f"generate {self._context.key}")
+        task = asyncio.create_task(self._drive(batch), name=f"generate {self._key}")
         self._tasks.add(task)
         task.add_done_callback(lambda done: self._settle(done, batch))
 
@@ -208,75 +219,78 @@ class GroupGenerator:
         for request in batch:
             if request.is_open:
                 if error is None:
-                    request.answer.cancel()
+                    request.response.cancel()
                 else:
-                    request.answer.set_exception(error)
+                    request.response.set_exception(error)
 
     async def _drive(self, batch: list[PendingGeneration]) -> None:
-        """Submits a batch, and what is left of it again, until every request is answered or time is up."""
-        deadline = asyncio.get_running_loop().time() + self._context.timeout_s
+        """Submits a batch, and again what is unfinished, until every request has its response or time is up."""
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + self._timeout_s
         num_fruitless = 0
-        while unanswered := [request for request in batch if request.is_open]:
+        while unfinished := [request for request in batch if request.is_open]:
             if num_fruitless == MAX_FRUITLESS_SUBMISSIONS:
                 raise RuntimeError(
-                    f"engines gave the requests of {self._context.key} back {num_fruitless} times in a row without a "
-                    f"token; {self._scheduler.excluded or 'no engine is excluded'}"
+                    f"engines returned the requests of {self._key} {num_fruitless} times in a row without a token; "
+                    f"{self._scheduler.excluded or 'no engine is excluded'}"
                 )
-            tokens_before = sum(request.num_tokens for request in unanswered)
+            num_tokens, name = sum(request.num_tokens for request in unfinished), ""
+            has_ended = True
             try:
                 async with asyncio.timeout_at(deadline):
-                    name = ""
-                    name = await self._enter(unanswered)
-                    if entered := self._still_open(name, unanswered):
-                        await self._submit(name, entered)
+                    name = await self._enter(unfinished)
+                    if entered := self._still_open(name, unfinished):
+                        has_ended = await self._submit(name, entered)
             except TimeoutError:
                 if not name:
                     self._scheduler.require_engine()  # else it is no fault of the group
-                for request in unanswered:
+                for request in unfinished:
                     request.finish("abort")
-            for request in unanswered:
-                if request.budget == 0:  # the replica went away between the last token and saying so
+            for request in unfinished:
+                if request.budget == 0:  # the engine went away between the last token and its finish reason
                     request.finish("length")
-            made_progress = sum(request.num_tokens for request in unanswered) > tokens_before
-            num_fruitless = 0 if made_progress else num_fruitless + 1
+            made_progress = sum(request.num_tokens for request in unfinished) > num_tokens
+            num_fruitless = 0 if made_progress else num_fruitless + has_ended
+            if num_fruitless > 1:
+                pause_s = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (num_fruitless - 2))
+                await asyncio.sleep(min(pause_s, max(0.0, deadline - clock())))
 
     async def _enter(self, requests: Sequence[PendingGeneration]) -> str:
-        """The replica that has room for them, which counts them from now on. Cancels its task once all are given
-        up: others may have their place."""
-        tokens, context, task = sum(request.load for request in requests), self._context, asyncio.current_task()
+        """The engine that has room for them, which counts them from now on. Cancels its task once all callers are gone:
+        others may have their place."""
+        task = asyncio.current_task()
 
         def stop_if_unwanted(_: object) -> None:
             if task is not None and not any(request.is_open for request in requests):
                 task.cancel()
 
         for request in requests:
-            request.answer.add_done_callback(stop_if_unwanted)
+            request.response.add_done_callback(stop_if_unwanted)
         try:
             with self.waits.of([request.sample_index for request in requests]):
-                size = {"tokens": tokens, "num_requests": len(requests)}
-                return await self._scheduler.acquire(context.key, context.order, **size)
+                size = {"tokens": sum(request.load for request in requests), "num_requests": len(requests)}
+                return await self._scheduler.acquire(self._key, self._order, **size)
         finally:
             for request in requests:
-                request.answer.remove_done_callback(stop_if_unwanted)
+                request.response.remove_done_callback(stop_if_unwanted)
 
     def _still_open(self, name: str, requests: Sequence[PendingGeneration]) -> list[PendingGeneration]:
-        """Those of `requests` that were not given up while they waited for room at `name`; it is free of the others."""
+        """Those of `requests` that were not cancelled while they waited for room at `name`; it drops the others."""
         closed = [request.load for request in requests if not request.is_open]
         if closed:
             self._scheduler.release(name, tokens=sum(closed), num_requests=len(closed))
         return [request for request in requests if request.is_open]
 
-    async def _submit(self, name: str, requests: Sequence[PendingGeneration]) -> None:
-        """One streaming call to the replica `name`. If it dies, hangs or has old weights, it is excluded, and what
-        is left of the requests goes on elsewhere."""
-        loads = [request.load for request in requests]
-        is_outstanding = [True] * len(requests)
+    async def _submit(self, name: str, requests: Sequence[PendingGeneration]) -> bool:
+        """One streaming call to the engine `name`. If it dies, hangs or has old weights, it is excluded, the requests
+        continue elsewhere, and this is False."""
+        loads = dict(enumerate(request.load for request in requests))
         try:
             call = self._call(name, requests)
             stream = call.engine.stream_group(
                 call.request_ids,
                 [request.token_ids() for request in requests],
-                [self._params_of(request) for request in requests],
+                [self._params(request) for request in requests],
             )
             async with self._scheduler.holding(name, call), aclosing(stream):
                 async for index, chunk in stream:
@@ -284,56 +298,75 @@ class GroupGenerator:
                     requests[index].add(chunk)
                     self.tokens_of[requests[index].sample_index] += len(chunk.token_ids)
                     if chunk.finish_reason is not None:
-                        is_outstanding[index] = False
-                        self._scheduler.release(name, tokens=loads[index], num_requests=1)
+                        self._scheduler.release(name, tokens=loads.pop(index), num_requests=1)
         except (EngineDead, TimeoutError) as error:  # a deadline of the engine's own: ours comes as a cancellation
             self._scheduler.exclude(name, str(error))
             for request in requests:
-                request.has_lost_replica = request.is_open
+                request.has_lost_engine = request.is_open
+            return False
         finally:
-            left = [load for load, is_left in zip(loads, is_outstanding, strict=True) if is_left]
-            self._scheduler.release(name, tokens=sum(left), num_requests=len(left))
+            self._scheduler.release(name, tokens=sum(loads.values()), num_requests=len(loads))
+        return True
 
     def _call(self, name: str, requests: Sequence[PendingGeneration]) -> _Call:
         self._num_calls += 1
-        self._scheduler.recovered.add([request.num_tokens for request in requests if request.has_lost_replica])
-        self._scheduler.migrated.add([tokens for request in requests if (tokens := request.send())])
-        key = self._context.key
-        # Numbered within the call, too: a loop may ask for several answers of one sample at once.
-        ids = [f"{key}/{request.sample_index}/{self._num_calls}.{number}" for number, request in enumerate(requests)]
+        recovered = [request.num_tokens for request in requests if request.has_lost_engine]
+        migrated = [tokens for request in requests if (tokens := request.send())]
+        moves = self._scheduler.moves
+        moves["recovered_requests"] += len(recovered)
+        moves["recovered_tokens"] += sum(recovered)
+        moves["migrated_requests"] += len(migrated)
+        moves["migrated_tokens"] += sum(migrated)
+        # Numbered within the call, too: a loop may request several responses of one sample at once.
+        ids = [f"{self._key}/{one.sample_index}/{self._num_calls}.{number}" for number, one in enumerate(requests)]
         engine = self._engines[name]
         for request, request_id in zip(requests, ids, strict=True):
             request.abort = partial(engine.abort, [request_id])
-        return _Call(group_key=key, engine=engine, request_ids=ids, requests=requests)
+        return _Call(group_key=self._key, engine=engine, request_ids=ids, requests=requests)
 
-    def _params_of(self, request: PendingGeneration) -> SamplingParams:
+    def _params(self, request: PendingGeneration) -> SamplingParams:
         """Every submission has its own seed: a continuation must not replay the random numbers of its beginning. And it
-        looks for stop strings in what the answer has."""
-        submission = self._num_submissions.get(request.sample_index, 0)
-        self._num_submissions[request.sample_index] = submission + 1
-        params = self._context.params_of(request.sample_index, submission)
+        looks for stop strings in the response so far."""
+        submission = self._num_submissions[request.sample_index]
+        self._num_submissions[request.sample_index] += 1
+        params = self._params_of(request.sample_index, submission)
         stop = params.stop if request.stop is None else request.stop
         return replace(params, max_tokens=request.budget, stop=stop, num_prefix_tokens=request.num_tokens)
 
     def _check_version(self, name: str, chunk: TokenChunk) -> None:
-        oldest = int(chunk.versions.min(initial=self._context.min_version))
-        if oldest < self._context.min_version:
+        oldest = int(chunk.versions.min(initial=self._min_version))
+        if oldest < self._min_version:
             raise EngineDead(
-                f"{name} samples with policy version {oldest} although {self._context.min_version} is live; it "
-                "missed a weight sync"
+                f"{name} samples with policy version {oldest} although {self._min_version} is live; it missed a "
+                "weight sync"
             )
 
 
-def _check_logprobs(chunk: TokenChunk) -> None:
-    """Refuses a chunk of an engine whose model computed no numbers.
+class QueueTimer:
+    """How long each sample of a group has waited for room: all its waits, the current one included. Waits of one sample
+    that overlap count once."""
 
-    Raises:
-        ValueError: a log-probability is not finite.
-    """
-    if not np.isfinite(chunk.logprobs).all():
-        number = int(np.sum(~np.isfinite(chunk.logprobs)))
-        raise ValueError(
-            f"the engine computed no finite log-probability for {number} of {len(chunk.logprobs)} tokens; look for NaN "
-            "or infinity in the weights (learner/grad_norm), and whether model.rollout_dtype holds them (float16 ends "
-            "at 65504)"
-        )
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._num_open = Counter[int]()
+        self._since: defaultdict[int, float] = defaultdict(float)
+        self._before_s: defaultdict[int, float] = defaultdict(float)
+
+    @contextlib.contextmanager
+    def of(self, samples: Sequence[int]) -> Iterator[None]:
+        """These samples wait for as long as the block lasts, however it ends."""
+        self._change(samples, 1)
+        try:
+            yield
+        finally:
+            self._change(samples, -1)
+
+    def seconds(self, sample: int) -> float:
+        open_s = self._clock() - self._since[sample] if self._num_open[sample] else 0.0
+        return self._before_s[sample] + open_s
+
+    def _change(self, samples: Sequence[int], change: int) -> None:
+        for sample in samples:
+            self._before_s[sample] = self.seconds(sample)
+            self._since[sample] = self._clock()
+            self._num_open[sample] += change

@@ -2,8 +2,9 @@
 
 A group stays with one engine, because its samples share the prompt's prefix cache. A new group goes to the engine with
 the fewest outstanding tokens (prompt plus budget of what was sent and has not come back) among those with room, and to
-the first one of those that have equally few. A scheduler knows what its own rollout worker has sent, and not what the
-others have; so that they do not all begin with the same engine, each has the engines in another order.
+the first one of those that have equally few. Requests that other rollout workers have there count like the new ones.
+That number is as old as the last view, so that workers do not all begin with the same engine, each has the engines in
+another order.
 
 Requests above an engine's limit are queued here. The oldest group enters first, and no request takes room that an older
 one waits for.
@@ -12,20 +13,22 @@ one waits for.
 from __future__ import annotations
 
 import asyncio
+import bisect
 import contextlib
-import heapq
 import itertools
-from collections import defaultdict
+from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from rollout.errors import EngineDead
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Iterable, Sequence
 
 
 Order = tuple[int, int]
 """(start version, group id): sorts groups by the last step at which they may be trained, then by admission."""
+_EVALUATION: Order = (-1, 0)
 
 
 class NoReplica(Exception):
@@ -54,16 +57,20 @@ class Lease(Protocol):
         ...
 
     def leave(self) -> None:
-        """Has the engine give them back, which the holder then notices; does not wait."""
+        """Has the engine return them, which the holder then notices; does not wait."""
         ...
 
 
-class _Waiter:
-    """A submission that is queued."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Submission:
+    """Requests that need room together."""
 
-    def __init__(self, group_key: str, tokens: int, num_requests: int) -> None:
-        self.group_key, self.tokens, self.num_requests = group_key, tokens, num_requests
-        self.engine: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    group_key: str
+    tokens: int
+    num_requests: int
+    reserved: str
+    """The only engine that an evaluation may use; empty for training."""
+    engine: asyncio.Future[str]
 
 
 class _Engine:
@@ -71,7 +78,11 @@ class _Engine:
 
     def __init__(self) -> None:
         self.outstanding_tokens = self.num_requests = 0
+        self.num_elsewhere = 0
+        """Requests that other senders have there."""
         self.limit: int | None = None
+        self.total_limit = 0
+        """Of all senders, where there is a limit."""
         self.excluded: str | None = None
         """Why it gets nothing more."""
         self.is_pinned = False
@@ -84,14 +95,23 @@ class _Engine:
     def is_open(self) -> bool:
         return self.excluded is None and not self.is_pinned
 
+    @property
+    def takes_groups(self) -> bool:
+        return self.is_open and not self.is_drained
+
     def has_room(self, num_requests: int) -> bool:
         """An empty engine takes a group that is larger than its limit."""
         used = self.num_requests
         return self.is_open and (self.limit is None or used == 0 or used + num_requests <= self.limit)
 
+    def has_room_for_evaluation(self) -> bool:
+        """An evaluation may have this sender's share of the engine, and what no sender uses of the whole."""
+        used = self.num_requests
+        return self.limit is None or used < self.limit or used + self.num_elsewhere < self.total_limit
+
 
 class RequestScheduler:
-    """One per sender, in one event loop. Only `acquire` waits, and its caller bounds that wait.
+    """One per sender, in one event loop. Only `acquire` and `reserve` wait, and their callers bound that wait.
 
     Example:
         name = await scheduler.acquire("g7.0", (3, 7), tokens=4096, num_requests=8)
@@ -107,40 +127,52 @@ class RequestScheduler:
             raise ValueError("a scheduler needs at least one engine, got none")
         self._engine_of: dict[str, str] = {}
         """Group -> where its prefix is cached."""
-        self._queue: list[tuple[Order, int, _Waiter]] = []
+        self._queue: list[tuple[Order, int, _Submission]] = []  # sorted
         self._arrivals = itertools.count()
-        self._num_queued = 0
-        self.migrated = MigrationCounter()
-        """Requests that moved so that their engine is free, and the tokens that the next one computed again."""
-        self.recovered = MigrationCounter()
-        """Requests whose engine was lost, and the tokens of their responses, which they kept."""
+        self.num_queued = 0
+        """Requests that wait for room."""
+        self.moves = Counter[str]()
+        """Requests that migrated or were recovered, and their tokens, by the names of `WorkerReport`."""
 
     # Requests
 
-    async def acquire(self, group_key: str, order: Order, *, tokens: int, num_requests: int) -> str:
+    async def acquire(self, group_key: str, order: Order, *, tokens: int, num_requests: int, reserved: str = "") -> str:
         """Waits for room and returns the engine, on which the requests are counted from then on.
 
-        Waits for: room on an engine that may take them. Unblocked by: `release`, a higher limit, `unpin`, an engine
-        that comes back; by the loss of all engines, with `NoReplica`; and by cancellation.
+        Waits for: room on an engine that may take them. Unblocked by: `release`, a higher limit, the end of a pin, an
+        engine that comes back; by the loss of all engines, with `NoReplica`; and by cancellation.
         """
+        engine = asyncio.get_running_loop().create_future()
+        submission = _Submission(
+            group_key=group_key, tokens=tokens, num_requests=num_requests, reserved=reserved, engine=engine
+        )
         if not self._queue:
-            name = self._place(group_key, tokens, num_requests)
+            name = self._place(submission)
             if name is not None:
                 return name
-        waiter = _Waiter(group_key, tokens, num_requests)
-        heapq.heappush(self._queue, (order, next(self._arrivals), waiter))
-        self._num_queued += num_requests
+        bisect.insort(self._queue, (order, next(self._arrivals), submission))
+        self.num_queued += num_requests
         try:
             self._admit()
-            return await waiter.engine
+            return await engine
         except asyncio.CancelledError:
-            if waiter.engine.done() and not waiter.engine.cancelled() and waiter.engine.exception() is None:
-                self._take_back(waiter.engine.result(), tokens, num_requests)
+            if engine.done() and not engine.cancelled() and engine.exception() is None:
+                self._take_back(engine.result(), tokens, num_requests)
             raise
         finally:
-            self._num_queued -= num_requests
-            waiter.engine.cancel()
-            self._admit()  # the one behind it may be first now
+            self.num_queued -= num_requests
+            engine.cancel()
+            self._admit()  # the next one may be first now
+
+    @contextlib.asynccontextmanager
+    async def reserve(self, name: str) -> AsyncIterator[None]:
+        """Room at `name` for one request of an evaluation, before all that wait, whether it is pinned or not. Waits as
+        `acquire`; raises NoReplica if the engine is excluded."""
+        await self.acquire("", _EVALUATION, tokens=0, num_requests=1, reserved=name)
+        try:
+            yield
+        finally:
+            self.release(name, tokens=0, num_requests=1)
 
     def release(self, name: str, *, tokens: int, num_requests: int) -> None:
         """Requests came back, or never will."""
@@ -149,9 +181,9 @@ class RequestScheduler:
 
     @contextlib.asynccontextmanager
     async def holding(self, name: str, lease: Lease) -> AsyncIterator[None]:
-        """Ends the block once `name` is excluded: what it has continues elsewhere, from its prefix.
+        """Ends the block once `name` is excluded: its requests continue elsewhere, from their prefixes.
 
-        Inside the block the holder may be asked to leave.
+        Inside the block the lease may be asked to leave.
 
         Raises:
             EngineDead: with the reason of the exclusion, which may have come between `acquire` and this.
@@ -178,9 +210,14 @@ class RequestScheduler:
 
     # Engines
 
-    def limit(self, name: str, num_requests: int) -> None:
-        """From now on `name` gets nothing while it has so many requests, except a group that finds it empty."""
-        self._engine(name).limit = num_requests
+    def limit(self, name: str, num_requests: int, *, total: int | None = None) -> None:
+        """From now on `name` gets nothing while it has so many requests, except a group that finds it empty.
+
+        Args:
+            total: the limit of all senders together.
+        """
+        engine = self._engine(name)
+        engine.limit, engine.total_limit = num_requests, num_requests if total is None else total
         self._admit()
 
     def exclude(self, name: str, reason: str) -> None:
@@ -200,13 +237,10 @@ class RequestScheduler:
         engine.excluded, engine.is_pinned, engine.is_drained = None, False, False
         self._admit()
 
-    def pin(self, name: str) -> None:
-        """Sends nothing new to `name` until `unpin`; what it has continues."""
-        self._engine(name).is_pinned = True
-
-    def unpin(self, name: str) -> None:
-        """`name` takes requests again, unless it is excluded."""
-        self._engine(name).is_pinned = False
+    def set_view(self, name: str, *, is_pinned: bool = False, num_elsewhere: int = 0) -> None:
+        """`name` as the driver sees it. A pinned engine gets nothing new of training; what it has continues."""
+        engine = self._engine(name)
+        engine.is_pinned, engine.num_elsewhere = is_pinned, num_elsewhere
         self._admit()
 
     def may_drain(self, name: str) -> bool:
@@ -223,26 +257,17 @@ class RequestScheduler:
         for lease in engine.leases.values():
             lease.leave()
 
-    # What is known
-
-    @property
-    def num_queued(self) -> int:
-        """Requests that wait for room."""
-        return self._num_queued
+    # State
 
     @property
     def in_service(self) -> list[str]:
         """Engines that are neither excluded nor pinned nor drained."""
-        return [name for name in self._engines if self._takes_groups(name)]
+        return [name for name, engine in self._engines.items() if engine.takes_groups]
 
     @property
     def excluded(self) -> dict[str, str]:
         """Engine to reason."""
         return {name: one.excluded for name, one in self._engines.items() if one.excluded is not None}
-
-    @property
-    def outstanding_tokens(self) -> dict[str, int]:
-        return {name: one.outstanding_tokens for name, one in self._engines.items()}
 
     @property
     def num_requests(self) -> dict[str, int]:
@@ -258,49 +283,57 @@ class RequestScheduler:
         """Raises NoReplica if no engine takes requests because some are excluded, and the others pinned."""
         if not self.excluded or any(engine.is_open for engine in self._engines.values()):
             return
-        reasons = {name: one.excluded for name, one in self._engines.items() if one.excluded is None}
-        reasons = {**dict.fromkeys(reasons, "pinned"), **self.excluded}
+        reasons = {name: "pinned" for name, one in self._engines.items() if one.excluded is None} | self.excluded
         text = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         raise NoReplica(f"all {len(reasons)} engines are excluded or pinned ({text})")
 
     # Inside
 
-    def _place(self, group_key: str, tokens: int, num_requests: int) -> str | None:
+    def _place(self, submission: _Submission) -> str | None:
         """Chooses an engine and counts the requests there. None if there is no room now: every engine that may take
         them (the group's own, if it has one) is full or pinned.
 
         Raises:
             NoReplica: all are excluded.
         """
-        name = self._choose(group_key, num_requests)
+        name = self._choose(submission)
         if name is None:
             return None
         engine = self._engines[name]
-        self._engine_of[group_key] = name
-        engine.is_drained = False
-        engine.outstanding_tokens += tokens
-        engine.num_requests += num_requests
+        if not submission.reserved:
+            self._engine_of[submission.group_key] = name
+            engine.is_drained = False
+        engine.outstanding_tokens += submission.tokens
+        engine.num_requests += submission.num_requests
         return name
 
-    def _choose(self, group_key: str, num_requests: int) -> str | None:
-        own = self._own_engine(group_key)
+    def _choose(self, submission: _Submission) -> str | None:
+        own = self._only_engine(submission)
+        if submission.reserved:
+            if (reason := self._engine(submission.reserved).excluded) is not None:
+                raise NoReplica(f"the engine of the evaluation is excluded ({submission.reserved}: {reason})")
+            return own if self._engines[submission.reserved].has_room_for_evaluation() else None
+        num_requests = submission.num_requests
         if own is not None:
             return own if self._engines[own].has_room(num_requests) else None
         if len(self.excluded) == len(self._engines):
             self.require_engine()
         usable = [name for name, engine in self._engines.items() if engine.has_room(num_requests)]
-        if group_key in self._engine_of:  # a drained engine is kept for new groups
+        if submission.group_key in self._engine_of:  # a drained engine is kept for new groups
             usable = [name for name in usable if not self._engines[name].is_drained] or usable
-        return min(usable, key=lambda name: self._engines[name].outstanding_tokens, default=None)
 
-    def _own_engine(self, group_key: str) -> str | None:
-        """The one engine that a group waits for; None if any will do."""
-        name = self._engine_of.get(group_key)
-        return name if name is not None and self._takes_groups(name) else None
+        def load(name: str) -> int:
+            engine = self._engines[name]
+            return engine.outstanding_tokens + engine.num_elsewhere * submission.tokens // num_requests
 
-    def _takes_groups(self, name: str) -> bool:
-        engine = self._engines[name]
-        return engine.is_open and not engine.is_drained
+        return min(usable, key=load, default=None)
+
+    def _only_engine(self, submission: _Submission) -> str | None:
+        """The one engine that it waits for; None if any will do."""
+        if submission.reserved:
+            return submission.reserved
+        name = self._engine_of.get(submission.group_key)
+        return name if name is not None and self._engines[name].takes_groups else None
 
     def _take_back(self, name: str, tokens: int, num_requests: int) -> None:
         engine = self._engines[name]
@@ -315,75 +348,28 @@ class RequestScheduler:
     def _admit(self) -> None:
         """Every submission for which there is room, oldest first. None takes a place that an older one waits for."""
         full: set[str] = set()
-        passed: list[tuple[Order, int, _Waiter]] = []
-        while self._queue:
-            waiter = self._queue[0][2]
-            own = self._own_engine(waiter.group_key)
-            if waiter.engine.done() or (own not in full and self._try(waiter)):
-                heapq.heappop(self._queue)
-                continue
-            if own is None:
-                break  # it would take any place
-            full.add(own)
-            passed.append(heapq.heappop(self._queue))
-        for entry in passed:
-            heapq.heappush(self._queue, entry)
+        for entry in list(self._queue):
+            submission = entry[2]
+            own = self._only_engine(submission)
+            if submission.engine.done() or (own not in full and self._try(submission)):
+                self._queue.remove(entry)
+            elif own is None:
+                return  # it would take any place
+            else:
+                full.add(own)
 
-    def _try(self, waiter: _Waiter) -> bool:
+    def _try(self, submission: _Submission) -> bool:
         """Whether its wait is over, with an engine or an error."""
         try:
-            name = self._place(waiter.group_key, waiter.tokens, waiter.num_requests)
+            name = self._place(submission)
         except NoReplica as error:  # for the one that waits, not for the one that made room
-            waiter.engine.set_exception(error)
+            submission.engine.set_exception(error)
             return True
         if name is not None:
-            waiter.engine.set_result(name)
+            submission.engine.set_result(name)
         return name is not None
 
     def _engine(self, name: str) -> _Engine:
         if name not in self._engines:
             raise ValueError(f"unknown engine {name!r}; known are {sorted(self._engines)}")
         return self._engines[name]
-
-
-class QueueTimer:
-    """How long each sample of a group has waited for room: all its waits, the current one included. Waits of one sample
-    that overlap count once."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._num_open: defaultdict[int, int] = defaultdict(int)
-        self._since: defaultdict[int, float] = defaultdict(float)
-        self._before_s: defaultdict[int, float] = defaultdict(float)
-
-    @contextlib.contextmanager
-    def of(self, samples: Sequence[int]) -> Iterator[None]:
-        """These samples wait for as long as the block lasts, however it ends."""
-        self._change(samples, 1)
-        try:
-            yield
-        finally:
-            self._change(samples, -1)
-
-    def seconds(self, sample: int) -> float:
-        """Until now."""
-        open_s = self._clock() - self._since[sample] if self._num_open[sample] else 0.0
-        return self._before_s[sample] + open_s
-
-    def _change(self, samples: Sequence[int], change: int) -> None:
-        for sample in samples:
-            self._before_s[sample] = self.seconds(sample)
-            self._since[sample] = self._clock()
-            self._num_open[sample] += change
-
-
-class MigrationCounter:
-    """Requests that were sent to another engine, and tokens of theirs."""
-
-    def __init__(self) -> None:
-        self.num_requests = self.num_tokens = 0
-
-    def add(self, tokens: Sequence[int]) -> None:
-        """One entry per request."""
-        self.num_requests += len(tokens)
-        self.num_tokens += sum(tokens)

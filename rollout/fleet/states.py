@@ -1,4 +1,4 @@
-"""Which engines are there, and which of them take requests of training: the rules, and what workers are told.
+"""Which engines are there, and which of them take requests of training: the rules, and what workers receive of them.
 
     starting ──joined──> live ──pin──> pinned            pinned: an evaluation holds its version; what runs there
         │                 │ └──<──unpin──┘               continues, and nothing new of training comes
@@ -54,24 +54,19 @@ class EngineRecord:
 
 
 def apply(record: EngineRecord, event: EventKind, *, incarnation: int, reason: str = "") -> EngineRecord | None:
-    """The row after an event, or None if the event is ignored.
+    """The row after an event of the engine of this `incarnation`, or None if the event is ignored.
 
     Args:
-        incarnation: of the engine that the event is about.
         reason: of a loss.
     """
     state = TRANSITIONS.get((record.state, event))
     if state is None or incarnation != record.incarnation:
         return None
+    num_pins = {"pin": record.num_pins + 1, "unpin": record.num_pins - 1}.get(event, 0)
     match event:
-        case "joined":
-            return replace(record, state=state, reason="", num_pins=0)
-        case "lost":
-            return replace(record, state=state, reason=reason, num_pins=0)
-        case "pin":
-            return replace(record, state=state, num_pins=record.num_pins + 1)
-        case "unpin":
-            num_pins = record.num_pins - 1
+        case "joined" | "lost":
+            return replace(record, state=state, reason=reason if event == "lost" else "", num_pins=0)
+        case "pin" | "unpin":
             return replace(record, state="pinned" if num_pins else "live", num_pins=num_pins)
         case "restart":
             return replace(record, state=state, incarnation=incarnation + 1)
@@ -81,7 +76,7 @@ def apply(record: EngineRecord, event: EventKind, *, incarnation: int, reason: s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineView:
-    """One engine, as the driver tells a rollout worker of it."""
+    """One engine, as the driver reports it to a rollout worker."""
 
     incarnation: int
     state: EngineState
@@ -89,12 +84,14 @@ class EngineView:
     load: EngineStatus | None = None
     """Of the last poll; None if the engine did not answer it."""
     num_polls: int = 0
-    """Answers of this engine to polls: a load that was told before is nothing new."""
+    """Polls that this engine answered: a load that was sent before is nothing new."""
+    num_elsewhere: int = 0
+    """Requests that other workers have there, by their last reports."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetView:
-    """All engines, as the driver tells a rollout worker of them."""
+    """All engines, as the driver reports them to a rollout worker."""
 
     epoch: int
     """Raised with every change of the table."""
@@ -105,7 +102,7 @@ class FleetView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReport:
-    """What a rollout worker answers a view with. Counts are since it began."""
+    """A rollout worker's reply to a view. Counts are since its start."""
 
     limits: Mapping[str, int]
     """Engine -> most requests that it has there at once; only engines with a limit."""

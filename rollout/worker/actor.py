@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 
 THRESHOLDS = (50_000, 20, 20)
-"""See `gc.set_threshold`. The default (700, 10, 10) looks through everything each time that the objects in flight grow
-by a quarter: with 10,000 trajectories that was half of all processor time, in pauses of 0.3 s of the event loop. Groups
-form no cycles, so what has to be found is little: tracebacks and cancelled tasks."""
+"""See `gc.set_threshold`. The default (700, 10, 10) scans everything each time that the objects in flight grow by a
+quarter: with 10,000 trajectories that was half of all processor time, in pauses of 0.3 s of the event loop. Groups form
+no cycles, so there is little to find: tracebacks and cancelled tasks."""
 
 
 @contextlib.contextmanager
 def rare_collections() -> Iterator[None]:
-    """In the block, what exists already is never looked at, and full collections are rare. A process that has frozen
-    its objects before keeps all of them so."""
+    """In the block, what exists already is never scanned, and full collections are rare. A process that has frozen its
+    objects before keeps all of them so."""
     before, was_frozen = gc.get_threshold(), gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
@@ -68,12 +68,8 @@ class RolloutWorkerActor:
         self._for_life = ExitStack()
 
     async def start(self) -> None:
-        """Loads the tokenizer, whose files may not be there before, and starts the reward processes.
-
-        Raises:
-            DataError: the reward does not import.
-            PluginError: the agent loop does not load.
-        """
+        """Loads the tokenizer and starts the reward processes. Raises DataError if the reward does not import, and
+        PluginError if the agent loop does not load."""
         await self._rewards.start()
         self._for_life.enter_context(rare_collections())
         path = self._spec.tokenizer_path
@@ -88,7 +84,7 @@ class RolloutWorkerActor:
             loop=make_loop(
                 self._spec.agent, self._spec.agent_args, chat_template_kwargs=self._spec.chat_template_kwargs
             ),
-            num_judges=self._rewards.num_at_once,
+            reward_slots=self._rewards.num_at_once,
         )
 
     @property
@@ -119,7 +115,7 @@ class RolloutWorkerActor:
         return self._worker.update(view, new)
 
     async def close(self) -> None:
-        """Ends groups, what the agent loop holds, and the reward processes; also of a worker that did not start."""
+        """Ends groups, the agent loop, and the reward processes; also of a worker that did not start."""
         self._groups.close()
         try:
             if self._started is not None:
@@ -139,5 +135,5 @@ def rollout_worker_actor() -> Any:
     """
     import ray
 
-    # Calls wait most of the time: for a group to end, for an evaluation. None may wait for another's turn.
+    # Calls wait most of the time: for a group to end, for an evaluation. None may wait for another's slot.
     return ray.remote(max_concurrency=10_000)(RolloutWorkerActor)  # pyright: ignore[reportCallIssue]

@@ -1,6 +1,6 @@
 """Many groups in one call of the driver.
 
-A remote call costs about a millisecond of the driver, whatever it brings; a group of one answer costs it far less.
+A remote call costs about a millisecond of the driver, whatever it brings; a group of one response costs it far less.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FLUSH_S = 0.02
-"""At most one call per worker and direction in this time; what comes sooner goes together. Nothing else waits."""
+"""At most one call per worker and direction in this time; what comes sooner travels together. Nothing else waits."""
 MAX_BYTES = 100_000
-"""Of one answer, unless a single group is larger. Ray sends up to 100 kB to the driver itself. A larger answer stays in
-the object store until the last of its groups is trained, because they are views of it; so it has one group."""
+"""Returned by one call, unless a single group is larger. Ray sends up to 100 kB to the driver itself. A larger result
+stays in the object store until the last of its groups is trained, because they are views of it; so it has one group."""
 EXPECTED = (NoReplica, TimeoutError, AgentError, BaselineError)
-"""What a group may fail with; anything else is a defect, and goes to the log with where it came from."""
+"""What a group may fail with; anything else is a defect, and its traceback goes to the log."""
 
 
 class GroupServer:
-    """Runs groups side by side, each under the call id that its caller gave it.
+    """Runs groups concurrently, each under the call id that its caller gave it.
 
     Args:
         run_group: generates and rewards one group.
@@ -41,15 +41,15 @@ class GroupServer:
         self._run_group = run_group
         self._running: dict[int, asyncio.Task[None]] = {}
         self._ended: dict[int, tuple[Group | Exception, int]] = {}
-        """With the size of each when it is sent, in bytes."""
+        """With the size of each in bytes."""
         self._num_bytes = 0
         self._logged: set[type[Exception]] = set()
-        """Errors whose origin is in the log."""
+        """Errors whose traceback is in the log."""
         self._has_ended = asyncio.Event()
         self._not_before_s = 0.0
 
     def submit(self, items: Mapping[int, RolloutRequest], cancelled: Iterable[int]) -> None:
-        """Begin these groups, and end those that nobody waits for any more; one that has ended is left out."""
+        """Begin these groups, and end those without a caller; one that has ended is left out."""
         for call_id, item in items.items():
             self._running[call_id] = asyncio.create_task(self._run(call_id, item), name=f"group {item.group_id}")
         for call_id in cancelled:
@@ -61,7 +61,7 @@ class GroupServer:
     async def ended(self) -> dict[int, Group | Exception]:
         """What has ended since the last call, the oldest first, or why it failed; at most `MAX_BYTES`, or one group.
 
-        Waits for: the end of a group, and `FLUSH_S` after the last answer. Unblocked by: cancellation; its caller
+        Waits for: the end of a group, and `FLUSH_S` after the last call. Unblocked by: cancellation; its caller
         watches whether the worker lives.
         """
         loop = asyncio.get_running_loop()
@@ -70,7 +70,16 @@ class GroupServer:
             await self._has_ended.wait()
             if self._num_bytes < MAX_BYTES:
                 await asyncio.sleep(self._not_before_s - loop.time())
-            taken = self._take()
+            num_bytes = 0
+            for call_id, (outcome, size) in list(self._ended.items()):
+                if taken and num_bytes + size > MAX_BYTES:
+                    break
+                del self._ended[call_id]
+                taken[call_id] = outcome
+                num_bytes += size
+            self._num_bytes -= num_bytes
+            if not self._ended:
+                self._has_ended.clear()
         self._not_before_s = loop.time() + FLUSH_S
         return taken
 
@@ -80,26 +89,12 @@ class GroupServer:
         for task in running.values():
             task.cancel()
 
-    def _take(self) -> dict[int, Group | Exception]:
-        taken, num_bytes = dict[int, "Group | Exception"](), 0
-        for call_id, (outcome, size) in self._ended.items():
-            if taken and num_bytes + size > MAX_BYTES:
-                break
-            taken[call_id] = outcome
-            num_bytes += size
-        for call_id in taken:
-            del self._ended[call_id]
-        self._num_bytes -= num_bytes
-        if not self._ended:
-            self._has_ended.clear()
-        return taken
-
     async def _run(self, call_id: int, item: RolloutRequest) -> None:
         outcome: Group | Exception
         size = 0
         try:
             outcome = await self._run_group(item)
-            size = len(pickle.dumps(outcome))
+            size = outcome.nbytes
         except asyncio.CancelledError:
             if call_id not in self._running:
                 raise  # it was cancelled
@@ -116,7 +111,7 @@ class GroupServer:
 
 
 def _portable(error: Exception) -> Exception:
-    """The error, or what it says where it does not survive the way to another process."""
+    """The error, or its text where it does not survive the way to another process."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # noqa: BLE001 - whatever its class does when it is pickled

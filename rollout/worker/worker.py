@@ -18,9 +18,9 @@ from rollout.agent.loop import AgentLoop, SingleTurnLoop
 from rollout.agent.runner import run_episode
 from rollout.agent.trajectory_builder import TrajectoryBuilder
 from rollout.errors import AgentError, BaselineError, RewardError
-from rollout.fleet.adaptive_limit import AdaptiveLimit, QueueState
+from rollout.fleet.adaptive_limit import AdaptiveLimit
 from rollout.fleet.consolidation import EngineLoadView, engines_to_drain
-from rollout.fleet.generation import GroupContext, GroupGenerator
+from rollout.fleet.generation import GroupGenerator
 from rollout.fleet.scheduler import RequestScheduler
 from rollout.fleet.states import FleetView, WorkerReport
 from rollout.reward.call import RewardResult
@@ -47,7 +47,7 @@ EVALUATION = -1
 """In the place of a group's id, in the seeds of an evaluation."""
 Score = Callable[[Prompt, str], Awaitable[RewardResult]]
 """(prompt, generated text) -> reward; raises RewardError."""
-NumJudges = Callable[[Prompt], Awaitable[tuple[str, int]]]
+RewardSlots = Callable[[Prompt], Awaitable[tuple[str, int]]]
 """See `RewardPool.num_at_once`."""
 
 
@@ -61,13 +61,14 @@ class WorkerSpec:
     request_timeout_s: float
     """Longest time one generation may take, resubmissions and waits for room included."""
     evaluation_window: int = 256
-    """Answers of an evaluation that its replica has at once; the others wait, and their time does not run."""
+    """Requests that one engine takes at once, from all workers: no evaluation has more there. The others wait, and
+    their time does not run."""
     concurrency: LimitRange | None = None
-    """Of the requests that one replica has from this worker at once; None sends everything at once."""
+    """Of the requests that one engine has from this worker at once; None sends everything at once."""
     repacking: ConsolidationRule | None = None
-    """When the last requests of a replica move to others; None for never."""
+    """When the last requests of an engine move to others; None for never."""
     greedy_baseline: bool = False
-    """Every group gets one more answer, sampled greedily, for the baseline of its advantages."""
+    """Every group gets one more response, sampled greedily, for the baseline of its advantages."""
     agent: str = ""
     """Dotted path of the factory of the agent loop; empty is the single turn."""
     agent_args: Mapping[str, object] = field(default_factory=dict)
@@ -90,7 +91,7 @@ class WorkerSpec:
     reward_processes: int = 2
     reward_queue_timeout_s: float = 600.0
     reward_concurrency: int = 32
-    """Calls at once of a reward that is `async def`."""
+    """Concurrent calls of a reward that is `async def`."""
     reward_directory: str | None = None
     """What relative paths of rewards are relative to, where rows name them; None is the working directory."""
 
@@ -99,12 +100,10 @@ class RolloutWorker:
     """Generates and rewards groups; any number at the same time.
 
     Args:
-        spec: sizes, limits and seed.
-        engines: the replicas, each with its own name.
+        engines: each with its own name.
         tokenizer: decodes generated tokens, once per trajectory.
-        score: rewards one text.
         loop: how a trajectory comes about.
-        num_judges: of a prompt, the queue for its reward and how many answers of an evaluation leave that at once;
+        reward_slots: of a prompt, the queue for its reward and how many responses of an evaluation leave that at once;
             None is one queue for all, with `spec.reward_processes`.
         clock: seconds, for `Trajectory.timings`.
     """
@@ -117,7 +116,7 @@ class RolloutWorker:
         tokenizer: Decoder,
         score: Score,
         loop: AgentLoop | None = None,
-        num_judges: NumJudges | None = None,
+        reward_slots: RewardSlots | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._spec = spec
@@ -133,7 +132,7 @@ class RolloutWorker:
         self._score = score
         self._loop = SingleTurnLoop() if loop is None else loop
         self._clock = clock
-        self._num_judges = num_judges
+        self._reward_slots = reward_slots
         self._num_evaluations = self._num_lost_tokens = 0
         self._timeout_error = f"generation took longer than request_timeout_s={spec.request_timeout_s:g}"
 
@@ -145,8 +144,8 @@ class RolloutWorker:
         Raises:
             NoReplica: all engines are excluded.
             TimeoutError: every sample ran out of time.
-            AgentError: the agent loop brought none of the samples to its end.
-            BaselineError: the greedy answer failed.
+            AgentError: the agent loop completed none of the samples.
+            BaselineError: the greedy response failed.
         """
         size, sampling = self._spec.group_size, self._spec.sampling
 
@@ -157,52 +156,48 @@ class RolloutWorker:
                 return sampling
             return replace(sampling, seed=self._seed(item.prompt.prompt_id, item.group_id, sample, submission))
 
-        context = GroupContext(
+        async with GroupGenerator(
+            self._engines,
+            self._scheduler,
             key=f"g{item.group_id}.{item.attempt}",
-            order=(item.start_version, item.group_id),
-            min_version=item.start_version,
             timeout_s=self._spec.request_timeout_s,
             params_of=params_of,
-        )
-        async with GroupGenerator(context, self._engines, self._scheduler) as generator:
+            order=(item.start_version, item.group_id),
+            min_version=item.start_version,
+        ) as generator:
             try:
                 return await self._attempt(item, generator)
-            except BaseException:  # a group that nobody waits for any more, too
+            except BaseException:  # a group without a caller, too
                 self._num_lost_tokens += generator.tokens_of.total()
                 raise
 
     async def _attempt(self, item: RolloutRequest, generator: GroupGenerator) -> Group:
-        size = self._spec.group_size
-        answers = await gather_or_cancel(
-            [
-                self._run_sample(item.prompt, i, self._spec.sampling.max_tokens, generator)
-                for i in range(size + self._spec.greedy_baseline)
-            ]
-        )
-        # Its loop may have failed, given a generation up, or asked for several and taken one.
+        size, prompt = self._spec.group_size, item.prompt
+
+        async def run(sample: int) -> Trajectory:
+            trajectory = await self._generate(prompt, sample, self._spec.sampling.max_tokens, generator)
+            return await self._scored(prompt, trajectory)
+
+        ended = await gather_or_cancel(run(sample) for sample in range(size + self._spec.greedy_baseline))
+        # A loop may have failed, cancelled a generation, or requested several and used one.
         trajectories = [
-            replace(one, num_lost_tokens=max(0, generator.tokens_of[number] - one.num_generated_tokens))
-            for number, one in enumerate(answers)
+            replace(one, num_lost_tokens=max(0, generator.tokens_of[sample] - one.num_generated_tokens))
+            for sample, one in enumerate(ended)
         ]
-        self._require_an_end(item.prompt, trajectories[:size])
+        samples, errors = trajectories[:size], [one.error for one in trajectories[:size]]
+        if not any("reward_s" in sample.timings for sample in samples):  # not one got as far as its reward
+            kind = TimeoutError if set(errors) == {self._timeout_error} else AgentError
+            raise kind(f"no sample of prompt {prompt.prompt_id} ended: {errors[0]}")
         baseline = trajectories[size] if self._spec.greedy_baseline else None
         if baseline is not None and baseline.status == "failed":
-            raise BaselineError(f"the greedy answer to prompt {item.prompt.prompt_id} failed: {baseline.error}")
+            raise BaselineError(f"the greedy response to prompt {prompt.prompt_id} failed: {baseline.error}")
         return Group(
             group_id=item.group_id,
-            prompt_id=item.prompt.prompt_id,
-            trajectories=trajectories[:size],
+            prompt_id=prompt.prompt_id,
+            trajectories=samples,
             start_version=item.start_version,
             baseline=baseline,
         )
-
-    def _require_an_end(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> None:
-        """Raises if not one sample got as far as its reward."""
-        if any("reward_s" in trajectory.timings for trajectory in trajectories):
-            return
-        errors = [trajectory.error for trajectory in trajectories]
-        kind = TimeoutError if set(errors) == {self._timeout_error} else AgentError
-        raise kind(f"no sample of prompt {prompt.prompt_id} ended: {errors[0]}")
 
     async def evaluate(
         self,
@@ -212,64 +207,55 @@ class RolloutWorker:
         engine: str,
         numbers: Sequence[int] | None = None,
     ) -> list[Trajectory]:
-        """One trajectory per prompt, in order, all generated by the replica `engine`.
+        """One trajectory per prompt, in order, all generated by `engine`.
 
         With `params.temperature=0` it is greedy; else a prompt that comes several times is sampled that often, with
-        the same seeds in every evaluation. Rewards as in training. At most `spec.evaluation_window` answers are on the
-        way at once, and as many are judged as can be judged at once; the time of each runs from then on. The whole
-        has no limit but cancellation.
+        the same seeds in every evaluation. Rewards as in training. The engine's limit holds for training and evaluation
+        together, and a response of the evaluation does not wait behind training's queue. The time of each runs from the
+        moment that there is room for it; the whole has no limit but cancellation.
 
         Args:
-            numbers: the places of `prompts` in an evaluation that several replicas share, for the seeds; all of it
+            numbers: the places of `prompts` in an evaluation that several engines share, for the seeds; all of it
                 without them.
 
         Raises:
-            NoReplica: `engine` died. An evaluation does not move: it judges the version that this replica has.
+            NoReplica: `engine` died. An evaluation does not move: it measures the version that this engine has.
         """
         self._num_evaluations += 1
-        asked = dict(enumerate(prompts) if numbers is None else zip(numbers, prompts, strict=True))
+        samples = dict(enumerate(prompts) if numbers is None else zip(numbers, prompts, strict=True))
 
         def params_of(sample: int, submission: int) -> SamplingParams:
             if params.temperature == 0:
                 return params
-            return replace(params, seed=self._seed(asked[sample].prompt_id, EVALUATION, sample, submission))
+            return replace(params, seed=self._seed(samples[sample].prompt_id, EVALUATION, sample, submission))
 
-        context = GroupContext(
-            key=f"eval{self._num_evaluations}",
-            order=(0, 0),
-            min_version=0,
-            timeout_s=self._spec.request_timeout_s,
-            params_of=params_of,
-        )
-        # A scheduler of its own: training's limits, and that the replica rests for training, do not concern it.
+        # A scheduler of its own sends there although the engine is pinned; `reserve` keeps to the engine's limit.
         scheduler = RequestScheduler([engine])
-        # Without `judges` all rewards would wait in the queue that they share with training, whose time runs.
-        room, judges = asyncio.Semaphore(self._spec.evaluation_window), self._queues_for_judges()
+        window = asyncio.Semaphore(self._spec.evaluation_window)
+        # Without these all rewards would wait in the queue that they share with training, whose time runs.
+        queues: dict[str, asyncio.Semaphore] = {}
 
-        async def run(number: int, prompt: Prompt) -> Trajectory:
-            async with room:
-                trajectory = await self._generate_sample(prompt, number, params.max_tokens, generator)
-            async with await judges(prompt):
-                return await self._judge(prompt, trajectory)
+        async def run(sample: int, prompt: Prompt) -> Trajectory:
+            async with window, self._scheduler.reserve(engine):
+                trajectory = await self._generate(prompt, sample, params.max_tokens, generator)
+            name, num_slots = "", self._spec.reward_processes
+            if self._reward_slots is not None:
+                name, num_slots = await self._reward_slots(prompt)
+            async with queues.setdefault(name, asyncio.Semaphore(num_slots)):
+                return await self._scored(prompt, trajectory)
 
         self._evaluations.add(scheduler)
         try:
-            async with GroupGenerator(context, {engine: self._engines[engine]}, scheduler) as generator:
-                return await gather_or_cancel([run(number, prompt) for number, prompt in asked.items()])
+            async with GroupGenerator(
+                {engine: self._engines[engine]},
+                scheduler,
+                key=f"eval{self._num_evaluations}",
+                timeout_s=self._spec.request_timeout_s,
+                params_of=params_of,
+            ) as generator:
+                return await gather_or_cancel(run(sample, prompt) for sample, prompt in samples.items())
         finally:
             self._evaluations.discard(scheduler)
-
-    def _queues_for_judges(self) -> Callable[[Prompt], Awaitable[asyncio.Semaphore]]:
-        """Prompt -> the queue for its reward, in one evaluation."""
-        queues: dict[str, asyncio.Semaphore] = {}
-
-        async def queue_of(prompt: Prompt) -> asyncio.Semaphore:
-            name, number = "", self._spec.reward_processes
-            if self._num_judges is not None:
-                name, number = await self._num_judges(prompt)
-            return queues.setdefault(name, asyncio.Semaphore(number))
-
-        return queue_of
 
     async def close(self) -> None:
         """Closes the agent loop, if it has an `async def close(self)`."""
@@ -279,7 +265,7 @@ class RolloutWorker:
     def update(self, view: FleetView, new_engines: Mapping[str, EngineClient]) -> WorkerReport:
         """Follow the driver's view of the engines, and report.
 
-        What runs on an engine that is lost continues elsewhere, from what it has; an evaluation there fails with
+        What runs on an engine that is lost continues elsewhere, from its prefix; an evaluation there fails with
         `NoReplica`. A pinned one gets nothing new of training. Limits adapt to loads that have not been seen before.
 
         Args:
@@ -292,12 +278,10 @@ class RolloutWorker:
                 self._num_polls[name] = 0
                 self._reset_limit(name)
                 self._scheduler.readmit(name)
-            if engine.state not in ("live", "pinned"):
-                self._exclude(name, engine.reason)
-            elif engine.state == "pinned":
-                self._scheduler.pin(name)
+            if engine.state in ("live", "pinned"):
+                self._scheduler.set_view(name, is_pinned=engine.state == "pinned", num_elsewhere=engine.num_elsewhere)
             else:
-                self._scheduler.unpin(name)
+                self._exclude(name, engine.reason)
             if engine.num_polls > self._num_polls[name]:
                 self._num_polls[name], is_polled = engine.num_polls, True
                 self._adapt(name, engine.load)
@@ -312,12 +296,9 @@ class RolloutWorker:
             limits=scheduler.limits,
             in_flight=scheduler.num_requests,
             num_queued=scheduler.num_queued,
-            migrated_requests=scheduler.migrated.num_requests,
-            migrated_tokens=scheduler.migrated.num_tokens,
-            recovered_requests=scheduler.recovered.num_requests,
-            recovered_tokens=scheduler.recovered.num_tokens,
             lost_tokens=self._num_lost_tokens,
             lost_engines={n: (self._incarnations[n], reason) for n, reason in scheduler.excluded.items()},
+            **scheduler.moves,
         )
 
     def _exclude(self, name: str, reason: str) -> None:
@@ -326,17 +307,20 @@ class RolloutWorker:
                 scheduler.exclude(name, reason)
 
     def _reset_limit(self, name: str) -> None:
-        """What was learned about the engine before is forgotten."""
+        """Drops what was learned about the previous engine."""
         if self._spec.concurrency is not None:
-            self._limits[name] = AdaptiveLimit.start(self._spec.concurrency)
-            self._scheduler.limit(name, self._limits[name].limit)
+            self._set_limit(name, AdaptiveLimit.start(self._spec.concurrency))
 
     def _adapt(self, name: str, load: EngineStatus | None) -> None:
-        if load is None or name not in self._limits:
-            return
-        queue = QueueState(in_flight=self._scheduler.num_requests[name], num_queued=self._scheduler.num_queued)
-        self._limits[name] = self._limits[name].next(load, queue)
-        self._scheduler.limit(name, self._limits[name].limit)
+        if load is not None and name in self._limits:
+            in_flight, num_queued = self._scheduler.num_requests[name], self._scheduler.num_queued
+            self._set_limit(name, self._limits[name].next(load, in_flight=in_flight, num_queued=num_queued))
+
+    def _set_limit(self, name: str, limit: AdaptiveLimit) -> None:
+        """The other workers learn the same of the engine, so their limits add up to about the same share of it."""
+        self._limits[name] = limit
+        total = self._spec.evaluation_window * limit.limit // limit.bounds.highest
+        self._scheduler.limit(name, limit.limit, total=total)
 
     def _consolidate(self, view: FleetView, rule: ConsolidationRule) -> None:
         """Among the engines that take requests and answered the last poll."""
@@ -357,21 +341,14 @@ class RolloutWorker:
         for name in engines_to_drain(places, rule):
             scheduler.drain(name)
 
-    async def _run_sample(
-        self, prompt: Prompt, sample_index: int, max_tokens: int, generator: GroupGenerator
-    ) -> Trajectory:
-        return await self._judge(prompt, await self._generate_sample(prompt, sample_index, max_tokens, generator))
-
-    async def _generate_sample(
-        self, prompt: Prompt, sample_index: int, max_tokens: int, generator: GroupGenerator
-    ) -> Trajectory:
+    async def _generate(self, prompt: Prompt, sample: int, max_tokens: int, generator: GroupGenerator) -> Trajectory:
         started = self._clock()
         try:
             trajectory = await run_episode(
                 self._loop,
                 prompt,
                 max_tokens,
-                generate=partial(generator.generate, sample_index),
+                generate=partial(generator.generate, sample),
                 timeout_s=self._spec.agent_timeout_s,
                 max_sequences=self._spec.agent_max_sequences,
             )
@@ -384,13 +361,13 @@ class RolloutWorker:
         return replace(
             trajectory,
             prompt_id=prompt.prompt_id,
-            sample_index=sample_index,
-            timings={"generate_s": generated - started, "engine_wait_s": generator.waits.seconds(sample_index)},
+            sample_index=sample,
+            timings={"generate_s": generated - started, "engine_wait_s": generator.waits.seconds(sample)},
             text=self._tokenizer.decode(generated_ids, skip_special_tokens=True),
             error=error,
         )
 
-    async def _judge(self, prompt: Prompt, trajectory: Trajectory) -> Trajectory:
+    async def _scored(self, prompt: Prompt, trajectory: Trajectory) -> Trajectory:
         """With its reward; one that has failed before stays as it is."""
         if trajectory.error:
             return trajectory
@@ -398,10 +375,10 @@ class RolloutWorker:
         try:
             result = await self._score(prompt, trajectory.text)
         except RewardError as error:
-            timings = {**trajectory.timings, "reward_s": self._clock() - started}
-            return replace(trajectory, status="failed", error=str(error), timings=timings)
-        timings = {**trajectory.timings, "reward_s": self._clock() - started}
-        return replace(trajectory, reward=result.reward, reward_parts=result.parts, timings=timings)
+            trajectory = replace(trajectory, status="failed", error=str(error))
+        else:
+            trajectory = replace(trajectory, reward=result.reward, reward_parts=result.parts)
+        return replace(trajectory, timings={**trajectory.timings, "reward_s": self._clock() - started})
 
     def _seed(self, prompt_id: str, group_id: int, sample_index: int, submission: int) -> int:
         return derive_seed(self._spec.seed, prompt_id, group_id, sample_index, submission)

@@ -72,6 +72,10 @@ class FakeEngine:
     """The load that it reports; None is a replica that does not answer."""
     calls: list[Call] = field(default_factory=list)
     num_chunks: int = 0
+    now: int = 0
+    """Requests that it has."""
+    most: int = 0
+    """The most that it had at once."""
     aborted: set[str] = field(default_factory=set)
     """All that it was ever asked to give back."""
     leaving: set[str] = field(default_factory=set)
@@ -85,6 +89,8 @@ class FakeEngine:
         sequences = [tokens.tolist() for tokens in token_ids]
         left = {index: one.max_tokens for index, one in enumerate(params)}
         given: dict[int, int] = dict.fromkeys(left, 0)
+        self.now += len(left)
+        self.most = max(self.most, self.now)
         stops = [StopStringMatcher(decode, t, p) if p.stop else None for t, p in zip(token_ids, params, strict=True)]
         try:
             while left:
@@ -94,6 +100,7 @@ class FakeEngine:
                         raise EngineDead(f"{self.name} was killed")
                     if given[index] == self.give_back_after_chunks or request_ids[index] in self.leaving:
                         del left[index]
+                        self.now -= 1
                         yield index, self._completion([], "abort")
                         continue
                     chunk = self._chunk(sequences[index], left[index], stops[index])
@@ -102,8 +109,10 @@ class FakeEngine:
                     self.num_chunks += 1
                     if chunk.finish_reason is not None:
                         del left[index]
+                        self.now -= 1
                     yield index, chunk
         finally:
+            self.now -= len(left)
             call.is_closed = True
             self.leaving.difference_update(request_ids)
 

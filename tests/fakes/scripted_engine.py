@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollout.engine.interface import Engine, EngineInfo, EngineSpec, EngineStatus
+from rollout.engine.interface import Engine, EngineSpec, EngineStatus
 from rollout.engine.load_meter import Activity
-from rollout.engine.request_state import OutputBuffer, StopStringMatcher, VersionSpans
+from rollout.engine.request_state import OutputBuffer, StopStringMatcher
 from rollout.engine.weight_commit import EngineGate
 from rollout.errors import EngineDead
 from weight_sync.wire import CommitResult, Reply, encode, reply_state
@@ -100,17 +100,9 @@ class ScriptedEngine(Engine):
         self._generated_tokens = 0
         self._ending: asyncio.Task[None] | None = None
 
-    async def start(self) -> EngineInfo:
+    async def start(self) -> dict[str, float]:
         self._dead_reason = ""
-        return EngineInfo(
-            engine="scripted",
-            engine_version="0",
-            max_model_len=self._spec.max_model_len,
-            num_workers=self._spec.tensor_parallel_size,
-            kv_cache_tokens=0,
-            stop_token_ids=self._spec.stop_token_ids,
-            startup_s={},
-        )
+        return {}
 
     async def generate(
         self, request_id: str, token_ids: np.ndarray, params: SamplingParams
@@ -139,7 +131,7 @@ class ScriptedEngine(Engine):
         try:
             async with self._gate.admission():
                 self._check_alive()
-                live = _Live(OutputBuffer(VersionSpans(self._version), self._spec.stream_interval), matcher)
+                live = _Live(OutputBuffer(self._version, self._spec.stream_interval), matcher)
                 live.ended_by = "abort" if request_id in self._cancelled else None
                 if not self._live:
                     self._activity.begin()

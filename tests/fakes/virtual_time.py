@@ -6,12 +6,13 @@ When nothing is ready to run, the clock goes to the next timer. Without a timer,
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import selectors
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Callable, Coroutine
 
 T = TypeVar("T")
 
@@ -60,3 +61,13 @@ def run_virtual(main: Coroutine[Any, Any, T]) -> T:
     """
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(main)
+
+
+def in_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Decorates an async test that `run_virtual` runs."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        run_virtual(test(*args, **kwargs))
+
+    return run

@@ -94,7 +94,8 @@ async def test_an_engine_finds_end_token_and_texts_with_a_tokenizer_that_brings_
 ) -> None:
     engine = VllmEngine(spec(model_dir, tokenizer=str(save_own_tokenizer(tmp_path)), trust_remote_code=True))
     try:
-        assert (await engine.start()).stop_token_ids == (END_ID,)
+        await engine.start()
+        assert engine._stop_token_ids == [END_ID]
     finally:
         await engine.close()
 

@@ -112,7 +112,7 @@ async def one_answer(
         temperature=cfg.rollout.temperature,
         seed=derive_seed(cfg.seed, prompt.prompt_id, group_id, sample, 0),
     )
-    stream = engine.generate_group.remote([f"plain/{group_id}/{sample}"], prompt.token_ids, [params])
+    stream = engine.generate_group.remote([f"plain/{group_id}/{sample}"], [prompt.token_ids], [params])
     chunks = [chunk async for ref in stream for _, chunk in await ref]
     answer = np.concatenate([chunk.token_ids for chunk in chunks]).astype(np.int32)
     logprobs = np.concatenate([chunk.logprobs for chunk in chunks])

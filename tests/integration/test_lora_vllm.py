@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, Qwen2Config, Qwen2F
 from rollout.engine.interface import EngineSpec
 from rollout.engine.vllm_engine import VllmEngine
 from rollout.types import SamplingParams
-from tests.contract.engine.suite import Answer, collect
+from tests.contract.engine.suite import Response, collect
 from tests.fakes.learner import run_config
 from tests.fakes.learner_process import LearnerProcess
 from tests.fakes.patience import PATIENT_S, PATIENT_TEST_S
@@ -198,7 +198,7 @@ def prompt_of(seed: int, num_tokens: int = 12) -> np.ndarray:
     return np.random.default_rng(seed).integers(2, 128, num_tokens).astype(np.int32)
 
 
-def reference(rig: Rig, prompt: np.ndarray, answer: Answer, labels: list[int]) -> np.ndarray:
+def reference(rig: Rig, prompt: np.ndarray, answer: Response, labels: list[int]) -> np.ndarray:
     """Log-prob of every token by the model of its label, over a KV cache that earlier versions have written."""
     cache, picked = DynamicCache(), []
     inputs = torch.from_numpy(prompt.astype(np.int64))[None]
@@ -210,7 +210,7 @@ def reference(rig: Rig, prompt: np.ndarray, answer: Answer, labels: list[int]) -
     return np.array(picked)
 
 
-async def ask(rig: Rig, name: str, prompt: np.ndarray, max_tokens: int = 24) -> Answer:
+async def ask(rig: Rig, name: str, prompt: np.ndarray, max_tokens: int = 24) -> Response:
     params = SamplingParams(max_tokens=max_tokens, temperature=1.0, seed=3, ignore_eos=True)
     return await collect(rig.engine, name, params, prompt)
 
@@ -242,7 +242,7 @@ async def test_requests_in_flight_change_version_at_the_commit_and_every_token_s
     await rig.next_version(coordinator, 11)
     prompts = [prompt_of(20 + i) for i in range(3)]
     is_over = asyncio.Event()
-    answers: list[tuple[np.ndarray, Answer]] = []
+    answers: list[tuple[np.ndarray, Response]] = []
 
     async def keep_asking(number: int) -> None:
         for turn in itertools.count():

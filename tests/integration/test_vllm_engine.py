@@ -19,7 +19,7 @@ from rollout.engine.vllm_config import vllm_sampling
 from rollout.engine.vllm_engine import VllmEngine
 from rollout.errors import EngineDead
 from rollout.types import SamplingParams
-from tests.contract.engine.suite import Answer, EngineContract, collect
+from tests.contract.engine.suite import EngineContract, Response, collect
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Container, Sequence
@@ -84,9 +84,8 @@ def make_spec(model_dir: Path, **changes: object) -> EngineSpec:
 async def engine(model_dir: Path) -> AsyncIterator[Engine]:
     ENDING.clear()
     engine = VllmEngine(make_spec(model_dir))
-    info = await engine.start()
-    assert info.num_workers == 1
-    assert info.stop_token_ids == (STOP, EXTRA_STOP)
+    assert list(await engine.start()) == ["imports", "processes and model", "warm-up"]
+    assert engine._stop_token_ids == [STOP, EXTRA_STOP]
     (pid,) = await engine.call_workers("te_pid", timeout_s=10.0)
     process = psutil.Process(pid)
     yield engine
@@ -126,7 +125,7 @@ async def test_logprobs_are_those_of_the_distribution_that_was_sampled(
 async def test_a_seeded_request_repeats_bit_for_bit_under_any_load(engine: Engine) -> None:
     """Same seed alone, and among 40 others that come and go: same tokens, and log-probs equal in every bit."""
 
-    async def ask(name: str) -> Answer:
+    async def ask(name: str) -> Response:
         params = SamplingParams(max_tokens=60, temperature=1.0, seed=7, ignore_eos=True)
         return await collect(engine, name, params, random_prompt(7))
 
@@ -197,7 +196,7 @@ async def narrow(model_dir: Path) -> AsyncIterator[VllmEngine]:
     await engine.close()
 
 
-async def one_runs_and_one_waits(engine: VllmEngine, round_: int, prompt: np.ndarray) -> list[asyncio.Task[Answer]]:
+async def one_runs_and_one_waits(engine: VllmEngine, round_: int, prompt: np.ndarray) -> list[asyncio.Task[Response]]:
     """The answers of both. The first is long enough for whatever the test does in its middle."""
     lengths = {f"runs-{round_}": 2000, f"waits-{round_}": 4}
     tasks = []

@@ -420,8 +420,8 @@ async def start_actors(cfg: RunConfig, actors: Actors, resumed: ResumePoint | No
         _tell("learner", begin_s, stages, tracer)
 
     async def engine(name: str, actor: Any) -> None:
-        info = await start_actor(actor, name, timeout_s=limit_s)
-        _tell(name, begin_s, info.startup_s, tracer)
+        stages = await start_actor(actor, name, timeout_s=limit_s)
+        _tell(name, begin_s, stages, tracer)
 
     async def engines() -> None:
         if cfg.mode.shares_devices:

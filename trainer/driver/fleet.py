@@ -466,6 +466,11 @@ class Fleet:
                 reason=record.reason,
                 load=self._monitor.load_now(name),
                 num_polls=self._monitor.num_polls[name],
+                num_elsewhere=sum(
+                    other.report.in_flight.get(name, 0)
+                    for other in self._workers
+                    if other is not worker and other.report is not None and not other.lost
+                ),
             )
             for name, record in self._table.items()
         }

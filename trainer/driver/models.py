@@ -13,7 +13,7 @@ from huggingface_hub import constants, try_to_load_from_cache
 from huggingface_hub.errors import StrictDataclassError
 from huggingface_hub.utils import get_session
 
-from rollout.engine.vllm_config import foreign_token
+from rollout.engine.vllm_config import out_of_vocabulary
 from rollout.prompts.datasets import reader_of_suffix
 from rollout.rendering import load_tokenizer
 from trainer.builtin.tiny_model import BUILTIN_TINY, RECIPE, VOCABULARY_SIZE, build_tokenizer
@@ -254,7 +254,7 @@ def token_problems(models: Iterable[ModelInfo], prompts: Sequence[Prompt]) -> It
         return
     size, info = min(known, key=lambda entry: entry[0])
     for prompt in prompts:
-        token = foreign_token(prompt.token_ids, size)
+        token = out_of_vocabulary(prompt.token_ids, size)
         if token is not None:
             message = f"has no token {token}, which prompt {prompt.prompt_id} has; its vocabulary is 0 to {size - 1}"
             hint = "set model.tokenizer_path to the model's own tokenizer, or resize the embedding of the model"

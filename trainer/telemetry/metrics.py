@@ -56,7 +56,7 @@ ENGINES: Rows = (
      "0"),
     ("engine/migrated_tokens", "tokens", "Response tokens that these requests kept.", "0"),
     ("engine/limit/*", "requests", "Current limit of concurrent requests to the engine.", "steady"),
-    ("engine/in_flight/*", "requests", "Training requests at the engine.", "near engine/limit"),
+    ("engine/in_flight/*", "requests", "Requests of training and evaluation at the engine.", "near engine/limit"),
     ("engine/running/*", "requests", "Requests in the engine's batch.", "<= rollout.max_num_seqs"),
     ("engine/waiting/*", "requests", "Requests waiting inside the engine; they count as running unless it reports its "
      "load.", "0, except for moments"),

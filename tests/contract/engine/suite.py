@@ -26,7 +26,7 @@ PROMPT = np.array([3, 4, 5], np.int32)
 
 
 @dataclass(frozen=True)
-class Answer:
+class Response:
     """All chunks of one completion, joined."""
 
     chunks: list[TokenChunk]
@@ -49,8 +49,8 @@ class Answer:
         return self.chunks[-1].finish_reason
 
 
-async def collect(engine: Engine, request_id: str, params: SamplingParams, prompt: np.ndarray = PROMPT) -> Answer:
-    return Answer([chunk async for chunk in engine.generate(request_id, prompt, params)])
+async def collect(engine: Engine, request_id: str, params: SamplingParams, prompt: np.ndarray = PROMPT) -> Response:
+    return Response([chunk async for chunk in engine.generate(request_id, prompt, params)])
 
 
 class EngineContract:
@@ -61,7 +61,7 @@ class EngineContract:
     extra_stop_token: int
     """Of `EngineSpec.stop_token_ids`."""
     long_tokens: int = 300
-    """Length of an answer that is long enough to commit in its middle."""
+    """Length of an response that is long enough to commit in its middle."""
     num_commits: int = 10
 
     def letters(self, version: int) -> Container[int]:
@@ -69,7 +69,7 @@ class EngineContract:
         raise NotImplementedError
 
     async def commit(self, engine: Engine, version: int, *, outcome: str = "ok") -> None:
-        """Commit the weights of `version`; `outcome` is what the workers answer: ok, failed, dirty, or ok and weights
+        """Commit the weights of `version`; `outcome` is what the workers response: ok, failed, dirty, or ok and weights
         that sample nothing but `stop_token` ("ends") or `extra_stop_token` ("stops")."""
         raise NotImplementedError
 
@@ -84,23 +84,23 @@ class EngineContract:
     async def kill(self, engine: Engine) -> None:
         raise NotImplementedError
 
-    def assert_labels(self, answer: Answer) -> None:
-        tokens, labels = answer.tokens, answer.labels
+    def assert_labels(self, response: Response) -> None:
+        tokens, labels = response.tokens, response.labels
         assert len(tokens) == len(labels)
         wrong = [(i, t, v) for i, (t, v) in enumerate(zip(tokens, labels, strict=True)) if t not in self.letters(v)]
         assert not wrong, f"{len(wrong)} tokens carry the wrong version, first (index, token, label): {wrong[:5]}"
 
     async def test_chunks_are_bounded_and_only_the_last_has_a_reason(self, engine: Engine) -> None:
         num_tokens = 2 * self.stream_interval + 3
-        answer = await collect(engine, "chunks", SamplingParams(max_tokens=num_tokens, seed=1))
-        sizes = [len(chunk.token_ids) for chunk in answer.chunks]
+        response = await collect(engine, "chunks", SamplingParams(max_tokens=num_tokens, seed=1))
+        sizes = [len(chunk.token_ids) for chunk in response.chunks]
         assert sizes == [self.stream_interval, self.stream_interval, 3]
-        assert [chunk.finish_reason for chunk in answer.chunks] == [None, None, "length"]
-        for chunk in answer.chunks:
+        assert [chunk.finish_reason for chunk in response.chunks] == [None, None, "length"]
+        for chunk in response.chunks:
             assert chunk.token_ids.dtype == np.int32
             assert chunk.logprobs.dtype == np.float32
             assert len(chunk.logprobs) == len(chunk.token_ids) == len(chunk.versions)
-        assert (answer.logprobs <= 0).all()
+        assert (response.logprobs <= 0).all()
 
     async def test_the_load_counts_the_requests_that_are_inside(self, engine: Engine) -> None:
         assert (engine.load().running, engine.load().waiting) == (0, 0)
@@ -156,12 +156,12 @@ class EngineContract:
             await self.wait_for_tokens(engine, 32 * self.long_tokens // (2 * self.num_commits))
             await self.commit(engine, version)
             assert engine.version == version
-        answers = await asyncio.wait_for(running, 60)
-        for i, answer in enumerate(answers):
-            assert len(answer.tokens) == self.long_tokens + i, "a commit lost or added tokens"
-            assert answer.finish_reason == "length"
-            self.assert_labels(answer)
-        assert len({v for a in answers for v in a.labels}) > 3, "the commits did not fall into the answers"
+        responses = await asyncio.wait_for(running, 60)
+        for i, response in enumerate(responses):
+            assert len(response.tokens) == self.long_tokens + i, "a commit lost or added tokens"
+            assert response.finish_reason == "length"
+            self.assert_labels(response)
+        assert len({v for a in responses for v in a.labels}) > 3, "the commits did not fall into the responses"
 
     @contextmanager
     def in_flight(self, engine: Engine, policy: InFlight) -> Iterator[None]:
@@ -173,7 +173,7 @@ class EngineContract:
         finally:
             engine._spec = spec
 
-    async def test_recomputed_requests_go_on_under_the_new_version(self, engine: Engine) -> None:
+    async def test_recomputed_requests_continue_under_the_new_version(self, engine: Engine) -> None:
         params = [SamplingParams(max_tokens=self.long_tokens, seed=i) for i in range(4)]
         running = asyncio.gather(*[collect(engine, f"recompute-{i}", p) for i, p in enumerate(params)])
         first = engine.version
@@ -181,10 +181,10 @@ class EngineContract:
             for version in (first + 1, first + 2):
                 await self.wait_for_tokens(engine, self.long_tokens)
                 await self.commit(engine, version)
-        for answer in await asyncio.wait_for(running, 60):
-            assert (len(answer.tokens), answer.finish_reason) == (self.long_tokens, "length")
-            assert set(answer.labels) == {first, first + 1, first + 2}
-            self.assert_labels(answer)
+        for response in await asyncio.wait_for(running, 60):
+            assert (len(response.tokens), response.finish_reason) == (self.long_tokens, "length")
+            assert set(response.labels) == {first, first + 1, first + 2}
+            self.assert_labels(response)
 
     async def test_aborted_requests_come_back_at_the_commit_with_the_tokens_they_had(self, engine: Engine) -> None:
         params = [SamplingParams(max_tokens=self.long_tokens, seed=i) for i in range(4)]
@@ -193,11 +193,11 @@ class EngineContract:
         with self.in_flight(engine, "abort"):
             await self.wait_for_tokens(engine, 40)
             await self.commit(engine, first + 1)
-        for answer in await asyncio.wait_for(running, 30):
-            assert answer.finish_reason == "abort"
-            assert 0 < len(answer.tokens) < self.long_tokens
-            assert set(answer.labels) == {first}
-            self.assert_labels(answer)
+        for response in await asyncio.wait_for(running, 30):
+            assert response.finish_reason == "abort"
+            assert 0 < len(response.tokens) < self.long_tokens
+            assert set(response.labels) == {first}
+            self.assert_labels(response)
         after = await collect(engine, "after-the-abort", SamplingParams(max_tokens=5, seed=1))
         assert set(after.labels) == {first + 1}
         assert engine.status().running == engine.status().unstarted == 0
@@ -219,20 +219,20 @@ class EngineContract:
         version = engine.version + 1
         committing = asyncio.ensure_future(self.commit(engine, version))
         await self.wait_for_pause(engine)
-        answer = await collect(engine, "at-the-gate", SamplingParams(max_tokens=5, seed=1))
+        response = await collect(engine, "at-the-gate", SamplingParams(max_tokens=5, seed=1))
         await committing
-        assert set(answer.labels) == {version}
-        self.assert_labels(answer)
+        assert set(response.labels) == {version}
+        self.assert_labels(response)
 
     @pytest.mark.parametrize("outcome", ["ends", "stops"])
     async def test_the_end_token_is_part_of_the_completion(self, engine: Engine, outcome: str) -> None:
         token = self.stop_token if outcome == "ends" else self.extra_stop_token
         await self.commit(engine, engine.version + 1, outcome=outcome)
-        answer = await collect(engine, "stop", SamplingParams(max_tokens=50, seed=1))
-        assert answer.finish_reason == "stop"
-        assert answer.tokens[-1] == token
-        assert answer.tokens.count(token) == 1
-        assert len(answer.labels) == len(answer.logprobs) == len(answer.tokens)
+        response = await collect(engine, "stop", SamplingParams(max_tokens=50, seed=1))
+        assert response.finish_reason == "stop"
+        assert response.tokens[-1] == token
+        assert response.tokens.count(token) == 1
+        assert len(response.labels) == len(response.logprobs) == len(response.tokens)
         onward = await collect(engine, "no-stop", SamplingParams(max_tokens=50, seed=1, ignore_eos=True))
         assert onward.finish_reason == "length"
         assert len(onward.tokens) == 50
@@ -244,17 +244,17 @@ class EngineContract:
         assert free.finish_reason == "length"
         stop = self.decode(free.tokens[50:54])[1:-1]
         num_tokens = self.end_of(free.tokens, stop)
-        answer = await collect(engine, "ended", replace(params, stop=("never said", stop)))
-        assert (answer.tokens, answer.finish_reason) == (free.tokens[:num_tokens], "stop")
-        assert answer.logprobs.tobytes() == free.logprobs[:num_tokens].tobytes()
-        self.assert_labels(answer)
+        response = await collect(engine, "ended", replace(params, stop=("never said", stop)))
+        assert (response.tokens, response.finish_reason) == (free.tokens[:num_tokens], "stop")
+        assert response.logprobs.tobytes() == free.logprobs[:num_tokens].tobytes()
+        self.assert_labels(response)
         assert engine.status().running == engine.status().unstarted == 0
         # An end token is no reason to look for no text, and the other way round.
         onward = await collect(engine, "onward", replace(params, stop=(stop,), ignore_eos=True))
-        assert (onward.tokens, onward.finish_reason) == (answer.tokens, "stop")
+        assert (onward.tokens, onward.finish_reason) == (response.tokens, "stop")
 
     @pytest.mark.parametrize("num_new", [1, 2, 20])
-    async def test_a_stop_string_that_begins_in_the_prefix_of_an_answer_ends_it(
+    async def test_a_stop_string_that_begins_in_the_prefix_of_a_response_ends_it(
         self, engine: Engine, num_new: int
     ) -> None:
         prefix = (await collect(engine, "before", SamplingParams(max_tokens=37, seed=1))).tokens
@@ -262,12 +262,12 @@ class EngineContract:
         free = (await collect(engine, "free", params, prompt)).tokens
         stop = self.decode(prefix[-3:])[1:] + self.decode(free[:num_new])[:-1]
         alone = await collect(engine, "alone", replace(params, stop=(stop,)), prompt)
-        assert len(alone.tokens) > num_new, "the text of the prompt is none of the answer"
+        assert len(alone.tokens) > num_new, "the text of the prompt is none of the response"
         onward = replace(params, stop=(stop,), num_prefix_tokens=len(prefix))
-        answer = await collect(engine, "onward", onward, prompt)
-        assert (answer.tokens, answer.finish_reason) == (free[:num_new], "stop")
-        assert len(answer.logprobs) == num_new
-        self.assert_labels(answer)
+        response = await collect(engine, "onward", onward, prompt)
+        assert (response.tokens, response.finish_reason) == (free[:num_new], "stop")
+        assert len(response.logprobs) == num_new
+        self.assert_labels(response)
         assert engine.status().running == engine.status().unstarted == 0
 
     async def test_abort_ends_the_stream_with_what_it_has(self, engine: Engine) -> None:
@@ -276,25 +276,25 @@ class EngineContract:
             async for chunk in stream:
                 chunks.append(chunk)
                 await engine.abort("abort-me")
-        answer = Answer(chunks)
-        assert answer.finish_reason == "abort"
-        assert self.stream_interval <= len(answer.tokens) < 10_000
-        self.assert_labels(answer)
+        response = Response(chunks)
+        assert response.finish_reason == "abort"
+        assert self.stream_interval <= len(response.tokens) < 10_000
+        self.assert_labels(response)
         await engine.abort("never-heard-of")
 
     async def test_an_abort_leaves_what_was_not_read_yet_as_it_is(self, engine: Engine) -> None:
-        """An abort may reach an engine that is busy with something else, such as falling asleep."""
+        """As everywhere that aborts go to a stream that is busy with something else: an engine that falls asleep."""
         params = SamplingParams(max_tokens=10_000, seed=1)
         async with aclosing(engine.generate("unread", PROMPT, params)) as stream:
             chunks = [await anext(stream)]
             await asyncio.sleep(0.2)
             await engine.abort("unread")
             chunks += [chunk async for chunk in stream]
-        answer = Answer(chunks)
-        assert answer.finish_reason == "abort"
-        assert len(answer.tokens) == len(answer.logprobs) >= self.stream_interval
-        assert np.all(answer.logprobs <= 0)
-        self.assert_labels(answer)
+        response = Response(chunks)
+        assert response.finish_reason == "abort"
+        assert len(response.tokens) == len(response.logprobs) >= self.stream_interval
+        assert np.all(response.logprobs <= 0)
+        self.assert_labels(response)
 
     async def test_a_closed_stream_frees_its_request(self, engine: Engine) -> None:
         stream = engine.generate("closed-early", PROMPT, SamplingParams(max_tokens=10_000, seed=1))
@@ -320,10 +320,10 @@ class EngineContract:
         running = asyncio.ensure_future(collect(engine, "refused", SamplingParams(max_tokens=self.long_tokens, seed=1)))
         await self.wait_for_tokens(engine, 1)
         await self.commit(engine, before + 1, outcome="failed")
-        answer = await asyncio.wait_for(running, 30)
+        response = await asyncio.wait_for(running, 30)
         assert engine.version == before
-        assert set(answer.labels) == {before}
-        self.assert_labels(answer)
+        assert set(response.labels) == {before}
+        self.assert_labels(response)
         assert engine.status().paused_s == 0
 
     async def test_a_mixture_stays_paused_until_a_commit_repairs_it(self, engine: Engine) -> None:
@@ -338,10 +338,10 @@ class EngineContract:
         assert engine.status().generated_tokens == settled
         assert not running.done()
         await self.commit(engine, before + 1)
-        answer = await asyncio.wait_for(running, 30)
-        assert answer.labels == sorted(answer.labels)
-        assert set(answer.labels) <= {before, before + 1}
-        self.assert_labels(answer)
+        response = await asyncio.wait_for(running, 30)
+        assert response.labels == sorted(response.labels)
+        assert set(response.labels) <= {before, before + 1}
+        self.assert_labels(response)
 
     async def test_a_commit_ends_well_when_its_caller_goes_away(self, engine: Engine) -> None:
         version = engine.version + 1
@@ -380,9 +380,9 @@ class EngineContract:
         await noting("sleep", sleeper.sleep())
         await committing
         assert order == ["commit", "sleep"]
-        answer = await asyncio.wait_for(running, 30)
-        assert answer.finish_reason == "abort"
-        self.assert_labels(answer)
+        response = await asyncio.wait_for(running, 30)
+        assert response.finish_reason == "abort"
+        self.assert_labels(response)
         await self.assert_asleep_until_committed(sleeper, before + 2)
 
     async def test_a_commit_that_arrives_while_the_engine_falls_asleep_wakes_it(self, sleeper: Engine) -> None:
@@ -391,9 +391,9 @@ class EngineContract:
         await asyncio.sleep(0)
         await asyncio.wait_for(self.commit(sleeper, before + 1), 10)
         assert falling_asleep.done()
-        answer = await asyncio.wait_for(collect(sleeper, "woken", SamplingParams(max_tokens=5, seed=1)), 30)
-        assert set(answer.labels) == {before + 1}
-        self.assert_labels(answer)
+        response = await asyncio.wait_for(collect(sleeper, "woken", SamplingParams(max_tokens=5, seed=1)), 30)
+        assert set(response.labels) == {before + 1}
+        self.assert_labels(response)
 
     async def test_a_refused_commit_leaves_a_sleeping_engine_asleep(self, sleeper: Engine) -> None:
         before = sleeper.version
@@ -416,9 +416,9 @@ class EngineContract:
         assert not waiting.done()
         assert engine.status().unstarted == 1
         await asyncio.wait_for(self.commit(engine, version), 10)
-        answer = await asyncio.wait_for(waiting, 30)
-        assert set(answer.labels) == {version}
-        self.assert_labels(answer)
+        response = await asyncio.wait_for(waiting, 30)
+        assert set(response.labels) == {version}
+        self.assert_labels(response)
         assert engine.status().paused_s == 0
 
     async def test_zz_a_dead_engine_tells_everyone(self, engine: Engine) -> None:

@@ -27,7 +27,7 @@ async def test_a_group_streams_and_a_killed_engine_process_is_reported(
     await actor.start.remote()
     params = [SamplingParams(max_tokens=20 + i, seed=i, ignore_eos=True) for i in range(4)]
     received = [0] * 4
-    async for ref in actor.generate_group.remote([f"r{i}" for i in range(4)], random_prompt(0), params):
+    async for ref in actor.generate_group.remote([f"r{i}" for i in range(4)], [random_prompt(0)] * 4, params):
         for index, chunk in await ref:
             received[index] += len(chunk.token_ids)
     assert received == [20, 21, 22, 23]
@@ -36,7 +36,7 @@ async def test_a_group_streams_and_a_killed_engine_process_is_reported(
     endless = [SamplingParams(max_tokens=4000, seed=i, ignore_eos=True) for i in range(4)]
     received = [0] * 4
     with pytest.raises(EngineDead):
-        async for ref in actor.generate_group.remote([f"k{i}" for i in range(4)], random_prompt(0), endless):
+        async for ref in actor.generate_group.remote([f"k{i}" for i in range(4)], [random_prompt(0)] * 4, endless):
             for index, chunk in await ref:
                 received[index] += len(chunk.token_ids)
             if pid and sum(received) > 200:

@@ -39,7 +39,7 @@ class Own:
 
 
 @pytest.mark.parametrize("tokenizer", [chat_tokenizer("{% unheard_of %}"), chat_tokenizer(None), Own()])  # type: ignore[arg-type]
-def test_what_nobody_can_know_is_not_refused(tokenizer: Any) -> None:
+def test_what_no_one_can_know_is_not_refused(tokenizer: Any) -> None:
     assert variables_of(tokenizer, with_tools=False) is None
     assert why_refused(tokenizer, {"anything": 1}, with_tools=False) is None
 

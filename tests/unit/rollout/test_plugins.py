@@ -36,7 +36,7 @@ def test_a_module_of_the_working_directory_is_found(tmp_path: Path, monkeypatch:
         ("os.path.joint", r"os\.path has no 'joint'; did you mean 'join'\?"),
     ],
 )
-def test_a_path_that_leads_nowhere_is_told(path: str, message: str) -> None:
+def test_a_path_that_leads_nowhere_is_reported(path: str, message: str) -> None:
     with pytest.raises(PluginError, match=message):
         load(path, what="agent loop")
 
@@ -44,7 +44,7 @@ def test_a_path_that_leads_nowhere_is_told(path: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("source", "message"), [("1 / 0\n", "ZeroDivisionError"), ("import sys\nsys.exit(3)\n", "SystemExit: 3")]
 )
-def test_a_module_that_fails_is_told_with_its_cause(
+def test_a_module_that_fails_is_reported_with_its_cause(
     source: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "broken_of_mine.py").write_text(source)

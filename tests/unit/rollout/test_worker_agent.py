@@ -19,7 +19,7 @@ from rollout.fleet.scheduler import NoReplica
 from rollout.types import SamplingParams, ToolUse, Trajectory, Turn
 from rollout.worker.worker import RolloutWorker
 from tests.fakes.engine_client import FakeEngine, decode
-from tests.fakes.virtual_time import run_virtual
+from tests.fakes.virtual_time import in_virtual_time
 from tests.unit.rollout.test_worker import ANSWER, Numbers, generated, item, length_score, spec
 
 if TYPE_CHECKING:
@@ -51,47 +51,42 @@ def agent_worker(loop: AgentLoop, *engines: FakeEngine, **changes: Any) -> Rollo
     return RolloutWorker(settings, engines, tokenizer=Numbers(), score=length_score, loop=loop, clock=clock)
 
 
-def test_turns_carry_their_rewards_and_the_outcome_comes_on_top() -> None:
-    async def main() -> None:
-        loop = MultiTurnLoop(lambda _: Countdown(2), max_turns=3)
-        group = await agent_worker(loop, FakeEngine("e0", stop_one_in=4)).run_group(item())
-        ended = [t for t in group.trajectories if t.status == "completed"]
-        assert ended
-        for trajectory in ended:
-            assert [turn.reward for turn in trajectory.turns()] == [0.5, 2.0]
-            assert trajectory.total_reward == trajectory.reward + 2.5 == len(trajectory.text.split()) + 2.5
-
-    run_virtual(main())
+@in_virtual_time
+async def test_turns_carry_their_rewards_and_the_outcome_comes_on_top() -> None:
+    loop = MultiTurnLoop(lambda _: Countdown(2), max_turns=3)
+    group = await agent_worker(loop, FakeEngine("e0", stop_one_in=4)).run_group(item())
+    ended = [t for t in group.trajectories if t.status == "completed"]
+    assert ended
+    for trajectory in ended:
+        assert [turn.reward for turn in trajectory.turns()] == [0.5, 2.0]
+        assert trajectory.total_reward == trajectory.reward + 2.5 == len(trajectory.text.split()) + 2.5
 
 
-def test_trajectories_carry_what_their_environment_counted() -> None:
+@in_virtual_time
+async def test_trajectories_carry_what_their_environment_counted() -> None:
     class Counting(Countdown):
         tool_use = ToolUse(num_calls=3, num_errors=1)
 
-    async def main() -> None:
-        for environment, expected in ((Countdown, None), (Counting, ToolUse(num_calls=3, num_errors=1))):
-            loop = MultiTurnLoop(lambda _, kind=environment: kind(2), max_turns=3)
-            group = await agent_worker(loop, FakeEngine("e0", stop_one_in=4)).run_group(item())
-            assert {trajectory.tool_use for trajectory in group.trajectories} == {expected}
-
-    run_virtual(main())
+    for environment, expected in ((Countdown, None), (Counting, ToolUse(num_calls=3, num_errors=1))):
+        loop = MultiTurnLoop(lambda _, kind=environment: kind(2), max_turns=3)
+        group = await agent_worker(loop, FakeEngine("e0", stop_one_in=4)).run_group(item())
+        assert {trajectory.tool_use for trajectory in group.trajectories} == {expected}
 
 
-def test_evaluation_and_the_greedy_baseline_use_the_loop_too() -> None:
-    async def main() -> None:
-        loop = MultiTurnLoop(lambda _: Countdown(2), max_turns=3)
-        busy = agent_worker(loop, FakeEngine("e0", stop_one_in=4), greedy_baseline=True, group_size=1)
-        group = await busy.run_group(item())
-        assert group.baseline is not None
-        assert len(group.baseline.turns()) == 2
-        (trajectory,) = await busy.evaluate([item().prompt], SamplingParams(max_tokens=20), engine="e0")
-        assert [turn.reward for turn in trajectory.turns()] == [0.5, 2.0]
-
-    run_virtual(main())
+@in_virtual_time
+async def test_evaluation_and_the_greedy_baseline_use_the_loop_too() -> None:
+    loop = MultiTurnLoop(lambda _: Countdown(2), max_turns=3)
+    busy = agent_worker(loop, FakeEngine("e0", stop_one_in=4), greedy_baseline=True, group_size=1)
+    group = await busy.run_group(item())
+    assert group.baseline is not None
+    assert len(group.baseline.turns()) == 2
+    (trajectory,) = await busy.evaluate([item().prompt], SamplingParams(max_tokens=20), engine="e0")
+    assert [turn.reward for turn in trajectory.turns()] == [0.5, 2.0]
 
 
 @pytest.mark.parametrize(("stop", "num_tokens"), [(None, 14), ("second", 8), (("second", "never"), 8), ((), 20)])
-def test_the_stop_strings_of_a_call_take_the_place_of_those_of_the_run(stop: Any, num_tokens: int) -> None:
+@in_virtual_time
+async def test_the_stop_strings_of_a_call_take_the_place_of_those_of_the_run(stop: Any, num_tokens: int) -> None:
     stop = decode(ANSWER[5:8]) if stop == "second" else (decode(ANSWER[5:8]), "never") if stop else stop
 
     async def asks(prompt: Prompt, max_tokens: int, generate: Generate) -> Trajectory:
@@ -100,20 +95,17 @@ def test_the_stop_strings_of_a_call_take_the_place_of_those_of_the_run(stop: Any
         builder.add_generated(completion)
         return builder.finish("completed" if completion.finish_reason == "stop" else "truncated")
 
-    async def main() -> None:
-        sampling = SamplingParams(max_tokens=20, stop=(decode(ANSWER[10:14]),))
-        # The first replica dies with six tokens of the only answer.
-        engines = FakeEngine("e0", die_after_chunks=2), FakeEngine("e1")
-        group = await agent_worker(Played(asks), *engines, sampling=sampling, group_size=1).run_group(item())
-        (trajectory,) = group.trajectories
-        assert generated(trajectory) == ANSWER[:num_tokens]
-        assert trajectory.status == ("truncated" if num_tokens == 20 else "completed")
-
-    run_virtual(main())
+    sampling = SamplingParams(max_tokens=20, stop=(decode(ANSWER[10:14]),))
+    # The first engine dies with six tokens of the only response.
+    engines = FakeEngine("e0", die_after_chunks=2), FakeEngine("e1")
+    group = await agent_worker(Played(asks), *engines, sampling=sampling, group_size=1).run_group(item())
+    (trajectory,) = group.trajectories
+    assert generated(trajectory) == ANSWER[:num_tokens]
+    assert trajectory.status == ("truncated" if num_tokens == 20 else "completed")
 
 
 async def says_it_twice(prompt: Prompt, max_tokens: int, generate: Generate) -> Trajectory:
-    """An answer, and another one to the prompt and the last token of the first."""
+    """A response, and another one to the prompt and the last token of the first."""
     builder = TrajectoryBuilder(prompt.token_ids)
     for _ in range(2):
         builder.add_generated(await generate(builder.token_ids(), max_tokens - 1))
@@ -121,20 +113,18 @@ async def says_it_twice(prompt: Prompt, max_tokens: int, generate: Generate) -> 
     return builder.finish("completed")
 
 
-def test_a_trajectory_may_consist_of_several_sequences_if_it_is_allowed() -> None:
-    async def main() -> None:
-        allowed = agent_worker(Played(says_it_twice), FakeEngine("e0"), agent_max_sequences=2)
-        group = await allowed.run_group(item())
-        for trajectory in group.trajectories:
-            assert trajectory.status == "completed" and trajectory.num_lost_tokens == 0
-            first, second = trajectory.turns()
-            asked = item().prompt.token_ids.tolist()
-            assert second.token_ids[: len(asked) + 1].tolist() == [*asked, first.token_ids[-1]]
-            assert len(trajectory.text.split()) == trajectory.num_generated_tokens
-        with pytest.raises(AgentError, match="consists of 2 token sequences"):
-            await agent_worker(Played(says_it_twice), FakeEngine("e0")).run_group(item())
-
-    run_virtual(main())
+@in_virtual_time
+async def test_a_trajectory_may_consist_of_several_sequences_if_it_is_allowed() -> None:
+    allowed = agent_worker(Played(says_it_twice), FakeEngine("e0"), agent_max_sequences=2)
+    group = await allowed.run_group(item())
+    for trajectory in group.trajectories:
+        assert trajectory.status == "completed" and trajectory.num_lost_tokens == 0
+        first, second = trajectory.turns()
+        asked = item().prompt.token_ids.tolist()
+        assert second.token_ids[: len(asked) + 1].tolist() == [*asked, first.token_ids[-1]]
+        assert len(trajectory.text.split()) == trajectory.num_generated_tokens
+    with pytest.raises(AgentError, match="consists of 2 token sequences"):
+        await agent_worker(Played(says_it_twice), FakeEngine("e0")).run_group(item())
 
 
 async def test_a_worker_that_closes_closes_what_its_loop_holds() -> None:
@@ -146,7 +136,7 @@ async def test_a_worker_that_closes_closes_what_its_loop_holds() -> None:
 
 
 def failing_on_odd_calls(fail: Any) -> AgentLoop:
-    """Every second trajectory goes wrong in its own way, the others answer in one turn."""
+    """Every second trajectory goes wrong in its own way, the others respond in one turn."""
     calls = 0
 
     async def run(prompt: Prompt, max_tokens: int, generate: Generate) -> Trajectory:
@@ -240,48 +230,42 @@ async def rewards_with_nan(prompt: Prompt, max_tokens: int, generate: Generate) 
         (rewards_with_nan, "raised ValueError: reward of a turn must be a finite number, got nan"),
     ],
 )
-def test_a_loop_that_fails_costs_its_trajectory_and_not_the_others(fail: Any, message: str) -> None:
-    async def main() -> None:
-        group = await agent_worker(failing_on_odd_calls(fail), FakeEngine("e0", stop_one_in=4)).run_group(item())
-        good, bad = group.trajectories[::2], group.trajectories[1::2]
-        assert {t.status for t in bad} == {"failed"}
-        assert all(np.isnan(t.reward) and len(t.turns()) == 1 and not t.turns()[0].is_generated.any() for t in bad)
-        assert all(t.status == "completed" and t.error == "" for t in good)
-        with pytest.raises(AssertionError, match=message):
-            raise AssertionError(bad[0].error)
-
-    run_virtual(main())
+@in_virtual_time
+async def test_a_loop_that_fails_costs_its_trajectory_and_not_the_others(fail: Any, message: str) -> None:
+    group = await agent_worker(failing_on_odd_calls(fail), FakeEngine("e0", stop_one_in=4)).run_group(item())
+    good, bad = group.trajectories[::2], group.trajectories[1::2]
+    assert {t.status for t in bad} == {"failed"}
+    assert all(np.isnan(t.reward) and len(t.turns()) == 1 and not t.turns()[0].is_generated.any() for t in bad)
+    assert all(t.status == "completed" and t.error == "" for t in good)
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(bad[0].error)
 
 
-def test_tokens_of_a_loop_that_fails_after_a_turn_are_counted_as_those_of_a_failed_answer() -> None:
+@in_virtual_time
+async def test_tokens_of_a_loop_that_fails_after_a_turn_are_counted_as_those_of_a_failed_response() -> None:
     async def fails_after_a_turn(prompt: Prompt, max_tokens: int, generate: Generate) -> Any:
         await generate(prompt.token_ids, 7)
         raise KeyError("tool")
 
-    async def main() -> None:
-        group = await agent_worker(failing_on_odd_calls(fails_after_a_turn), FakeEngine("e0")).run_group(item())
-        assert [t.num_generated_tokens for t in group.trajectories] == [20, 0] * 2
-        assert [t.num_lost_tokens for t in group.trajectories] == [0, 7] * 2
-        assert group.num_generated_tokens == 54
-
-    run_virtual(main())
+    group = await agent_worker(failing_on_odd_calls(fails_after_a_turn), FakeEngine("e0")).run_group(item())
+    assert [t.num_generated_tokens for t in group.trajectories] == [20, 0] * 2
+    assert [t.num_lost_tokens for t in group.trajectories] == [0, 7] * 2
+    assert group.num_generated_tokens == 54
 
 
-def test_a_loop_may_ask_for_several_answers_at_once() -> None:
+@in_virtual_time
+async def test_a_loop_may_ask_for_several_responses_at_once() -> None:
     async def asks_twice(prompt: Prompt, max_tokens: int, generate: Generate) -> Trajectory:
         both = await asyncio.gather(generate(prompt.token_ids, 5), generate(prompt.token_ids, 5))
         builder = TrajectoryBuilder(prompt.token_ids)
         builder.add_generated(both[1])
         return builder.finish("completed")
 
-    async def main() -> None:
-        engine = FakeEngine("e0")
-        group = await agent_worker(Played(asks_twice), engine, group_size=2).run_group(item())
-        (call,) = engine.calls
-        assert len(set(call.request_ids)) == len(call.request_ids) == 4
-        assert [t.num_lost_tokens for t in group.trajectories] == [5, 5]
-
-    run_virtual(main())
+    engine = FakeEngine("e0")
+    group = await agent_worker(Played(asks_twice), engine, group_size=2).run_group(item())
+    (call,) = engine.calls
+    assert len(set(call.request_ids)) == len(call.request_ids) == 4
+    assert [t.num_lost_tokens for t in group.trajectories] == [5, 5]
 
 
 class NumberlessEngine(FakeEngine):
@@ -294,16 +278,15 @@ class NumberlessEngine(FakeEngine):
             yield index, replace(chunk, logprobs=logprobs)
 
 
-def test_an_engine_that_computes_no_numbers_is_told_as_such_and_is_no_fault_of_the_loop() -> None:
-    async def main() -> None:
-        busy = agent_worker(MultiTurnLoop(lambda _: Countdown(1), max_turns=1), NumberlessEngine("e0"))
-        with pytest.raises(ValueError, match=r"no finite log-probability for 2 of 3 tokens; .* model.rollout_dtype"):
-            await busy.run_group(item())
-
-    run_virtual(main())
+@in_virtual_time
+async def test_an_engine_that_computes_no_numbers_is_reported_and_is_no_fault_of_the_loop() -> None:
+    busy = agent_worker(MultiTurnLoop(lambda _: Countdown(1), max_turns=1), NumberlessEngine("e0"))
+    with pytest.raises(ValueError, match=r"no finite log-probability for 2 of 3 tokens; .* model.rollout_dtype"):
+        await busy.run_group(item())
 
 
-def test_a_generation_that_its_loop_gives_up_ends_in_the_engine_and_its_tokens_are_told_as_lost() -> None:
+@in_virtual_time
+async def test_a_generation_that_its_loop_cancels_ends_in_the_engine_and_its_tokens_count_as_lost() -> None:
     async def thinks_for_a_moment(prompt: Prompt, max_tokens: int, generate: Generate) -> Trajectory:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(generate(prompt.token_ids, 15), 0.025)
@@ -311,37 +294,33 @@ def test_a_generation_that_its_loop_gives_up_ends_in_the_engine_and_its_tokens_a
         builder.add_generated(await generate(prompt.token_ids, 9))
         return builder.finish("completed")
 
-    async def main() -> None:
-        engine = FakeEngine("e0", step_s=0.01)
-        busy = agent_worker(Played(thinks_for_a_moment), engine, group_size=2)
-        group = await busy.run_group(item())
-        first, second = engine.calls
-        assert engine.aborted == set(first.request_ids)
-        assert not engine.aborted & set(second.request_ids)
-        assert [(t.num_generated_tokens, t.num_lost_tokens) for t in group.trajectories] == [(9, 6), (9, 6)]
-        assert group.num_generated_tokens == 3 * engine.num_chunks
-        assert (busy.report().lost_tokens, sum(busy._scheduler.outstanding_tokens.values())) == (0, 0)
-
-    run_virtual(main())
+    engine = FakeEngine("e0", step_s=0.01)
+    busy = agent_worker(Played(thinks_for_a_moment), engine, group_size=2)
+    group = await busy.run_group(item())
+    first, second = engine.calls
+    assert engine.aborted == set(first.request_ids)
+    assert not engine.aborted & set(second.request_ids)
+    assert [(t.num_generated_tokens, t.num_lost_tokens) for t in group.trajectories] == [(9, 6), (9, 6)]
+    assert group.num_generated_tokens == 3 * engine.num_chunks
+    assert (busy.report().lost_tokens, sum(busy.report().in_flight.values())) == (0, 0)
 
 
-def test_tokens_that_a_loop_gave_up_are_lost_once_when_the_group_fails_later() -> None:
+@in_virtual_time
+async def test_tokens_that_a_loop_cancelled_are_lost_once_when_the_group_fails_later() -> None:
     async def gives_up_and_fails(prompt: Prompt, max_tokens: int, generate: Generate) -> Any:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(generate(prompt.token_ids, 15), 0.025)
         raise KeyError("tool")
 
-    async def main() -> None:
-        engine = FakeEngine("e0", step_s=0.01)
-        busy = agent_worker(Played(gives_up_and_fails), engine, group_size=2)
-        with pytest.raises(AgentError, match="tool"):
-            await busy.run_group(item())
-        assert busy.report().lost_tokens == 3 * engine.num_chunks == 12
-
-    run_virtual(main())
+    engine = FakeEngine("e0", step_s=0.01)
+    busy = agent_worker(Played(gives_up_and_fails), engine, group_size=2)
+    with pytest.raises(AgentError, match="tool"):
+        await busy.run_group(item())
+    assert busy.report().lost_tokens == 3 * engine.num_chunks == 12
 
 
-def test_a_generation_that_is_given_up_before_there_was_room_never_gets_to_an_engine() -> None:
+@in_virtual_time
+async def test_a_generation_that_is_cancelled_before_there_was_room_never_gets_to_an_engine() -> None:
     num_late = 0
 
     async def gives_the_first_late_one_up(prompt: Prompt, max_tokens: int, generate: Generate) -> Trajectory:
@@ -353,28 +332,24 @@ def test_a_generation_that_is_given_up_before_there_was_room_never_gets_to_an_en
                 builder.add_generated(await generate(prompt.token_ids, max_tokens))
         return builder.finish("completed")
 
-    async def main() -> None:
-        engine = FakeEngine("e0", step_s=0.01)
-        bounds = LimitRange(lowest=2, highest=2)
-        busy = agent_worker(Played(gives_the_first_late_one_up), engine, group_size=2, concurrency=bounds)
-        early = asyncio.create_task(busy.run_group(item()))
-        await asyncio.sleep(0.001)
-        await asyncio.gather(early, busy.run_group(item(group_id=6, prompt_id="late")))
-        assert [len(call.request_ids) for call in engine.calls] == [2, 1]
-        assert (sum(busy._scheduler.outstanding_tokens.values()), engine.aborted) == (0, set())
-
-    run_virtual(main())
+    engine = FakeEngine("e0", step_s=0.01)
+    bounds = LimitRange(lowest=2, highest=2)
+    busy = agent_worker(Played(gives_the_first_late_one_up), engine, group_size=2, concurrency=bounds)
+    early = asyncio.create_task(busy.run_group(item()))
+    await asyncio.sleep(0.001)
+    await asyncio.gather(early, busy.run_group(item(group_id=6, prompt_id="late")))
+    assert [len(call.request_ids) for call in engine.calls] == [2, 1]
+    assert (sum(busy.report().in_flight.values()), engine.aborted) == (0, set())
 
 
-def test_a_loop_that_always_fails_fails_the_group_with_its_reason() -> None:
-    async def main() -> None:
-        with pytest.raises(AgentError, match=r"no sample of prompt train/1 ended: agent loop .* raised KeyError"):
-            await agent_worker(Played(raises), FakeEngine("e0")).run_group(item())
-
-    run_virtual(main())
+@in_virtual_time
+async def test_a_loop_that_always_fails_fails_the_group_with_its_reason() -> None:
+    with pytest.raises(AgentError, match=r"no sample of prompt train/1 ended: agent loop .* raised KeyError"):
+        await agent_worker(Played(raises), FakeEngine("e0")).run_group(item())
 
 
-def test_a_failure_of_the_engines_is_none_of_the_loop_whatever_the_loop_makes_of_it() -> None:
+@in_virtual_time
+async def test_a_failure_of_the_engines_is_none_of_the_loop_whatever_the_loop_makes_of_it() -> None:
     async def swallow(prompt: Prompt, max_tokens: int, generate: Generate) -> Trajectory:
         try:
             await generate(prompt.token_ids, max_tokens)
@@ -382,22 +357,17 @@ def test_a_failure_of_the_engines_is_none_of_the_loop_whatever_the_loop_makes_of
             raise KeyError("hidden") from error
         raise AssertionError
 
-    async def main() -> None:
-        with pytest.raises(NoReplica, match="e0 was killed"):
-            await agent_worker(Played(swallow), FakeEngine("e0", die_after_chunks=0)).run_group(item())
-
-    run_virtual(main())
+    with pytest.raises(NoReplica, match="e0 was killed"):
+        await agent_worker(Played(swallow), FakeEngine("e0", die_after_chunks=0)).run_group(item())
 
 
-def test_a_trajectory_that_is_given_up_in_mid_generation_does_not_disturb_the_others() -> None:
+@in_virtual_time
+async def test_a_trajectory_that_is_cancelled_in_mid_generation_does_not_disturb_the_others() -> None:
     async def impatient(prompt: Prompt, max_tokens: int, generate: Generate) -> Any:
         async with asyncio.timeout(0.02):
             await generate(prompt.token_ids, max_tokens)
 
-    async def main() -> None:
-        loop = failing_on_odd_calls(impatient)
-        group = await agent_worker(loop, FakeEngine("e0", step_s=0.01)).run_group(item())
-        assert [t.status for t in group.trajectories] == ["truncated", "failed"] * 2
-        assert "raised TimeoutError" in group.trajectories[1].error
-
-    run_virtual(main())
+    loop = failing_on_odd_calls(impatient)
+    group = await agent_worker(loop, FakeEngine("e0", step_s=0.01)).run_group(item())
+    assert [t.status for t in group.trajectories] == ["truncated", "failed"] * 2
+    assert "raised TimeoutError" in group.trajectories[1].error

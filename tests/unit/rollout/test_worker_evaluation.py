@@ -1,18 +1,21 @@
-"""Evaluations in a rollout worker: answers go through a window, and time runs for each from its submission."""
+"""Evaluations in a rollout worker: responses go through a window, and time runs for each from its submission."""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from rollout.fleet.adaptive_limit import LimitRange
 from rollout.reward.call import RewardResult
 from rollout.types import Prompt, SamplingParams, TokenChunk
-from rollout.worker.worker import NumJudges, RolloutWorker
+from rollout.worker.worker import RewardSlots, RolloutWorker
 from tests.fakes.engine_client import FakeEngine
-from tests.fakes.virtual_time import run_virtual
+from tests.fakes.local_actor import view_of
+from tests.fakes.virtual_time import in_virtual_time, run_virtual
 from tests.unit.rollout.test_worker import ANSWER, Numbers, generated, item, spec, worker
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0)
@@ -61,36 +64,34 @@ class OneByOne(FakeEngine):
                 task.cancel()
 
 
-def test_the_time_of_an_answer_runs_from_its_submission_however_many_there_are() -> None:
-    async def main() -> None:
-        engine = OneByOne("e0", room=2, answer_s=4.0)
-        busy = worker(engine, evaluation_window=2, request_timeout_s=10.0)
-        trajectories = await busy.evaluate(prompts(20), GREEDY, engine="e0")
-        assert [trajectory.status for trajectory in trajectories] == ["completed"] * 20
-        assert [trajectory.prompt_id for trajectory in trajectories] == [f"test/{index}" for index in range(20)]
-        assert engine.most == 2
-        assert asyncio.get_running_loop().time() == pytest.approx(40.0), "the replica always has as many as it takes"
-
-    run_virtual(main())
+@in_virtual_time
+async def test_the_time_of_a_response_runs_from_its_submission_however_many_there_are() -> None:
+    engine = OneByOne("e0", room=2, answer_s=4.0)
+    busy = worker(engine, evaluation_window=2, request_timeout_s=10.0)
+    trajectories = await busy.evaluate(prompts(20), GREEDY, engine="e0")
+    assert [trajectory.status for trajectory in trajectories] == ["completed"] * 20
+    assert [trajectory.prompt_id for trajectory in trajectories] == [f"test/{index}" for index in range(20)]
+    assert engine.most == 2
+    assert asyncio.get_running_loop().time() == pytest.approx(40.0), "the engine always has as many as it takes"
 
 
-def test_an_answer_that_takes_too_long_is_failed_and_the_others_are_not() -> None:
-    async def main() -> None:
-        engine = OneByOne("e0", room=2, answer_s=7.0, endless=1)
-        busy = worker(engine, evaluation_window=2, request_timeout_s=10.0)
-        answers = await busy.evaluate(prompts(3), GREEDY, engine="e0")
-        assert [one.error for one in answers] == ["", "generation took longer than request_timeout_s=10", ""]
-
-    run_virtual(main())
+@in_virtual_time
+async def test_a_response_that_takes_too_long_is_failed_and_the_others_are_not() -> None:
+    engine = OneByOne("e0", room=2, answer_s=7.0, endless=1)
+    busy = worker(engine, evaluation_window=2, request_timeout_s=10.0)
+    responses = await busy.evaluate(prompts(3), GREEDY, engine="e0")
+    assert [one.error for one in responses] == ["", "generation took longer than request_timeout_s=10", ""]
 
 
 async def one_of_each(prompt: Prompt) -> tuple[str, int]:
     return ("async", 3) if prompt.prompt_id in ("test/1", "test/3", "test/4") else ("", 1)
 
 
-@pytest.mark.parametrize(("num_judges", "expected"), [(None, [1, 2, 101, 102, 201]), (one_of_each, [1, 2, 4, 5, 101])])
-def test_rewards_keep_no_place_at_the_replica_and_do_not_fill_the_queue_of_training(
-    num_judges: NumJudges | None, expected: list[int]
+@pytest.mark.parametrize(
+    ("reward_slots", "expected"), [(None, [1, 2, 101, 102, 201]), (one_of_each, [1, 2, 4, 5, 101])]
+)
+def test_rewards_keep_no_place_at_the_engine_and_do_not_fill_the_queue_of_training(
+    reward_slots: RewardSlots | None, expected: list[int]
 ) -> None:
     asked_at: list[float] = []
 
@@ -101,11 +102,11 @@ def test_rewards_keep_no_place_at_the_replica_and_do_not_fill_the_queue_of_train
 
     async def main() -> None:
         settings, engine = spec(evaluation_window=1, reward_processes=2), OneByOne("e0", room=1, answer_s=1.0)
-        busy = RolloutWorker(settings, [engine], tokenizer=Numbers(), score=slowly, num_judges=num_judges)
+        busy = RolloutWorker(settings, [engine], tokenizer=Numbers(), score=slowly, reward_slots=reward_slots)
         await busy.evaluate(prompts(5), GREEDY, engine="e0")
 
     run_virtual(main())
-    assert asked_at == pytest.approx(expected), "so many at a time; the replica was through after five seconds"
+    assert asked_at == pytest.approx(expected), "so many at a time; the engine was through after five seconds"
 
 
 def test_a_share_of_an_evaluation_has_the_seeds_that_it_has_in_the_whole() -> None:
@@ -122,17 +123,42 @@ def test_a_share_of_an_evaluation_has_the_seeds_that_it_has_in_the_whole() -> No
     assert run_virtual(seeds([1, 3, 5])) | run_virtual(seeds([4, 0, 2])) == whole
 
 
-def test_an_evaluation_that_is_cancelled_leaves_nothing_at_the_replica() -> None:
-    async def main() -> None:
-        engine = FakeEngine("e0")
-        busy = worker(engine, evaluation_window=2)
-        running = asyncio.create_task(busy.evaluate(prompts(6), GREEDY, engine="e0"))
-        await asyncio.sleep(0.1)  # the second pair
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        assert 2 <= len(engine.calls) <= 3
-        assert all(call.is_closed for call in engine.calls)
-        group = await busy.run_group(item())
-        assert all(generated(trajectory) == ANSWER for trajectory in group.trajectories)
+@in_virtual_time
+async def test_an_evaluation_that_is_cancelled_leaves_nothing_at_the_engine() -> None:
+    engine = FakeEngine("e0")
+    busy = worker(engine, evaluation_window=2)
+    running = asyncio.create_task(busy.evaluate(prompts(6), GREEDY, engine="e0"))
+    await asyncio.sleep(0.1)  # the second pair
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert 2 <= len(engine.calls) <= 3
+    assert all(call.is_closed for call in engine.calls)
+    group = await busy.run_group(item())
+    assert all(generated(trajectory) == ANSWER for trajectory in group.trajectories)
 
-    run_virtual(main())
+
+@in_virtual_time
+async def test_training_and_an_evaluation_share_the_limit_of_the_only_engine() -> None:
+    engine = FakeEngine("e0")
+    limit = LimitRange(lowest=6, highest=6)
+    busy = worker(engine, concurrency=limit, evaluation_window=6, request_timeout_s=0.6)
+    training = [asyncio.create_task(busy.run_group(item(group_id=i))) for i in range(3)]
+    await asyncio.sleep(0.005)
+    evaluated = await busy.evaluate(prompts(40), GREEDY, engine="e0")
+    assert engine.most == 6
+    assert [one.error for one in evaluated] == [""] * 40, "their time runs from their submission"
+    await asyncio.gather(*training, return_exceptions=True)
+    assert busy.report().in_flight == {"e0": 0}
+
+
+@in_virtual_time
+async def test_an_evaluation_has_what_other_workers_leave_of_an_engine_and_at_least_this_ones_share() -> None:
+    engine = FakeEngine("e0")
+    busy = worker(engine, concurrency=LimitRange(lowest=2, highest=2), evaluation_window=8)
+    view = view_of(e0="pinned")
+    for num_elsewhere, most in ((3, 5), (8, 2), (0, 8)):
+        engines = {"e0": replace(view.engines["e0"], num_elsewhere=num_elsewhere)}
+        busy.update(replace(view, engines=engines), {})
+        engine.most = 0
+        await busy.evaluate(prompts(20), GREEDY, engine="e0")
+        assert engine.most == most

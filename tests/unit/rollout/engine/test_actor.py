@@ -1,3 +1,5 @@
+"""The shell around an engine: streams of groups, aborts, and what it refuses to start."""
+
 from __future__ import annotations
 
 import asyncio
@@ -19,21 +21,23 @@ ENVIRONMENT = {variable.name: variable.value for variable in get_backend("cpu").
 PROMPT = np.array([1, 2], np.int32)
 
 
-def make_actor(**faults: object) -> tuple[EngineActor, ScriptedEngine]:
+async def started(**faults: object) -> tuple[EngineActor, ScriptedEngine]:
     built: list[ScriptedEngine] = []
 
     def build(spec: EngineSpec) -> Engine:
-        built.append(ScriptedEngine(spec, script=lambda prompt, position, version: (position, -1.0)))
+        built.append(ScriptedEngine(spec, script=lambda prompt, position, version: (position, -float(len(prompt)))))
         return built[0]
 
     actor = EngineActor(EngineSpec(model="scripted", stream_interval=4, env=ENVIRONMENT), build=build)
     for name, value in faults.items():
         setattr(built[0].faults, name, value)
+    await actor.start()
     return actor, built[0]
 
 
-def group_params(*lengths: int) -> list[SamplingParams]:
-    return [SamplingParams(max_tokens=length, seed=i) for i, length in enumerate(lengths)]
+def group(actor: EngineActor, **lengths: int) -> Any:
+    params = [SamplingParams(max_tokens=length, seed=i) for i, length in enumerate(lengths.values())]
+    return actor.generate_group(list(lengths), [PROMPT] * len(lengths), params)
 
 
 @pytest.mark.parametrize(
@@ -43,32 +47,27 @@ def group_params(*lengths: int) -> list[SamplingParams]:
         ({**ENVIRONMENT, "OMP_NUM_THREADS": "0"}, "OMP_NUM_THREADS must be a whole number >= 1, got '0'"),
     ],
 )
-async def test_an_engine_whose_environment_is_wrong_says_so_and_is_not_started(
+async def test_an_engine_whose_environment_is_wrong_is_not_started(
     environment: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
-    started: list[bool] = []
-
-    def build(_: EngineSpec) -> Engine:
-        engine: Any = SimpleNamespace(start=lambda: started.append(True))
-        return engine
-
+    engine: Any = SimpleNamespace(start=None)
     with pytest.raises(DeviceError, match=words):
-        await EngineActor(EngineSpec(model="scripted", env=environment), build=build).start()
-    assert started == []
+        await EngineActor(EngineSpec(model="scripted", env=environment), build=lambda _: engine).start()
 
 
-async def test_a_group_stream_gives_every_sample_whole_and_in_order() -> None:
-    actor, engine = make_actor()
-    await actor.start()
+async def test_one_stream_gives_every_request_whole_and_in_order_whatever_its_prompt() -> None:
+    actor, engine = await started()
     by_index: dict[int, list[TokenChunk]] = {0: [], 1: [], 2: []}
-    num_items = 0
-    async for items in actor.generate_group(["a", "b", "c"], PROMPT, group_params(3, 10, 17)):
+    prompts, lengths, num_items = [PROMPT, PROMPT, np.arange(5, dtype=np.int32)], (3, 10, 17), 0
+    params = [SamplingParams(max_tokens=length, seed=i) for i, length in enumerate(lengths)]
+    async for items in actor.generate_group(["a", "b", "c"], prompts, params):
         num_items += 1
         for index, chunk in items:
             by_index[index].append(chunk)
-    for index, length in enumerate((3, 10, 17)):
+    for index, length in enumerate(lengths):
         assert np.concatenate([c.token_ids for c in by_index[index]]).tolist() == list(range(length))
+        assert {float(x) for c in by_index[index] for x in c.logprobs} == {-float(len(prompts[index]))}
         assert [c.finish_reason for c in by_index[index]][-1] == "length"
     assert num_items < sum(len(chunks) for chunks in by_index.values()), "chunks that are ready travel together"
     assert engine.status().generated_tokens == 30
@@ -76,43 +75,38 @@ async def test_a_group_stream_gives_every_sample_whole_and_in_order() -> None:
 
 
 async def test_a_dead_engine_ends_the_group_after_the_chunks_it_gave() -> None:
-    actor, _ = make_actor(die_after_tokens=9)
-    await actor.start()
+    actor, _ = await started(die_after_tokens=9)
     received = 0
     with pytest.raises(EngineDead):
-        async for items in actor.generate_group(["a"], PROMPT, group_params(100)):
+        async for items in group(actor, a=100):
             received += sum(len(chunk.token_ids) for _, chunk in items)
     assert received == 8, "two whole chunks of 4 before the ninth token"
     await actor.close()
 
 
 async def test_closing_a_group_stream_aborts_its_requests() -> None:
-    actor, engine = make_actor()
-    await actor.start()
-    async with aclosing(actor.generate_group(["a", "b"], PROMPT, group_params(4000, 4000))) as stream:
+    actor, engine = await started()
+    async with aclosing(group(actor, a=4000, b=4000)) as stream:
         await anext(stream)
     assert engine.status().running == engine.status().unstarted == 0
     await actor.close()
 
 
-async def test_an_abort_that_comes_right_behind_its_group_ends_it() -> None:
+async def test_an_abort_that_comes_together_with_its_group_ends_it() -> None:
     """In the same turn of the event loop, as when Ray brings both at once."""
-    actor, engine = make_actor()
-    await actor.start()
+    actor, engine = await started()
 
     async def consume() -> list[TokenChunk]:
-        stream = actor.generate_group(["a", "b"], PROMPT, group_params(4000, 4000))
-        return [chunk async for items in stream for _, chunk in items]
+        return [chunk async for items in group(actor, a=4000, b=4000) for _, chunk in items]
 
-    chunks, *_ = await asyncio.gather(consume(), actor.abort("a"), actor.abort("b"))
+    chunks, _ = await asyncio.gather(consume(), actor.abort(["a", "b", "unknown"]))
     assert [chunk.finish_reason for chunk in chunks] == ["abort", "abort"]
     assert engine.status().generated_tokens == 0
     await actor.close()
 
 
-async def test_a_worker_call_that_never_answers_kills_the_engine() -> None:
-    actor, engine = make_actor(hang_workers=True)
-    await actor.start()
+async def test_a_worker_call_that_hangs_kills_the_engine() -> None:
+    actor, engine = await started(hang_workers=True)
     with pytest.raises(TimeoutError, match="ws_poll"):
         await actor.call_workers("ws_poll", [1], 0.01)
     with pytest.raises(EngineDead):

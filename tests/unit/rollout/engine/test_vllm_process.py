@@ -1,10 +1,14 @@
-"""The processes of an engine."""
+"""The processes of an engine: how they are forked, found and ended."""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import subprocess
 import sys
+import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +16,8 @@ import psutil
 import pytest
 
 from rollout.engine.vllm_process import engine_pids, shut_down
+from tests.fakes.process_life import is_running
+from weight_sync import vllm_compat
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,10 +38,8 @@ class FakeLlm:
         assert self._engine.stdout is not None
         self.pid = self._engine.pid
         self.workers = [psutil.Process(int(pid)) for pid in self._engine.stdout.readline().split()]
-        process = SimpleNamespace(pid=self.pid, join=self._join)
-        self.engine_core = SimpleNamespace(
-            resources=SimpleNamespace(engine_manager=SimpleNamespace(processes=[process]))
-        )
+        manager = SimpleNamespace(processes=[SimpleNamespace(pid=self.pid, join=self._join)])
+        self.engine_core = SimpleNamespace(resources=SimpleNamespace(engine_manager=manager))
 
     def _join(self, timeout: float) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -58,16 +62,88 @@ def llm() -> Iterator[Any]:
     fake.close()
 
 
-def test_the_processes_of_an_engine_are_its_own_and_those_of_its_workers(llm: Any) -> None:
-    first, *others = engine_pids(llm)
-    assert first == llm.pid
-    assert sorted(others) == sorted(worker.pid for worker in llm.workers)
-
-
-def test_workers_that_outlive_the_end_of_their_engine_are_told(
+def test_workers_that_outlive_the_end_of_their_engine_are_reported(
     llm: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rollout.engine.vllm_process._END_TIMEOUT_S", 0.3)
-    left = engine_pids(llm)[1:]
+    first, *workers = engine_pids(llm)
+    assert (first, sorted(workers)) == (llm.pid, sorted(worker.pid for worker in llm.workers))
     shut_down(llm)
-    assert f"engine processes {left} still run" in caplog.text
+    assert f"engine processes {workers} still run" in caplog.text
+
+
+ROOT = Path(__file__).resolve().parents[4]
+PROGRAM = """
+import json, os, sys, time
+from rollout.engine import vllm_process
+
+def report(path):
+    import torch
+    found = {"pid": os.getpid(), "server": os.getppid(), "changed": os.environ.get("CHANGED"),
+             "removed": "REMOVED" in os.environ, "was_there": "wave" in was_there, "threads": torch.get_num_threads()}
+    with open(path + ".part", "w") as file:
+        json.dump(found, file)
+    os.rename(path + ".part", path)
+    time.sleep(60)
+
+was_there = set(sys.modules)  # in the new process this line runs before anything else of this file is needed
+
+if __name__ == "__main__":
+    vllm_process.PRELOAD = ("wave", "torch")
+    vllm_process.begin_imports()
+    vllm_process.begin_imports()
+    os.environ["CHANGED"], os.environ["OMP_NUM_THREADS"] = "after the start", "3"
+    del os.environ["REMOVED"]
+    process = vllm_process.EngineContext().Process(target=report, args=(sys.argv[1],))
+    process.start()
+    process.join()
+"""
+
+
+def wait_until(is_so: Any, complaint: str) -> None:
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline, complaint
+        time.sleep(0.05)
+
+
+def test_a_forked_process_has_the_imports_of_the_server_and_the_environment_of_its_parent(tmp_path: Path) -> None:
+    """In an interpreter of its own: a process has one fork server for its whole life."""
+    program, report = tmp_path / "program.py", tmp_path / "report"
+    program.write_text(PROGRAM)
+    folders = {"TMPDIR": tmp_path / "tmp", "VLLM_RPC_BASE_PATH": tmp_path / "sockets"}
+    for folder in folders.values():
+        folder.mkdir()
+    changes = {"PYTHONPATH": str(ROOT), "REMOVED": "1", "OMP_NUM_THREADS": "1"}
+    changes |= {name: str(folder) for name, folder in folders.items()}
+    owner = subprocess.Popen([sys.executable, str(program), str(report)], env={**os.environ, **changes})
+    try:
+        wait_until(report.exists, "the forked process reported nothing")
+        found = json.loads(report.read_text())
+        server, forked = psutil.Process(found["server"]), psutil.Process(found["pid"])
+        assert server.pid != owner.pid
+        assert found["was_there"], "the server had not imported it before the fork"
+        assert (found["changed"], found["removed"], found["threads"]) == ("after the start", False, 3)
+    finally:
+        owner.kill()
+    owner.wait()
+    wait_until(lambda: not is_running(server), "the server outlived its owner")
+    wait_until(lambda: not is_running(forked), "what the server had forked outlived it")
+    assert list((tmp_path / "tmp").iterdir()) == [], "what a killed process leaves is in the folder of the run"
+    assert len(list((tmp_path / "sockets").iterdir())) == 1
+
+
+def test_vllm_gets_the_context_once_and_its_own_function_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def own() -> str:
+        calls.append("vllm")
+        return "spawn"
+
+    utils = SimpleNamespace(get_mp_context=own)
+    monkeypatch.setattr(vllm_compat, "import_module", lambda _name: utils)
+    vllm_compat.start_engines_in("first")
+    vllm_compat.start_engines_in("second")
+    assert (utils.get_mp_context(), calls) == ("second", ["vllm"])
+    vllm_compat.start_engines_in(None)
+    assert utils.get_mp_context() == "spawn"

@@ -121,14 +121,19 @@ def test_a_request_that_is_cancelled_on_its_way_is_not_inside(turns: int) -> Non
     play(main)
 
 
-def test_a_commit_that_raises_opens_the_gate_and_resumes_what_is_whole() -> None:
+def test_a_commit_or_a_sleep_that_raises_opens_the_gate_and_resumes_what_is_whole() -> None:
     async def main(world: World) -> None:
         with pytest.raises(RuntimeError, match="failed"):
             async with world.gate.closed(), world.gate.pause():
                 raise RuntimeError("the commit failed")
         await world.enter()
+        with pytest.raises(RuntimeError, match="no"):
+            await world.sleep(fails=True)
+        assert not world.gate.is_asleep
+        await world.enter()
+        await world.commit()
 
-    assert play(main).log == ["resumes", "enters", "is inside"]
+    assert play(main).log[:4] == ["resumes", "enters", "is inside", "sleep begins"]
 
 
 def test_commit_and_sleep_never_overlap_whoever_comes_first() -> None:
@@ -152,17 +157,6 @@ def test_the_gate_stays_closed_from_sleep_to_the_commit_that_wakes() -> None:
         assert not world.gate.is_asleep and not world.gate.is_paused
 
     assert play(main).log[-3:] == ["resumes", "enters", "is inside"]
-
-
-def test_a_sleep_that_fails_opens_the_gate_and_frees_the_turn() -> None:
-    async def main(world: World) -> None:
-        with pytest.raises(RuntimeError):
-            await world.sleep(fails=True)
-        assert not world.gate.is_asleep
-        await world.enter()
-        await world.commit()
-
-    play(main)
 
 
 @pytest.mark.parametrize(
@@ -189,34 +183,34 @@ def test_a_pause_ends_with_its_commit_unless_the_weights_are_a_mixture(
     assert play(main).log[2:] == ends
 
 
-def test_a_mixture_that_no_commit_repairs_is_given_up_at_the_limit_and_not_before() -> None:
+DIES = "dies: its weights are a mixture of versions and no commit repaired them: paused for"
+
+
+@pytest.mark.parametrize(
+    ("then", "ends"),
+    [
+        ((LIMIT_S - 1.5,), ["commit ends"]),
+        ((LIMIT_S - 0.5,), ["commit ends", f"{DIES} 10.0 s, allowed are 10.0 s"]),
+        # A commit under way is left alone however long it takes; then its outcome decides.
+        (("ok", 5 * LIMIT_S), ["commit ends", "resumes"]),
+        ((None, 0.5), ["commit ends", f"{DIES} 51.0 s, allowed are 10.0 s"]),
+        (("close", 5 * LIMIT_S), ["commit ends"]),  # an engine that has ended does not die again
+    ],
+)
+def test_a_mixture_that_no_commit_repairs_is_cancelled_at_the_limit_and_not_before(
+    then: tuple[Any, ...], ends: list[str]
+) -> None:
     async def main(world: World) -> None:
         await world.commit("dirty", takes_s=1.0)
-        await asyncio.sleep(LIMIT_S - 1.5)
-        assert world.log[-1] == "commit ends"
-        await asyncio.sleep(1.0)
+        for step in then:
+            if step == "close":
+                world.gate.close()
+            elif isinstance(step, float):
+                await asyncio.sleep(step)
+            else:
+                await world.commit(step, takes_s=5 * LIMIT_S)
 
-    assert play(main).log[-1] == (
-        "dies: its weights are a mixture of versions and no commit repaired them: paused for 10.0 s, allowed are 10.0 s"
-    )
-
-
-def test_a_commit_under_way_is_left_alone_however_long_it_takes() -> None:
-    async def main(world: World) -> None:
-        await world.commit("dirty")
-        await world.commit("ok", takes_s=5 * LIMIT_S)
-        await asyncio.sleep(5 * LIMIT_S)
-
-    assert play(main).log == ["commit begins", "commit ends"] * 2 + ["resumes"]
-
-
-def test_a_mixture_that_outlasts_the_limit_in_a_commit_is_given_up_when_that_fails() -> None:
-    async def main(world: World) -> None:
-        await world.commit("dirty")
-        await world.commit(None, takes_s=5 * LIMIT_S)
-        await asyncio.sleep(0.5)
-
-    assert play(main).log[-1].startswith("dies: ")
+    assert play(main).log[-len(ends) :] == ends
 
 
 def test_a_resume_that_fails_is_tried_again_from_the_limit_on(caplog: pytest.LogCaptureFixture) -> None:
@@ -229,15 +223,6 @@ def test_a_resume_that_fails_is_tried_again_from_the_limit_on(caplog: pytest.Log
 
     assert play(main, num_failing_resumes=3).log[-1] == "resumes"
     assert caplog.text.count("a pause could not be ended") == 2
-
-
-def test_an_engine_that_has_ended_is_not_given_up_again() -> None:
-    async def main(world: World) -> None:
-        await world.commit("dirty")
-        world.gate.close()
-        await asyncio.sleep(5 * LIMIT_S)
-
-    assert play(main).log == ["commit begins", "commit ends"]
 
 
 async def test_the_limit_of_an_engine_is_that_of_its_spec() -> None:

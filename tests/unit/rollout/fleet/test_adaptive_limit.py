@@ -13,8 +13,6 @@ from rollout.fleet.adaptive_limit import (
     TRIM,
     AdaptiveLimit,
     LimitRange,
-    QueueState,
-    growth_step,
 )
 
 BOUNDS = LimitRange(lowest=8, highest=256)
@@ -28,8 +26,8 @@ def at(limit: int, **fields: int) -> AdaptiveLimit:
     return AdaptiveLimit(bounds=BOUNDS, limit=limit, num_preemptions=0, **fields)
 
 
-def busy(in_flight: int, num_queued: int = 100) -> QueueState:
-    return QueueState(in_flight=in_flight, num_queued=num_queued)
+def busy(in_flight: int, num_queued: int = 100) -> dict[str, int]:
+    return {"in_flight": in_flight, "num_queued": num_queued}
 
 
 def test_it_begins_at_the_upper_bound_so_that_an_engine_with_room_is_never_held_back() -> None:
@@ -37,48 +35,47 @@ def test_it_begins_at_the_upper_bound_so_that_an_engine_with_room_is_never_held_
 
 
 @pytest.mark.parametrize(
-    ("state", "said", "queue", "move", "limit"),
+    ("state", "said", "queue", "limit"),
     [
-        (at(100), load(), busy(100), "grow", 108),
-        (at(252), load(), busy(252), "grow", 256),
-        (at(100), load(kv=None, preemptions=None), busy(100), "grow", 108),
-        (at(100), load(), busy(100, num_queued=0), "hold", 100),  # nobody asks for more
-        (at(100), load(kv=KV_ROOM), busy(100), "hold", 100),
-        (at(100), load(waiting=3), busy(100), "hold", 100),  # perhaps a burst
-        (at(100, queued_polls=1), load(waiting=3, kv=KV_ROOM), busy(100), "trim", 90),
-        (at(100, queued_polls=1), load(waiting=3, kv=None), busy(100), "trim", 90),
-        (at(100, queued_polls=1), load(), busy(100), "grow", 108),
-        (at(100), load(preemptions=1), busy(100), "trim", 90),
-        (at(100), load(preemptions=1), busy(60), "trim", 54),  # of what runs, or it would change nothing
-        (at(100), load(kv=KV_CRITICAL), busy(100), "cut", 50),
-        (at(100), load(kv=KV_CRITICAL, preemptions=5), busy(100), "cut", 50),
-        (at(10), load(kv=KV_CRITICAL), busy(10), "cut", 8),
-        (at(100), load(kv=KV_CRITICAL, preemptions=5), busy(101), "hold", 100),  # the last step is still draining
-        (AdaptiveLimit(bounds=BOUNDS, limit=100), load(preemptions=7), busy(100), "grow", 108),  # 7 of an earlier time
-        (at(100), load(preemptions=None), busy(100), "grow", 108),
+        (at(100), load(), busy(100), 108),
+        (at(252), load(), busy(252), 256),
+        (at(100), load(kv=None, preemptions=None), busy(100), 108),
+        (at(100), load(), busy(100, num_queued=0), 100),  # no one requests more
+        (at(100), load(kv=KV_ROOM), busy(100), 100),
+        (at(100), load(waiting=3), busy(100), 100),  # perhaps a burst
+        (at(100, queued_polls=1), load(waiting=3, kv=KV_ROOM), busy(100), 90),
+        (at(100, queued_polls=1), load(waiting=3, kv=None), busy(100), 90),
+        (at(100, queued_polls=1), load(), busy(100), 108),
+        (at(100), load(preemptions=1), busy(100), 90),
+        (at(100), load(preemptions=1), busy(60), 54),  # of what runs, or it would change nothing
+        (at(100), load(kv=KV_CRITICAL), busy(100), 50),
+        (at(100), load(kv=KV_CRITICAL, preemptions=5), busy(100), 50),
+        (at(10), load(kv=KV_CRITICAL), busy(10), 8),
+        (at(100), load(kv=KV_CRITICAL, preemptions=5), busy(101), 100),  # the last step is still draining
+        (AdaptiveLimit(bounds=BOUNDS, limit=100), load(preemptions=7), busy(100), 108),  # 7 of an earlier time
+        (at(100), load(preemptions=None), busy(100), 108),
     ],
 )
 def test_each_sign_leads_to_its_move(
-    state: AdaptiveLimit, said: EngineStatus, queue: QueueState, move: str, limit: int
+    state: AdaptiveLimit, said: EngineStatus, queue: dict[str, int], limit: int
 ) -> None:
-    after = state.next(said, queue)
-    assert (after.last_move, after.limit) == (move, limit)
+    assert state.next(said, **queue).limit == limit
 
 
 def test_a_burst_of_prompts_beside_an_empty_cache_takes_nothing_back() -> None:
     """An engine of a shared device wakes up and gets a whole step's prompts, whose prefill takes several looks."""
     state = AdaptiveLimit.start(BOUNDS)
     for waiting in (200, 150, 100, 50):
-        state = state.next(load(waiting=waiting, kv=0.1), busy(256))
-    assert (state.limit, state.last_move) == (256, "hold")
-    state = state.next(load(waiting=200, kv=KV_ROOM), busy(256))
+        state = state.next(load(waiting=waiting, kv=0.1), **busy(256))
+    assert state.limit == 256
+    state = state.next(load(waiting=200, kv=KV_ROOM), **busy(256))
     assert state.limit == 256, "looks at a burst do not count for the queue that comes after it"
 
 
 def test_a_fixed_limit_stays_whatever_the_engine_says() -> None:
     state = AdaptiveLimit.start(LimitRange(lowest=64, highest=64))
     for said in (load(kv=1.0), load(preemptions=9, waiting=9), load(preemptions=19, waiting=9)):
-        state = state.next(said, busy(64))
+        state = state.next(said, **busy(64))
         assert state.limit == 64
 
 
@@ -94,7 +91,7 @@ def test_it_never_leaves_its_bounds_and_repeats_itself(seed: int) -> None:
                 kv=rng.choice([None, rng.random()]),
                 preemptions=rng.choice([None, rng.randint(0, 5)]),
             )
-            state = state.next(said, QueueState(in_flight=rng.randint(0, 600), num_queued=rng.choice([0, 9])))
+            state = state.next(said, in_flight=rng.randint(0, 600), num_queued=rng.choice([0, 9]))
             assert state.bounds.lowest <= state.limit <= state.bounds.highest
             limits.append(state.limit)
         return limits
@@ -120,21 +117,21 @@ def test_under_a_constant_capacity_it_settles_within_the_stated_amplitude(capaci
     engine, state, in_flight = Engine(capacity), AdaptiveLimit.start(BOUNDS), BOUNDS.highest
     limits: list[int] = []
     for _ in range(600):
-        state = state.next(engine.look(in_flight), busy(in_flight))
+        state = state.next(engine.look(in_flight), **busy(in_flight))
         too_many = max(0, in_flight - state.limit)
         in_flight = state.limit + too_many - math.ceil(too_many / (step_lag + 1))
         limits.append(state.limit)
     settled, reachable = limits[300:], min(capacity, BOUNDS.highest)
-    assert max(settled) <= min(BOUNDS.highest, reachable + growth_step(BOUNDS))
+    assert max(settled) <= min(BOUNDS.highest, reachable + BOUNDS.step)
     assert min(settled) >= max(BOUNDS.lowest, math.floor(TRIM * (reachable + 1)) - (reachable == BOUNDS.highest))
     assert max(settled) >= reachable, "all of the capacity is used again and again"
 
 
 def test_it_recovers_after_a_cut_in_bounded_time() -> None:
-    state = at(200).next(load(kv=0.99), busy(200))
+    state = at(200).next(load(kv=0.99), **busy(200))
     assert state.limit == 200 * CUT
-    for _ in range(math.ceil((256 - 100) / growth_step(BOUNDS))):
-        state = state.next(load(), busy(state.limit))
+    for _ in range(math.ceil((256 - 100) / BOUNDS.step)):
+        state = state.next(load(), **busy(state.limit))
     assert state.limit == 256
 
 
@@ -142,9 +139,9 @@ def test_repeated_signs_of_one_overload_step_down_once_until_it_has_drained() ->
     state, preemptions = at(200), 0
     for in_flight in (200, 195, 190, 185, 181):
         preemptions += 10
-        state = state.next(load(preemptions=preemptions), busy(in_flight))
+        state = state.next(load(preemptions=preemptions), **busy(in_flight))
         assert state.limit == 180
-    assert state.next(load(preemptions=preemptions + 1), busy(180)).limit == 162
+    assert state.next(load(preemptions=preemptions + 1), **busy(180)).limit == 162
 
 
 def test_shares_add_up_to_no_more_than_the_whole() -> None:

@@ -1,4 +1,4 @@
-"""Which replicas give up their last requests: the plan, and the bound on what that costs."""
+"""Which engines lose their last requests: the plan, and the bound on what that costs."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_what_is_freed(places: Mapping[str, EngineLoadView], freed: list[str]) -
 
 
 def fits(places: Mapping[str, EngineLoadView], freed: Sequence[str], rule: ConsolidationRule) -> bool:
-    """By trying every way: whether everything that is freed has room on fuller replicas that are not."""
+    """By trying every way: whether everything that is freed has room on fuller engines that are not."""
     kept = [name for name in places if name not in freed]
     for targets in itertools.product(kept, repeat=len(freed)):
         after = dict(places)
@@ -97,7 +97,7 @@ def test_what_is_freed_fits_elsewhere_and_is_allowed_to_go(some: list[EngineLoad
 
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=6), st.integers(2, 14))
 def test_a_plan_leaves_nothing_to_do_once_it_is_carried_out(sizes: list[int], below: int) -> None:
-    """With room everywhere all that is below ends on one replica, or on those that are busy anyway."""
+    """With room everywhere all that is below ends on one engine, or on those that are busy anyway."""
     rule = ConsolidationRule(below=below, most=1000)
     places = {f"e{index}": place(size) for index, size in enumerate(sizes)}
     freed = engines_to_drain(places, rule)

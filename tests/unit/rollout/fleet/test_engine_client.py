@@ -1,8 +1,13 @@
-"""What is told of an engine that ended, as the rollout worker hears it through Ray."""
+"""What a rollout worker learns through Ray of an engine that ended, and what it sends."""
 
 from __future__ import annotations
 
+import asyncio
 import pickle
+from contextlib import aclosing
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +16,7 @@ from ray.exceptions import ActorDiedError, NodeDiedError, OutOfMemoryError, RayE
 
 from rollout.errors import EngineDead
 from rollout.fleet.engine_client import RayEngineClient, is_actor_lost
-from rollout.types import SamplingParams
+from rollout.types import SamplingParams, TokenChunk
 
 
 class Failing:
@@ -50,7 +55,7 @@ async def test_the_reason_is_the_engines_own_and_no_traceback() -> None:
     assert str(error) == "replica_0: engine is dead: its process ended"
 
 
-async def test_what_an_engine_refuses_is_told_in_its_own_words() -> None:
+async def test_what_an_engine_refuses_is_reported_in_its_own_words() -> None:
     error = await failure(ValueError("prompt has token id 128"))
     assert type(error) is ValueError
     assert str(error) == "prompt has token id 128"
@@ -69,3 +74,41 @@ async def test_an_engine_is_dead_however_ray_ended_it(error: RayError) -> None:
             pass
     assert is_actor_lost(error)
     assert not is_actor_lost(RayTaskError("generate_group", "Traceback ...", error).as_instanceof_cause())
+
+
+class Streaming:
+    """An engine's actor that sends one chunk per request and then waits; notes every call."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=partial(self._call, name))
+
+    def _call(self, name: str, *args: Any) -> Any:
+        self.calls.append((name, args[0]))
+        self.args = args
+        return self._stream(len(args[0])) if name == "generate_group" else None
+
+    async def _stream(self, num_requests: int) -> Any:
+        async def chunks() -> list[tuple[int, TokenChunk]]:
+            empty = np.empty(0, np.int32)
+            last = TokenChunk(token_ids=empty, logprobs=empty, versions=empty, finish_reason="stop")
+            return [(index, last if index == 0 else replace(last, finish_reason=None)) for index in range(num_requests)]
+
+        yield chunks()
+        await asyncio.Event().wait()
+
+
+async def test_requests_travel_in_one_call_equal_prompts_once_and_so_do_their_aborts() -> None:
+    actor = Streaming()
+    engine = RayEngineClient("replica_0", actor, sender="w")
+    prompts = [np.array([1, 2]), np.array([1, 2]), np.array([3])]
+    async with aclosing(engine.stream_group(["a", "b", "c"], prompts, [SamplingParams(max_tokens=1)] * 3)) as stream:
+        assert [(await anext(stream))[0] for _ in range(3)] == [0, 1, 2]
+        sent = actor.args[1]
+    assert [tokens.tolist() for tokens in sent] == [[1, 2], [1, 2], [3]]
+    assert len(pickle.dumps(sent)) < len(pickle.dumps(prompts)), "equal prompts are one object"
+    engine.abort(["d", "e"])
+    ids = [["w/a", "w/b", "w/c"], ["w/b", "w/c"], ["w/d", "w/e"]]
+    assert actor.calls == list(zip(["generate_group", "abort", "abort"], ids, strict=True))

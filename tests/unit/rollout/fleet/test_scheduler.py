@@ -7,12 +7,13 @@ import random
 import pytest
 
 from rollout.errors import EngineDead
-from rollout.fleet.scheduler import NoReplica, QueueTimer, RequestScheduler, order_of
-from tests.fakes.virtual_time import run_virtual
+from rollout.fleet.generation import QueueTimer
+from rollout.fleet.scheduler import NoReplica, RequestScheduler, order_of
+from tests.fakes.virtual_time import in_virtual_time
 
 
 class Holder:
-    """May leave if it is told so, and counts how often it was asked to."""
+    """May leave if it is allowed to, and counts how often it was asked to."""
 
     def __init__(self, group_key: str, *, may_leave: bool = True) -> None:
         self.group_key, self.may_leave, self.num_asked = group_key, may_leave, 0
@@ -49,113 +50,106 @@ def entering(
 # Where a group goes
 
 
-def test_a_new_group_goes_to_the_engine_with_fewest_outstanding_tokens() -> None:
-    async def main() -> None:
-        scheduler = make("a", "b")
-        assert [await entering(scheduler, n, tokens=t) for n, t in enumerate((100, 30, 30, 30))] == ["a", "b", "b", "b"]
-        scheduler.release("a", tokens=100, num_requests=1)
-        assert await entering(scheduler, 5, tokens=1) == "a"
-        assert scheduler.outstanding_tokens == {"a": 1, "b": 90}
-
-    run_virtual(main())
+@in_virtual_time
+async def test_a_new_group_goes_to_the_engine_with_fewest_outstanding_tokens() -> None:
+    scheduler = make("a", "b")
+    assert [await entering(scheduler, n, tokens=t) for n, t in enumerate((100, 30, 30, 30))] == ["a", "b", "b", "b"]
+    scheduler.release("a", tokens=100, num_requests=1)
+    assert await entering(scheduler, 5, tokens=1) == "a"
+    assert scheduler.num_requests == {"a": 1, "b": 3}
 
 
-def test_a_group_stays_where_it_is_until_it_is_forgotten() -> None:
-    async def main() -> None:
-        scheduler = make("a", "b")
-        assert [await entering(scheduler, 0, tokens=100) for _ in range(2)] == ["a", "a"]
-        scheduler.forget("g0")
-        assert await entering(scheduler, 0, tokens=1) == "b"
-
-    run_virtual(main())
-
-
-def test_an_excluded_engine_gets_nothing_and_its_groups_move_for_good() -> None:
-    async def main() -> None:
-        scheduler = make("a", "b")
-        assert await entering(scheduler, 0) == "a"
-        scheduler.exclude("a", "died")
-        assert [await entering(scheduler, n) for n in (0, 1)] == ["b", "b"]
-        scheduler.readmit("a")
-        assert await entering(scheduler, 2) == "a"
-        assert await entering(scheduler, 0) == "b", "it has moved, with its prefix cache"
-
-    run_virtual(main())
+@in_virtual_time
+async def test_requests_of_other_workers_count_like_the_new_ones() -> None:
+    scheduler = make("a", "b")
+    scheduler.set_view("a", num_elsewhere=3)
+    assert [await entering(scheduler, n) for n in range(5)] == ["b", "b", "b", "a", "b"]
+    scheduler.set_view("a", num_elsewhere=0)
+    assert await entering(scheduler, 9) == "a"
 
 
-def test_no_engine_left_is_an_error_with_every_first_reason() -> None:
-    async def main() -> None:
-        scheduler = make("a", "b", "c")
-        for name, reason in (("a", "out of memory"), ("a", "does not answer"), ("b", "missed a sync")):
-            scheduler.exclude(name, reason)
+@in_virtual_time
+async def test_a_group_stays_where_it_is_until_it_is_forgotten() -> None:
+    scheduler = make("a", "b")
+    assert [await entering(scheduler, 0, tokens=100) for _ in range(2)] == ["a", "a"]
+    scheduler.forget("g0")
+    assert await entering(scheduler, 0, tokens=1) == "b"
+
+
+@in_virtual_time
+async def test_an_excluded_engine_gets_nothing_and_its_groups_move_for_good() -> None:
+    scheduler = make("a", "b")
+    assert await entering(scheduler, 0) == "a"
+    scheduler.exclude("a", "died")
+    assert [await entering(scheduler, n) for n in (0, 1)] == ["b", "b"]
+    scheduler.readmit("a")
+    assert await entering(scheduler, 2) == "a"
+    assert await entering(scheduler, 0) == "b", "it has moved, with its prefix cache"
+
+
+@in_virtual_time
+async def test_no_engine_left_is_an_error_with_every_first_reason() -> None:
+    scheduler = make("a", "b", "c")
+    for name, reason in (("a", "out of memory"), ("a", "does not reply"), ("b", "missed a sync")):
+        scheduler.exclude(name, reason)
+    scheduler.require_engine()
+    scheduler.set_view("c", is_pinned=True)
+    with pytest.raises(NoReplica, match=r"all 3 .*c: pinned; a: out of memory; b: missed a sync"):
         scheduler.require_engine()
-        scheduler.pin("c")
-        with pytest.raises(NoReplica, match=r"all 3 .*c: pinned; a: out of memory; b: missed a sync"):
-            scheduler.require_engine()
-        scheduler.exclude("c", "died")
-        with pytest.raises(NoReplica, match=r"all 3 .*a: out of memory; b: missed a sync; c: died"):
-            await entering(scheduler, 1)
-
-    run_virtual(main())
+    scheduler.exclude("c", "died")
+    with pytest.raises(NoReplica, match=r"all 3 .*a: out of memory; b: missed a sync; c: died"):
+        await entering(scheduler, 1)
 
 
-def test_what_cannot_be_is_refused() -> None:
-    async def main() -> None:
-        scheduler = make("a")
-        await entering(scheduler, 0)
-        with pytest.raises(ValueError, match="11 tokens came back from 'a', but only 10 were outstanding"):
-            scheduler.release("a", tokens=11, num_requests=1)
-        with pytest.raises(ValueError, match="unknown engine 'c'; known are"):
-            scheduler.exclude("c", "x")
-        with pytest.raises(ValueError, match="at least one engine"):
-            RequestScheduler([])
-
-    run_virtual(main())
+@in_virtual_time
+async def test_what_cannot_be_is_refused() -> None:
+    scheduler = make("a")
+    await entering(scheduler, 0)
+    with pytest.raises(ValueError, match="11 tokens came back from 'a', but only 10 were outstanding"):
+        scheduler.release("a", tokens=11, num_requests=1)
+    with pytest.raises(ValueError, match="unknown engine 'c'; known are"):
+        scheduler.exclude("c", "x")
+    with pytest.raises(ValueError, match="at least one engine"):
+        RequestScheduler([])
 
 
-def test_a_drained_engine_gives_its_groups_up_and_waits_for_a_new_one() -> None:
-    async def main() -> None:
-        scheduler = make("a", "b", "c")
-        for number in range(3):
-            await entering(scheduler, number)
-        scheduler.drain("a")
-        assert scheduler.in_service == ["b", "c"]
-        scheduler.release("a", tokens=10, num_requests=1)
-        assert await entering(scheduler, 0) == "b", "a is empty, but g0 has begun"
-        await entering(scheduler, 2, tokens=20)
-        assert await entering(scheduler, 9, tokens=1) == "a"
-        assert scheduler.in_service == ["a", "b", "c"]
-
-    run_virtual(main())
+@in_virtual_time
+async def test_a_drained_engine_loses_its_groups_and_waits_for_a_new_one() -> None:
+    scheduler = make("a", "b", "c")
+    for number in range(3):
+        await entering(scheduler, number)
+    scheduler.drain("a")
+    assert scheduler.in_service == ["b", "c"]
+    scheduler.release("a", tokens=10, num_requests=1)
+    assert await entering(scheduler, 0) == "b", "a is empty, but g0 has begun"
+    await entering(scheduler, 2, tokens=20)
+    assert await entering(scheduler, 9, tokens=1) == "a"
+    assert scheduler.in_service == ["a", "b", "c"]
 
 
-def test_a_group_that_finds_no_room_elsewhere_goes_to_a_drained_engine() -> None:
-    async def main() -> None:
-        scheduler = make("a", "b")
-        for number in range(2):
-            await entering(scheduler, number)
-        scheduler.limit("b", 1)
-        scheduler.drain("a")
-        scheduler.release("a", tokens=10, num_requests=1)
-        assert await entering(scheduler, 0) == "a"
-        assert scheduler.in_service == ["a", "b"]
-
-    run_virtual(main())
+@in_virtual_time
+async def test_a_group_that_finds_no_room_elsewhere_goes_to_a_drained_engine() -> None:
+    scheduler = make("a", "b")
+    for number in range(2):
+        await entering(scheduler, number)
+    scheduler.limit("b", 1)
+    scheduler.drain("a")
+    scheduler.release("a", tokens=10, num_requests=1)
+    assert await entering(scheduler, 0) == "a"
+    assert scheduler.in_service == ["a", "b"]
 
 
-def test_a_group_of_a_lost_engine_leaves_the_drained_one_alone() -> None:
-    async def main() -> None:
-        scheduler = make("a", "b", "c")
-        for number in range(3):
-            await entering(scheduler, number)
-        scheduler.drain("a")
-        scheduler.release("a", tokens=10, num_requests=1)
-        scheduler.exclude("b", "died")
-        assert await entering(scheduler, 1) == "c"
-        scheduler.exclude("c", "died")
-        assert await entering(scheduler, 1) == "a"
-
-    run_virtual(main())
+@in_virtual_time
+async def test_a_group_of_a_lost_engine_leaves_the_drained_one_alone() -> None:
+    scheduler = make("a", "b", "c")
+    for number in range(3):
+        await entering(scheduler, number)
+    scheduler.drain("a")
+    scheduler.release("a", tokens=10, num_requests=1)
+    scheduler.exclude("b", "died")
+    assert await entering(scheduler, 1) == "c"
+    scheduler.exclude("c", "died")
+    assert await entering(scheduler, 1) == "a"
 
 
 def test_a_new_engine_is_not_drained() -> None:
@@ -169,300 +163,261 @@ def test_a_new_engine_is_not_drained() -> None:
     ("num_engines", "num_workers", "groups_each"),
     [(16, 16, 4), (16, 4, 8), (4, 16, 1), (2, 8, 3), (6, 4, 3), (3, 1, 7), (1, 5, 2)],
 )
-def test_workers_that_know_nothing_of_each_other_spread_their_groups(
+@in_virtual_time
+async def test_workers_that_know_nothing_of_each_other_spread_their_groups(
     num_engines: int, num_workers: int, groups_each: int
 ) -> None:
-    async def main() -> None:
-        names = [f"e{i}" for i in range(num_engines)]
-        sent = dict.fromkeys(names, 0)
-        for worker in range(num_workers):
-            order = order_of(names, worker=worker, num_workers=num_workers)
-            assert sorted(order) == sorted(names)
-            scheduler = make(*order)
-            for group in range(groups_each):
-                sent[await entering(scheduler, group)] += 1
-        fair = num_workers * groups_each / num_engines
-        assert min(sent.values()) >= fair - 1
-        assert max(sent.values()) <= fair + 1
-
-    run_virtual(main())
+    names = [f"e{i}" for i in range(num_engines)]
+    sent = dict.fromkeys(names, 0)
+    for worker in range(num_workers):
+        order = order_of(names, worker=worker, num_workers=num_workers)
+        assert sorted(order) == sorted(names)
+        scheduler = make(*order)
+        for group in range(groups_each):
+            sent[await entering(scheduler, group)] += 1
+    fair = num_workers * groups_each / num_engines
+    assert min(sent.values()) >= fair - 1
+    assert max(sent.values()) <= fair + 1
 
 
 # When
 
 
-def test_without_limits_everything_goes_through_at_once() -> None:
-    async def main() -> None:
-        scheduler = make("a", "b")
-        names = [await scheduler.acquire(f"g{i}", (0, i), tokens=10, num_requests=8) for i in range(100)]
-        assert (names.count("a"), names.count("b")) == (50, 50)
-
-    run_virtual(main())
-
-
-def test_requests_above_the_limit_wait_and_the_oldest_group_enters_first() -> None:
-    async def main() -> None:
-        scheduler = make("a", limit=2)
-        first = [entering(scheduler, i) for i in (50, 51)]
-        await settle()
-        waiting = {i: entering(scheduler, i) for i in (9, 7, 8)}
-        await settle()
-        assert scheduler.num_queued == 3
-        order = []
-        for _ in range(3):
-            scheduler.release("a", tokens=10, num_requests=1)
-            await settle()
-            order += [i for i, task in waiting.items() if task.done() and i not in order]
-        assert order == [7, 8, 9]
-        assert all(task.done() for task in first)
-        assert (scheduler.num_queued, scheduler.num_requests) == (0, {"a": 2})
-
-    run_virtual(main())
-
-
-def test_the_oldest_version_comes_before_the_smallest_group_id() -> None:
-    async def main() -> None:
-        scheduler = make("a", limit=1)
-        await scheduler.acquire("x", (0, 0), tokens=1, num_requests=1)
-        late = asyncio.create_task(scheduler.acquire("new", (5, 1), tokens=1, num_requests=1))
-        early = asyncio.create_task(scheduler.acquire("old", (4, 9), tokens=1, num_requests=1))
-        await settle()
-        scheduler.release("a", tokens=1, num_requests=1)
-        await settle()
-        assert (early.done(), late.done()) == (True, False)
-        late.cancel()
-
-    run_virtual(main())
-
-
-def test_a_group_enters_together_and_is_not_starved_by_smaller_ones() -> None:
-    async def main() -> None:
-        scheduler = make("a", limit=8)
-        await entering(scheduler, 0, num=6)
-        group, single = entering(scheduler, 1, num=8), entering(scheduler, 2)
-        await settle()
-        assert not single.done(), "there is room for it, but it would keep the older group out"
-        scheduler.release("a", tokens=10, num_requests=6)
-        assert await group == "a"
-        await settle()
-        assert not single.done()
-        single.cancel()
-
-    run_virtual(main())
-
-
-def test_a_group_larger_than_the_limit_enters_an_empty_replica() -> None:
-    async def main() -> None:
-        scheduler = make("a", limit=4)
-        assert await entering(scheduler, 0, num=16) == "a"
-
-    run_virtual(main())
-
-
-def test_a_request_that_waits_for_its_own_replica_keeps_nobody_from_another() -> None:
-    async def main() -> None:
-        scheduler = make("a", "b", limit=1)
-        assert await entering(scheduler, 0) == "a"
-        again = entering(scheduler, 0, key="g0")
-        await settle()
-        assert not again.done(), "its prefix is on a"
-        assert await entering(scheduler, 1) == "b"
-        scheduler.release("b", tokens=10, num_requests=1)
-        younger = entering(scheduler, 2)
-        assert await younger == "b"
+@in_virtual_time
+async def test_requests_above_the_limit_wait_and_the_oldest_group_enters_first() -> None:
+    scheduler = make("a", limit=2)
+    first = [entering(scheduler, i) for i in (50, 51)]
+    await settle()
+    waiting = {i: entering(scheduler, i) for i in (9, 7, 8)}
+    await settle()
+    assert scheduler.num_queued == 3
+    order = []
+    for _ in range(3):
         scheduler.release("a", tokens=10, num_requests=1)
-        assert await again == "a"
-
-    run_virtual(main())
-
-
-def test_a_pinned_engine_gets_nothing_new_and_its_groups_go_elsewhere() -> None:
-    async def main() -> None:
-        scheduler = make("a", "b")
-        assert await entering(scheduler, 0, tokens=1) == "a"
-        scheduler.pin("a")
-        assert await entering(scheduler, 0, key="g0") == "b"
-        scheduler.pin("b")
-        nobody = entering(scheduler, 1)
         await settle()
-        assert not nobody.done()
-        scheduler.unpin("a")
-        assert await nobody == "a"
-
-    run_virtual(main())
-
-
-def test_who_was_let_in_as_its_replica_was_lost_does_not_stay_there() -> None:
-    """The replica is given away in one turn of the event loop, and reached in a later one."""
-
-    async def main() -> None:
-        scheduler = make("a", "b", limit=1)
-        await entering(scheduler, 0, key="g0")
-        await entering(scheduler, 1)
-        waiting = entering(scheduler, 2, key="g0")
-        await settle()
-        scheduler.release("a", tokens=10, num_requests=1)
-        scheduler.exclude("a", "silent for 120 s")
-        assert await waiting == "a"
-        with pytest.raises(EngineDead, match="silent for 120 s"):
-            async with scheduler.holding("a", NOBODY):
-                raise AssertionError("it would wait for an answer that does not come")
-
-    run_virtual(main())
+        order += [i for i, task in waiting.items() if task.done() and i not in order]
+    assert order == [7, 8, 9]
+    assert all(task.done() for task in first)
+    assert (scheduler.num_queued, scheduler.num_requests) == (0, {"a": 2})
 
 
-def test_the_end_of_all_replicas_ends_every_wait_with_the_reasons() -> None:
-    async def main() -> None:
-        scheduler = make("a", limit=1)
-        await entering(scheduler, 0)
-        waiting = [entering(scheduler, i) for i in (1, 2)]
-        await settle()
-        scheduler.exclude("a", "died")
-        for task in waiting:
-            with pytest.raises(NoReplica, match="a: died"):
-                await task
-        assert scheduler.num_queued == 0
-
-    run_virtual(main())
+@in_virtual_time
+async def test_the_oldest_version_comes_before_the_smallest_group_id() -> None:
+    scheduler = make("a", limit=1)
+    await scheduler.acquire("x", (0, 0), tokens=1, num_requests=1)
+    late = asyncio.create_task(scheduler.acquire("new", (5, 1), tokens=1, num_requests=1))
+    early = asyncio.create_task(scheduler.acquire("old", (4, 9), tokens=1, num_requests=1))
+    await settle()
+    scheduler.release("a", tokens=1, num_requests=1)
+    await settle()
+    assert (early.done(), late.done()) == (True, False)
+    late.cancel()
 
 
-def test_what_waits_for_a_replica_that_dies_goes_to_another() -> None:
-    async def main() -> None:
-        scheduler = make("a", "b", limit=1)
-        await entering(scheduler, 0)
-        again = entering(scheduler, 0, key="g0")
-        await settle()
-        scheduler.exclude("a", "died")
-        assert await again == "b"
+@in_virtual_time
+async def test_a_group_enters_together_and_is_not_starved_by_smaller_ones() -> None:
+    scheduler = make("a", limit=8)
+    await entering(scheduler, 0, num=6)
+    group, single = entering(scheduler, 1, num=8), entering(scheduler, 2)
+    await settle()
+    assert not single.done(), "there is room for it, but it would keep the older group out"
+    scheduler.release("a", tokens=10, num_requests=6)
+    assert await group == "a"
+    await settle()
+    assert not single.done()
+    single.cancel()
 
-    run_virtual(main())
+
+@in_virtual_time
+async def test_a_group_larger_than_the_limit_enters_an_empty_engine() -> None:
+    scheduler = make("a", limit=4)
+    assert await entering(scheduler, 0, num=16) == "a"
+
+
+@in_virtual_time
+async def test_a_request_that_waits_for_its_own_engine_keeps_no_one_from_another() -> None:
+    scheduler = make("a", "b", limit=1)
+    assert await entering(scheduler, 0) == "a"
+    again = entering(scheduler, 0, key="g0")
+    await settle()
+    assert not again.done(), "its prefix is on a"
+    assert await entering(scheduler, 1) == "b"
+    scheduler.release("b", tokens=10, num_requests=1)
+    younger = entering(scheduler, 2)
+    assert await younger == "b"
+    scheduler.release("a", tokens=10, num_requests=1)
+    assert await again == "a"
+
+
+@in_virtual_time
+async def test_a_pinned_engine_gets_nothing_new_and_its_groups_go_elsewhere() -> None:
+    scheduler = make("a", "b")
+    assert await entering(scheduler, 0, tokens=1) == "a"
+    scheduler.set_view("a", is_pinned=True)
+    assert await entering(scheduler, 0, key="g0") == "b"
+    scheduler.set_view("b", is_pinned=True)
+    no_one = entering(scheduler, 1)
+    await settle()
+    assert not no_one.done()
+    scheduler.set_view("a")
+    assert await no_one == "a"
+
+
+@in_virtual_time
+async def test_who_was_let_in_as_its_engine_was_lost_does_not_stay_there() -> None:
+    """The engine is assigned in one turn of the event loop, and reached in a later one."""
+    scheduler = make("a", "b", limit=1)
+    await entering(scheduler, 0, key="g0")
+    await entering(scheduler, 1)
+    waiting = entering(scheduler, 2, key="g0")
+    await settle()
+    scheduler.release("a", tokens=10, num_requests=1)
+    scheduler.exclude("a", "silent for 120 s")
+    assert await waiting == "a"
+    with pytest.raises(EngineDead, match="silent for 120 s"):
+        async with scheduler.holding("a", NOBODY):
+            raise AssertionError("it would wait for a reply that does not come")
+
+
+@in_virtual_time
+async def test_the_end_of_all_engines_ends_every_wait_with_the_reasons() -> None:
+    scheduler = make("a", limit=1)
+    await entering(scheduler, 0)
+    waiting = [entering(scheduler, i) for i in (1, 2)]
+    await settle()
+    scheduler.exclude("a", "died")
+    for task in waiting:
+        with pytest.raises(NoReplica, match="a: died"):
+            await task
+    assert scheduler.num_queued == 0
+
+
+@in_virtual_time
+async def test_what_waits_for_an_engine_that_dies_goes_to_another() -> None:
+    scheduler = make("a", "b", limit=1)
+    await entering(scheduler, 0)
+    again = entering(scheduler, 0, key="g0")
+    await settle()
+    scheduler.exclude("a", "died")
+    assert await again == "b"
 
 
 @pytest.mark.parametrize("has_been_let_in", [False, True])
-def test_a_cancelled_wait_leaves_nothing_behind(has_been_let_in: bool) -> None:
-    async def main() -> None:
-        scheduler = make("a", limit=1)
-        await entering(scheduler, 0)
-        gone, behind = entering(scheduler, 1), entering(scheduler, 2)
-        await settle()
-        if has_been_let_in:
-            scheduler.release("a", tokens=10, num_requests=1)  # it has its place, and has not heard of it yet
-        gone.cancel()
-        await settle()
-        if not has_been_let_in:
-            assert not behind.done()
-            scheduler.release("a", tokens=10, num_requests=1)
-        assert await behind == "a"
-        assert (scheduler.num_queued, scheduler.num_requests) == (0, {"a": 1})
-
-    run_virtual(main())
+@in_virtual_time
+async def test_a_cancelled_wait_leaves_nothing_behind(has_been_let_in: bool) -> None:
+    scheduler = make("a", limit=1)
+    await entering(scheduler, 0)
+    gone, behind = entering(scheduler, 1), entering(scheduler, 2)
+    await settle()
+    if has_been_let_in:
+        scheduler.release("a", tokens=10, num_requests=1)  # it has its place, and has not heard of it yet
+    gone.cancel()
+    await settle()
+    if not has_been_let_in:
+        assert not behind.done()
+        scheduler.release("a", tokens=10, num_requests=1)
+    assert await behind == "a"
+    assert (scheduler.num_queued, scheduler.num_requests) == (0, {"a": 1})
 
 
-def test_a_lease_ends_with_the_exclusion_and_a_deadline_stays_a_deadline() -> None:
-    async def main() -> None:
-        scheduler = make("a", "b")
+@in_virtual_time
+async def test_a_lease_ends_with_the_exclusion_and_a_deadline_stays_a_deadline() -> None:
+    scheduler = make("a", "b")
 
-        async def stay(name: str) -> None:
-            async with scheduler.holding(name, NOBODY):
-                await asyncio.sleep(100)
+    async def stay(name: str) -> None:
+        async with scheduler.holding(name, NOBODY):
+            await asyncio.sleep(100)
 
-        staying, elsewhere = asyncio.create_task(stay("a")), asyncio.create_task(stay("b"))
-        await settle()
-        scheduler.exclude("a", "its weights are a mixture")
-        with pytest.raises(EngineDead, match="its weights are a mixture"):
-            await staying
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(1.0):
-                await stay("b")
-        await settle()
-        assert not elsewhere.done()
-        elsewhere.cancel()
-
-    run_virtual(main())
+    staying, elsewhere = asyncio.create_task(stay("a")), asyncio.create_task(stay("b"))
+    await settle()
+    scheduler.exclude("a", "its weights are a mixture")
+    with pytest.raises(EngineDead, match="its weights are a mixture"):
+        await staying
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(1.0):
+            await stay("b")
+    await settle()
+    assert not elsewhere.done()
+    elsewhere.cancel()
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_happens_no_limit_is_broken_and_everyone_comes_through(seed: int) -> None:
+@in_virtual_time
+async def test_whatever_happens_no_limit_is_broken_and_everyone_comes_through(seed: int) -> None:
     rng = random.Random(seed)
     names = ["a", "b", "c"]
     limits = {name: rng.randint(1, 12) for name in names}
+    scheduler = make(*names)
+    for name, limit in limits.items():
+        scheduler.limit(name, limit)
+    through: list[int] = []
 
-    async def main() -> None:
-        scheduler = make(*names)
-        for name, limit in limits.items():
-            scheduler.limit(name, limit)
-        through: list[int] = []
+    async def one(number: int) -> None:
+        await asyncio.sleep(rng.random() * 5)
+        for _ in range(rng.randint(1, 3)):
+            num = rng.choice([1, 2, 4, 8])
+            name = await scheduler.acquire(f"g{number}", (0, number), tokens=num, num_requests=num)
+            used = scheduler.num_requests[name]
+            assert used <= max(limits[name], num)
+            try:
+                for _ in range(num):
+                    await asyncio.sleep(rng.random())
+                    scheduler.release(name, tokens=1, num_requests=1)
+                    num -= 1
+            finally:
+                scheduler.release(name, tokens=num, num_requests=num)
+        scheduler.forget(f"g{number}")
+        through.append(number)
 
-        async def one(number: int) -> None:
-            await asyncio.sleep(rng.random() * 5)
-            for _ in range(rng.randint(1, 3)):
-                num = rng.choice([1, 2, 4, 8])
-                name = await scheduler.acquire(f"g{number}", (0, number), tokens=num, num_requests=num)
-                used = scheduler.num_requests[name]
-                assert used <= max(limits[name], num)
-                try:
-                    for _ in range(num):
-                        await asyncio.sleep(rng.random())
-                        scheduler.release(name, tokens=1, num_requests=1)
-                        num -= 1
-                finally:
-                    scheduler.release(name, tokens=num, num_requests=num)
-            scheduler.forget(f"g{number}")
-            through.append(number)
+    async def disturb() -> None:
+        for _ in range(20):
+            await asyncio.sleep(rng.random())
+            name = rng.choice(names)
+            scheduler.set_view(name, is_pinned=True) if rng.random() < 0.5 else scheduler.set_view(name)
+        for name in names:
+            scheduler.set_view(name)
 
-        async def disturb() -> None:
-            for _ in range(20):
-                await asyncio.sleep(rng.random())
-                name = rng.choice(names)
-                scheduler.pin(name) if rng.random() < 0.5 else scheduler.unpin(name)
-            for name in names:
-                scheduler.unpin(name)
-
-        tasks = [asyncio.create_task(one(number)) for number in range(40)]
-        cancelled = tasks[rng.randrange(40)]
-        await asyncio.gather(disturb(), return_exceptions=False)
-        was_running = not cancelled.done()
-        cancelled.cancel()
-        async with asyncio.timeout(1000):
-            await asyncio.gather(*tasks, return_exceptions=True)
-        assert len(through) >= 40 - was_running
-        for task in tasks:
-            assert task is cancelled or task.exception() is None
-        assert scheduler.num_queued == 0
-
-    run_virtual(main())
+    tasks = [asyncio.create_task(one(number)) for number in range(40)]
+    cancelled = tasks[rng.randrange(40)]
+    await asyncio.gather(disturb(), return_exceptions=False)
+    was_running = not cancelled.done()
+    cancelled.cancel()
+    async with asyncio.timeout(1000):
+        await asyncio.gather(*tasks, return_exceptions=True)
+    assert len(through) >= 40 - was_running
+    for task in tasks:
+        assert task is cancelled or task.exception() is None
+    assert scheduler.num_queued == 0
 
 
-def test_a_replica_is_freed_only_if_all_that_may_come_back_there_may_leave() -> None:
-    async def main() -> None:
-        scheduler = make("a", "b")
-        holders = {key: Holder(key) for key in ("g0", "g2")}
-        stays = contextlib.AsyncExitStack()
-        for number in range(4):  # g0 and g2 are on a
-            await entering(scheduler, number)
-        await stays.enter_async_context(scheduler.holding("a", holders["g0"]))
-        assert not scheduler.may_drain("a"), "g2 is between two turns"
-        await stays.enter_async_context(scheduler.holding("a", holders["g2"]))
-        assert scheduler.may_drain("a")
-        holders["g2"].may_leave = False
-        assert not scheduler.may_drain("a")
-        scheduler.drain("a")
-        assert [holder.num_asked for holder in holders.values()] == [1, 1]
-        assert scheduler.in_service == ["b"]
-        await stays.aclose()
-        scheduler.drain("a")
-        assert [holder.num_asked for holder in holders.values()] == [1, 1], "they are no longer there"
-
-    run_virtual(main())
+@in_virtual_time
+async def test_an_engine_is_freed_only_if_all_that_may_come_back_there_may_leave() -> None:
+    scheduler = make("a", "b")
+    holders = {key: Holder(key) for key in ("g0", "g2")}
+    stays = contextlib.AsyncExitStack()
+    for number in range(4):  # g0 and g2 are on a
+        await entering(scheduler, number)
+    await stays.enter_async_context(scheduler.holding("a", holders["g0"]))
+    assert not scheduler.may_drain("a"), "g2 is between two turns"
+    await stays.enter_async_context(scheduler.holding("a", holders["g2"]))
+    assert scheduler.may_drain("a")
+    holders["g2"].may_leave = False
+    assert not scheduler.may_drain("a")
+    scheduler.drain("a")
+    assert [holder.num_asked for holder in holders.values()] == [1, 1]
+    assert scheduler.in_service == ["b"]
+    await stays.aclose()
+    scheduler.drain("a")
+    assert [holder.num_asked for holder in holders.values()] == [1, 1], "they are no longer there"
 
 
-def test_waits_of_an_answer_add_up_and_count_once_where_they_overlap() -> None:
+def test_waits_of_a_response_add_up_and_count_once_where_they_overlap() -> None:
     now = 10.0
     waits = QueueTimer(lambda: now)
     assert waits.seconds(0) == 0
     with waits.of([0, 0, 1]):
         now = 12.0
-        assert (waits.seconds(0), waits.seconds(1), waits.seconds(2)) == (2, 2, 0), "the one that goes on, too"
+        assert (waits.seconds(0), waits.seconds(1), waits.seconds(2)) == (2, 2, 0), "the current one, too"
         with waits.of([1, 2]):
             now = 15.0
     now = 20.0

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from rollout.engine.interface import EngineInfo
 from tests.fakes.scripted_run import config
 from tests.unit.trainer.learner.test_group import HandActor
 from trainer.driver.actors import Actors, start_actors
@@ -24,16 +23,7 @@ SILENT = Tracer(None)
 
 
 def engine(answer: object = None, **startup_s: float) -> HandActor:
-    info = EngineInfo(
-        engine="hand",
-        engine_version="0",
-        max_model_len=8,
-        num_workers=1,
-        kv_cache_tokens=0,
-        stop_token_ids=(),
-        startup_s=startup_s,
-    )
-    return HandActor(start=info if answer is None else answer)
+    return HandActor(start=startup_s if answer is None else answer)
 
 
 def set_up(*warnings: str, **seconds: float) -> SetupReport:

@@ -1,20 +1,21 @@
-"""What is told of an engine that does not start: the error that vLLM's processes printed."""
+"""The cause of a failed engine start: the error that vLLM's processes printed."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-import textwrap
+from typing import TYPE_CHECKING
 
 import pytest
 
-from rollout.engine.startup_error import MOST_CHARS, find_cause
+from rollout.engine.startup_error import MAX_CHARS, find_cause
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 CORE = "(EngineCore pid=2402) ERROR 11-21 23:25:52 [core.py:1510] "
 POINTER = "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"
-
-
 NCCL = """torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:77, unhandled cuda error, NCCL version 2.27
 ncclUnhandledCudaError: Call to CUDA function failed.
 Last error:
@@ -31,8 +32,7 @@ cudagraph_mode
 
 def traceback(error: str, *, prefix: str = "") -> str:
     lines = ["Traceback (most recent call last):", '  File "core.py", line 1, in run', "    raise what("]
-    lines += error.splitlines()
-    return "\n".join(prefix + line for line in lines) + "\n"
+    return "\n".join(prefix + line for line in lines + error.splitlines()) + "\n"
 
 
 @pytest.mark.parametrize(
@@ -49,13 +49,13 @@ def traceback(error: str, *, prefix: str = "") -> str:
         (traceback("AssertionError"), "AssertionError"),
     ],
 )
-def test_the_last_error_that_says_something_is_the_cause(printed: str, cause: str) -> None:
+def test_the_cause_is_the_last_error_that_does_not_point_to_another(printed: str, cause: str) -> None:
     assert find_cause(printed) == cause
 
 
 @pytest.mark.parametrize("prefix", ["", CORE, CORE[:22]])
 @pytest.mark.parametrize("error", [NCCL, BOOTSTRAP, PYDANTIC])
-def test_the_lines_of_an_error_up_to_an_empty_one_are_told_as_one(error: str, prefix: str) -> None:
+def test_the_lines_of_an_error_up_to_an_empty_one_become_one(error: str, prefix: str) -> None:
     cause = " ".join(error.partition("\n\n")[0].split())
     later = f"{CORE.replace('23:25:52', '23:25:53')}EngineCore hit an exception\n"
     assert find_cause(traceback(error, prefix=prefix) + later) == cause
@@ -66,10 +66,9 @@ def test_an_error_of_very_many_lines_is_cut() -> None:
     cause = find_cause(traceback("ValueError: " + "\n".join(f"line {number}" for number in range(10**5)), prefix=CORE))
     assert cause.startswith("ValueError: line 0 line 1 ")
     assert cause.endswith(" ...")
-    assert len(cause) == MOST_CHARS
+    assert len(cause) == MAX_CHARS
 
 
-CHILD = "RuntimeError|the engine did not start: ValueError: the child says why|None"
 PROGRAM = """
 import os, subprocess, sys
 from rollout.engine.startup_error import printed_cause
@@ -82,41 +81,31 @@ try:
             subprocess.run([sys.executable, "-c", "raise ValueError('the child says why')"])
         raise {"pointer": RuntimeError, "mute": RuntimeError, "dead": EngineDead, "plain": KeyError}[kind](told)
 except Exception as error:
-    os.write(int(os.environ["TELL"]), f"{type(error).__name__}|{error}|{error.__cause__}".encode())
+    print(f"{type(error).__name__}|{error}|{error.__cause__}")
 """
+CHILD = "RuntimeError|the engine did not start: ValueError: the child says why|None"
 
 
 @pytest.mark.parametrize(
-    ("kind", "told", "expected"),
+    ("kind", "message", "to_a_file", "raised"),
     [
-        (
-            "pointer",
-            "See root cause above",
-            "RuntimeError|the engine did not start: ValueError: the child says why|None",
-        ),
-        ("dead", "its process ended", "RuntimeError|the engine did not start: ValueError: the child says why|None"),
-        ("mute", "See root cause above", "RuntimeError|See root cause above|None"),
-        ("plain", "dtype", "KeyError|'dtype'|None"),
+        ("pointer", "See root cause above", True, CHILD),
+        ("dead", "its process ended", True, CHILD),
+        ("mute", "See root cause above", True, "RuntimeError|See root cause above|None"),
+        ("plain", "dtype", True, "KeyError|'dtype'|None"),
+        ("pointer", "See root cause above", False, "RuntimeError|See root cause above|None"),  # it is on the screen
     ],
 )
-@pytest.mark.parametrize("stderr_is_a_file", [True, False])
-def test_an_error_that_points_elsewhere_is_told_with_what_a_child_printed_into_the_same_file(
-    kind: str, told: str, expected: str, stderr_is_a_file: bool, tmp_path: object
+def test_an_error_that_points_elsewhere_becomes_what_a_child_printed_into_the_same_file(
+    kind: str, message: str, to_a_file: bool, raised: str, tmp_path: Path
 ) -> None:
-    read, write = os.pipe()
-    with open(f"{tmp_path}/err", "w+b") as file:  # noqa: PTH123 - handed to a process as it is
-        subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(PROGRAM), kind, told],
-            stdout=subprocess.DEVNULL,
-            stderr=file if stderr_is_a_file else subprocess.PIPE,
-            env={**os.environ, "TELL": str(write)},
-            pass_fds=(write,),
+    with (tmp_path / "err").open("w+b") as file:
+        printed = subprocess.run(
+            [sys.executable, "-c", PROGRAM, kind, message],
+            stdout=subprocess.PIPE,
+            stderr=file if to_a_file else subprocess.PIPE,
+            env=dict(os.environ),
+            text=True,
             timeout=120,
-        )
-    os.close(write)
-    with os.fdopen(read) as answer:
-        said = answer.read()
-    if stderr_is_a_file or kind == "plain":
-        assert said == expected
-    else:
-        assert said.split("|")[1] == told, "nobody can know; it is on the screen"
+        ).stdout
+    assert printed.strip() == raised

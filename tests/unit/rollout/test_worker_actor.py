@@ -1,0 +1,132 @@
+"""The Ray shell of a rollout worker: what it opens and closes, how groups return, and the garbage collector."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import pickle
+import weakref
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+from unittest.mock import AsyncMock
+
+import numpy as np
+import pytest
+
+from rollout.errors import DataError
+from rollout.types import Group, Prompt, RolloutRequest, SamplingParams, Trajectory
+from rollout.worker.actor import THRESHOLDS, RolloutWorkerActor, rare_collections
+from rollout.worker.group_server import GroupServer
+from rollout.worker.worker import WorkerSpec
+from tests.fakes.own_tokenizer import save_own_tokenizer
+from tests.fakes.trajectories import make_turn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+SPEC = WorkerSpec(
+    group_size=1, sampling=SamplingParams(max_tokens=1), request_timeout_s=1.0, seed=0, reward="arithmetic"
+)
+
+
+def worker(tokenizer: Path, *, trust_remote_code: bool) -> RolloutWorkerActor:
+    spec = replace(SPEC, tokenizer_path=str(tokenizer), trust_remote_code=trust_remote_code)
+    return RolloutWorkerActor(spec, {"replica_0": SimpleNamespace()})
+
+
+async def test_a_worker_starts_with_a_tokenizer_that_brings_its_own_code_where_it_is_trusted(tmp_path: Path) -> None:
+    tokenizer = save_own_tokenizer(tmp_path / "own")
+    trusting, wary = worker(tokenizer, trust_remote_code=True), worker(tokenizer, trust_remote_code=False)
+    try:
+        await trusting.start()
+        with pytest.raises(ValueError, match="contains custom code"):
+            await wary.start()
+    finally:
+        await wary.close()
+        trusting._rewards.close = ended = AsyncMock(wraps=trusting._rewards.close)
+        trusting._worker._loop = SimpleNamespace(close=AsyncMock(side_effect=OSError("no such socket")))
+        with pytest.raises(OSError, match="no such socket"):
+            await trusting.close()
+        ended.assert_awaited_once_with()
+
+
+def test_a_relative_file_of_a_reward_is_one_of_the_directory_that_the_run_was_started_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").touch()
+    monkeypatch.chdir("/")
+    spec = replace(SPEC, reward="mine.py:reward")
+    RolloutWorkerActor(replace(spec, reward_directory=str(tmp_path)), {})
+    with pytest.raises(DataError, match=r"there is no file /mine\.py"):
+        RolloutWorkerActor(spec, {})
+
+
+@pytest.mark.parametrize("num_tokens", [4, 5000])
+async def test_a_group_is_sized_by_its_arrays_and_not_pickled_for_it(
+    num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trajectory() -> Trajectory:
+        turn = make_turn([1, 2], np.arange(num_tokens), [(0, num_tokens)])
+        return Trajectory.of_turns([turn], status="completed", prompt_id="p", text="x" * num_tokens)
+
+    group = Group(group_id=0, prompt_id="p", trajectories=[trajectory() for _ in range(4)], start_version=0)
+    assert group.nbytes == pytest.approx(len(pickle.dumps(group)), rel=0.4)
+
+    def refuse(_: object) -> bytes:
+        raise AssertionError("pickled")
+
+    async def run_group(_: object) -> Group:
+        return group
+
+    monkeypatch.setattr(pickle, "dumps", refuse)
+    server = GroupServer(run_group)
+    prompt = Prompt(prompt_id="p", token_ids=np.array([1], np.int32), text="", answer="")
+    server.submit({7: RolloutRequest(group_id=0, prompt=prompt, start_version=0)}, ())
+    assert await asyncio.wait_for(server.ended(), 10) == {7: group}
+
+
+# The garbage collector
+
+
+@pytest.fixture
+def thawed() -> Iterator[None]:
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+class Node:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.mark.usefixtures("thawed")
+def test_the_collector_is_as_before_after_the_block_even_if_that_fails() -> None:
+    before = gc.get_threshold()
+    with pytest.raises(ValueError, match="block"), rare_collections():
+        assert gc.get_threshold() == THRESHOLDS != before
+        raise ValueError("the block")
+    assert gc.get_threshold() == before
+    assert gc.get_freeze_count() == 0
+    gc.freeze()
+    with rare_collections():
+        pass
+    assert gc.get_freeze_count() > 0, "it was frozen before"
+
+
+@pytest.mark.usefixtures("thawed")
+def test_a_young_cycle_is_still_found_in_the_block_and_what_existed_before_is_left_alone() -> None:
+    old = Node()
+    seen = weakref.ref(old)
+    with rare_collections():
+        young = weakref.ref(Node())
+        kept = [[number] for number in range(2 * THRESHOLDS[0])]
+        assert young() is None
+        assert len(kept) == 2 * THRESHOLDS[0]
+        del old
+        gc.collect()
+        assert seen() is not None
+    gc.collect()
+    assert seen() is None

@@ -1,0 +1,456 @@
+"""A worker between groups and engines: limits, pins, losses, waits for room, and groups that move to free an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from rollout.agent.loop import MultiTurnLoop
+from rollout.engine.interface import EngineStatus
+from rollout.fleet import generation
+from rollout.fleet.adaptive_limit import LimitRange
+from rollout.fleet.consolidation import ConsolidationRule
+from rollout.fleet.scheduler import NoReplica
+from rollout.fleet.states import EngineView, FleetView
+from rollout.types import SamplingParams
+from tests.fakes.engine_client import FakeEngine, expected_answer
+from tests.fakes.local_actor import LocalActor, ServedWorker, view_of, watched
+from tests.fakes.virtual_time import in_virtual_time
+from tests.unit.rollout.test_worker import ANSWER, MAX_TOKENS, generated, item, segments, worker
+from tests.unit.rollout.test_worker_agent import Countdown, Played, agent_worker
+from trainer.driver.engine_monitor import POLL_S
+from trainer.driver.fleet import Fleet
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+    from rollout.agent.loop import Generate
+    from rollout.types import Group, Prompt, Trajectory
+    from rollout.worker.worker import RolloutWorker
+
+CALM = EngineStatus(running=0, waiting=0, kv_usage_frac=None, num_preemptions=None)
+
+
+def bounds(lowest: int, highest: int | None = None) -> dict[str, Any]:
+    return {"concurrency": LimitRange(lowest=lowest, highest=lowest if highest is None else highest)}
+
+
+def begin(busy: RolloutWorker, *numbers: int, **fields: Any) -> list[asyncio.Task[Group]]:
+    return [asyncio.create_task(busy.run_group(item(group_id=number, **fields))) for number in numbers]
+
+
+@in_virtual_time
+async def test_an_engine_never_has_more_than_its_limit_and_older_groups_come_first() -> None:
+    engines = [FakeEngine("e0"), FakeEngine("e1")]
+    busy = worker(*engines, **bounds(9, 9))
+    numbers = [3, 9, 1, 7, 2, 8, 5, 6, 4, 0]
+    groups = await asyncio.gather(*(busy.run_group(item(group_id=number)) for number in numbers))
+    assert all(generated(t) == ANSWER for group in groups for t in group.trajectories)
+    assert [engine.most for engine in engines] == [8, 8], "two groups of four each; three would be twelve"
+    assert busy.report().num_queued == 0
+    asked = [int(call.request_ids[0].split(".")[0][1:]) for engine in engines for call in engine.calls]
+    assert sorted(asked) == sorted(numbers)
+    for engine in engines:
+        later = [int(call.request_ids[0].split(".")[0][1:]) for call in engine.calls[2:]]
+        assert later == sorted(later)
+
+
+@in_virtual_time
+async def test_what_a_lost_engine_was_generating_continues_elsewhere_from_its_prefix() -> None:
+    lost, other = FakeEngine("e0", version=1), FakeEngine("e1", version=2)
+    busy = worker(lost, other)
+    running = asyncio.create_task(busy.run_group(item(start_version=1)))
+    await asyncio.sleep(0.035)  # three chunks of three tokens
+    busy.update(view_of(e0="lost"), {})
+    group = await running
+    assert all(generated(t) == ANSWER for t in group.trajectories)
+    assert {tuple(segments(t)) for t in group.trajectories} == {((1, 9), (2, MAX_TOKENS - 9))}
+    assert lost.calls[0].is_closed
+    assert [len(tokens) for tokens in other.calls[0].token_ids] == [3 + 9] * 4
+    assert busy.report().in_flight == {"e0": 0, "e1": 0}
+
+
+@in_virtual_time
+async def test_an_engine_that_hangs_in_a_pause_is_left_as_soon_as_it_is_lost() -> None:
+    busy = worker(FakeEngine("e0", hangs=True), FakeEngine("e1", hangs=True))
+    (running,) = begin(busy, 5)
+    await asyncio.sleep(1.0)
+    busy.update(view_of(e0="lost"), {})
+    await asyncio.sleep(0.1)
+    assert busy.report().in_flight == {"e0": 0, "e1": 4}
+    busy.update(view_of(e1="lost"), {})
+    with pytest.raises(NoReplica, match="e0: weight sync: dead; e1: weight sync: dead"):
+        await running
+
+
+@in_virtual_time
+async def test_a_pinned_engine_finishes_what_it_has_and_serves_an_evaluation_but_gets_no_new_group() -> None:
+    leased, other = FakeEngine("e0", version=1), FakeEngine("e1", version=1)
+    busy = worker(leased, other)
+    running = asyncio.create_task(busy.run_group(item(group_id=0, start_version=1)))
+    await asyncio.sleep(0.015)
+    busy.update(view_of(e0="pinned"), {})
+    other.version = 2  # a commit that passes e0 by
+    new = await asyncio.gather(*(busy.run_group(item(group_id=i, start_version=2)) for i in range(1, 6)))
+    assert {t.policy_versions for group in new for t in group.trajectories} == {(2,)}
+    assert {t.policy_versions for t in (await running).trajectories} == {(1,)}
+    evaluated = await busy.evaluate([item().prompt], SamplingParams(max_tokens=4, temperature=0.0), engine="e0")
+    assert evaluated[0].policy_versions == (1,)
+    assert busy.report().lost_engines == {}
+    leased.version = 2
+    busy.update(view_of(e0="live"), {})
+    await busy.run_group(item(group_id=7, start_version=2))
+    assert len(leased.calls) == 3
+
+
+@in_virtual_time
+async def test_a_group_whose_engine_dies_while_the_other_one_is_evaluated_continues_there_from_what_it_has() -> None:
+    dying, leased = FakeEngine("e0", die_after_chunks=8), FakeEngine("e1")
+    busy = worker(dying, leased, request_timeout_s=60.0)
+    busy.update(view_of(e1="pinned"), {})
+    running = asyncio.create_task(busy.run_group(item()))
+    await asyncio.sleep(50.0)
+    assert not running.done()
+    busy.update(view_of(e1="live"), {})
+    assert {t.status for t in (await running).trajectories} == {"truncated"}
+    assert [generated(t) for t in (await running).trajectories] == [ANSWER] * 4
+    assert busy.report().recovered_tokens == 8 * dying.chunk_tokens
+
+
+@in_virtual_time
+async def test_a_group_that_waits_too_long_for_the_end_of_an_evaluation_is_no_failure() -> None:
+    """`NoReplica` costs it no retry; a time-out would."""
+    busy = worker(FakeEngine("e0"), FakeEngine("e1"), request_timeout_s=60.0)
+    busy.update(view_of(e0="lost", e1="pinned"), {})
+    with pytest.raises(NoReplica, match=r"e1: pinned; e0: weight sync: dead"):
+        await busy.run_group(item())
+    assert asyncio.get_running_loop().time() == pytest.approx(60.0, abs=0.1)
+
+
+@in_virtual_time
+async def test_a_wait_for_room_counts_as_time_of_the_request() -> None:
+    busy = worker(FakeEngine("e0", hangs=True), request_timeout_s=10.0, **bounds(4, 4))
+    for group in begin(busy, 0, 1):
+        with pytest.raises(TimeoutError):
+            await group
+    assert asyncio.get_running_loop().time() == pytest.approx(10.0, abs=0.1)
+    assert (busy.report().num_queued, busy.report().in_flight) == (0, {"e0": 0})
+
+
+@in_virtual_time
+async def test_limits_follow_loads_that_are_new_and_a_new_engine_starts_over() -> None:
+    full = EngineStatus(running=4, waiting=0, kv_usage_frac=0.99, num_preemptions=0)
+
+    def view(num_polls: int, *, incarnation: int = 0) -> FleetView:
+        loads = {"a": CALM, "b": full, "c": None}
+        engines = {
+            name: EngineView(incarnation=incarnation, state="live", load=load, num_polls=num_polls)
+            for name, load in loads.items()
+        }
+        return FleetView(epoch=1, engines=engines, handles={})
+
+    busy = worker(*(FakeEngine(name, hangs=True) for name in "abc"), **bounds(1, 8))
+    groups = begin(busy, *range(6))
+    await asyncio.sleep(0.1)
+    assert busy.update(view(0), {}).limits == {"a": 8, "b": 8, "c": 8}, "nothing is known yet"
+    for _ in range(2):
+        report = busy.update(view(1), {})
+        assert report.limits == {"a": 8, "b": 4, "c": 8}, "sent twice, it counts once"
+        assert report.in_flight == {"a": 8, "b": 8, "c": 8}
+    new = busy.update(view(0, incarnation=1), {"b": FakeEngine("b")})
+    assert new.limits == {"a": 8, "b": 8, "c": 8}
+    for task in groups:
+        task.cancel()
+    await asyncio.gather(*groups, return_exceptions=True)
+
+
+@in_virtual_time
+async def test_an_engine_that_this_worker_lost_stays_out_until_a_new_one_takes_its_place() -> None:
+    busy = worker(FakeEngine("e0", die_after_chunks=0), FakeEngine("e1"))
+    await busy.run_group(item())
+    assert busy.update(view_of(e0="live"), {}).lost_engines == {"e0": (0, "e0 was killed")}
+    assert list(busy.update(view_of(e0="starting", incarnation=1), {}).lost_engines) == ["e0"]
+    new = FakeEngine("e0")
+    assert busy.update(view_of(e0="live", incarnation=1), {"e0": new}).lost_engines == {}
+    await busy.run_group(item(group_id=6))
+    assert len(new.calls) == 1
+
+
+@in_virtual_time
+async def test_a_worker_sends_a_new_group_past_an_engine_that_others_fill() -> None:
+    """Both workers have the engines in the same order, and the first one has sent a group to e0."""
+    engines = [FakeEngine("e0", said_load=CALM, hangs=True), FakeEngine("e1", said_load=CALM)]
+    first, second = worker(*engines), worker(*engines)
+    actors = {engine.name: LocalActor(engine) for engine in engines}
+    fleet = Fleet(actors, [LocalActor(ServedWorker(first)), LocalActor(ServedWorker(second))], group_timeout_s=1e6)
+    watch = asyncio.create_task(fleet.watch(needs_groups=lambda: False))
+    hanging = asyncio.create_task(first.run_group(item()))
+    await asyncio.sleep(3 * POLL_S)
+    await second.run_group(item(group_id=6))
+    assert [len(engine.calls) for engine in engines] == [1, 1]
+    for task in (watch, hanging):
+        task.cancel()
+    await asyncio.gather(watch, hanging, return_exceptions=True)
+
+
+# Waits for room, as `timings` have them
+
+RESPONSE_S = 7.0
+"""20 tokens, three in a second."""
+
+
+def slow(name: str = "e0", **changes: Any) -> FakeEngine:
+    return FakeEngine(name, step_s=1.0, **changes)
+
+
+def waits(groups: Sequence[Group]) -> list[list[float]]:
+    return [[round(t.timings["engine_wait_s"], 6) for t in group.generated] for group in groups]
+
+
+@in_virtual_time
+async def test_with_room_for_one_the_next_responses_wait_as_long_as_those_before_take() -> None:
+    busy = worker(slow(), group_size=1, **bounds(1))
+    groups = await asyncio.gather(*(busy.run_group(item(group_id=i)) for i in range(3)))
+    assert waits(groups) == [[0.0], [RESPONSE_S], [2 * RESPONSE_S]]
+    spent = [group.trajectories[0].timings["generate_s"] for group in groups]
+    assert spent == pytest.approx([RESPONSE_S, 2 * RESPONSE_S, 3 * RESPONSE_S]), "the wait is part of it"
+
+
+@in_virtual_time
+async def test_with_room_for_all_no_one_waits() -> None:
+    assert waits([await worker(slow(), greedy_baseline=True, **bounds(5)).run_group(item())]) == [[0.0] * 5]
+
+
+@in_virtual_time
+async def test_a_rest_of_the_only_engine_and_the_loss_of_one_count_as_waits() -> None:
+    busy = worker(slow("e0", die_after_chunks=2), slow("e1"), group_size=1, **bounds(1))
+    busy.update(view_of(e1="pinned"), {})
+    running = asyncio.create_task(busy.run_group(item()))  # to e0, which is dead at 3 s
+    await asyncio.sleep(8)
+    busy.update(view_of(e1="live"), {})
+    assert waits([await running]) == [[5.0]]
+
+
+@in_virtual_time
+async def test_waits_of_all_turns_of_a_response_add_up() -> None:
+    loop = MultiTurnLoop(lambda _: Countdown(2), max_turns=2)
+    busy = agent_worker(loop, slow(stop_one_in=4), group_size=1, **bounds(1))
+    alone = await agent_worker(loop, slow(stop_one_in=4), group_size=1).run_group(item())
+    assert len(alone.trajectories[0].turns()) == 2
+    groups = await asyncio.gather(*(busy.run_group(item(group_id=i)) for i in range(2)))
+    generating_s = alone.trajectories[0].timings["generate_s"]
+    for group in groups:
+        (trajectory,) = group.trajectories
+        waited_s = trajectory.timings["engine_wait_s"]
+        assert waited_s > 0
+        assert trajectory.timings["generate_s"] == pytest.approx(generating_s + waited_s)
+
+
+def staggered() -> Any:
+    """Asks in one turn, each trajectory a second after the one before."""
+    calls = 0
+
+    async def run(prompt: Prompt, max_tokens: int, generate: Generate) -> Trajectory:
+        nonlocal calls
+        calls += 1
+        await asyncio.sleep(calls - 1)
+        return await MultiTurnLoop(lambda _: Countdown(1), max_turns=1).run(prompt, max_tokens, generate)
+
+    return Played(run)
+
+
+@in_virtual_time
+async def test_responses_of_a_group_have_waits_of_their_own() -> None:
+    group = await agent_worker(staggered(), slow(), group_size=3, **bounds(1)).run_group(item())
+    assert waits([group]) == [[0.0, RESPONSE_S - 1, 2 * RESPONSE_S - 2]]
+
+
+@in_virtual_time
+async def test_a_wait_that_is_cancelled_counts() -> None:
+    busy = agent_worker(staggered(), slow(), group_size=3, agent_timeout_s=8.5, **bounds(1))
+    group = await busy.run_group(item())
+    assert [t.status for t in group.trajectories] == ["truncated", "failed", "failed"]
+    assert waits([group]) == [[0.0, RESPONSE_S - 1, 8.5 - 2]], "the last one never came in"
+
+
+@in_virtual_time
+async def test_responses_that_are_all_cancelled_leave_their_place_at_once() -> None:
+    async def thinks_instead(prompt: Prompt, max_tokens: int, generate: Generate) -> Trajectory:
+        loop = MultiTurnLoop(lambda _: Countdown(1), max_turns=1)
+        if prompt.prompt_id == "hasty":
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(generate(prompt.token_ids, max_tokens), 1.0)
+            await asyncio.sleep(4.0)
+        return await loop.run(prompt, max_tokens, generate)
+
+    busy = agent_worker(Played(thinks_instead), slow(), group_size=2, **bounds(2))
+    groups = [asyncio.create_task(busy.run_group(item()))]
+    await asyncio.sleep(0.5)
+    groups.append(asyncio.create_task(busy.run_group(item(group_id=1, prompt_id="hasty"))))
+    await asyncio.sleep(0.5)
+    assert busy._scheduler.num_queued == 2
+    await asyncio.sleep(1.0)
+    assert (busy._scheduler.num_queued, groups[0].done()) == (0, False)
+    await asyncio.gather(*groups)
+    assert sum(busy.report().in_flight.values()) == 0
+
+
+# Consolidation
+
+LONG = 60
+LONG_ANSWER = expected_answer(item().prompt.token_ids, LONG)
+STEP_S = 0.2
+"""Per chunk of three tokens; a response takes 4 s, and is twice its prompt after one chunk."""
+SAMPLING = SamplingParams(max_tokens=LONG, temperature=0.7)
+RULE: dict[str, Any] = {"repacking": ConsolidationRule(below=6, most=64), "sampling": SAMPLING}
+
+
+def engine(name: str, **changes: Any) -> FakeEngine:
+    return FakeEngine(name, **({"said_load": CALM, "step_s": STEP_S} | changes))
+
+
+@contextlib.asynccontextmanager
+async def watching(*engines: FakeEngine, **rule: Any) -> AsyncIterator[RolloutWorker]:
+    busy = worker(*engines, **rule)
+    async with watched(busy, *engines):
+        yield busy
+
+
+@in_virtual_time
+async def test_the_last_group_of_an_engine_continues_with_the_others_and_the_next_new_one_finds_it_empty(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(generation, "MAX_FRUITLESS_SUBMISSIONS", 1)  # a move is none
+    lone, crowded = engine("e0", version=1), engine("e1", version=2)
+    async with watching(lone, crowded, **RULE) as busy:
+        early = begin(busy, 0, 1, 2, start_version=1)  # e0 gets 0 and 2
+        await asyncio.sleep(0.01)
+        late = begin(busy, 3, start_version=1)  # and e1 gets 1 and 3
+        early[2].cancel()
+        await asyncio.sleep(POLL_S + STEP_S)
+        assert busy.report().in_flight == {"e0": 0, "e1": 12}
+        (call,) = [call for call in lone.calls if call.request_ids[0].startswith("g0.")]
+        assert call.is_closed
+        moved = crowded.calls[-1]
+        assert moved.request_ids[0].startswith("g0.")
+        assert len(moved.token_ids) == 4, "the group stays together"
+        lengths = [len(tokens) for tokens in moved.token_ids]
+        assert min(lengths) >= 2 * 3
+        report = busy.report()
+        assert (report.migrated_requests, report.migrated_tokens) == (4, sum(lengths))
+        kept = lengths[0] - 3
+        group, *_ = await asyncio.gather(early[0], early[1], *late)
+        assert all(generated(trajectory) == LONG_ANSWER for trajectory in group.trajectories)
+        assert {tuple(segments(t)) for t in group.trajectories} == {((1, kept), (2, LONG - kept))}
+        assert busy.report().migrated_requests == 4, "each moved once"
+        assert len(lone.calls) == 2
+        assert busy.report().lost_engines == {}
+        new = begin(busy, 9, start_version=1)
+        await asyncio.sleep(0.01)
+        assert busy.report().in_flight == {"e0": 4, "e1": 0}
+        await new[0]
+
+
+def crowd(running: int, waiting: int = 0) -> EngineStatus:
+    return EngineStatus(running=running, waiting=waiting, kv_usage_frac=None, num_preemptions=None)
+
+
+@pytest.mark.parametrize(
+    ("loads", "rule", "pins"),
+    [
+        ((CALM, CALM), {"sampling": SAMPLING}, False),  # no rule
+        ((CALM, None), RULE, False),  # it does not report its load
+        ((crowd(30), crowd(30)), RULE, False),  # requests that others sent count
+        ((CALM, crowd(7, waiting=1)), RULE, False),  # requests wait in it
+        ((CALM, CALM), RULE, True),
+    ],
+)
+@in_virtual_time
+async def test_nothing_moves(loads: tuple[EngineStatus | None, ...], rule: dict[str, Any], pins: bool) -> None:
+    engines = [engine(name, said_load=load) for name, load in zip(("e0", "e1"), loads, strict=True)]
+    busy = worker(*engines, **rule)
+    async with watched(busy, *engines) as fleet:
+        groups = begin(busy, 0, 1)
+        await asyncio.sleep(0.01)
+        if pins:
+            await fleet.pin("e0")
+        await asyncio.gather(*groups)
+    assert (busy.report().migrated_requests, busy.report().migrated_tokens) == (0, 0)
+
+
+class Holder:
+    group_key, may_leave, num_asked = "g0", True, 0
+
+    def leave(self) -> None:
+        self.num_asked += 1
+
+
+@pytest.mark.parametrize(("is_queued", "limit", "moves"), [(False, 6, True), (True, 6, False), (False, 3, False)])
+@in_virtual_time
+async def test_nothing_moves_while_something_waits_to_be_sent_or_beyond_a_limit(
+    is_queued: bool, limit: int, moves: bool
+) -> None:
+    """Under a limit of six, three requests have room for one more beside them, but not for the four that wait."""
+    engines, holder = [engine("e0"), engine("e1")], Holder()
+    busy = worker(*engines, **RULE)
+    scheduler, queued = busy._scheduler, []
+    for group, num in (("g0", 1), ("g1", 3)):
+        await scheduler.acquire(group, (0, 0), tokens=100 * num, num_requests=num)
+    scheduler.limit("e0", 1)
+    scheduler.limit("e1", limit)
+    if is_queued:
+        queued = [asyncio.create_task(scheduler.acquire("g2", (0, 2), tokens=1, num_requests=4))]
+    async with watched(busy, *engines), scheduler.holding("e0", holder):
+        await asyncio.sleep(2 * POLL_S + 0.1)
+    assert scheduler.num_queued == 4 * is_queued
+    assert holder.num_asked == moves
+    for task in queued:
+        task.cancel()
+    await asyncio.gather(*queued, return_exceptions=True)
+
+
+@in_virtual_time
+async def test_a_request_moves_only_once_it_is_twice_as_long_as_it_came() -> None:
+    """One token per 0.3 s after three of prompt: the first poll sees one, the second one three."""
+    engines = [engine(name, step_s=0.3, chunk_tokens=1) for name in ("e0", "e1")]
+    async with watching(*engines, **RULE) as busy:
+        await asyncio.gather(*begin(busy, 0, 1))
+        assert [len(tokens) for tokens in engines[1].calls[-1].token_ids] == [6] * 4
+        assert busy.report().migrated_requests == 4
+    seeds = [params.seed for one in engines for call in one.calls for params in call.params]
+    assert len(seeds) == len(set(seeds)) == 12, "every submission has its own"
+
+
+@in_virtual_time
+async def test_nothing_moves_to_an_engine_that_no_longer_responds() -> None:
+    class Mute(FakeEngine):
+        async def load(self) -> EngineStatus:
+            if self.calls:
+                await asyncio.sleep(10_000)
+            return await super().load()
+
+    engines = [engine("e0", step_s=1.0), Mute("e1", step_s=1.0, said_load=CALM)]
+    async with watching(*engines, **RULE) as busy:
+        await asyncio.sleep(POLL_S + 0.1)
+        await asyncio.gather(*begin(busy, 0, 1))
+        assert busy.report().migrated_requests == 0
+        assert busy.report().lost_engines == {}
+
+
+@in_virtual_time
+async def test_requests_continue_when_the_engine_that_is_to_be_free_dies_before_it_returns_them() -> None:
+    class Deaf(FakeEngine):
+        def abort(self, request_ids: Any) -> None:
+            pass
+
+    deaf = Deaf("e0", said_load=CALM, step_s=STEP_S)
+    async with watching(deaf, engine("e1"), **RULE) as busy:
+        groups = begin(busy, 0, 1)
+        await asyncio.sleep(POLL_S + STEP_S)
+        assert busy.report().migrated_requests == 0
+        busy.update(view_of(e0="lost"), {})
+        for group in await asyncio.gather(*groups):
+            assert all(generated(trajectory) == LONG_ANSWER for trajectory in group.trajectories)
