@@ -78,11 +78,7 @@ class RequestTable:
         return request_id in self.running
 
     def num_tokens(self, request_states: Mapping[str, Any]) -> list[tuple[str, ActiveRequest, int]]:
-        """Of each request that vLLM has and can continue: how many tokens it has been given so far.
-
-        Args:
-            request_states: of vLLM's output processor. Finished requests have left it; they get no more tokens.
-        """
+        """How many tokens each request has so far that is in vLLM's output processor; finished ones have left it."""
         found = [(key, one, request_states.get(one.queue.request_id)) for key, one in self.running.items()]
         return [
             (key, one, state.detokenizer.num_output_tokens())
@@ -91,8 +87,8 @@ class RequestTable:
         ]
 
     def readmit_unstarted(self, request_states: Mapping[str, Any]) -> list[str]:
-        """Requests without a token, oldest first, by the ids that vLLM has for them: it must abort these. Their streams
-        notice by the output that this produces, and enter again."""
+        """Requests without a token, oldest first, by vLLM's ids: it must abort these. Their streams notice by the
+        output that this produces, and enter again."""
         unstarted = {
             key: one
             for key, one, num_tokens in self.num_tokens(request_states)
@@ -250,10 +246,9 @@ _CONTEXT_TOKENS = 4
 
 
 class StopStringMatcher:
-    """Finds the token that completes a stop string in one response, after the tokens that it had when it came here.
+    """Finds the token that completes a stop string in one response.
 
     Args:
-        decode: gives the text.
         token_ids: int32[T], what the engine continues; the last `params.num_prefix_tokens` belong to the response.
         params: with at least one stop string.
 
@@ -304,11 +299,8 @@ class StopStringMatcher:
 def stop_string_matcher(
     tokenizer: Any, token_ids: np.ndarray, params: SamplingParams, *, drafts: bool = False
 ) -> StopStringMatcher | None:
-    """What finds stop strings that vLLM does not end a response at (see `ActiveRequest`); None where there are none.
-
-    Raises:
-        ValueError: there are stop strings, and no tokenizer (None) to find them with.
-    """
+    """For stop strings that vLLM does not end a response at (see `ActiveRequest`); None where there are none. Raises
+    ValueError if there is no tokenizer (None) to find them with."""
     if not params.stop:
         return None
     if tokenizer is None:

@@ -82,8 +82,7 @@ class PendingGeneration:
         self._is_leaving = True
 
     def send(self) -> int:
-        """It is on its way to an engine. Returns the tokens that this one computes again because another engine was to
-        be free."""
+        """It is on its way to an engine. Returns the tokens that this one computes again, to free another."""
         was_leaving, self._is_leaving, self._num_sent = self._is_leaving, False, self._length
         self.has_lost_engine = False
         return self._length if was_leaving else 0
@@ -135,11 +134,9 @@ class GroupGenerator:
     """Generates for the samples of one group; an async context manager that leaves no task behind.
 
     Args:
-        engines: by name.
         key: unique among the groups that are generated now; prefixes the request ids and makes routing sticky.
         timeout_s: longest time one generation may take, resubmissions and waits for room included.
-        params_of: (sample_index, number of the submission of that sample) -> how to sample it; `max_tokens` is set
-            here.
+        params_of: (sample_index, number of the submission of that sample) -> how to sample it, but for `max_tokens`.
         order: its place among the groups that wait for an engine.
         min_version: weights older than this must not sample a token of this group.
 
@@ -184,11 +181,10 @@ class GroupGenerator:
     async def generate(
         self, sample_index: int, token_ids: np.ndarray, max_tokens: int, *, stop: str | Sequence[str] | None = None
     ) -> TokenChunk:
-        """Continues `token_ids` (int32[T]) by up to `max_tokens` tokens. `stop` takes the place of the stop strings of
-        `params_of`.
+        """Continues `token_ids` (int32[T]) by up to `max_tokens` tokens; `stop` replaces the stop strings of
+        `params_of`. Cancel it and its engine aborts it.
 
-        The finish reason is "stop", "length", or "abort" if `timeout_s` passed first (with the tokens until then). Its
-        engine aborts it if this call is cancelled.
+        The finish reason is "stop", "length", or "abort" if `timeout_s` passed first (with the tokens until then).
 
         Raises:
             NoReplica: all engines are excluded; or it waited for `timeout_s`, and those that are not are pinned.
@@ -256,8 +252,7 @@ class GroupGenerator:
                 await asyncio.sleep(min(pause_s, max(0.0, deadline - clock())))
 
     async def _enter(self, requests: Sequence[PendingGeneration]) -> str:
-        """The engine that has room for them, which counts them from now on. Cancels its task once all callers are gone:
-        others may have their place."""
+        """The engine with room for them, where they count from now on. Ends its task once all callers are gone."""
         task = asyncio.current_task()
 
         def stop_if_unwanted(_: object) -> None:
@@ -282,8 +277,8 @@ class GroupGenerator:
         return [request for request in requests if request.is_open]
 
     async def _submit(self, name: str, requests: Sequence[PendingGeneration]) -> bool:
-        """One streaming call to the engine `name`. If it dies, hangs or has old weights, it is excluded, the requests
-        continue elsewhere, and this is False."""
+        """One streaming call to the engine `name`. False if it dies, hangs or has old weights: then it is excluded, and
+        the requests continue elsewhere."""
         loads = dict(enumerate(request.load for request in requests))
         try:
             call = self._call(name, requests)

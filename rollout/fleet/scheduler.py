@@ -181,13 +181,8 @@ class RequestScheduler:
 
     @contextlib.asynccontextmanager
     async def holding(self, name: str, lease: Lease) -> AsyncIterator[None]:
-        """Ends the block once `name` is excluded: its requests continue elsewhere, from their prefixes.
-
-        Inside the block the lease may be asked to leave.
-
-        Raises:
-            EngineDead: with the reason of the exclusion, which may have come between `acquire` and this.
-        """
+        """Around the stay of requests, which may be asked to leave. The block ends once `name` is excluded: raises
+        EngineDead, with the reason; the exclusion may also have come between `acquire` and this."""
         engine = self._engines[name]
         if engine.excluded is not None:
             raise EngineDead(engine.excluded)
@@ -211,11 +206,8 @@ class RequestScheduler:
     # Engines
 
     def limit(self, name: str, num_requests: int, *, total: int | None = None) -> None:
-        """From now on `name` gets nothing while it has so many requests, except a group that finds it empty.
-
-        Args:
-            total: the limit of all senders together.
-        """
+        """From now on `name` gets nothing while it has so many requests, except a group that finds it empty. `total` is
+        the limit of all senders together."""
         engine = self._engine(name)
         engine.limit, engine.total_limit = num_requests, num_requests if total is None else total
         self._admit()
@@ -244,8 +236,8 @@ class RequestScheduler:
         self._admit()
 
     def may_drain(self, name: str) -> bool:
-        """Whether everything at `name` may leave now, and nothing may come back there of itself: no group that it
-        serves is between two turns, or waits for its rewards."""
+        """Whether everything at `name` may leave now, and nothing may come back there: no group that it serves is
+        between two turns, or waits for its rewards."""
         leases = self._engine(name).leases.values()
         groups = {group_key for group_key, engine in self._engine_of.items() if engine == name}
         return groups <= {lease.group_key for lease in leases} and all(lease.may_leave for lease in leases)
@@ -290,12 +282,8 @@ class RequestScheduler:
     # Inside
 
     def _place(self, submission: _Submission) -> str | None:
-        """Chooses an engine and counts the requests there. None if there is no room now: every engine that may take
-        them (the group's own, if it has one) is full or pinned.
-
-        Raises:
-            NoReplica: all are excluded.
-        """
+        """Chooses an engine and counts the requests there. None if every engine that may take them (the group's own, if
+        it has one) is full or pinned; raises NoReplica if all are excluded."""
         name = self._choose(submission)
         if name is None:
             return None

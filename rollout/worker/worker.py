@@ -1,8 +1,5 @@
-"""Runs groups of trajectories: agent, engines and rewards together.
-
-`RolloutWorker` is plain asyncio and knows engines, tokenizer and rewards only by what they do; its shell for Ray
-is `rollout/worker/actor.py`.
-"""
+"""Runs groups of trajectories: agent, engines and rewards together. Plain asyncio; `rollout/worker/actor.py` is its
+shell for Ray."""
 
 from __future__ import annotations
 
@@ -263,13 +260,10 @@ class RolloutWorker:
             await close()
 
     def update(self, view: FleetView, new_engines: Mapping[str, EngineClient]) -> WorkerReport:
-        """Follow the driver's view of the engines, and report.
+        """Follow the driver's view of the engines, with clients of those that took the places of others; and report.
 
         What runs on an engine that is lost continues elsewhere, from its prefix; an evaluation there fails with
         `NoReplica`. A pinned one gets nothing new of training. Limits adapt to loads that have not been seen before.
-
-        Args:
-            new_engines: clients of the engines that took the places of others.
         """
         is_polled = False
         for name, engine in view.engines.items():
@@ -385,10 +379,7 @@ class RolloutWorker:
 
 
 def derive_seed(run_seed: int, *parts: str | int) -> int:
-    """A seed in [0, 2**31) that depends on every part, the same in every process and on every machine.
-
-    31 bits fit the seed type of every engine.
-    """
+    """A seed in [0, 2**31), which fits every engine; depends on every part, and is the same on every machine."""
     text = "\0".join(str(part) for part in (run_seed, *parts))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") % 2**31
 

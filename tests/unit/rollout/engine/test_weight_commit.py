@@ -10,7 +10,7 @@ import pytest
 from rollout.engine.interface import EngineSpec
 from rollout.engine.weight_commit import EngineGate, Outcome
 from tests.fakes.scripted_engine import ScriptedEngine
-from tests.fakes.virtual_time import run_virtual
+from tests.fakes.virtual_time import in_virtual_time
 from weight_sync.wire import Reply, encode
 
 if TYPE_CHECKING:
@@ -64,99 +64,86 @@ class World:
             self.log.append("is inside")
 
 
-def play(main: Any, **world: Any) -> World:
-    """Runs `main(world)` in virtual time."""
-
-    async def run() -> World:
-        made = World(**world)
-        await asyncio.wait_for(main(made), 1000.0)
-        return made
-
-    return run_virtual(run())
-
-
 def soon(coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
     return asyncio.create_task(coroutine)
 
 
-def test_a_commit_waits_for_requests_that_are_half_way_in() -> None:
-    async def main(world: World) -> None:
-        entering = soon(world.enter(takes_s=1.0))
-        await asyncio.sleep(0)
-        await asyncio.gather(entering, world.commit())
+@in_virtual_time
+async def test_a_commit_waits_for_requests_that_are_half_way_in() -> None:
+    world = World()
+    entering = soon(world.enter(takes_s=1.0))
+    await asyncio.sleep(0)
+    await asyncio.gather(entering, world.commit())
+    assert world.log == ["enters", "is inside", "commit begins", "commit ends", "resumes"]
 
-    assert play(main).log == ["enters", "is inside", "commit begins", "commit ends", "resumes"]
 
-
-def test_no_request_enters_during_a_commit_and_all_do_after_it() -> None:
-    async def main(world: World) -> None:
-        committing = soon(world.commit())
-        await asyncio.sleep(0)
-        entering = [soon(world.enter()) for _ in range(5)]
-        await asyncio.sleep(0.5)
-        assert world.gate.num_waiting == 5 and "enters" not in world.log
-        await asyncio.gather(committing, *entering)
-        assert world.gate.num_waiting == 0
-
-    assert play(main).log.count("is inside") == 5
+@in_virtual_time
+async def test_no_request_enters_during_a_commit_and_all_do_after_it() -> None:
+    world = World()
+    committing = soon(world.commit())
+    await asyncio.sleep(0)
+    entering = [soon(world.enter()) for _ in range(5)]
+    await asyncio.sleep(0.5)
+    assert world.gate.num_waiting == 5 and "enters" not in world.log
+    await asyncio.gather(committing, *entering)
+    assert world.gate.num_waiting == 0
+    assert world.log.count("is inside") == 5
 
 
 @pytest.mark.parametrize("turns", range(4))
-def test_a_request_that_is_cancelled_on_its_way_is_not_inside(turns: int) -> None:
+@in_virtual_time
+async def test_a_request_that_is_cancelled_on_its_way_is_not_inside(turns: int) -> None:
     """Ten enter one behind the other once the gate opens, and are cancelled wherever they are by then."""
-
-    async def main(world: World) -> None:
-        committing = soon(world.commit())
+    world = World()
+    committing = soon(world.commit())
+    await asyncio.sleep(0)
+    entering = [soon(world.enter()) for _ in range(10)]
+    await committing
+    for _ in range(turns):
         await asyncio.sleep(0)
-        entering = [soon(world.enter()) for _ in range(10)]
-        await committing
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        for task in entering:
-            task.cancel()
-        await asyncio.gather(*entering, return_exceptions=True)
-        await world.commit()
-        assert world.gate.num_waiting == 0
-
-    play(main)
+    for task in entering:
+        task.cancel()
+    await asyncio.gather(*entering, return_exceptions=True)
+    await world.commit()
+    assert world.gate.num_waiting == 0
 
 
-def test_a_commit_or_a_sleep_that_raises_opens_the_gate_and_resumes_what_is_whole() -> None:
-    async def main(world: World) -> None:
-        with pytest.raises(RuntimeError, match="failed"):
-            async with world.gate.closed(), world.gate.pause():
-                raise RuntimeError("the commit failed")
-        await world.enter()
-        with pytest.raises(RuntimeError, match="no"):
-            await world.sleep(fails=True)
-        assert not world.gate.is_asleep
-        await world.enter()
-        await world.commit()
+@in_virtual_time
+async def test_a_commit_or_a_sleep_that_raises_opens_the_gate_and_resumes_what_is_whole() -> None:
+    world = World()
+    with pytest.raises(RuntimeError, match="failed"):
+        async with world.gate.closed(), world.gate.pause():
+            raise RuntimeError("the commit failed")
+    await world.enter()
+    with pytest.raises(RuntimeError, match="no"):
+        await world.sleep(fails=True)
+    assert not world.gate.is_asleep
+    await world.enter()
+    await world.commit()
+    assert world.log[:4] == ["resumes", "enters", "is inside", "sleep begins"]
 
-    assert play(main).log[:4] == ["resumes", "enters", "is inside", "sleep begins"]
 
-
-def test_commit_and_sleep_never_overlap_whoever_comes_first() -> None:
-    async def main(world: World) -> None:
-        await asyncio.gather(world.commit(), world.sleep(), world.commit(), world.sleep())
-        assert world.gate.is_asleep
-
-    steps = [entry.split()[0] for entry in play(main).log if entry != "resumes"]
+@in_virtual_time
+async def test_commit_and_sleep_never_overlap_whoever_comes_first() -> None:
+    world = World()
+    await asyncio.gather(world.commit(), world.sleep(), world.commit(), world.sleep())
+    assert world.gate.is_asleep
+    steps = [entry.split()[0] for entry in world.log if entry != "resumes"]
     assert steps == ["commit", "commit", "sleep", "sleep"] * 2
 
 
-def test_the_gate_stays_closed_from_sleep_to_the_commit_that_wakes() -> None:
-    async def main(world: World) -> None:
-        await world.sleep()
-        entering = soon(world.enter())
-        await world.commit("failed")
-        await asyncio.sleep(1.0)
-        assert not entering.done() and world.gate.is_asleep and world.gate.is_paused
-        await world.commit()
-        await entering
-        assert not world.gate.is_asleep and not world.gate.is_paused
-
-    assert play(main).log[-3:] == ["resumes", "enters", "is inside"]
+@in_virtual_time
+async def test_the_gate_stays_closed_from_sleep_to_the_commit_that_wakes() -> None:
+    world = World()
+    await world.sleep()
+    entering = soon(world.enter())
+    await world.commit("failed")
+    await asyncio.sleep(1.0)
+    assert not entering.done() and world.gate.is_asleep and world.gate.is_paused
+    await world.commit()
+    await entering
+    assert not world.gate.is_asleep and not world.gate.is_paused
+    assert world.log[-3:] == ["resumes", "enters", "is inside"]
 
 
 @pytest.mark.parametrize(
@@ -169,18 +156,18 @@ def test_the_gate_stays_closed_from_sleep_to_the_commit_that_wakes() -> None:
         ("ok", True, ["resumes"]),
     ],
 )
-def test_a_pause_ends_with_its_commit_unless_the_weights_are_a_mixture(
+@in_virtual_time
+async def test_a_pause_ends_with_its_commit_unless_the_weights_are_a_mixture(
     outcome: Outcome, is_asleep: bool, ends: list[str]
 ) -> None:
-    async def main(world: World) -> None:
-        if is_asleep:
-            await world.sleep()
-        world.log.clear()
-        await world.commit(outcome, takes_s=3.0)
-        assert world.gate.is_paused == (not ends)
-        assert world.gate.paused_s == (0.0 if ends else 3.0)
-
-    assert play(main).log[2:] == ends
+    world = World()
+    if is_asleep:
+        await world.sleep()
+    world.log.clear()
+    await world.commit(outcome, takes_s=3.0)
+    assert world.gate.is_paused == (not ends)
+    assert world.gate.paused_s == (0.0 if ends else 3.0)
+    assert world.log[2:] == ends
 
 
 DIES = "dies: its weights are a mixture of versions and no commit repaired them: paused for"
@@ -197,31 +184,31 @@ DIES = "dies: its weights are a mixture of versions and no commit repaired them:
         (("close", 5 * LIMIT_S), ["commit ends"]),  # an engine that has ended does not die again
     ],
 )
-def test_a_mixture_that_no_commit_repairs_is_cancelled_at_the_limit_and_not_before(
+@in_virtual_time
+async def test_a_mixture_that_no_commit_repairs_is_cancelled_at_the_limit_and_not_before(
     then: tuple[Any, ...], ends: list[str]
 ) -> None:
-    async def main(world: World) -> None:
-        await world.commit("dirty", takes_s=1.0)
-        for step in then:
-            if step == "close":
-                world.gate.close()
-            elif isinstance(step, float):
-                await asyncio.sleep(step)
-            else:
-                await world.commit(step, takes_s=5 * LIMIT_S)
+    world = World()
+    await world.commit("dirty", takes_s=1.0)
+    for step in then:
+        if step == "close":
+            world.gate.close()
+        elif isinstance(step, float):
+            await asyncio.sleep(step)
+        else:
+            await world.commit(step, takes_s=5 * LIMIT_S)
+    assert world.log[-len(ends) :] == ends
 
-    assert play(main).log[-len(ends) :] == ends
 
-
-def test_a_resume_that_fails_is_tried_again_from_the_limit_on(caplog: pytest.LogCaptureFixture) -> None:
-    async def main(world: World) -> None:
-        with pytest.raises(RuntimeError, match="refused"):
-            await world.commit("ok")
-        assert world.gate.is_paused
-        await asyncio.sleep(LIMIT_S + 2.5)
-        assert not world.gate.is_paused
-
-    assert play(main, num_failing_resumes=3).log[-1] == "resumes"
+@in_virtual_time
+async def test_a_resume_that_fails_is_tried_again_from_the_limit_on(caplog: pytest.LogCaptureFixture) -> None:
+    world = World(num_failing_resumes=3)
+    with pytest.raises(RuntimeError, match="refused"):
+        await world.commit("ok")
+    assert world.gate.is_paused
+    await asyncio.sleep(LIMIT_S + 2.5)
+    assert not world.gate.is_paused
+    assert world.log[-1] == "resumes"
     assert caplog.text.count("a pause could not be ended") == 2
 
 
