@@ -263,8 +263,8 @@ class GroupGenerator:
             request.response.add_done_callback(stop_if_unwanted)
         try:
             with self.waits.of([request.sample_index for request in requests]):
-                size = {"tokens": sum(request.load for request in requests), "num_requests": len(requests)}
-                return await self._scheduler.acquire(self._key, self._order, **size)
+                tokens = sum(request.load for request in requests)
+                return await self._scheduler.acquire(self._key, self._order, tokens=tokens, num_requests=len(requests))
         finally:
             for request in requests:
                 request.response.remove_done_callback(stop_if_unwanted)
