@@ -180,6 +180,12 @@ def loss_traits(loss: str) -> LossTraits:
 Level = Literal["token", "sequence", "sequence_mean"]
 Metric = Literal["ratio", "k1", "k2", "k3", "tv"]
 Objective = Literal["bypass", "decoupled", "loglinear"]
+OBJECTIVES: Mapping[Objective, str] = {
+    "bypass": "engine's log-probs as old policy",
+    "decoupled": "learner's log-probs at the start of the step as old policy",
+    "loglinear": "old policy interpolated by the age of the token",
+}
+"""In the words of the line that a run logs; each has its `case` in `trainer.algorithms.corrections`."""
 
 _METRICS = (
     "the ratio r itself, the KL estimates k1 = -log r, k2 = (log r)^2 / 2 and k3 = r - 1 - log r, or "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from trainer.config.algorithm import DEFAULT_LR_RATIO, loss_traits, traits_of
+from trainer.config.algorithm import DEFAULT_LR_RATIO, OBJECTIVES, loss_traits, traits_of
 from trainer.config.field import value_text
 from trainer.config.own_function import is_own
 
@@ -145,17 +145,12 @@ def _sets(config: RunConfig) -> str:
 
 
 def _correction(correction: CorrectionConfig) -> str:
-    olds = {
-        "bypass": "engine's log-probs as old policy",
-        "decoupled": "learner's log-probs at the start of the step as old policy",
-        "loglinear": "old policy interpolated by the age of the token",
-    }
     actions = {
         "clamp": correction.clamp,
         f"mask by {correction.mask.metric}": correction.mask,
         f"reject answers by {correction.reject.metric} ({correction.reject.level})": correction.reject,
     }
-    parts = [olds[correction.objective]]
+    parts = [OBJECTIVES[correction.objective]]
     parts += [f"{name} [{_bounds(one.lower, one.upper)}]" for name, one in actions.items() if one.is_active]
     if len(parts) > 1 or correction.objective != "bypass":
         parts.append(f"ratio of the {correction.level}")

@@ -50,17 +50,11 @@ def build_train_batch(
     max_tokens_per_micro_batch: int,
     max_response_tokens: int,
 ) -> TrainBatch:
-    """Advantages, loss weights and micro-batches for one optimizer step.
+    """Advantages, loss weights and micro-batches for one optimizer step, of all its groups. Raises as `build_samples`.
 
     Loss weights come from the counts of the whole step, before anything is split, so the loss does not depend on the
     number of ranks or micro-batches. A step whose every trajectory is left out has one empty micro-batch per rank.
-
-    Args:
-        groups: all of the step; some estimators normalise over them.
-        max_response_tokens: limit of the rollouts; overlong shaping counts back from it.
-
-    Raises:
-        ValueError: as `build_samples`.
+    `max_response_tokens` is the limit of the rollouts; overlong shaping counts back from it.
     """
     samples, group_rewards, excluded = build_samples(
         groups, algorithm=algorithm, max_response_tokens=max_response_tokens
@@ -178,11 +172,7 @@ def build_samples(
 
 def _credit_spans(trajectory: Trajectory, outcome: float, *, to_go: bool) -> tuple[np.ndarray, np.ndarray]:
     """Parts of a trajectory whose tokens share an advantage: its turns, each with what is still to come (`to_go`), else
-    one with the sum of all; at least one, of no token if there is none.
-
-    Returns:
-        (rewards float64[K], generated tokens int64[K]).
-    """
+    one with the sum of all; at least one, of no token if there is none. (rewards float64[K], tokens int64[K])."""
     num_generated = trajectory.num_generated_tokens
     if not to_go or num_generated == 0:
         return np.array([outcome + _turn_reward(trajectory)]), np.array([num_generated])

@@ -122,12 +122,8 @@ class LearnerActor:
         return open_store(*address, is_master=is_master, world_size=self._world_size, timeout_s=timeout_s)
 
     def setup(self, address: Address) -> SetupReport:
-        """Join the other ranks, build the model and compile it.
-
-        Raises:
-            DeviceError: this process lacks a variable its device needs, or the device is not here.
-            ModelError: the model cannot be trained.
-        """
+        """Join the other ranks, build the model and compile it. Raises DeviceError if this process lacks a variable or
+        the device itself, ModelError if the model cannot be trained."""
         with captured_warnings() as records:
             seconds = self._set_up(address)
         return SetupReport(seconds=seconds, warnings=tuple(record.getMessage() for record in records))

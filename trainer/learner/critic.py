@@ -144,14 +144,8 @@ class Critic(ABC):
     def targets(
         self, batches: Sequence[MicroBatch], rewards: Sequence[np.ndarray], values: ValueSums
     ) -> list[ValueTargets]:
-        """GAE from the current values. Collective.
-
-        Args:
-            rewards: float64[T] of every micro-batch.
-
-        Raises:
-            TrainingDiverged: a value is not finite, on any rank; raised on all of them.
-        """
+        """GAE from the current values and the rewards, float64[T] of every micro-batch. Collective. Raises
+        TrainingDiverged on all ranks if a value is not finite on any."""
         found: list[ValueTargets] = []
         for index, (batch, rewards_T) in enumerate(zip(batches, rewards, strict=True)):
             values_L = self._values(batch, is_last=index == len(batches) - 1)

@@ -35,11 +35,8 @@ saves one of two all-gathers per micro-batch."""
 def open_store(host: str, port: int, *, is_master: bool, world_size: int, timeout_s: float) -> TCPStore:
     """Where the ranks meet: rank 0 is the master and holds the store, the others connect to its address.
 
-    The master takes a free port for 0, by binding it, so that no one can take it in between.
-
-    Raises:
-        LearnerError: the master cannot bind the port.
-        DistStoreError: the master did not respond in time.
+    The master takes a free port for 0, by binding it, so that no one can take it in between. Raises LearnerError if it
+    cannot bind the port, torch's DistStoreError if it did not respond in time.
     """
     timeout = timedelta(seconds=timeout_s)
     try:
@@ -115,13 +112,8 @@ def clear_fsdp_forward(root: nn.Module) -> None:
 
 
 def learning_rate(step: int, *, config: LearnerConfig, total_steps: int) -> float:
-    """Learning rate of optimizer step `step` (counted from 0): linear warm-up, then the schedule down to the last step.
-
-    A pure function of the step, so a resumed run needs no scheduler state.
-
-    Example:
-        warmup_steps=4: 0.25, 0.5, 0.75, 1.0 times `lr`, then the schedule.
-    """
+    """Learning rate of optimizer step `step` (counted from 0): linear warm-up (of 4 steps: 0.25, 0.5, 0.75, 1.0 times
+    `lr`), then the schedule down to the last step. A pure function, so a resumed run needs no scheduler state."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     decay_steps = max(1, total_steps - config.warmup_steps)

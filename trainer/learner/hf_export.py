@@ -25,17 +25,9 @@ if TYPE_CHECKING:
 
 
 TOKENIZER_FILES = (
-    "*.json",
-    "*.txt",
-    "*.jinja",
-    "additional_chat_templates/*.jinja",
-    "*.model",
-    "*.tiktoken",
-    "*.vocab",
-    "*.bpe",
-    "*.spm",
-    "*.py",
-)
+    "*.json", "*.txt", "*.jinja", "additional_chat_templates/*.jinja", "*.model", "*.tiktoken", "*.vocab", "*.bpe",
+    "*.spm", "*.py",
+)  # fmt: skip
 """Copied byte for byte: loading and saving a tokenizer again may change it. By kind, since one with custom code has
 files of any name; not everything, since it may be a directory of checkpoints."""
 MODEL_FILES = ("config.json", "generation_config.json", "adapter_config.json", "*quant*.json", "*.index.json")

@@ -29,7 +29,7 @@ def selected_logprobs(
         hidden_LE: last hidden states at the positions that predict; compute dtype.
         weight_VE: output matrix; compute dtype.
         target_L: int64, 0 <= target < V.
-        temperature: > 0; the behaviour log-probs are after temperature, so ours must be too.
+        temperature: > 0; the behavior log-probs are after temperature, so ours must be too.
         chunk_tokens: C, >= 1.
         entropy_has_grad: for an entropy bonus. Its gradient shares the backward's recomputed softmax: one more pass
             over a chunk, no further product and no memory that grows with L.

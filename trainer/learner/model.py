@@ -25,7 +25,6 @@ from trainer.learner.packed_inputs import ATTENTION_NAME, PackedInputs, best_lay
 from trainer.learner.weights import (
     check_weights,
     checkpoint_files,
-    copy_rows,
     init_weights,
     is_random_init,
     load_rows,
@@ -334,12 +333,7 @@ def shard_and_load(
     """Shard `root`, which holds the meta model, then give it memory and weights: no rank ever holds all of it.
 
     A root whose parameters are all frozen is never computed with gradient, and its blocks are freed one by one.
-
-    Returns:
-        The packed layout of its attention.
-
-    Raises:
-        ModelError: the weights are missing or damaged.
+    Returns the packed layout of its attention. Raises ModelError if the weights are missing or damaged.
     """
     hf, compute_dtype = meta.hf, torch_dtype(cfg.model.compute_dtype)
     is_trained = any(param.requires_grad for param in root.parameters())
@@ -404,12 +398,14 @@ def fill_weights(meta: MetaModel, cfg: RunConfig, *, device: torch.device) -> No
         raise ModelError(f"weights in {source_dir} cannot be loaded: {error}") from error
     # Transformers draws what is missing, with other numbers on every rank. What we do not hold (a critic's output
     # matrix) may be missing.
-    if missing := sorted({part.name for part in own_parts(hf)} & set(found["missing_keys"])):
+    state, drawn = dict(whole.named_parameters()) | dict(whole.named_buffers()), set(found["missing_keys"])
+    if missing := sorted(part.name for part in own_parts(hf) if part.name in drawn or part.name not in state):
         raise ModelError(
             f"{source_dir} has no weights for {missing[0]} ({len(missing)} tensors are missing), which its config.json "
             "asks for; finish the download, or give the directory of the whole model"
         )
-    copy_rows(hf, dict(whole.named_parameters()) | dict(whole.named_buffers()))
+    for part in own_parts(hf):
+        part.tensor.copy_(state[part.name][part.start : part.stop])
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -190,11 +190,8 @@ def packed_attention(
 @functools.cache
 def best_layout(device: torch.device, dtype: torch.dtype, *, head_dim: int) -> LayoutFn:
     """The packed layout for a model of this compute dtype: `varlen_layout` where its kernel works, else
-    `padded_layout`, with one warning per process that says why; without one on CPU, where that is normal.
-
-    Raises:
-        torch.OutOfMemoryError: the kernel could not be tried.
-    """
+    `padded_layout`, with one warning per process that says why; without one on CPU, where that is normal. Raises
+    torch.OutOfMemoryError if the kernel could not be tried."""
     if device.type == "cpu":
         return padded_layout
     reason = why_no_varlen_kernel(device, dtype, head_dim=head_dim)

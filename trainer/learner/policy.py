@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 class PolicyTrainer:
     """Model, optimizer and loss of one rank. Every public method is collective: all ranks must call it.
 
-    The default process group must be open. On CPU the same seed, inputs and number of ranks
-    give the same bits; other numbers of ranks differ by float32 rounding only. On accelerators gradients may differ by
-    rounding: see `VarlenLayout`.
+    The default process group must be open. On CPU the same seed, inputs and number of ranks give the same bits; other
+    numbers of ranks differ by float32 rounding only. On accelerators gradients may differ by rounding: see
+    `VarlenLayout`.
     """
 
     def __init__(self, cfg: RunConfig, *, device: torch.device, backend: Backend) -> None:

@@ -55,11 +55,7 @@ class Reference:
 
     def logprobs(self, batches: Sequence[MicroBatch]) -> list[np.ndarray]:
         """Log-probabilities of the loss tokens after temperature, among the policy's tokens: of every micro-batch
-        float32[T], 0 outside `loss_mask`. Collective.
-
-        Raises:
-            TrainingDiverged: one is not finite, on any rank; raised on all of them.
-        """
+        float32[T], 0 outside `loss_mask`. Collective. Raises TrainingDiverged on all ranks if one is not finite."""
         with without_adapters(self._built.policy.hf):
             found = [scatter_to_tokens(self._built.no_grad_forward(batch).logprobs_L, batch) for batch in batches]
         what = (
@@ -164,10 +160,7 @@ def less_kl(values_T: np.ndarray, batch: MicroBatch, reference_T: np.ndarray, *,
     Of rewards, so that the advantages see it (Ziegler et al. 2019, section 2; Ouyang et al. 2022, section 3.5). Or of
     advantages, so that no later token counts: with A of 0 and a ratio in the loss that is on-policy distillation (Lu et
     al. 2025, thinkingmachines.ai/blog/on-policy-distillation), since d = log policy - log teacher as cost has the
-    gradient of KL(policy || teacher) in the mean.
-
-    Returns:
-        float64[T], 0 outside `loss_mask`.
+    gradient of KL(policy || teacher) in the mean. Returns float64[T], 0 outside `loss_mask`.
 
     Example:
         x 0, coef 1, log policy -2 and log teacher -0.5 give 1.5: the teacher likes the token better.
@@ -188,13 +181,8 @@ def reward_advantages(
     """Without a critic: what the estimator makes of penalized rewards. Collective.
 
     An estimator of the reward-to-go sees the reward of every token; every other one the sum over the response, as it
-    sees the reward of the outcome otherwise.
-
-    Args:
-        rewards: float64[T] of every micro-batch, from `less_kl`.
-
-    Returns:
-        float64[T] of every micro-batch, 0 outside `loss_mask`.
+    sees the reward of the outcome otherwise. Rewards and advantages are float64[T] of every micro-batch, 0 outside
+    `loss_mask`.
     """
     traits = traits_of(config)
     if not traits.reward_to_go:

@@ -169,16 +169,13 @@ def own_parts(model: nn.Module) -> Iterator[LocalRows]:
 
 
 def load_rows(model: nn.Module, files: dict[str, Path]) -> bool:
-    """Copy this rank's rows out of the files, cast to the parameter's dtype. Of fused experts: its own experts.
-
-    A warning names tensors that the model has no place for.
+    """Copy this rank's rows out of the files, cast to the parameter's dtype. Of fused experts: its own experts. A
+    warning names tensors that the model has no place for. Raises ModelError if a tensor has another shape, or a file is
+    damaged.
 
     Returns:
         False, with nothing copied, if the names differ from those that the model saves: such a checkpoint needs
         transformers' own conversion (old names).
-
-    Raises:
-        ModelError: a tensor has another shape, or a file is damaged.
     """
     rows = {part.name: part for part in own_parts(model)}
     try:
@@ -214,14 +211,6 @@ def _read_into(part: LocalRows, view: SavedTensor, reader: safe_open, path: Path
         # A scalar has no rows to slice.
         values = source[start:stop] if view.shape else reader.get_tensor(view.name)
         view.view(part.tensor, start=part.start).copy_(values)
-
-
-def copy_rows(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
-    """Copy this rank's rows out of whole tensors on the CPU (the slow way in, for checkpoints that need conversion)."""
-    for part in own_parts(model):
-        if part.name not in state:
-            raise ModelError(f"the checkpoint has no tensor for {part.name}; config and weights do not belong together")
-        part.tensor.copy_(state[part.name][part.start : part.stop])
 
 
 def init_weights(model: PreTrainedModel, *, seed: int, device: torch.device) -> None:
